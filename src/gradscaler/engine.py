@@ -1,0 +1,398 @@
+"""The eager scaler: scale, unscale, step or skip, update. Once, for every eager framework."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+from gradscaler.errors import CallOrderError
+from gradscaler.operations import FoundInf, Operations, Optimizer, Tensor
+from gradscaler.outcome import Reason, StepOutcome
+from gradscaler.policies import Policy, ScaleState
+from gradscaler.replay import step_with_closure
+
+
+class Stage(Enum):
+    """How far an optimizer has come in the current iteration."""
+
+    READY = 0
+    UNSCALED = 1
+    STEPPED = 2
+
+
+class OptimizerRecord:
+    """What is known of one optimizer in the current iteration.
+
+    Attributes:
+        optimizer: kept alive until the iteration ends, so that its id stays its own.
+        stage: how far it has come.
+        found_inf: its own flags; None until its gradients were checked.
+        scale: the scale that its gradients were unscaled by.
+        clip_coefficient: what its gradients have still to be multiplied by, if they are.
+    """
+
+    def __init__(self, optimizer: Optimizer = None) -> None:
+        self.optimizer = optimizer
+        self.stage = Stage.READY
+        self.found_inf: FoundInf | None = None
+        self.scale: Any = None
+        self.clip_coefficient: Tensor | None = None
+
+
+class EagerScaler(ABC):
+    """Loss scaling for one training loop; an adapter adds its framework's spelling.
+
+    Per optimizer and iteration: READY, UNSCALED once its gradients are, STEPPED, and READY again
+    after ``update``. Gradients are unscaled by the scale that their loss was scaled by, for that
+    moves in ``update`` alone; found_inf is each optimizer's own, and any of them moves the scale.
+    """
+
+    _operations: ClassVar[Operations]
+    _record_type: ClassVar[type[OptimizerRecord]] = OptimizerRecord
+
+    def __init__(self, policy: Policy, enabled: bool, max_retries: int) -> None:
+        self._policy = policy
+        self._enabled = enabled
+        self._max_retries = _check_retries(max_retries)
+        self._initial_state = policy.init()
+        self._state: ScaleState | None = None  # placed where the first scaled tensor lives
+        self._closure_state: ScaleState | None = None  # backed off by closures, until update()
+        self._in_closure = False
+        self._scaled_in_closure: list[tuple[Tensor, Tensor]] = []
+        self._records: defaultdict[int, OptimizerRecord] = defaultdict(self._record_type)
+        self._outcomes: WeakKeyDictionary[Optimizer, StepOutcome] = WeakKeyDictionary()
+
+    # The five calls of a training loop.
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss by the loss scale: ``scaled = outputs * scale``.
+
+        Args:
+            outputs: a tensor of any shape, or a list, tuple (named ones too) or other iterable of
+                them, nested at will.
+
+        Returns:
+            The same structure of scaled tensors; for an iterable that is neither a list nor a
+            tuple, an iterator. ``outputs`` itself when scaling is disabled.
+
+        Raises:
+            ValueError: something in ``outputs`` is no tensor.
+        """
+        if not self._enabled:
+            return outputs
+        if self._operations.is_tensor(outputs):
+            state = self._state or self._place(outputs.device)
+            scaled = self._operations.multiply(outputs, self._scale_in_use(state))
+            if self._in_closure:
+                self._scaled_in_closure.append((scaled, outputs))
+            return scaled
+        if isinstance(outputs, (str, bytes, Mapping)) or not isinstance(outputs, Iterable):
+            raise ValueError(
+                f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}"
+            )
+        if hasattr(outputs, "_fields"):
+            return type(outputs)(*map(self.scale, outputs))
+        if isinstance(outputs, (list, tuple)):
+            return type(outputs)(map(self.scale, outputs))
+        return map(self.scale, outputs)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the optimizer's gradients by the loss scale, in place, and check them.
+
+        Optional: ``step`` does it where you did not. Call it once per optimizer and iteration,
+        after the last backward pass, to see or change the true gradients.
+
+        Raises:
+            RuntimeError: it was called before, or after ``step``, in this iteration; or no loss
+                was scaled yet.
+            ValueError: a gradient is float16, and float16 gradients were not allowed.
+        """
+        if not self._enabled:
+            return
+        state = self._placed_state("unscale_")
+        record = self._record(optimizer)
+        if record.stage is Stage.UNSCALED:
+            raise CallOrderError(
+                "unscale_() has already been called on this optimizer since the last update(): "
+                "call update() once per iteration, after step(optimizer)"
+            )
+        if record.stage is Stage.STEPPED:
+            raise CallOrderError(
+                "unscale_() is being called after step(): call update() first, or unscale_() "
+                "before step()"
+            )
+        record.scale, record.found_inf = self._unscale(optimizer, self._scale_in_use(state))
+        record.stage = Stage.UNSCALED
+        self._records[id(optimizer)] = record
+
+    def step(
+        self, optimizer: Optimizer, *args: Any, max_retries: int | None = None, **kwargs: Any
+    ) -> Any:
+        """Unscale the gradients if ``unscale_`` did not, then step, or skip on overflow.
+
+        A closure (``step(optimizer, closure)``) zeroes the gradients, computes the loss, calls
+        ``scaler.scale(loss).backward()``, and returns the loss, scaled or not. Each evaluation is
+        unscaled and checked before the optimizer sees it, and the optimizer is handed the
+        unscaled loss. An evaluation that overflows is repeated at a backed-off scale, up to
+        ``max_retries`` times; then the step is skipped, and parameters and optimizer state are
+        put back. A copy of both is held during such a step.
+
+        Args:
+            optimizer: the optimizer that owns the gradients.
+            args: for ``optimizer.step``.
+            max_retries: bounds the repetitions of an evaluation, in place of the scaler's own
+                setting.
+            kwargs: for ``optimizer.step``.
+
+        Returns:
+            What ``optimizer.step`` returns, or None if the step was skipped.
+
+        Raises:
+            RuntimeError: it was called before in this iteration, or no loss was scaled yet.
+            ValueError: as ``unscale_`` does.
+        """
+        if not self._enabled:
+            result = optimizer.step(*args, **kwargs)
+            self._outcomes[optimizer] = StepOutcome(1.0, False, "disabled")
+            return result
+        closure, args, kwargs = _take_closure(args, kwargs)
+        record = self._record(optimizer)
+        if record.stage is Stage.STEPPED:
+            raise CallOrderError(
+                "step() has already been called since the last update(): call update() once per "
+                "iteration, after step(optimizer)"
+            )
+        if closure is not None:
+            retries = self._max_retries if max_retries is None else _check_retries(max_retries)
+            return step_with_closure(self, optimizer, closure, retries, args, kwargs)
+        state = self._placed_state("step")
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            return self._step_on_device(optimizer, record, state, args, kwargs)
+        if record.stage is Stage.READY:
+            self.unscale_(optimizer)
+            record = self._record(optimizer)
+        result = self._step_if_finite(optimizer, record, args, kwargs)
+        self._conclude(optimizer, record)
+        return result
+
+    def update(self, new_scale: Any = None) -> None:
+        """Move the scale by the policy, from what this iteration's checks found.
+
+        Any optimizer's overflow makes it a non-finite step. Where no optimizer had gradients, it
+        was no step at all and nothing moves. Call it once, after the last ``step``.
+
+        Args:
+            new_scale: set the scale to this instead: a number, or a tensor of one element.
+
+        Raises:
+            RuntimeError: nothing was checked since the last call.
+            ValueError, TypeError: ``new_scale`` cannot be a loss scale; nothing changes.
+        """
+        if not self._enabled:
+            return
+        state = self._placed_state("update")
+        if new_scale is not None:
+            self._set_scale(new_scale)
+        else:
+            checked = [r.found_inf for r in self._records.values() if r.found_inf is not None]
+            if not checked:
+                raise CallOrderError(
+                    "No inf checks were recorded prior to update(): call step(optimizer) or "
+                    "unscale_(optimizer) before update()"
+                )
+            if self._closure_state is not None:
+                self._state = state = self._closure_state
+            found_infs = [found_inf for found_inf in checked if found_inf]
+            if found_infs:
+                self._operations.advance(self._policy, state, found_infs)
+        self._closure_state = None
+        self._records.clear()
+
+    def minimize(self, optimizer: Optimizer, scaled_loss: Tensor | None = None) -> Any:
+        """``step(optimizer)`` and ``update()`` in one call, after the backward pass.
+
+        Args:
+            optimizer: the optimizer that owns the gradients.
+            scaled_loss: unused; it lets a call written for Paddle's scaler work as it stands.
+
+        Returns:
+            What ``step`` returns.
+        """
+        result = self.step(optimizer)
+        self.update()
+        return result
+
+    # What none of the frameworks' scalers has.
+
+    def clip_grad_norm_(
+        self,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Clip the unscaled gradients of an optimizer by their total norm.
+
+        The gradients are unscaled if they were not. They are multiplied by
+        ``min(1, max_norm / (norm + 1e-6))`` in ``step``, if that is not skipped. A second call
+        clips what the first has left.
+
+        Args:
+            optimizer: the optimizer that owns the gradients.
+            max_norm: the largest norm to let through, >= 0; inf only measures.
+            norm_type: the p of the p-norm; inf for the largest magnitude.
+            error_if_nonfinite: raise where the norm is NaN or Inf.
+
+        Returns:
+            The total norm of the unscaled gradients, a scalar tensor.
+
+        Raises:
+            RuntimeError: ``step`` was called before in this iteration; no loss was scaled yet; or
+                the norm is non-finite and that was to be an error.
+            ValueError: ``max_norm`` is negative or NaN; or as ``unscale_`` does.
+        """
+        if not float(max_norm) >= 0:
+            raise ValueError(f"max_norm must be >= 0, got {max_norm!r}")
+        if self._enabled:
+            self._placed_state("clip_grad_norm_")
+        record = self._record(optimizer)
+        if record.stage is Stage.STEPPED:
+            raise CallOrderError(
+                "clip_grad_norm_() is being called after step(): call it before step(optimizer)"
+            )
+        if self._enabled and record.stage is Stage.READY:
+            self.unscale_(optimizer)
+            record = self._record(optimizer)
+        norm = self._operations.total_norm(optimizer, float(norm_type))
+        if record.clip_coefficient is not None:
+            norm = norm * record.clip_coefficient
+        if error_if_nonfinite and not math.isfinite(float(norm)):
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the gradients is {float(norm)}, so they "
+                "cannot be clipped; with error_if_nonfinite=False the step is skipped instead"
+            )
+        coefficient = self._operations.clip_coefficient(float(max_norm), norm)
+        if not self._enabled:  # step() is not ours then: clip at once
+            self._operations.multiply_gradients_(optimizer, coefficient)
+        elif record.clip_coefficient is None:
+            record.clip_coefficient = coefficient
+        else:
+            record.clip_coefficient = record.clip_coefficient * coefficient
+        return norm
+
+    def last_step(self, optimizer: Optimizer) -> StepOutcome:
+        """What happened in the optimizer's latest step through this scaler.
+
+        Raises:
+            RuntimeError: there was none.
+        """
+        outcome = self._outcomes.get(optimizer)
+        if outcome is None:
+            raise CallOrderError(
+                "last_step() has nothing to report for this optimizer: call step(optimizer) first"
+            )
+        return outcome
+
+    # What adapters override.
+
+    @abstractmethod
+    def _unscale(self, optimizer: Optimizer, scale: Tensor) -> tuple[Any, FoundInf]:
+        """Divide gradients by ``scale`` in place; the scale for the record, and the flags."""
+
+    @abstractmethod
+    def _set_scale(self, new_scale: Any) -> None:
+        """Set the scale by hand."""
+
+    def _step_on_device(
+        self,
+        optimizer: Optimizer,
+        record: OptimizerRecord,
+        state: ScaleState,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Step an optimizer that unscales and skips by itself."""
+        raise NotImplementedError
+
+    def _step_if_finite(
+        self,
+        optimizer: Optimizer,
+        record: OptimizerRecord,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Step an optimizer whose gradients are unscaled, unless they overflowed."""
+        if record.found_inf and not self._operations.any_set(record.found_inf):
+            self._clip(record)
+            return optimizer.step(*args, **kwargs)
+        return None
+
+    # Shared steps.
+
+    def _place(self, device: Any) -> ScaleState:
+        """Put the state on the device of the first scaled tensor."""
+        self._state = self._operations.place(self._initial_state, device)
+        return self._state
+
+    def _record(self, optimizer: Optimizer) -> OptimizerRecord:
+        """The optimizer's record, or a new one that is not kept yet."""
+        return self._records.get(id(optimizer)) or self._record_type(optimizer)
+
+    def _placed_state(self, caller: str) -> ScaleState:
+        if self._state is None:
+            raise CallOrderError(
+                f"{caller}() was called before any loss was scaled: call "
+                "scaler.scale(loss).backward() earlier in the iteration"
+            )
+        return self._state
+
+    def _scale_in_use(self, state: ScaleState) -> Tensor:
+        """The scale that backward passes use: a closure's may be backed off before update()."""
+        if self._in_closure and self._closure_state is not None:
+            return self._closure_state.scale
+        return state.scale
+
+    def _clip(self, record: OptimizerRecord) -> None:
+        if record.clip_coefficient is not None:
+            self._operations.multiply_gradients_(record.optimizer, record.clip_coefficient)
+            record.clip_coefficient = None
+
+    def _conclude(
+        self, optimizer: Optimizer, record: OptimizerRecord, reason: Reason | None = None
+    ) -> None:
+        """Put on record what happened, once nothing can raise any more."""
+        found_inf = record.found_inf
+        if found_inf is not None and not found_inf:
+            reason = "no_gradients"
+        record.stage = Stage.STEPPED
+        self._records[id(optimizer)] = record
+        self._outcomes[optimizer] = StepOutcome(
+            record.scale,
+            (lambda: self._operations.any_set(found_inf)) if found_inf else False,
+            reason,
+        )
+
+
+def _take_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[[], Any] | None, tuple[Any, ...], dict[str, Any]]:
+    """Split off a closure given by position or by name; None is none."""
+    if "closure" in kwargs:
+        kwargs = dict(kwargs)
+        return kwargs.pop("closure"), args, kwargs
+    if args and callable(args[0]):
+        return args[0], args[1:], kwargs
+    return None, args, kwargs
+
+
+def _check_retries(max_retries: object) -> int:
+    if isinstance(max_retries, bool) or not isinstance(max_retries, int):
+        raise TypeError(f"max_retries must be an integer, got {max_retries!r}")
+    if max_retries < 0:
+        raise ValueError(f"max_retries must be at least 0, got {max_retries!r}")
+    return max_retries

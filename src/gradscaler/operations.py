@@ -1,0 +1,71 @@
+"""What an eager adapter supplies to the engine: its framework's tensor operations.
+
+An adapter's ``operations.py`` is a module of functions that satisfies this Protocol. Tensors,
+optimizers and found_inf flags are opaque to the engine: it only hands them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from gradscaler.policies import Policy, ScaleState
+
+Tensor = Any
+Optimizer = Any
+
+FoundInf = Mapping[Any, Tensor]
+"""Device to a flag on it, non-zero for non-finite gradients; empty where there are no gradients."""
+
+
+class Operations(Protocol):
+    """The tensor operations that the engine is written in."""
+
+    def is_tensor(self, value: object, /) -> bool:
+        """Whether ``value`` is one of the framework's tensors."""
+
+    def multiply(self, output: Tensor, scale: Tensor, /) -> Tensor:
+        """``output * scale``, differentiable, on the output's device."""
+
+    def place(self, state: ScaleState, device: Any, /) -> ScaleState:
+        """A host state as float32 and int32 scalars on a device."""
+
+    def read(self, state: ScaleState, /) -> ScaleState:
+        """A placed state as a Python float and ints."""
+
+    def advance(self, policy: Policy, state: ScaleState, found_infs: list[FoundInf], /) -> None:
+        """Move ``state``, in place, by ``policy`` and by whether any flag is set."""
+
+    def assign(self, state: ScaleState, values: ScaleState, /) -> None:
+        """Fill a placed state, in place, from a host state."""
+
+    def copy(self, state: ScaleState, /) -> ScaleState:
+        """A state that moves independently of ``state``."""
+
+    def any_set(self, found_inf: FoundInf, /) -> bool:
+        """Whether any flag is set, read on the host."""
+
+    def combine(self, found_infs: list[FoundInf], device: Any, /) -> Tensor:
+        """One flag on a device, set if any is."""
+
+    def first_step_must_be_finite(self, optimizer: Optimizer, /) -> bool:
+        """Whether an optimizer that skips by itself would set up wrong state in doing so."""
+
+    def total_norm(self, optimizer: Optimizer, norm_type: float, /) -> Tensor:
+        """The norm of all the optimizer's gradients taken as one vector, a scalar."""
+
+    def clip_coefficient(self, max_norm: float, total_norm: Tensor, /) -> Tensor:
+        """What to multiply gradients by so that their norm is at most ``max_norm``; at most 1."""
+
+    def multiply_gradients_(self, optimizer: Optimizer, factor: Tensor, /) -> None:
+        """Multiply the optimizer's gradients in place."""
+
+    def clear_gradients(self, optimizer: Optimizer, /) -> None:
+        """Leave the optimizer's parameters without gradients."""
+
+    def snapshot(self, optimizer: Optimizer, /) -> Callable[[], None]:
+        """Copy the optimizer's parameters and state; the callable puts them back."""
+
+    def enable_grad(self) -> AbstractContextManager[object]:
+        """A context in which a closure can run its backward pass."""

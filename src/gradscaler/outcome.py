@@ -1,0 +1,70 @@
+"""What happened in one step of one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, SupportsFloat
+
+Reason = Literal["finite", "overflow", "retries_exhausted", "no_gradients", "disabled"]
+
+
+class StepOutcome:
+    """The record of one ``scaler.step(optimizer)``.
+
+    A fused optimizer decides on the device whether to apply its update, so the answer may still
+    be there when ``step`` returns. The record holds on to it and reads it when first asked:
+    every property but ``scale`` may wait for the device, and only then.
+
+    >>> outcome = StepOutcome(scale=65536.0, found_inf=True)
+    >>> outcome.skipped, outcome.reason
+    (True, 'overflow')
+    """
+
+    __slots__ = ("_found_inf", "_reason", "_scale")
+
+    def __init__(
+        self,
+        scale: SupportsFloat,
+        found_inf: bool | Callable[[], bool],
+        reason: Reason | None = None,
+    ) -> None:
+        self._scale = scale
+        self._found_inf = found_inf
+        self._reason = reason
+
+    @property
+    def found_inf(self) -> bool:
+        """Whether the gradients held an Inf or a NaN."""
+        if callable(self._found_inf):
+            self._found_inf = self._found_inf()
+        return self._found_inf
+
+    @property
+    def reason(self) -> Reason:
+        """Why the step was applied or skipped.
+
+        Applied: ``"finite"`` gradients, or loss scaling ``"disabled"``. Skipped: ``"overflow"``,
+        ``"retries_exhausted"`` (a closure overflowed at each scale that was tried), or
+        ``"no_gradients"`` (no parameter of the optimizer had one).
+        """
+        return self._reason or ("overflow" if self.found_inf else "finite")
+
+    @property
+    def applied(self) -> bool:
+        """Whether the optimizer updated its parameters."""
+        return self.reason in ("finite", "disabled")
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the optimizer left its parameters as they were."""
+        return not self.applied
+
+    @property
+    def scale(self) -> float:
+        """The loss scale that the gradients were unscaled by."""
+        self._scale = float(self._scale)
+        return self._scale
+
+    def __repr__(self) -> str:
+        verb = "applied" if self.applied else "skipped"
+        return f"StepOutcome({verb}, reason={self.reason!r}, scale={self.scale!r})"

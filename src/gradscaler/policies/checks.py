@@ -1,0 +1,70 @@
+"""Checks of parameters, each error naming the parameter and the value."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+
+import numpy as np
+
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal float32: the least scale whose reciprocal is finite and not flushed to 0."""
+
+LARGEST_SCALE = float(np.finfo(np.float32).max)
+
+_LONGEST_INTERVAL = 2**31 - 1  # counters are int32 in every framework
+
+
+def number(name: str, value: object) -> float:
+    """``value`` as a Python float; TypeError unless it is a real number, bool excluded."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
+    return float(value)
+
+
+def in_float32(value: float) -> float:
+    """``value`` rounded to float32, too large becoming inf."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
+
+
+def loss_scale(
+    name: str, value: object, lowest: float = SMALLEST_SCALE, highest: float = LARGEST_SCALE
+) -> float:
+    """``value`` if a float32 loss scale can hold it, ``lowest <= value <= highest``."""
+    scale = in_float32(number(name, value))
+    if not math.isfinite(scale) or scale <= 0:
+        raise ValueError(f"{name} must be positive and finite in float32, got {value!r}")
+    if not lowest <= scale <= highest:
+        raise ValueError(f"{name} must lie between {lowest!r} and {highest!r}, got {value!r}")
+    return float(number(name, value))
+
+
+def growth_factor(name: str, value: object) -> float:
+    """``value`` if it is finite and above 1 in float32."""
+    factor = number(name, value)
+    if not 1 < in_float32(factor) < math.inf:
+        raise ValueError(f"{name} must be > 1.0 and finite in float32, got {value!r}")
+    return factor
+
+
+def backoff_factor(name: str, value: object) -> float:
+    """``value`` if it lies strictly between 0 and 1 in float32."""
+    factor = number(name, value)
+    if not 0 < in_float32(factor) < 1:
+        raise ValueError(f"{name} must be > 0.0 and < 1.0 in float32, got {value!r}")
+    return factor
+
+
+def count(name: str, value: object, least: int = 1) -> int:
+    """``value`` if it is an integer of at least ``least``, as a Python int."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value!r}")
+    return int(value)
+
+
+def as_counter_limit(value: int) -> int:
+    """``value``, or the longest interval that an int32 counter can reach."""
+    return min(value, _LONGEST_INTERVAL)

@@ -1,0 +1,73 @@
+"""The state that a policy moves, and the one primitive that differs between tensor libraries."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+Scalar = Any
+"""A host number, a NumPy scalar, or a zero-dimensional tensor of any framework."""
+
+Where = Callable[[Any, Any, Any], Any]
+"""``where(condition, a, b)``: ``a`` where the condition holds, ``b`` elsewhere."""
+
+# Libraries whose tensor types live in another module than their `where`.
+_HOME_OF_WHERE = {"jax": "jax.numpy", "jaxlib": "jax.numpy", "mindspore": "mindspore.ops"}
+
+
+class ScaleState(NamedTuple):
+    """Everything about a loss scale that changes from step to step.
+
+    Attributes:
+        scale: the loss scale, a float32 scalar.
+        finite_steps: finite steps since the scale last moved or a step was non-finite, an integer.
+        nonfinite_steps: non-finite steps counted towards the hysteresis, an integer.
+    """
+
+    scale: Scalar
+    finite_steps: Scalar
+    nonfinite_steps: Scalar
+
+
+class Policy(Protocol):
+    """A rule for the loss scale: immutable, and pure in both methods."""
+
+    def init(self) -> ScaleState:
+        """The state before the first step, in host scalars."""
+
+    def update(
+        self, state: ScaleState, found_inf: Scalar, where: Where | None = None
+    ) -> ScaleState:
+        """The state after a step whose gradients were non-finite (``found_inf``) or finite."""
+
+
+def on_host(value: Scalar) -> bool:
+    """Whether ``value`` is a Python or NumPy scalar."""
+    return isinstance(value, (float, int, np.generic)) or (
+        isinstance(value, np.ndarray) and value.ndim == 0
+    )
+
+
+def host_where(condition: Any, a: Any, b: Any) -> Any:
+    """``where`` on host scalars: a conditional expression."""
+    return a if condition else b
+
+
+def where_for(value: Scalar) -> Where:
+    """The ``where`` of the library that ``value``'s type comes from, imported by whoever made it.
+
+    Raises:
+        TypeError: the type's library has no ``where``.
+    """
+    root = type(value).__module__.partition(".")[0]
+    module = sys.modules.get(_HOME_OF_WHERE.get(root, root))
+    where: Where | None = getattr(module, "where", None)
+    if where is None:
+        raise TypeError(
+            f"no where() is known for a scale of type {type(value).__module__}."
+            f"{type(value).__qualname__}: pass update(..., where=) that library's own"
+        )
+    return where

@@ -1,0 +1,146 @@
+"""``torch.amp.GradScaler``, on any device, with the engine behind it."""
+
+from __future__ import annotations
+
+import warnings
+from enum import Enum
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from gradscaler.engine import OptimizerRecord
+from gradscaler.errors import ParameterError
+from gradscaler.operations import FoundInf, Operations
+from gradscaler.policies import Policy
+from gradscaler.replay import DEFAULT_MAX_RETRIES
+from gradscaler.torch import operations
+from gradscaler.torch_spelling import TorchRecord, TorchSpelling
+
+
+class _Record(TorchRecord):
+    opt_state: ClassVar[type[Enum]] = OptState
+
+
+class GradScaler(TorchSpelling, torch.amp.GradScaler):
+    """Loss scaling for PyTorch: a drop-in for ``torch.amp.GradScaler``.
+
+    Scaling and unscaling, skipping and moving the scale are torch's, to the bit. Beyond it: any
+    device without being told, closures, clipping that keeps to the order of calls, what happened
+    in each step, growth that an interval lowered on the way does not freeze, and a scale that
+    stays between 2**-126 and the largest float32.
+
+    Args:
+        device: the type of device to work on. None takes the device of the first scaled tensor.
+            ``"cuda"`` without CUDA warns and disables the scaler, as torch does.
+        init_scale: the scale before the first step.
+        growth_factor: multiplies the scale when it grows, > 1.
+        backoff_factor: multiplies the scale when it backs off, in (0, 1).
+        growth_interval: finite steps in a row before the scale grows.
+        enabled: if False, ``step`` is ``optimizer.step`` and all else passes through.
+        policy: the rule as a whole, in place of the four parameters before: a
+            :class:`gradscaler.DynamicScale`, with bounds and hysteresis, or a
+            :class:`gradscaler.FixedScale`.
+        allow_fp16_gradients: unscale float16 gradients in place rather than refuse them. What
+            underflows in that division is lost; torch always refuses.
+        max_retries: how often ``step(optimizer, closure)`` repeats an evaluation that overflows.
+
+    Raises:
+        ValueError: a parameter is out of range; the message names it and its value.
+        TypeError: a parameter is not the kind of number it should be.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> scaler = GradScaler()
+    >>> scaler.scale(model(torch.ones(2)).sum()).backward()
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    >>> scaler.last_step(optimizer)
+    StepOutcome(applied, reason='finite', scale=65536.0)
+    """
+
+    _operations: ClassVar[Operations] = operations
+    _record_type: ClassVar[type[OptimizerRecord]] = _Record
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        policy: Policy | None = None,
+        allow_fp16_gradients: bool = False,
+        max_retries: int = DEFAULT_MAX_RETRIES,
+    ) -> None:
+        if enabled and device == "cuda" and not _cuda_may_be_available():
+            warnings.warn(
+                "GradScaler(device='cuda') is enabled, but CUDA is not available. Disabling. "
+                "Leave out device to scale losses wherever they are.",
+                stacklevel=2,
+            )
+            enabled = False
+        self._device = device  # type: ignore[assignment] # None: wherever the first loss is
+        self._allow_fp16_gradients = allow_fp16_gradients
+        super().__init__(
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            enabled,
+            policy,
+            max_retries,
+        )
+
+    def _unscale(
+        self, optimizer: torch.optim.Optimizer, scale: torch.Tensor
+    ) -> tuple[Any, FoundInf]:
+        # The reciprocal is taken in float64 and rounded once: some builds divide float32 inexactly.
+        used: Any
+        if scale.device == operations.CPU:
+            used = scale.item()
+            inv_scale = torch.full((), 1.0 / used, dtype=torch.float32)
+        elif scale.device.type == "mps":  # has no float64
+            used = scale.clone()
+            inv_scale = used.reciprocal()
+        else:
+            used = scale.double()
+            inv_scale = used.reciprocal().float()
+        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+        return used, self._unscale_grads_(
+            optimizer, inv_scale, found_inf, self._allow_fp16_gradients
+        )
+
+    def _check(self, optimizer: torch.optim.Optimizer) -> FoundInf:
+        scale, _ = self._check_scale_growth_tracker("step")
+        one = torch.ones((), dtype=torch.float32, device=scale.device)
+        return self._unscale_grads_(optimizer, one, torch.zeros_like(one), True)
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        return operations.unscale_(optimizer, inv_scale, found_inf, allow_fp16)
+
+    def _set_scale(self, new_scale: Any) -> None:
+        scale, _ = self._check_scale_growth_tracker("update")
+        if isinstance(new_scale, torch.Tensor):
+            device = self._device or scale.device.type
+            if new_scale.device.type != device or new_scale.numel() != 1 or new_scale.requires_grad:
+                raise ParameterError(
+                    f"new_scale must be a number, or a tensor of one element on {device} with "
+                    f"requires_grad=False, got {new_scale!r}"
+                )
+            new_scale = new_scale.item()
+        scale.fill_(self._check_scale("new_scale", new_scale, self._policy))
+
+
+def _cuda_may_be_available() -> bool:
+    return torch.cuda.is_available() or find_spec("torch_xla") is not None

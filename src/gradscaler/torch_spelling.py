@@ -1,0 +1,389 @@
+"""The spelling of ``torch.amp.GradScaler``, which TensorPlay's port shares.
+
+Getters and setters, the state dict, pickling, and the private names that the frameworks' own code
+and their users' subclasses reach for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from gradscaler.engine import EagerScaler, OptimizerRecord, Stage
+from gradscaler.errors import CallOrderError, ParameterError
+from gradscaler.operations import FoundInf, Optimizer, Tensor
+from gradscaler.policies import DynamicScale, FixedScale, Policy, ScaleState, checks
+
+_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+class TorchRecord(OptimizerRecord):
+    """A record that also reads and writes like the dict that torch keeps."""
+
+    opt_state: ClassVar[type[Enum]] = Stage  # the framework's own enum, of the same names
+
+    def __getitem__(self, key: str) -> Any:
+        if key == "stage":
+            return self.opt_state[self.stage.name]
+        if key == "found_inf_per_device":
+            return {} if self.found_inf is None else self.found_inf
+        raise KeyError(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "stage":
+            self.stage = Stage[value.name]
+        elif key == "found_inf_per_device":
+            self.found_inf = value
+        else:
+            raise KeyError(key)
+
+
+class TorchSpelling(EagerScaler):
+    """An eager scaler with the methods and private names of ``torch.amp.GradScaler``."""
+
+    def __init__(
+        self,
+        init_scale: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        enabled: bool,
+        policy: Policy | None,
+        max_retries: int,
+    ) -> None:
+        given = (init_scale, growth_factor, backoff_factor, growth_interval)
+        if policy is None:
+            policy = _dynamic_scale(*given)
+        elif given != (2.0**16, 2.0, 0.5, 2000):
+            raise ParameterError(
+                "policy= already says how the scale moves: leave out init_scale, growth_factor, "
+                f"backoff_factor and growth_interval, got {given!r} beside {policy!r}"
+            )
+        elif not (hasattr(policy, "init") and hasattr(policy, "update")):
+            raise TypeError(f"policy must be a DynamicScale or a FixedScale, got {policy!r}")
+        super().__init__(policy, enabled, max_retries)
+
+    # Getters and setters.
+
+    def is_enabled(self) -> bool:
+        """Whether loss scaling is on; if not, every call passes through."""
+        return self._enabled
+
+    def get_scale(self) -> float:
+        """The loss scale, or 1.0 if scaling is disabled. Waits for the device."""
+        return float(self._host_state().scale) if self._enabled else 1.0
+
+    def get_growth_factor(self) -> float:
+        """What growth multiplies the scale by; 1.0 under a fixed scale."""
+        return float(getattr(self._policy, "growth_factor", 1.0))
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Grow by ``new_factor`` from now on.
+
+        Raises:
+            ValueError: it is not above 1.
+            TypeError: it is not a number, or the scale is fixed.
+        """
+        self._change_policy(growth_factor=new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """What a backoff multiplies the scale by; 1.0 under a fixed scale."""
+        return float(getattr(self._policy, "backoff_factor", 1.0))
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Back off by ``new_factor`` from now on.
+
+        Raises:
+            ValueError: it is not between 0 and 1.
+            TypeError: it is not a number, or the scale is fixed.
+        """
+        self._change_policy(backoff_factor=new_factor)
+
+    def get_growth_interval(self) -> int:
+        """Finite steps in a row before growth; 2000, which does nothing, under a fixed scale."""
+        return int(getattr(self._policy, "growth_interval", 2000))
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Grow after ``new_interval`` finite steps from now on, those already taken included.
+
+        Raises:
+            ValueError: it is below 1.
+            TypeError: it is not an integer, or the scale is fixed.
+        """
+        self._change_policy(growth_interval=new_interval)
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale, the rule's three parameters and the count of finite steps.
+
+        The keys and types are torch's: ``scale``, ``growth_factor``, ``backoff_factor`` (float),
+        ``growth_interval``, ``_growth_tracker`` (int). A policy with a hysteresis adds
+        ``_nonfinite_steps``, which torch ignores. Under a fixed scale both factors are 1.0. Empty
+        if scaling is disabled. Call it after ``update()``.
+        """
+        if not self._enabled:
+            return {}
+        state = self._host_state()
+        values = (
+            float(state.scale),
+            self.get_growth_factor(),
+            self.get_backoff_factor(),
+            self.get_growth_interval(),
+            int(state.finite_steps),
+        )
+        state_dict: dict[str, Any] = dict(zip(_KEYS, values, strict=True))
+        if getattr(self._policy, "hysteresis", 1) > 1:
+            state_dict["_nonfinite_steps"] = int(state.nonfinite_steps)
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the scale, the rule's parameters and the count from a state dict, torch's own too.
+
+        Bounds and hysteresis stay as the policy has them. Nothing changes if it raises; nothing
+        happens if scaling is disabled.
+
+        Raises:
+            RuntimeError: the dict is empty, as one saved with scaling disabled is.
+            KeyError: a key is missing.
+            TypeError, ValueError: a value cannot be what its key says; the message names it.
+        """
+        if not self._enabled:
+            return
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
+        if not state_dict:
+            raise RuntimeError(
+                "The source state dict is empty, possibly because it was saved from a disabled "
+                "instance of GradScaler."
+            )
+        missing = [key for key in _KEYS if key not in state_dict]
+        if missing:
+            raise KeyError(
+                f"missing from the state dict: {', '.join(missing)}; it holds "
+                f"{', '.join(map(str, state_dict))}"
+            )
+        scale, growth_factor, backoff_factor, growth_interval, finite_steps = (
+            _item(state_dict[key]) for key in _KEYS
+        )
+        policy: Policy
+        if growth_factor == backoff_factor == 1.0:
+            policy = FixedScale(checks.loss_scale("scale", scale))
+        else:
+            policy = dataclasses.replace(
+                self._policy if isinstance(self._policy, DynamicScale) else DynamicScale(),
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                growth_interval=growth_interval,
+            )
+        state = ScaleState(
+            np.float32(self._check_scale("scale", scale, policy)),
+            checks.count("_growth_tracker", finite_steps, least=0),
+            checks.count("_nonfinite_steps", _item(state_dict.get("_nonfinite_steps", 0)), least=0),
+        )
+        self._policy = policy
+        self._initial_state = state
+        if self._state is not None:
+            self._operations.assign(self._state, state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The scaler between iterations, its state on the host.
+
+        Raises:
+            RuntimeError: in the middle of an iteration.
+        """
+        if self._records:
+            raise CallOrderError(
+                "A GradScaler may only be pickled or copied at the beginning of an iteration, or "
+                "at the end: call update() first"
+            )
+        own = {"_initial_state": self._host_state(), "_state": None, "_outcomes": None}
+        return {**self.__dict__, **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._outcomes = WeakKeyDictionary()
+
+    # The private names.
+
+    @property
+    def _scale(self) -> Tensor | None:
+        return self._state and self._state.scale
+
+    @_scale.setter
+    def _scale(self, scale: Tensor | None) -> None:
+        if scale is None:
+            self._state = None
+        else:
+            self._state = (self._state or self._place(scale.device))._replace(scale=scale)
+
+    @property
+    def _growth_tracker(self) -> Tensor | None:
+        return self._state and self._state.finite_steps
+
+    @_growth_tracker.setter
+    def _growth_tracker(self, tracker: Tensor | None) -> None:
+        if tracker is None:
+            self._state = None
+        else:
+            state = self._state or self._place(tracker.device)
+            self._state = state._replace(finite_steps=tracker)
+
+    @property
+    def _init_scale(self) -> float:
+        return float(self._initial_state.scale)
+
+    @_init_scale.setter
+    def _init_scale(self, scale: float) -> None:
+        self._initial_state = self._initial_state._replace(scale=np.float32(scale))
+
+    @property
+    def _init_growth_tracker(self) -> int:
+        return int(self._initial_state.finite_steps)
+
+    @_init_growth_tracker.setter
+    def _init_growth_tracker(self, tracker: int) -> None:
+        self._initial_state = self._initial_state._replace(finite_steps=tracker)
+
+    _growth_factor = property(get_growth_factor, set_growth_factor)
+    _backoff_factor = property(get_backoff_factor, set_backoff_factor)
+    _growth_interval = property(get_growth_interval, set_growth_interval)
+
+    @property
+    def _per_optimizer_states(self) -> Any:
+        return self._records
+
+    @_per_optimizer_states.setter
+    def _per_optimizer_states(self, records: Any) -> None:
+        self._records = records
+
+    def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
+        if self._state is not None:
+            raise CallOrderError("the scale was placed on a device before")
+        self._state = self._operations.place(self._initial_state, dev)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        state = self._placed_state(funcname)
+        return state.scale, state.finite_steps
+
+    def _get_scale_async(self) -> Tensor | None:
+        return self._scale
+
+    def _get_growth_tracker(self) -> int:
+        return int(self._host_state().finite_steps) if self._enabled else 0
+
+    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
+        return dict(self._record(optimizer).found_inf or {})
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
+        self._placed_state("_check_inf_per_device")
+        record = self._record(optimizer)
+        record.found_inf = self._check(optimizer)
+        self._records[id(optimizer)] = record
+        return dict(record.found_inf)
+
+    def _maybe_opt_step(
+        self, optimizer: Optimizer, optimizer_state: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return super()._step_if_finite(optimizer, optimizer_state, args, kwargs)
+
+    # How torch does what the engine asks for.
+
+    def _check(self, optimizer: Optimizer) -> FoundInf:
+        """The flags of gradients that stay scaled."""
+        raise NotImplementedError
+
+    def _place(self, device: Any) -> ScaleState:
+        self._lazy_init_scale_growth_tracker(device)
+        return self._placed_state("scale")
+
+    def _step_if_finite(
+        self,
+        optimizer: Optimizer,
+        record: OptimizerRecord,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        return self._maybe_opt_step(optimizer, record, *args, **kwargs)
+
+    def _step_on_device(
+        self,
+        optimizer: Optimizer,
+        record: OptimizerRecord,
+        state: ScaleState,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+            warnings.warn(
+                "an optimizer whose step() takes grad_scaler= is handed the scaler for now; let it "
+                "read its attributes grad_scale and found_inf instead, as torch asks",
+                FutureWarning,
+                stacklevel=3,
+            )
+            result = optimizer.step(*args, **kwargs, grad_scaler=self)
+            record = self._record(optimizer)
+            record.scale = state.scale
+            self._conclude(optimizer, record)
+            return result
+        if record.stage is Stage.READY:
+            self._check_inf_per_device(optimizer)
+            record = self._record(optimizer)
+            grad_scale = record.scale = state.scale.clone()
+            if hasattr(optimizer, "grad_scale"):
+                grad_scale = grad_scale * optimizer.grad_scale
+        else:
+            grad_scale = getattr(optimizer, "grad_scale", None)
+        found_inf = record.found_inf
+        if not found_inf or (
+            self._operations.first_step_must_be_finite(optimizer)
+            and self._operations.any_set(found_inf)
+        ):
+            self._conclude(optimizer, record)
+            return None
+        self._clip(record)
+        optimizer.grad_scale = grad_scale
+        optimizer.found_inf = self._operations.combine([found_inf], state.scale.device)
+        try:
+            result = optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+        self._conclude(optimizer, record)
+        return result
+
+    def _host_state(self) -> ScaleState:
+        return self._initial_state if self._state is None else self._operations.read(self._state)
+
+    def _change_policy(self, **changes: Any) -> None:
+        if not isinstance(self._policy, DynamicScale):
+            raise TypeError(f"{self._policy!r} has no {', '.join(changes)} to set")
+        self._policy = dataclasses.replace(self._policy, **changes)
+
+    def _check_scale(self, name: str, scale: object, policy: Policy) -> float:
+        return checks.loss_scale(
+            name,
+            scale,
+            getattr(policy, "min_scale", checks.SMALLEST_SCALE),
+            getattr(policy, "max_scale", checks.LARGEST_SCALE),
+        )
+
+
+def _dynamic_scale(
+    init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int
+) -> DynamicScale:
+    try:
+        return DynamicScale(init_scale, growth_factor, backoff_factor, growth_interval)
+    except ValueError as error:  # torch raises AssertionError for some of these
+        raise ParameterError(str(error)) from None
+
+
+def _item(value: Any) -> Any:
+    """The Python number in a one-element tensor or array, or ``value`` itself."""
+    return value.item() if hasattr(value, "item") else value
