@@ -5,25 +5,23 @@ from __future__ import annotations
 import warnings
 from enum import Enum
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.amp.grad_scaler import OptState
 
 from gradscaler.engine import OptimizerRecord
-from gradscaler.errors import ParameterError
-from gradscaler.operations import FoundInf, Operations
 from gradscaler.policies import Policy
 from gradscaler.replay import DEFAULT_MAX_RETRIES
-from gradscaler.torch import operations
-from gradscaler.torch_spelling import TorchRecord, TorchSpelling
+from gradscaler.torch.operations import TorchOperations
+from gradscaler.torch_like.scaler import TorchLikeRecord, TorchLikeScaler
 
 
-class _Record(TorchRecord):
+class _Record(TorchLikeRecord):
     opt_state: ClassVar[type[Enum]] = OptState
 
 
-class GradScaler(TorchSpelling, torch.amp.GradScaler):
+class GradScaler(TorchLikeScaler, torch.amp.GradScaler):
     """Loss scaling for PyTorch: a drop-in for ``torch.amp.GradScaler``.
 
     Scaling and unscaling, skipping and moving the scale are torch's, to the bit. Beyond it: any
@@ -61,7 +59,7 @@ class GradScaler(TorchSpelling, torch.amp.GradScaler):
     StepOutcome(applied, reason='finite', scale=65536.0)
     """
 
-    _operations: ClassVar[Operations] = operations
+    _operations: ClassVar[TorchOperations] = TorchOperations(torch)
     _record_type: ClassVar[type[OptimizerRecord]] = _Record
 
     def __init__(
@@ -84,8 +82,7 @@ class GradScaler(TorchSpelling, torch.amp.GradScaler):
                 stacklevel=2,
             )
             enabled = False
-        self._device = device  # type: ignore[assignment] # None: wherever the first loss is
-        self._allow_fp16_gradients = allow_fp16_gradients
+        self._device = device
         super().__init__(
             init_scale,
             growth_factor,
@@ -93,53 +90,9 @@ class GradScaler(TorchSpelling, torch.amp.GradScaler):
             growth_interval,
             enabled,
             policy,
+            allow_fp16_gradients,
             max_retries,
         )
-
-    def _unscale(
-        self, optimizer: torch.optim.Optimizer, scale: torch.Tensor
-    ) -> tuple[Any, FoundInf]:
-        # The reciprocal is taken in float64 and rounded once: some builds divide float32 inexactly.
-        used: Any
-        if scale.device == operations.CPU:
-            used = scale.item()
-            inv_scale = torch.full((), 1.0 / used, dtype=torch.float32)
-        elif scale.device.type == "mps":  # has no float64
-            used = scale.clone()
-            inv_scale = used.reciprocal()
-        else:
-            used = scale.double()
-            inv_scale = used.reciprocal().float()
-        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-        return used, self._unscale_grads_(
-            optimizer, inv_scale, found_inf, self._allow_fp16_gradients
-        )
-
-    def _check(self, optimizer: torch.optim.Optimizer) -> FoundInf:
-        scale, _ = self._check_scale_growth_tracker("step")
-        one = torch.ones((), dtype=torch.float32, device=scale.device)
-        return self._unscale_grads_(optimizer, one, torch.zeros_like(one), True)
-
-    def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, torch.Tensor]:
-        return operations.unscale_(optimizer, inv_scale, found_inf, allow_fp16)
-
-    def _set_scale(self, new_scale: Any) -> None:
-        scale, _ = self._check_scale_growth_tracker("update")
-        if isinstance(new_scale, torch.Tensor):
-            device = self._device or scale.device.type
-            if new_scale.device.type != device or new_scale.numel() != 1 or new_scale.requires_grad:
-                raise ParameterError(
-                    f"new_scale must be a number, or a tensor of one element on {device} with "
-                    f"requires_grad=False, got {new_scale!r}"
-                )
-            new_scale = new_scale.item()
-        scale.fill_(self._check_scale("new_scale", new_scale, self._policy))
 
 
 def _cuda_may_be_available() -> bool:

@@ -1,4 +1,4 @@
-"""The spelling of ``torch.amp.GradScaler``, which TensorPlay's port shares.
+"""A scaler spelled as ``torch.amp.GradScaler`` is.
 
 Getters and setters, the state dict, pickling, and the private names that the frameworks' own code
 and their users' subclasses reach for.
@@ -20,11 +20,12 @@ from gradscaler.engine import EagerScaler, OptimizerRecord, Stage
 from gradscaler.errors import CallOrderError, ParameterError
 from gradscaler.operations import FoundInf, Optimizer, Tensor
 from gradscaler.policies import DynamicScale, FixedScale, Policy, ScaleState, checks
+from gradscaler.torch_like.operations import TorchLikeOperations, is_cpu
 
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
-class TorchRecord(OptimizerRecord):
+class TorchLikeRecord(OptimizerRecord):
     """A record that also reads and writes like the dict that torch keeps."""
 
     opt_state: ClassVar[type[Enum]] = Stage  # the framework's own enum, of the same names
@@ -45,8 +46,11 @@ class TorchRecord(OptimizerRecord):
             raise KeyError(key)
 
 
-class TorchSpelling(EagerScaler):
+class TorchLikeScaler(EagerScaler):
     """An eager scaler with the methods and private names of ``torch.amp.GradScaler``."""
+
+    _operations: ClassVar[TorchLikeOperations]
+    _device: Any  # the type of device that the user named, or None
 
     def __init__(
         self,
@@ -56,8 +60,10 @@ class TorchSpelling(EagerScaler):
         growth_interval: int,
         enabled: bool,
         policy: Policy | None,
+        allow_fp16_gradients: bool,
         max_retries: int,
     ) -> None:
+        self._allow_fp16_gradients = allow_fp16_gradients
         given = (init_scale, growth_factor, backoff_factor, growth_interval)
         if policy is None:
             policy = _dynamic_scale(*given)
@@ -184,7 +190,7 @@ class TorchSpelling(EagerScaler):
                 growth_interval=growth_interval,
             )
         state = ScaleState(
-            np.float32(self._check_scale("scale", scale, policy)),
+            np.float32(_check_scale("scale", scale, policy)),
             checks.count("_growth_tracker", finite_steps, least=0),
             checks.count("_nonfinite_steps", _item(state_dict.get("_nonfinite_steps", 0)), least=0),
         )
@@ -296,9 +302,48 @@ class TorchSpelling(EagerScaler):
 
     # How torch does what the engine asks for.
 
+    def _unscale(self, optimizer: Optimizer, scale: Tensor) -> tuple[Any, FoundInf]:
+        # The reciprocal is taken in float64 and rounded once: some builds divide float32 inexactly.
+        operations = self._operations
+        used: Any
+        if is_cpu(scale.device):
+            used = scale.item()
+            inv_scale = operations.scalar(1.0 / used, scale.device)
+        elif scale.device.type == "mps":  # has no float64
+            used = scale.clone()
+            inv_scale = used.reciprocal()
+        else:
+            used = scale.double()
+            inv_scale = used.reciprocal().float()
+        return used, self._unscale_grads_(
+            optimizer,
+            inv_scale,
+            operations.scalar(0.0, scale.device),
+            self._allow_fp16_gradients,
+        )
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[Any, Tensor]:
+        return self._operations.unscale_(optimizer, inv_scale, found_inf, allow_fp16)
+
     def _check(self, optimizer: Optimizer) -> FoundInf:
         """The flags of gradients that stay scaled."""
-        raise NotImplementedError
+        device = self._placed_state("step").scale.device
+        one, zero = (self._operations.scalar(value, device) for value in (1.0, 0.0))
+        return self._unscale_grads_(optimizer, one, zero, True)
+
+    def _set_scale(self, new_scale: Any) -> None:
+        scale = self._placed_state("update").scale
+        if self._operations.is_tensor(new_scale):
+            device = self._device or scale.device.type
+            if new_scale.device.type != device or new_scale.numel() != 1 or new_scale.requires_grad:
+                raise ParameterError(
+                    f"new_scale must be a number, or a tensor of one element on {device} with "
+                    f"requires_grad=False, got {new_scale!r}"
+                )
+            new_scale = new_scale.item()
+        scale.fill_(_check_scale("new_scale", new_scale, self._policy))
 
     def _place(self, device: Any) -> ScaleState:
         self._lazy_init_scale_growth_tracker(device)
@@ -366,13 +411,14 @@ class TorchSpelling(EagerScaler):
             raise TypeError(f"{self._policy!r} has no {', '.join(changes)} to set")
         self._policy = dataclasses.replace(self._policy, **changes)
 
-    def _check_scale(self, name: str, scale: object, policy: Policy) -> float:
-        return checks.loss_scale(
-            name,
-            scale,
-            getattr(policy, "min_scale", checks.SMALLEST_SCALE),
-            getattr(policy, "max_scale", checks.LARGEST_SCALE),
-        )
+
+def _check_scale(name: str, scale: object, policy: Policy) -> float:
+    return checks.loss_scale(
+        name,
+        scale,
+        getattr(policy, "min_scale", checks.SMALLEST_SCALE),
+        getattr(policy, "max_scale", checks.LARGEST_SCALE),
+    )
 
 
 def _dynamic_scale(

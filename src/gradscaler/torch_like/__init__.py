@@ -1,0 +1,1 @@
+"""What PyTorch and the ports of its API share: scaler and tensor operations."""

@@ -1,0 +1,186 @@
+"""The engine's tensor operations, for PyTorch and the libraries that port its API."""
+
+from __future__ import annotations
+
+import copy as copying
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import reduce
+from typing import Any
+
+from gradscaler.operations import FoundInf, Optimizer, Tensor
+from gradscaler.policies import Policy, ScaleState
+
+Device = Any
+
+
+class TorchLikeOperations(ABC):
+    """Satisfies :class:`gradscaler.operations.Operations`, where each is documented.
+
+    Args:
+        library: the module that has ``Tensor``, ``full``, ``where``, ``_foreach_mul_``, ...
+    """
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+
+    # What the libraries do differently.
+
+    @abstractmethod
+    def gradients(
+        self, optimizer: Optimizer, allow_fp16: bool = True, coalesce: bool = False
+    ) -> list[Tensor]:
+        """The dense tensors that hold the optimizer's gradients, to be read or changed in place.
+
+        Sparse gradients, where they are supported, are coalesced first if ``coalesce`` says so.
+
+        Raises:
+            ValueError: a gradient is float16 and ``allow_fp16`` is False.
+        """
+
+    @abstractmethod
+    def grouped(self, tensors: list[Tensor]) -> Iterable[tuple[Device, list[Tensor]]]:
+        """The tensors in lists of one device and dtype each, the device beside it."""
+
+    def first_step_must_be_finite(self, optimizer: Optimizer) -> bool:
+        return False
+
+    # Scalars.
+
+    def is_tensor(self, value: object) -> bool:
+        return isinstance(value, self.library.Tensor)
+
+    def multiply(self, output: Tensor, scale: Tensor) -> Tensor:
+        return output * self.on_device(scale, output.device)
+
+    def on_device(self, tensor: Tensor, device: Device) -> Tensor:
+        """``tensor`` on ``device``; comparing costs less than a ``to`` that has nothing to do."""
+        return tensor if tensor.device == device else tensor.to(device=device, non_blocking=True)
+
+    def scalar(self, value: float, device: Device) -> Tensor:
+        """A float32 scalar."""
+        return self.library.full((), value, dtype=self.library.float32, device=device)
+
+    def place(self, state: ScaleState, device: Device) -> ScaleState:
+        full, int32 = self.library.full, self.library.int32
+        counters = (full((), count, dtype=int32, device=device) for count in state[1:])
+        return ScaleState(self.scalar(float(state.scale), device), *counters)
+
+    def read(self, state: ScaleState) -> ScaleState:
+        return ScaleState(*(tensor.item() for tensor in state))
+
+    def assign(self, state: ScaleState, values: ScaleState) -> None:
+        for tensor, value in zip(state, values, strict=True):
+            tensor.fill_(value.item() if hasattr(value, "item") else value)
+
+    def copy(self, state: ScaleState) -> ScaleState:
+        return ScaleState(*(tensor.clone() for tensor in state))
+
+    def advance(self, policy: Policy, state: ScaleState, found_infs: list[FoundInf]) -> None:
+        if is_cpu(state.scale.device):  # reading costs nothing here, and a tensor operation does
+            self.assign(state, policy.update(self.read(state), any(map(self.any_set, found_infs))))
+            return
+        found_inf = self.combine(found_infs, state.scale.device) != 0
+        moved = policy.update(state, found_inf, self.library.where)
+        for tensor, value in zip(state, moved, strict=True):
+            tensor.copy_(value)
+
+    def any_set(self, found_inf: FoundInf) -> bool:
+        return any(flag.item() for flag in found_inf.values())
+
+    def combine(self, found_infs: list[FoundInf], device: Device) -> Tensor:
+        flags = [self.on_device(flag, device) for found in found_infs for flag in found.values()]
+        return reduce(self.library.maximum, flags)
+
+    # Gradients.
+
+    def unscale_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[Device, Tensor]:
+        """Multiply the gradients by ``inv_scale`` in place, and flag each device's non-finite ones.
+
+        ``found_inf`` is what the flags start from.
+        """
+        flags: dict[Device, Tensor] = {}
+        with self.library.no_grad():
+            for device, grads in self.grouped(self.gradients(optimizer, allow_fp16)):
+                if device not in flags:
+                    flags[device] = self.on_device(found_inf.clone(), device)
+                self.library._amp_foreach_non_finite_check_and_unscale_(
+                    grads, flags[device], self.on_device(inv_scale, device)
+                )
+        return flags
+
+    def total_norm(self, optimizer: Optimizer, norm_type: float) -> Tensor:
+        with self.library.no_grad():
+            norm = self.library.nn.utils.get_total_norm
+            return norm(self.gradients(optimizer, coalesce=True), norm_type)
+
+    def clip_coefficient(self, max_norm: float, norm: Tensor) -> Tensor:
+        return self.library.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+    def multiply_gradients_(self, optimizer: Optimizer, factor: Tensor) -> None:
+        with self.library.no_grad():
+            for device, grads in self.grouped(self.gradients(optimizer)):
+                self.library._foreach_mul_(grads, self.on_device(factor, device))
+
+    def clear_gradients(self, optimizer: Optimizer) -> None:
+        for parameter in parameters_of(optimizer):
+            parameter.grad = None
+
+    # Closures.
+
+    def enable_grad(self) -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = self.library.enable_grad()
+        return context
+
+    def snapshot(self, optimizer: Optimizer) -> Callable[[], None]:
+        parameters = parameters_of(optimizer)
+        values = [parameter.detach().clone() for parameter in parameters]
+        state = {key: copying.deepcopy(value) for key, value in optimizer.state.items()}
+        options: list[dict[str, Any]] = [
+            {key: copying.deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+
+        def restore() -> None:
+            with self.library.no_grad():
+                for parameter, value in zip(parameters, values, strict=True):
+                    parameter.copy_(value)
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            for group, saved in zip(optimizer.param_groups, options, strict=True):
+                group.update(saved)
+
+        return restore
+
+
+def is_cpu(device: Device) -> bool:
+    """Whether a device is the host."""
+    return bool(device.type == "cpu")
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The optimizer's parameters, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def fp16_gradient_error(optimizer: Optimizer, parameter: Tensor) -> ValueError:
+    """The refusal of a float16 gradient, naming its parameter and the way out."""
+    return ValueError(
+        f"Attempting to unscale FP16 gradients. The gradient of {_name(optimizer, parameter)} is "
+        "float16: keep the parameters in float32 and run the forward pass under autocast, or "
+        "construct GradScaler(allow_fp16_gradients=True)"
+    )
+
+
+def _name(optimizer: Optimizer, parameter: Tensor) -> str:
+    """The parameter's name if the optimizer was given names, else its place in it."""
+    for g, group in enumerate(optimizer.param_groups):
+        for i, other in enumerate(group["params"]):
+            if other is parameter:
+                names = group.get("param_names")
+                place = repr(names[i]) if names else f"{i} of parameter group {g}"
+                return f"parameter {place}, shape {tuple(parameter.shape)},"
+    raise LookupError("not one of the optimizer's parameters")
