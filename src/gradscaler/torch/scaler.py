@@ -59,7 +59,7 @@ class GradScaler(TorchLikeScaler, torch.amp.GradScaler):
     StepOutcome(applied, reason='finite', scale=65536.0)
     """
 
-    _operations: ClassVar[TorchOperations] = TorchOperations(torch)
+    _operations: ClassVar[TorchOperations] = TorchOperations()
     _record_type: ClassVar[type[OptimizerRecord]] = _Record
 
     def __init__(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy as copying
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import reduce
 from typing import Any
@@ -15,19 +14,21 @@ from gradscaler.policies import Policy, ScaleState
 Device = Any
 
 
-class TorchLikeOperations(ABC):
+class TorchLikeOperations:
     """Satisfies :class:`gradscaler.operations.Operations`, where each is documented.
 
     Args:
         library: the module that has ``Tensor``, ``full``, ``where``, ``_foreach_mul_``, ...
+        group_tensors: its ``_group_tensors_by_device_and_dtype``, which is written in C++ and is
+            what its own foreach optimizers use.
     """
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Any, group_tensors: Callable[..., Any]) -> None:
         self.library = library
+        self._group_tensors = group_tensors
 
     # What the libraries do differently.
 
-    @abstractmethod
     def gradients(
         self, optimizer: Optimizer, allow_fp16: bool = True, coalesce: bool = False
     ) -> list[Tensor]:
@@ -38,13 +39,17 @@ class TorchLikeOperations(ABC):
         Raises:
             ValueError: a gradient is float16 and ``allow_fp16`` is False.
         """
+        parameters = parameters_of(optimizer)
+        grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+        if not allow_fp16:
+            float16 = self.library.float16
+            if any(grad.dtype == float16 for grad in grads):
+                raise _fp16_gradient_error(optimizer, float16)
+        return grads
 
-    @abstractmethod
-    def grouped(self, tensors: list[Tensor]) -> Iterable[tuple[Device, list[Tensor]]]:
-        """The tensors in lists of one device and dtype each, the device beside it."""
-
-    def first_step_must_be_finite(self, optimizer: Optimizer) -> bool:
-        return False
+    def device_key(self, device: Device) -> Any:
+        """What found_inf flags are keyed by."""
+        return device
 
     # Scalars.
 
@@ -95,6 +100,12 @@ class TorchLikeOperations(ABC):
 
     # Gradients.
 
+    def grouped(self, tensors: list[Tensor]) -> Iterator[tuple[Device, list[Tensor]]]:
+        """The tensors in lists of one device and dtype each, the device beside it."""
+        if tensors:
+            for (device, _), ((group,), _) in self._group_tensors([tensors]).items():
+                yield device, group
+
     def unscale_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[Device, Tensor]:
@@ -105,12 +116,22 @@ class TorchLikeOperations(ABC):
         flags: dict[Device, Tensor] = {}
         with self.library.no_grad():
             for device, grads in self.grouped(self.gradients(optimizer, allow_fp16)):
-                if device not in flags:
-                    flags[device] = self.on_device(found_inf.clone(), device)
+                key = self.device_key(device)
+                if key not in flags:
+                    flags[key] = self.on_device(found_inf.clone(), device)
                 self.library._amp_foreach_non_finite_check_and_unscale_(
-                    grads, flags[device], self.on_device(inv_scale, device)
+                    grads, flags[key], self.on_device(inv_scale, device)
                 )
         return flags
+
+    def first_step_must_be_finite(self, optimizer: Optimizer) -> bool:
+        # Fused SGD allocates momentum without a value, which a skipped first step never writes.
+        return isinstance(optimizer, self.library.optim.SGD) and any(
+            group["momentum"] != 0 and "momentum_buffer" not in optimizer.state.get(parameter, ())
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        )
 
     def total_norm(self, optimizer: Optimizer, norm_type: float) -> Tensor:
         with self.library.no_grad():
@@ -166,12 +187,17 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def fp16_gradient_error(optimizer: Optimizer, parameter: Tensor) -> ValueError:
-    """The refusal of a float16 gradient, naming its parameter and the way out."""
+def _fp16_gradient_error(optimizer: Optimizer, float16: Any) -> ValueError:
+    """The refusal of a float16 gradient, naming the first such parameter and the way out."""
+    name = next(
+        _name(optimizer, parameter)
+        for parameter in parameters_of(optimizer)
+        if parameter.grad is not None and parameter.grad.dtype == float16
+    )
     return ValueError(
-        f"Attempting to unscale FP16 gradients. The gradient of {_name(optimizer, parameter)} is "
-        "float16: keep the parameters in float32 and run the forward pass under autocast, or "
-        "construct GradScaler(allow_fp16_gradients=True)"
+        f"Attempting to unscale FP16 gradients. The gradient of {name} is float16: keep the "
+        "parameters in float32 and run the forward pass under autocast, or construct "
+        "GradScaler(allow_fp16_gradients=True)"
     )
 
 

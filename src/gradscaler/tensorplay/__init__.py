@@ -1,0 +1,7 @@
+"""Loss scaling for TensorPlay: :class:`GradScaler`, in place of ``tensorplay.amp.GradScaler``."""
+
+from tensorplay.amp.grad_scaler import OptState
+
+from gradscaler.tensorplay.scaler import GradScaler
+
+__all__ = ["GradScaler", "OptState"]

@@ -1,0 +1,89 @@
+"""``tensorplay.amp.GradScaler``, with the engine behind it."""
+
+from __future__ import annotations
+
+import warnings
+from enum import Enum
+from typing import ClassVar
+
+import tensorplay
+from tensorplay.amp.grad_scaler import OptState
+
+from gradscaler.engine import OptimizerRecord
+from gradscaler.policies import Policy
+from gradscaler.replay import DEFAULT_MAX_RETRIES
+from gradscaler.tensorplay.operations import TensorPlayOperations
+from gradscaler.torch_like.scaler import TorchLikeRecord, TorchLikeScaler
+
+
+class _Record(TorchLikeRecord):
+    opt_state: ClassVar[type[Enum]] = OptState
+
+
+class GradScaler(TorchLikeScaler, tensorplay.amp.GradScaler):  # type: ignore[misc] # untyped base
+    """Loss scaling for TensorPlay: a drop-in for ``tensorplay.amp.GradScaler``.
+
+    The rule is PyTorch's. Beyond TensorPlay's own: closures (its LBFGS needs one), clipping that
+    keeps to the order of calls, what happened in each step, growth that an interval lowered on
+    the way does not freeze, and a scale that stays between 2**-126 and the largest float32.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``. The default is the reference documentation's; release
+            1.0.0 itself has ``"cuda"``, and switches itself off where there is none.
+        init_scale: the scale before the first step.
+        growth_factor: multiplies the scale when it grows, > 1.
+        backoff_factor: multiplies the scale when it backs off, in (0, 1).
+        growth_interval: finite steps in a row before the scale grows.
+        enabled: if False, ``step`` is ``optimizer.step`` and all else passes through.
+        policy: the rule as a whole, in place of the four parameters before.
+        allow_fp16_gradients: unscale float16 gradients in place rather than refuse them.
+        max_retries: how often ``step(optimizer, closure)`` repeats an evaluation that overflows.
+
+    Raises:
+        ValueError: a parameter is out of range; the message names it and its value.
+        TypeError: a parameter is not the kind of number it should be.
+
+    >>> import tensorplay
+    >>> model = tensorplay.nn.Linear(2, 1)
+    >>> optimizer = tensorplay.optim.SGD(model.parameters(), lr=0.1)
+    >>> scaler = GradScaler()
+    >>> scaler.scale(model(tensorplay.ones((1, 2))).sum()).backward()
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    >>> scaler.last_step(optimizer)
+    StepOutcome(applied, reason='finite', scale=65536.0)
+    """
+
+    _operations: ClassVar[TensorPlayOperations] = TensorPlayOperations()
+    _record_type: ClassVar[type[OptimizerRecord]] = _Record
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        policy: Policy | None = None,
+        allow_fp16_gradients: bool = False,
+        max_retries: int = DEFAULT_MAX_RETRIES,
+    ) -> None:
+        if enabled and device == "cuda" and not tensorplay.cuda.is_available():
+            warnings.warn(
+                "GradScaler(device='cuda') is enabled, but CUDA is not available. Disabling.",
+                stacklevel=2,
+            )
+            enabled = False
+        self._device = device
+        super().__init__(
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            enabled,
+            policy,
+            allow_fp16_gradients,
+            max_retries,
+        )
