@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from gradscaler.policies import checks
+from gradscaler.policies.rule import Constants, next_state
 from gradscaler.policies.state import (
     Scalar,
     ScaleState,
@@ -121,58 +122,40 @@ class DynamicScale:
             A new state of the same types. No value is read on the host, so the method can be
             traced and compiled.
         """
-        if on_host(state.scale):
-            on_the_host = state._replace(scale=np.float32(state.scale))
-            with np.errstate(over="ignore"):
-                return self._next(on_the_host, bool(found_inf), host_where, self._host_constants)
-        return self._next(state, found_inf, where or where_for(state.scale), self._constants)
+        if not on_host(state.scale):
+            where = where or where_for(state.scale)
+            return next_state(self._constants, state, found_inf, where)
+        scale, finite_steps, nonfinite_steps = state
+        state = ScaleState(np.float32(scale), finite_steps, nonfinite_steps)
+        if scale * self.growth_factor < checks.LARGEST_SCALE:
+            return next_state(self._host_constants, state, bool(found_inf), host_where)
+        with np.errstate(over="ignore"):  # entering this takes longer than the rule does
+            return next_state(self._host_constants, state, bool(found_inf), host_where)
 
-    def _next(
-        self, state: ScaleState, found_inf: Scalar, where: Where, constants: tuple[Scalar, ...]
-    ) -> ScaleState:
-        """The rule itself: arithmetic, comparisons and ``where``."""
-        growth_factor, backoff_factor, min_scale, max_scale = constants
-        scale = state.scale
-        finite_steps = state.finite_steps + 1
-        nonfinite_steps = state.nonfinite_steps + 1
-
-        grow = finite_steps >= checks.as_counter_limit(self.growth_interval)
-        grown = scale * growth_factor
-        after_finite = where(grow, where(grown <= max_scale, grown, scale), scale)
-
-        back_off = nonfinite_steps >= checks.as_counter_limit(self.hysteresis)
-        reduced = scale * backoff_factor
-        reduced = where(reduced > min_scale, reduced, min_scale)
-        after_nonfinite = where(back_off, reduced, scale)
-
-        # A count that a backoff does not reset stays just below the hysteresis, not to overflow.
-        spent = 0 if self.hysteresis_reset == "finite_step" else self.hysteresis - 1
-        remembered = (
-            where(grow, 0, state.nonfinite_steps) if self.hysteresis_reset == "growth" else 0
-        )
-        return ScaleState(
-            where(found_inf, after_nonfinite, after_finite),
-            where(found_inf, 0, where(grow, 0, finite_steps)),
-            where(found_inf, where(back_off, spent, nonfinite_steps), remembered),
+    @cached_property
+    def _constants(self) -> Constants:
+        """The parameters as a device computes with them: float32 values, int32 limits."""
+        return Constants(
+            checks.in_float32(self.growth_factor),
+            checks.in_float32(self.backoff_factor),
+            checks.in_float32(self.min_scale),
+            checks.in_float32(self.max_scale),
+            checks.as_counter_limit(self.growth_interval),
+            checks.as_counter_limit(self.hysteresis),
+            finite_step_resets=self.hysteresis_reset != "growth",
+            backoff_resets=self.hysteresis_reset == "finite_step",
         )
 
     @cached_property
-    def _constants(self) -> tuple[float, ...]:
-        """The factors and bounds, rounded to float32."""
-        return tuple(
-            checks.in_float32(value)
-            for value in (
-                self.growth_factor,
-                self.backoff_factor,
-                self.min_scale,
-                self.max_scale,
-            )
-        )
-
-    @cached_property
-    def _host_constants(self) -> tuple[np.float32, ...]:
+    def _host_constants(self) -> Constants:
         """The same as NumPy scalars: NumPy 1 makes a float64 of float32 * float."""
-        return tuple(map(np.float32, self._constants))
+        constants = self._constants
+        return constants._replace(
+            growth_factor=np.float32(constants.growth_factor),
+            backoff_factor=np.float32(constants.backoff_factor),
+            min_scale=np.float32(constants.min_scale),
+            max_scale=np.float32(constants.max_scale),
+        )
 
     # Presets: each framework's own defaults, with its parameters in its spelling. Where a framework
     # lets the scale grow to inf or sink to 0, the preset does not.

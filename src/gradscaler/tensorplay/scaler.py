@@ -13,7 +13,8 @@ from gradscaler.engine import OptimizerRecord
 from gradscaler.policies import Policy
 from gradscaler.replay import DEFAULT_MAX_RETRIES
 from gradscaler.tensorplay.operations import TensorPlayOperations
-from gradscaler.torch_like.scaler import TorchLikeRecord, TorchLikeScaler
+from gradscaler.torch_like.scaler import TorchLikeScaler
+from gradscaler.torch_like.spelling import TorchLikeRecord
 
 
 class _Record(TorchLikeRecord):

@@ -14,7 +14,8 @@ from gradscaler.engine import OptimizerRecord
 from gradscaler.policies import Policy
 from gradscaler.replay import DEFAULT_MAX_RETRIES
 from gradscaler.torch.operations import TorchOperations
-from gradscaler.torch_like.scaler import TorchLikeRecord, TorchLikeScaler
+from gradscaler.torch_like.scaler import TorchLikeScaler
+from gradscaler.torch_like.spelling import TorchLikeRecord
 
 
 class _Record(TorchLikeRecord):

@@ -1,0 +1,47 @@
+"""The update rule itself: one pure function, for host scalars and every library's tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gradscaler.policies.state import Scalar, ScaleState, Where
+
+
+class Constants(NamedTuple):
+    """A policy's parameters in the types that it is computed in."""
+
+    growth_factor: Scalar
+    backoff_factor: Scalar
+    min_scale: Scalar
+    max_scale: Scalar
+    growth_interval: int
+    hysteresis: int
+    finite_step_resets: bool
+    backoff_resets: bool
+
+
+def next_state(
+    constants: Constants, state: ScaleState, found_inf: Scalar, where: Where
+) -> ScaleState:
+    """The state after one step: arithmetic, comparisons and ``where``, and no branch on a value."""
+    scale = state.scale
+    finite_steps = state.finite_steps + 1
+    nonfinite_steps = state.nonfinite_steps + 1
+
+    grow = finite_steps >= constants.growth_interval
+    grown = scale * constants.growth_factor
+    after_finite = where(grow, where(grown <= constants.max_scale, grown, scale), scale)
+
+    back_off = nonfinite_steps >= constants.hysteresis
+    reduced = scale * constants.backoff_factor
+    reduced = where(reduced > constants.min_scale, reduced, constants.min_scale)
+    after_nonfinite = where(back_off, reduced, scale)
+
+    # A count that a backoff does not reset stays just below the hysteresis, not to overflow.
+    spent = 0 if constants.backoff_resets else constants.hysteresis - 1
+    kept = 0 if constants.finite_step_resets else where(grow, 0, state.nonfinite_steps)
+    return ScaleState(
+        where(found_inf, after_nonfinite, after_finite),
+        where(found_inf, 0, where(grow, 0, finite_steps)),
+        where(found_inf, where(back_off, spent, nonfinite_steps), kept),
+    )
