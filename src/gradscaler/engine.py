@@ -126,7 +126,9 @@ class EagerScaler(ABC):
                 "unscale_() is being called after step(): call update() first, or unscale_() "
                 "before step()"
             )
-        record.scale, record.found_inf = self._unscale(optimizer, self._scale_in_use(state))
+        record.scale, record.found_inf = self._unscale_and_check(
+            optimizer, self._scale_in_use(state)
+        )
         record.stage = Stage.UNSCALED
         self._records[id(optimizer)] = record
 
@@ -209,7 +211,7 @@ class EagerScaler(ABC):
                 self._state = state = self._closure_state
             found_infs = [found_inf for found_inf in checked if found_inf]
             if found_infs:
-                self._operations.advance(self._policy, state, found_infs)
+                self._state = self._operations.advance(self._policy, state, found_infs)
         self._closure_state = None
         self._records.clear()
 
@@ -301,7 +303,7 @@ class EagerScaler(ABC):
     # What adapters override.
 
     @abstractmethod
-    def _unscale(self, optimizer: Optimizer, scale: Tensor) -> tuple[Any, FoundInf]:
+    def _unscale_and_check(self, optimizer: Optimizer, scale: Tensor) -> tuple[Any, FoundInf]:
         """Divide gradients by ``scale`` in place; the scale for the record, and the flags."""
 
     @abstractmethod

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from gradscaler.policies import Policy, ScaleState
+from gradscaler.policies import ScaleState
 
 Tensor = Any
 Optimizer = Any
@@ -29,28 +29,13 @@ class Operations(Protocol):
         """``output * scale``, differentiable, on the output's device."""
 
     def place(self, state: ScaleState, device: Any, /) -> ScaleState:
-        """A host state as float32 and int32 scalars on a device."""
-
-    def read(self, state: ScaleState, /) -> ScaleState:
-        """A placed state as a Python float and ints."""
-
-    def advance(self, policy: Policy, state: ScaleState, found_infs: list[FoundInf], /) -> None:
-        """Move ``state``, in place, by ``policy`` and by whether any flag is set."""
-
-    def assign(self, state: ScaleState, values: ScaleState, /) -> None:
-        """Fill a placed state, in place, from a host state."""
+        """A host state in the form that this framework keeps it in, on a device."""
 
     def copy(self, state: ScaleState, /) -> ScaleState:
         """A state that moves independently of ``state``."""
 
     def any_set(self, found_inf: FoundInf, /) -> bool:
         """Whether any flag is set, read on the host."""
-
-    def combine(self, found_infs: list[FoundInf], device: Any, /) -> Tensor:
-        """One flag on a device, set if any is."""
-
-    def first_step_must_be_finite(self, optimizer: Optimizer, /) -> bool:
-        """Whether an optimizer that skips by itself would set up wrong state in doing so."""
 
     def total_norm(self, optimizer: Optimizer, norm_type: float, /) -> Tensor:
         """The norm of all the optimizer's gradients taken as one vector, a scalar."""

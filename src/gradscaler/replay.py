@@ -109,7 +109,7 @@ def _back_off(scaler: EagerScaler, record: OptimizerRecord) -> bool:
     state = scaler._operations.copy(scaler._closure_state or scaler._placed_state("step"))
     before = float(state.scale)
     for _ in range(getattr(scaler._policy, "hysteresis", 1)):
-        scaler._operations.advance(scaler._policy, state, [record.found_inf or {}])
+        state = scaler._operations.advance(scaler._policy, state, [record.found_inf or {}])
         if float(state.scale) < before:
             scaler._closure_state = state
             return True

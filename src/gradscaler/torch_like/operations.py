@@ -73,28 +73,32 @@ class TorchLikeOperations:
         return ScaleState(self.scalar(float(state.scale), device), *counters)
 
     def read(self, state: ScaleState) -> ScaleState:
+        """A placed state as a Python float and ints."""
         return ScaleState(*(tensor.item() for tensor in state))
 
     def assign(self, state: ScaleState, values: ScaleState) -> None:
+        """Fill a placed state, in place, from a host state."""
         for tensor, value in zip(state, values, strict=True):
             tensor.fill_(value.item() if hasattr(value, "item") else value)
 
     def copy(self, state: ScaleState) -> ScaleState:
         return ScaleState(*(tensor.clone() for tensor in state))
 
-    def advance(self, policy: Policy, state: ScaleState, found_infs: list[FoundInf]) -> None:
+    def advance(self, policy: Policy, state: ScaleState, found_infs: list[FoundInf]) -> ScaleState:
         if is_cpu(state.scale.device):  # reading costs nothing here, and a tensor operation does
             self.assign(state, policy.update(self.read(state), any(map(self.any_set, found_infs))))
-            return
+            return state
         found_inf = self.combine(found_infs, state.scale.device) != 0
         moved = policy.update(state, found_inf, self.library.where)
         for tensor, value in zip(state, moved, strict=True):
             tensor.copy_(value)
+        return state
 
     def any_set(self, found_inf: FoundInf) -> bool:
         return any(flag.item() for flag in found_inf.values())
 
     def combine(self, found_infs: list[FoundInf], device: Device) -> Tensor:
+        """One flag on a device, set if any is."""
         flags = [self.on_device(flag, device) for found in found_infs for flag in found.values()]
         return reduce(self.library.maximum, flags)
 
@@ -125,7 +129,10 @@ class TorchLikeOperations:
         return flags
 
     def first_step_must_be_finite(self, optimizer: Optimizer) -> bool:
-        # Fused SGD allocates momentum without a value, which a skipped first step never writes.
+        """Whether an optimizer that skips by itself would set up wrong state in doing so.
+
+        Fused SGD allocates momentum without a value, which a skipped first step never writes.
+        """
         return isinstance(optimizer, self.library.optim.SGD) and any(
             group["momentum"] != 0 and "momentum_buffer" not in optimizer.state.get(parameter, ())
             for group in optimizer.param_groups

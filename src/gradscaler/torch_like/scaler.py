@@ -142,7 +142,7 @@ class TorchLikeScaler(TorchSpelling):
 
     # How torch does what the engine asks for.
 
-    def _unscale(self, optimizer: Optimizer, scale: Tensor) -> tuple[Any, FoundInf]:
+    def _unscale_and_check(self, optimizer: Optimizer, scale: Tensor) -> tuple[Any, FoundInf]:
         # The reciprocal is taken in float64 and rounded once: some builds divide float32 inexactly.
         operations = self._operations
         used: Any
