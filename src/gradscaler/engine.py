@@ -163,12 +163,7 @@ class EagerScaler(ABC):
             self._outcomes[optimizer] = StepOutcome(1.0, False, "disabled")
             return result
         closure, args, kwargs = _take_closure(args, kwargs)
-        record = self._record(optimizer)
-        if record.stage is Stage.STEPPED:
-            raise CallOrderError(
-                "step() has already been called since the last update(): call update() once per "
-                "iteration, after step(optimizer)"
-            )
+        record = self._record_to_step(optimizer)
         if closure is not None:
             retries = self._max_retries if max_retries is None else _check_retries(max_retries)
             return step_with_closure(self, optimizer, closure, retries, args, kwargs)
@@ -328,13 +323,32 @@ class EagerScaler(ABC):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Step an optimizer whose gradients are unscaled, unless they overflowed."""
+        """Step an optimizer, its gradients unscaled, if it has any and they are finite."""
         if record.found_inf and not self._operations.any_set(record.found_inf):
             self._clip(record)
             return optimizer.step(*args, **kwargs)
         return None
 
+    # Pickling and copying.
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._records:
+            raise CallOrderError(
+                "a scaler may only be pickled or copied at the beginning of an iteration, or at "
+                "the end: call update() first"
+            )
+        own = {"_initial_state": self._host_state(), "_state": None, "_outcomes": None}
+        return {**self.__dict__, **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._outcomes = WeakKeyDictionary()
+
     # Shared steps.
+
+    def _host_state(self) -> ScaleState:
+        """The state in host scalars; waits for the device."""
+        return self._initial_state if self._state is None else self._operations.read(self._state)
 
     def _place(self, device: Any) -> ScaleState:
         """Put the state on the device of the first scaled tensor."""
@@ -344,6 +358,16 @@ class EagerScaler(ABC):
     def _record(self, optimizer: Optimizer) -> OptimizerRecord:
         """The optimizer's record, or a new one that is not kept yet."""
         return self._records.get(id(optimizer)) or self._record_type(optimizer)
+
+    def _record_to_step(self, optimizer: Optimizer) -> OptimizerRecord:
+        """The record of an optimizer that has not stepped in this iteration."""
+        record = self._record(optimizer)
+        if record.stage is Stage.STEPPED:
+            raise CallOrderError(
+                "step() has already been called since the last update(): call update() once per "
+                "iteration, after step(optimizer)"
+            )
+        return record
 
     def _placed_state(self, caller: str) -> ScaleState:
         if self._state is None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from gradscaler.policies import ScaleState
+from gradscaler.policies import Policy, ScaleState
 
 Tensor = Any
 Optimizer = Any
@@ -30,6 +30,14 @@ class Operations(Protocol):
 
     def place(self, state: ScaleState, device: Any, /) -> ScaleState:
         """A host state in the form that this framework keeps it in, on a device."""
+
+    def read(self, state: ScaleState, /) -> ScaleState:
+        """A placed state as host scalars."""
+
+    def advance(
+        self, policy: Policy, state: ScaleState, found_infs: list[FoundInf], /
+    ) -> ScaleState:
+        """The state after a step of ``policy``; it may reuse ``state``'s place."""
 
     def copy(self, state: ScaleState, /) -> ScaleState:
         """A state that moves independently of ``state``."""

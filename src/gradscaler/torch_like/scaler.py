@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from gradscaler.engine import OptimizerRecord, Stage
-from gradscaler.errors import CallOrderError, ParameterError
+from gradscaler.errors import ParameterError
 from gradscaler.operations import FoundInf, Optimizer, Tensor
 from gradscaler.policies import DynamicScale, FixedScale, Policy, ScaleState, checks
+from gradscaler.state_dicts import number_in, state_values
 from gradscaler.torch_like.operations import is_cpu
 from gradscaler.torch_like.spelling import TorchSpelling
 
@@ -86,22 +85,9 @@ class TorchLikeScaler(TorchSpelling):
         """
         if not self._enabled:
             return
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
-        if not state_dict:
-            raise RuntimeError(
-                "The source state dict is empty, possibly because it was saved from a disabled "
-                "instance of GradScaler."
-            )
-        missing = [key for key in _KEYS if key not in state_dict]
-        if missing:
-            raise KeyError(
-                f"missing from the state dict: {', '.join(missing)}; it holds "
-                f"{', '.join(map(str, state_dict))}"
-            )
-        scale, growth_factor, backoff_factor, growth_interval, finite_steps = (
-            _item(state_dict[key]) for key in _KEYS
-        )
+        values = state_values(state_dict, _KEYS)
+        scale, growth_factor, backoff_factor, growth_interval, finite_steps = values.values()
+        nonfinite_steps = number_in(state_dict.get("_nonfinite_steps", 0))
         policy: Policy
         if growth_factor == backoff_factor == 1.0:
             policy = FixedScale(checks.loss_scale("scale", scale))
@@ -115,30 +101,12 @@ class TorchLikeScaler(TorchSpelling):
         state = ScaleState(
             np.float32(_check_scale("scale", scale, policy)),
             checks.count("_growth_tracker", finite_steps, least=0),
-            checks.count("_nonfinite_steps", _item(state_dict.get("_nonfinite_steps", 0)), least=0),
+            checks.count("_nonfinite_steps", nonfinite_steps, least=0),
         )
         self._policy = policy
         self._initial_state = state
         if self._state is not None:
             self._operations.assign(self._state, state)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The scaler between iterations, its state on the host.
-
-        Raises:
-            RuntimeError: in the middle of an iteration.
-        """
-        if self._records:
-            raise CallOrderError(
-                "A GradScaler may only be pickled or copied at the beginning of an iteration, or "
-                "at the end: call update() first"
-            )
-        own = {"_initial_state": self._host_state(), "_state": None, "_outcomes": None}
-        return {**self.__dict__, **own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._outcomes = WeakKeyDictionary()
 
     # How torch does what the engine asks for.
 
@@ -260,8 +228,3 @@ def _dynamic_scale(
         return DynamicScale(init_scale, growth_factor, backoff_factor, growth_interval)
     except ValueError as error:  # torch raises AssertionError for some of these
         raise ParameterError(str(error)) from None
-
-
-def _item(value: Any) -> Any:
-    """The Python number in a one-element tensor or array, or ``value`` itself."""
-    return value.item() if hasattr(value, "item") else value

@@ -14,7 +14,7 @@ import numpy as np
 from gradscaler.engine import EagerScaler, OptimizerRecord, Stage
 from gradscaler.errors import CallOrderError
 from gradscaler.operations import FoundInf, Optimizer, Tensor
-from gradscaler.policies import DynamicScale, ScaleState
+from gradscaler.policies import DynamicScale
 from gradscaler.torch_like.operations import TorchLikeOperations
 
 
@@ -178,9 +178,6 @@ class TorchSpelling(EagerScaler):
         return super()._step_if_finite(optimizer, optimizer_state, args, kwargs)
 
     # Shared.
-
-    def _host_state(self) -> ScaleState:
-        return self._initial_state if self._state is None else self._operations.read(self._state)
 
     def _change_policy(self, **changes: Any) -> None:
         if not isinstance(self._policy, DynamicScale):

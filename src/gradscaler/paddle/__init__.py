@@ -1,0 +1,5 @@
+"""Loss scaling for Paddle: :class:`GradScaler`, in place of ``paddle.amp.GradScaler``."""
+
+from gradscaler.paddle.scaler import GradScaler
+
+__all__ = ["GradScaler"]

@@ -1,0 +1,328 @@
+"""``paddle.amp.GradScaler``, on any device and under any autocast, with the engine behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any, ClassVar
+
+import numpy as np
+import paddle
+
+from gradscaler.engine import OptimizerRecord, Stage
+from gradscaler.errors import ParameterError
+from gradscaler.operations import FoundInf, Operations
+from gradscaler.outcome import Reason
+from gradscaler.paddle import operations
+from gradscaler.paddle.spelling import PaddleRecord, PaddleSpelling
+from gradscaler.policies import DynamicScale, FixedScale, Policy, ScaleState, checks
+from gradscaler.replay import DEFAULT_MAX_RETRIES
+from gradscaler.state_dicts import state_values
+
+logger = logging.getLogger(__name__)
+
+_KEYS = (
+    "scale",
+    "incr_ratio",
+    "decr_ratio",
+    "incr_every_n_steps",
+    "decr_every_n_nan_or_inf",
+    "incr_count",
+    "decr_count",
+    "use_dynamic_loss_scaling",
+)
+_FLAGS = (
+    "_temp_found_inf_value_false",
+    "_temp_found_inf_fp16",
+    "_temp_found_inf_bf16",
+    "_temp_found_inf_fp32",
+)
+
+
+class GradScaler(PaddleSpelling, paddle.amp.GradScaler):  # type: ignore[misc] # untyped base
+    """Loss scaling for Paddle's dynamic graph: a drop-in for ``paddle.amp.GradScaler``.
+
+    It scales on every device and under every autocast dtype; Paddle's switches itself off on the
+    CPU, and for good when ``scale`` is first called outside float16 autocast. found_inf is each
+    optimizer's own. An overflow prints nothing.
+
+    Args:
+        enable: if False, everything passes through.
+        init_loss_scaling: the scale before the first step.
+        incr_ratio: multiplies the scale when it grows, > 1.
+        decr_ratio: multiplies the scale when it backs off, in (0, 1).
+        incr_every_n_steps: finite steps in a row before the scale grows.
+        decr_every_n_nan_or_inf: non-finite steps before the scale backs off; a finite step makes
+            the count start again.
+        use_dynamic_loss_scaling: if False the scale never moves; an overflow still skips its step,
+            and ``update`` need not be called.
+        policy: the rule as a whole, in place of the parameters after ``enable``.
+        max_retries: how often ``step(optimizer, closure)`` repeats an evaluation that overflows.
+
+    The defaults are those of Paddle's reference documentation. Release 3.3.1 itself has 65536.0,
+    2000 and 1 for ``init_loss_scaling``, ``incr_every_n_steps`` and ``decr_every_n_nan_or_inf``.
+
+    Raises:
+        ValueError: a parameter is out of range; the message names it and its value.
+        TypeError: a parameter is not the kind of number it should be.
+
+    >>> import paddle
+    >>> model = paddle.nn.Linear(2, 1)
+    >>> optimizer = paddle.optimizer.SGD(parameters=model.parameters())
+    >>> scaler = GradScaler(init_loss_scaling=1024)
+    >>> scaled = scaler.scale(model(paddle.ones([1, 2])).mean())
+    >>> scaled.backward()
+    >>> _ = scaler.minimize(optimizer, scaled)
+    >>> scaler.last_step(optimizer)
+    StepOutcome(applied, reason='finite', scale=1024.0)
+    """
+
+    _operations: ClassVar[Operations] = operations
+    _record_type: ClassVar[type[OptimizerRecord]] = PaddleRecord
+
+    def __init__(
+        self,
+        enable: bool = True,
+        init_loss_scaling: float = 2.0**15,
+        incr_ratio: float = 2.0,
+        decr_ratio: float = 0.5,
+        incr_every_n_steps: int = 1000,
+        decr_every_n_nan_or_inf: int = 2,
+        use_dynamic_loss_scaling: bool = True,
+        *,
+        policy: Policy | None = None,
+        max_retries: int = DEFAULT_MAX_RETRIES,
+    ) -> None:
+        given = (
+            init_loss_scaling,
+            incr_ratio,
+            decr_ratio,
+            incr_every_n_steps,
+            decr_every_n_nan_or_inf,
+        )
+        if policy is None:
+            policy = _paddle_policy(*given)
+        elif given != (2.0**15, 2.0, 0.5, 1000, 2) or not use_dynamic_loss_scaling:
+            raise ParameterError(
+                "policy= already says how the scale moves: leave out the parameters after enable, "
+                f"got {(*given, use_dynamic_loss_scaling)!r} beside {policy!r}"
+            )
+        elif isinstance(policy, FixedScale):
+            policy, use_dynamic_loss_scaling = _paddle_policy(policy.scale), False
+        elif not isinstance(policy, DynamicScale):
+            raise TypeError(f"policy must be a DynamicScale or a FixedScale, got {policy!r}")
+        super().__init__(policy, enable, max_retries)
+        self._use_dynamic_loss_scaling = use_dynamic_loss_scaling
+        self._init_loss_scaling = policy.init_scale
+        self._set_state(policy.init())
+        self._cache_found_inf: bool | None = None
+        self._reset_flags()
+
+    # The calls of a training loop.
+
+    def scale(self, var: Any) -> Any:
+        """Multiply a loss by the loss scale: ``scaled = var * scale``.
+
+        Args:
+            var: a tensor of any shape. Paddle keeps the scale in shape [1], so a loss of shape []
+                gives one of shape [1].
+
+        Returns:
+            The scaled tensor, or ``var`` itself when scaling is disabled.
+
+        Raises:
+            TypeError: ``var`` is no tensor.
+        """
+        if not operations.is_tensor(var):
+            raise TypeError(f"var must be a paddle.Tensor, got {type(var).__name__}")
+        return super().scale(var)
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Divide the optimizer's gradients by the loss scale, in place, and check them.
+
+        Optional: ``step`` and ``minimize`` do it where you did not.
+
+        Raises:
+            RuntimeError: it was called before, or after ``step``, in this iteration.
+        """
+        if not self._enabled:
+            return
+        self._unscale(optimizer)
+        record = self._records[id(optimizer)]
+        if record.found_inf is None:  # Fleet and the like put an _unscale of their own here
+            record.optimizer = optimizer
+            record.scale = self._host_state().scale
+            record.found_inf = {"found_inf": self._found_inf}
+        record.stage = Stage.UNSCALED
+
+    def minimize(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Unscale the gradients, ``optimizer.minimize(*args, **kwargs)`` or skip, and ``update``.
+
+        Args:
+            optimizer: the optimizer that owns the gradients.
+            args: for ``optimizer.minimize``; the first is the scaled loss.
+            kwargs: for ``optimizer.minimize``.
+
+        Returns:
+            What ``optimizer.minimize`` returns: operators, and pairs of parameter and gradient.
+        """
+        if not self._enabled:
+            return optimizer.minimize(*args, **kwargs)
+        record = self._record_to_step(optimizer)
+        if record.stage is Stage.READY:
+            self.unscale_(optimizer)
+            record = self._record(optimizer)
+        result = self._step_if_finite(optimizer, record, args, kwargs, "minimize")
+        if result is None:
+            result = _skipped_minimize(optimizer, args, kwargs)
+        self._conclude(optimizer, record)
+        self.update()
+        return result
+
+    def update(self) -> None:
+        """Move the scale by the policy, from what this iteration's checks found.
+
+        Any optimizer's overflow makes it a non-finite step. Without dynamic loss scaling there is
+        nothing to do.
+
+        Raises:
+            RuntimeError: nothing was checked since the last call.
+        """
+        if not self._enabled or not self._use_dynamic_loss_scaling:
+            return
+        before = self._host_state().scale
+        super().update()
+        after = self._host_state().scale
+        if after < before:
+            logger.info("non-finite gradients: loss scale %g, now %g", before, after)
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale, the rule's parameters and the two counts, by Paddle's eight keys.
+
+        ``scale`` is a float32 array of shape [1]. Empty if scaling is disabled.
+        """
+        if not self._enabled:
+            return {}
+        state = self._host_state()
+        return {
+            "scale": np.array([state.scale], dtype=np.float32),
+            "incr_ratio": self.get_incr_ratio(),
+            "decr_ratio": self.get_decr_ratio(),
+            "incr_every_n_steps": self.get_incr_every_n_steps(),
+            "decr_every_n_nan_or_inf": self.get_decr_every_n_nan_or_inf(),
+            "incr_count": int(state.finite_steps),
+            "decr_count": int(state.nonfinite_steps),
+            "use_dynamic_loss_scaling": self._use_dynamic_loss_scaling,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take everything from a state dict, Paddle's own too.
+
+        Nothing changes if it raises; nothing happens if scaling is disabled.
+
+        Raises:
+            RuntimeError: the dict is empty, as one saved with scaling disabled is.
+            KeyError: a key is missing.
+            TypeError, ValueError: a value cannot be what its key says; the message names it.
+        """
+        if not self._enabled:
+            return
+        values = state_values(state_dict, _KEYS)
+        dynamic = values["use_dynamic_loss_scaling"]
+        if not isinstance(dynamic, bool):
+            raise TypeError(f"use_dynamic_loss_scaling must be a bool, got {dynamic!r}")
+        policy = dataclasses.replace(
+            self._policy,
+            growth_factor=values["incr_ratio"],
+            backoff_factor=values["decr_ratio"],
+            growth_interval=values["incr_every_n_steps"],
+            hysteresis=values["decr_every_n_nan_or_inf"],
+        )
+        state = ScaleState(
+            np.float32(self._check_scale("scale", values["scale"])),
+            checks.count("incr_count", values["incr_count"], least=0),
+            checks.count("decr_count", values["decr_count"], least=0),
+        )
+        self._policy = policy
+        self._use_dynamic_loss_scaling = dynamic
+        self._init_loss_scaling = float(state.scale)
+        self._set_state(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        tensors = dict.fromkeys((*_FLAGS, "_found_inf"))
+        return {**super().__getstate__(), **tensors}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._set_state(self._initial_state)
+        self._reset_flags()
+
+    # How Paddle does what the engine asks for.
+
+    def _unscale(self, optimizer: Any) -> None:
+        """What Fleet and group-sharded training put a method of their own in place of."""
+        super().unscale_(optimizer)
+
+    def _unscale_and_check(self, optimizer: Any, scale: Any) -> tuple[Any, FoundInf]:
+        found_inf = operations.unscale_(optimizer, scale)
+        self._found_inf = found_inf.get("found_inf", self._temp_found_inf_value_false)
+        return scale, found_inf
+
+    def _step_if_finite(
+        self,
+        optimizer: Any,
+        record: OptimizerRecord,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        method: str = "step",
+    ) -> Any:
+        if not record.found_inf:
+            return None
+        self._cache_found_inf = operations.any_set(record.found_inf)
+        result = None
+        if not self._cache_found_inf:
+            self._clip(record)
+            shares_flag = hasattr(optimizer, "_set_auxiliary_var")
+            if shares_flag:
+                optimizer._set_auxiliary_var("found_inf", False)
+            result = getattr(optimizer, method)(*args, **kwargs)
+            if shares_flag:  # a distributed optimizer may have found one elsewhere
+                self._cache_found_inf = bool(optimizer._get_auxiliary_var("found_inf"))
+        record.found_inf = {"found_inf": self._cache_found_inf}  # read once
+        return result
+
+    def _conclude(
+        self, optimizer: Any, record: OptimizerRecord, reason: Reason | None = None
+    ) -> None:
+        super()._conclude(optimizer, record, reason)
+        if not self._use_dynamic_loss_scaling:
+            self._records.clear()
+
+    def _update(self) -> None:
+        """Move the scale by ``_cache_found_inf``, for Paddle's wrappers around a scaler."""
+        if self._enabled:
+            self._set_state(self._policy.update(self._host_state(), bool(self._cache_found_inf)))
+
+    def _set_scale(self, new_scale: Any) -> None:
+        self.set_init_loss_scaling(new_scale)
+
+    def _reset_flags(self) -> None:
+        for name in _FLAGS:
+            setattr(self, name, paddle.zeros([1], dtype="bool"))
+        self._found_inf = self._temp_found_inf_value_false
+
+
+def _paddle_policy(*parameters: Any) -> DynamicScale:
+    try:
+        return DynamicScale.paddle(*parameters)
+    except ValueError as error:  # Paddle raises AssertionError for some of these
+        raise ParameterError(str(error)) from None
+
+
+def _skipped_minimize(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``optimizer.minimize`` would have returned: no operators, and the gradients."""
+    if not hasattr(optimizer, "backward"):
+        return None, None
+    return [], optimizer.backward(*args, **kwargs)
