@@ -168,7 +168,7 @@ class EagerScaler(ABC):
             retries = self._max_retries if max_retries is None else _check_retries(max_retries)
             return step_with_closure(self, optimizer, closure, retries, args, kwargs)
         state = self._placed_state("step")
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if self._unscales_by_itself(optimizer):
             return self._step_on_device(optimizer, record, state, args, kwargs)
         if record.stage is Stage.READY:
             self.unscale_(optimizer)
@@ -304,6 +304,10 @@ class EagerScaler(ABC):
     @abstractmethod
     def _set_scale(self, new_scale: Any) -> None:
         """Set the scale by hand."""
+
+    def _unscales_by_itself(self, optimizer: Optimizer) -> bool:
+        """Whether ``_step_on_device`` is the way to step this optimizer."""
+        return False
 
     def _step_on_device(
         self,

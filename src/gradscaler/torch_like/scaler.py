@@ -166,6 +166,9 @@ class TorchLikeScaler(TorchSpelling):
     ) -> Any:
         return self._maybe_opt_step(optimizer, record, *args, **kwargs)
 
+    def _unscales_by_itself(self, optimizer: Optimizer) -> bool:
+        return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
     def _step_on_device(
         self,
         optimizer: Optimizer,
@@ -183,7 +186,7 @@ class TorchLikeScaler(TorchSpelling):
             )
             result = optimizer.step(*args, **kwargs, grad_scaler=self)
             record = self._record(optimizer)
-            record.scale = state.scale
+            record.scale = state.scale.clone()
             self._conclude(optimizer, record)
             return result
         if record.stage is Stage.READY:
