@@ -34,14 +34,16 @@ class OptimizerRecord:
         found_inf: its own flags; None until its gradients were checked.
         scale: the scale that its gradients were unscaled by.
         clip_coefficient: what its gradients have still to be multiplied by, if they are.
+        unscaled_to_clip: it was clipping that unscaled them; the user may still ask for it.
     """
 
-    def __init__(self, optimizer: Optimizer = None) -> None:
-        self.optimizer = optimizer
+    def __init__(self) -> None:
+        self.optimizer: Optimizer = None
         self.stage = Stage.READY
         self.found_inf: FoundInf | None = None
         self.scale: Any = None
         self.clip_coefficient: Tensor | None = None
+        self.unscaled_to_clip = False
 
 
 class EagerScaler(ABC):
@@ -117,6 +119,9 @@ class EagerScaler(ABC):
         state = self._placed_state("unscale_")
         record = self._record(optimizer)
         if record.stage is Stage.UNSCALED:
+            if record.unscaled_to_clip:
+                record.unscaled_to_clip = False
+                return
             raise CallOrderError(
                 "unscale_() has already been called on this optimizer since the last update(): "
                 "call update() once per iteration, after step(optimizer)"
@@ -265,6 +270,7 @@ class EagerScaler(ABC):
         if self._enabled and record.stage is Stage.READY:
             self.unscale_(optimizer)
             record = self._record(optimizer)
+            record.unscaled_to_clip = True
         norm = self._operations.total_norm(optimizer, float(norm_type))
         if record.clip_coefficient is not None:
             norm = norm * record.clip_coefficient
@@ -361,7 +367,9 @@ class EagerScaler(ABC):
 
     def _record(self, optimizer: Optimizer) -> OptimizerRecord:
         """The optimizer's record, or a new one that is not kept yet."""
-        return self._records.get(id(optimizer)) or self._record_type(optimizer)
+        record = self._records.get(id(optimizer)) or self._record_type()
+        record.optimizer = optimizer
+        return record
 
     def _record_to_step(self, optimizer: Optimizer) -> OptimizerRecord:
         """The record of an optimizer that has not stepped in this iteration."""

@@ -37,6 +37,7 @@ def step_with_closure(
     overflows for good later, in an optimizer that evaluates repeatedly, rolls the step back.
     """
     closure_state = scaler._closure_state
+    record_before = scaler._records.get(id(optimizer))
     restore: Callable[[], None] | None = None
     try:
         loss, record = _evaluate(scaler, optimizer, closure, max_retries)
@@ -63,6 +64,8 @@ def step_with_closure(
         if restore is not None:
             restore()
         scaler._records.pop(id(optimizer), None)
+        if record_before is not None:
+            scaler._records[id(optimizer)] = record_before
         scaler._closure_state = closure_state
         raise
     scaler._conclude(optimizer, record)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gradscaler.policies import checks
+
 
 def state_values(state_dict: object, keys: tuple[str, ...]) -> dict[str, Any]:
     """The values of ``keys``, in their order.
@@ -27,9 +29,19 @@ def state_values(state_dict: object, keys: tuple[str, ...]) -> dict[str, Any]:
             f"missing from the state dict: {', '.join(missing)}; it holds "
             f"{', '.join(map(str, state_dict))}"
         )
-    return {key: number_in(state_dict[key]) for key in keys}
+    return {key: number_in(key, state_dict[key]) for key in keys}
 
 
-def number_in(value: Any) -> Any:
+def count_in(key: str, value: object) -> int:
+    """``value`` if a counter can hold it."""
+    return checks.count(key, number_in(key, value), least=0, most=checks.LONGEST_COUNT)
+
+
+def number_in(key: str, value: Any) -> Any:
     """The Python number in a tensor or array of one element; anything else as it is."""
-    return value.item() if hasattr(value, "item") else value
+    if not hasattr(value, "item"):
+        return value
+    try:
+        return value.item()
+    except (RuntimeError, ValueError):
+        raise ValueError(f"{key} must be one number, got {value!r}") from None

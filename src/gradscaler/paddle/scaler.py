@@ -15,9 +15,9 @@ from gradscaler.operations import FoundInf, Operations
 from gradscaler.outcome import Reason
 from gradscaler.paddle import operations
 from gradscaler.paddle.spelling import PaddleRecord, PaddleSpelling
-from gradscaler.policies import DynamicScale, FixedScale, Policy, ScaleState, checks
+from gradscaler.policies import DynamicScale, FixedScale, Policy, ScaleState
 from gradscaler.replay import DEFAULT_MAX_RETRIES
-from gradscaler.state_dicts import state_values
+from gradscaler.state_dicts import count_in, state_values
 
 logger = logging.getLogger(__name__)
 
@@ -242,8 +242,8 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):  # type: ignore[misc] #
         )
         state = ScaleState(
             np.float32(self._check_scale("scale", values["scale"])),
-            checks.count("incr_count", values["incr_count"], least=0),
-            checks.count("decr_count", values["decr_count"], least=0),
+            count_in("incr_count", values["incr_count"]),
+            count_in("decr_count", values["decr_count"]),
         )
         self._policy = policy
         self._use_dynamic_loss_scaling = dynamic

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from numbers import Integral, Real
 
 import numpy as np
@@ -12,14 +13,17 @@ SMALLEST_SCALE = 2.0**-126
 
 LARGEST_SCALE = float(np.finfo(np.float32).max)
 
-_LONGEST_INTERVAL = 2**31 - 1  # counters are int32 in every framework
+LONGEST_COUNT = 2**31 - 1  # counters are int32 in every framework
 
 
 def number(name: str, value: object) -> float:
     """``value`` as a Python float; TypeError unless it is a real number, bool excluded."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # an int that no float can hold
+        return math.inf if operator.gt(value, 0) else -math.inf
 
 
 def in_float32(value: float) -> float:
@@ -35,7 +39,7 @@ def loss_scale(
     scale = in_float32(number(name, value))
     if not math.isfinite(scale) or scale <= 0:
         raise ValueError(f"{name} must be positive and finite in float32, got {value!r}")
-    if not lowest <= scale <= highest:
+    if not in_float32(lowest) <= scale <= in_float32(highest):
         raise ValueError(f"{name} must lie between {lowest!r} and {highest!r}, got {value!r}")
     return float(number(name, value))
 
@@ -56,15 +60,18 @@ def backoff_factor(name: str, value: object) -> float:
     return factor
 
 
-def count(name: str, value: object, least: int = 1) -> int:
-    """``value`` if it is an integer of at least ``least``, as a Python int."""
+def count(name: str, value: object, least: int = 1, most: float = math.inf) -> int:
+    """``value`` if it is an integer, ``least <= value <= most``, as a Python int."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
-    if value < least:
+    integer = int(value)
+    if integer < least:
         raise ValueError(f"{name} must be at least {least}, got {value!r}")
-    return int(value)
+    if integer > most:
+        raise ValueError(f"{name} must be at most {most}, got {value!r}")
+    return integer
 
 
 def as_counter_limit(value: int) -> int:
-    """``value``, or the longest interval that an int32 counter can reach."""
-    return min(value, _LONGEST_INTERVAL)
+    """``value``, or the largest that an int32 counter can reach."""
+    return min(value, LONGEST_COUNT)

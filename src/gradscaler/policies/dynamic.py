@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from gradscaler.policies import checks
+from gradscaler.policies.presets import Presets
 from gradscaler.policies.rule import Constants, next_state
 from gradscaler.policies.state import (
     Scalar,
@@ -24,7 +25,7 @@ _RESETS = ("finite_step", "finite_step_only", "growth")
 
 
 @dataclass(frozen=True)
-class DynamicScale:
+class DynamicScale(Presets):
     """Dynamic loss scaling, the rule behind every framework's scaler.
 
     With ``g`` finite steps in a row and ``b`` counted non-finite ones::
@@ -69,6 +70,10 @@ class DynamicScale:
     8.0 0
     """
 
+    # Not fields: the parameters as a device computes with them, and as NumPy scalars.
+    _constants: ClassVar[Constants]
+    _host_constants: ClassVar[Constants]
+
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
@@ -102,6 +107,18 @@ class DynamicScale:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        constants = Constants(
+            checks.in_float32(self.growth_factor),
+            checks.in_float32(self.backoff_factor),
+            checks.in_float32(self.min_scale),
+            checks.in_float32(self.max_scale),
+            checks.as_counter_limit(self.growth_interval),
+            checks.as_counter_limit(self.hysteresis),
+            finite_step_resets=self.hysteresis_reset != "growth",
+            backoff_resets=self.hysteresis_reset == "finite_step",
+        )
+        object.__setattr__(self, "_constants", constants)
+        object.__setattr__(self, "_host_constants", constants.on_host())
 
     def init(self) -> ScaleState:
         """The state before the first step, in host scalars: a float32 and two ints."""
@@ -122,178 +139,34 @@ class DynamicScale:
             A new state of the same types. No value is read on the host, so the method can be
             traced and compiled.
         """
-        if not on_host(state.scale):
-            where = where or where_for(state.scale)
-            return next_state(self._constants, state, found_inf, where)
         scale, finite_steps, nonfinite_steps = state
+        if not on_host(scale):
+            where = where or where_for(scale)
+            if not isinstance(scale, np.ndarray):
+                return next_state(self._constants, state, found_inf, where)
+            with np.errstate(over="ignore", under="ignore"):
+                return next_state(self._constants, state, found_inf, where)
         state = ScaleState(np.float32(scale), finite_steps, nonfinite_steps)
-        if scale * self.growth_factor < checks.LARGEST_SCALE:
+        if self._far_from_bounds(float(scale)):
             return next_state(self._host_constants, state, bool(found_inf), host_where)
-        with np.errstate(over="ignore"):  # entering this takes longer than the rule does
+        with np.errstate(over="ignore", under="ignore"):  # entering takes longer than the rule
             return next_state(self._host_constants, state, bool(found_inf), host_where)
 
-    @cached_property
-    def _constants(self) -> Constants:
-        """The parameters as a device computes with them: float32 values, int32 limits."""
-        return Constants(
-            checks.in_float32(self.growth_factor),
-            checks.in_float32(self.backoff_factor),
-            checks.in_float32(self.min_scale),
-            checks.in_float32(self.max_scale),
-            checks.as_counter_limit(self.growth_interval),
-            checks.as_counter_limit(self.hysteresis),
-            finite_step_resets=self.hysteresis_reset != "growth",
-            backoff_resets=self.hysteresis_reset == "finite_step",
-        )
-
-    @cached_property
-    def _host_constants(self) -> Constants:
-        """The same as NumPy scalars: NumPy 1 makes a float64 of float32 * float."""
-        constants = self._constants
-        return constants._replace(
-            growth_factor=np.float32(constants.growth_factor),
-            backoff_factor=np.float32(constants.backoff_factor),
-            min_scale=np.float32(constants.min_scale),
-            max_scale=np.float32(constants.max_scale),
-        )
-
-    # Presets: each framework's own defaults, with its parameters in its spelling. Where a framework
-    # lets the scale grow to inf or sink to 0, the preset does not.
-
-    @classmethod
-    def torch(
-        cls,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-    ) -> DynamicScale:
-        """``torch.amp.GradScaler`` (torch 2.13)."""
-        return cls(init_scale, growth_factor, backoff_factor, growth_interval)
-
-    @classmethod
-    def tensorplay(
-        cls,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-    ) -> DynamicScale:
-        """``tensorplay.amp.GradScaler`` (TensorPlay 1.0): PyTorch's rule."""
-        return cls(init_scale, growth_factor, backoff_factor, growth_interval)
-
-    @classmethod
-    def paddle(
-        cls,
-        init_loss_scaling: float = 2.0**15,
-        incr_ratio: float = 2.0,
-        decr_ratio: float = 0.5,
-        incr_every_n_steps: int = 1000,
-        decr_every_n_nan_or_inf: int = 2,
-    ) -> DynamicScale:
-        """``paddle.amp.GradScaler`` as its reference documentation has it.
-
-        Release 3.3.1 itself defaults to 2**16, 2000 and 1.
-        """
-        return cls(
-            init_loss_scaling,
-            incr_ratio,
-            decr_ratio,
-            incr_every_n_steps,
-            decr_every_n_nan_or_inf,
+    def _far_from_bounds(self, scale: float) -> bool:
+        """Whether no move of ``scale`` can overflow or underflow float32."""
+        return (
+            scale * self.growth_factor < checks.LARGEST_SCALE / 2
+            and scale * self.backoff_factor > checks.SMALLEST_SCALE * 2
         )
 
     @classmethod
-    def keras(
-        cls, initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
-    ) -> DynamicScale:
-        """``LossScaleOptimizer`` of Keras 2 and 3: halves and doubles, never below 1.
-
-        The floor is Keras 2's; Keras 3.15 dropped it.
-        """
-        return cls(initial_scale, growth_interval=dynamic_growth_steps, min_scale=1.0)
-
-    @classmethod
-    def mindspore(
-        cls, init_loss_scale: float = 2.0**24, scale_factor: float = 2, scale_window: int = 2000
-    ) -> DynamicScale:
-        """``mindspore.amp.DynamicLossScaleManager`` (MindSpore 2.10), never below 1."""
-        factor = checks.growth_factor("scale_factor", scale_factor)
-        return cls(init_loss_scale, factor, 1 / factor, scale_window, min_scale=1.0)
-
-    @classmethod
-    def flax(
-        cls,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        scale: float = 65536.0,
-        minimum_scale: float = checks.SMALLEST_SCALE,
-    ) -> DynamicScale:
-        """``flax.training.dynamic_scale.DynamicScale`` (flax 0.12).
-
-        It grows at the step after ``growth_interval`` finite ones, so ``growth_interval`` here is
-        one more than the argument.
-        """
-        return cls(
-            scale,
-            growth_factor,
-            backoff_factor,
-            checks.count("growth_interval", growth_interval) + 1,
-            min_scale=minimum_scale,
-        )
-
-    @classmethod
-    def jmp(
-        cls,
-        loss_scale: float = 2.0**15,
-        period: int = 2000,
-        factor: float = 2,
-        min_loss_scale: float = 1.0,
-    ) -> DynamicScale:
-        """``jmp.DynamicLossScale`` (jmp 0.0.4), whose ``loss_scale`` has no default there."""
-        ratio = checks.growth_factor("factor", factor)
-        return cls(loss_scale, ratio, 1 / ratio, period, min_scale=min_loss_scale)
-
-    @classmethod
-    def apex(
-        cls,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        hysteresis: int = 1,
-    ) -> DynamicScale:
-        """Apex's ``update_scale_hysteresis``: any finite step refills the hysteresis.
-
-        The kernel has no defaults; these are PyTorch's, whose scaler it extends.
-        """
-        return cls(
-            init_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            hysteresis,
-            "finite_step_only",
-        )
-
-    @classmethod
-    def megatron(
-        cls,
-        initial_scale: float = 2.0**32,
-        min_scale: float = 1.0,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 1000,
-        hysteresis: int = 2,
-    ) -> DynamicScale:
-        """Megatron-LM's ``DynamicGradScaler``: only growth refills the hysteresis."""
-        return cls(
-            initial_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            hysteresis,
-            "growth",
-            min_scale=min_scale,
-        )
+    def _spelled(cls, **parameters: Any) -> DynamicScale:
+        spelling = {}
+        for name, value in parameters.items():
+            if isinstance(value, tuple):
+                spelling[name], parameters[name] = value
+        try:
+            return cls(**parameters)
+        except (TypeError, ValueError) as error:
+            message = re.sub(r"\w+", lambda word: spelling.get(word[0], word[0]), str(error))
+            raise type(error)(message) from None

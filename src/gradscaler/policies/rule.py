@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from gradscaler.policies.state import Scalar, ScaleState, Where
 
 
@@ -18,6 +20,15 @@ class Constants(NamedTuple):
     hysteresis: int
     finite_step_resets: bool
     backoff_resets: bool
+
+    def on_host(self) -> Constants:
+        """The same as NumPy scalars, for NumPy 1 makes a float64 of float32 * float."""
+        return self._replace(
+            growth_factor=np.float32(self.growth_factor),
+            backoff_factor=np.float32(self.backoff_factor),
+            min_scale=np.float32(self.min_scale),
+            max_scale=np.float32(self.max_scale),
+        )
 
 
 def next_state(

@@ -16,11 +16,9 @@ class TensorPlayOperations(TorchLikeOperations):
     def __init__(self) -> None:
         super().__init__(tensorplay, _group_tensors_by_device_and_dtype)
 
-    def gradients(
-        self, optimizer: Any, allow_fp16: bool = True, coalesce: bool = False
-    ) -> list[Any]:
+    def gradients(self, optimizer: Any, allow_fp16: bool = True) -> list[Any]:
         """The optimizer's gradients, none of which may be sparse."""
-        grads = super().gradients(optimizer, allow_fp16, coalesce)
+        grads = super().gradients(optimizer, allow_fp16)
         if any(grad.is_sparse for grad in grads):
             raise NotImplementedError(
                 "GradScaler does not support sparse gradients yet: TensorPlay cannot check them"

@@ -16,28 +16,47 @@ class TorchOperations(TorchLikeOperations):
     def __init__(self) -> None:
         super().__init__(torch, _group_tensors_by_device_and_dtype)
 
-    def gradients(
-        self, optimizer: Any, allow_fp16: bool = True, coalesce: bool = False
-    ) -> list[torch.Tensor]:
-        """The dense tensors that hold the optimizer's gradients.
+    def gradients(self, optimizer: Any, allow_fp16: bool = True) -> list[torch.Tensor]:
+        """The dense real tensors that hold the optimizer's gradients.
 
         A sparse gradient is represented by its values. If it is float16 they are coalesced first:
         a sum of duplicates may overflow. A complex gradient is represented by its real view.
         """
         grads: list[torch.Tensor] = super().gradients(optimizer, allow_fp16)
         if any(grad.is_sparse for grad in grads):
-            with_grad = [p for p in parameters_of(optimizer) if p.grad is not None]
-            grads = [_values(parameter, coalesce) for parameter in with_grad]
+            grads = _values(optimizer, coalesce=False)
         if any(grad.is_complex() for grad in grads):
-            grads = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
+            grads = [_real_view(grad) for grad in grads]
+        return grads
+
+    def gradients_to_measure(self, optimizer: Any) -> list[torch.Tensor]:
+        """The same, sparse ones coalesced and complex ones as they are, measured by magnitude."""
+        grads: list[torch.Tensor] = super().gradients(optimizer)
+        if any(grad.is_sparse for grad in grads):
+            grads = _values(optimizer, coalesce=True)
         return grads
 
 
-def _values(parameter: torch.Tensor, coalesce: bool) -> torch.Tensor:
-    grad = parameter.grad
-    assert grad is not None
-    if not grad.is_sparse:
+def _values(optimizer: Any, coalesce: bool) -> list[torch.Tensor]:
+    """The optimizer's gradients, sparse ones by their values."""
+    values = []
+    for parameter in parameters_of(optimizer):
+        grad = parameter.grad
+        if grad is None:
+            continue
+        if grad.is_sparse:
+            if coalesce or grad.dtype is torch.float16:
+                parameter.grad = grad = grad.coalesce()
+            grad = grad._values()
+        values.append(grad)
+    return values
+
+
+def _real_view(grad: torch.Tensor) -> torch.Tensor:
+    """A real view of a complex gradient; of a conjugated one the conjugate, as finite and as large.
+
+    Scaling either by a real number scales both.
+    """
+    if not grad.is_complex():
         return grad
-    if grad.dtype is torch.float16 or coalesce:
-        parameter.grad = grad = grad.coalesce()
-    return grad._values()
+    return torch.view_as_real(grad.conj() if grad.is_conj() else grad)

@@ -29,12 +29,8 @@ class TorchLikeOperations:
 
     # What the libraries do differently.
 
-    def gradients(
-        self, optimizer: Optimizer, allow_fp16: bool = True, coalesce: bool = False
-    ) -> list[Tensor]:
-        """The dense tensors that hold the optimizer's gradients, to be read or changed in place.
-
-        Sparse gradients, where they are supported, are coalesced first if ``coalesce`` says so.
+    def gradients(self, optimizer: Optimizer, allow_fp16: bool = True) -> list[Tensor]:
+        """The dense real tensors that hold the optimizer's gradients, to be changed in place.
 
         Raises:
             ValueError: a gradient is float16 and ``allow_fp16`` is False.
@@ -46,6 +42,10 @@ class TorchLikeOperations:
             if any(grad.dtype == float16 for grad in grads):
                 raise _fp16_gradient_error(optimizer, float16)
         return grads
+
+    def gradients_to_measure(self, optimizer: Optimizer) -> list[Tensor]:
+        """The tensors that the optimizer's gradients have their norm from."""
+        return self.gradients(optimizer)
 
     def device_key(self, device: Device) -> Any:
         """What found_inf flags are keyed by."""
@@ -143,7 +143,7 @@ class TorchLikeOperations:
     def total_norm(self, optimizer: Optimizer, norm_type: float) -> Tensor:
         with self.library.no_grad():
             norm = self.library.nn.utils.get_total_norm
-            return norm(self.gradients(optimizer, coalesce=True), norm_type)
+            return norm(self.gradients_to_measure(optimizer), norm_type)
 
     def clip_coefficient(self, max_norm: float, norm: Tensor) -> Tensor:
         return self.library.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -179,7 +179,9 @@ class TorchLikeOperations:
             optimizer.state.clear()
             optimizer.state.update(state)
             for group, saved in zip(optimizer.param_groups, options, strict=True):
-                group.update(saved)
+                of_group = group["params"]
+                group.clear()
+                group.update(params=of_group, **saved)
 
         return restore
 

@@ -13,7 +13,7 @@ from gradscaler.engine import OptimizerRecord, Stage
 from gradscaler.errors import ParameterError
 from gradscaler.operations import FoundInf, Optimizer, Tensor
 from gradscaler.policies import DynamicScale, FixedScale, Policy, ScaleState, checks
-from gradscaler.state_dicts import number_in, state_values
+from gradscaler.state_dicts import count_in, state_values
 from gradscaler.torch_like.operations import is_cpu
 from gradscaler.torch_like.spelling import TorchSpelling
 
@@ -87,7 +87,6 @@ class TorchLikeScaler(TorchSpelling):
             return
         values = state_values(state_dict, _KEYS)
         scale, growth_factor, backoff_factor, growth_interval, finite_steps = values.values()
-        nonfinite_steps = number_in(state_dict.get("_nonfinite_steps", 0))
         policy: Policy
         if growth_factor == backoff_factor == 1.0:
             policy = FixedScale(checks.loss_scale("scale", scale))
@@ -100,8 +99,8 @@ class TorchLikeScaler(TorchSpelling):
             )
         state = ScaleState(
             np.float32(_check_scale("scale", scale, policy)),
-            checks.count("_growth_tracker", finite_steps, least=0),
-            checks.count("_nonfinite_steps", nonfinite_steps, least=0),
+            count_in("_growth_tracker", finite_steps),
+            count_in("_nonfinite_steps", state_dict.get("_nonfinite_steps", 0)),
         )
         self._policy = policy
         self._initial_state = state
@@ -164,6 +163,10 @@ class TorchLikeScaler(TorchSpelling):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        if record.clip_coefficient is not None and not self._operations.any_set(
+            record.found_inf or {}
+        ):
+            self._clip(record)  # here, for subclasses replace _maybe_opt_step
         return self._maybe_opt_step(optimizer, record, *args, **kwargs)
 
     def _unscales_by_itself(self, optimizer: Optimizer) -> bool:

@@ -6,6 +6,7 @@ The private names are those that the frameworks' own code and their users' subcl
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ import numpy as np
 from gradscaler.engine import EagerScaler, OptimizerRecord, Stage
 from gradscaler.errors import CallOrderError
 from gradscaler.operations import FoundInf, Optimizer, Tensor
-from gradscaler.policies import DynamicScale
+from gradscaler.policies import DynamicScale, ScaleState
 from gradscaler.torch_like.operations import TorchLikeOperations
 
 
@@ -105,7 +106,7 @@ class TorchSpelling(EagerScaler):
         if scale is None:
             self._state = None
         else:
-            self._state = (self._state or self._place(scale.device))._replace(scale=scale)
+            self._state = self._state_on(scale.device)._replace(scale=scale)
 
     @property
     def _growth_tracker(self) -> Tensor | None:
@@ -116,8 +117,7 @@ class TorchSpelling(EagerScaler):
         if tracker is None:
             self._state = None
         else:
-            state = self._state or self._place(tracker.device)
-            self._state = state._replace(finite_steps=tracker)
+            self._state = self._state_on(tracker.device)._replace(finite_steps=tracker)
 
     @property
     def _init_scale(self) -> float:
@@ -144,8 +144,11 @@ class TorchSpelling(EagerScaler):
         return self._records
 
     @_per_optimizer_states.setter
-    def _per_optimizer_states(self, records: Any) -> None:
-        self._records = records
+    def _per_optimizer_states(self, states: Any) -> None:
+        self._records = defaultdict(self._record_type)
+        for key, state in states.items():
+            for name in ("stage", "found_inf_per_device"):
+                self._per_optimizer_states[key][name] = state[name]
 
     def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
         if self._state is not None:
@@ -178,6 +181,9 @@ class TorchSpelling(EagerScaler):
         return super()._step_if_finite(optimizer, optimizer_state, args, kwargs)
 
     # Shared.
+
+    def _state_on(self, device: Any) -> ScaleState:
+        return self._state or self._operations.place(self._initial_state, device)
 
     def _change_policy(self, **changes: Any) -> None:
         if not isinstance(self._policy, DynamicScale):
