@@ -2,7 +2,13 @@
 # use and again whenever its requirements change. PYTHON chooses the interpreter.
 
 PYTHON ?= python3
-FRAMEWORKS := torch
+FRAMEWORKS := torch tensorplay paddle
+
+CORE := $(wildcard src/gradscaler/*.py) src/gradscaler/policies
+torch_SOURCES := src/gradscaler/torch_like src/gradscaler/torch src/gradscaler/demo
+tensorplay_SOURCES := src/gradscaler/torch_like src/gradscaler/tensorplay
+paddle_SOURCES := src/gradscaler/paddle
+torch_TESTS := $(CORE) $(wildcard tests/*.py) tests/policies
 
 .PHONY: demo test lint bench clean $(addprefix test-,$(FRAMEWORKS))
 
@@ -15,13 +21,15 @@ lint: .venv/torch/.ready
 	.venv/torch/bin/ruff check .
 	.venv/torch/bin/ruff format --check .
 
-# Strict types, doctests and tests of one framework, with the warnings of all as errors.
-test-torch: .venv/torch/.ready
-	.venv/torch/bin/mypy -p gradscaler
-	.venv/torch/bin/python -m pytest -n auto src tests
+# Strict types, doctests and tests, every warning an error. The core's run with PyTorch's.
+$(addprefix test-,$(FRAMEWORKS)): test-%: .venv/%/.ready
+	.venv/$*/bin/mypy $(CORE) $($*_SOURCES) examples/$*_digits.py benchmarks/$*_scaler.py
+	.venv/$*/bin/python -m pytest -n auto $($*_TESTS) $($*_SOURCES) tests/$*
 
-bench: .venv/torch/.ready
-	.venv/torch/bin/python benchmarks/torch_scaler.py
+bench: $(patsubst %,.venv/%/.ready,$(FRAMEWORKS))
+	for framework in $(FRAMEWORKS); do \
+		.venv/$$framework/bin/python benchmarks/$${framework}_scaler.py || exit 1; \
+	done
 
 .venv/%/.ready: requirements/%.txt requirements/test.txt pyproject.toml
 	$(PYTHON) -m venv --clear .venv/$*

@@ -86,7 +86,7 @@ class DynamicScale(Presets):
     def __post_init__(self) -> None:
         min_scale = checks.loss_scale("min_scale", self.min_scale)
         max_scale = checks.loss_scale("max_scale", self.max_scale)
-        if min_scale > max_scale:
+        if checks.in_float32(min_scale) > checks.in_float32(max_scale):
             raise ValueError(
                 f"min_scale must not be above max_scale, got {self.min_scale!r} > "
                 f"{self.max_scale!r}"
@@ -133,24 +133,26 @@ class DynamicScale(Presets):
             state: scalars, or tensors of any one framework: float32 and twice an integer type.
             found_inf: whether the step's gradients held an Inf or a NaN; a bool, or a boolean
                 tensor of that framework.
-            where: that framework's ``where``. Left out, it is found by the type of the scale.
+            where: that framework's ``where``, found by the type of the scale if it is left out.
 
         Returns:
-            A new state of the same types. No value is read on the host, so the method can be
-            traced and compiled.
+            A new state of the same types. Unless they are host scalars and ``where`` is left out,
+            no value is read on the host, so the method can be traced and compiled.
         """
         scale, finite_steps, nonfinite_steps = state
-        if not on_host(scale):
-            where = where or where_for(scale)
-            if not isinstance(scale, np.ndarray):
-                return next_state(self._constants, state, found_inf, where)
-            with np.errstate(over="ignore", under="ignore"):
-                return next_state(self._constants, state, found_inf, where)
-        state = ScaleState(np.float32(scale), finite_steps, nonfinite_steps)
-        if self._far_from_bounds(float(scale)):
-            return next_state(self._host_constants, state, bool(found_inf), host_where)
-        with np.errstate(over="ignore", under="ignore"):  # entering takes longer than the rule
-            return next_state(self._host_constants, state, bool(found_inf), host_where)
+        if where is None and on_host(scale):
+            state = ScaleState(np.float32(scale), finite_steps, nonfinite_steps)
+            if self._far_from_bounds(float(scale)):
+                return next_state(self._host_constants, state, bool(found_inf), host_where)
+            with np.errstate(over="ignore", under="ignore"):  # takes longer than the rule does
+                return next_state(self._host_constants, state, bool(found_inf), host_where)
+        where = where or where_for(scale)
+        if isinstance(found_inf, (bool, np.bool_)) and not on_host(scale):
+            found_inf = scale == scale if found_inf else scale != scale  # a tensor of its own
+        if not isinstance(scale, np.ndarray):
+            return next_state(self._constants, state, found_inf, where)
+        with np.errstate(over="ignore", under="ignore"):
+            return next_state(self._constants, state, found_inf, where)
 
     def _far_from_bounds(self, scale: float) -> bool:
         """Whether no move of ``scale`` can overflow or underflow float32."""
@@ -168,5 +170,6 @@ class DynamicScale(Presets):
         try:
             return cls(**parameters)
         except (TypeError, ValueError) as error:
-            message = re.sub(r"\w+", lambda word: spelling.get(word[0], word[0]), str(error))
-            raise type(error)(message) from None
+            rule, got, value = str(error).partition(", got")
+            rule = re.sub(r"\w+", lambda word: spelling.get(word[0], word[0]), rule)
+            raise type(error)(rule + got + value) from None

@@ -100,13 +100,15 @@ class Presets:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         scale: float = 65536.0,
-        minimum_scale: float = checks.SMALLEST_SCALE,
+        minimum_scale: float | None = checks.SMALLEST_SCALE,
     ) -> T:
         """``flax.training.dynamic_scale.DynamicScale`` (flax 0.12).
 
         It grows at the step after ``growth_interval`` finite ones, so ``growth_interval`` here is
-        one more than the argument.
+        one more than the argument. A ``minimum_scale`` of None is the default.
         """
+        if minimum_scale is None:
+            minimum_scale = checks.SMALLEST_SCALE
         return cls._spelled(
             init_scale=("scale", scale),
             growth_factor=growth_factor,

@@ -38,10 +38,12 @@ def next_state(
     scale = state.scale
     finite_steps = state.finite_steps + 1
     nonfinite_steps = state.nonfinite_steps + 1
+    zero = state.finite_steps * 0  # of the counters' own type
 
     grow = finite_steps >= constants.growth_interval
     grown = scale * constants.growth_factor
-    after_finite = where(grow, where(grown <= constants.max_scale, grown, scale), scale)
+    in_range = grown <= constants.max_scale
+    after_finite = where(grow, where(in_range, grown, scale), scale)
 
     back_off = nonfinite_steps >= constants.hysteresis
     reduced = scale * constants.backoff_factor
@@ -49,10 +51,13 @@ def next_state(
     after_nonfinite = where(back_off, reduced, scale)
 
     # A count that a backoff does not reset stays just below the hysteresis, not to overflow.
-    spent = 0 if constants.backoff_resets else constants.hysteresis - 1
-    kept = 0 if constants.finite_step_resets else where(grow, 0, state.nonfinite_steps)
+    spent = zero if constants.backoff_resets else zero + (constants.hysteresis - 1)
+    kept = zero
+    if not constants.finite_step_resets:
+        count = state.nonfinite_steps
+        kept = where(grow, where(in_range, zero, count), count)
     return ScaleState(
         where(found_inf, after_nonfinite, after_finite),
-        where(found_inf, 0, where(grow, 0, finite_steps)),
+        where(found_inf, zero, where(grow, zero, finite_steps)),
         where(found_inf, where(back_off, spent, nonfinite_steps), kept),
     )

@@ -15,7 +15,12 @@ Where = Callable[[Any, Any, Any], Any]
 """``where(condition, a, b)``: ``a`` where the condition holds, ``b`` elsewhere."""
 
 # Libraries whose tensor types live in another module than their `where`.
-_HOME_OF_WHERE = {"jax": "jax.numpy", "jaxlib": "jax.numpy", "mindspore": "mindspore.ops"}
+_HOME_OF_WHERE = {
+    "jax": "jax.numpy",
+    "jaxlib": "jax.numpy",
+    "keras": "keras.ops",
+    "mindspore": "mindspore.ops",
+}
 
 
 class ScaleState(NamedTuple):
@@ -62,12 +67,13 @@ def where_for(value: Scalar) -> Where:
     Raises:
         TypeError: the type's library has no ``where``.
     """
-    root = type(value).__module__.partition(".")[0]
-    module = sys.modules.get(_HOME_OF_WHERE.get(root, root))
-    where: Where | None = getattr(module, "where", None)
-    if where is None:
-        raise TypeError(
-            f"no where() is known for a scale of type {type(value).__module__}."
-            f"{type(value).__qualname__}: pass update(..., where=) that library's own"
-        )
-    return where
+    for base in type(value).__mro__:
+        root = base.__module__.partition(".")[0]
+        module = sys.modules.get(_HOME_OF_WHERE.get(root, root))
+        where: Where | None = getattr(module, "where", None)
+        if where is not None:
+            return where
+    raise TypeError(
+        f"no where() is known for a scale of type {type(value).__module__}."
+        f"{type(value).__qualname__}: pass update(..., where=) that library's own"
+    )

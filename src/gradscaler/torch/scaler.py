@@ -25,10 +25,10 @@ class _Record(TorchLikeRecord):
 class GradScaler(TorchLikeScaler, torch.amp.GradScaler):
     """Loss scaling for PyTorch: a drop-in for ``torch.amp.GradScaler``.
 
-    Scaling and unscaling, skipping and moving the scale are torch's, to the bit. Beyond it: any
-    device without being told, closures, clipping that keeps to the order of calls, what happened
-    in each step, growth that an interval lowered on the way does not freeze, and a scale that
-    stays between 2**-126 and the largest float32.
+    Scaling and unscaling, skipping and moving the scale are torch's, to the bit where float32
+    holds the factors exactly. Beyond it: any device without being told, closures, clipping in any
+    order of calls, what happened in each step, growth that an interval lowered on the way does
+    not freeze, and a scale that stays between 2**-126 and the largest float32.
 
     Args:
         device: the type of device to work on. None takes the device of the first scaled tensor.

@@ -1,0 +1,427 @@
+"""Each preset against its framework's documented defaults, and against that framework's own rule.
+
+The rules are written out here one by one, as each framework states its own: in plain Python, with
+its own counters, and blind to gradscaler's.
+"""
+
+import dataclasses
+import inspect
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradscaler import DynamicScale
+
+SMALLEST_NORMAL = 2.0**-126
+LARGEST = (2.0 - 2.0**-23) * 2.0**127
+
+# What the frameworks document, where it differs from the first entry.
+RULES = {
+    "torch": {
+        "init_scale": 65536.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "hysteresis": 1,
+        "hysteresis_reset": "finite_step",
+        "min_scale": SMALLEST_NORMAL,
+        "max_scale": LARGEST,
+    },
+    "tensorplay": {},
+    "paddle": {"init_scale": 32768.0, "growth_interval": 1000, "hysteresis": 2},
+    "keras": {"init_scale": 32768.0, "min_scale": 1.0},
+    "mindspore": {"init_scale": 16777216.0, "min_scale": 1.0},
+    "flax": {"growth_interval": 2001},
+    "jmp": {"init_scale": 32768.0, "min_scale": 1.0},
+    "apex": {"hysteresis_reset": "finite_step_only"},
+    "megatron": {
+        "init_scale": 4294967296.0,
+        "growth_interval": 1000,
+        "hysteresis": 2,
+        "hysteresis_reset": "growth",
+        "min_scale": 1.0,
+    },
+}
+
+# The parameters in the frameworks' own spelling and order, each with a value that cannot work.
+BAD_PARAMETERS = {
+    "torch": {
+        "init_scale": -1.0,
+        "growth_factor": 1.0,
+        "backoff_factor": 1.5,
+        "growth_interval": 0,
+    },
+    "tensorplay": {
+        "init_scale": -1.0,
+        "growth_factor": 1.0,
+        "backoff_factor": 1.5,
+        "growth_interval": 0,
+    },
+    "paddle": {
+        "init_loss_scaling": -1.0,
+        "incr_ratio": 1.0,
+        "decr_ratio": 1.5,
+        "incr_every_n_steps": 0,
+        "decr_every_n_nan_or_inf": 0,
+    },
+    "keras": {"initial_scale": -1.0, "dynamic_growth_steps": 0},
+    "mindspore": {"init_loss_scale": -1.0, "scale_factor": 1.0, "scale_window": 0},
+    "flax": {
+        "growth_factor": 1.0,
+        "backoff_factor": 1.5,
+        "growth_interval": 0,
+        "scale": -1.0,
+        "minimum_scale": 0.0,
+    },
+    "jmp": {"loss_scale": -1.0, "period": 0, "factor": 1.0, "min_loss_scale": 0.0},
+    "apex": {
+        "init_scale": -1.0,
+        "growth_factor": 1.0,
+        "backoff_factor": 1.5,
+        "growth_interval": 0,
+        "hysteresis": 0,
+    },
+    "megatron": {
+        "initial_scale": -1.0,
+        "min_scale": 0.0,
+        "growth_factor": 1.0,
+        "backoff_factor": 1.5,
+        "growth_interval": 0,
+        "hysteresis": 0,
+    },
+}
+
+runs = st.tuples(st.sampled_from(".x"), st.integers(1, 12)).map(lambda run: run[0] * run[1])
+traces = st.lists(runs, max_size=8).map("".join)
+intervals = st.integers(1, 6)
+hystereses = st.integers(1, 4)
+powers_of_two = st.integers(0, 30).map(lambda exponent: 2.0**exponent)
+
+
+@pytest.fixture(scope="module")
+def torch():
+    return pytest.importorskip("torch")
+
+
+def scales(policy, trace):
+    state = policy.init()
+    visited = []
+    for step in trace:
+        state = policy.update(state, step == "x")
+        visited.append(float(state.scale))
+    return visited
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_preset_has_the_defaults_that_its_framework_documents(name):
+    assert dataclasses.asdict(getattr(DynamicScale, name)()) == RULES["torch"] | RULES[name]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_presets_parameters_are_its_frameworks_in_the_frameworks_order(name):
+    assert list(inspect.signature(getattr(DynamicScale, name)).parameters) == list(
+        BAD_PARAMETERS[name]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"),
+    [(name, parameter) for name in BAD_PARAMETERS for parameter in BAD_PARAMETERS[name]],
+)
+def test_a_presets_error_names_the_parameter_as_the_caller_spelt_it(name, parameter):
+    value = BAD_PARAMETERS[name][parameter]
+    with pytest.raises(ValueError, match=rf"(?<!\w){parameter}\b") as caught:
+        getattr(DynamicScale, name)(**{parameter: value})
+    assert repr(value) in str(caught.value)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(sorted(RULES)), traces)
+def test_every_presets_scale_stays_finite_and_within_its_bounds(name, trace):
+    policy = getattr(DynamicScale, name)()
+    for scale in scales(policy, trace * 12):
+        assert math.isfinite(scale)
+        assert policy.min_scale <= scale <= policy.max_scale
+
+
+# PyTorch and TensorPlay.
+
+
+def test_torchs_preset_has_the_defaults_of_torchs_own_scaler(torch):
+    theirs = inspect.signature(torch.amp.GradScaler).parameters
+    for name, ours in inspect.signature(DynamicScale.torch).parameters.items():
+        assert ours.default == theirs[name].default
+
+
+def torchs_own(torch, policy, trace):
+    """Scale and growth tracker after each step, by the operator that torch's scaler calls."""
+    scale = torch.tensor(policy.init_scale, dtype=torch.float32)
+    tracker = torch.zeros((), dtype=torch.int32)
+    visited = []
+    for step in trace:
+        torch._amp_update_scale_(
+            scale,
+            tracker,
+            torch.tensor(float(step == "x")),
+            policy.growth_factor,
+            policy.backoff_factor,
+            policy.growth_interval,
+        )
+        visited.append((scale.item(), tracker.item()))
+    return visited
+
+
+@settings(deadline=None)
+@given(
+    init=st.floats(1.0, 2.0**127, width=32),
+    growth=st.floats(1.0, 2.0**40, width=32, exclude_min=True),
+    backoff=st.floats(0.125, 1.0, width=32, exclude_max=True),
+    interval=intervals,
+    trace=st.text(".x", max_size=40),
+)
+def test_torchs_preset_moves_the_scale_as_torchs_own_operator(
+    torch, init, growth, backoff, interval, trace
+):
+    policy = DynamicScale.torch(init, growth, backoff, interval)
+    state, visited = policy.init(), []
+    for step in trace:
+        state = policy.update(state, step == "x")
+        visited.append((float(state.scale), state.finite_steps))
+    assert visited == torchs_own(torch, policy, trace)
+
+
+@settings(deadline=None)
+@given(
+    init=st.floats(2.0**-60, 2.0**60),
+    growth=st.floats(1 + 2.0**-20, 8.0),
+    backoff=st.floats(0.125, 1 - 2.0**-20),
+    step=st.sampled_from(".x"),
+)
+def test_a_factor_that_float32_has_to_round_moves_the_scale_within_rounding_of_torchs(
+    torch, init, growth, backoff, step
+):
+    policy = DynamicScale.torch(init, growth, backoff, 1)
+    ((theirs, _),) = torchs_own(torch, policy, step)
+    # Two roundings of ours and one of theirs, each by at most one part in 2**24.
+    assert scales(policy, step) == pytest.approx([theirs], rel=3.01 * 2.0**-24, abs=0)
+
+
+def test_tensorplays_preset_is_torchs():
+    assert DynamicScale.tensorplay(8.0, 4.0, 0.25, 3) == DynamicScale.torch(8.0, 4.0, 0.25, 3)
+
+
+# Paddle.
+
+
+def paddles_rule(init, every_n_steps, every_n_nan_or_inf, trace):
+    scale, good, bad, visited = init, 0, 0, []
+    for step in trace:
+        if step == "x":
+            good, bad = 0, bad + 1
+            if bad == every_n_nan_or_inf:
+                scale, bad = scale * 0.5, 0
+        else:
+            good, bad = good + 1, 0
+            if good == every_n_steps:
+                scale, good = scale * 2.0, 0
+        visited.append(scale)
+    return visited
+
+
+@settings(deadline=None)
+@given(powers_of_two, intervals, hystereses, st.text(".x", max_size=60))
+def test_paddles_preset_follows_paddles_rule(init, every_n_steps, every_n_nan_or_inf, trace):
+    policy = DynamicScale.paddle(init, 2.0, 0.5, every_n_steps, every_n_nan_or_inf)
+    assert scales(policy, trace) == paddles_rule(init, every_n_steps, every_n_nan_or_inf, trace)
+
+
+def test_paddles_defaults_halve_at_the_second_non_finite_step_in_a_row():
+    visited = scales(DynamicScale.paddle(), "x.xxxx")
+    assert visited == [32768.0, 32768.0, 32768.0, 16384.0, 16384.0, 8192.0]
+
+
+def test_paddles_defaults_double_at_the_1000th_finite_step():
+    assert scales(DynamicScale.paddle(), "." * 1000)[-2:] == [32768.0, 65536.0]
+
+
+# Keras.
+
+
+def keras_rule(init, growth_steps, trace):
+    scale, counter, visited = init, 0, []
+    for step in trace:
+        if step == "x":
+            scale, counter = max(scale / 2, 1.0), 0
+        elif counter + 1 >= growth_steps:
+            scale, counter = scale * 2, 0
+        else:
+            counter += 1
+        visited.append(scale)
+    return visited
+
+
+@settings(deadline=None)
+@given(powers_of_two, intervals, traces)
+def test_keras_preset_follows_keras_rule(init, growth_steps, trace):
+    assert scales(DynamicScale.keras(init, growth_steps), trace) == keras_rule(
+        init, growth_steps, trace
+    )
+
+
+def test_keras_preset_never_halves_below_one():
+    assert scales(DynamicScale.keras(4.0), "xxxx") == [2.0, 1.0, 1.0, 1.0]
+
+
+def test_keras_floor_holds_for_a_scale_that_is_no_power_of_two():
+    assert scales(DynamicScale.keras(3.0), "xx") == [1.5, 1.0]
+
+
+# MindSpore.
+
+
+def mindspores_rule(init, factor, window, trace):
+    """It keeps no count of finite steps: it looks at when the last overflow was."""
+    scale, last_overflow, visited = init, 0, []
+    for iteration, step in enumerate(trace, start=1):
+        if step == "x":
+            scale, last_overflow = max(scale / factor, 1), iteration
+        elif (iteration - last_overflow) % window == 0:
+            scale *= factor
+        visited.append(scale)
+    return visited
+
+
+@settings(deadline=None)
+@given(powers_of_two, st.sampled_from([2, 4, 8]), intervals, st.text(".x", max_size=30))
+def test_mindspores_preset_follows_mindspores_rule(init, factor, window, trace):
+    policy = DynamicScale.mindspore(init, factor, window)
+    assert scales(policy, trace) == mindspores_rule(init, factor, window, trace)
+
+
+def test_mindspores_preset_never_falls_below_one():
+    assert scales(DynamicScale.mindspore(), "x" * 30)[-7:] == [1.0] * 7
+
+
+def test_mindspores_documented_overflow_takes_1024_to_512():
+    # The example of mindspore.amp.DynamicLossScaler.
+    assert scales(DynamicScale.mindspore(2**10, 2, 1), "x") == [512.0]
+
+
+# flax.
+
+
+def test_flax_grows_one_step_late():
+    policy = DynamicScale.flax(growth_interval=3, scale=8.0)
+    assert scales(policy, "........") == [8.0, 8.0, 8.0, 16.0, 16.0, 16.0, 16.0, 32.0]
+
+
+def flaxs_rule(init, interval, trace):
+    scale, fin_steps, visited = init, 0, []
+    for step in trace:
+        grow = fin_steps == interval
+        if step == "x":
+            scale *= 0.5
+        elif grow:
+            scale *= 2.0
+        fin_steps = 0 if grow or step == "x" else fin_steps + 1
+        visited.append(scale)
+    return visited
+
+
+@settings(deadline=None)
+@given(powers_of_two, intervals, traces)
+def test_flax_preset_follows_flaxs_rule(init, interval, trace):
+    policy = DynamicScale.flax(growth_interval=interval, scale=init)
+    assert scales(policy, trace) == flaxs_rule(init, interval, trace)
+
+
+def test_flax_preset_never_falls_below_its_minimum_scale():
+    policy = DynamicScale.flax(scale=8.0, minimum_scale=3.0)
+    assert scales(policy, "xxx") == [4.0, 3.0, 3.0]
+
+
+# jmp.
+
+
+def jmps_rule(init, period, factor, trace):
+    scale, counter, visited = init, 0, []
+    for step in trace:
+        if step == "x":
+            counter = 0
+            scale = max(1, scale / factor)
+        else:
+            counter += 1
+            if counter == period:
+                counter = 0
+                scale = scale * factor if scale * factor <= LARGEST else scale
+        visited.append(scale)
+    return visited
+
+
+@settings(deadline=None)
+@given(powers_of_two, intervals, st.sampled_from([2, 16]), traces)
+def test_jmps_preset_follows_jmps_rule(init, period, factor, trace):
+    policy = DynamicScale.jmp(init, period, factor)
+    assert scales(policy, trace) == jmps_rule(init, period, factor, trace)
+
+
+# Apex and Megatron.
+
+
+def apex_rule(init, interval, hysteresis, trace):
+    scale, growth_tracker, hysteresis_tracker, visited = init, 0, hysteresis, []
+    for step in trace:
+        if step == "x":
+            growth_tracker = 0
+            hysteresis_tracker -= 1
+            if hysteresis_tracker <= 0:
+                scale *= 0.5
+        else:
+            hysteresis_tracker = hysteresis
+            growth_tracker += 1
+            if growth_tracker == interval:
+                scale, growth_tracker = scale * 2.0, 0
+        visited.append(scale)
+    return visited
+
+
+@settings(deadline=None)
+@given(powers_of_two, intervals, hystereses, st.text(".x", max_size=60))
+def test_apex_preset_follows_apexs_rule(init, interval, hysteresis, trace):
+    policy = DynamicScale.apex(init, growth_interval=interval, hysteresis=hysteresis)
+    assert scales(policy, trace) == apex_rule(init, interval, hysteresis, trace)
+
+
+def megatrons_rule(init, interval, hysteresis, trace):
+    scale, growth_tracker, hysteresis_tracker, visited = init, 0, hysteresis, []
+    for step in trace:
+        if step == "x":
+            growth_tracker = 0
+            hysteresis_tracker -= 1
+            if hysteresis_tracker <= 0:
+                scale = max(scale * 0.5, 1.0)
+        else:
+            growth_tracker += 1
+            if growth_tracker == interval:
+                scale, growth_tracker, hysteresis_tracker = scale * 2.0, 0, hysteresis
+        visited.append(scale)
+    return visited
+
+
+@settings(deadline=None)
+@given(powers_of_two, intervals, hystereses, st.text(".x", max_size=60))
+def test_megatrons_preset_follows_megatrons_rule(init, interval, hysteresis, trace):
+    policy = DynamicScale.megatron(init, growth_interval=interval, hysteresis=hysteresis)
+    assert scales(policy, trace) == megatrons_rule(init, interval, hysteresis, trace)
+
+
+def test_megatrons_defaults_halve_at_the_second_non_finite_step_however_late_it_comes():
+    visited = scales(DynamicScale.megatron(), "x" + "." * 999 + "xx")
+    assert visited[-3:] == [2.0**32, 2.0**31, 2.0**30]
+
+
+def test_megatrons_defaults_double_after_1000_finite_steps_and_tolerate_again():
+    visited = scales(DynamicScale.megatron(), "x" + "." * 1000 + "xx")
+    assert visited[-4:] == [2.0**32, 2.0**33, 2.0**33, 2.0**32][-4:]

@@ -1,0 +1,56 @@
+import json
+import subprocess
+import sys
+
+import gradscaler
+
+FRAMEWORKS = {
+    "flax",
+    "jax",
+    "jaxlib",
+    "jmp",
+    "keras",
+    "mindspore",
+    "optax",
+    "paddle",
+    "tensorflow",
+    "tensorplay",
+    "tf_keras",
+    "torch",
+}
+
+# A finder that comes first sees each import that is tried, those that fail too.
+RECORD_IMPORTS = """
+import json, sys
+
+class Recorder:
+    tried = []
+
+    def find_spec(self, name, path=None, target=None):
+        self.tried.append(name)
+
+sys.meta_path.insert(0, Recorder())
+import {module}
+print(json.dumps(Recorder.tried))
+"""
+
+
+def roots_tried_by_importing(module):
+    code = RECORD_IMPORTS.format(module=module)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return {name.partition(".")[0] for name in json.loads(result.stdout)}
+
+
+def test_importing_gradscaler_tries_to_import_no_framework():
+    assert not roots_tried_by_importing("gradscaler") & FRAMEWORKS
+
+
+def test_importing_gradscaler_imports_nothing_but_numpy_and_the_standard_library():
+    beyond_numpy = roots_tried_by_importing("gradscaler") - roots_tried_by_importing("numpy")
+    assert beyond_numpy - sys.stdlib_module_names == {"gradscaler"}
+
+
+def test_every_public_name_is_there():
+    assert [name for name in gradscaler.__all__ if not hasattr(gradscaler, name)] == []
