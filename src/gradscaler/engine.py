@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 from gradscaler.errors import CallOrderError
 from gradscaler.operations import FoundInf, Operations, Optimizer, Tensor
@@ -67,7 +67,7 @@ class EagerScaler(ABC):
         self._in_closure = False
         self._scaled_in_closure: list[tuple[Tensor, Tensor]] = []
         self._records: defaultdict[int, OptimizerRecord] = defaultdict(self._record_type)
-        self._outcomes: WeakKeyDictionary[Optimizer, StepOutcome] = WeakKeyDictionary()
+        self._outcomes = _Outcomes()
 
     # The five calls of a training loop.
 
@@ -147,7 +147,8 @@ class EagerScaler(ABC):
         unscaled and checked before the optimizer sees it, and the optimizer is handed the
         unscaled loss. An evaluation that overflows is repeated at a backed-off scale, up to
         ``max_retries`` times; then the step is skipped, and parameters and optimizer state are
-        put back. A copy of both is held during such a step.
+        put back. A copy of both is held during such a step. The closure is to make the gradients
+        of this optimizer alone: another's may need another scale.
 
         Args:
             optimizer: the optimizer that owns the gradients.
@@ -165,7 +166,7 @@ class EagerScaler(ABC):
         """
         if not self._enabled:
             result = optimizer.step(*args, **kwargs)
-            self._outcomes[optimizer] = StepOutcome(1.0, False, "disabled")
+            self._outcomes.put(optimizer, StepOutcome(1.0, False, "disabled"))
             return result
         closure, args, kwargs = _take_closure(args, kwargs)
         record = self._record_to_step(optimizer)
@@ -352,7 +353,7 @@ class EagerScaler(ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._outcomes = WeakKeyDictionary()
+        self._outcomes = _Outcomes()
 
     # Shared steps.
 
@@ -407,13 +408,36 @@ class EagerScaler(ABC):
         found_inf = record.found_inf
         if found_inf is not None and not found_inf:
             reason = "no_gradients"
+        scale = record.scale
+        if scale is None:  # a subclass has an unscale_ of its own
+            scale = self._operations.copy(self._placed_state("step")).scale
+        flag = (lambda: self._operations.any_set(found_inf)) if found_inf else False
         record.stage = Stage.STEPPED
         self._records[id(optimizer)] = record
-        self._outcomes[optimizer] = StepOutcome(
-            record.scale,
-            (lambda: self._operations.any_set(found_inf)) if found_inf else False,
-            reason,
-        )
+        self._outcomes.put(optimizer, StepOutcome(scale, flag, reason))
+
+
+class _Outcomes:
+    """The latest outcome of each optimizer that is still alive, be it hashable or not."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[ref[Any], StepOutcome]] = {}
+
+    def put(self, optimizer: Optimizer, outcome: StepOutcome) -> None:
+        """Keep an outcome as long as its optimizer lives."""
+        key = id(optimizer)
+        kept = self._by_id.get(key)
+        alive = kept[0] if kept and kept[0]() is optimizer else ref(optimizer, self._forget(key))
+        self._by_id[key] = alive, outcome
+
+    def get(self, optimizer: Optimizer) -> StepOutcome | None:
+        """The optimizer's outcome, if there is one."""
+        alive, outcome = self._by_id.get(id(optimizer), (lambda: None, None))
+        return outcome if alive() is optimizer else None
+
+    def _forget(self, key: int) -> Callable[[ref[Any]], None]:
+        outcomes = self._by_id  # not self: a scaler is not kept alive by its optimizers
+        return lambda _: outcomes.pop(key, None) and None
 
 
 def _take_closure(

@@ -7,24 +7,60 @@ from typing import Any
 import tensorplay
 from tensorplay.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from gradscaler.torch_like.operations import TorchLikeOperations
+from gradscaler.torch_like.operations import TorchLikeOperations, parameters_of
 
 
 class TensorPlayOperations(TorchLikeOperations):
-    """Refuses sparse gradients, as TensorPlay does."""
+    """Keeps TensorPlay's kernel from what it does wrong.
+
+    The kernel takes any tensor for a contiguous one, leaves a list alone once its flag is set, and
+    would divide a buffer twice that two gradients share, as those of ``a + b`` do.
+    """
 
     def __init__(self) -> None:
         super().__init__(tensorplay, _group_tensors_by_device_and_dtype)
 
     def gradients(self, optimizer: Any, allow_fp16: bool = True) -> list[Any]:
-        """The optimizer's gradients, none of which may be sparse."""
+        """The optimizer's gradients, each contiguous and in memory of its own.
+
+        Raises:
+            NotImplementedError: one is sparse, or not of a floating-point dtype.
+            ValueError: one is float16 and ``allow_fp16`` is False.
+        """
         grads = super().gradients(optimizer, allow_fp16)
-        if any(grad.is_sparse for grad in grads):
-            raise NotImplementedError(
-                "GradScaler does not support sparse gradients yet: TensorPlay cannot check them"
-            )
-        return grads
+        for grad in grads:
+            if grad.is_sparse:
+                raise NotImplementedError(
+                    "GradScaler does not support sparse gradients yet: TensorPlay cannot check them"
+                )
+            if not grad.is_floating_point():
+                raise NotImplementedError(f"TensorPlay cannot unscale gradients of {grad.dtype}")
+        buffers: set[int] = set()
+        if all(grad.is_contiguous() and _is_new(grad, buffers) for grad in grads):
+            return grads
+        buffers.clear()
+        for parameter in parameters_of(optimizer):
+            grad = parameter.grad
+            if grad is not None and not (grad.is_contiguous() and _is_new(grad, buffers)):
+                parameter.grad = grad.clone().contiguous()
+        return super().gradients(optimizer)
+
+    def check_and_unscale_(self, grads: list[Any], flag: Any, inv_scale: Any) -> None:
+        """Multiply in place and set the flag if any is not finite; all are multiplied."""
+        found_inf = tensorplay.zeros_like(flag)
+        super().check_and_unscale_(grads, found_inf, inv_scale)
+        if found_inf.item():
+            tensorplay._foreach_mul_(grads, inv_scale)
+            flag.fill_(1.0)
 
     def device_key(self, device: Any) -> tuple[str, int]:
         """Type and index, which TensorPlay keys its own flags by."""
         return device.type, device.index
+
+
+def _is_new(grad: Any, buffers: set[int]) -> bool:
+    """Whether no gradient before this one lies in the same memory; remembers it."""
+    seen = len(buffers)
+    if grad.numel():
+        buffers.add(grad.data_ptr())
+    return not grad.numel() or len(buffers) > seen

@@ -21,7 +21,7 @@ class _Record(TorchLikeRecord):
     opt_state: ClassVar[type[Enum]] = OptState
 
 
-class GradScaler(TorchLikeScaler, tensorplay.amp.GradScaler):  # type: ignore[misc] # untyped base
+class GradScaler(TorchLikeScaler, tensorplay.amp.GradScaler):
     """Loss scaling for TensorPlay: a drop-in for ``tensorplay.amp.GradScaler``.
 
     The rule is PyTorch's. Beyond TensorPlay's own: closures (its LBFGS needs one), clipping that

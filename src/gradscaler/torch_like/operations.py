@@ -123,10 +123,15 @@ class TorchLikeOperations:
                 key = self.device_key(device)
                 if key not in flags:
                     flags[key] = self.on_device(found_inf.clone(), device)
-                self.library._amp_foreach_non_finite_check_and_unscale_(
-                    grads, flags[key], self.on_device(inv_scale, device)
-                )
+                self.check_and_unscale_(grads, flags[key], self.on_device(inv_scale, device))
         return flags
+
+    def check_and_unscale_(self, grads: list[Tensor], flag: Tensor, inv_scale: Tensor) -> None:
+        """Multiply tensors of one device and dtype in place, and set the flag if any is not finite.
+
+        All are multiplied, whatever is found.
+        """
+        self.library._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv_scale)
 
     def first_step_must_be_finite(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer that skips by itself would set up wrong state in doing so.

@@ -43,7 +43,9 @@ class TorchLikeScaler(TorchSpelling):
                 "policy= already says how the scale moves: leave out init_scale, growth_factor, "
                 f"backoff_factor and growth_interval, got {given!r} beside {policy!r}"
             )
-        elif not (hasattr(policy, "init") and hasattr(policy, "update")):
+        elif isinstance(policy, type) or not (
+            hasattr(policy, "init") and hasattr(policy, "update")
+        ):
             raise TypeError(f"policy must be a DynamicScale or a FixedScale, got {policy!r}")
         super().__init__(policy, enabled, max_retries)
 
@@ -104,6 +106,7 @@ class TorchLikeScaler(TorchSpelling):
         )
         self._policy = policy
         self._initial_state = state
+        self._closure_state = None
         if self._state is not None:
             self._operations.assign(self._state, state)
 
@@ -205,6 +208,8 @@ class TorchLikeScaler(TorchSpelling):
             self._operations.first_step_must_be_finite(optimizer)
             and self._operations.any_set(found_inf)
         ):
+            if hasattr(optimizer, "grad_scale"):
+                del optimizer.grad_scale  # which is for one step alone
             self._conclude(optimizer, record)
             return None
         self._clip(record)

@@ -103,6 +103,7 @@ class TorchSpelling(EagerScaler):
 
     @_scale.setter
     def _scale(self, scale: Tensor | None) -> None:
+        self._closure_state = None
         if scale is None:
             self._state = None
         else:

@@ -1,0 +1,176 @@
+"""Rivals timed side by side in one run, and what that says about their ratio.
+
+Every benchmark here times gradscaler ("ours") and a framework's own scaler ("native") on the same
+tensors, by turns, so that whatever else the machine does falls on both.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two rivals took for the same work.
+
+    Attributes:
+        workload: what the work was.
+        ours: seconds of one call of ours, a mean for each repetition.
+        native: the same for the framework's own, repetition by repetition beside ours.
+    """
+
+    workload: str
+    ours: Sequence[float]
+    native: Sequence[float]
+
+    @property
+    def ratios(self) -> list[float]:
+        """Ours to native in each repetition; below 1, ours is faster."""
+        return [ours / native for ours, native in zip(self.ours, self.native, strict=True)]
+
+    @property
+    def ratio(self) -> float:
+        """The median ratio."""
+        return statistics.median(self.ratios)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Where the true median ratio lies, with 95 % confidence."""
+        return median_interval(self.ratios)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The summary and every measurement, for JSON."""
+        return {
+            "workload": self.workload,
+            "ratio": self.ratio,
+            "interval": self.interval,
+            "ours_s": list(self.ours),
+            "native_s": list(self.native),
+        }
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """A confidence interval of the median that assumes nothing about the distribution.
+
+    From the k-th smallest to the k-th largest value, with the largest k for which this holds the
+    median with at least that probability, ``1 - 2 * P(Binomial(n, 1/2) < k)``. (Hahn and Meeker,
+    "Statistical Intervals", 1991, section 5.2.)
+
+    Raises:
+        ValueError: there are too few values for any such interval; 95 % takes 6.
+    """
+    n = len(values)
+    k, outside = 0, 0.5**n  # outside = P(Binomial < k + 1)
+    while 2 * outside <= 1 - confidence and k < n // 2:
+        k += 1
+        outside += math.comb(n, k) * 0.5**n
+    if k == 0:
+        raise ValueError(f"{n} values are too few for a {confidence:.0%} interval of their median")
+    ordered = sorted(values)
+    return ordered[k - 1], ordered[n - k]
+
+
+def interleave(
+    rivals: Mapping[str, Callable[[], object]],
+    prepare: Callable[[], object],
+    repetitions: int,
+    calls: int = 1,
+    warm_up: int = 2,
+) -> dict[str, list[float]]:
+    """Time rivals by turns, in the opposite order at every other repetition.
+
+    Args:
+        rivals: what to time, by name.
+        prepare: called before each call of a rival, outside the measured time.
+        repetitions: how many measurements to make of each rival.
+        calls: calls in a measurement; of short ones it takes many to smooth the clock.
+        warm_up: repetitions before those that count.
+
+    Returns:
+        By name, the mean seconds of a call in each repetition. The garbage collector is off
+        meanwhile, as it is in ``timeit``.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in rivals}
+    order = list(rivals)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(warm_up + repetitions):
+            for name in order:
+                total = 0.0
+                for _ in range(calls):
+                    prepare()
+                    start = perf_counter()
+                    rivals[name]()
+                    total += perf_counter() - start
+                seconds[name].append(total / calls)
+            order.reverse()
+    finally:
+        gc.enable()
+    return {name: measured[warm_up:] for name, measured in seconds.items()}
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on that every framework shares."""
+    described: dict[str, Any] = {
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+    if hasattr(os, "getloadavg"):  # not on Windows
+        described["load"] = round(os.getloadavg()[0], 2)
+    return described
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")  # Linux, where the platform module does not know the model
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor()
+
+
+def table(comparisons: Sequence[Comparison]) -> str:
+    """The comparisons as a Markdown table: median times, median ratio, its interval."""
+    rows: list[tuple[str, ...]] = [("workload", "ours", "native", "ratio", "95 % interval")]
+    for comparison in comparisons:
+        low, high = comparison.interval
+        rows.append(
+            (
+                comparison.workload,
+                duration(statistics.median(comparison.ours)),
+                duration(statistics.median(comparison.native)),
+                f"{comparison.ratio:.3f}",
+                f"{low:.3f} to {high:.3f}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ("-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])))
+    return "\n".join(
+        "| " + " | ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]) + " |"
+        for first, *others in rows
+    )
+
+
+def duration(seconds: float) -> str:
+    """Three digits and a unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def write_json(path: Path, setting: Mapping[str, Any], comparisons: Sequence[Comparison]) -> None:
+    """Every measurement, under what it was made with."""
+    results = [comparison.as_dict() for comparison in comparisons]
+    path.write_text(json.dumps({"setting": dict(setting), "results": results}, indent=2) + "\n")

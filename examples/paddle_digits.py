@@ -1,0 +1,134 @@
+"""Train on handwritten digits in fp16; stop, and resume as if nothing had happened.
+
+    python examples/paddle_digits.py --steps 150 --checkpoint half.pdckpt
+    python examples/paddle_digits.py --steps 300 --resume half.pdckpt
+
+These two end with the same bits as one run of 300 steps. Paddle cannot compute in fp16 on the CPU,
+so the layers below compute in float32 on numbers rounded to fp16, and so are their gradients on the
+way back. The loss is a mean of squares and the units are sigmoids, so most gradients are too small
+for that: with --no-scaling the network learns nothing at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import paddle
+from paddle import nn
+from sklearn.datasets import load_digits
+from sklearn.utils import shuffle
+
+from gradscaler.paddle import GradScaler
+
+BATCH = 512
+WIDTH = 64
+HIDDEN_LAYERS = 5
+TRAINING_IMAGES = 1500  # of 1797
+
+
+def half(tensor: Any) -> Any:
+    """Round to fp16; on the way back, the gradient is rounded too."""
+    return tensor.astype("float16").astype("float32")
+
+
+class HalfLinear(nn.Linear):
+    """A linear layer whose inputs, weights and outputs are numbers that fp16 can hold."""
+
+    def forward(self, inputs: Any) -> Any:
+        """``inputs @ weight + bias``."""
+        return half(nn.functional.linear(half(inputs), half(self.weight), half(self.bias)))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train up to a number of steps, from the start or from a checkpoint."""
+    arguments = parse(argv)
+    paddle.seed(0)  # decides the first weights, and which images each step sees
+
+    pixels, digits = shuffle(*load_digits(return_X_y=True), random_state=0)
+    images = paddle.to_tensor(pixels / 16, dtype="float32")
+    labels = paddle.to_tensor(digits)
+    targets = nn.functional.one_hot(labels, 10)
+
+    layers: list[nn.Layer] = []
+    for _ in range(HIDDEN_LAYERS):
+        layers += [HalfLinear(WIDTH, WIDTH), nn.Sigmoid()]  # an image has 64 pixels, too
+    model = nn.Sequential(*layers, HalfLinear(WIDTH, 10))
+
+    schedule = paddle.optimizer.lr.ExponentialDecay(0.01, gamma=0.999)
+    optimizer = paddle.optimizer.AdamW(schedule, parameters=model.parameters())
+    scaler = GradScaler(arguments.scaling, incr_every_n_steps=20)  # a short run: grow soon
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    step, skipped = load(arguments.resume, parts) if arguments.resume else (0, 0)
+
+    print("  step    loss  accuracy     scale  skipped")
+    while step < arguments.steps:
+        batch = paddle.randint(0, TRAINING_IMAGES, [BATCH])
+        guesses = nn.functional.softmax(model(images[batch]))
+        loss = nn.functional.mse_loss(guesses, targets[batch])
+
+        optimizer.clear_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.last_step(optimizer).applied:
+            schedule.step()
+        else:
+            skipped += 1
+
+        step += 1
+        if step % 50 == 0 or step == arguments.steps:
+            right = accuracy(model, images[TRAINING_IMAGES:], labels[TRAINING_IMAGES:])
+            scale = scaler.scale(paddle.ones([])).item()
+            print(f"{step:6} {loss.item():7.4f} {right:9.1%} {scale:9.0f} {skipped:8}")
+
+    if arguments.checkpoint:
+        save(arguments.checkpoint, parts, step, skipped)
+
+
+def accuracy(model: Any, images: Any, labels: Any) -> float:
+    """The share of images that the model gets right."""
+    with paddle.no_grad():
+        return float((model(images).argmax(1) == labels).astype("float32").mean())
+
+
+def save(path: Path, parts: dict[str, Any], step: int, skipped: int) -> None:
+    """Write all that the next step depends on, the random numbers to come included."""
+    checkpoint: dict[str, Any] = {name: part.state_dict() for name, part in parts.items()}
+    checkpoint.update(rng=paddle.get_rng_state(), step=step, skipped=skipped)
+    paddle.save(checkpoint, str(path))
+
+
+def load(path: Path, parts: dict[str, Any]) -> tuple[int, int]:
+    """Put back what ``save`` wrote; the steps taken, and how many of them were skipped."""
+    try:
+        checkpoint = paddle.load(str(path))
+        for name, part in parts.items():
+            part.load_state_dict(checkpoint[name])
+        paddle.set_rng_state(checkpoint["rng"])
+        return int(checkpoint["step"]), int(checkpoint["skipped"])
+    except Exception as error:  # a damaged file may fail anywhere on the way
+        sys.exit(f"{path} is missing, damaged, or no checkpoint of such a run: {error!r}")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Train on handwritten digits in fp16.")
+    parser.add_argument(
+        "--steps", type=int, default=300, help="train up to this step (%(default)s)"
+    )
+    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="save here at the end")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on from this checkpoint")
+    parser.add_argument(
+        "--no-scaling", dest="scaling", action="store_false", help="leave the loss as it is"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.checkpoint and not arguments.checkpoint.absolute().parent.is_dir():
+        parser.error(f"--checkpoint: there is no folder {arguments.checkpoint.parent}")
+    return arguments
+
+
+if __name__ == "__main__":
+    main()

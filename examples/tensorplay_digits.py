@@ -1,0 +1,128 @@
+"""Train on handwritten digits in fp16; stop, and resume as if nothing had happened.
+
+    python examples/tensorplay_digits.py --steps 150 --checkpoint half.pt
+    python examples/tensorplay_digits.py --steps 300 --resume half.pt
+
+These two end with the same bits as one run of 300 steps. TensorPlay's autocast computes in fp16 on
+the CPU, too. The loss is a mean of squares and the units are sigmoids, so most gradients are too
+small for fp16: with --no-scaling the network learns nothing at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import tensorplay
+from sklearn.datasets import load_digits
+from sklearn.utils import shuffle
+from tensorplay import nn
+
+from gradscaler.tensorplay import GradScaler
+
+BATCH = 256
+WIDTH = 64
+HIDDEN_LAYERS = 4
+TRAINING_IMAGES = 1500  # of 1797
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train up to a number of steps, from the start or from a checkpoint."""
+    arguments = parse(argv)
+    device = tensorplay.device("cuda" if tensorplay.cuda.is_available() else "cpu")
+    tensorplay.manual_seed(0)  # decides the first weights, and which images each step sees
+
+    pixels, digits = shuffle(*load_digits(return_X_y=True), random_state=0)
+    images = tensorplay.tensor(pixels / 16, dtype=tensorplay.float32, device=device)
+    labels = tensorplay.tensor(digits, device=device)
+    targets = nn.functional.one_hot(labels, 10).to(tensorplay.float32)
+
+    layers: list[Any] = []
+    for _ in range(HIDDEN_LAYERS):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.Sigmoid()]  # an image has 64 pixels, too
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, 10)).to(device)
+
+    optimizer = tensorplay.optim.AdamW(model.parameters(), lr=0.01)  # type: ignore[no-untyped-call]
+    scheduler = tensorplay.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.999)
+    # A short run: try a higher scale soon.
+    scaler = GradScaler(device.type, growth_interval=20, enabled=arguments.scaling)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    step, skipped = load(arguments.resume, parts) if arguments.resume else (0, 0)
+
+    print("  step    loss  accuracy     scale  skipped")
+    while step < arguments.steps:
+        batch = tensorplay.randint(0, TRAINING_IMAGES, (BATCH,)).to(device=device)
+        with tensorplay.autocast(device.type, dtype=tensorplay.float16):
+            probabilities = model(images[batch]).float().softmax(1)
+            loss = (probabilities - targets[batch]).pow(2).mean()
+
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.last_step(optimizer).applied:
+            scheduler.step()
+        else:
+            skipped += 1
+
+        step += 1
+        if step % 50 == 0 or step == arguments.steps:
+            right = accuracy(model, images[TRAINING_IMAGES:], labels[TRAINING_IMAGES:])
+            print(f"{step:6} {loss.item():7.4f} {right:9.1%} {scaler.get_scale():9.0f} {skipped:8}")
+
+    if arguments.checkpoint:
+        save(arguments.checkpoint, parts, step, skipped)
+
+
+def accuracy(model: Any, images: Any, labels: Any) -> float:
+    """The share of images that the model, in fp16, gets right."""
+    device = images.device.type
+    with tensorplay.no_grad(), tensorplay.autocast(device, dtype=tensorplay.float16):
+        return float((model(images).argmax(1) == labels).float().mean().item())
+
+
+def save(path: Path, parts: dict[str, Any], step: int, skipped: int) -> None:
+    """Write all that the next step depends on, the random numbers to come included."""
+    states = {name: part.state_dict() for name, part in parts.items()}
+    rng = tensorplay.get_rng_state()
+    tensorplay.save({**states, "rng": rng, "step": step, "skipped": skipped}, path)
+
+
+def load(path: Path, parts: dict[str, Any]) -> tuple[int, int]:
+    """Put back what ``save`` wrote; the steps taken, and how many of them were skipped."""
+    try:
+        checkpoint = tensorplay.load(path, map_location="cpu", weights_only=True)
+        for name, part in parts.items():
+            part.load_state_dict(checkpoint[name])
+        tensorplay.set_rng_state(checkpoint["rng"])
+        return int(checkpoint["step"]), int(checkpoint["skipped"])
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        sys.exit(f"cannot read the checkpoint {path}: {error}")
+    except Exception as error:  # a damaged file may fail anywhere on the way
+        sys.exit(f"{path} is damaged, or no checkpoint of this script: {error!r}")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Train on handwritten digits in fp16.")
+    parser.add_argument(
+        "--steps", type=int, default=300, help="train up to this step (%(default)s)"
+    )
+    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="save here at the end")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on from this checkpoint")
+    parser.add_argument(
+        "--no-scaling", dest="scaling", action="store_false", help="leave the loss as it is"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.checkpoint and arguments.checkpoint.suffix != ".pt":
+        parser.error("--checkpoint: TensorPlay wants a name that ends in .pt")
+    if arguments.checkpoint and not arguments.checkpoint.absolute().parent.is_dir():
+        parser.error(f"--checkpoint: there is no folder {arguments.checkpoint.parent}")
+    return arguments
+
+
+if __name__ == "__main__":
+    tensorplay.set_num_threads(1)  # the matrices are too small to share out
+    main()

@@ -1,0 +1,107 @@
+"""The picture of the demo: losses, the scale, and gradient exponents against fp16's range."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+if TYPE_CHECKING:
+    from gradscaler.demo.training import Run
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
+GREY, RED, BLUE = "#555555", "#D55E00", "#0072B2"
+COLOURS = (GREY, RED, BLUE)
+
+SMALLEST = -24  # log2 of fp16's smallest subnormal
+SMALLEST_NORMAL = -14
+LARGEST = 16  # fp16 ends just below 2**16
+
+
+def draw(runs: list[Run], output: Path) -> None:
+    """Draw three panels from the runs in fp32, in fp16, and in fp16 with loss scaling."""
+    figure = Figure(figsize=(11, 3.6), dpi=200, layout="constrained")
+    FigureCanvasAgg(figure)
+    losses, scale, exponents = figure.subplots(1, 3, width_ratios=(1, 1, 1.25))
+    _draw_losses(losses, runs)
+    _draw_scale(scale, runs[2])
+    _draw_exponents(exponents, runs[1], np.log2(runs[2].scales[0]))
+    for letter, axes in zip("abc", (losses, scale, exponents), strict=True):
+        axes.set_title(f"$\\bf{{{letter}}}$  {axes.get_title(loc='left')}", loc="left", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+    figure.savefig(output)
+
+
+def _draw_losses(axes: Axes, runs: list[Run]) -> None:
+    for run, colour in zip(runs, COLOURS, strict=True):
+        smooth = _running_mean(run.losses)
+        axes.plot(smooth, color=colour, linewidth=1.6, label=f"{run.mode}: {run.accuracy:.0%}")
+    axes.set_title("Training loss", loc="left")
+    axes.set_xlabel("step", fontsize=9)
+    axes.set_ylim(0, 1.25 * max(max(run.losses[:1], default=1.0) for run in runs))
+    axes.legend(
+        title="test accuracy", fontsize=7.5, title_fontsize=7.5, frameon=False, loc="upper right"
+    )
+
+
+def _draw_scale(axes: Axes, run: Run) -> None:
+    axes.step(range(len(run.scales)), run.scales, where="post", color=BLUE, linewidth=1.6)
+    axes.set_yscale("log", base=2)
+    low, high = min(run.scales), max(run.scales)
+    axes.set_ylim(low / 4, high * 8)
+    skipped = f"{run.skipped} step{'' if run.skipped == 1 else 's'} skipped"
+    axes.text(0.97, 0.95, skipped, transform=axes.transAxes, ha="right", va="top", fontsize=8)
+    axes.set_title("Loss scale", loc="left")
+    axes.set_xlabel("step", fontsize=9)
+
+
+def _draw_exponents(axes: Axes, run: Run, scale: float) -> None:
+    left = -50.0  # below it, hardly any
+    bins = [float(edge) for edge in np.arange(left, LARGEST + 5)]
+    axes.axvspan(left, SMALLEST, color="#F3D9CC", linewidth=0)
+    axes.axvspan(SMALLEST, SMALLEST_NORMAL, color="#F4EFD3", linewidth=0)
+    axes.axvspan(SMALLEST_NORMAL, LARGEST, color="#E4EFE4", linewidth=0)
+    weights = np.full(run.exponents.shape, 100 / max(1, run.exponents.size))
+    for exponents, colour in ((run.exponents, RED), (run.exponents + scale, BLUE)):
+        axes.hist(exponents, bins, weights=weights, color=colour, alpha=0.25)
+        axes.hist(exponents, bins, weights=weights, color=colour, histtype="step", linewidth=1.6)
+    top = axes.get_ylim()[1] * 1.42
+    axes.set_ylim(0, top)
+    axes.set_xlim(left, LARGEST + 5)
+    for middle, text in (
+        ((left + SMALLEST) / 2, "flushed to zero"),
+        ((SMALLEST + SMALLEST_NORMAL) / 2, "sub-\nnormal"),
+        ((SMALLEST_NORMAL + LARGEST) / 2, "fp16 normal numbers"),
+        (LARGEST + 2.5, "inf"),
+    ):
+        axes.text(middle, 0.98 * top, text, ha="center", va="top", fontsize=7.5)
+    for exponents, colour, text in (
+        (run.exponents, RED, "as they are"),
+        (run.exponents + scale, BLUE, f"scaled by 2$^{{{scale:.0f}}}$"),
+    ):
+        axes.text(
+            float(np.median(exponents)),
+            0.84 * top,
+            text,
+            color=colour,
+            ha="center",
+            va="top",
+            fontsize=8,
+            fontweight="bold",
+        )
+    axes.set_title("Weight gradients during the fp16 run", loc="left")
+    axes.set_xlabel("log$_2$ of the magnitude", fontsize=9)
+    axes.set_ylabel("% of gradients", fontsize=9)
+
+
+def _running_mean(values: list[float], window: int = 10) -> np.ndarray:
+    """The mean of the last ``window`` values at each point."""
+    sums = np.cumsum(np.concatenate([[0.0], values]))
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - window)
+    return np.asarray((sums[ends] - sums[starts]) / (ends - starts))

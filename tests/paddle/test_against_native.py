@@ -1,0 +1,418 @@
+"""gradscaler and paddle.amp.GradScaler through the same traces, bit for bit after every step."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import paddle
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from paddle.utils import unique_name
+
+from gradscaler.paddle import GradScaler
+
+SHAPES = [[2, 3], [4], []]
+KINDS = {
+    "SGD": partial(paddle.optimizer.SGD, 0.1, weight_decay=0.01),
+    "Momentum": partial(paddle.optimizer.Momentum, 0.1, use_nesterov=True),
+    "Adam": partial(paddle.optimizer.Adam, 0.01, amsgrad=True),
+    "AdamW": partial(paddle.optimizer.AdamW, 0.01, apply_decay_param_fun=lambda name: "1" in name),
+    "Adamax": partial(paddle.optimizer.Adamax, 0.01),
+    "Adagrad": partial(paddle.optimizer.Adagrad, 0.1),
+    "Adadelta": partial(paddle.optimizer.Adadelta, 0.1),
+    "RMSProp": partial(paddle.optimizer.RMSProp, 0.01, momentum=0.9, centered=True),
+    "Lamb": partial(paddle.optimizer.Lamb, 0.01),
+    "NAdam": partial(paddle.optimizer.NAdam, 0.01),
+    "RAdam": partial(paddle.optimizer.RAdam, 0.01),
+    "Rprop": partial(paddle.optimizer.Rprop, 0.01),
+    "ASGD": partial(paddle.optimizer.ASGD, 0.1, batch_num=2),
+    "multi-tensor Momentum": partial(paddle.optimizer.Momentum, 0.1, use_multi_tensor=True),
+    "multi-tensor Adam": partial(paddle.optimizer.Adam, 0.01, use_multi_tensor=True),
+}
+CLIPS = {
+    "by global norm": paddle.nn.ClipGradByGlobalNorm(0.5),
+    "by norm": paddle.nn.ClipGradByNorm(0.5),
+    "by value": paddle.nn.ClipGradByValue(0.5),
+}
+SCHEDULES = {
+    "ExponentialDecay": partial(paddle.optimizer.lr.ExponentialDecay, 0.1, 0.5),
+    "LinearWarmup": partial(paddle.optimizer.lr.LinearWarmup, 0.1, 3, 0.0, 0.1),
+    "CosineAnnealingDecay": partial(paddle.optimizer.lr.CosineAnnealingDecay, 0.1, 4),
+}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one optimizer goes through in one iteration."""
+
+    seed: int
+    overflow: float | None  # what is put into a gradient
+    where: int  # into which parameter's
+    left_out: int | None  # the parameter without a gradient
+    passes: int  # backward passes
+    unscale: bool
+    minimize: bool
+    set_to_zero: bool  # how gradients are cleared before
+
+
+RULES = st.fixed_dictionaries(
+    {
+        "init_loss_scaling": st.sampled_from([2.0**15, 1024, 1.0, 0.1, 3.0]),
+        "incr_ratio": st.sampled_from([2.0, 4.0, 1.1]),
+        "decr_ratio": st.sampled_from([0.5, 0.8]),
+        "incr_every_n_steps": st.integers(1, 3),
+        "decr_every_n_nan_or_inf": st.integers(1, 3),
+        "use_dynamic_loss_scaling": st.sampled_from([True, True, False]),
+    }
+)
+TURNS = st.builds(
+    Turn,
+    seed=st.integers(0, 2**16),
+    overflow=st.sampled_from([None, None, None, math.inf, -math.inf, math.nan]),
+    where=st.integers(0, len(SHAPES) - 1),
+    left_out=st.sampled_from([None, None, *range(len(SHAPES))]),
+    passes=st.integers(1, 2),
+    unscale=st.booleans(),
+    minimize=st.booleans(),
+    set_to_zero=st.booleans(),
+)
+COMPLETE_TURNS = TURNS.map(lambda turn: replace(turn, left_out=None))
+on_the_stand_in = settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+class Side:
+    """One of the two scalers, with parameters and an optimizer of its own."""
+
+    def __init__(self, scaler, kind, make, groups=False):
+        self.scaler = scaler
+        self.parameters = make(*SHAPES)
+        self.groups = groups
+        with unique_name.guard():  # the optimizer's state goes by names
+            first, *rest = self.parameters
+            self.optimizer = kind(
+                parameters=[
+                    {"params": [first], "learning_rate": 0.5},
+                    {"params": rest, "weight_decay": 0.01},
+                ]
+                if groups
+                else self.parameters
+            )
+
+    def iterate(self, turn):
+        self.optimizer.clear_grad(turn.set_to_zero)
+        for part in range(turn.passes):
+            scaled = self.scaler.scale(self.loss(turn, part))
+            scaled.backward()
+        if turn.unscale:
+            self.scaler.unscale_(self.optimizer)
+        if turn.minimize and not self.groups:  # Paddle's own minimize knows no groups
+            return self.minimize(scaled)
+        self.step()
+        return self.scaler.update()
+
+    def loss(self, turn, part):
+        """A loss with random gradients, into one of which the first part puts what it is told."""
+        random = np.random.default_rng(turn.seed + part)
+        total = paddle.zeros([])
+        for i, parameter in enumerate(self.parameters):
+            gradient = random.standard_normal(parameter.shape).astype(np.float32)
+            if i == turn.where and part == 0 and turn.overflow is not None:
+                gradient.reshape(-1)[-1:] = turn.overflow
+                if not parameter.shape:
+                    gradient = np.float32(turn.overflow)
+            if i != turn.left_out:
+                total = total + (parameter * paddle.to_tensor(gradient)).sum()
+        return total / turn.passes
+
+    def step(self):
+        self.scaler.step(self.optimizer)
+
+    def minimize(self, scaled):
+        operators, pairs = self.scaler.minimize(self.optimizer, scaled)
+        return operators, [(parameter.name, self.seen(gradient)) for parameter, gradient in pairs]
+
+    def seen(self, gradient):
+        """A gradient; nothing after a skip, for what Paddle leaves there is the kernel's affair."""
+        return None if self.scaler._cache_found_inf else gradient
+
+    def everything(self, exact):
+        scaler = self.scaler
+        return exact(
+            {
+                "parameters": self.parameters,
+                "gradients": [self.seen(parameter.grad) for parameter in self.parameters],
+                "scaler": scaler.state_dict(),
+                "tensors": [scaler._scale, scaler._found_inf],
+                "counts": [scaler._incr_count, scaler._decr_count],
+                "found": bool(scaler._cache_found_inf),
+                "rate": self.optimizer.get_lr(),
+                "records": len(scaler._optimizer_states),
+            }
+        )
+
+
+class NativeSide(Side):
+    """Paddle's, but for what its optimizers do in a step that is skipped.
+
+    They make the accumulators that they lack, which is harmless and remembered here; and Adamax
+    moves its beta1_pow, which is undone.
+    """
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.made_by_a_skip = set()
+
+    def step(self):
+        self.undo_a_skip(super().step)
+
+    def minimize(self, scaled):
+        return self.undo_a_skip(super().minimize, scaled)
+
+    def undo_a_skip(self, call, *args):
+        before = {key: item.clone() for key, item in tensors(self.optimizer).items()}
+        result = call(*args)
+        if self.scaler._cache_found_inf:
+            self.made_by_a_skip |= tensors(self.optimizer).keys() - before.keys()
+            if isinstance(self.optimizer, paddle.optimizer.Adamax):
+                for key, item in tensors(self.optimizer).items():
+                    if "beta1_pow_acc" in key:
+                        item.set_value(before.get(key, paddle.full(item.shape, 0.9, item.dtype)))
+        return result
+
+
+def tensors(optimizer):
+    """The optimizer's state by names that do not depend on when it was made."""
+    kept = {**optimizer._accumulators, "master_weight": optimizer._master_weights}
+    return {
+        (name, parameter): item for name, items in kept.items() for parameter, item in items.items()
+    }
+
+
+def compare(ours, native, exact):
+    """Everything equal, and the optimizers' states but for what Paddle makes in a skip."""
+    assert ours.everything(exact) == native.everything(exact)
+    mine, theirs = tensors(ours.optimizer), tensors(native.optimizer)
+    assert theirs.keys() - mine.keys() <= native.made_by_a_skip
+    assert exact(mine) == exact({key: theirs[key] for key in mine})
+
+
+def run(kind, rule, trace, exact, native, make, groups=False, after=lambda side: None):
+    ours = Side(GradScaler(**rule), kind, make, groups)
+    theirs = NativeSide(native(**rule), kind, make, groups)
+    for turn in trace:
+        assert exact(ours.iterate(turn)) == exact(theirs.iterate(turn))
+        for side in (ours, theirs):
+            after(side)
+        compare(ours, theirs, exact)
+
+
+@on_the_stand_in
+@given(rule=RULES, trace=st.lists(TURNS, min_size=1, max_size=8))
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "multi" not in kind])
+def test_one_optimizer_goes_as_with_paddle(kind, rule, trace, exact, native, make):
+    run(KINDS[kind], rule, trace, exact, native, make)
+
+
+@on_the_stand_in
+@given(rule=RULES, trace=st.lists(COMPLETE_TURNS, min_size=1, max_size=8))
+@pytest.mark.parametrize("groups", [False, True], ids=["plain", "groups"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "multi" in kind])
+def test_a_multi_tensor_optimizer_goes_as_with_paddle(
+    kind, groups, rule, trace, exact, native, make
+):
+    run(KINDS[kind], rule, trace, exact, native, make, groups)
+
+
+@on_the_stand_in
+@given(rule=RULES, trace=st.lists(TURNS, min_size=1, max_size=6))
+@pytest.mark.parametrize("kind", ["SGD", "Momentum", "AdamW", "Adamax", "Lamb", "Rprop"])
+def test_parameter_groups_go_as_with_paddle(kind, rule, trace, exact, native, make):
+    run(KINDS[kind], rule, trace, exact, native, make, groups=True)
+
+
+@on_the_stand_in
+@given(rule=RULES, trace=st.lists(TURNS, min_size=1, max_size=6))
+@pytest.mark.parametrize("groups", [False, True], ids=["plain", "groups"])
+@pytest.mark.parametrize("clip", CLIPS)
+def test_the_optimizer_s_grad_clip_sees_unscaled_gradients_as_with_paddle(
+    clip, groups, rule, trace, exact, native, make
+):
+    kind = partial(paddle.optimizer.Momentum, 0.1, grad_clip=CLIPS[clip])
+    run(kind, rule, trace, exact, native, make, groups)
+
+
+@on_the_stand_in
+@given(rule=RULES, trace=st.lists(TURNS, min_size=1, max_size=6))
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_learning_rate_schedule_goes_as_with_paddle(schedule, rule, trace, exact, native, make):
+    def kind(parameters):
+        return paddle.optimizer.Adam(SCHEDULES[schedule](), parameters=parameters)
+
+    def advance(side):
+        side.optimizer._learning_rate.step()
+
+    run(kind, rule, trace, exact, native, make, after=advance)
+
+
+@on_the_stand_in
+@given(
+    rule=RULES,
+    trace=st.lists(TURNS, min_size=2, max_size=6),
+    exchange=st.lists(st.booleans(), min_size=6, max_size=6),
+)
+def test_state_dicts_exchanged_on_the_way_change_nothing(
+    rule, trace, exchange, exact, native, make
+):
+    ours = Side(GradScaler(**rule), KINDS["Adam"], make)
+    theirs = NativeSide(native(**rule), KINDS["Adam"], make)
+    for turn, exchanged in zip(trace, exchange, strict=False):
+        assert exact(ours.iterate(turn)) == exact(theirs.iterate(turn))
+        if exchanged:
+            mine, native_state = ours.scaler.state_dict(), theirs.scaler.state_dict()
+            ours.scaler.load_state_dict(native_state)
+            theirs.scaler.load_state_dict(mine)
+        compare(ours, theirs, exact)
+
+
+@on_the_stand_in
+@given(
+    rule=RULES,
+    trace=st.lists(TURNS, min_size=2, max_size=6),
+    changes=st.lists(
+        st.sampled_from(
+            [
+                None,
+                ("set_incr_ratio", 1.5),
+                ("set_decr_ratio", 0.25),
+                ("set_incr_every_n_steps", 7),  # above any count: Paddle compares with ==
+                ("set_decr_every_n_nan_or_inf", 4),
+                ("set_init_loss_scaling", 96.0),
+            ]
+        ),
+        min_size=6,
+        max_size=6,
+    ),
+)
+def test_setters_called_on_the_way_act_as_paddle_s(rule, trace, changes, exact, native, make):
+    ours = Side(GradScaler(**rule), KINDS["SGD"], make)
+    theirs = NativeSide(native(**rule), KINDS["SGD"], make)
+    for turn, change in zip(trace, changes, strict=False):
+        for side in (ours, theirs):
+            if change:
+                getattr(side.scaler, change[0])(change[1])
+            side.iterate(turn)
+        compare(ours, theirs, exact)
+
+
+# What Paddle's does that gradscaler does not.
+
+
+def finite_turn(seed=0, **options):
+    options = {"overflow": None, "where": 0, "left_out": None, "passes": 1, **options}
+    return Turn(seed, unscale=False, minimize=False, set_to_zero=False, **options)
+
+
+def overflow_turn(seed=0):
+    return finite_turn(seed, overflow=math.inf)
+
+
+@pytest.mark.parametrize("groups", [False, True], ids=["plain", "groups"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_skipped_step_leaves_the_optimizer_as_it_was(kind, groups, exact, make):
+    ours = Side(GradScaler(), KINDS[kind], make, groups)
+    for turn in (overflow_turn(), finite_turn(), overflow_turn()):
+        before = exact(ours.parameters), exact(ours.optimizer.state_dict())
+        ours.iterate(turn)
+        after = exact(ours.parameters), exact(ours.optimizer.state_dict())
+        assert (after == before) is ours.scaler.last_step(ours.optimizer).skipped
+
+
+def test_paddle_s_skip_makes_accumulators_and_gradscaler_s_does_not(native, make):
+    ours = Side(GradScaler(), KINDS["Adam"], make)
+    theirs = Side(native(), KINDS["Adam"], make)
+    for side in (ours, theirs):
+        side.iterate(overflow_turn())
+    assert theirs.optimizer.state_dict()
+    assert ours.optimizer.state_dict() == {}
+
+
+def test_paddle_s_skip_moves_adamax_and_gradscaler_s_does_not(native, make, exact):
+    ours = Side(GradScaler(), KINDS["Adamax"], make)
+    theirs = Side(native(), KINDS["Adamax"], make)
+    for side, moves in ((ours, False), (theirs, True)):
+        side.iterate(finite_turn())
+        before = exact(tensors(side.optimizer))
+        side.iterate(overflow_turn())
+        assert (exact(tensors(side.optimizer)) != before) is moves
+
+
+def test_lowering_the_interval_below_the_count_freezes_paddle_s_scale_alone(native, make):
+    scales = []
+    for side in (
+        Side(GradScaler(init_loss_scaling=8.0), KINDS["SGD"], make),
+        Side(native(init_loss_scaling=8.0), KINDS["SGD"], make),
+    ):
+        for _ in range(3):
+            side.iterate(finite_turn())
+        side.scaler.set_incr_every_n_steps(2)
+        side.iterate(finite_turn())
+        scales.append(side.scaler._scale.item())
+    assert scales == [16.0, 8.0]
+
+
+def test_paddle_s_scale_grows_to_inf_and_gradscaler_s_stays_finite(native, make):
+    scales = []
+    for kind in (GradScaler, native):
+        side = Side(kind(init_loss_scaling=2.0**127, incr_every_n_steps=1), KINDS["SGD"], make)
+        for parameter in side.parameters:
+            parameter.grad = paddle.zeros_like(parameter)
+        side.step()
+        side.scaler.update()
+        scales.append(side.scaler._scale.item())
+    assert scales == [2.0**127, math.inf]
+
+
+def test_paddle_s_scale_sinks_to_zero_and_gradscaler_s_stops_at_its_floor(native, make):
+    scales = []
+    for kind in (GradScaler, native):
+        scaler = kind(init_loss_scaling=2.0**-125, decr_ratio=2.0**-30, decr_every_n_nan_or_inf=1)
+        side = Side(scaler, KINDS["SGD"], make)
+        for _ in range(3):
+            side.iterate(overflow_turn())
+        scales.append(scaler._scale.item())
+    assert scales == [2.0**-126, 0.0]
+
+
+def test_paddle_counts_an_iteration_without_gradients_and_gradscaler_does_not(native, make):
+    counts = []
+    for kind in (GradScaler, native):
+        side = Side(kind(), KINDS["SGD"], make)
+        side.scaler.scale(paddle.ones([]))
+        side.step()
+        side.scaler.update()
+        counts.append(side.scaler._incr_count)
+    assert counts == [0, 1]
+
+
+def test_paddle_leaves_float64_gradients_scaled_and_gradscaler_does_not(native):
+    moved = []
+    for kind in (GradScaler, native):
+        parameter = paddle.zeros([2], "float64")
+        parameter.stop_gradient = False
+        optimizer = paddle.optimizer.SGD(1.0, parameters=[parameter])
+        scaler = kind(init_loss_scaling=1024.0)
+        scaler.scale(parameter.sum()).backward()
+        scaler.step(optimizer)
+        moved.append(parameter.tolist())
+    assert moved == [[-1.0, -1.0], [-1024.0, -1024.0]]
+
+
+def test_the_stand_in_is_paddle_s_own_and_overflow_makes_it_print(native, make):
+    side = Side(native(init_loss_scaling=8.0), KINDS["SGD"], make)
+    side.iterate(overflow_turn())
+    assert type(side.scaler) is paddle.amp.GradScaler
+    assert "Found inf or nan, current scale is: 8.0" in native.printed.getvalue()

@@ -1,0 +1,443 @@
+"""What Paddle's distributed code makes of a scaler, in one process: the names it needs are there.
+
+The functions are Paddle's own. Stood in for are the other processes, and what starts them.
+"""
+
+import warnings
+from collections import defaultdict
+from types import MethodType, SimpleNamespace
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+from paddle.amp.grad_scaler import _refresh_optimizer_state
+from paddle.distributed import fleet
+from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_gradscaler import (
+    HybridParallelGradScaler,
+)
+from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_utils import GroupShardedScaler
+from paddle.distributed.fleet.utils import mix_precision_utils
+
+from gradscaler.paddle import GradScaler
+
+INF = float("inf")
+MODEL_PARALLEL = SimpleNamespace(get_parallel_mode=lambda: "tensor parallel")
+
+
+@pytest.fixture(autouse=True)
+def reduced(monkeypatch):
+    """all_reduce among processes of which none but this one overflows; what it was called with."""
+    calls = []
+    monkeypatch.setattr(
+        paddle.distributed, "all_reduce", lambda tensor, op, group: calls.append((tensor, op))
+    )
+    return calls
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """all_reduce among processes of which another one overflows."""
+    monkeypatch.setattr(paddle.distributed, "all_reduce", lambda tensor, op, group: tensor.fill_(1))
+
+
+class Sharded:
+    """As GroupShardedOptimizerStage2 wraps an optimizer."""
+
+    offload = True
+
+    def __init__(self, optimizer):
+        self._optim = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self._optim, name)
+
+    def step(self):
+        self._optim.step()
+
+
+def by_fleet(scaler, monkeypatch):
+    sharding = SimpleNamespace(comm_overlap=False)
+    strategy = SimpleNamespace(hybrid_configs={"sharding_configs": sharding})
+    monkeypatch.setattr(fleet.fleet, "_hcg", MODEL_PARALLEL, raising=False)
+    monkeypatch.setattr(fleet.fleet, "_user_defined_strategy", strategy, raising=False)
+    return fleet.distributed_scaler(scaler)
+
+
+def by_group_sharding(scaler, monkeypatch):
+    return GroupShardedScaler(scaler)
+
+
+def by_mixed_precision(scaler, monkeypatch):
+    monkeypatch.setattr(fleet, "get_hybrid_communicate_group", lambda: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Paddle says that this wrapper is an old one
+        return mix_precision_utils.MixPrecisionScaler(scaler)
+
+
+WAYS = {
+    "fleet.distributed_scaler": (by_fleet, lambda optimizer: optimizer),
+    "GroupShardedScaler": (by_group_sharding, Sharded),
+    "MixPrecisionScaler": (by_mixed_precision, lambda optimizer: optimizer),
+}
+
+
+class Loop:
+    """A scaler that Paddle's code has changed, and an optimizer."""
+
+    def __init__(self, way, scaler, make, backward, monkeypatch, groups=False):
+        change, wrap = WAYS[way]
+        self.parameters = make([2, 3], [4])
+        self.start = [parameter.numpy() for parameter in self.parameters]
+        given = [{"params": [each]} for each in self.parameters] if groups else self.parameters
+        self.optimizer = wrap(paddle.optimizer.SGD(1.0, parameters=given))
+        self.scaler = change(scaler, monkeypatch)
+        self._backward = backward
+        self.main_gradients = way == "MixPrecisionScaler"
+
+    def backward(self, gradients):
+        for parameter in self.parameters:
+            parameter.clear_gradient(False)
+        scaled = self._backward(self.scaler, self.parameters, gradients)
+        if self.main_gradients:
+            for parameter in self.parameters:
+                parameter.main_grad = parameter.grad
+                parameter._reset_grad_inplace_version(True)
+        return scaled
+
+
+@pytest.fixture
+def loop(way, make, backward, monkeypatch):
+    scaler = GradScaler(init_loss_scaling=1024.0, decr_every_n_nan_or_inf=1)
+    return Loop(way, scaler, make, backward, monkeypatch)
+
+
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+@every_way
+@pytest.mark.parametrize("groups", [False, True], ids=["plain", "groups"])
+@pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale_ and step"])
+def test_a_finite_step_is_taken_with_gradients_divided_once(
+    way, groups, unscale, make, backward, finite, exact, monkeypatch
+):
+    scaler = GradScaler(init_loss_scaling=1024.0)
+    loop = Loop(way, scaler, make, backward, monkeypatch, groups)
+    loop.backward(finite)
+    if unscale:
+        loop.scaler.unscale_(loop.optimizer)
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.update()
+    expected = [start - gradient for start, gradient in zip(loop.start, finite, strict=True)]
+    assert exact(loop.parameters) == exact([paddle.to_tensor(each) for each in expected])
+    assert scaler.state_dict()["incr_count"] == 1
+    outcome = scaler.last_step(loop.optimizer)
+    assert (outcome.applied, outcome.scale) == (True, 1024.0)
+
+
+@every_way
+@pytest.mark.parametrize("minimize", [False, True], ids=["step", "minimize"])
+def test_an_overflow_skips_and_backs_off(way, minimize, loop, overflowed, exact):
+    loaded = exact(loop.parameters)
+    scaled = loop.backward(overflowed)
+    if minimize:
+        loop.scaler.minimize(loop.optimizer, scaled)
+    else:
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+    assert exact(loop.parameters) == loaded
+    assert loop.scaler.state_dict()["scale"] == [512.0]
+    assert loop.scaler.last_step(loop.optimizer).reason == "overflow"
+    assert loop.scaler._cache_found_inf is True
+
+
+@every_way
+def test_training_goes_on_after_an_overflow(way, loop, finite, overflowed, exact):
+    told = []
+    for gradients in (overflowed, finite, finite):
+        loop.backward(gradients)
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+        told.append((loop.scaler.last_step(loop.optimizer).reason, loop.scaler._cache_found_inf))
+    assert told == [("overflow", True), ("finite", False), ("finite", False)]
+    expected = [start - g - g for start, g in zip(loop.start, finite, strict=True)]
+    assert exact(loop.parameters) == exact([paddle.to_tensor(each) for each in expected])
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "MixPrecisionScaler"])
+def test_an_overflow_in_another_process_skips_the_step_here(way, elsewhere, loop, finite, exact):
+    before = exact(loop.parameters)
+    loop.backward(finite)
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.update()
+    assert exact(loop.parameters) == before
+    assert loop.scaler.state_dict()["scale"] == [512.0]
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "MixPrecisionScaler"])
+def test_processes_agree_once_a_step(way, reduced, loop, finite):
+    loop.backward(finite)
+    loop.scaler.unscale_(loop.optimizer)
+    loop.scaler.step(loop.optimizer)
+    assert [op for _, op in reduced] == [paddle.distributed.ReduceOp.MAX]
+
+
+@every_way
+@pytest.mark.parametrize(
+    ("before", "call"),
+    [("unscale_", "unscale_"), ("step", "unscale_"), ("step", "step"), ("unscale_ step", "step")],
+)
+def test_calls_out_of_order_are_refused_as_ever(way, before, call, loop, finite, stepped):
+    """Paddle's replacement of _unscale does not look at the stage by itself."""
+    loop.backward(finite)
+    for name in before.split():
+        getattr(loop.scaler, name)(loop.optimizer)
+    untouched = stepped(loop.optimizer)
+    with pytest.raises(RuntimeError, match="update"):
+        getattr(loop.scaler, call)(loop.optimizer)
+    assert stepped(loop.optimizer) == untouched
+
+
+@every_way
+def test_clipping_then_unscaling_divides_once(way, loop, finite, exact):
+    loop.backward(finite)
+    loop.scaler.clip_grad_norm_(loop.optimizer, INF)
+    loop.scaler.unscale_(loop.optimizer)
+    loop.scaler.step(loop.optimizer)
+    expected = [start - gradient for start, gradient in zip(loop.start, finite, strict=True)]
+    assert exact(loop.parameters) == exact([paddle.to_tensor(each) for each in expected])
+
+
+@every_way
+def test_clipping_by_the_norm_clips_what_the_optimizer_steps_by(way, loop, finite):
+    loop.backward(finite)
+    norm = loop.scaler.clip_grad_norm_(loop.optimizer, 0.5).item()
+    loop.scaler.step(loop.optimizer)
+    flat = np.concatenate([gradient.ravel() for gradient in finite])
+    assert norm == pytest.approx(np.linalg.norm(flat), rel=1e-5)
+    pairs = zip(loop.start, loop.parameters, strict=True)
+    moved = np.concatenate([(start - parameter.numpy()).ravel() for start, parameter in pairs])
+    assert np.linalg.norm(moved) == pytest.approx(0.5, rel=1e-4)
+
+
+@every_way
+def test_disabled_gradients_are_left_as_they_are(way, make, backward, finite, monkeypatch, exact):
+    loop = Loop(way, GradScaler(enable=False), make, backward, monkeypatch)
+    loop.backward(finite)
+    loop.scaler.unscale_(loop.optimizer)
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.update()
+    expected = [start - gradient for start, gradient in zip(loop.start, finite, strict=True)]
+    assert exact(loop.parameters) == exact([paddle.to_tensor(each) for each in expected])
+
+
+@every_way
+def test_a_fixed_scale_steps_every_iteration(way, make, backward, finite, monkeypatch, exact):
+    scaler = GradScaler(init_loss_scaling=1024.0, use_dynamic_loss_scaling=False)
+    loop = Loop(way, scaler, make, backward, monkeypatch)
+    for _ in range(2):
+        loop.backward(finite)
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+    expected = [start - g - g for start, g in zip(loop.start, finite, strict=True)]
+    assert exact(loop.parameters) == exact([paddle.to_tensor(each) for each in expected])
+
+
+# Records that come from outside.
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["its own _unscale", "replaced"])
+def test_the_records_can_be_replaced_by_paddle_s_empty_ones(
+    replaced, replace_unscale, make, backward, finite, exact
+):
+    scaler = GradScaler(init_loss_scaling=1024.0)
+    if replaced:
+        replace_unscale(scaler)
+    parameters = make([2, 3], [4])
+    start = [parameter.numpy() for parameter in parameters]
+    optimizer = paddle.optimizer.SGD(1.0, parameters=parameters)
+    for _ in range(2):
+        scaler._optimizer_states = defaultdict(_refresh_optimizer_state)
+        optimizer.clear_grad()
+        backward(scaler, parameters, finite)
+        scaler.step(optimizer)
+        scaler.update()
+    expected = [each - g - g for each, g in zip(start, finite, strict=True)]
+    assert exact(parameters) == exact([paddle.to_tensor(each) for each in expected])
+
+
+def test_a_subclass_that_overrides_unscale_is_obeyed(make, backward, finite, exact):
+    class Halving(GradScaler):
+        def _unscale(self, optimizer):
+            super()._unscale(optimizer)
+            for parameter in optimizer._parameter_list:
+                parameter.grad = parameter.grad * 0.5
+
+    scaler = Halving(init_loss_scaling=1024.0)
+    parameters = make([2, 3], [4])
+    start = [parameter.numpy() for parameter in parameters]
+    backward(scaler, parameters, finite)
+    scaler.step(paddle.optimizer.SGD(1.0, parameters=parameters))
+    expected = [each - 0.5 * g for each, g in zip(start, finite, strict=True)]
+    assert exact(parameters) == exact([paddle.to_tensor(each) for each in expected])
+
+
+def test_unscaling_through_the_private_name_counts_as_unscaled(
+    scaler, make, backward, finite, exact
+):
+    parameters = make([2, 3], [4])
+    start = [parameter.numpy() for parameter in parameters]
+    optimizer = paddle.optimizer.SGD(1.0, parameters=parameters)
+    backward(scaler, parameters, finite)
+    scaler._unscale(optimizer)
+    scaler.step(optimizer)
+    expected = [each - g for each, g in zip(start, finite, strict=True)]
+    assert exact(parameters) == exact([paddle.to_tensor(each) for each in expected])
+
+
+def test_an_optimizer_that_finds_an_inf_itself_is_reported_as_skipping(
+    scaler, backward, parameters, finite
+):
+    """A sharded optimizer may, in a shard that only it has seen."""
+
+    class Finding(paddle.optimizer.SGD):
+        def step(self):
+            self._set_auxiliary_var("found_inf", True)
+
+    optimizer = Finding(1.0, parameters=parameters)
+    backward(scaler, parameters, finite)
+    scaler.step(optimizer)
+    assert scaler._cache_found_inf is True
+    assert scaler.last_step(optimizer).reason == "overflow"
+    scaler.update()
+    assert scaler.state_dict()["decr_count"] == 1
+
+
+class Plain:
+    """An optimizer without _set_auxiliary_var, as some wrappers are."""
+
+    def __init__(self, optimizer):
+        self._inner, self._parameter_list = optimizer, optimizer._parameter_list
+
+    def step(self):
+        self._inner.step()
+
+    def minimize(self, loss):
+        return self._inner.minimize(loss)
+
+
+@pytest.mark.parametrize("minimize", [False, True], ids=["step", "minimize"])
+@pytest.mark.parametrize("gradients", ["finite", "overflowed"])
+def test_an_optimizer_without_the_auxiliary_flag_goes_as_with_paddle(
+    minimize, gradients, native, make, backward, exact, request
+):
+    gradients = request.getfixturevalue(gradients)
+    finals = []
+    for kind in (GradScaler, native):
+        scaler, parameters = kind(init_loss_scaling=8.0), make([2, 3], [4])
+        optimizer = Plain(paddle.optimizer.SGD(1.0, parameters=parameters))
+        scaled = backward(scaler, parameters, gradients)
+        if minimize:
+            operators, _ = scaler.minimize(optimizer, scaled)
+        else:
+            operators = scaler.step(optimizer)
+            scaler.update()
+        finals.append((operators, exact(parameters), bool(scaler._cache_found_inf)))
+    assert finals[0] == finals[1]
+
+
+# Wrappers around a scaler.
+
+
+@pytest.mark.parametrize("mode", ["tensor parallel", 0], ids=["tensor parallel", "data parallel"])
+def test_the_hybrid_parallel_wrapper_goes_as_around_paddle_s_own(
+    mode, native, make, backward, finite, overflowed, exact
+):
+    finals = []
+    for kind in (GradScaler, native):
+        scaler = kind(True, 1024.0, 2.0, 0.5, 3, 1)
+        wrapper = HybridParallelGradScaler(scaler, SimpleNamespace(get_parallel_mode=lambda: mode))
+        parameters = make([2, 3], [4])
+        optimizer = paddle.optimizer.SGD(1.0, parameters=parameters)
+        seen = []
+        for gradients in (overflowed, finite, overflowed, finite):
+            optimizer.clear_grad()
+            scaled = backward(wrapper, parameters, gradients)
+            wrapper.minimize(optimizer, scaled)
+            seen.append(
+                exact(
+                    [
+                        parameters,
+                        wrapper.state_dict(),
+                        bool(wrapper._cache_found_inf),
+                        scaler._found_inf,
+                        scaler._temp_found_inf_value_false,
+                    ]
+                )
+            )
+        finals.append(seen)
+    assert finals[0] == finals[1]
+
+
+def test_group_sharding_takes_it_for_a_scaler():
+    """As paddle.distributed.sharding.group_sharded_parallel asks before it wraps one."""
+    assert isinstance(GradScaler(), paddle.amp.GradScaler)
+    scaler = GradScaler()
+    assert GroupShardedScaler(scaler) is scaler
+    assert isinstance(scaler._unscale, MethodType)
+    assert "unscale_method" in scaler._unscale.__qualname__
+
+
+# Semi-automatic parallelism, where shard_scaler works on a mesh of one process as it is.
+
+
+@pytest.fixture
+def mesh():
+    return dist.ProcessMesh([0], dim_names=["x"])
+
+
+@pytest.fixture
+def sharded(mesh):
+    """A layer on the mesh, its optimizer, and a loss of which one may overflow."""
+    layer = paddle.nn.Linear(3, 2)
+    dist.shard_layer(layer, mesh)
+    optimizer = dist.shard_optimizer(paddle.optimizer.SGD(1.0, parameters=layer.parameters()))
+    inputs = dist.shard_tensor(paddle.ones([4, 3]), mesh, [dist.Replicate()])
+    return layer, optimizer, lambda factor=1.0: layer(inputs).sum() * factor
+
+
+def test_a_sharded_scaler_steps_skips_and_backs_off(sharded):
+    layer, optimizer, loss = sharded
+    scaler = dist.shard_scaler(GradScaler(init_loss_scaling=1024.0, decr_every_n_nan_or_inf=1))
+    told = []
+    for factor in (1.0, INF, 1.0):
+        before = layer.bias.numpy()
+        scaler.scale(loss(factor)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.clear_grad()
+        told.append((scaler.last_step(optimizer).reason, (before - layer.bias.numpy()).tolist()))
+    assert told == [("finite", [4, 4]), ("overflow", [0, 0]), ("finite", [4, 4])]
+    assert scaler.state_dict()["scale"] == [512.0]
+
+
+def test_a_sharded_scaler_refuses_to_unscale_twice(sharded):
+    _, optimizer, loss = sharded
+    scaler = dist.shard_scaler(GradScaler())
+    scaler.scale(loss()).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="update"):
+        scaler.unscale_(optimizer)
+
+
+def test_a_loss_on_a_mesh_leaves_other_scalers_off_it(sharded, make, backward, finite):
+    """Paddle puts the tensor that a distributed one is multiplied by on its mesh, in place."""
+    _, _, loss = sharded
+    GradScaler(init_loss_scaling=2.0**13).scale(loss())
+    bystander = GradScaler(init_loss_scaling=2.0**13)
+    assert not bystander._scale.is_dist()
+    parameters = make([2, 3], [4])
+    optimizer = paddle.optimizer.SGD(1.0, parameters=parameters)
+    backward(bystander, parameters, finite)
+    bystander.step(optimizer)
+    assert bystander.last_step(optimizer).applied

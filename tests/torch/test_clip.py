@@ -1,0 +1,352 @@
+"""clip_grad_norm_ against torch's unscale_, torch.nn.utils.clip_grad_norm_ and step."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from gradscaler.torch import GradScaler
+
+INF = math.inf
+OPTIMIZERS = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "foreach Adam": (torch.optim.Adam, {"foreach": True}),
+    "fused AdamW": (torch.optim.AdamW, {"fused": True}),
+}
+
+
+def plain_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def kind(request):
+    optimizer, options = OPTIMIZERS[request.param]
+    return lambda parameters: optimizer(parameters, **options)
+
+
+class Side:
+    """A scaler, and an optimizer with copies of the parameters."""
+
+    def __init__(self, scaler, kind, parameters, backward):
+        self.scaler = scaler
+        self.parameters = copy.deepcopy(parameters)
+        self.optimizer = kind(self.parameters)
+        self._backward = backward
+
+    def backward(self, gradients):
+        self.optimizer.zero_grad()
+        self._backward(self.scaler, self.parameters, gradients)
+        return self
+
+    def unscale(self):
+        self.scaler.unscale_(self.optimizer)
+        return self
+
+    def finish(self):
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+class Ours(Side):
+    def __init__(self, kind, parameters, backward, **options):
+        super().__init__(GradScaler(**options), kind, parameters, backward)
+
+    def clip(self, *args, **kwargs):
+        return self.scaler.clip_grad_norm_(self.optimizer, *args, **kwargs)
+
+
+class Native(Side):
+    """Clips as the documentation of torch's scaler says to: after unscale_."""
+
+    def __init__(self, kind, parameters, backward):
+        super().__init__(torch.amp.GradScaler("cpu"), kind, parameters, backward)
+
+    def clip(self, *args, **kwargs):
+        return clip_grad_norm_(self.parameters, *args, **kwargs)
+
+
+@pytest.fixture
+def ours(kind, parameters, backward):
+    return Ours(kind, parameters, backward)
+
+
+@pytest.fixture
+def native(kind, parameters, backward):
+    return Native(kind, parameters, backward)
+
+
+# Every order of calls.
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, INF, "inf"])
+@pytest.mark.parametrize("max_norm", [0.5, 100.0, 0.0, INF])
+def test_norm_and_step_are_torch_s_to_the_bit(
+    ours, native, max_norm, norm_type, finite, exact, stepped
+):
+    mine = ours.backward(finite).clip(max_norm, norm_type)
+    theirs = native.backward(finite).unscale().clip(max_norm, norm_type)
+    assert exact(mine) == exact(theirs)
+    ours.finish()
+    native.finish()
+    assert stepped(ours.optimizer) == stepped(native.optimizer)
+
+
+@pytest.mark.parametrize("unscaled_first", [False, True], ids=["alone", "after unscale_"])
+def test_several_iterations_are_torch_s_to_the_bit(ours, native, unscaled_first, finite, stepped):
+    for factor in (1.0, 0.1, 10.0):
+        gradients = [factor * gradient for gradient in finite]
+        ours.backward(gradients)
+        if unscaled_first:
+            ours.unscale()
+        ours.clip(0.5)
+        native.backward(gradients).unscale().clip(0.5)
+        ours.finish()
+        native.finish()
+    assert stepped(ours.optimizer) == stepped(native.optimizer)
+
+
+def test_unscaling_after_clipping_is_in_order_too(ours, native, finite, stepped):
+    ours.backward(finite).clip(0.5)
+    ours.unscale().finish()
+    native.backward(finite).unscale().clip(0.5)
+    native.finish()
+    assert stepped(ours.optimizer) == stepped(native.optimizer)
+
+
+CLIPS = st.tuples(st.floats(0.01, 10.0), st.sampled_from([1.0, 2.0, 3.0, INF]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(clips=st.lists(CLIPS, min_size=2, max_size=4), unscale_before=st.integers(0, 1))
+def test_clipping_repeatedly_is_torch_s(clips, unscale_before, backward):
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(5))]
+    gradients = [torch.randn(3, 4), torch.randn(5)]
+    ours, native = (side(plain_sgd, parameters, backward) for side in (Ours, Native))
+    ours.backward(gradients)
+    native.backward(gradients).unscale()
+    if unscale_before:
+        ours.unscale()
+    for max_norm, norm_type in clips:
+        torch.testing.assert_close(ours.clip(max_norm, norm_type), native.clip(max_norm, norm_type))
+    ours.finish()
+    native.finish()
+    for mine, theirs in zip(ours.parameters, native.parameters, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_the_gradients_are_clipped_in_step_and_not_before(ours, finite, exact):
+    ours.backward(finite).clip(0.5)
+    assert exact([parameter.grad for parameter in ours.parameters]) == exact(finite)
+    ours.finish()
+    norm = get_total_norm([parameter.grad for parameter in ours.parameters])
+    assert norm.item() == pytest.approx(0.5, rel=1e-5)
+
+
+def test_the_next_iteration_is_not_clipped(ours, native, finite, stepped):
+    for side in (ours, native):
+        side.backward(finite).unscale().clip(0.5)
+        side.finish()
+        side.backward(finite).finish()
+    assert stepped(ours.optimizer) == stepped(native.optimizer)
+
+
+def test_one_optimizer_s_clipping_is_not_the_other_s(parameters, finite, backward, exact):
+    first, second = (torch.optim.SGD([parameter]) for parameter in parameters)
+    scaler = GradScaler()
+    backward(scaler, parameters, finite)
+    scaler.clip_grad_norm_(first, 0.01)
+    scaler.step(first)
+    scaler.step(second)
+    assert get_total_norm([parameters[0].grad]).item() == pytest.approx(0.01, rel=1e-3)
+    assert exact(parameters[1].grad) == exact(finite[1])
+
+
+def test_disabled_it_is_torch_s_at_once(parameters, finite, exact):
+    twins = copy.deepcopy(parameters)
+    for parameter, gradient in zip([*parameters, *twins], [*finite, *finite], strict=True):
+        parameter.grad = gradient.clone()
+    optimizer = torch.optim.SGD(parameters)
+    mine = GradScaler(enabled=False).clip_grad_norm_(optimizer, 0.5)
+    assert exact(mine) == exact(clip_grad_norm_(twins, 0.5))
+    assert exact([p.grad for p in parameters]) == exact([p.grad for p in twins])
+
+
+def test_nothing_is_read_from_the_device(asking_optimizer):
+    parameter = torch.nn.Parameter(torch.ones(3, device="meta"))
+    optimizer = asking_optimizer([parameter])
+    scaler = GradScaler()
+    scaler.scale(parameter.sum()).backward()
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert norm.device.type == "meta"
+
+
+# Gradients of every kind.
+
+
+def test_zero_gradients_stay_zero(ours, native, finite, stepped):
+    zero = [torch.zeros_like(gradient) for gradient in finite]
+    assert ours.backward(zero).clip(0.5) == native.backward(zero).unscale().clip(0.5) == 0.0
+    ours.finish()
+    native.finish()
+    assert stepped(ours.optimizer) == stepped(native.optimizer)
+
+
+def test_without_any_gradient_the_norm_is_zero(parameters):
+    scaler = GradScaler()
+    optimizer = torch.optim.SGD(parameters)
+    scaler.scale(torch.ones(()))
+    assert scaler.clip_grad_norm_(optimizer, 1.0) == 0.0
+    scaler.step(optimizer)
+    assert scaler.last_step(optimizer).reason == "no_gradients"
+
+
+def test_parameters_without_a_gradient_are_passed_by(ours, native, finite, stepped):
+    gradients = [None, finite[1]]
+    assert ours.backward(gradients).clip(0.5) == native.backward(gradients).unscale().clip(0.5)
+    ours.finish()
+    native.finish()
+    assert stepped(ours.optimizer) == stepped(native.optimizer)
+
+
+def test_all_parameter_groups_count(parameters, finite, backward, stepped):
+    def two_groups(owned):
+        return torch.optim.SGD([{"params": [owned[0]], "lr": 0.5}, {"params": [owned[1]]}], lr=0.1)
+
+    ours, native = (side(two_groups, parameters, backward) for side in (Ours, Native))
+    assert ours.backward(finite).clip(0.5) == native.backward(finite).unscale().clip(0.5)
+    ours.finish()
+    native.finish()
+    assert stepped(ours.optimizer) == stepped(native.optimizer)
+
+
+def test_a_mix_of_dtypes_is_torch_s_to_the_bit(backward, exact, stepped):
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float32]
+    parameters = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes]
+    gradients = [torch.arange(1.0, 4.0, dtype=dtype) / 3 for dtype in dtypes]
+    ours, native = (side(plain_sgd, parameters, backward) for side in (Ours, Native))
+    mine = ours.backward(gradients).clip(0.5)
+    theirs = native.backward(gradients).unscale().clip(0.5)
+    assert exact(mine) == exact(theirs)
+    ours.finish()
+    native.finish()
+    assert stepped(ours.optimizer) == stepped(native.optimizer)
+
+
+def unscaled_and_clipped(parameters, gradients, *clip):
+    """Norm and gradients as torch clips gradients that never were scaled."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    norm = clip_grad_norm_(parameters, *clip)
+    return norm, [parameter.grad for parameter in parameters]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, INF])
+def test_float16_gradients_are_clipped_where_they_are_allowed(norm_type, backward):
+    dtypes = [torch.float16, torch.float32]
+    parameters = [torch.nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in dtypes]
+    gradients = [torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=dtype) for dtype in dtypes]
+    ours = Ours(plain_sgd, parameters, backward, init_scale=64.0, allow_fp16_gradients=True)
+    norm, clipped = unscaled_and_clipped(parameters, gradients, 0.5, norm_type)
+    torch.testing.assert_close(ours.backward(gradients).clip(0.5, norm_type), norm)
+    ours.finish()
+    torch.testing.assert_close([parameter.grad for parameter in ours.parameters], clipped)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, INF])
+def test_complex_gradients_are_clipped_by_their_magnitudes(norm_type, dtype):
+    parameters = [torch.nn.Parameter(torch.ones(2, dtype=dtype)) for _ in range(2)]
+    gradients = [torch.tensor([3 + 4j, 1 - 1j], dtype=dtype), torch.tensor([2j, -3], dtype=dtype)]
+    norm, clipped = unscaled_and_clipped(parameters, gradients, 0.5, norm_type)
+    scaler = GradScaler(init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = 8.0 * gradient
+    optimizer = torch.optim.SGD(parameters)
+    torch.testing.assert_close(scaler.clip_grad_norm_(optimizer, 0.5, norm_type), norm)
+    scaler.step(optimizer)
+    torch.testing.assert_close([parameter.grad for parameter in parameters], clipped)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, INF])
+def test_sparse_gradients_are_clipped_as_the_dense_ones_they_stand_for(norm_type):
+    """Row 1 occurs twice, so its gradients add up."""
+    weight = torch.nn.Parameter(torch.ones(4, 2))
+    scaler = GradScaler()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    rows = torch.nn.functional.embedding(torch.tensor([1, 3, 1]), weight, sparse=True)
+    factors = torch.tensor([[1.0, 2.0], [3.0, -4.0], [5.0, -2.0]])
+    scaler.scale((rows * factors).sum()).backward()
+    assert weight.grad.is_sparse
+    dense = torch.tensor([[0.0, 0.0], [6.0, 0.0], [0.0, 0.0], [3.0, -4.0]])
+    norm, clipped = unscaled_and_clipped(
+        [torch.nn.Parameter(torch.ones(4, 2))], [dense], 0.5, norm_type
+    )
+    torch.testing.assert_close(scaler.clip_grad_norm_(optimizer, 0.5, norm_type), norm)
+    scaler.step(optimizer)
+    torch.testing.assert_close(weight.grad.to_dense(), clipped[0])
+    torch.testing.assert_close(weight.detach(), 1.0 - 0.1 * clipped[0])
+
+
+# Norms that are not finite, and bad arguments.
+
+
+def test_a_norm_that_is_not_finite_is_returned_and_the_step_skipped(ours, overflowed, exact):
+    before = exact(ours.parameters)
+    assert ours.backward(overflowed).clip(0.5) == INF
+    ours.finish()
+    assert exact(ours.parameters) == before
+    assert ours.scaler.get_scale() == 2.0**15
+
+
+def test_a_norm_that_is_not_finite_can_be_an_error(ours, native, overflowed, stepped):
+    ours.backward(overflowed)
+    with pytest.raises(RuntimeError, match=r"norm.*inf"):
+        ours.clip(0.5, error_if_nonfinite=True)
+    native.backward(overflowed).unscale()
+    assert stepped(ours.optimizer) == stepped(native.optimizer)
+    ours.finish()
+    assert ours.scaler.last_step(ours.optimizer).skipped
+
+
+def test_after_that_error_the_step_is_not_clipped(ours, native, finite, stepped):
+    ours.backward(finite)
+    first = ours.parameters[0].grad
+    good = first[0, 0].item()
+    ours.unscale()
+    first[0, 0] = INF
+    with pytest.raises(RuntimeError, match="norm"):
+        ours.clip(0.5, error_if_nonfinite=True)
+    first[0, 0] = good / 2.0**16
+    ours.finish()
+    native.backward(finite).finish()
+    assert stepped(ours.optimizer) == stepped(native.optimizer)
+
+
+def test_a_finite_norm_is_no_error(ours, native, finite):
+    mine = ours.backward(finite).clip(0.5, error_if_nonfinite=True)
+    assert mine == native.backward(finite).unscale().clip(0.5, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, math.nan, -INF])
+@pytest.mark.parametrize("unscaled", [False, True], ids=["scaled", "unscaled"])
+def test_a_bad_max_norm_is_an_error_that_changes_nothing(
+    ours, max_norm, unscaled, finite, everything
+):
+    ours.backward(finite)
+    if unscaled:
+        ours.unscale()
+    before = everything(ours.scaler, ours.optimizer)
+    with pytest.raises(ValueError, match=f"max_norm.*{max_norm}"):
+        ours.clip(max_norm)
+    assert everything(ours.scaler, ours.optimizer) == before

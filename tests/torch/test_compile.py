@@ -1,0 +1,142 @@
+"""Under torch.compile: compiled models and optimizers, and the scaler inside compiled code."""
+
+import pytest
+import torch
+
+from gradscaler.torch import GradScaler
+
+pytestmark = [
+    # Of TorchDynamo's own making, whatever it compiles: it looks at the .grad of what it traces,
+    # and imports modules that define TorchScript methods.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+]
+INF = float("inf")
+
+
+@pytest.fixture(autouse=True)
+def a_fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=["eager", "aot_eager"])
+def compiled(request):
+    return lambda function, **options: torch.compile(function, backend=request.param, **options)
+
+
+class Training:
+    """Five iterations, the third of which overflows, with a scale that moves at most of them."""
+
+    def __init__(self, kind, make_optimizer=torch.optim.Adam):
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)
+        )
+        self.forward = self.model
+        self.optimizer = make_optimizer(self.model.parameters())
+        self.scaler = kind("cpu", init_scale=256.0, growth_interval=1)
+        self.batches = [torch.randn(5, 3) for _ in range(5)]
+        self.batches[2][0, 0] = INF
+
+    def loss(self, batch):
+        return self.forward(batch).square().mean()
+
+    def scaled_loss(self, batch):
+        return self.scaler.scale(self.loss(batch))
+
+    def iteration(self, batch):
+        self.optimizer.zero_grad()
+        self.scaled_loss(batch).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def run(self, exact):
+        trace = []
+        for batch in self.batches:
+            self.iteration(batch)
+            trace.append(exact([self.scaler.state_dict(), list(self.model.parameters())]))
+        return trace
+
+
+@pytest.fixture
+def eager_trace(exact):
+    """The same with torch's own scaler, uncompiled."""
+    return Training(torch.amp.GradScaler).run(exact)
+
+
+def test_a_compiled_model_trains_as_with_torch(compiled, eager_trace, exact):
+    training = Training(GradScaler)
+    training.forward = compiled(training.model)
+    assert training.run(exact) == eager_trace
+
+
+@pytest.mark.parametrize("way", ["foreach", "fused"])
+def test_a_compiled_optimizer_steps_as_with_torch(way, exact):
+    def make_optimizer(parameters):
+        return torch.optim.AdamW(parameters, **{way: True})
+
+    ours, theirs = (Training(kind, make_optimizer) for kind in (GradScaler, torch.amp.GradScaler))
+    for training in (ours, theirs):
+        training.optimizer.step = torch.compile(training.optimizer.step, backend="eager")
+    assert ours.run(exact) == theirs.run(exact)
+
+
+def test_scaling_inside_a_compiled_function_follows_the_scale(compiled, eager_trace, exact):
+    training = Training(GradScaler)
+    training.scaled_loss = compiled(training.scaled_loss)
+    assert training.run(exact) == eager_trace
+
+
+def test_scaling_breaks_no_graph_and_a_scale_that_moves_recompiles_nothing(eager_trace, exact):
+    training = Training(GradScaler)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    training.scaler.scale(torch.ones(()))
+    training.scaled_loss = torch.compile(training.scaled_loss, backend=backend, fullgraph=True)
+    assert training.run(exact) == eager_trace
+    assert len(graphs) == 1
+
+
+def test_a_whole_iteration_may_be_compiled(exact):
+    ours, theirs = (Training(kind, torch.optim.SGD) for kind in (GradScaler, torch.amp.GradScaler))
+    for training in (ours, theirs):
+        training.batches = training.batches[1:4]  # the second of which overflows
+        training.iteration = torch.compile(training.iteration, backend="eager")
+    assert ours.run(exact) == theirs.run(exact)
+
+
+def test_clipping_and_outcomes_work_with_a_compiled_model():
+    training = Training(GradScaler)
+    training.forward = torch.compile(training.model, backend="eager")
+    applied = []
+    for batch in training.batches:
+        training.optimizer.zero_grad()
+        training.scaled_loss(batch).backward()
+        training.scaler.clip_grad_norm_(training.optimizer, 1e-3)
+        training.scaler.step(training.optimizer)
+        training.scaler.update()
+        applied.append(training.scaler.last_step(training.optimizer).applied)
+    assert applied == [True, True, False, True, True]
+
+
+def test_a_closure_may_run_a_compiled_model(exact):
+    parameters = []
+    for forward in (lambda model: model, lambda model: torch.compile(model, backend="eager")):
+        training = Training(GradScaler, torch.optim.LBFGS)
+        training.forward = forward(training.model)
+
+        def closure(training=training):
+            training.optimizer.zero_grad()
+            loss = training.loss(training.batches[0])
+            training.scaler.scale(loss).backward()
+            return loss
+
+        training.scaler.step(training.optimizer, closure)
+        parameters.append(exact(list(training.model.parameters())))
+    assert parameters[0] == parameters[1]

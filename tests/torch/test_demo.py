@@ -1,0 +1,95 @@
+"""The demo command, through the entry point that a user calls."""
+
+import pytest
+import torch
+
+from gradscaler.__main__ import main
+from gradscaler.demo import training
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return training.Digits.load("cpu")
+
+
+def train(digits, mode, seed=0, steps=3):
+    return training.train(mode, digits, seed, steps, lambda loss: None)
+
+
+def test_a_short_demo_prints_the_table_and_writes_a_png(tmp_path, capsys):
+    output = tmp_path / "out.png"
+    assert main(["demo", "--steps", "3", "--device", "cpu", "--output", str(output)]) == 0
+    assert output.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    printed = capsys.readouterr().out
+    assert all(mode in printed for mode in training.MODES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--steps", "0"], "--steps"),
+        (["--steps", "many"], "whole number"),
+        (["--seed", "x"], "--seed"),
+        (["--output", "nowhere/out.png"], "no folder"),
+        (["--output", "out.txt"], ".png"),
+        (["--device", "abacus"], "abacus"),
+        (["--fast"], "--fast"),
+    ],
+)
+def test_a_bad_argument_is_named_with_exit_status_2(arguments, complaint, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["demo", *arguments])
+    assert stopped.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for CUDA where there is none")
+def test_cuda_without_cuda_is_refused_with_exit_status_2(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["demo", "--device", "cuda"])
+    assert stopped.value.code == 2
+    assert "CUDA" in capsys.readouterr().err
+
+
+def test_checking_the_output_leaves_no_file_behind(tmp_path):
+    output = tmp_path / "out.png"
+    with pytest.raises(SystemExit):
+        main(["demo", "--output", str(output), "--steps", "0"])
+    assert not output.exists()
+
+
+def test_ctrl_c_ends_with_exit_status_130(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gradscaler.demo.run", interrupted)
+    assert main(["demo", "--steps", "1"]) == 130
+
+
+def test_all_runs_start_from_the_same_weights():
+    first, second = training.make_network(3), training.make_network(3)
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+
+
+def test_one_seed_gives_one_result_and_another_another(digits):
+    mode = training.MODES[2]
+    runs = [train(digits, mode, seed).losses for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_measuring_changes_nothing_in_the_training(digits, monkeypatch):
+    measured = train(digits, training.MODES[1]).losses
+    monkeypatch.setattr(training, "_measure", lambda *_: None)
+    assert train(digits, training.MODES[1]).losses == measured
+
+
+def test_the_flushed_share_counts_what_fp16_cannot_hold():
+    true = torch.tensor([2.0**-26, -(2.0**-30), 2.0**-20, 1.0, 0.0])
+    assert training.flushed_share(true, true.half().float()) == 0.5
+    assert training.flushed_share(torch.zeros(2), torch.zeros(2)) == 0.0
+
+
+def test_without_scaling_fp16_flushes_gradients_that_scaling_keeps(digits):
+    unscaled, scaled = (train(digits, mode, steps=60) for mode in training.MODES[1:])
+    assert unscaled.flushed_share > 0.3
+    assert scaled.flushed_share < 0.01
