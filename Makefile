@@ -6,8 +6,10 @@ FRAMEWORKS := torch tensorplay
 # Begun, and not yet part of `make test`: its own tests still find defects.
 BEGUN := paddle
 
-CORE := $(wildcard src/gradscaler/*.py) src/gradscaler/policies
-torch_SOURCES := src/gradscaler/torch_like src/gradscaler/torch src/gradscaler/demo
+CORE := $(filter-out src/gradscaler/__main__.py,$(wildcard src/gradscaler/*.py)) \
+	src/gradscaler/policies
+torch_SOURCES := src/gradscaler/torch_like src/gradscaler/torch src/gradscaler/demo \
+	src/gradscaler/__main__.py
 tensorplay_SOURCES := src/gradscaler/torch_like src/gradscaler/tensorplay
 paddle_SOURCES := src/gradscaler/paddle
 torch_BENCHMARKS := benchmarks/paired.py benchmarks/torch_scaler.py
