@@ -171,6 +171,11 @@ class EagerScaler(ABC):
         closure, args, kwargs = _take_closure(args, kwargs)
         record = self._record_to_step(optimizer)
         if closure is not None:
+            if record.clip_coefficient is not None:
+                raise CallOrderError(
+                    "clip_grad_norm_() was called before step(optimizer, closure), which makes the "
+                    "gradients anew: call it in the closure, after the backward pass"
+                )
             retries = self._max_retries if max_retries is None else _check_retries(max_retries)
             return step_with_closure(self, optimizer, closure, retries, args, kwargs)
         state = self._placed_state("step")
@@ -243,7 +248,8 @@ class EagerScaler(ABC):
 
         The gradients are unscaled if they were not. They are multiplied by
         ``min(1, max_norm / (norm + 1e-6))`` in ``step``, if that is not skipped. A second call
-        clips what the first has left.
+        clips what the first has left; the framework's own clipping does not know of it. With a
+        closure, call it in the closure.
 
         Args:
             optimizer: the optimizer that owns the gradients.

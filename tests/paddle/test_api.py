@@ -678,6 +678,22 @@ def test_the_optimizer_s_stage_reads_as_paddle_s_does(
     assert set(seen[0]) == set(OptimizerState)
 
 
+def test_a_stage_that_is_set_counts(scaler, backward, parameters, finite):
+    optimizer = paddle.optimizer.SGD(parameters=parameters)
+    backward(scaler, parameters, finite)
+    scaler._optimizer_states[id(optimizer)]["state"] = OptimizerState.STEPPED
+    with pytest.raises(RuntimeError, match="update"):
+        scaler.step(optimizer)
+
+
+def test_a_record_holds_nothing_but_the_stage_under_paddle_s_key(scaler):
+    record = scaler._optimizer_states[0]
+    with pytest.raises(KeyError):
+        record["stage"]
+    with pytest.raises(KeyError):
+        record["stage"] = OptimizerState.INIT
+
+
 # Policies.
 
 

@@ -350,3 +350,15 @@ def test_a_bad_max_norm_is_an_error_that_changes_nothing(
     with pytest.raises(ValueError, match=f"max_norm.*{max_norm}"):
         ours.clip(max_norm)
     assert everything(ours.scaler, ours.optimizer) == before
+
+
+def test_clipping_before_a_step_with_a_closure_is_refused_not_lost():
+    parameter = torch.nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = GradScaler()
+    scaler.scale(parameter * 10).backward()
+    scaler.clip_grad_norm_(optimizer, 0.5)
+    with pytest.raises(RuntimeError, match="in the closure"):
+        scaler.step(optimizer, lambda: None)
+    scaler.step(optimizer)
+    assert parameter.item() == pytest.approx(0.5)
