@@ -71,6 +71,7 @@ OURS_ALONE = [
     ("backward step", "minimize", "update"),
     ("backward step", "clip", "step"),
     ("backward step", "step_with_closure", "update"),
+    ("backward clip", "step_with_closure", "clip_grad_norm"),
     ("", "last_step", "step"),
     ("backward unscale", "last_step", "step"),
     ("backward unscale", "copy", "update"),

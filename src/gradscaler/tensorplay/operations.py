@@ -50,7 +50,7 @@ class TensorPlayOperations(TorchLikeOperations):
         found_inf = tensorplay.zeros_like(flag)
         super().check_and_unscale_(grads, found_inf, inv_scale)
         if found_inf.item():
-            self.library._foreach_mul_(grads, inv_scale)
+            self.framework._foreach_mul_(grads, inv_scale)
             flag.fill_(1.0)
 
     def device_key(self, device: Any) -> tuple[str, int]:

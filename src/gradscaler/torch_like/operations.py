@@ -18,13 +18,13 @@ class TorchLikeOperations:
     """Satisfies :class:`gradscaler.operations.Operations`, where each is documented.
 
     Args:
-        library: the module that has ``Tensor``, ``full``, ``where``, ``_foreach_mul_``, ...
+        framework: the module that has ``Tensor``, ``full``, ``where``, ``_foreach_mul_``, ...
         group_tensors: its ``_group_tensors_by_device_and_dtype``, which is written in C++ and is
             what its own foreach optimizers use.
     """
 
-    def __init__(self, library: Any, group_tensors: Callable[..., Any]) -> None:
-        self.library = library
+    def __init__(self, framework: Any, group_tensors: Callable[..., Any]) -> None:
+        self.framework = framework
         self._group_tensors = group_tensors
 
     # What the libraries do differently.
@@ -38,7 +38,7 @@ class TorchLikeOperations:
         parameters = parameters_of(optimizer)
         grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
         if not allow_fp16:
-            float16 = self.library.float16
+            float16 = self.framework.float16
             if any(grad.dtype == float16 for grad in grads):
                 raise _fp16_gradient_error(optimizer, float16)
         return grads
@@ -54,7 +54,7 @@ class TorchLikeOperations:
     # Scalars.
 
     def is_tensor(self, value: object) -> bool:
-        return isinstance(value, self.library.Tensor)
+        return isinstance(value, self.framework.Tensor)
 
     def multiply(self, output: Tensor, scale: Tensor) -> Tensor:
         return output * self.on_device(scale, output.device)
@@ -65,10 +65,10 @@ class TorchLikeOperations:
 
     def scalar(self, value: float, device: Device) -> Tensor:
         """A float32 scalar."""
-        return self.library.full((), value, dtype=self.library.float32, device=device)
+        return self.framework.full((), value, dtype=self.framework.float32, device=device)
 
     def place(self, state: ScaleState, device: Device) -> ScaleState:
-        full, int32 = self.library.full, self.library.int32
+        full, int32 = self.framework.full, self.framework.int32
         counters = (full((), count, dtype=int32, device=device) for count in state[1:])
         return ScaleState(self.scalar(float(state.scale), device), *counters)
 
@@ -89,7 +89,7 @@ class TorchLikeOperations:
             self.assign(state, policy.update(self.read(state), any(map(self.any_set, found_infs))))
             return state
         found_inf = self.combine(found_infs, state.scale.device) != 0
-        moved = policy.update(state, found_inf, self.library.where)
+        moved = policy.update(state, found_inf, self.framework.where)
         for tensor, value in zip(state, moved, strict=True):
             tensor.copy_(value)
         return state
@@ -100,7 +100,7 @@ class TorchLikeOperations:
     def combine(self, found_infs: list[FoundInf], device: Device) -> Tensor:
         """One flag on a device, set if any is."""
         flags = [self.on_device(flag, device) for found in found_infs for flag in found.values()]
-        return reduce(self.library.maximum, flags)
+        return reduce(self.framework.maximum, flags)
 
     # Gradients.
 
@@ -118,7 +118,7 @@ class TorchLikeOperations:
         ``found_inf`` is what the flags start from.
         """
         flags: dict[Device, Tensor] = {}
-        with self.library.no_grad():
+        with self.framework.no_grad():
             for device, grads in self.grouped(self.gradients(optimizer, allow_fp16)):
                 key = self.device_key(device)
                 if key not in flags:
@@ -131,14 +131,14 @@ class TorchLikeOperations:
 
         All are multiplied, whatever is found.
         """
-        self.library._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv_scale)
+        self.framework._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv_scale)
 
     def first_step_must_be_finite(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer that skips by itself would set up wrong state in doing so.
 
         Fused SGD allocates momentum without a value, which a skipped first step never writes.
         """
-        return isinstance(optimizer, self.library.optim.SGD) and any(
+        return isinstance(optimizer, self.framework.optim.SGD) and any(
             group["momentum"] != 0 and "momentum_buffer" not in optimizer.state.get(parameter, ())
             for group in optimizer.param_groups
             for parameter in group["params"]
@@ -146,17 +146,17 @@ class TorchLikeOperations:
         )
 
     def total_norm(self, optimizer: Optimizer, norm_type: float) -> Tensor:
-        with self.library.no_grad():
-            norm = self.library.nn.utils.get_total_norm
+        with self.framework.no_grad():
+            norm = self.framework.nn.utils.get_total_norm
             return norm(self.gradients_to_measure(optimizer), norm_type)
 
     def clip_coefficient(self, max_norm: float, norm: Tensor) -> Tensor:
-        return self.library.clamp(max_norm / (norm + 1e-6), max=1.0)
+        return self.framework.clamp(max_norm / (norm + 1e-6), max=1.0)
 
     def multiply_gradients_(self, optimizer: Optimizer, factor: Tensor) -> None:
-        with self.library.no_grad():
+        with self.framework.no_grad():
             for device, grads in self.grouped(self.gradients(optimizer)):
-                self.library._foreach_mul_(grads, self.on_device(factor, device))
+                self.framework._foreach_mul_(grads, self.on_device(factor, device))
 
     def clear_gradients(self, optimizer: Optimizer) -> None:
         for parameter in parameters_of(optimizer):
@@ -165,7 +165,7 @@ class TorchLikeOperations:
     # Closures.
 
     def enable_grad(self) -> AbstractContextManager[object]:
-        context: AbstractContextManager[object] = self.library.enable_grad()
+        context: AbstractContextManager[object] = self.framework.enable_grad()
         return context
 
     def snapshot(self, optimizer: Optimizer) -> Callable[[], None]:
@@ -178,7 +178,7 @@ class TorchLikeOperations:
         ]
 
         def restore() -> None:
-            with self.library.no_grad():
+            with self.framework.no_grad():
                 for parameter, value in zip(parameters, values, strict=True):
                     parameter.copy_(value)
             optimizer.state.clear()
