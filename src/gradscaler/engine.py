@@ -318,6 +318,10 @@ class EagerScaler(ABC):
     def _set_scale(self, new_scale: Any) -> None:
         """Set the scale by hand."""
 
+    def _scale_moves(self) -> bool:
+        """Whether the policy is asked for the next scale at all."""
+        return True
+
     def _unscales_by_itself(self, optimizer: Optimizer) -> bool:
         """Whether ``_step_on_device`` is the way to step this optimizer."""
         return False

@@ -109,6 +109,8 @@ def _back_off(scaler: EagerScaler, record: OptimizerRecord) -> bool:
 
     The scaler's own state waits: other optimizers' gradients were made with its scale.
     """
+    if not scaler._scale_moves():
+        return False
     state = scaler._operations.copy(scaler._closure_state or scaler._placed_state("step"))
     before = float(state.scale)
     for _ in range(getattr(scaler._policy, "hysteresis", 1)):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy as copying
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -30,12 +29,7 @@ def is_tensor(value: object) -> bool:
 
 def scale_tensor(scale: float) -> Tensor:
     """The scale as Paddle's own scaler keeps it: float32, of shape [1], on the current device."""
-    return _scale_tensor(float(scale), paddle.float32, paddle.get_device())
-
-
-@lru_cache(maxsize=16)
-def _scale_tensor(scale: float, dtype: Any, device: str) -> Tensor:
-    return paddle.full([1], scale, dtype=dtype)
+    return paddle.full([1], float(scale), dtype="float32")
 
 
 def multiply(output: Tensor, scale: np.float32) -> Tensor:
@@ -76,26 +70,45 @@ def gradients(optimizer: Any) -> dict[Any, list[Tensor]]:
     for parameter in parameters_of(optimizer):
         grad = parameter._grad_ivar()
         if grad is not None:
+            if grad.is_selected_rows():
+                raise NotImplementedError(
+                    f"the gradient of {parameter.name} is sparse: Paddle cannot unscale it"
+                )
             by_dtype.setdefault(grad.dtype, []).append(grad)
     return by_dtype
 
 
+@paddle.no_grad()
 def unscale_(optimizer: Any, scale: np.float32) -> dict[str, Tensor]:
     """Divide the gradients by ``scale`` in place; one flag of shape [1], or none without any."""
     flag = None
     for dtype, grads in gradients(optimizer).items():
-        if dtype in _HALF and grads[0].place.is_cpu_place():  # has no kernel for these
-            found = (
-                paddle.stack([~paddle.isfinite(grad).all() for grad in grads]).any().reshape([1])
+        on_cpu = grads[0].place.is_cpu_place()
+        # The kernel takes any gradient for a contiguous one, and has none for halves on the CPU.
+        fit = [g for g in grads if g.is_contiguous() and not (dtype in _HALF and on_cpu)]
+        rest = [g for g in grads if not g.is_contiguous() or (dtype in _HALF and on_cpu)]
+        founds = []
+        if rest:
+            founds.append(
+                paddle.stack([~paddle.isfinite(g).all() for g in rest]).any().reshape([1])
             )
-            for grad in grads:
-                grad.scale_(1.0 / float(scale))
-        else:
+            for grad in rest:
+                if dtype in _HALF:
+                    _multiply_half_(grad, 1.0 / float(scale))
+                else:
+                    grad.scale_(1.0 / float(scale))
+        if fit:
             scale_dtype = paddle.float64 if dtype == paddle.float64 else paddle.float32
-            divisor = _scale_tensor(float(scale), scale_dtype, paddle.get_device())
-            _, found = _C_ops.check_finite_and_unscale_(grads, divisor)
-        flag = found if flag is None else _C_ops.bitwise_or(flag, found)
+            divisor = paddle.full([1], float(scale), dtype=scale_dtype)
+            founds.append(_C_ops.check_finite_and_unscale_(fit, divisor)[1])
+        for found in founds:
+            flag = found if flag is None else _C_ops.bitwise_or(flag, found)
     return {} if flag is None else {"found_inf": flag}
+
+
+def _multiply_half_(grad: Tensor, factor: float) -> None:
+    """Multiply in float32 and round once: the factor itself may be out of a half's range."""
+    grad.set_value(grad.astype("float32").scale(factor).astype(grad.dtype))
 
 
 @paddle.no_grad()  # type: ignore[untyped-decorator] # Paddle's is not typed
@@ -104,7 +117,8 @@ def total_norm(optimizer: Any, norm_type: float) -> Tensor:
     if not grads:
         return paddle.zeros([])
     norm = paddle.linalg.vector_norm
-    norms = [norm(grad.astype("float32"), norm_type) for grad in grads]
+    wide = "float64" if any(g.dtype == paddle.float64 for g in grads) else "float32"
+    norms = [norm(grad.astype(wide), norm_type) for grad in grads]
     return norm(paddle.stack(norms), norm_type)
 
 
@@ -116,7 +130,10 @@ def clip_coefficient(max_norm: float, norm: Tensor) -> Tensor:
 def multiply_gradients_(optimizer: Any, factor: Tensor) -> None:
     for grads in gradients(optimizer).values():
         for grad in grads:
-            grad.scale_(float(factor))
+            if grad.dtype in _HALF:
+                _multiply_half_(grad, float(factor))
+            else:
+                grad.scale_(float(factor))
 
 
 def clear_gradients(optimizer: Any) -> None:
@@ -124,18 +141,35 @@ def clear_gradients(optimizer: Any) -> None:
         parameter.clear_gradient(False)
 
 
+def _copied(value: Any, tensors: dict[int, tuple[Tensor, Tensor]]) -> Any:
+    """Containers copied, their tensors kept, and remembered with their values."""
+    if isinstance(value, paddle.Tensor):
+        tensors.setdefault(id(value), (value, value.detach().clone()))
+        return value
+    if isinstance(value, dict):
+        twin = copying.copy(value)
+        twin.update((key, _copied(item, tensors)) for key, item in value.items())
+        return twin
+    if isinstance(value, (list, set)):
+        return type(value)(_copied(item, tensors) for item in value)
+    return value
+
+
 def snapshot(optimizer: Any) -> Callable[[], None]:
-    parameters = parameters_of(optimizer)
-    values = [parameter.clone().detach() for parameter in parameters]
-    names = ("_accumulators", "_master_weights", "state")  # the last is LBFGS's
-    saved = {name: copying.deepcopy(getattr(optimizer, name, None)) for name in names}
+    tensors: dict[int, tuple[Tensor, Tensor]] = {}
+    for parameter in parameters_of(optimizer):
+        _copied(parameter, tensors)
+    saved = {
+        name: _copied(value, tensors)
+        for name, value in vars(optimizer).items()
+        if isinstance(value, (dict, list, set))
+        and name not in ("_parameter_list", "_param_groups", "_params")
+    }
 
     def restore() -> None:
-        for parameter, value in zip(parameters, values, strict=True):
-            parameter.set_value(value)
-        for name, value in saved.items():
-            if value is not None:
-                setattr(optimizer, name, value)
+        vars(optimizer).update(saved)
+        for tensor, value in tensors.values():
+            tensor.set_value(value)
 
     return restore
 

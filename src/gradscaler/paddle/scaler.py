@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from typing import Any, ClassVar
 
@@ -12,9 +11,9 @@ import paddle
 from gradscaler.engine import OptimizerRecord, Stage
 from gradscaler.errors import ParameterError
 from gradscaler.operations import FoundInf, Operations
-from gradscaler.outcome import Reason
+from gradscaler.outcome import Reason, StepOutcome
 from gradscaler.paddle import operations
-from gradscaler.paddle.spelling import PaddleRecord, PaddleSpelling
+from gradscaler.paddle.spelling import PaddleRecord, PaddleSpelling, spelled
 from gradscaler.policies import DynamicScale, FixedScale, Policy, ScaleState
 from gradscaler.replay import DEFAULT_MAX_RETRIES
 from gradscaler.state_dicts import count_in, state_values
@@ -135,6 +134,8 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):  # type: ignore[misc] #
         """
         if not operations.is_tensor(var):
             raise TypeError(f"var must be a paddle.Tensor, got {type(var).__name__}")
+        if not var._is_initialized():
+            return var
         return super().scale(var)
 
     def unscale_(self, optimizer: Any) -> None:
@@ -147,11 +148,22 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):  # type: ignore[misc] #
         """
         if not self._enabled:
             return
+        record = self._records.get(id(optimizer))
+        if record is not None and not isinstance(record, PaddleRecord):
+            del self._records[id(optimizer)]
+        record = self._record(optimizer)
+        if record.stage is Stage.UNSCALED and record.unscaled_to_clip:
+            record.unscaled_to_clip = False
+            return
+        if record.stage is not Stage.READY and "_unscale" in vars(self):
+            super().unscale_(optimizer)
         self._unscale(optimizer)
-        record = self._records[id(optimizer)]
+        record = self._records.get(id(optimizer))
+        if not isinstance(record, PaddleRecord):
+            record = self._records[id(optimizer)] = PaddleRecord()
         if record.found_inf is None:  # Fleet and the like put an _unscale of their own here
             record.optimizer = optimizer
-            record.scale = self._host_state().scale
+            record.scale = self._scale_in_use(self._host_state())
             record.found_inf = {"found_inf": self._found_inf}
         record.stage = Stage.UNSCALED
 
@@ -167,13 +179,15 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):  # type: ignore[misc] #
             What ``optimizer.minimize`` returns: operators, and pairs of parameter and gradient.
         """
         if not self._enabled:
-            return optimizer.minimize(*args, **kwargs)
+            result = optimizer.minimize(*args, **kwargs)
+            self._outcomes.put(optimizer, StepOutcome(1.0, False, "disabled"))
+            return result
         record = self._record_to_step(optimizer)
         if record.stage is Stage.READY:
             self.unscale_(optimizer)
             record = self._record(optimizer)
         result = self._step_if_finite(optimizer, record, args, kwargs, "minimize")
-        if result is None:
+        if not record.found_inf or operations.any_set(record.found_inf):
             result = _skipped_minimize(optimizer, args, kwargs)
         self._conclude(optimizer, record)
         self.update()
@@ -188,7 +202,10 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):  # type: ignore[misc] #
         Raises:
             RuntimeError: nothing was checked since the last call.
         """
-        if not self._enabled or not self._use_dynamic_loss_scaling:
+        if not self._enabled:
+            return
+        if not self._use_dynamic_loss_scaling:
+            self._records.clear()
             return
         before = self._host_state().scale
         super().update()
@@ -233,7 +250,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):  # type: ignore[misc] #
         dynamic = values["use_dynamic_loss_scaling"]
         if not isinstance(dynamic, bool):
             raise TypeError(f"use_dynamic_loss_scaling must be a bool, got {dynamic!r}")
-        policy = dataclasses.replace(
+        policy = spelled(
             self._policy,
             growth_factor=values["incr_ratio"],
             backoff_factor=values["decr_ratio"],
@@ -279,6 +296,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):  # type: ignore[misc] #
         method: str = "step",
     ) -> Any:
         if not record.found_inf:
+            self._cache_found_inf = False
             return None
         self._cache_found_inf = operations.any_set(record.found_inf)
         result = None
@@ -286,7 +304,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):  # type: ignore[misc] #
             self._clip(record)
             shares_flag = hasattr(optimizer, "_set_auxiliary_var")
             if shares_flag:
-                optimizer._set_auxiliary_var("found_inf", False)
+                optimizer._set_auxiliary_var("found_inf", self._temp_found_inf_value_false)
             result = getattr(optimizer, method)(*args, **kwargs)
             if shares_flag:  # a distributed optimizer may have found one elsewhere
                 self._cache_found_inf = bool(optimizer._get_auxiliary_var("found_inf"))
@@ -298,12 +316,15 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):  # type: ignore[misc] #
     ) -> None:
         super()._conclude(optimizer, record, reason)
         if not self._use_dynamic_loss_scaling:
-            self._records.clear()
+            self._records.pop(id(optimizer), None)
 
     def _update(self) -> None:
         """Move the scale by ``_cache_found_inf``, for Paddle's wrappers around a scaler."""
         if self._enabled:
             self._set_state(self._policy.update(self._host_state(), bool(self._cache_found_inf)))
+
+    def _scale_moves(self) -> bool:
+        return self._use_dynamic_loss_scaling
 
     def _set_scale(self, new_scale: Any) -> None:
         self.set_init_loss_scaling(new_scale)
@@ -311,7 +332,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):  # type: ignore[misc] #
     def _reset_flags(self) -> None:
         for name in _FLAGS:
             setattr(self, name, paddle.zeros([1], dtype="bool"))
-        self._found_inf = self._temp_found_inf_value_false
+        self._found_inf = paddle.zeros([1], dtype="bool")
 
 
 def _paddle_policy(*parameters: Any) -> DynamicScale:

@@ -24,6 +24,14 @@ _STAGES = {
 }
 
 
+_PARAMETERS = {
+    "growth_factor": "incr_ratio",
+    "backoff_factor": "decr_ratio",
+    "growth_interval": "incr_every_n_steps",
+    "hysteresis": "decr_every_n_nan_or_inf",
+}
+
+
 class PaddleRecord(OptimizerRecord):
     """A record that also reads and writes like the dict that Paddle keeps."""
 
@@ -113,11 +121,11 @@ class PaddleSpelling(EagerScaler):
 
     @property
     def _scale(self) -> Tensor:
-        return scale_tensor(self._host_state().scale)
+        return scale_tensor(self._scale_in_use(self._host_state()))
 
     @_scale.setter
     def _scale(self, scale: Tensor) -> None:
-        self._set_state(self._host_state()._replace(scale=np.float32(float(scale))))
+        self._set_state(self._host_state()._replace(scale=np.float32(scale.item())))
 
     @property
     def _incr_count(self) -> int:
@@ -154,10 +162,20 @@ class PaddleSpelling(EagerScaler):
         self._initial_state = self._state = state
 
     def _change_policy(self, **changes: Any) -> None:
-        try:
-            self._policy = dataclasses.replace(self._policy, **changes)
-        except ValueError as error:  # Paddle raises AssertionError for some of these
-            raise ParameterError(str(error)) from None
+        self._policy = spelled(self._policy, **changes)
 
     def _check_scale(self, name: str, scale: object) -> float:
         return checks.loss_scale(name, scale, self._policy.min_scale, self._policy.max_scale)
+
+
+def spelled(policy: DynamicScale, **changes: Any) -> DynamicScale:
+    """A policy with changes; an error names the parameter as Paddle does."""
+    try:
+        return dataclasses.replace(policy, **changes)
+    except (ValueError, TypeError) as error:
+        message = str(error)
+        for name, paddles in _PARAMETERS.items():
+            message = message.replace(name, paddles)
+        if isinstance(error, TypeError):
+            raise TypeError(message) from None
+        raise ParameterError(message) from None  # Paddle raises AssertionError for some of these
