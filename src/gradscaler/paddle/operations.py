@@ -7,6 +7,8 @@ the whole rule, so the state is kept there: a NumPy float32 and two ints.
 from __future__ import annotations
 
 import copy as copying
+import functools
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -53,7 +55,7 @@ def copy(state: ScaleState) -> ScaleState:
 
 
 def any_set(found_inf: FoundInf) -> bool:
-    return any(map(bool, found_inf.values()))
+    return any(flag.item() if is_tensor(flag) else flag for flag in found_inf.values())
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
@@ -78,37 +80,58 @@ def gradients(optimizer: Any) -> dict[Any, list[Tensor]]:
     return by_dtype
 
 
-@paddle.no_grad()
-def unscale_(optimizer: Any, scale: np.float32) -> dict[str, Tensor]:
-    """Divide the gradients by ``scale`` in place; one flag of shape [1], or none without any."""
-    flag = None
-    for dtype, grads in gradients(optimizer).items():
-        on_cpu = grads[0].place.is_cpu_place()
-        # The kernel takes any gradient for a contiguous one, and has none for halves on the CPU.
-        fit = [g for g in grads if g.is_contiguous() and not (dtype in _HALF and on_cpu)]
-        rest = [g for g in grads if not g.is_contiguous() or (dtype in _HALF and on_cpu)]
-        founds = []
-        if rest:
-            founds.append(
-                paddle.stack([~paddle.isfinite(g).all() for g in rest]).any().reshape([1])
-            )
-            for grad in rest:
-                if dtype in _HALF:
-                    _multiply_half_(grad, 1.0 / float(scale))
-                else:
-                    grad.scale_(1.0 / float(scale))
-        if fit:
-            scale_dtype = paddle.float64 if dtype == paddle.float64 else paddle.float32
-            divisor = paddle.full([1], float(scale), dtype=scale_dtype)
-            founds.append(_C_ops.check_finite_and_unscale_(fit, divisor)[1])
-        for found in founds:
-            flag = found if flag is None else _C_ops.bitwise_or(flag, found)
-    return {} if flag is None else {"found_inf": flag}
+def unscale_(optimizer: Any, scale: np.float32) -> dict[str, Any]:
+    """Divide the gradients by ``scale`` in place; one flag, or none where there are no gradients.
+
+    The flag is a bool where its reading waits for no device, else a tensor of shape [1].
+    """
+    found_infs: list[Any] = []
+    with paddle.no_grad():
+        for grads in gradients(optimizer).values():
+            # Paddle's kernel takes any gradient for a contiguous one. On the CPU it is slow, takes
+            # no halves, and after an overflow it zeroes what it should unscale.
+            on_cpu = grads[0].place.is_cpu_place()
+            fit = [grad for grad in grads if not on_cpu and grad.is_contiguous()]
+            rest = [grad for grad in grads if on_cpu or not grad.is_contiguous()]
+            if fit:
+                found_infs.append(_unscale_at_once_(fit, float(scale)))
+            if rest:
+                found_infs.append(not _all_finite(rest))
+                for grad in rest:
+                    _multiply_(grad, 1.0 / float(scale))
+    if not found_infs:
+        return {}
+    return {"found_inf": functools.reduce(lambda a, b: a | b, found_infs)}
 
 
-def _multiply_half_(grad: Tensor, factor: float) -> None:
-    """Multiply in float32 and round once: the factor itself may be out of a half's range."""
-    grad.set_value(grad.astype("float32").scale(factor).astype(grad.dtype))
+def _unscale_at_once_(grads: list[Tensor], scale: float) -> Tensor:
+    wide = grads[0].dtype == paddle.float64
+    divisor = paddle.full([1], scale, dtype="float64" if wide else "float32")
+    return _C_ops.check_finite_and_unscale_(grads, divisor)[1]
+
+
+def _all_finite(grads: list[Tensor]) -> bool:
+    """Whether no element is Inf or NaN: a finite sum of their squares, which is fast, proves it."""
+    squares = [_C_ops.squared_l2_norm(_widened(grad)) for grad in grads]
+    if math.isfinite(_C_ops.add_n(squares).item()):
+        return True
+    return all(_C_ops.isfinite(grad).all().item() for grad in grads)
+
+
+def _widened(grad: Tensor) -> Tensor:
+    return grad.astype("float32") if grad.dtype in _HALF else grad
+
+
+def _multiply_(grad: Tensor, factor: float) -> None:
+    if grad.dtype in _HALF:  # in float32, rounded once: a half may not even hold the factor
+        grad.set_value(_scaled(_widened(grad), factor).astype(grad.dtype))
+    else:
+        _scaled(grad, factor)
+
+
+def _scaled(tensor: Tensor, factor: float) -> Tensor:
+    """``tensor`` itself, multiplied; the bias is what an addition leaves everything by, -0.0 too."""
+    return _C_ops.scale_(tensor, factor, -0.0, True)
 
 
 @paddle.no_grad()  # type: ignore[untyped-decorator] # Paddle's is not typed
@@ -130,10 +153,7 @@ def clip_coefficient(max_norm: float, norm: Tensor) -> Tensor:
 def multiply_gradients_(optimizer: Any, factor: Tensor) -> None:
     for grads in gradients(optimizer).values():
         for grad in grads:
-            if grad.dtype in _HALF:
-                _multiply_half_(grad, float(factor))
-            else:
-                grad.scale_(float(factor))
+            _multiply_(grad, factor.item())
 
 
 def clear_gradients(optimizer: Any) -> None:

@@ -284,7 +284,10 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):  # type: ignore[misc] #
 
     def _unscale_and_check(self, optimizer: Any, scale: Any) -> tuple[Any, FoundInf]:
         found_inf = operations.unscale_(optimizer, scale)
-        self._found_inf = found_inf.get("found_inf", self._temp_found_inf_value_false)
+        flag = found_inf.get("found_inf", False)
+        if isinstance(flag, bool):
+            flag = paddle.ones([1], "bool") if flag else self._temp_found_inf_value_false
+        self._found_inf = flag
         return scale, found_inf
 
     def _step_if_finite(
