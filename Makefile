@@ -2,9 +2,7 @@
 # use and again whenever its requirements change. PYTHON chooses the interpreter.
 
 PYTHON ?= python3
-FRAMEWORKS := torch tensorplay
-# Begun, and not yet part of `make test`: its own tests still find defects.
-BEGUN := paddle
+FRAMEWORKS := torch tensorplay paddle
 
 CORE := $(filter-out src/gradscaler/__main__.py,$(wildcard src/gradscaler/*.py)) \
 	src/gradscaler/policies
@@ -12,10 +10,9 @@ torch_SOURCES := src/gradscaler/torch_like src/gradscaler/torch src/gradscaler/d
 	src/gradscaler/__main__.py
 tensorplay_SOURCES := src/gradscaler/torch_like src/gradscaler/tensorplay
 paddle_SOURCES := src/gradscaler/paddle
-torch_BENCHMARKS := benchmarks/paired.py benchmarks/torch_scaler.py
 torch_TESTS := $(CORE) $(wildcard tests/*.py) tests/policies
 
-.PHONY: demo test lint bench clean $(addprefix test-,$(FRAMEWORKS) $(BEGUN))
+.PHONY: demo test lint bench clean $(foreach framework,$(FRAMEWORKS),test-$(framework) bench-$(framework))
 
 demo: .venv/torch/.ready
 	.venv/torch/bin/python -m gradscaler demo
@@ -27,12 +24,15 @@ lint: .venv/torch/.ready
 	.venv/torch/bin/ruff format --check .
 
 # Strict types, doctests and tests, every warning an error. The core's run with PyTorch's.
-$(addprefix test-,$(FRAMEWORKS) $(BEGUN)): test-%: .venv/%/.ready
-	.venv/$*/bin/mypy $(CORE) $($*_SOURCES) examples/$*_digits.py $($*_BENCHMARKS)
+$(addprefix test-,$(FRAMEWORKS)): test-%: .venv/%/.ready
+	.venv/$*/bin/mypy $(CORE) $($*_SOURCES) examples/$*_digits.py benchmarks/$*_*.py
 	.venv/$*/bin/python -m pytest -n auto $($*_TESTS) $($*_SOURCES) tests/$*
 
-bench: .venv/torch/.ready
-	.venv/torch/bin/python benchmarks/torch_scaler.py
+bench: $(addprefix bench-,$(FRAMEWORKS))
+
+# Beside the framework's own scaler, in one run.
+$(addprefix bench-,$(FRAMEWORKS)): bench-%: .venv/%/.ready
+	.venv/$*/bin/python benchmarks/$*_scaler.py
 
 .venv/%/.ready: requirements/%.txt requirements/test.txt pyproject.toml
 	$(PYTHON) -m venv --clear .venv/$*

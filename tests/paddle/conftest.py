@@ -8,12 +8,8 @@ from collections.abc import Mapping
 from types import MethodType, SimpleNamespace
 
 import numpy as np
+import paddle
 import pytest
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Paddle warns at import where no ccache is installed
-    import paddle
-
 from paddle.utils import unique_name
 
 from gradscaler.paddle import GradScaler

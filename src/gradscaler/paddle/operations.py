@@ -9,18 +9,22 @@ from __future__ import annotations
 import copy as copying
 import functools
 import math
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import paddle
-from paddle import _C_ops
+from paddle.base import core
 
 from gradscaler.operations import FoundInf
 from gradscaler.policies import Policy, ScaleState
 
 Tensor = Any
+
+_C_ops: Any = paddle._C_ops  # where Paddle's own scaler has its kernel from; not all typed
+_eager: Any = core.eager
 
 _HALF = (paddle.float16, paddle.bfloat16)
 
@@ -29,13 +33,8 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, paddle.Tensor)
 
 
-def scale_tensor(scale: float) -> Tensor:
-    """The scale as Paddle's own scaler keeps it: float32, of shape [1], on the current device."""
-    return paddle.full([1], float(scale), dtype="float32")
-
-
 def multiply(output: Tensor, scale: np.float32) -> Tensor:
-    return output * scale_tensor(scale)
+    return output * _C_ops.full([1], float(scale), paddle.float32, output.place)
 
 
 def place(state: ScaleState, device: Any) -> ScaleState:
@@ -55,7 +54,12 @@ def copy(state: ScaleState) -> ScaleState:
 
 
 def any_set(found_inf: FoundInf) -> bool:
-    return any(flag.item() if is_tensor(flag) else flag for flag in found_inf.values())
+    return any(map(is_set, found_inf.values()))
+
+
+def is_set(flag: Any) -> bool:
+    """Whether a flag is set; ``bool`` of a tensor would take longer."""
+    return bool(flag.item() if is_tensor(flag) else flag)
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
@@ -66,17 +70,22 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
     return list(optimizer._parameter_list or ())
 
 
-def gradients(optimizer: Any) -> dict[Any, list[Tensor]]:
-    """The optimizer's gradients by dtype."""
-    by_dtype: dict[Any, list[Tensor]] = {}
-    for parameter in parameters_of(optimizer):
-        grad = parameter._grad_ivar()
-        if grad is not None:
-            if grad.is_selected_rows():
-                raise NotImplementedError(
-                    f"the gradient of {parameter.name} is sparse: Paddle cannot unscale it"
-                )
-            by_dtype.setdefault(grad.dtype, []).append(grad)
+def gradients(optimizer: Any) -> list[list[Tensor]]:
+    """The optimizer's gradients, those of one dtype together.
+
+    Raises:
+        NotImplementedError: a gradient is sparse.
+    """
+    parameters = parameters_of(optimizer)
+    grads = [grad for p in parameters if (grad := p._grad_ivar()) is not None]
+    for grad in grads:
+        if grad.is_selected_rows():
+            raise NotImplementedError(f"{grad.name} is sparse: Paddle cannot unscale it")
+    # Done in C++, for asking a tensor for its dtype is slow; but that knows three dtypes alone.
+    by_dtype: list[list[Tensor]] = list(filter(None, _eager.get_grads_lists(parameters)))
+    if sum(map(len, by_dtype)) < len(grads):
+        dtypes = {grad.dtype for grad in grads}
+        by_dtype = [[grad for grad in grads if grad.dtype == dtype] for dtype in dtypes]
     return by_dtype
 
 
@@ -87,7 +96,7 @@ def unscale_(optimizer: Any, scale: np.float32) -> dict[str, Any]:
     """
     found_infs: list[Any] = []
     with paddle.no_grad():
-        for grads in gradients(optimizer).values():
+        for grads in gradients(optimizer):
             # Paddle's kernel takes any gradient for a contiguous one. On the CPU it is slow, takes
             # no halves, and after an overflow it zeroes what it should unscale.
             on_cpu = grads[0].place.is_cpu_place()
@@ -97,11 +106,10 @@ def unscale_(optimizer: Any, scale: np.float32) -> dict[str, Any]:
                 found_infs.append(_unscale_at_once_(fit, float(scale)))
             if rest:
                 found_infs.append(not _all_finite(rest))
-                for grad in rest:
-                    _multiply_(grad, 1.0 / float(scale))
+                _multiply_(rest, 1.0 / float(scale))
     if not found_infs:
         return {}
-    return {"found_inf": functools.reduce(lambda a, b: a | b, found_infs)}
+    return {"found_inf": functools.reduce(operator.or_, found_infs)}
 
 
 def _unscale_at_once_(grads: list[Tensor], scale: float) -> Tensor:
@@ -112,31 +120,28 @@ def _unscale_at_once_(grads: list[Tensor], scale: float) -> Tensor:
 
 def _all_finite(grads: list[Tensor]) -> bool:
     """Whether no element is Inf or NaN: a finite sum of their squares, which is fast, proves it."""
-    squares = [_C_ops.squared_l2_norm(_widened(grad)) for grad in grads]
+    wide = [grad.astype("float32") for grad in grads] if grads[0].dtype in _HALF else grads
+    squares = [_C_ops.squared_l2_norm(grad) for grad in wide]
     if math.isfinite(_C_ops.add_n(squares).item()):
         return True
     return all(_C_ops.isfinite(grad).all().item() for grad in grads)
 
 
-def _widened(grad: Tensor) -> Tensor:
-    return grad.astype("float32") if grad.dtype in _HALF else grad
-
-
-def _multiply_(grad: Tensor, factor: float) -> None:
-    if grad.dtype in _HALF:  # in float32, rounded once: a half may not even hold the factor
-        grad.set_value(_scaled(_widened(grad), factor).astype(grad.dtype))
+def _multiply_(grads: list[Tensor], factor: float) -> None:
+    """Multiply gradients of one dtype, halves in float32: a half may not even hold the factor."""
+    # The bias is -0.0, for adding 0.0 would make a 0.0 of -0.0.
+    if grads[0].dtype in _HALF:
+        for grad in grads:
+            product = _C_ops.scale(grad.astype("float32"), factor, -0.0, True)
+            grad.set_value(product.astype(grad.dtype))
     else:
-        _scaled(grad, factor)
+        for grad in grads:
+            _C_ops.scale_(grad, factor, -0.0, True)
 
 
-def _scaled(tensor: Tensor, factor: float) -> Tensor:
-    """``tensor`` itself, multiplied; the bias is what an addition leaves everything by, -0.0 too."""
-    return _C_ops.scale_(tensor, factor, -0.0, True)
-
-
-@paddle.no_grad()  # type: ignore[untyped-decorator] # Paddle's is not typed
+@paddle.no_grad()
 def total_norm(optimizer: Any, norm_type: float) -> Tensor:
-    grads = [grad for group in gradients(optimizer).values() for grad in group]
+    grads = [grad for group in gradients(optimizer) for grad in group]
     if not grads:
         return paddle.zeros([])
     norm = paddle.linalg.vector_norm
@@ -149,11 +154,10 @@ def clip_coefficient(max_norm: float, norm: Tensor) -> Tensor:
     return paddle.clip(max_norm / (norm + 1e-6), max=1.0)
 
 
-@paddle.no_grad()  # type: ignore[untyped-decorator] # Paddle's is not typed
+@paddle.no_grad()
 def multiply_gradients_(optimizer: Any, factor: Tensor) -> None:
-    for grads in gradients(optimizer).values():
-        for grad in grads:
-            _multiply_(grad, factor.item())
+    for grads in gradients(optimizer):
+        _multiply_(grads, factor.item())
 
 
 def clear_gradients(optimizer: Any) -> None:

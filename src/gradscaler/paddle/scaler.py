@@ -38,7 +38,7 @@ _FLAGS = (
 )
 
 
-class GradScaler(PaddleSpelling, paddle.amp.GradScaler):  # type: ignore[misc] # untyped base
+class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
     """Loss scaling for Paddle's dynamic graph: a drop-in for ``paddle.amp.GradScaler``.
 
     It scales on every device and under every autocast dtype; Paddle's switches itself off on the
@@ -78,6 +78,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):  # type: ignore[misc] #
 
     _operations: ClassVar[Operations] = operations
     _record_type: ClassVar[type[OptimizerRecord]] = PaddleRecord
+    _cache_found_inf: bool | None  # type: ignore[assignment] # Paddle's has the type of its None
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):  # type: ignore[misc] #
         self._use_dynamic_loss_scaling = use_dynamic_loss_scaling
         self._init_loss_scaling = policy.init_scale
         self._set_state(policy.init())
-        self._cache_found_inf: bool | None = None
+        self._cache_found_inf = None
         self._reset_flags()
 
     # The calls of a training loop.
@@ -193,7 +194,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):  # type: ignore[misc] #
         self.update()
         return result
 
-    def update(self) -> None:
+    def update(self) -> None:  # type: ignore[override] # Paddle's takes no scale
         """Move the scale by the policy, from what this iteration's checks found.
 
         Any optimizer's overflow makes it a non-finite step. Without dynamic loss scaling there is
@@ -215,7 +216,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):  # type: ignore[misc] #
 
     # State.
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override] # Paddle's says Tensor
         """The scale, the rule's parameters and the two counts, by Paddle's eight keys.
 
         ``scale`` is a float32 array of shape [1]. Empty if scaling is disabled.
@@ -234,7 +235,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):  # type: ignore[misc] #
             "use_dynamic_loss_scaling": self._use_dynamic_loss_scaling,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Any) -> None:
         """Take everything from a state dict, Paddle's own too.
 
         Nothing changes if it raises; nothing happens if scaling is disabled.
@@ -310,7 +311,8 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):  # type: ignore[misc] #
                 optimizer._set_auxiliary_var("found_inf", self._temp_found_inf_value_false)
             result = getattr(optimizer, method)(*args, **kwargs)
             if shares_flag:  # a distributed optimizer may have found one elsewhere
-                self._cache_found_inf = bool(optimizer._get_auxiliary_var("found_inf"))
+                flag = optimizer._get_auxiliary_var("found_inf")
+                self._cache_found_inf = operations.is_set(flag)
         record.found_inf = {"found_inf": self._cache_found_inf}  # read once
         return result
 

@@ -9,12 +9,12 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import paddle
 from paddle.amp.grad_scaler import OptimizerState
 
 from gradscaler.engine import EagerScaler, OptimizerRecord, Stage
 from gradscaler.errors import ParameterError
 from gradscaler.operations import Tensor
-from gradscaler.paddle.operations import scale_tensor
 from gradscaler.policies import DynamicScale, ScaleState, checks
 
 _STAGES = {
@@ -121,7 +121,8 @@ class PaddleSpelling(EagerScaler):
 
     @property
     def _scale(self) -> Tensor:
-        return scale_tensor(self._scale_in_use(self._host_state()))
+        scale = self._scale_in_use(self._host_state())
+        return paddle.full([1], float(scale), dtype="float32")
 
     @_scale.setter
     def _scale(self, scale: Tensor) -> None:

@@ -1,0 +1,103 @@
+"""What the benchmarks of the eager frameworks share: gradients to unscale, and the command line.
+
+Both scalers do the calls of a training loop on the same gradients, by turns. With an optimizer
+whose step does nothing, the time is the scaler's own; with a real one it is the whole step's. A
+call ends with unscaled gradients; they are scaled again outside the measured time, so every call
+reads the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import paired
+
+Shape = tuple[int, ...]
+
+SCALE = 2.0**16
+NEVER = 2**30  # the growth interval: the scale stays what the gradients are scaled by
+
+LAYER: list[Shape] = [  # of GPT-2 small: shapes of one transformer block
+    *[(768,), (768,)],  # ln_1: weight, bias
+    *[(768, 2304), (2304,)],  # attn.c_attn
+    *[(768, 768), (768,)],  # attn.c_proj
+    *[(768,), (768,)],  # ln_2
+    *[(768, 3072), (3072,)],  # mlp.c_fc
+    *[(3072, 768), (768,)],  # mlp.c_proj
+]
+EMBEDDINGS: list[Shape] = [(50257, 768), (1024, 768)]  # wte, which is the output layer too; wpe
+FINAL_NORM: list[Shape] = [(768,), (768,)]  # ln_f
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Parameters to make gradients for.
+
+    Attributes:
+        name: for the table.
+        shapes: one for each parameter.
+        calls: calls of a scaler to one measurement.
+    """
+
+    name: str
+    shapes: Sequence[Shape]
+    calls: int
+
+
+WORKLOADS = [
+    Workload("GPT-2 small", EMBEDDINGS + LAYER * 12 + FINAL_NORM, calls=1),
+    Workload("2,000 of 64x64", [(64, 64)] * 2000, calls=5),
+    Workload("one 16x16 linear", [(16, 16), (16,)], calls=200),
+]
+
+
+def run(
+    arguments: argparse.Namespace,
+    setting: Mapping[str, Any],
+    comparisons: Sequence[Callable[[Workload, int], paired.Comparison]],
+) -> None:
+    """Make every comparison of every workload; print a table, and write JSON where asked.
+
+    Args:
+        arguments: the command line's.
+        setting: what the numbers depend on, by name.
+        comparisons: from a workload and a number of repetitions.
+    """
+    setting = {**paired.machine(), **setting, "repetitions": arguments.repetitions}
+    print(*(f"{name}: {value}" for name, value in setting.items()), sep="\n", end="\n\n")
+    results = [
+        compare(workload, arguments.repetitions)
+        for compare in comparisons
+        for workload in WORKLOADS
+    ]
+    print(paired.table(results))
+    if arguments.json:
+        paired.write_json(arguments.json, setting, results)
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line: what every benchmark takes, and what ``parser`` has already."""
+    parser.add_argument(
+        "--repetitions",
+        type=int,
+        default=50,
+        help="measurements of each scaler and workload, at least 6 (%(default)s)",
+    )
+    parser.add_argument(
+        "--quick",
+        dest="repetitions",
+        action="store_const",
+        const=10,
+        help="10 repetitions",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement here")
+    arguments = parser.parse_args()
+    if arguments.repetitions < 6:
+        parser.error("--repetitions must be at least 6: fewer give no 95 % interval")
+    if arguments.json and not arguments.json.absolute().parent.is_dir():
+        parser.error(f"--json: there is no folder {arguments.json.parent}")
+    return arguments

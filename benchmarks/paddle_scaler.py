@@ -1,0 +1,101 @@
+"""What loss scaling costs on the CPU: gradscaler.paddle.GradScaler beside Paddle's own.
+
+    python benchmarks/paddle_scaler.py
+
+Paddle's scaler switches itself off on the CPU. Here it is told that it is on a GPU and under
+float16 autocast, which changes nothing else that it does. The optimizer is either one whose step
+does nothing or SGD.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import eager
+import paddle
+import paired
+
+import gradscaler.paddle
+
+
+class IdleOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc] # it is Any to mypy
+    """An optimizer whose step costs nothing."""
+
+    def __init__(self, parameters: Sequence[Any]) -> None:
+        super().__init__(learning_rate=0.0, parameters=parameters)
+
+    def step(self) -> None:
+        """Leave the parameters alone."""
+
+
+def sgd(parameters: Sequence[Any]) -> Any:
+    """The optimizer to time a whole step with."""
+    return paddle.optimizer.SGD(learning_rate=1e-4, parameters=parameters)
+
+
+def compare(
+    make_optimizer: Callable[[Sequence[Any]], Any], workload: eager.Workload, repetitions: int
+) -> paired.Comparison:
+    """Time both scalers around one optimizer, on one set of gradients."""
+    paddle.seed(0)
+    zeros = paddle.nn.initializer.Constant(0.0)
+    parameters = [
+        paddle.create_parameter(shape, "float32", default_initializer=zeros)
+        for shape in workload.shapes
+    ]
+    for parameter in parameters:
+        parameter.grad = paddle.randn(parameter.shape) * 1e-3
+    gradients: list[Any] = [parameter.grad for parameter in parameters]
+    optimizer = make_optimizer(parameters)
+    loss = paddle.ones([1])
+
+    def iteration(scaler: Any) -> None:
+        scaler.scale(loss)
+        scaler.step(optimizer)
+        scaler.update()
+
+    def scale_gradients() -> None:
+        for gradient in gradients:
+            gradient.scale_(eager.SCALE)
+
+    def sums() -> list[Any]:
+        return [gradient.sum().item() for gradient in gradients]
+
+    options: dict[str, Any] = {"init_loss_scaling": eager.SCALE, "incr_every_n_steps": eager.NEVER}
+    ours = gradscaler.paddle.GradScaler(**options)
+    native = paddle.amp.GradScaler(**options)
+    before = sums()
+    seconds = paired.interleave(
+        {"ours": partial(iteration, ours), "native": partial(iteration, native)},
+        prepare=scale_gradients,
+        repetitions=repetitions,
+        calls=workload.calls,
+    )
+    if not native.is_enable():
+        raise RuntimeError("Paddle's own scaler has switched itself off")
+    if before != sums():
+        raise RuntimeError(f"{workload.name}: the gradients were not unscaled to what they were")
+    return paired.Comparison(f"{workload.name}, {type(optimizer).__name__}", **seconds)
+
+
+def main() -> None:
+    """Time every workload with both optimizers."""
+    arguments = eager.parse(argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]))
+    module: Any = sys.modules["paddle.amp.grad_scaler"]
+    on_gpu = SimpleNamespace(_expected_place=SimpleNamespace(is_gpu_place=lambda: True))
+    module._dygraph_tracer = lambda: on_gpu
+    module.amp_global_state = lambda: SimpleNamespace(amp_dtype="float16")
+    eager.run(
+        arguments,
+        {"paddle": paddle.version.full_version},
+        [partial(compare, IdleOptimizer), partial(compare, sgd)],
+    )
+
+
+if __name__ == "__main__":
+    main()

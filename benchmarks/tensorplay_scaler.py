@@ -1,0 +1,85 @@
+"""What loss scaling costs on the CPU: gradscaler.tensorplay.GradScaler beside TensorPlay's own.
+
+    python benchmarks/tensorplay_scaler.py
+
+The optimizer is either one whose step does nothing or SGD.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import eager
+import paired
+import tensorplay
+
+import gradscaler.tensorplay
+
+tp: Any = tensorplay  # typed in part
+
+
+class IdleOptimizer(tensorplay.optim.Optimizer):
+    """An optimizer whose step costs nothing."""
+
+    def __init__(self, parameters: Sequence[Any]) -> None:
+        super().__init__(parameters, {})  # type: ignore[no-untyped-call] # untyped base
+
+    def step(self, closure: Any = None) -> None:
+        """Leave the parameters alone."""
+
+
+def sgd(parameters: Sequence[Any]) -> Any:
+    """The optimizer to time a whole step with."""
+    return tp.optim.SGD(parameters, lr=1e-4)
+
+
+def compare(
+    make_optimizer: Callable[[Sequence[Any]], Any], workload: eager.Workload, repetitions: int
+) -> paired.Comparison:
+    """Time both scalers around one optimizer, on one set of gradients."""
+    tp.manual_seed(0)
+    parameters = [tp.nn.Parameter(tp.zeros(shape)) for shape in workload.shapes]
+    gradients = [tp.randn(shape) * 1e-3 for shape in workload.shapes]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    optimizer = make_optimizer(parameters)
+    loss = tp.ones([])
+
+    def iteration(scaler: Any) -> None:
+        scaler.scale(loss)
+        scaler.step(optimizer)
+        scaler.update()
+
+    def scale_gradients() -> None:
+        for parameter in parameters:
+            parameter.grad.mul_(eager.SCALE)
+
+    ours = gradscaler.tensorplay.GradScaler("cpu", eager.SCALE, growth_interval=eager.NEVER)
+    native = tp.amp.GradScaler("cpu", eager.SCALE, growth_interval=eager.NEVER)
+    sums = [gradient.sum().item() for gradient in gradients]
+    seconds = paired.interleave(
+        {"ours": partial(iteration, ours), "native": partial(iteration, native)},
+        prepare=scale_gradients,
+        repetitions=repetitions,
+        calls=workload.calls,
+    )
+    if sums != [parameter.grad.sum().item() for parameter in parameters]:
+        raise RuntimeError(f"{workload.name}: the gradients were not unscaled to what they were")
+    return paired.Comparison(f"{workload.name}, {type(optimizer).__name__}", **seconds)
+
+
+def main() -> None:
+    """Time every workload with both optimizers."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    eager.run(
+        eager.parse(parser),
+        {"tensorplay": tensorplay.__version__},
+        [partial(compare, IdleOptimizer), partial(compare, sgd)],
+    )
+
+
+if __name__ == "__main__":
+    main()
