@@ -150,14 +150,14 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
         if not self._enabled:
             return
         record = self._records.get(id(optimizer))
-        if record is not None and not isinstance(record, PaddleRecord):
+        if record is not None and not isinstance(record, PaddleRecord):  # a wrapper's own dict
             del self._records[id(optimizer)]
         record = self._record(optimizer)
         if record.stage is Stage.UNSCALED and record.unscaled_to_clip:
             record.unscaled_to_clip = False
             return
         if record.stage is not Stage.READY and "_unscale" in vars(self):
-            super().unscale_(optimizer)
+            super().unscale_(optimizer)  # raises: a wrapper's _unscale may not look at the order
         self._unscale(optimizer)
         record = self._records.get(id(optimizer))
         if not isinstance(record, PaddleRecord):
