@@ -1,0 +1,54 @@
+"""Gradients and steps on JAX: no branches, so that XLA fuses the choice into the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+where = jnp.where
+
+
+def all_finite(gradients: list[Any]) -> Any:
+    """Whether no gradient holds an Inf or a NaN."""
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(g)) for g in gradients if g is not None]))
+
+
+def apply_if_finite(
+    optimizer: Any,
+    gradients: list[Any],
+    variables: list[Any] | None,
+    unscale: Callable[..., list[Any]],
+    update: Callable[[Any], None],
+) -> None:
+    """Apply in any case, and choose between the old and the new values."""
+    finite = all_finite(gradients)
+    changing = [*optimizer._trainable_variables, *optimizer.variables]
+    before = [variable.value for variable in changing]
+    optimizer.apply(unscale(gradients, variables), variables)
+    for variable, value in zip(changing, before, strict=True):
+        if variable.value is not value:
+            variable.assign(jnp.where(finite, variable.value, value))
+    update(~finite)
+
+
+def gradients(
+    loss: Any, scale_loss: Callable[[Any], Any], var_list: Any, tape: Any
+) -> tuple[list[Any], list[Any]]:
+    """Of a function that reads the variables."""
+    if tape is not None or not callable(loss):
+        raise ValueError(
+            "JAX differentiates functions: pass a loss without arguments to call, and no tape"
+        )
+    variables = keras.tree.flatten(var_list() if callable(var_list) else var_list)
+
+    def scaled_loss(values: list[Any]) -> Any:
+        pairs = list(zip(variables, values, strict=True))
+        with keras.StatelessScope(state_mapping=pairs):
+            value = loss()
+        return jnp.sum(scale_loss(value))
+
+    return jax.grad(scaled_loss)([variable.value for variable in variables]), variables

@@ -1,0 +1,72 @@
+"""Gradients and steps on TensorFlow, ``tf.distribute`` included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+where = tf.where
+
+
+def all_finite(gradients: list[Any]) -> Any:
+    """Whether no gradient holds an Inf or a NaN."""
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values if v is not None])
+
+
+def apply_if_finite(
+    optimizer: Any,
+    gradients: list[Any],
+    variables: list[Any] | None,
+    unscale: Callable[..., list[Any]],
+    update: Callable[[Any], None],
+) -> None:
+    """Apply in every replica or in none: the gradients are not summed yet when they are checked."""
+    replica = tf.distribute.get_replica_context()
+    if replica is None:
+        raise ValueError("apply() must be called in a replica context.")
+    found_inf = ~all_finite(gradients)
+    if replica.num_replicas_in_sync > 1:  # the optimizer sums the replicas' gradients later
+        count = replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(found_inf, tf.float32))
+        found_inf = count > 0
+
+    def apply(gradients: list[Any], variables: list[Any] | None) -> None:
+        optimizer.apply(unscale(gradients, variables), variables)
+
+    if tf.__internal__.distribute.strategy_supports_no_merge_call():
+        tf.cond(found_inf, lambda: None, lambda: apply(gradients, variables))
+        update(found_inf)
+        return
+
+    # The step merges the replicas, which cannot be done within a branch of one of them.
+    def across_replicas(
+        strategy: tf.distribute.Strategy,
+        gradients: list[Any],
+        variables: list[Any] | None,
+        found_inf: Any,
+    ) -> None:
+        found_inf = strategy.experimental_local_results(found_inf)[0]  # they are all the same
+        run = strategy.extended.call_for_each_replica
+        tf.cond(found_inf, lambda: None, lambda: run(apply, args=(gradients, variables)))
+        update(found_inf)
+
+    replica.merge_call(across_replicas, args=(gradients, variables, found_inf))
+
+
+def gradients(
+    loss: Any, scale_loss: Callable[[Any], Any], var_list: Any, tape: Any
+) -> tuple[list[Any], list[Any]]:
+    """Of a function, or of a tensor and the tape that recorded it."""
+    if tape is None:
+        if not callable(loss):
+            raise ValueError(
+                f"`tape` is required when a `Tensor` loss is passed. Received: loss={loss}."
+            )
+        tape = tf.GradientTape()
+    with tape:
+        scaled_loss = scale_loss(loss() if callable(loss) else loss)
+    variables = keras.tree.flatten(var_list() if callable(var_list) else var_list)
+    return tape.gradient(scaled_loss, variables), variables

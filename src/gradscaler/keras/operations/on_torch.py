@@ -1,0 +1,44 @@
+"""Gradients and steps on PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import torch
+
+where = torch.where
+
+
+def all_finite(gradients: list[Any]) -> Any:
+    """Whether no gradient holds an Inf or a NaN."""
+    given = [gradient for gradient in gradients if gradient is not None]
+    return torch.stack([torch.isfinite(gradient).all() for gradient in given]).all()
+
+
+def apply_if_finite(
+    optimizer: Any,
+    gradients: list[Any],
+    variables: list[Any] | None,
+    unscale: Callable[..., list[Any]],
+    update: Callable[[Any], None],
+) -> None:
+    """Apply or not, by one look at the flag from the host."""
+    finite = all_finite(gradients)
+    keras.ops.cond(
+        finite, lambda: optimizer.apply(unscale(gradients, variables), variables), lambda: None
+    )
+    update(~finite)
+
+
+def gradients(
+    loss: Any, scale_loss: Callable[[Any], Any], var_list: Any, tape: Any
+) -> tuple[list[Any], list[Any]]:
+    """Of a function or a tensor."""
+    if tape is not None:
+        raise ValueError("PyTorch records gradients without a tape: leave tape out")
+    scaled_loss = scale_loss(loss() if callable(loss) else loss).sum()
+    variables = keras.tree.flatten(var_list() if callable(var_list) else var_list)
+    values = [variable.value for variable in variables]
+    return list(torch.autograd.grad(scaled_loss, values, allow_unused=True)), variables

@@ -1,0 +1,382 @@
+"""``keras.optimizers.LossScaleOptimizer`` with all that Keras 2's had, on every backend."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+from keras import ops
+
+from gradscaler.keras import operations
+from gradscaler.keras_like import arguments
+from gradscaler.keras_like.arguments import ScalePolicy
+from gradscaler.keras_like.delegation import OPTIONS, Delegating
+from gradscaler.policies import FixedScale, ScaleState
+
+Tensor = Any
+Variable = Any
+
+
+@keras.saving.register_keras_serializable("gradscaler")
+class LossScaleOptimizer(Delegating, keras.optimizers.LossScaleOptimizer):  # type: ignore[misc] # untyped base
+    """Loss scaling for Keras 3, with the API of Keras 2: wraps any optimizer, on any backend.
+
+    A drop-in for ``keras.optimizers.LossScaleOptimizer``, ``model.compile`` and ``model.fit``
+    included. Beyond it: a scale that does not move (``dynamic=False``), one that stays between 1
+    and the largest float32, Keras 2's methods and properties, and JAX outside ``stateless_apply``.
+
+    With a loss scale ``s``, ``minimize`` and ``apply_gradients`` do::
+
+        g = gradients of (s * loss) / s
+        finite:      inner_optimizer.apply(g);  after dynamic_growth_steps in a row: s = 2 * s
+        non-finite:  nothing is applied;  s = max(s / 2, 1)
+
+    Args:
+        inner_optimizer: the optimizer to wrap. Its ``loss_scale_factor`` is set to None.
+        dynamic: whether the scale moves. If not, non-finite gradients are still skipped.
+        initial_scale: the scale before the first step, by default 2**15; if not ``dynamic``, the
+            scale, and without a default.
+        dynamic_growth_steps: finite steps in a row before the scale doubles, by default 2000; None
+            if not ``dynamic``.
+        policy: the rule as a whole, in place of the three before: a
+            :class:`gradscaler.DynamicScale`, with any factors, bounds and hysteresis, or a
+            :class:`gradscaler.FixedScale`.
+        name: of the optimizer.
+        kwargs: what Keras accepts to load old models: other optimizers' arguments at their
+            defaults.
+
+    Raises:
+        TypeError: an argument is of the wrong type, as when ``inner_optimizer`` is none.
+        ValueError: an argument is out of range, or two contradict each other.
+
+    Hyperparameters are the inner optimizer's, to get and to set: ``lr``, ``beta_1``, ``momentum``
+    and whatever else Keras 2 lets a schedule change, and what every optimizer takes (``clipnorm``,
+    ``use_ema``, ...). Other attributes, such as ``epsilon``, are not.
+
+    >>> import keras
+    >>> optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.25))
+    >>> variable = keras.Variable(1.0)
+    >>> optimizer.minimize(lambda: variable * variable, variable)
+    >>> float(variable), float(optimizer.loss_scale), int(optimizer.dynamic_counter)
+    (0.5, 32768.0, 1)
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: keras.optimizers.Optimizer,
+        dynamic: bool = True,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
+        *,
+        policy: ScalePolicy | None = None,
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(inner_optimizer, keras.optimizers.LossScaleOptimizer):
+            raise TypeError(
+                "LossScaleOptimizer cannot wrap another LossScaleOptimizer, but got: "
+                f"{inner_optimizer}"
+            )
+        if not isinstance(inner_optimizer, keras.optimizers.Optimizer):
+            raise TypeError(
+                '"inner_optimizer" must be an instance of `keras.optimizers.Optimizer`, '
+                f"but got: {inner_optimizer!r}"
+            )
+        policy = arguments.policy_from(dynamic, initial_scale, dynamic_growth_steps, policy)
+        vars(self)["_policy"] = policy  # which the base sets initial_scale on
+        super().__init__(
+            inner_optimizer,
+            arguments.initial_scale_of(policy),
+            arguments.growth_steps_of(policy),
+            name=name,
+            **kwargs,
+        )
+        for option in OPTIONS:
+            del vars(self)[option]  # it is the inner optimizer's from now on
+        self.step_counter = self.add_variable((), dtype="int", name="step_counter")
+        self.dynamic_scale = self.add_variable(
+            (),
+            dtype="float32",
+            initializer=keras.initializers.Constant(self.initial_scale),
+            name="dynamic_scale",
+        )
+        if getattr(policy, "hysteresis", 1) > 1:
+            self.nonfinite_counter = self.add_variable((), dtype="int", name="nonfinite_counter")
+        self._loss_has_been_scaled = False
+        self._gradients_are_scaled: bool | None = None  # until the caller shows how they come
+        self._has_warned = False
+
+    # The scale.
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale moves."""
+        return not isinstance(self._policy, FixedScale)
+
+    @property
+    def initial_scale(self) -> float:
+        """The scale before the first step; the scale itself if it does not move."""
+        return arguments.initial_scale_of(self._policy)
+
+    @initial_scale.setter
+    def initial_scale(self, initial_scale: float) -> None:
+        self._policy = arguments.with_initial_scale(self._policy, initial_scale)
+        if hasattr(self, "dynamic_scale") and not self.built:
+            self.dynamic_scale.assign(self.initial_scale)
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """Finite steps in a row before the scale grows; None if it does not move.
+
+        A compiled training step keeps the number that it was compiled with.
+        """
+        return arguments.growth_steps_of(self._policy)
+
+    @dynamic_growth_steps.setter
+    def dynamic_growth_steps(self, dynamic_growth_steps: int | None) -> None:
+        self._policy = arguments.with_growth_steps(self._policy, dynamic_growth_steps)
+
+    @property
+    def dynamic_counter(self) -> Tensor | None:
+        """Finite steps since the scale moved or a step was skipped; None if the scale is fixed.
+
+        An integer scalar variable.
+        """
+        return self.step_counter if self.dynamic else None
+
+    @property
+    def loss_scale(self) -> Tensor:
+        """The current scale, a float32 scalar tensor."""
+        scale = self.dynamic_scale if self.dynamic else self.initial_scale
+        return ops.convert_to_tensor(scale, dtype="float32")
+
+    @property
+    def lr(self) -> Tensor:
+        """The inner optimizer's learning rate."""
+        return self.learning_rate
+
+    @lr.setter
+    def lr(self, learning_rate: Any) -> None:
+        self.learning_rate = learning_rate
+
+    # Scaling and unscaling.
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss times the scale, in float32 at least; ``apply`` then divides the gradients."""
+        self._gradients_are_scaled = True
+        return self._scaled(loss)
+
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """The loss times the scale, in float32 at least; of a callable, one that returns it."""
+        if callable(loss):
+            return lambda: self._scaled(loss())
+        return self._scaled(loss)
+
+    def get_unscaled_gradients(self, grads: Iterable[Tensor | None]) -> list[Tensor | None]:
+        """The gradients divided by the scale, each of the dtype and kind that it was; None is None.
+
+        ``apply_gradients`` and ``apply`` then take gradients as they are, until the next
+        ``scale_loss``.
+        """
+        self._gradients_are_scaled = False
+        scale = self.loss_scale
+        return [None if g is None else ops.cast(ops.divide(g, scale), g.dtype) for g in grads]
+
+    def check_finite(self, grads: Iterable[Tensor | None]) -> Tensor:
+        """Whether no gradient holds an Inf or a NaN, a boolean scalar tensor."""
+        return operations.all_finite(list(grads))
+
+    # Steps.
+
+    def minimize(self, loss: Any, var_list: Any, tape: Any = None) -> None:
+        """One step: scale the loss, differentiate, unscale, apply or skip, and move the scale.
+
+        Args:
+            loss: a function without arguments that returns the loss; on PyTorch also the loss
+                itself, and on TensorFlow with the tape that recorded it.
+            var_list: the variable or variables to step, or a function that returns them.
+            tape: a ``tf.GradientTape``, on TensorFlow alone.
+
+        Raises:
+            ValueError: the backend cannot differentiate such a loss, or has no tapes.
+        """
+        self.apply(*operations.gradients(loss, self.scale_loss, var_list, tape))
+
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Tensor | None, Variable]]) -> Tensor:
+        """``apply`` pairs of gradient and variable; how many steps the inner optimizer has taken.
+
+        It warns, once, if loss or gradients did not go through this optimizer before.
+        """
+        self._warn_of_scaling()
+        pairs = list(grads_and_vars)
+        self.apply([grad for grad, _ in pairs], [variable for _, variable in pairs])
+        return self.iterations
+
+    def apply(
+        self, grads: Iterable[Tensor | None], trainable_variables: Iterable[Variable] | None = None
+    ) -> None:
+        """Apply gradients or, if any is not finite, none of them; and move the scale.
+
+        Args:
+            grads: gradients of the scaled loss, which are divided by the scale here; or those of
+                the loss, if they come from ``get_unscaled_gradients``.
+            trainable_variables: one to each; by default those that the optimizer was built with.
+
+        Raises:
+            ValueError: the two do not match, all gradients are None, or the optimizer does not know
+                the variables; or the call is in a cross-replica context of ``tf.distribute``.
+        """
+        grads = list(grads)
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+        elif not self.built:
+            raise ValueError(
+                "apply(grads) needs variables: pass trainable_variables, or call "
+                "optimizer.build(trainable_variables) first"
+            )
+        if not grads:
+            return
+        if not self.built:
+            with keras.name_scope(self.name, caller=self):
+                self.build(trainable_variables)
+        known = self._trainable_variables if trainable_variables is None else trainable_variables
+        if len(grads) != len(known):
+            raise ValueError(f"got {len(grads)} gradients for {len(known)} trainable variables")
+        unscale = _as_they_are if self._gradients_are_scaled is False else self._unscaled
+        operations.apply_if_finite(
+            self.inner_optimizer, grads, trainable_variables, unscale, self._update
+        )
+
+    def stateless_apply(
+        self,
+        optimizer_variables: list[Tensor],
+        grads: list[Tensor | None],
+        trainable_variables: list[Tensor],
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """``apply`` as a pure function: new values of trainable and of optimizer variables.
+
+        Raises:
+            ValueError: the optimizer is not built, lists do not match, or it is TensorFlow.
+        """
+        # Keras' wrapper branches; its base class calls `apply` on values in place of variables.
+        base = super(keras.optimizers.LossScaleOptimizer, self)
+        new: tuple[list[Tensor], list[Tensor]] = base.stateless_apply(
+            optimizer_variables, grads, trainable_variables
+        )
+        return new
+
+    def build(self, variables: list[Variable]) -> None:
+        """Create the inner optimizer's variables, for these to be stepped."""
+        if self.built:
+            return
+        self.inner_optimizer.build(variables)
+        off = {"use_ema": False, "gradient_accumulation_steps": None}
+        vars(self).update(off)  # or the base would average and accumulate here, too
+        super(keras.optimizers.LossScaleOptimizer, self).build(variables)
+        for option in off:
+            del vars(self)[option]
+
+    # State.
+
+    def set_weights(self, weights: list[Any]) -> None:
+        """Set the values of all ``variables``, in their order.
+
+        Raises:
+            ValueError: the optimizer is not built, or number or shapes do not match.
+        """
+        if not self.built:
+            raise ValueError("set_weights() needs variables: call optimizer.build(...) first")
+        shapes = [tuple(variable.shape) for variable in self.variables]
+        given = [tuple(weight.shape) for weight in weights]
+        if shapes != given:
+            raise ValueError(f"the variables have the shapes {shapes}, the weights {given}")
+        for variable, weight in zip(self.variables, weights, strict=True):
+            variable.assign(weight)
+
+    def exclude_from_weight_decay(
+        self, var_list: list[Variable] | None = None, var_names: list[str] | None = None
+    ) -> None:
+        """Have the inner optimizer exclude variables from weight decay."""
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    def get_config(self) -> dict[str, Any]:
+        """Name, inner optimizer, and what says how the scale moves.
+
+        Where Keras' own class can do the same, it can be made from this config, too.
+        """
+        config = arguments.config_of(self._policy)
+        if config.get("dynamic"):
+            del config["dynamic"]
+        inner_optimizer = keras.saving.serialize_keras_object(self.inner_optimizer)
+        return {"name": self.name, "inner_optimizer": inner_optimizer, **config}
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> LossScaleOptimizer:
+        """The optimizer of a config, of Keras' own class too."""
+        optimizer: LossScaleOptimizer = super().from_config(
+            arguments.with_policy(config), custom_objects
+        )
+        return optimizer
+
+    # How it works.
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        self._loss_has_been_scaled = True
+        return ops.multiply(loss, self.loss_scale)
+
+    def _unscaled(self, grads: list[Any], variables: list[Variable] | None) -> list[Any]:
+        scale = self.loss_scale
+        variables = self._trainable_variables if variables is None else variables
+        return [
+            grad
+            if grad is None or self._overwrite_variable_with_gradient(variable)
+            else ops.divide(grad, scale)
+            for grad, variable in zip(grads, variables, strict=True)
+        ]
+
+    def _update(self, found_inf: Tensor) -> None:
+        if not self.dynamic:
+            return
+        counts = hasattr(self, "nonfinite_counter")
+        state = ScaleState(
+            self.dynamic_scale.value,
+            self.step_counter.value,
+            self.nonfinite_counter.value if counts else 0,
+        )
+        state = self._policy.update(state, found_inf, _where)
+        self.dynamic_scale.assign(state.scale)
+        self.step_counter.assign(state.finite_steps)
+        if counts:
+            self.nonfinite_counter.assign(state.nonfinite_steps)
+
+    def _warn_of_scaling(self) -> None:
+        if self._has_warned or (
+            self._loss_has_been_scaled and self._gradients_are_scaled is not None
+        ):
+            return
+        self._has_warned = True
+        if self._loss_has_been_scaled:
+            problem = (
+                "get_unscaled_gradients() was never called, so apply_gradients() divides the "
+                "gradients by the loss scale. Call it first, or scale the loss by scale_loss()."
+            )
+        else:
+            problem = (
+                "The loss was never scaled, but gradients are divided by the loss scale. Call "
+                "get_scaled_loss(loss) or scale_loss(loss) before differentiating."
+            )
+        warnings.warn(problem, stacklevel=3)
+
+
+def _as_they_are(grads: list[Any], variables: list[Variable] | None) -> list[Any]:
+    return grads
+
+
+def _where(condition: Any, a: Any, b: Any) -> Any:
+    if isinstance(condition, bool):  # of a count that is not kept
+        return a if condition else b
+    return operations.where(condition, a, b)

@@ -1,0 +1,112 @@
+"""The arguments of a ``LossScaleOptimizer``: to a policy, to its config, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from gradscaler.errors import ParameterError
+from gradscaler.policies import DynamicScale, FixedScale
+
+ScalePolicy = DynamicScale | FixedScale
+
+
+def policy_from(
+    dynamic: object,
+    initial_scale: object = None,
+    dynamic_growth_steps: object = None,
+    policy: object = None,
+) -> ScalePolicy:
+    """The policy that the arguments ask for.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: an argument is out of range, or two contradict each other.
+    """
+    if not isinstance(dynamic, bool):
+        raise TypeError(
+            '"dynamic" argument to LossScaleOptimizer.__init__ must be a bool, '
+            f"but got: {dynamic!r}. If it is the scale, write initial_scale={dynamic!r}"
+        )
+    if policy is not None:
+        if (dynamic, initial_scale, dynamic_growth_steps) != (True, None, None):
+            raise ParameterError(
+                "policy= already says how the scale moves: leave out dynamic, initial_scale and "
+                f"dynamic_growth_steps, got {(dynamic, initial_scale, dynamic_growth_steps)!r} "
+                f"beside {policy!r}"
+            )
+        if not isinstance(policy, (DynamicScale, FixedScale)):
+            raise TypeError(f"policy must be a DynamicScale or a FixedScale, got {policy!r}")
+        return policy
+    if dynamic:
+        policy = DynamicScale.keras()
+        if initial_scale is not None:
+            policy = with_initial_scale(policy, initial_scale)
+        return (
+            policy
+            if dynamic_growth_steps is None
+            else with_growth_steps(policy, dynamic_growth_steps)
+        )
+    if initial_scale is None:
+        raise ValueError(
+            '"initial_scale" must be specified if "dynamic" is False: it is the loss scale for '
+            "good. (For a constant factor and no skipped steps, use no LossScaleOptimizer; in "
+            "Keras 3, set `loss_scale_factor` on the inner optimizer)"
+        )
+    return with_growth_steps(
+        with_initial_scale(FixedScale(1.0), initial_scale), dynamic_growth_steps
+    )
+
+
+def with_initial_scale(policy: ScalePolicy, initial_scale: Any) -> ScalePolicy:
+    """The policy with another scale to start from; ValueError or TypeError if it cannot have it."""
+    field = "init_scale" if isinstance(policy, DynamicScale) else "scale"
+    return _replaced(policy, field, "initial_scale", initial_scale)
+
+
+def with_growth_steps(policy: ScalePolicy, dynamic_growth_steps: Any) -> ScalePolicy:
+    """The policy with another growth interval; ValueError or TypeError if it cannot have it."""
+    if isinstance(policy, FixedScale):
+        if dynamic_growth_steps is None:
+            return policy
+        raise ValueError(
+            '"dynamic_growth_steps" must be None if "dynamic" is False, '
+            f"but got: {dynamic_growth_steps!r}"
+        )
+    if isinstance(dynamic_growth_steps, float) and dynamic_growth_steps.is_integer():
+        dynamic_growth_steps = int(dynamic_growth_steps)  # Keras takes 2000.0, too
+    return _replaced(policy, "growth_interval", "dynamic_growth_steps", dynamic_growth_steps)
+
+
+def _replaced(policy: ScalePolicy, field: str, keras_name: str, value: object) -> ScalePolicy:
+    try:
+        return dataclasses.replace(policy, **{field: value})
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error).replace(field, keras_name, 1)) from None
+
+
+def initial_scale_of(policy: ScalePolicy) -> float:
+    """The scale before the first step."""
+    return policy.init_scale if isinstance(policy, DynamicScale) else policy.scale
+
+
+def growth_steps_of(policy: ScalePolicy) -> int | None:
+    """Finite steps in a row before the scale doubles; None if it never moves."""
+    return policy.growth_interval if isinstance(policy, DynamicScale) else None
+
+
+def config_of(policy: ScalePolicy) -> dict[str, Any]:
+    """The arguments that :func:`policy_from` makes the policy of, in what JSON can hold."""
+    dynamic = isinstance(policy, DynamicScale)
+    config = {
+        "dynamic": dynamic,
+        "initial_scale": initial_scale_of(policy),
+        "dynamic_growth_steps": growth_steps_of(policy),
+    }
+    return config if policy_from(**config) == policy else {"policy": dataclasses.asdict(policy)}
+
+
+def with_policy(config: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a config whose policy, if it has one, is an object again."""
+    policy = config.get("policy")
+    return {**config, "policy": DynamicScale(**policy)} if isinstance(policy, dict) else {**config}
