@@ -13,10 +13,13 @@ from gradscaler.keras import operations
 from gradscaler.keras_like import arguments
 from gradscaler.keras_like.arguments import ScalePolicy
 from gradscaler.keras_like.delegation import OPTIONS, Delegating
+from gradscaler.keras_like.where import where_or_choose
 from gradscaler.policies import FixedScale, ScaleState
 
 Tensor = Any
 Variable = Any
+
+_where = where_or_choose(operations.where)
 
 
 @keras.saving.register_keras_serializable("gradscaler")
@@ -374,9 +377,3 @@ class LossScaleOptimizer(Delegating, keras.optimizers.LossScaleOptimizer):  # ty
 
 def _as_they_are(grads: list[Any], variables: list[Variable] | None) -> list[Any]:
     return grads
-
-
-def _where(condition: Any, a: Any, b: Any) -> Any:
-    if isinstance(condition, bool):  # of a count that is not kept
-        return a if condition else b
-    return operations.where(condition, a, b)

@@ -1,0 +1,230 @@
+"""``tf_keras.mixed_precision.LossScaleOptimizer``, with gradscaler's rule in its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+import tf_keras
+from tf_keras.src.mixed_precision import loss_scale_optimizer as native
+
+from gradscaler.keras_like import arguments
+from gradscaler.keras_like.arguments import ScalePolicy
+from gradscaler.keras_like.delegation import Delegating
+from gradscaler.policies import FixedScale
+from gradscaler.tf_keras.state import DynamicState, FixedState
+
+Tensor = Any
+Gradient = Any  # a tensor or IndexedSlices
+
+
+class LossScaleOptimizer(Delegating, native.BaseLossScaleOptimizer):  # type: ignore[misc] # untyped base
+    """Loss scaling for Keras 2: a drop-in for ``tf_keras.mixed_precision.LossScaleOptimizer``.
+
+    It wraps optimizers of both families, ``tf_keras.optimizers`` and its ``legacy``, and makes an
+    object of the class that tf-keras has for each. With a loss scale ``s``, ``minimize`` does::
+
+        g = gradients of (s * loss) / s
+        finite:      inner_optimizer.apply_gradients(g)
+                     after dynamic_growth_steps in a row: s = 2 * s
+        non-finite:  only iterations += 1;  s = max(s / 2, 1)
+
+    Args:
+        inner_optimizer: the optimizer to wrap.
+        dynamic: whether the scale moves. If not, non-finite gradients are still skipped.
+        initial_scale: the scale before the first step, by default 2**15; if not ``dynamic``, the
+            scale, and without a default.
+        dynamic_growth_steps: finite steps in a row before the scale doubles, by default 2000; None
+            if not ``dynamic``.
+        policy: the rule as a whole, in place of the three before: a
+            :class:`gradscaler.DynamicScale`, with any factors, bounds and hysteresis, or a
+            :class:`gradscaler.FixedScale`.
+
+    Raises:
+        TypeError: an argument is of the wrong type, as when ``inner_optimizer`` is none.
+        ValueError: an argument is out of range, two contradict each other, ``inner_optimizer`` is
+            wrapped already, or the ``tf.distribute`` strategy keeps one variable for many replicas.
+
+    Hyperparameters are the inner optimizer's, to get and to set: ``lr``, ``beta_1``, ``momentum``
+    and whatever else a legacy optimizer registers, and what every optimizer takes (``clipnorm``,
+    ``use_ema``, ...). Other attributes, such as ``epsilon``, are not.
+
+    >>> import tensorflow as tf, tf_keras
+    >>> optimizer = LossScaleOptimizer(tf_keras.optimizers.SGD(0.25))
+    >>> variable = tf.Variable(1.0)
+    >>> optimizer.minimize(lambda: variable**2, variable)
+    >>> float(variable), float(optimizer.loss_scale), int(optimizer.dynamic_counter)
+    (0.5, 32768.0, 1)
+    """
+
+    _inner_name = "_optimizer"
+
+    def __new__(cls, inner_optimizer: Any = None, *args: Any, **kwargs: Any) -> LossScaleOptimizer:
+        """An object of the class for the family of ``inner_optimizer``."""
+        if cls is LossScaleOptimizer:
+            cls = _class_for(inner_optimizer)
+        optimizer: LossScaleOptimizer = super().__new__(cls)
+        return optimizer
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        dynamic: bool = True,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
+        *,
+        policy: ScalePolicy | None = None,
+    ) -> None:
+        policy = arguments.policy_from(dynamic, initial_scale, dynamic_growth_steps, policy)
+        super().__init__(inner_optimizer, dynamic=False, initial_scale=1.0)  # creates no variables
+        self._follow(policy)
+
+    @tf.__internal__.tracking.no_automatic_dependency_tracking  # type: ignore[untyped-decorator]
+    def _follow(self, policy: ScalePolicy) -> None:
+        self._policy = policy
+        if isinstance(policy, FixedScale):
+            self._loss_scale = FixedState(policy)
+        else:
+            self._loss_scale = DynamicState(policy)
+            self._track_trackable(self._loss_scale, "loss_scale")
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale moves."""
+        return isinstance(self._loss_scale, DynamicState)
+
+    @property
+    def dynamic_counter(self) -> Tensor | None:
+        """Finite steps since the scale moved or a step was skipped; None if the scale is fixed.
+
+        An int64 scalar variable.
+        """
+        return self._loss_scale.counter if self.dynamic else None
+
+    @property
+    def initial_scale(self) -> float:
+        """The scale before the first step; the scale itself if it does not move."""
+        return arguments.initial_scale_of(self._policy)
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """Finite steps in a row before the scale grows; None if it does not move."""
+        return arguments.growth_steps_of(self._policy)
+
+    def get_scaled_loss(self, loss: Tensor | Callable[[], Tensor]) -> Any:
+        """The loss times the scale, in float32 at least; of a callable, one that returns it."""
+        self._loss_has_been_scaled = True
+        if callable(loss):
+            return lambda: self._scaled(loss())
+        return self._scaled(loss)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        if loss.dtype.size < 4:  # its largest value may be less than the scale
+            loss = tf.cast(loss, tf.float32)
+        return loss * tf.cast(self.loss_scale, loss.dtype)
+
+    def get_unscaled_gradients(self, grads: Iterable[Gradient | None]) -> list[Gradient | None]:
+        """The gradients divided by the scale, of the dtype and kind that they had; None is None."""
+        self._gradients_have_been_unscaled = True
+        inv_scale = 1.0 / self.loss_scale
+        return [None if grad is None else _multiplied(grad, inv_scale) for grad in grads]
+
+    def apply_gradients(self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+        """Apply gradients or, if any is not finite, none of them; and move the scale.
+
+        It warns, once, if loss or gradients did not go through this optimizer before.
+
+        Args:
+            grads_and_vars: pairs of unscaled gradient and variable.
+            args: what the inner optimizer's ``apply_gradients`` takes beside them.
+            kwargs: the same.
+
+        Raises:
+            ValueError: there is no gradient, or the call is in a cross-replica context.
+        """
+        result = super().apply_gradients(grads_and_vars, *args, **kwargs)
+        self._loss_has_been_scaled = self._gradients_have_been_unscaled = True  # no more warnings
+        return result
+
+    def get_config(self) -> dict[str, Any]:
+        """The inner optimizer, and what says how the scale moves.
+
+        Where tf-keras' own class can do the same, it can be made from this config, too.
+        """
+        inner_optimizer = super().get_config()["inner_optimizer"]
+        return {"inner_optimizer": inner_optimizer, **arguments.config_of(self._policy)}
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> LossScaleOptimizer:
+        """The optimizer of a config, of tf-keras' own class too."""
+        if cls is LossScaleOptimizer:
+            return _class_of_config(config).from_config(config, custom_objects)
+        optimizer: LossScaleOptimizer = super().from_config(
+            arguments.with_policy(config), custom_objects
+        )
+        return optimizer
+
+
+@tf_keras.saving.register_keras_serializable("gradscaler")
+class LossScaleOptimizerV2(LossScaleOptimizer, native.LossScaleOptimizer):  # type: ignore[misc] # untyped base
+    """Of ``tf_keras.optimizers.legacy``."""
+
+
+@tf_keras.saving.register_keras_serializable("gradscaler")
+class LossScaleOptimizerV3(LossScaleOptimizer, native.LossScaleOptimizerV3):  # type: ignore[misc] # untyped base
+    """Of ``tf_keras.optimizers``."""
+
+    def compute_gradients(
+        self, loss: Any, var_list: Any, tape: tf.GradientTape | None = None
+    ) -> list[tuple[Gradient | None, tf.Variable]]:
+        """Pairs of unscaled gradient and variable.
+
+        Args:
+            loss: a function without arguments that returns the loss, or the loss.
+            var_list: the variable or variables, or a function that returns them.
+            tape: what recorded the loss, if it is not a function.
+
+        Raises:
+            ValueError: there is neither a function nor a tape.
+        """
+        if tape is None and not callable(loss):
+            raise ValueError(
+                f"`tape` is required when a `Tensor` loss is passed. Received: loss={loss}."
+            )
+        if not callable(var_list):
+            var_list = tf.nest.flatten(var_list)
+        pairs: list[tuple[Gradient | None, tf.Variable]] = super().compute_gradients(
+            loss, var_list, tape
+        )
+        return pairs
+
+
+def _class_for(inner_optimizer: object) -> type[LossScaleOptimizer]:
+    if isinstance(inner_optimizer, tf_keras.optimizers.legacy.Optimizer):
+        return LossScaleOptimizerV2
+    if isinstance(inner_optimizer, tf_keras.optimizers.Optimizer):
+        return LossScaleOptimizerV3
+    raise TypeError(
+        '"inner_optimizer" must be an instance of `tf.keras.optimizers.Optimizer` or '
+        f"`tf.keras.optimizers.experimental.Optimizer`, but got: {inner_optimizer}."
+    )
+
+
+def _class_of_config(config: dict[str, Any]) -> type[LossScaleOptimizer]:
+    inner_optimizer = config.get("inner_optimizer")
+    if not isinstance(inner_optimizer, dict | None):
+        return _class_for(inner_optimizer)
+    legacy = inner_optimizer is None or inner_optimizer["config"].get("is_legacy_optimizer", True)
+    return LossScaleOptimizerV2 if legacy else LossScaleOptimizerV3
+
+
+def _multiplied(gradient: Gradient, factor: Tensor) -> Gradient:
+    if isinstance(gradient, tf.IndexedSlices):
+        values = _multiplied(gradient.values, factor)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    if gradient.dtype.size < 4:  # 1/scale may be too small for it
+        return tf.cast(tf.cast(gradient, factor.dtype) * factor, gradient.dtype)
+    return gradient * tf.cast(factor, gradient.dtype)

@@ -1,0 +1,66 @@
+"""The state of a loss scale, where tf-keras' optimizers look for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+from tf_keras.src.mixed_precision import loss_scale_optimizer as native
+
+from gradscaler.keras_like.where import where_or_choose
+from gradscaler.policies import DynamicScale, FixedScale, ScaleState
+
+Tensor = Any
+
+_where = where_or_choose(tf.where)
+
+
+class DynamicState(native._DynamicLossScaleState):  # type: ignore[misc] # untyped base
+    """A scale that moves, with tf-keras' variables in a checkpoint.
+
+    They are ``current_loss_scale`` (float32) and ``good_steps`` (int64), and ``bad_steps`` (int64)
+    if the policy has a hysteresis.
+    """
+
+    def __init__(self, policy: DynamicScale) -> None:
+        super().__init__(policy.init_scale, policy.growth_interval, policy.growth_factor)
+        self._policy = policy
+        self._variables = [self.current_loss_scale, self.counter]
+        if policy.hysteresis > 1:
+            self._variables.append(self._add_weight("bad_steps", 0, tf.int64))
+
+    def update(self, grads: Any) -> tuple[Any, Tensor]:
+        """Move the scale; the operations that do, and whether to apply the gradients."""
+        finite = _all_finite(tf.nest.flatten(grads))
+        kept = self._variables
+        state = ScaleState(*kept, *[0] * (len(ScaleState._fields) - len(kept)))
+        moved = self._policy.update(state, ~finite, _where)
+        assigned = [variable.assign(value) for variable, value in zip(kept, moved, strict=False)]
+        return tf.group(*assigned), finite
+
+
+class FixedState(native._DynamicLossScaleState):  # type: ignore[misc] # untyped base
+    """A scale that does not move, and has no variables."""
+
+    def __init__(self, policy: FixedScale) -> None:
+        tf.__internal__.tracking.Trackable.__init__(self)
+        self._current_loss_scale = policy.scale
+        self._weights: dict[Any, Any] = {}
+
+    def update(self, grads: Any) -> tuple[Any, Tensor]:
+        """Leave the scale; no operation, and whether to apply the gradients."""
+        return tf.no_op(), _all_finite(tf.nest.flatten(grads))
+
+
+def _all_finite(gradients: list[Any]) -> Tensor:
+    """Whether gradients that were summed over the replicas are finite: in one, so in all."""
+    if tf.distribute.in_cross_replica_context():
+        strategy = tf.distribute.get_strategy()
+        in_each = strategy.extended.call_for_each_replica(_all_finite_here, args=(gradients,))
+        return strategy.experimental_local_results(in_each)[0]
+    return _all_finite_here(gradients)
+
+
+def _all_finite_here(gradients: list[Any]) -> Tensor:
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
