@@ -13,7 +13,7 @@ from gradscaler.keras_like import arguments
 from gradscaler.keras_like.arguments import ScalePolicy
 from gradscaler.keras_like.delegation import Delegating
 from gradscaler.policies import FixedScale
-from gradscaler.tf_keras.state import DynamicState, FixedState
+from gradscaler.tf_keras.state import VARIABLES, DynamicState, FixedState
 
 Tensor = Any
 Gradient = Any  # a tensor or IndexedSlices
@@ -200,6 +200,36 @@ class LossScaleOptimizerV3(LossScaleOptimizer, native.LossScaleOptimizerV3):  # 
             loss, var_list, tape
         )
         return pairs
+
+    # tf-keras leaves these to a base class whose constructor it does not call.
+
+    def set_weights(self, weights: list[Any]) -> None:
+        """Set the inner optimizer's variables, in the order of ``variables``."""
+        self._optimizer.set_weights(weights)
+
+    def exclude_from_weight_decay(
+        self, var_list: list[tf.Variable] | None = None, var_names: list[str] | None = None
+    ) -> None:
+        """Have the inner optimizer exclude variables from weight decay."""
+        self._optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> Any:
+        """Sum the gradients over the replicas."""
+        return self._optimizer.aggregate_gradients(grads_and_vars)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Put the inner optimizer's variables into a store, and the scale's by name."""
+        self._optimizer.save_own_variables(store)
+        for name, variable in self._loss_scale.by_name().items():
+            store[name] = variable.numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Take them out of one; the scale's may be missing, as they are from tf-keras' own."""
+        kept = self._loss_scale.by_name()
+        for name in kept.keys() & set(store.keys()):
+            kept[name].assign(store[name])
+        inner = [name for name in store.keys() if name not in VARIABLES]  # noqa: SIM118 # no mapping
+        self._optimizer.load_own_variables({name: store[name] for name in inner})
 
 
 def _class_for(inner_optimizer: object) -> type[LossScaleOptimizer]:

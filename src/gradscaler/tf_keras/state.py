@@ -12,14 +12,16 @@ from gradscaler.policies import DynamicScale, FixedScale, ScaleState
 
 Tensor = Any
 
+VARIABLES = ("current_loss_scale", "good_steps", "bad_steps")
+"""The names in a checkpoint of what :class:`gradscaler.ScaleState` has, field by field."""
+
 _where = where_or_choose(tf.where)
 
 
 class DynamicState(native._DynamicLossScaleState):  # type: ignore[misc] # untyped base
     """A scale that moves, with tf-keras' variables in a checkpoint.
 
-    They are ``current_loss_scale`` (float32) and ``good_steps`` (int64), and ``bad_steps`` (int64)
-    if the policy has a hysteresis.
+    They are a float32 and an int64, and another int64 if the policy has a hysteresis.
     """
 
     def __init__(self, policy: DynamicScale) -> None:
@@ -28,6 +30,10 @@ class DynamicState(native._DynamicLossScaleState):  # type: ignore[misc] # untyp
         self._variables = [self.current_loss_scale, self.counter]
         if policy.hysteresis > 1:
             self._variables.append(self._add_weight("bad_steps", 0, tf.int64))
+
+    def by_name(self) -> dict[str, tf.Variable]:
+        """The variables."""
+        return dict(zip(VARIABLES, self._variables, strict=False))
 
     def update(self, grads: Any) -> tuple[Any, Tensor]:
         """Move the scale; the operations that do, and whether to apply the gradients."""
@@ -46,6 +52,10 @@ class FixedState(native._DynamicLossScaleState):  # type: ignore[misc] # untyped
         tf.__internal__.tracking.Trackable.__init__(self)
         self._current_loss_scale = policy.scale
         self._weights: dict[Any, Any] = {}
+
+    def by_name(self) -> dict[str, tf.Variable]:
+        """No variables."""
+        return {}
 
     def update(self, grads: Any) -> tuple[Any, Tensor]:
         """Leave the scale; no operation, and whether to apply the gradients."""
