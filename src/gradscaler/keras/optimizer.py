@@ -66,6 +66,8 @@ class LossScaleOptimizer(Delegating, keras.optimizers.LossScaleOptimizer):  # ty
     (0.5, 32768.0, 1)
     """
 
+    _policy: ScalePolicy
+
     def __init__(
         self,
         inner_optimizer: keras.optimizers.Optimizer,
@@ -88,7 +90,7 @@ class LossScaleOptimizer(Delegating, keras.optimizers.LossScaleOptimizer):  # ty
                 f"but got: {inner_optimizer!r}"
             )
         policy = arguments.policy_from(dynamic, initial_scale, dynamic_growth_steps, policy)
-        vars(self)["_policy"] = policy  # which the base sets initial_scale on
+        self.__dict__["_policy"] = policy  # the base's constructor sets what is a property of it
         super().__init__(
             inner_optimizer,
             arguments.initial_scale_of(policy),
@@ -97,7 +99,7 @@ class LossScaleOptimizer(Delegating, keras.optimizers.LossScaleOptimizer):  # ty
             **kwargs,
         )
         for option in OPTIONS:
-            del vars(self)[option]  # it is the inner optimizer's from now on
+            del self.__dict__[option]  # it is the inner optimizer's from now on
         self.step_counter = self.add_variable((), dtype="int", name="step_counter")
         self.dynamic_scale = self.add_variable(
             (),
@@ -234,6 +236,9 @@ class LossScaleOptimizer(Delegating, keras.optimizers.LossScaleOptimizer):  # ty
         grads = list(grads)
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
+            if not self.built:
+                with keras.name_scope(self.name, caller=self):
+                    self.build(trainable_variables)
         elif not self.built:
             raise ValueError(
                 "apply(grads) needs variables: pass trainable_variables, or call "
@@ -241,16 +246,11 @@ class LossScaleOptimizer(Delegating, keras.optimizers.LossScaleOptimizer):  # ty
             )
         if not grads:
             return
-        if not self.built:
-            with keras.name_scope(self.name, caller=self):
-                self.build(trainable_variables)
-        known = self._trainable_variables if trainable_variables is None else trainable_variables
-        if len(grads) != len(known):
-            raise ValueError(f"got {len(grads)} gradients for {len(known)} trainable variables")
+        stepped = self._trainable_variables if trainable_variables is None else trainable_variables
+        if len(grads) != len(stepped):
+            raise ValueError(f"got {len(grads)} gradients for {len(stepped)} trainable variables")
         unscale = _as_they_are if self._gradients_are_scaled is False else self._unscaled
-        operations.apply_if_finite(
-            self.inner_optimizer, grads, trainable_variables, unscale, self._update
-        )
+        operations.apply_if_finite(self, grads, trainable_variables, unscale, self._update)
 
     def stateless_apply(
         self,
@@ -263,10 +263,9 @@ class LossScaleOptimizer(Delegating, keras.optimizers.LossScaleOptimizer):  # ty
         Raises:
             ValueError: the optimizer is not built, lists do not match, or it is TensorFlow.
         """
-        # Keras' wrapper branches; its base class calls `apply` on values in place of variables.
-        base = super(keras.optimizers.LossScaleOptimizer, self)
-        new: tuple[list[Tensor], list[Tensor]] = base.stateless_apply(
-            optimizer_variables, grads, trainable_variables
+        # Keras' wrapper has its own; every other optimizer calls `apply` on values for variables.
+        new: tuple[list[Tensor], list[Tensor]] = keras.optimizers.Optimizer.stateless_apply(
+            self, optimizer_variables, grads, trainable_variables
         )
         return new
 
@@ -276,10 +275,10 @@ class LossScaleOptimizer(Delegating, keras.optimizers.LossScaleOptimizer):  # ty
             return
         self.inner_optimizer.build(variables)
         off = {"use_ema": False, "gradient_accumulation_steps": None}
-        vars(self).update(off)  # or the base would average and accumulate here, too
-        super(keras.optimizers.LossScaleOptimizer, self).build(variables)
+        self.__dict__.update(off)  # or the base would average and accumulate here, too
+        keras.optimizers.Optimizer.build(self, variables)
         for option in off:
-            del vars(self)[option]
+            del self.__dict__[option]
 
     # State.
 

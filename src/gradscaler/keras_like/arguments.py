@@ -80,7 +80,8 @@ def with_growth_steps(policy: ScalePolicy, dynamic_growth_steps: Any) -> ScalePo
 
 def _replaced(policy: ScalePolicy, field: str, keras_name: str, value: object) -> ScalePolicy:
     try:
-        return dataclasses.replace(policy, **{field: value})
+        changes: dict[str, Any] = {field: value}
+        return dataclasses.replace(policy, **changes)
     except (TypeError, ValueError) as error:
         raise type(error)(str(error).replace(field, keras_name, 1)) from None
 

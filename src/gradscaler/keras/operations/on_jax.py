@@ -1,4 +1,4 @@
-"""Gradients and steps on JAX: no branches, so that XLA fuses the choice into the step."""
+"""Gradients and steps on JAX, in a stateless scope or out of one."""
 
 from __future__ import annotations
 
@@ -24,14 +24,24 @@ def apply_if_finite(
     unscale: Callable[..., list[Any]],
     update: Callable[[Any], None],
 ) -> None:
-    """Apply in any case, and choose between the old and the new values."""
+    """Branch on the host where the flag is known, and in XLA where it is traced."""
     finite = all_finite(gradients)
     changing = [*optimizer._trainable_variables, *optimizer.variables]
     before = [variable.value for variable in changing]
-    optimizer.apply(unscale(gradients, variables), variables)
-    for variable, value in zip(changing, before, strict=True):
-        if variable.value is not value:
-            variable.assign(jnp.where(finite, variable.value, value))
+
+    def applied() -> list[Any]:
+        pairs = list(zip(changing, before, strict=True))
+        with keras.StatelessScope(state_mapping=pairs) as scope:  # keeps the branch's values in it
+            optimizer.inner_optimizer.apply(unscale(gradients, variables), variables)
+        return [scope.get_current_value(variable) for variable in changing]
+
+    if isinstance(finite, jax.core.Tracer):
+        after = jax.lax.cond(finite, applied, lambda: before)
+    else:
+        after = applied() if finite else before
+    for variable, value in zip(changing, after, strict=True):
+        if value is not variable.value:
+            variable.assign(value)
     update(~finite)
 
 

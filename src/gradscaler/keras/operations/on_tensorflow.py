@@ -34,7 +34,7 @@ def apply_if_finite(
         found_inf = count > 0
 
     def apply(gradients: list[Any], variables: list[Any] | None) -> None:
-        optimizer.apply(unscale(gradients, variables), variables)
+        optimizer.inner_optimizer.apply(unscale(gradients, variables), variables)
 
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
         tf.cond(found_inf, lambda: None, lambda: apply(gradients, variables))

@@ -27,7 +27,9 @@ def apply_if_finite(
     """Apply or not, by one look at the flag from the host."""
     finite = all_finite(gradients)
     keras.ops.cond(
-        finite, lambda: optimizer.apply(unscale(gradients, variables), variables), lambda: None
+        finite,
+        lambda: optimizer.inner_optimizer.apply(unscale(gradients, variables), variables),
+        lambda: None,
     )
     update(~finite)
 
