@@ -1,7 +1,5 @@
 """Where Keras' wrapper falls short of the rule."""
 
-import dataclasses
-
 import keras
 import numpy as np
 import pytest
@@ -100,11 +98,3 @@ def test_gradients_are_divided_by_the_scale_that_they_were_made_with(drive, vari
     scales = [4.0, *drive(optimizer, variables, [[g * 4 for g in FINITE]])]
     drive(optimizer, variables, [[g * np.float32(scales[-1]) for g in FINITE]])
     assert np.array_equal(numpy(variables[1]), start - np.float32(1) - np.float32(1))
-
-
-def test_a_policy_is_an_immutable_part_of_the_optimizer():
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD())
-    optimizer.dynamic_growth_steps = 7
-    assert optimizer.dynamic_growth_steps == 7
-    assert dataclasses.replace(DynamicScale.keras()) == DynamicScale.keras()
-    assert DynamicScale.keras().growth_interval == 2000

@@ -62,7 +62,7 @@ class LossScaleOptimizer(Delegating, keras.optimizers.LossScaleOptimizer):  # ty
     >>> optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.25))
     >>> variable = keras.Variable(1.0)
     >>> optimizer.minimize(lambda: variable * variable, variable)
-    >>> float(variable), float(optimizer.loss_scale), int(optimizer.dynamic_counter)
+    >>> float(variable.numpy()), float(optimizer.loss_scale), int(optimizer.dynamic_counter)
     (0.5, 32768.0, 1)
     """
 
@@ -153,9 +153,8 @@ class LossScaleOptimizer(Delegating, keras.optimizers.LossScaleOptimizer):  # ty
 
     @property
     def loss_scale(self) -> Tensor:
-        """The current scale, a float32 scalar tensor."""
-        scale = self.dynamic_scale if self.dynamic else self.initial_scale
-        return ops.convert_to_tensor(scale, dtype="float32")
+        """The current scale, a float32 scalar tensor that stays as it is when the scale moves."""
+        return ops.copy(self._scale)
 
     @property
     def lr(self) -> Tensor:
@@ -186,7 +185,7 @@ class LossScaleOptimizer(Delegating, keras.optimizers.LossScaleOptimizer):  # ty
         ``scale_loss``.
         """
         self._gradients_are_scaled = False
-        scale = self.loss_scale
+        scale = self._scale
         return [None if g is None else ops.cast(ops.divide(g, scale), g.dtype) for g in grads]
 
     def check_finite(self, grads: Iterable[Tensor | None]) -> Tensor:
@@ -326,12 +325,18 @@ class LossScaleOptimizer(Delegating, keras.optimizers.LossScaleOptimizer):  # ty
 
     # How it works.
 
+    @property
+    def _scale(self) -> Tensor:
+        if self.dynamic:
+            return self.dynamic_scale
+        return ops.convert_to_tensor(self.initial_scale, "float32")
+
     def _scaled(self, loss: Tensor) -> Tensor:
         self._loss_has_been_scaled = True
-        return ops.multiply(loss, self.loss_scale)
+        return ops.multiply(loss, self._scale)
 
     def _unscaled(self, grads: list[Any], variables: list[Variable] | None) -> list[Any]:
-        scale = self.loss_scale
+        scale = self._scale
         variables = self._trainable_variables if variables is None else variables
         return [
             grad

@@ -1,0 +1,196 @@
+"""Training loops that Keras' users write themselves, each in the way of its backend."""
+
+import keras
+import numpy as np
+import pytest
+
+from gradscaler.keras import LossScaleOptimizer
+
+BACKEND = keras.backend.backend()
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="of TensorFlow")
+class TestTensorFlow:
+    def test_a_compiled_step_is_traced_once_though_the_scale_moves(self):
+        import tensorflow as tf
+
+        variable = tf.Variable([1.0, 2.0])
+        optimizer = LossScaleOptimizer(
+            keras.optimizers.SGD(0.25), initial_scale=8.0, dynamic_growth_steps=1
+        )
+        traces = []
+
+        @tf.function
+        def step():
+            traces.append(0)
+            with tf.GradientTape() as tape:
+                scaled = optimizer.get_scaled_loss(tf.reduce_sum(variable**2))
+            grads = optimizer.get_unscaled_gradients(tape.gradient(scaled, [variable]))
+            optimizer.apply_gradients(zip(grads, [variable], strict=True))
+            return scaled
+
+        scaled = [float(step()) for _ in range(3)]
+        assert len(traces) == 1
+        assert scaled == [8 * 5, 16 * 1.25, 32 * 0.3125]  # never a stale scale
+        assert variable.numpy().tolist() == [0.125, 0.25]
+
+    @pytest.mark.parametrize("jit_compile", [False, True])
+    def test_minimize_works_in_a_function(self, jit_compile):
+        import tensorflow as tf
+
+        variable = keras.Variable(1.0)
+        optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.5), initial_scale=8.0)
+        optimizer.build([variable])
+        step = tf.function(
+            lambda: optimizer.minimize(lambda: variable.value**2, [variable]),
+            jit_compile=jit_compile,
+        )
+        step()
+        assert np.isclose(float(variable), 0.5)
+
+    def test_minimize_takes_a_loss_with_its_tape(self):
+        import tensorflow as tf
+
+        variable = tf.Variable(1.0)
+        optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.25))
+        with tf.GradientTape() as tape:
+            loss = variable**2
+        optimizer.minimize(loss, lambda: [variable], tape)
+        assert float(variable) == 0.5
+        with pytest.raises(ValueError, match="`tape` is required"):
+            optimizer.minimize(loss, [variable])
+
+    @pytest.mark.parametrize("bad", [None, np.nan])
+    def test_indexed_slices_stay_indexed_slices(self, bad):
+        import tensorflow as tf
+
+        optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0)
+        values = np.full((2, 3), 4.0, "float32")
+        if bad is not None:
+            values[1, 2] = bad
+        slices = tf.IndexedSlices(tf.constant(values), tf.constant([0, 2]), tf.constant([5, 3]))
+        (unscaled,) = optimizer.get_unscaled_gradients([slices])
+        assert isinstance(unscaled, tf.IndexedSlices)
+        assert unscaled.values.numpy()[0].tolist() == [1.0, 1.0, 1.0]
+        optimizer.scale_loss(1.0)
+        table = keras.Variable(np.zeros((5, 3)))
+        tf.function(lambda: optimizer.apply([slices], [table]))()
+        expected = 0.0 if bad is not None else -6.0
+        assert float(tf.reduce_sum(table.value)) == expected
+        assert float(optimizer.loss_scale) == (4.0 if bad is None else 2.0)
+
+    def test_a_checkpoint_keeps_the_scale_and_the_counter(self, variables, tmp_path, drive):
+        import tensorflow as tf
+
+        ones = [np.ones((2, 2), "float32"), np.ones(2, "float32")]
+        first, second = (
+            LossScaleOptimizer(keras.optimizers.Adam(), initial_scale=8.0, dynamic_growth_steps=2)
+            for _ in range(2)
+        )
+        drive(first, variables, [ones] * 3)
+        second.build(variables)
+        path = tf.train.Checkpoint(optimizer=first).save(tmp_path / "checkpoint")
+        tf.train.Checkpoint(optimizer=second).restore(path).assert_consumed()
+        assert (float(second.loss_scale), int(second.dynamic_counter)) == (16.0, 1)
+        assert int(second.iterations) == 3
+
+    def test_stateless_steps_are_refused_as_keras_does(self, variables):
+        optimizer = LossScaleOptimizer(keras.optimizers.SGD())
+        optimizer.build(variables)
+        with pytest.raises(ValueError, match="stateless_apply is not supported"):
+            optimizer.stateless_apply([], [], [])
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="of JAX")
+class TestJax:
+    def test_a_stateless_step_is_traced_once_though_the_scale_moves(self):
+        import jax
+
+        variable = keras.Variable([1.0, 2.0])
+        optimizer = LossScaleOptimizer(
+            keras.optimizers.SGD(0.25), initial_scale=8.0, dynamic_growth_steps=1
+        )
+        optimizer.build([variable])
+        traces = []
+
+        @jax.jit
+        def step(values, state):
+            traces.append(0)
+
+            def loss(values):
+                with keras.StatelessScope(zip(optimizer.variables, state, strict=True)):
+                    return optimizer.scale_loss((values[0] ** 2).sum())
+
+            scaled, grads = jax.value_and_grad(loss)(values)
+            return scaled, *optimizer.stateless_apply(state, grads, values)
+
+        values, state = [variable.value], [v.value for v in optimizer.variables]
+        scaled = []
+        for _ in range(3):
+            loss, values, state = step(values, state)
+            scaled.append(float(loss))
+        assert len(traces) == 1
+        assert scaled == [8 * 5, 16 * 1.25, 32 * 0.3125]
+        assert float(optimizer.loss_scale) == 8.0  # nothing leaked into the object
+
+    def test_it_steps_outside_of_a_scope(self, variables, numpy):
+        """Keras' wrapper leaks tracers there."""
+        optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0)
+        before = numpy(variables[1]).copy()
+        ones = [np.ones((2, 2), "float32"), np.ones(2, "float32")]
+        optimizer.apply(ones, variables)
+        assert np.array_equal(numpy(variables[1]), before - np.float32(0.25))
+        optimizer.apply([ones[0] * np.inf, ones[1]], variables)
+        assert np.array_equal(numpy(variables[1]), before - np.float32(0.25))
+        assert float(optimizer.loss_scale) == 2.0
+
+    def test_minimize_takes_functions_alone(self):
+        optimizer = LossScaleOptimizer(keras.optimizers.SGD())
+        with pytest.raises(ValueError, match="JAX differentiates functions"):
+            optimizer.minimize(keras.ops.ones(()), [keras.Variable(1.0)])
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="of PyTorch")
+class TestTorch:
+    def test_a_loop_with_backward(self, numpy):
+        variable = keras.Variable([1.0, 2.0])
+        optimizer = LossScaleOptimizer(
+            keras.optimizers.SGD(0.25), initial_scale=8.0, dynamic_growth_steps=1
+        )
+        for _ in range(3):
+            variable.value.grad = None
+            optimizer.scale_loss((variable.value**2).sum()).backward()
+            optimizer.apply([variable.value.grad], [variable])
+        assert numpy(variable).tolist() == [0.125, 0.25]
+        assert float(optimizer.loss_scale) == 64.0
+
+    def test_gradients_are_not_changed_in_place(self):
+        import torch
+
+        variable = keras.Variable([1.0, 2.0])
+        grad = torch.tensor([8.0, 8.0])
+        optimizer = LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8.0)
+        optimizer.apply([grad], [variable])
+        assert grad.tolist() == [8.0, 8.0]
+
+    def test_minimize_takes_a_loss_without_a_tape(self, numpy):
+        variable = keras.Variable(1.0)
+        optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.25))
+        optimizer.minimize(variable.value**2, lambda: [variable])
+        assert numpy(variable) == 0.5
+        with pytest.raises(ValueError, match="without a tape"):
+            optimizer.minimize(lambda: variable.value**2, [variable], tape=object())
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+    @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+    def test_extremes_find_what_is_not_finite(self, dtype, bad):
+        import torch
+
+        optimizer = LossScaleOptimizer(keras.optimizers.SGD())
+        grad = torch.randn(1000).to(getattr(torch, dtype))
+        assert optimizer.check_finite([grad, torch.zeros(0), None])
+        for place in (0, 517, 999):
+            spoilt = grad.clone()
+            spoilt[place] = bad
+            assert not optimizer.check_finite([grad, spoilt])
+        assert optimizer.check_finite([])
