@@ -19,8 +19,6 @@ from gradscaler.policies import FixedScale, ScaleState
 Tensor = Any
 Variable = Any
 
-_where = where_or_choose(operations.where)
-
 
 @keras.saving.register_keras_serializable("gradscaler")
 class LossScaleOptimizer(Delegating, keras.optimizers.LossScaleOptimizer):  # type: ignore[misc] # untyped base
@@ -345,20 +343,18 @@ class LossScaleOptimizer(Delegating, keras.optimizers.LossScaleOptimizer):  # ty
             for grad, variable in zip(grads, variables, strict=True)
         ]
 
-    def _update(self, found_inf: Tensor) -> None:
+    def _update(self, found_inf: Tensor, known: bool | None = None) -> None:
         if not self.dynamic:
             return
-        counts = hasattr(self, "nonfinite_counter")
-        state = ScaleState(
-            self.dynamic_scale.value,
-            self.step_counter.value,
-            self.nonfinite_counter.value if counts else 0,
-        )
-        state = self._policy.update(state, found_inf, _where)
-        self.dynamic_scale.assign(state.scale)
-        self.step_counter.assign(state.finite_steps)
-        if counts:
-            self.nonfinite_counter.assign(state.nonfinite_steps)
+        kept = [self.dynamic_scale, self.step_counter]
+        if hasattr(self, "nonfinite_counter"):
+            kept.append(self.nonfinite_counter)
+        values = [ops.copy(variable) for variable in kept]  # read once
+        state = ScaleState(*values, *[0] * (len(ScaleState._fields) - len(kept)))
+        where = where_or_choose(operations.where, found_inf, known)
+        moved = self._policy.update(state, found_inf, where)
+        for variable, value in zip(kept, moved, strict=False):
+            variable.assign(value)
 
     def _warn_of_scaling(self) -> None:
         if self._has_warned or (

@@ -39,7 +39,8 @@ class DynamicState(native._DynamicLossScaleState):  # type: ignore[misc] # untyp
         """Move the scale; the operations that do, and whether to apply the gradients."""
         finite = _all_finite(tf.nest.flatten(grads))
         kept = self._variables
-        state = ScaleState(*kept, *[0] * (len(ScaleState._fields) - len(kept)))
+        values = [tf.convert_to_tensor(variable) for variable in kept]  # read once
+        state = ScaleState(*values, *[0] * (len(ScaleState._fields) - len(kept)))
         moved = self._policy.update(state, ~finite, _where)
         assigned = [variable.assign(value) for variable, value in zip(kept, moved, strict=False)]
         return tf.group(*assigned), finite
@@ -73,4 +74,4 @@ def _all_finite(gradients: list[Any]) -> Tensor:
 
 def _all_finite_here(gradients: list[Any]) -> Tensor:
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
+    return tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_finite(value)) for value in values]))

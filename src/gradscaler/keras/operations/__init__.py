@@ -6,7 +6,8 @@ The module of each backend has the same functions:
     A boolean scalar tensor. A gradient of None counts as finite.
 ``apply_if_finite(optimizer, gradients, variables, unscale, update)``
     ``optimizer.inner_optimizer.apply(unscale(gradients), variables)``, without any effect unless
-    all gradients of all replicas are finite; then ``update(found_inf)``.
+    all gradients of all replicas are finite; then ``update(found_inf, known)``, ``known`` being
+    its value within a branch on it.
 ``gradients(loss, scale_loss, var_list, tape)``
     The gradients of the scaled loss, and the variables, both as lists.
 ``where(condition, a, b)``

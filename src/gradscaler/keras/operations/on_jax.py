@@ -22,7 +22,7 @@ def apply_if_finite(
     gradients: list[Any],
     variables: list[Any] | None,
     unscale: Callable[..., list[Any]],
-    update: Callable[[Any], None],
+    update: Callable[..., None],
 ) -> None:
     """Branch on the host where the flag is known, and in XLA where it is traced."""
     finite = all_finite(gradients)

@@ -14,7 +14,8 @@ where = tf.where
 def all_finite(gradients: list[Any]) -> Any:
     """Whether no gradient holds an Inf or a NaN."""
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(v)) for v in values if v is not None])
+    flags = [tf.reduce_all(tf.math.is_finite(value)) for value in values if value is not None]
+    return tf.reduce_all(tf.stack(flags or [True]))
 
 
 def apply_if_finite(
@@ -22,23 +23,31 @@ def apply_if_finite(
     gradients: list[Any],
     variables: list[Any] | None,
     unscale: Callable[..., list[Any]],
-    update: Callable[[Any], None],
+    update: Callable[..., None],
 ) -> None:
     """Apply in every replica or in none: the gradients are not summed yet when they are checked."""
     replica = tf.distribute.get_replica_context()
     if replica is None:
         raise ValueError("apply() must be called in a replica context.")
-    found_inf = ~all_finite(gradients)
+    finite = all_finite(gradients)
     if replica.num_replicas_in_sync > 1:  # the optimizer sums the replicas' gradients later
-        count = replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(found_inf, tf.float32))
-        found_inf = count > 0
+        count = replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(finite, tf.float32))
+        finite = count >= replica.num_replicas_in_sync
 
     def apply(gradients: list[Any], variables: list[Any] | None) -> None:
         optimizer.inner_optimizer.apply(unscale(gradients, variables), variables)
 
+    def branch(finite: Any, apply: Callable[[], object]) -> None:
+        found_inf = ~finite
+
+        def step() -> None:
+            apply()
+            update(found_inf, False)
+
+        tf.cond(finite, step, lambda: update(found_inf, True))
+
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        tf.cond(found_inf, lambda: None, lambda: apply(gradients, variables))
-        update(found_inf)
+        branch(finite, lambda: apply(gradients, variables))
         return
 
     # The step merges the replicas, which cannot be done within a branch of one of them.
@@ -46,14 +55,13 @@ def apply_if_finite(
         strategy: tf.distribute.Strategy,
         gradients: list[Any],
         variables: list[Any] | None,
-        found_inf: Any,
+        finite: Any,
     ) -> None:
-        found_inf = strategy.experimental_local_results(found_inf)[0]  # they are all the same
+        finite = strategy.experimental_local_results(finite)[0]  # they are all the same
         run = strategy.extended.call_for_each_replica
-        tf.cond(found_inf, lambda: None, lambda: run(apply, args=(gradients, variables)))
-        update(found_inf)
+        branch(finite, lambda: run(apply, args=(gradients, variables)))
 
-    replica.merge_call(across_replicas, args=(gradients, variables, found_inf))
+    replica.merge_call(across_replicas, args=(gradients, variables, finite))
 
 
 def gradients(

@@ -24,16 +24,17 @@ def apply_if_finite(
     gradients: list[Any],
     variables: list[Any] | None,
     unscale: Callable[..., list[Any]],
-    update: Callable[[Any], None],
+    update: Callable[..., None],
 ) -> None:
     """Apply or not, by one look at the flag from the host."""
     finite = all_finite(gradients)
-    keras.ops.cond(
-        finite,
-        lambda: optimizer.inner_optimizer.apply(unscale(gradients, variables), variables),
-        lambda: None,
-    )
-    update(~finite)
+    found_inf = ~finite
+
+    def step() -> None:
+        optimizer.inner_optimizer.apply(unscale(gradients, variables), variables)
+        update(found_inf, False)
+
+    keras.ops.cond(finite, step, lambda: update(found_inf, True))
 
 
 def gradients(
