@@ -1,0 +1,129 @@
+"""What a training step costs: gradscaler.tf_keras.LossScaleOptimizer beside tf-keras' own.
+
+    python benchmarks/tf_keras_optimizer.py
+
+Both wrap the same optimizer of the same model, and train on the same batch by turns: Keras' own
+``train_step`` as a TensorFlow graph, with an optimizer of either family. Batches are small, so that
+the optimizer is much of the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paired
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or it talks of GPUs that there are not
+
+import tensorflow as tf
+import tf_keras
+
+import gradscaler.tf_keras
+
+BATCH = 16
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A multilayer perceptron to train.
+
+    Attributes:
+        name: for the table.
+        width: units in a layer, and values in an input.
+        layers: how many of them.
+        calls: steps to one measurement.
+    """
+
+    name: str
+    width: int
+    layers: int
+    calls: int
+
+
+WORKLOADS = [
+    Workload("4 layers of 1024", width=1024, layers=4, calls=2),
+    Workload("50 layers of 64", width=64, layers=50, calls=5),
+    Workload("one layer of 16", width=16, layers=1, calls=50),
+]
+
+
+def compare(workload: Workload, family: Any, repetitions: int) -> paired.Comparison:
+    """Time a step under both wrappers; they end with the same weights, or an error says so."""
+
+    def model(wrapper: Any) -> Any:
+        tf_keras.utils.set_random_seed(0)
+        width = workload.width
+        hidden = [tf_keras.layers.Dense(width, "relu") for _ in range(workload.layers)]
+        net = tf_keras.Sequential(
+            [tf_keras.Input((width,)), *hidden, tf_keras.layers.Dense(CLASSES)]
+        )
+        loss = tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        net.compile(wrapper(family.Adam(1e-4)), loss)
+        return net
+
+    rng = np.random.default_rng(0)
+    images = rng.random((BATCH, workload.width)).astype("float32")
+    batch = (tf.constant(images), tf.constant(rng.integers(CLASSES, size=BATCH)))
+    models = {
+        "ours": model(gradscaler.tf_keras.LossScaleOptimizer),
+        "native": model(tf_keras.mixed_precision.LossScaleOptimizer),
+    }
+    steps = {name: partial(tf.function(net.train_step), batch) for name, net in models.items()}
+    seconds = paired.interleave(steps, lambda: None, repetitions, workload.calls)
+    weights = [net.get_weights() for net in models.values()]
+    if not all(map(np.array_equal, *weights)):
+        raise RuntimeError(f"{workload.name}: the wrappers did not end with the same weights")
+    name = "legacy" if family is tf_keras.optimizers.legacy else "new"
+    return paired.Comparison(f"{name} Adam: {workload.name}", **seconds)
+
+
+def main() -> None:
+    """Run every workload with both families; print a table, and write JSON where asked."""
+    arguments = parse()
+    setting = {
+        **paired.machine(),
+        "tensorflow": tf.__version__,
+        "tf-keras": tf_keras.__version__,
+        "repetitions": arguments.repetitions,
+    }
+    print(*(f"{name}: {value}" for name, value in setting.items()), sep="\n", end="\n\n")
+    comparisons = [
+        compare(workload, family, arguments.repetitions)
+        for family in (tf_keras.optimizers, tf_keras.optimizers.legacy)
+        for workload in WORKLOADS
+    ]
+    print(paired.table(comparisons))
+    if arguments.json:
+        paired.write_json(arguments.json, setting, comparisons)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--repetitions",
+        type=int,
+        default=40,
+        help="measurements of each wrapper and workload, at least 6 (%(default)s)",
+    )
+    parser.add_argument(
+        "--quick", dest="repetitions", action="store_const", const=10, help="10 repetitions"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement here")
+    arguments = parser.parse_args()
+    if arguments.repetitions < 6:
+        parser.error("--repetitions must be at least 6: fewer give no 95 % interval")
+    if arguments.json and not arguments.json.absolute().parent.is_dir():
+        parser.error(f"--json: there is no folder {arguments.json.parent}")
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
