@@ -116,7 +116,7 @@ def jax_step(
     def step() -> None:
         nonlocal state
         _, state = compiled(state, batch)
-        jax.block_until_ready(state)
+        jax.block_until_ready(state)  # type: ignore[no-untyped-call] # JAX's is not typed
 
     return step, lambda: state[0]
 

@@ -92,7 +92,7 @@ def tensorflow_step(model: Any) -> Step:
     """A graph that is traced once."""
     import tensorflow as tf
 
-    @tf.function(reduce_retracing=True)
+    @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator] # TensorFlow's is not
     def step(images: Any, labels: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = cross_entropy(labels, model(images, training=True))
