@@ -31,7 +31,7 @@ class TestTensorFlow:
 
         scaled = [float(step()) for _ in range(3)]
         assert len(traces) == 1
-        assert scaled == [8 * 5, 16 * 1.25, 32 * 0.3125]  # never a stale scale
+        assert scaled == [8 * 5, 16 * 1.25, 32 * 0.3125]
         assert variable.numpy().tolist() == [0.125, 0.25]
 
     @pytest.mark.parametrize("jit_compile", [False, True])

@@ -7,21 +7,19 @@ from collections.abc import Iterable
 from typing import Any
 
 import keras
-from keras import ops
 
 from gradscaler.keras import operations
+from gradscaler.keras.scale import Scale
 from gradscaler.keras_like import arguments
 from gradscaler.keras_like.arguments import ScalePolicy
 from gradscaler.keras_like.delegation import OPTIONS, Delegating
-from gradscaler.keras_like.where import where_or_choose
-from gradscaler.policies import FixedScale, ScaleState
 
 Tensor = Any
 Variable = Any
 
 
 @keras.saving.register_keras_serializable("gradscaler")
-class LossScaleOptimizer(Delegating, keras.optimizers.LossScaleOptimizer):  # type: ignore[misc] # untyped base
+class LossScaleOptimizer(Scale, Delegating, keras.optimizers.LossScaleOptimizer):  # type: ignore[misc] # untyped base
     """Loss scaling for Keras 3, with the API of Keras 2: wraps any optimizer, on any backend.
 
     A drop-in for ``keras.optimizers.LossScaleOptimizer``, ``model.compile`` and ``model.fit``
@@ -64,8 +62,6 @@ class LossScaleOptimizer(Delegating, keras.optimizers.LossScaleOptimizer):  # ty
     (0.5, 32768.0, 1)
     """
 
-    _policy: ScalePolicy
-
     def __init__(
         self,
         inner_optimizer: keras.optimizers.Optimizer,
@@ -98,61 +94,8 @@ class LossScaleOptimizer(Delegating, keras.optimizers.LossScaleOptimizer):  # ty
         )
         for option in OPTIONS:
             del self.__dict__[option]  # it is the inner optimizer's from now on
-        self.step_counter = self.add_variable((), dtype="int", name="step_counter")
-        self.dynamic_scale = self.add_variable(
-            (),
-            dtype="float32",
-            initializer=keras.initializers.Constant(self.initial_scale),
-            name="dynamic_scale",
-        )
-        if getattr(policy, "hysteresis", 1) > 1:
-            self.nonfinite_counter = self.add_variable((), dtype="int", name="nonfinite_counter")
-        self._loss_has_been_scaled = False
-        self._gradients_are_scaled: bool | None = None  # until the caller shows how they come
+        self._create_variables()
         self._has_warned = False
-
-    # The scale.
-
-    @property
-    def dynamic(self) -> bool:
-        """Whether the scale moves."""
-        return not isinstance(self._policy, FixedScale)
-
-    @property
-    def initial_scale(self) -> float:
-        """The scale before the first step; the scale itself if it does not move."""
-        return arguments.initial_scale_of(self._policy)
-
-    @initial_scale.setter
-    def initial_scale(self, initial_scale: float) -> None:
-        self._policy = arguments.with_initial_scale(self._policy, initial_scale)
-        if hasattr(self, "dynamic_scale") and not self.built:
-            self.dynamic_scale.assign(self.initial_scale)
-
-    @property
-    def dynamic_growth_steps(self) -> int | None:
-        """Finite steps in a row before the scale grows; None if it does not move.
-
-        A compiled training step keeps the number that it was compiled with.
-        """
-        return arguments.growth_steps_of(self._policy)
-
-    @dynamic_growth_steps.setter
-    def dynamic_growth_steps(self, dynamic_growth_steps: int | None) -> None:
-        self._policy = arguments.with_growth_steps(self._policy, dynamic_growth_steps)
-
-    @property
-    def dynamic_counter(self) -> Tensor | None:
-        """Finite steps since the scale moved or a step was skipped; None if the scale is fixed.
-
-        An integer scalar variable.
-        """
-        return self.step_counter if self.dynamic else None
-
-    @property
-    def loss_scale(self) -> Tensor:
-        """The current scale, a float32 scalar tensor that stays as it is when the scale moves."""
-        return ops.copy(self._scale)
 
     @property
     def lr(self) -> Tensor:
@@ -162,29 +105,6 @@ class LossScaleOptimizer(Delegating, keras.optimizers.LossScaleOptimizer):  # ty
     @lr.setter
     def lr(self, learning_rate: Any) -> None:
         self.learning_rate = learning_rate
-
-    # Scaling and unscaling.
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss times the scale, in float32 at least; ``apply`` then divides the gradients."""
-        self._gradients_are_scaled = True
-        return self._scaled(loss)
-
-    def get_scaled_loss(self, loss: Any) -> Any:
-        """The loss times the scale, in float32 at least; of a callable, one that returns it."""
-        if callable(loss):
-            return lambda: self._scaled(loss())
-        return self._scaled(loss)
-
-    def get_unscaled_gradients(self, grads: Iterable[Tensor | None]) -> list[Tensor | None]:
-        """The gradients divided by the scale, each of the dtype and kind that it was; None is None.
-
-        ``apply_gradients`` and ``apply`` then take gradients as they are, until the next
-        ``scale_loss``.
-        """
-        self._gradients_are_scaled = False
-        scale = self._scale
-        return [None if g is None else ops.cast(ops.divide(g, scale), g.dtype) for g in grads]
 
     def check_finite(self, grads: Iterable[Tensor | None]) -> Tensor:
         """Whether no gradient holds an Inf or a NaN, a boolean scalar tensor."""
@@ -320,41 +240,6 @@ class LossScaleOptimizer(Delegating, keras.optimizers.LossScaleOptimizer):  # ty
             arguments.with_policy(config), custom_objects
         )
         return optimizer
-
-    # How it works.
-
-    @property
-    def _scale(self) -> Tensor:
-        if self.dynamic:
-            return self.dynamic_scale
-        return ops.convert_to_tensor(self.initial_scale, "float32")
-
-    def _scaled(self, loss: Tensor) -> Tensor:
-        self._loss_has_been_scaled = True
-        return ops.multiply(loss, self._scale)
-
-    def _unscaled(self, grads: list[Any], variables: list[Variable] | None) -> list[Any]:
-        scale = self._scale
-        variables = self._trainable_variables if variables is None else variables
-        return [
-            grad
-            if grad is None or self._overwrite_variable_with_gradient(variable)
-            else ops.divide(grad, scale)
-            for grad, variable in zip(grads, variables, strict=True)
-        ]
-
-    def _update(self, found_inf: Tensor, known: bool | None = None) -> None:
-        if not self.dynamic:
-            return
-        kept = [self.dynamic_scale, self.step_counter]
-        if hasattr(self, "nonfinite_counter"):
-            kept.append(self.nonfinite_counter)
-        values = [ops.copy(variable) for variable in kept]  # read once
-        state = ScaleState(*values, *[0] * (len(ScaleState._fields) - len(kept)))
-        where = where_or_choose(operations.where, found_inf, known)
-        moved = self._policy.update(state, found_inf, where)
-        for variable, value in zip(kept, moved, strict=False):
-            variable.assign(value)
 
     def _warn_of_scaling(self) -> None:
         if self._has_warned or (

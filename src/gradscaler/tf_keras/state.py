@@ -69,11 +69,11 @@ class FixedState(native._DynamicLossScaleState):  # type: ignore[misc] # untyped
 
 
 def _all_finite(gradients: list[Any]) -> Tensor:
-    """Whether gradients that were summed over the replicas are finite: in one, so in all."""
+    """Whether the gradients are finite in every replica."""
     if tf.distribute.in_cross_replica_context():
         strategy = tf.distribute.get_strategy()
         in_each = strategy.extended.call_for_each_replica(_all_finite_here, args=(gradients,))
-        return strategy.experimental_local_results(in_each)[0]
+        return tf.reduce_all(tf.stack(strategy.experimental_local_results(in_each)))
     return _all_finite_here(gradients)
 
 
