@@ -2,7 +2,7 @@
 # use and again whenever its requirements change. PYTHON chooses the interpreter.
 
 PYTHON ?= python3
-FRAMEWORKS := torch tensorplay paddle
+FRAMEWORKS := torch tensorplay paddle keras tf-keras
 
 CORE := $(filter-out src/gradscaler/__main__.py,$(wildcard src/gradscaler/*.py)) \
 	src/gradscaler/policies
@@ -10,6 +10,9 @@ torch_SOURCES := src/gradscaler/torch_like src/gradscaler/torch src/gradscaler/d
 	src/gradscaler/__main__.py
 tensorplay_SOURCES := src/gradscaler/torch_like src/gradscaler/tensorplay
 paddle_SOURCES := src/gradscaler/paddle
+keras_SOURCES := src/gradscaler/keras_like src/gradscaler/keras
+tf-keras_SOURCES := src/gradscaler/keras_like src/gradscaler/tf_keras
+keras_RUNS := KERAS_BACKEND=tensorflow KERAS_BACKEND=jax KERAS_BACKEND=torch
 torch_TESTS := $(CORE) $(wildcard tests/*.py) tests/policies
 
 .PHONY: demo test lint bench clean $(foreach framework,$(FRAMEWORKS),test-$(framework) bench-$(framework))
@@ -23,16 +26,20 @@ lint: .venv/torch/.ready
 	.venv/torch/bin/ruff check .
 	.venv/torch/bin/ruff format --check .
 
-# Strict types, doctests and tests, every warning an error. The core's run with PyTorch's.
+# Strict types, doctests and tests, every warning an error. The core's run with PyTorch's. Keras is
+# one backend a process.
 $(addprefix test-,$(FRAMEWORKS)): test-%: .venv/%/.ready
-	.venv/$*/bin/mypy $(CORE) $($*_SOURCES) examples/$*_digits.py benchmarks/$*_*.py
-	.venv/$*/bin/python -m pytest -n auto $($*_TESTS) $($*_SOURCES) tests/$*
+	.venv/$*/bin/mypy $(CORE) $($*_SOURCES) examples/$(name)_digits.py benchmarks/$(name)_*.py
+	set -e; for run in $(or $($*_RUNS),''); do env $$run TF_CPP_MIN_LOG_LEVEL=2 \
+		.venv/$*/bin/python -m pytest -n auto $($*_TESTS) $($*_SOURCES) tests/$(name); done
 
 bench: $(addprefix bench-,$(FRAMEWORKS))
 
 # Beside the framework's own scaler, in one run.
 $(addprefix bench-,$(FRAMEWORKS)): bench-%: .venv/%/.ready
-	.venv/$*/bin/python benchmarks/$*_scaler.py
+	.venv/$*/bin/python benchmarks/$(name)_*.py
+
+name = $(subst -,_,$*)
 
 .venv/%/.ready: requirements/%.txt requirements/test.txt pyproject.toml
 	$(PYTHON) -m venv --clear .venv/$*
