@@ -276,6 +276,7 @@ def test_the_config_is_what_keras_wrapper_is_made_from(native):
         {"dynamic": False, "initial_scale": 8.0},
         {"policy": FixedScale(8.0)},
         {"policy": DynamicScale(hysteresis=2, hysteresis_reset="growth")},
+        {"policy": DynamicScale(init_scale=0.5)},
     ],
 )
 def test_a_config_says_how_the_scale_moves(arguments):

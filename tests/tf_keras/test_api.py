@@ -179,6 +179,7 @@ def test_nothing_is_warned_of_after_minimize(family, monkeypatch):
         {"dynamic": False, "initial_scale": 8.0},
         {"policy": FixedScale(8.0)},
         {"policy": DynamicScale(hysteresis=2, hysteresis_reset="growth")},
+        {"policy": DynamicScale(init_scale=0.5)},
     ],
 )
 def test_a_config_says_how_the_scale_moves(family, arguments):

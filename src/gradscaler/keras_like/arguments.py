@@ -39,14 +39,12 @@ def policy_from(
             raise TypeError(f"policy must be a DynamicScale or a FixedScale, got {policy!r}")
         return policy
     if dynamic:
-        policy = DynamicScale.keras()
+        rule: ScalePolicy = DynamicScale.keras()
         if initial_scale is not None:
-            policy = with_initial_scale(policy, initial_scale)
-        return (
-            policy
-            if dynamic_growth_steps is None
-            else with_growth_steps(policy, dynamic_growth_steps)
-        )
+            rule = with_initial_scale(rule, initial_scale)
+        if dynamic_growth_steps is not None:
+            rule = with_growth_steps(rule, dynamic_growth_steps)
+        return rule
     if initial_scale is None:
         raise ValueError(
             '"initial_scale" must be specified if "dynamic" is False: it is the loss scale for '
@@ -98,13 +96,23 @@ def growth_steps_of(policy: ScalePolicy) -> int | None:
 
 def config_of(policy: ScalePolicy) -> dict[str, Any]:
     """The arguments that :func:`policy_from` makes the policy of, in what JSON can hold."""
-    dynamic = isinstance(policy, DynamicScale)
-    config = {
-        "dynamic": dynamic,
+    if isinstance(policy, DynamicScale) and _bounds_and_factors(policy) != _KERAS:
+        return {"policy": dataclasses.asdict(policy)}
+    return {
+        "dynamic": isinstance(policy, DynamicScale),
         "initial_scale": initial_scale_of(policy),
         "dynamic_growth_steps": growth_steps_of(policy),
     }
-    return config if policy_from(**config) == policy else {"policy": dataclasses.asdict(policy)}
+
+
+def _bounds_and_factors(policy: DynamicScale) -> dict[str, Any]:
+    """All that no argument but ``policy`` can change."""
+    changeable = ("init_scale", "growth_interval")
+    fields = dataclasses.asdict(policy).items()
+    return {name: value for name, value in fields if name not in changeable}
+
+
+_KERAS = _bounds_and_factors(DynamicScale.keras())
 
 
 def with_policy(config: dict[str, Any]) -> dict[str, Any]:
