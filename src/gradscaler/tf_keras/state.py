@@ -36,19 +36,12 @@ class DynamicState(native._DynamicLossScaleState):  # type: ignore[misc] # untyp
     def update(self, grads: Any) -> tuple[Any, Tensor]:
         """Move the scale; the operations that do, and whether to apply the gradients."""
         finite = _all_finite(tf.nest.flatten(grads))
-        found_inf = ~finite
-        moved = tf.cond(
-            finite, lambda: self._move(found_inf, False), lambda: self._move(found_inf, True)
-        )
-        return moved, finite
-
-    def _move(self, found_inf: Tensor, known: bool) -> Any:
         kept = self._variables
         values = [tf.convert_to_tensor(variable) for variable in kept]  # read once
         state = ScaleState(*values, *[0] * (len(ScaleState._fields) - len(kept)))
-        moved = self._policy.update(state, found_inf, where_or_choose(tf.where, found_inf, known))
+        moved = self._policy.update(state, ~finite, where_or_choose(tf.where))
         assigned = [variable.assign(value) for variable, value in zip(kept, moved, strict=False)]
-        return tf.group(*assigned)
+        return tf.group(*assigned), finite
 
 
 class FixedState(native._DynamicLossScaleState):  # type: ignore[misc] # untyped base

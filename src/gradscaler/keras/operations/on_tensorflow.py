@@ -38,13 +38,8 @@ def apply_if_finite(
         optimizer.inner_optimizer.apply(unscale(gradients, variables), variables)
 
     def branch(finite: Any, apply: Callable[[], object]) -> None:
-        found_inf = ~finite
-
-        def step() -> None:
-            apply()
-            update(found_inf, False)
-
-        tf.cond(finite, step, lambda: update(found_inf, True))
+        tf.cond(finite, apply, lambda: None)
+        update(~finite)
 
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
         branch(finite, lambda: apply(gradients, variables))
