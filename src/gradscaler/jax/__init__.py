@@ -1,0 +1,21 @@
+"""Loss scaling for JAX: pure functions, an optax wrapper, and the classes of jmp and flax."""
+
+from gradscaler.jax.flax import DynamicScale, DynamicScaleResult
+from gradscaler.jax.jmp import DynamicLossScale, NoOpLossScale, StaticLossScale
+from gradscaler.jax.optax import LossScaledState, loss_scaled
+from gradscaler.jax.scaler import GradScaler, ScaledGradients
+from gradscaler.jax.trees import all_finite, select_tree
+
+__all__ = [
+    "DynamicLossScale",
+    "DynamicScale",
+    "DynamicScaleResult",
+    "GradScaler",
+    "LossScaledState",
+    "NoOpLossScale",
+    "ScaledGradients",
+    "StaticLossScale",
+    "all_finite",
+    "loss_scaled",
+    "select_tree",
+]

@@ -1,0 +1,124 @@
+"""The loss scale of flax (0.12), by its names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradscaler.jax import trees
+from gradscaler.jax.scaler import GradScaler
+from gradscaler.jax.trees import AxisName
+from gradscaler.policies import DynamicScale as DynamicPolicy
+from gradscaler.policies import ScaleState, checks
+
+Array = Any
+
+
+class DynamicScaleResult(NamedTuple):
+    """What ``DynamicScale.value_and_grad`` returns.
+
+    Attributes:
+        dynamic_scale: the loss scale for the next step.
+        finite: whether no gradient holds an Inf or a NaN, a boolean scalar.
+        aux: what the function returned: its value, or the pair of value and aux.
+        grad: the unscaled gradients, in float32.
+    """
+
+    dynamic_scale: DynamicScale
+    finite: Array
+    aux: Any
+    grad: Any
+
+
+@dataclass(frozen=True)
+class DynamicScale:
+    """A drop-in for ``flax.training.dynamic_scale.DynamicScale``, and no less a pytree.
+
+    The scale grows at the step after ``growth_interval`` finite ones, as flax's does.
+
+    Args:
+        growth_factor: multiplies the scale when it grows, > 1.
+        backoff_factor: multiplies the scale when it backs off, in (0, 1).
+        growth_interval: finite steps that the scale grows after.
+        fin_steps: finite steps since the scale moved or a step was not finite, an int32 scalar.
+        scale: the loss scale, a float32 scalar.
+        minimum_scale: the floor. None is its default, 2**-126; flax's scale then sinks to 0.
+
+    >>> dynamic_scale = DynamicScale(scale=8.0, growth_interval=1)
+    >>> for _ in range(2):
+    ...     dynamic_scale, finite, value, grad = dynamic_scale.value_and_grad(lambda x: x**2)(3.0)
+    ...     print(float(value), float(grad), bool(finite), float(dynamic_scale.scale))
+    9.0 6.0 True 8.0
+    9.0 6.0 True 16.0
+    """
+
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    fin_steps: Array = 0
+    scale: Array = 65536.0
+    minimum_scale: float | None = checks.SMALLEST_SCALE
+
+    def __post_init__(self) -> None:
+        # Numbers become what value_and_grad returns, or jit would compile its next call anew.
+        if isinstance(self.fin_steps, int):
+            object.__setattr__(self, "fin_steps", np.int32(self.fin_steps))
+        if isinstance(self.scale, (int, float)):
+            object.__setattr__(self, "scale", np.float32(self.scale))
+        trees.serialise(self, "fin_steps", "scale")
+
+    def replace(self, **changes: Any) -> DynamicScale:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+    def value_and_grad(
+        self,
+        fun: Callable[..., Any],
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        axis_name: AxisName | None = None,
+    ) -> Callable[..., DynamicScaleResult]:
+        """``jax.value_and_grad`` of the scaled function, unscaled and checked.
+
+        Args:
+            fun: returns a scalar, or a pair of a scalar and anything.
+            argnums: what to differentiate with respect to.
+            has_aux: whether ``fun`` returns a pair.
+            axis_name: named axes to average the gradients over.
+
+        Returns:
+            A function with the arguments of ``fun`` that returns :class:`DynamicScaleResult`.
+        """
+        floor = checks.SMALLEST_SCALE if self.minimum_scale is None else self.minimum_scale
+        policy = DynamicPolicy.flax(
+            self.growth_factor, self.backoff_factor, self.growth_interval, floor, floor
+        )
+        state = ScaleState(
+            jnp.asarray(self.scale, jnp.float32),
+            jnp.asarray(self.fin_steps, jnp.int32),
+            jnp.zeros((), jnp.int32),
+        )
+        scaler = GradScaler(policy, state)
+        differentiated = scaler.value_and_grad(fun, argnums, has_aux, axis_name)
+
+        @functools.wraps(fun)
+        def unscaled(*args: Any, **kwargs: Any) -> DynamicScaleResult:
+            moved, finite, aux, grad = differentiated(*args, **kwargs)
+            scale, fin_steps, _ = moved.state
+            grad = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grad)
+            return DynamicScaleResult(
+                self.replace(fin_steps=fin_steps, scale=scale), finite, aux, grad
+            )
+
+        return unscaled
+
+
+trees.register(
+    DynamicScale, static=["growth_factor", "backoff_factor", "growth_interval", "minimum_scale"]
+)

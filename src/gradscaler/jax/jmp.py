@@ -1,0 +1,174 @@
+"""The loss scales of jmp (0.0.4), by its names."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradscaler.jax import trees
+from gradscaler.policies import ScaleState, checks
+from gradscaler.policies.rule import Constants, next_state
+
+T = TypeVar("T")
+Array = Any
+
+
+@dataclass(frozen=True)
+class NoOpLossScale:
+    """No loss scaling: everything passes through."""
+
+    @property
+    def loss_scale(self) -> int:
+        """1."""
+        return 1
+
+    def scale(self, tree: T) -> T:
+        """``tree``."""
+        return tree
+
+    def unscale(self, tree: T) -> T:
+        """``tree``."""
+        return tree
+
+    def adjust(self, grads_finite: Any) -> NoOpLossScale:
+        """The same again."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class StaticLossScale:
+    """A loss scale that does not move. As a pytree it has no leaves.
+
+    Args:
+        loss_scale: the scale.
+    """
+
+    loss_scale: Array
+
+    def scale(self, tree: T) -> T:
+        """Multiply every leaf by the loss scale."""
+        return _multiplied(tree, self.loss_scale)
+
+    def unscale(self, tree: T) -> T:
+        """Multiply every leaf by 1 / the loss scale."""
+        return _multiplied(tree, 1 / self.loss_scale)
+
+    def adjust(self, grads_finite: Any) -> StaticLossScale:
+        """The same again."""
+        return self
+
+    # So that jit can take one whose scale is an array, as it cannot of jmp's.
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StaticLossScale) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[Any, ...]:
+        return type(self.loss_scale), jnp.result_type(self.loss_scale), float(self.loss_scale)
+
+
+@dataclass(frozen=True)
+class DynamicLossScale:
+    """A loss scale that moves: a drop-in for ``jmp.DynamicLossScale``, whose floor survives jit.
+
+    ``adjust`` does::
+
+        non-finite:  counter = 0;  loss_scale = max(loss_scale / factor, min_loss_scale)
+        finite:      counter += 1;  at period: counter = 0, and
+                     loss_scale *= factor, unless that is past the largest float32
+
+    Args:
+        loss_scale: the scale, a float32 scalar.
+        counter: finite steps since the scale moved or a step was not finite, an int32 scalar.
+        period: finite steps in a row before the scale grows.
+        factor: what growth multiplies and backoff divides by.
+        min_loss_scale: the floor, a float32 scalar. jmp loses it wherever its object is rebuilt
+            from its leaves, as at every jit.
+
+    >>> import jax
+    >>> loss_scale = DynamicLossScale(jax.numpy.float32(16), min_loss_scale=jax.numpy.float32(8))
+    >>> for grads_finite in [False, False]:
+    ...     loss_scale = jax.jit(lambda s, f: s.adjust(f))(loss_scale, grads_finite)
+    ...     print(loss_scale.loss_scale)
+    8.0
+    8.0
+    """
+
+    loss_scale: Array
+    counter: Array = field(default_factory=lambda: np.zeros([], np.int32))
+    period: int = 2000
+    factor: int = 2
+    min_loss_scale: Array = field(default_factory=lambda: np.ones([], np.float32))
+
+    def __post_init__(self) -> None:
+        for name in ("loss_scale", "min_loss_scale"):
+            _warn_if_not_floating(name, getattr(self, name))
+        trees.serialise(self, "loss_scale", "counter", "min_loss_scale")
+
+    def scale(self, tree: T) -> T:
+        """Multiply every leaf by the loss scale."""
+        return _multiplied(tree, self.loss_scale)
+
+    def unscale(self, tree: T) -> T:
+        """Multiply every leaf by 1 / the loss scale."""
+        return _multiplied(tree, 1 / self.loss_scale)
+
+    def adjust(self, grads_finite: Any) -> DynamicLossScale:
+        """The loss scale for the next step.
+
+        Args:
+            grads_finite: whether the step's gradients were finite, a boolean scalar.
+
+        Raises:
+            ValueError: it is none.
+        """
+        found_inf = ~trees.as_flag("grads_finite", grads_finite)
+        constants = Constants(
+            growth_factor=self.factor,
+            backoff_factor=_Reciprocal(self.factor),
+            min_scale=self.min_loss_scale,
+            max_scale=checks.LARGEST_SCALE,
+            growth_interval=self.period,
+            hysteresis=1,
+            finite_step_resets=True,
+            backoff_resets=True,
+        )
+        state = ScaleState(jnp.asarray(self.loss_scale), jnp.asarray(self.counter), 0)
+        state = next_state(constants, state, found_inf, jnp.where)
+        return replace(self, loss_scale=state.scale, counter=state.finite_steps)
+
+
+@dataclass(frozen=True)
+class _Reciprocal:
+    """A factor that divides: jmp's backoff is exact where 1/factor would be rounded."""
+
+    divisor: Any
+
+    def __rmul__(self, scale: Array) -> Array:
+        return scale / self.divisor
+
+
+def _multiplied(tree: T, factor: Any) -> T:
+    product: T = jax.tree.map(lambda leaf: leaf * factor, tree)
+    return product
+
+
+def _warn_if_not_floating(name: str, value: Any) -> None:
+    # A pytree may be rebuilt with anything for leaves: what has no dtype is not looked at.
+    if not isinstance(value, (int, float)) and not hasattr(value, "dtype"):
+        return
+    dtype = jnp.result_type(value)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=4)
+
+
+for _empty in (NoOpLossScale, StaticLossScale):
+    jax.tree_util.register_static(_empty)
+trees.register(DynamicLossScale, static=["period", "factor"])

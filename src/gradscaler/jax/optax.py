@@ -1,0 +1,89 @@
+"""Loss scaling as an optax transformation around an optimizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gradscaler.jax.scaler import GradScaler
+from gradscaler.jax.trees import AxisName, all_finite, select_tree
+from gradscaler.policies import DynamicScale, Policy
+
+if TYPE_CHECKING:
+    import optax
+
+
+class LossScaledState(NamedTuple):
+    """The state of :func:`loss_scaled`.
+
+    Attributes:
+        scaler: what the next loss is to be scaled with.
+        grads_finite: whether the latest gradients were finite, so that a step was taken.
+        inner_state: the optimizer's own state.
+    """
+
+    scaler: GradScaler
+    grads_finite: Any
+    inner_state: Any
+
+
+def loss_scaled(
+    optimizer: optax.GradientTransformation,
+    policy: Policy = DynamicScale(),  # noqa: B008 # immutable
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Wrap an optax optimizer so that it takes gradients of a scaled loss.
+
+    Where they are finite, the optimizer sees them divided by the scale. Where they are not, the
+    updates are zero, and the optimizer's state stays bit for bit as it was, step counts included.
+    Either way the scale moves by the policy's rule. Gradients keep their dtype, which an optimizer's
+    state depends on; float16 ones may underflow in that, so hand in float32 ones. The scale is in the state, however deeply that
+    is nested: ``optax.tree_utils.tree_get(state, "scaler").scale(loss)``.
+
+    Args:
+        optimizer: any optax transformation.
+        policy: the rule: a :class:`gradscaler.DynamicScale` or a :class:`gradscaler.FixedScale`.
+        axis_name: named axes whose devices are to take one decision, where the gradients were not
+            averaged over them before.
+
+    >>> import jax, optax
+    >>> optimizer = loss_scaled(optax.sgd(0.5), DynamicScale(init_scale=1024.0))
+    >>> weight = jax.numpy.float32(1.0)
+    >>> state = optimizer.init(weight)
+    >>> grads = jax.grad(lambda weight: state.scaler.scale(weight**2))(weight)
+    >>> updates, state = optimizer.update(grads, state, weight)
+    >>> float(grads), float(optax.apply_updates(weight, updates)), bool(state.grads_finite)
+    (2048.0, 0.0, True)
+    """
+    import optax  # here, for gradscaler.jax does not need it otherwise
+
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: optax.Params) -> LossScaledState:
+        return LossScaledState(GradScaler(policy), jnp.array(True), inner.init(params))
+
+    def update(
+        updates: optax.Updates,
+        state: LossScaledState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, LossScaledState]:
+        grads = jax.tree.map(
+            lambda unscaled, scaled: unscaled.astype(jnp.result_type(scaled)),
+            state.scaler.unscale(updates),
+            updates,
+        )
+        grads_finite = all_finite(grads, axis_name)
+        updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
+        return (
+            select_tree(grads_finite, updates, jax.tree.map(jnp.zeros_like, updates)),
+            LossScaledState(
+                state.scaler.adjust(grads_finite),
+                grads_finite,
+                select_tree(grads_finite, inner_state, state.inner_state),
+            ),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,144 @@
+"""The loss scale as a pytree, with pure methods."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from gradscaler.jax import trees
+from gradscaler.jax.trees import AxisName, all_finite
+from gradscaler.policies import DynamicScale, Policy, ScaleState
+
+T = TypeVar("T")
+Array = Any
+
+
+class ScaledGradients(NamedTuple):
+    """What ``GradScaler.value_and_grad`` returns.
+
+    Attributes:
+        scaler: the scaler for the next step.
+        grads_finite: whether no gradient holds an Inf or a NaN, a boolean scalar.
+        value: what the function returned: its value, or the pair of value and aux.
+        grads: the unscaled gradients, in float32 at least.
+    """
+
+    scaler: GradScaler
+    grads_finite: Array
+    value: Any
+    grads: Any
+
+
+@dataclass(frozen=True, eq=False)
+class GradScaler:
+    """Loss scaling for JAX: a pytree of three scalars, and a policy that is static.
+
+    Pass it through ``jit``, ``scan``, ``vmap`` or ``shard_map`` like any other state; each method
+    is pure. With a loss scale ``s``::
+
+        grads = d(s * fun) / s
+        scaler.adjust(all_finite(grads)) moves s by the policy's rule
+
+    Args:
+        policy: the rule: a :class:`gradscaler.DynamicScale` or a :class:`gradscaler.FixedScale`.
+        state: where it stands: a float32 and two int32 scalars. By default ``policy.init()``.
+
+    >>> import jax
+    >>> scaler = GradScaler(DynamicScale(init_scale=8.0, growth_interval=1))
+    >>> scaler, finite, value, grads = scaler.value_and_grad(lambda x: x**2)(3.0)
+    >>> float(value), float(grads), bool(finite), float(scaler.loss_scale)
+    (9.0, 6.0, True, 16.0)
+    """
+
+    policy: Policy = DynamicScale()
+    state: ScaleState = None  # type: ignore[assignment] # made from the policy
+
+    def __post_init__(self) -> None:
+        if self.state is None:
+            if not (hasattr(self.policy, "init") and hasattr(self.policy, "update")):
+                raise TypeError(
+                    f"policy must be a DynamicScale or a FixedScale, got {self.policy!r}"
+                )
+            scale, finite_steps, nonfinite_steps = self.policy.init()
+            counts = (jnp.asarray(n, dtype=jnp.int32) for n in (finite_steps, nonfinite_steps))
+            state = ScaleState(jnp.asarray(scale, dtype=jnp.float32), *counts)
+            object.__setattr__(self, "state", state)
+        trees.serialise(self, "state")
+
+    @property
+    def loss_scale(self) -> Array:
+        """The loss scale, a float32 scalar."""
+        return self.state.scale
+
+    def scale(self, tree: T) -> T:
+        """Multiply a loss, or every leaf of a pytree, by the loss scale.
+
+        Leaves narrower than float32 become float32, for the largest float16 is less than most
+        scales. Leaves of other than floating or complex dtypes stay as they are.
+        """
+        return trees.map_inexact(lambda leaf: leaf * self.loss_scale, tree)
+
+    def unscale(self, tree: T) -> T:
+        """Divide the gradients by the loss scale.
+
+        As in ``scale``, leaves narrower than float32 become float32: in their own dtype they would
+        underflow again.
+        """
+        return trees.map_inexact(lambda leaf: leaf / self.loss_scale, tree)
+
+    def adjust(self, grads_finite: Any) -> GradScaler:
+        """The scaler for the next step, by the policy's rule.
+
+        Args:
+            grads_finite: whether the step's gradients were finite, a boolean scalar.
+
+        Raises:
+            ValueError: it is none.
+        """
+        found_inf = ~trees.as_flag("grads_finite", grads_finite)
+        return replace(self, state=self.policy.update(self.state, found_inf, jnp.where))
+
+    def value_and_grad(
+        self,
+        fun: Callable[..., Any],
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        axis_name: AxisName | None = None,
+    ) -> Callable[..., ScaledGradients]:
+        """``jax.value_and_grad`` of the scaled function, unscaled and checked.
+
+        Args:
+            fun: returns a scalar, or a pair of a scalar and anything.
+            argnums: what to differentiate with respect to.
+            has_aux: whether ``fun`` returns a pair.
+            axis_name: named axes to average the gradients over. One device's Inf is then in
+                everyone's gradients, and every device takes the same decision.
+
+        Returns:
+            A function with the arguments of ``fun`` that returns :class:`ScaledGradients`.
+        """
+
+        def scaled(*args: Any, **kwargs: Any) -> tuple[Array, Any]:
+            value = fun(*args, **kwargs)
+            return self.scale(value[0] if has_aux else value), value
+
+        differentiated = jax.value_and_grad(scaled, argnums, has_aux=True)
+
+        @functools.wraps(fun)
+        def unscaled(*args: Any, **kwargs: Any) -> ScaledGradients:
+            (_, value), grads = differentiated(*args, **kwargs)
+            grads = self.unscale(grads)
+            if axis_name is not None:
+                grads = jax.lax.pmean(grads, axis_name)
+            grads_finite = all_finite(grads)
+            return ScaledGradients(self.adjust(grads_finite), grads_finite, value, grads)
+
+        return unscaled
+
+
+trees.register(GradScaler, static=["policy"])
