@@ -38,9 +38,11 @@ def loss_scaled(
 
     Where they are finite, the optimizer sees them divided by the scale. Where they are not, the
     updates are zero, and the optimizer's state stays bit for bit as it was, step counts included.
-    Either way the scale moves by the policy's rule. Gradients keep their dtype, which an optimizer's
-    state depends on; float16 ones may underflow in that, so hand in float32 ones. The scale is in the state, however deeply that
+    Either way the scale moves by the policy's rule. The scale is in the state, however deeply that
     is nested: ``optax.tree_utils.tree_get(state, "scaler").scale(loss)``.
+
+    Gradients keep their dtype, for an optimizer's state depends on it. Float16 ones may underflow
+    in that: hand in float32 ones.
 
     Args:
         optimizer: any optax transformation.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -55,8 +55,8 @@ class GradScaler:
     (9.0, 6.0, True, 16.0)
     """
 
-    policy: Policy = DynamicScale()
-    state: ScaleState = None  # type: ignore[assignment] # made from the policy
+    policy: Policy = field(default_factory=DynamicScale)
+    state: Any = None  # a ScaleState from __post_init__ on
 
     def __post_init__(self) -> None:
         if self.state is None:
@@ -134,7 +134,7 @@ class GradScaler:
             (_, value), grads = differentiated(*args, **kwargs)
             grads = self.unscale(grads)
             if axis_name is not None:
-                grads = jax.lax.pmean(grads, axis_name)
+                grads = trees.mean(grads, axis_name)
             grads_finite = all_finite(grads)
             return ScaledGradients(self.adjust(grads_finite), grads_finite, value, grads)
 

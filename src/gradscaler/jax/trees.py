@@ -18,6 +18,8 @@ T = TypeVar("T")
 Array = Any
 AxisName = Hashable | Sequence[Hashable]
 
+_lax: Any = jax.lax  # typed in part
+
 _serialised: set[type] = set()
 
 
@@ -35,7 +37,13 @@ def all_finite(tree: Any, axis_name: AxisName | None = None) -> Array:
     everywhere = functools.reduce(operator.and_, finite, jnp.array(True))
     if axis_name is None:
         return everywhere
-    return jax.lax.pmin(everywhere.astype(jnp.int32), axis_name) == 1
+    return _lax.pmin(everywhere.astype(jnp.int32), axis_name) == 1
+
+
+def mean(tree: T, axis_name: AxisName) -> T:
+    """The mean of every leaf over named axes."""
+    averaged: T = _lax.pmean(tree, axis_name)
+    return averaged
 
 
 def select_tree(pred: Any, a: T, b: T) -> T:

@@ -1,0 +1,156 @@
+"""Train on handwritten digits in fp16; stop, and resume as if nothing had happened.
+
+    python examples/jax_digits.py --steps 150 --checkpoint half.msgpack
+    python examples/jax_digits.py --steps 300 --resume half.msgpack
+
+These two end with the same bits as one run of 300 steps. The loss is a mean of squares and the
+units are sigmoids, so most gradients are too small for fp16: with --no-scaling the network learns
+nothing at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import serialization
+from sklearn.datasets import load_digits
+from sklearn.utils import shuffle
+
+from gradscaler import DynamicScale, FixedScale
+from gradscaler.jax import loss_scaled
+
+BATCH = 512
+WIDTH = 64
+HIDDEN_LAYERS = 5
+TRAINING_IMAGES = 1500  # of 1797
+
+Params = list[dict[str, jax.Array]]
+
+
+class State(NamedTuple):
+    """All that the next step depends on.
+
+    Attributes:
+        params: weights and biases, float32.
+        optimizer: the optimizer's state, the loss scale included.
+        step: steps taken or skipped.
+        skipped: how many were skipped.
+    """
+
+    params: Params
+    optimizer: Any
+    step: Any
+    skipped: Any
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train up to a number of steps, from the start or from a checkpoint."""
+    arguments = parse(argv)
+    pixels, digits = shuffle(*load_digits(return_X_y=True), random_state=0)
+    images, labels = jnp.array(pixels / 16, dtype=jnp.float32), jnp.array(digits)
+
+    # A short run: try a higher scale soon.
+    policy = DynamicScale(growth_interval=20) if arguments.scaling else FixedScale(1.0)
+    schedule = optax.exponential_decay(0.01, transition_steps=1, decay_rate=0.999)
+    optimizer = loss_scaled(optax.adamw(schedule), policy)
+    params = init(jax.random.key(0))
+    state = State(params, optimizer.init(params), step=0, skipped=0)
+    if arguments.resume:
+        state = load(arguments.resume, state)
+
+    print("  step    loss  accuracy     scale  skipped")
+    while state.step < arguments.steps:
+        loss, state = train_step(optimizer, state, images[:TRAINING_IMAGES], labels)
+        if state.step % 50 == 0 or state.step == arguments.steps:
+            right = accuracy(state.params, images[TRAINING_IMAGES:], labels[TRAINING_IMAGES:])
+            scale = state.optimizer.scaler.loss_scale
+            print(f"{state.step:6} {loss:7.4f} {right:9.1%} {scale:9.0f} {state.skipped:8}")
+
+    if arguments.checkpoint:
+        arguments.checkpoint.write_bytes(serialization.to_bytes(state))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def train_step(optimizer: Any, state: State, images: Any, labels: Any) -> tuple[Any, State]:
+    """The loss of one batch, and the state after its step, or without it."""
+    key = jax.random.fold_in(jax.random.key(1), state.step)
+    batch = jax.random.randint(key, (BATCH,), 0, len(images))
+
+    def scaled_loss(params: Params) -> tuple[Any, Any]:
+        guesses = jax.nn.softmax(forward(params, images[batch]).astype(jnp.float32))
+        loss = ((guesses - jax.nn.one_hot(labels[batch], 10)) ** 2).mean()
+        return state.optimizer.scaler.scale(loss), loss
+
+    grads, loss = jax.grad(scaled_loss, has_aux=True)(state.params)
+    updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+    params = optax.apply_updates(state.params, updates)
+    skipped = state.skipped + ~optimizer_state.grads_finite
+    return loss, State(params, optimizer_state, state.step + 1, skipped)
+
+
+def init(key: Any) -> Params:
+    """Uniform weights, as wide as the inputs are many, and biases of zero."""
+    sizes = [WIDTH] * (HIDDEN_LAYERS + 1) + [10]  # an image has 64 pixels, too
+    keys = jax.random.split(key, len(sizes) - 1)
+    return [
+        {
+            "weight": jax.random.uniform(key, shape, minval=-1, maxval=1) * (6 / sum(shape)) ** 0.5,
+            "bias": jnp.zeros(shape[1]),
+        }
+        for key, *shape in zip(keys, sizes[:-1], sizes[1:], strict=True)
+    ]
+
+
+def forward(params: Params, images: Any) -> Any:
+    """The network in fp16: what it makes of images, before the softmax."""
+    values = images.astype(jnp.float16)
+    *hidden, last = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), params)
+    for layer in hidden:
+        values = jax.nn.sigmoid(values @ layer["weight"] + layer["bias"])
+    return values @ last["weight"] + last["bias"]
+
+
+@jax.jit
+def accuracy(params: Params, images: Any, labels: Any) -> Any:
+    """The share of images that the network gets right."""
+    return (forward(params, images).argmax(1) == labels).mean()
+
+
+def load(path: Path, state: State) -> State:
+    """The state in a checkpoint; ``state`` says what it is made of."""
+    try:
+        restored: State = serialization.from_bytes(state, path.read_bytes())
+        shapes = (jax.tree.map(jnp.shape, tree) for tree in (restored, state))
+        if len(set(map(str, shapes))) > 1:
+            raise ValueError("the shapes are others")
+    except Exception as error:  # a damaged file may fail anywhere on the way
+        sys.exit(f"{path} is missing, damaged, or no checkpoint of such a run: {error!r}")
+    return restored
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Train on handwritten digits in fp16.")
+    parser.add_argument(
+        "--steps", type=int, default=300, help="train up to this step (%(default)s)"
+    )
+    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="save here at the end")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on from this checkpoint")
+    parser.add_argument(
+        "--no-scaling", dest="scaling", action="store_false", help="leave the loss as it is"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.checkpoint and not arguments.checkpoint.absolute().parent.is_dir():
+        parser.error(f"--checkpoint: there is no folder {arguments.checkpoint.parent}")
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
