@@ -1,0 +1,29 @@
+"""What several test modules need, handed to them as fixtures: they cannot import one another."""
+
+import os
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # before JAX starts
+
+import jax
+import numpy as np
+import pytest
+
+
+def _exact(tree):
+    """Something that compares equal if and only if two pytrees are the same to the bit."""
+    leaves, structure = jax.tree.flatten(tree)
+    return str(structure), [
+        (str(np.asarray(leaf).dtype), np.asarray(leaf).shape, np.asarray(leaf).tobytes())
+        for leaf in leaves
+    ]
+
+
+@pytest.fixture(scope="session")
+def exact():
+    return _exact
+
+
+@pytest.fixture(scope="session", autouse=True)
+def devices():
+    assert jax.device_count() == 8
+    return jax.devices()

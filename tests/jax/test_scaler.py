@@ -1,0 +1,378 @@
+"""The native scaler: its rule, what it does to trees, and every transformation of JAX."""
+
+import copy
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gradscaler import DynamicScale, FixedScale
+from gradscaler.jax import GradScaler, all_finite, select_tree
+
+INF = float("inf")
+POLICIES = st.builds(
+    DynamicScale,
+    init_scale=st.sampled_from([2.0**-126, 1.0, 2.0**16, 2.0**127]),
+    growth_factor=st.sampled_from([1.1, 2.0, 4.0]),
+    backoff_factor=st.sampled_from([0.3, 0.5, 0.9]),
+    growth_interval=st.integers(1, 4),
+    hysteresis=st.integers(1, 3),
+    hysteresis_reset=st.sampled_from(["finite_step", "finite_step_only", "growth"]),
+)
+
+
+def quick(**options):
+    return GradScaler(DynamicScale(**{"init_scale": 8.0, "growth_interval": 2, **options}))
+
+
+def mean_of_squares(weight, inputs):
+    return ((inputs @ weight) ** 2).mean()
+
+
+# The rule.
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def scan(policy, found_infs):
+    """All states of a run, by lax.scan."""
+
+    def step(scaler, found_inf):
+        scaler = scaler.adjust(~found_inf)
+        return scaler, scaler.state
+
+    return jax.lax.scan(step, GradScaler(policy), found_infs)[1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(policy=POLICIES, found_infs=st.lists(st.booleans(), min_size=12, max_size=12))
+def test_the_trace_is_the_host_policy_s_to_the_bit(policy, found_infs):
+    states = scan(policy, jnp.array(found_infs))
+    state = policy.init()
+    for i, found_inf in enumerate(found_infs):
+        state = policy.update(state, found_inf)
+        assert np.asarray(states.scale)[i].tobytes() == np.float32(state.scale).tobytes()
+        assert states.finite_steps[i] == state.finite_steps
+        assert states.nonfinite_steps[i] == state.nonfinite_steps
+
+
+def test_a_fixed_scale_does_not_move():
+    scaler = GradScaler(FixedScale(128.0))
+    for finite in (True, False):
+        scaler = scaler.adjust(finite)
+    assert scaler.loss_scale == 128.0
+
+
+@pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
+def test_dtypes_are_float32_and_int32_and_strong_before_and_after_a_step(x64):
+    with jax.enable_x64(x64):
+        before = quick()
+        after = jax.jit(lambda scaler: scaler.adjust(True))(before)
+        for scaler in (before, after):
+            assert [leaf.dtype for leaf in scaler.state] == [jnp.float32, jnp.int32, jnp.int32]
+            assert not any(leaf.weak_type for leaf in scaler.state)
+
+
+def test_nothing_is_traced_again_when_the_scale_changes():
+    traces = []
+
+    @jax.jit
+    def step(scaler, finite):
+        traces.append(scaler)
+        return scaler.adjust(finite)
+
+    scaler = quick()
+    for finite in (True, True, False, True):
+        scaler = step(scaler, finite)
+    assert scaler.loss_scale == 8.0
+    assert len(traces) == 1
+
+
+def test_compiled_steps_call_nothing_on_the_host():
+    step = jax.jit(lambda s, w, x: s.value_and_grad(mean_of_squares)(w, x))
+    text = step.lower(quick(), jnp.ones(3), jnp.ones((4, 3))).as_text()
+    assert "callback" not in text
+
+
+# Trees.
+
+
+def test_scale_and_unscale_take_any_tree():
+    tree = {
+        "fp16": jnp.array([1.5, -0.0], jnp.float16),
+        "bf16": jnp.array(3.0, jnp.bfloat16),
+        "fp32": jnp.array([[2.0]]),
+        "complex": jnp.array(1 + 2j),
+        "int": jnp.array([7]),
+        "bool": jnp.array(True),
+        "none": None,
+        "empty": (),
+        "python": 0.25,
+    }
+    scaler = quick()
+    scaled = scaler.scale(tree)
+    assert {name: leaf.dtype for name, leaf in scaled.items() if hasattr(leaf, "dtype")} == {
+        "fp16": jnp.float32,
+        "bf16": jnp.float32,
+        "fp32": jnp.float32,
+        "complex": jnp.complex64,
+        "int": jnp.int32,
+        "bool": jnp.bool_,
+        "python": jnp.float32,
+    }
+    assert scaled["fp16"].tolist() == [12.0, -0.0]
+    assert scaled["int"] == 7
+    assert scaled["none"] is None
+    unscaled = scaler.unscale(scaled)
+    for name, leaf in tree.items():
+        assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), leaf, unscaled[name]))
+
+
+def test_float64_stays_float64():
+    with jax.enable_x64(True):
+        third = jnp.array(1 / 3, jnp.float64)
+        assert quick().scale(third).dtype == jnp.float64
+        assert quick().unscale(quick().scale(third)) == third
+
+
+def test_a_loss_in_float16_does_not_overflow_when_it_is_scaled():
+    assert GradScaler().scale(jnp.array(4.0, jnp.float16)) == 2.0**18
+
+
+@settings(max_examples=50, deadline=None)
+@given(exponent=st.integers(-20, 40), data=st.lists(st.floats(-(2.0**60), 2.0**60, width=32)))
+def test_by_a_power_of_two_scaling_and_unscaling_change_no_bit(exponent, data):
+    values = np.array(data, np.float32)
+    values = np.where(np.abs(values) < 2.0**-80, 0, values).astype(np.float32)
+    scaler = GradScaler(FixedScale(2.0**exponent))
+    assert np.asarray(scaler.unscale(scaler.scale(jnp.array(values)))).tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("value", [INF, -INF, float("nan")])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64])
+def test_all_finite_finds_one_element(value, dtype):
+    leaf = jnp.ones((3, 5), dtype)
+    assert all_finite({"a": leaf, "b": [leaf, None, jnp.arange(3)]})
+    assert not all_finite({"a": leaf, "b": [leaf.at[2, 1].set(value)]})
+
+
+def test_all_finite_of_what_has_no_floats():
+    for tree in ((), None, jnp.arange(3), jax.random.key(0), {"a": jnp.array(True)}):
+        finite = all_finite(tree)
+        assert finite.dtype == jnp.bool_
+        assert finite
+
+
+def test_select_tree_keeps_every_bit(exact):
+    def tree(seed, value):
+        return {
+            "nan": jnp.array([value, -0.0]),
+            "count": jnp.array(seed),
+            "key": jax.random.key(seed),
+            "none": None,
+        }
+
+    a, b = tree(1, float("nan")), tree(2, 5.0)
+    for pred, chosen in ((True, a), (False, b)):
+        selected = jax.jit(select_tree)(pred, a, b)
+        key = selected.pop("key")
+        assert (jax.random.key_data(key) == jax.random.key_data(chosen["key"])).all()
+        assert exact(selected) == exact({k: v for k, v in chosen.items() if k != "key"})
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize("flag", [1.0, 1, jnp.ones(2, bool), jnp.ones((1,), bool)])
+def test_what_is_no_boolean_scalar_is_refused(flag):
+    with pytest.raises(ValueError, match="grads_finite must be a boolean scalar"):
+        quick().adjust(flag)
+    with pytest.raises(ValueError, match="pred must be a boolean scalar"):
+        select_tree(flag, 1.0, 2.0)
+
+
+@pytest.mark.parametrize("policy", [2.0**16, "dynamic", None])
+def test_what_is_no_policy_is_refused(policy):
+    with pytest.raises(TypeError, match="policy must be a DynamicScale or a FixedScale"):
+        GradScaler(policy)
+
+
+# value_and_grad.
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_value_and_grad_is_jax_s_where_gradients_are_finite(jit, exact):
+    weight, inputs = jnp.linspace(-1, 1, 3), jnp.arange(12.0).reshape(4, 3)
+    wrap = jax.jit if jit else lambda function: function
+    value, grads = wrap(jax.value_and_grad(mean_of_squares))(weight, inputs)
+    scaled = wrap(lambda s, *args: s.value_and_grad(mean_of_squares)(*args))
+    result = scaled(GradScaler(), weight, inputs)
+    assert exact((result.value, result.grads)) == exact((value, grads))
+    assert result.grads_finite
+    assert result.scaler.state.finite_steps == 1
+
+
+def test_argnums_and_aux_and_keywords():
+    def fun(a, b, *, c):
+        return a * b * c, {"sum": a + b}
+
+    result = quick().value_and_grad(fun, argnums=(0, 1), has_aux=True)(2.0, 3.0, c=5.0)
+    assert result.value == (30.0, {"sum": 5.0})
+    assert result.grads == (15.0, 10.0)
+
+
+def test_gradients_that_flush_in_float16_come_through():
+    def fun(weight):
+        return (weight.astype(jnp.float16) * jnp.float16(2.0**-13)).astype(jnp.float32) * 2.0**-13
+
+    weight = jnp.float32(1.0)
+    assert jax.grad(fun)(weight) == 0
+    assert GradScaler().value_and_grad(fun)(weight).grads == 2.0**-26
+
+
+def test_an_overflow_is_found_and_the_scale_backs_off():
+    def fun(weight):
+        return (weight.astype(jnp.float16) * 4).astype(jnp.float32)
+
+    scaler = GradScaler()  # 4 * 2**16 is beyond float16
+    finite = []
+    for _ in range(4):
+        result = scaler.value_and_grad(fun)(jnp.float32(1.0))
+        scaler = result.scaler
+        finite.append(bool(result.grads_finite))
+    assert finite == [False, False, False, True]
+    assert scaler.loss_scale == 2.0**13
+    assert result.grads == 4.0
+
+
+# Transformations.
+
+
+def test_vmap_gives_each_member_of_an_ensemble_a_scaler_of_its_own():
+    scalers = jax.vmap(lambda _: quick())(jnp.arange(4))
+    weights = jnp.array([1.0, INF, 2.0, INF])
+    result = jax.vmap(lambda s, w: s.value_and_grad(lambda w: w * w)(w))(scalers, weights)
+    assert result.grads_finite.tolist() == [True, False, True, False]
+    assert result.scaler.loss_scale.tolist() == [8.0, 4.0, 8.0, 4.0]
+
+
+def test_a_scaled_step_can_be_differentiated_through():
+    def after_a_step(rate, weight):
+        result = quick().value_and_grad(lambda w: w**2)(weight)
+        return (weight - rate * result.grads) ** 2
+
+    assert jax.grad(after_a_step)(0.1, 3.0) == pytest.approx(2 * (3 - 0.6) * -6)
+
+
+def test_jax_checkpoint_changes_nothing(exact):
+    weight, inputs = jnp.linspace(-1, 1, 3), jnp.arange(12.0).reshape(4, 3)
+    plain = quick().value_and_grad(mean_of_squares)(weight, inputs)
+    again = quick().value_and_grad(jax.checkpoint(mean_of_squares))(weight, inputs)
+    assert exact(again) == exact(plain)
+
+
+def test_the_scaler_s_buffers_can_be_donated():
+    step = jax.jit(lambda s, finite: s.adjust(finite), donate_argnums=0)
+    scaler = quick()
+    for finite in (True, True, False):
+        scaler = step(scaler, finite)
+    assert scaler.loss_scale == 8.0
+
+
+SHARDS = jnp.arange(8.0).at[3].set(INF)
+
+
+def check_shards(result):
+    """All eight shards have found what one of them did."""
+    assert np.asarray(result.grads_finite).reshape(-1).tolist() == [False] * 8
+    assert np.asarray(result.scaler.loss_scale).reshape(-1).tolist() == [4.0] * 8
+
+
+def test_pmap_reduces_over_its_axis():
+    def step(scaler, inputs):
+        return scaler.value_and_grad(lambda w: w * inputs, axis_name="batch")(1.0)
+
+    scalers = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (8, *leaf.shape)), quick())
+    check_shards(jax.pmap(step, axis_name="batch")(scalers, SHARDS))
+
+
+def test_shard_map_reduces_over_its_axis():
+    mesh = Mesh(jax.devices(), ("batch",))
+    replicated, split = PartitionSpec(), PartitionSpec("batch")
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(replicated, split), out_specs=(split, split)
+    )
+    def step(scaler, grads):
+        finite = all_finite(scaler.unscale(grads), "batch")
+        scaler = scaler.adjust(finite)
+        return finite.reshape(1), scaler.loss_scale.reshape(1)
+
+    finite, scale = step(quick(), SHARDS)
+    assert finite.tolist() == [False] * 8
+    assert scale.tolist() == [4.0] * 8
+
+
+def test_without_the_axis_each_shard_would_decide_alone():
+    finite = jax.pmap(all_finite)(SHARDS)
+    assert finite.tolist() == [True] * 3 + [False] + [True] * 4
+
+
+def test_all_finite_reduces_over_several_axes():
+    flags = jax.vmap(jax.vmap(lambda x: all_finite(x, ("a", "b")), axis_name="b"), axis_name="a")(
+        SHARDS.reshape(2, 4)
+    )
+    assert not flags.any()
+
+
+def test_arrays_sharded_by_jit_need_no_axis():
+    sharding = NamedSharding(Mesh(jax.devices(), ("batch",)), PartitionSpec("batch"))
+    inputs = jax.device_put(SHARDS, sharding)
+    step = jax.jit(lambda s, x: s.value_and_grad(lambda w: (w * x).sum())(1.0))
+    result = step(quick(), inputs)
+    assert not result.grads_finite
+    assert result.scaler.loss_scale == 4.0
+
+
+# Copies and files.
+
+
+def test_pickling_and_copying_keep_state_and_policy(exact):
+    scaler = quick().adjust(True).adjust(True).adjust(False).adjust(True)
+    for twin in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
+        assert twin.policy == scaler.policy
+        assert exact(twin) == exact(scaler)
+
+
+def test_flax_serialises_the_state_and_restores_it(exact):
+    from flax import serialization
+
+    scaler = quick().adjust(True)
+    restored = serialization.from_bytes(quick(), serialization.to_bytes(scaler))
+    assert exact(restored) == exact(scaler)
+    assert restored.policy == scaler.policy
+    with pytest.raises(ValueError, match="the state of a GradScaler has"):
+        serialization.from_state_dict(quick(), {"scale": 1.0})
+
+
+def test_orbax_serialises_the_state_and_restores_it(exact, tmp_path):
+    import orbax.checkpoint
+
+    scaler = quick().adjust(True)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "scaler", {"scaler": scaler})
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "scaler", {"scaler": quick()})["scaler"]
+    assert exact(restored) == exact(scaler)
+    assert restored.policy == scaler.policy
+
+
+def test_its_leaves_have_names():
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(quick())]
+    assert paths == [".state.scale", ".state.finite_steps", ".state.nonfinite_steps"]
