@@ -12,10 +12,12 @@ import pytest
 def _exact(tree):
     """Something that compares equal if and only if two pytrees are the same to the bit."""
     leaves, structure = jax.tree.flatten(tree)
-    return str(structure), [
-        (str(np.asarray(leaf).dtype), np.asarray(leaf).shape, np.asarray(leaf).tobytes())
-        for leaf in leaves
-    ]
+    arrays = [np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf) for leaf in leaves]
+    return str(structure), [(str(a.dtype), a.shape, a.tobytes()) for a in arrays]
+
+
+def _is_key(leaf):
+    return jax.numpy.issubdtype(jax.numpy.result_type(leaf), jax.dtypes.prng_key)
 
 
 @pytest.fixture(scope="session")

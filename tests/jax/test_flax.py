@@ -1,0 +1,142 @@
+"""flax's DynamicScale against flax's own, on the same traces."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import serialization
+from flax.training import dynamic_scale as flax
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gradscaler.jax as ours
+
+SHARDS = np.arange(8.0, dtype=np.float32)
+
+
+def test_signatures_and_defaults_are_flax_s():
+    mine, theirs = (inspect.signature(module.DynamicScale) for module in (ours, flax))
+    assert list(mine.parameters) == list(theirs.parameters)
+    for name, parameter in theirs.parameters.items():
+        assert mine.parameters[name].default == parameter.default
+    mine, theirs = (
+        inspect.signature(module.DynamicScale.value_and_grad) for module in (ours, flax)
+    )
+    assert list(mine.parameters) == list(theirs.parameters)
+    assert ours.DynamicScaleResult._fields == flax.DynamicScaleResult._fields
+
+
+def product(weight, x):
+    return weight * x
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    options=st.fixed_dictionaries(
+        {
+            "growth_factor": st.sampled_from([1.1, 2.0, 4.0]),
+            "backoff_factor": st.sampled_from([0.3, 0.5]),
+            "growth_interval": st.integers(1, 4),
+            "scale": st.sampled_from([1.0, 1000.0, 2.0**16]),
+            "minimum_scale": st.sampled_from([2.0**-126, 1.0, 3.0]),
+        }
+    ),
+    trace=st.lists(st.sampled_from([0.5, 3.0, np.inf, np.nan]), max_size=12),
+)
+@pytest.mark.filterwarnings("error")
+def test_value_and_grad_is_flax_s_to_the_bit(options, trace):
+    if options["scale"] < options["minimum_scale"]:
+        options["scale"] = options["minimum_scale"]
+    mine, theirs = ours.DynamicScale(**options), flax.DynamicScale(**options)
+    for x in trace:
+        a = mine.value_and_grad(product)(jnp.float32(2), jnp.float32(x))
+        b = theirs.value_and_grad(product)(jnp.float32(2), jnp.float32(x))
+        mine, theirs = a.dynamic_scale, b.dynamic_scale
+        assert np.asarray(mine.scale).tobytes() == np.float32(theirs.scale).tobytes()
+        assert mine.fin_steps == theirs.fin_steps
+        assert a.finite == b.finite
+        assert np.asarray(a.grad).tobytes() == np.asarray(b.grad).tobytes()
+        assert a.grad.dtype == b.grad.dtype
+        np.testing.assert_allclose(a.aux, b.aux, rtol=1e-6)
+
+
+def test_aux_and_argnums_are_flax_s():
+    def fun(a, b):
+        return a * b, {"sum": a + b}
+
+    results = [
+        scale.value_and_grad(fun, argnums=(0, 1), has_aux=True)(jnp.float32(2), jnp.float32(3))
+        for scale in (ours.DynamicScale(), flax.DynamicScale())
+    ]
+    assert results[0].aux == results[1].aux == (6, {"sum": 5})
+    assert results[0].grad == results[1].grad == (3, 2)
+
+
+def test_gradients_are_averaged_over_the_axis_as_flax_averages_them():
+    def step(scale, x):
+        return scale.value_and_grad(product, axis_name="batch")(1.0, x)
+
+    for shards in (SHARDS, np.where(SHARDS == 3, np.inf, SHARDS)):
+        mine, theirs = (
+            jax.pmap(step, axis_name="batch", in_axes=(None, 0))(module.DynamicScale(), shards)
+            for module in (ours, flax)
+        )
+        assert mine.grad.tolist() == theirs.grad.tolist()
+        assert mine.finite.tolist() == theirs.finite.tolist()
+        assert mine.dynamic_scale.scale.tolist() == theirs.dynamic_scale.scale.tolist()
+
+
+def test_a_float16_loss_does_not_overflow_at_the_default_scale_as_flax_s_does():
+    def half(weight):
+        return weight.astype(jnp.float16)
+
+    assert not flax.DynamicScale().value_and_grad(half)(jnp.float32(2)).finite
+    result = ours.DynamicScale(scale=2.0**10).value_and_grad(half)(jnp.float32(200))
+    assert result.finite
+    assert result.aux == 200
+
+
+def test_without_a_minimum_flax_s_scale_sinks_to_zero_and_this_does_not():
+    def sunk(module):
+        scale = module.DynamicScale(scale=2.0**-120, minimum_scale=None)
+        for _ in range(40):
+            scale = scale.value_and_grad(product)(1.0, jnp.inf).dynamic_scale
+        return float(scale.scale)
+
+    assert sunk(ours) == 2.0**-126
+    assert sunk(flax) == 0
+
+
+def test_state_dicts_go_both_ways():
+    mine = ours.DynamicScale(fin_steps=3, scale=64.0)
+    theirs = serialization.from_state_dict(flax.DynamicScale(), serialization.to_state_dict(mine))
+    assert (theirs.fin_steps, theirs.scale) == (3, 64.0)
+    again = serialization.from_bytes(ours.DynamicScale(), serialization.to_bytes(theirs))
+    assert (again.fin_steps, again.scale) == (3, 64.0)
+
+
+def test_jit_compiles_once_from_numbers_on():
+    traces = []
+
+    @jax.jit
+    def step(scale, x):
+        traces.append(x)
+        return scale.value_and_grad(product)(1.0, x).dynamic_scale
+
+    scale = ours.DynamicScale(scale=8, growth_interval=1)
+    for x in (1.0, 2.0, np.inf):
+        scale = step(scale, x)
+    assert scale.scale == 8.0
+    assert len(traces) == 1
+
+
+def test_replace_changes_fields():
+    scale = ours.DynamicScale().replace(growth_interval=5, scale=2.0)
+    assert (scale.growth_interval, scale.scale) == (5, 2.0)
+
+
+def test_a_bad_parameter_is_named():
+    with pytest.raises(ValueError, match="growth_factor"):
+        ours.DynamicScale(growth_factor=0.5).value_and_grad(product)(1.0, 1.0)

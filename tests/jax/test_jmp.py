@@ -1,0 +1,152 @@
+"""jmp's names against jmp itself, on the same traces."""
+
+import inspect
+import warnings
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gradscaler.jax as ours
+
+CLASSES = ["NoOpLossScale", "StaticLossScale", "DynamicLossScale"]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_signatures_are_jmp_s(name):
+    mine, theirs = (inspect.signature(getattr(module, name)) for module in (ours, jmp))
+    assert list(mine.parameters) == list(theirs.parameters)
+    for method in ("scale", "unscale", "adjust"):
+        mine, theirs = (
+            list(inspect.signature(getattr(getattr(module, name), method)).parameters)
+            for module in (ours, jmp)
+        )
+        assert mine == theirs
+
+
+def test_defaults_are_jmp_s():
+    mine, theirs = (module.DynamicLossScale(jnp.float32(8)) for module in (ours, jmp))
+    for name in ("loss_scale", "counter", "period", "factor", "min_loss_scale"):
+        a, b = getattr(mine, name), getattr(theirs, name)
+        assert (a, jnp.result_type(a)) == (b, jnp.result_type(b))
+
+
+# Outside jit, where jmp keeps its floor.
+@settings(max_examples=60, deadline=None)
+@given(
+    start=st.sampled_from([1.0, 10.0, 2.0**15, 3e38]),
+    period=st.integers(1, 4),
+    factor=st.sampled_from([2, 3, 10]),
+    floor=st.sampled_from([0.5, 1.0, 7.0]),
+    trace=st.lists(st.booleans(), max_size=12),
+)
+def test_adjust_is_jmp_s_to_the_bit(start, period, factor, floor, trace):
+    mine, theirs = (
+        module.DynamicLossScale(
+            jnp.float32(start),
+            period=period,
+            factor=factor,
+            min_loss_scale=jnp.float32(floor),
+        )
+        for module in (ours, jmp)
+    )
+    for finite in trace:
+        mine, theirs = (scale.adjust(jnp.bool_(finite)) for scale in (mine, theirs))
+        assert mine.loss_scale.tobytes() == theirs.loss_scale.tobytes()
+        assert mine.counter == theirs.counter
+        assert (mine.loss_scale.dtype, mine.counter.dtype) == (jnp.float32, jnp.int32)
+
+
+def test_the_floor_survives_jit_and_jmp_s_does_not():
+    def lowered(module):
+        scale = module.DynamicLossScale(jnp.float32(32), min_loss_scale=jnp.float32(8))
+        for _ in range(4):
+            scale = jax.jit(lambda scale: scale.adjust(jnp.bool_(False)))(scale)
+        return scale.loss_scale
+
+    assert lowered(ours) == 8
+    assert lowered(jmp) == 2
+
+
+@pytest.mark.parametrize("make", CLASSES)
+def test_trees_are_scaled_as_jmp_scales_them(make, exact):
+    tree = {
+        "half": jnp.ones(2, jnp.float16),
+        "single": jnp.float32(3),
+        "int": jnp.arange(2),
+        "none": None,
+        "python": 0.5,
+    }
+    arguments = () if make == "NoOpLossScale" else (jnp.float32(6),)
+    mine, theirs = (getattr(module, make)(*arguments) for module in (ours, jmp))
+    assert exact(mine.scale(tree)) == exact(theirs.scale(tree))
+    assert exact(mine.unscale(tree)) == exact(theirs.unscale(tree))
+    if make != "DynamicLossScale":
+        assert mine.adjust(jnp.bool_(False)) is mine
+    assert mine.loss_scale == theirs.loss_scale
+
+
+@pytest.mark.parametrize("make", [ours.NoOpLossScale, lambda: ours.StaticLossScale(0)])
+def test_scales_that_do_not_move_have_no_leaves(make):
+    assert jax.tree.leaves(make()) == []
+    assert jax.tree.map(lambda leaf: leaf, make()) == make()
+
+
+@pytest.mark.parametrize("scale", [8.0, np.float32(8), jnp.float32(8)])
+def test_a_static_scale_passes_through_jit(scale):
+    traces = []
+
+    @jax.jit
+    def scaled(loss_scale):
+        traces.append(loss_scale)
+        return loss_scale.scale(jnp.float32(2))
+
+    for _ in range(2):
+        assert scaled(ours.StaticLossScale(scale)) == 16
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("argument", ["loss_scale", "min_loss_scale"])
+def test_an_integer_scale_warns_as_jmp_does(argument):
+    arguments = {"loss_scale": jnp.float32(1), argument: jnp.int32(1)}
+    with pytest.warns(UserWarning, match=f"Expected floating type for {argument}, got int32"):
+        jmp.DynamicLossScale(**arguments)
+    with pytest.warns(UserWarning, match=f"Expected floating type for {argument}, got int32"):
+        ours.DynamicLossScale(**arguments)
+
+
+def test_rebuilding_the_tree_of_anything_does_not_warn():
+    scale = ours.DynamicLossScale(jnp.float32(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.tree.map(lambda _: object(), scale)
+        jax.tree.map(lambda _: None, scale)
+
+
+def test_a_flag_that_is_no_scalar_is_refused_as_jmp_refuses_it():
+    for module in (ours, jmp):
+        with pytest.raises(AssertionError):
+            module.DynamicLossScale(jnp.float32(1)).adjust(jnp.array([True]))
+        with pytest.raises(AssertionError):
+            module.select_tree(jnp.array([True]), 1.0, 2.0)
+
+
+def test_all_finite_and_select_tree_are_jmp_s():
+    for tree in ({}, {"a": jnp.ones(2)}, {"a": jnp.array([1.0, jnp.nan]), "b": jnp.arange(2)}):
+        assert ours.all_finite(tree) == jmp.all_finite(tree)
+    a, b = {"x": jnp.ones(2)}, {"x": jnp.zeros(2)}
+    for pred in (jnp.bool_(True), jnp.bool_(False)):
+        assert (ours.select_tree(pred, a, b)["x"] == jmp.select_tree(pred, a, b)["x"]).all()
+
+
+def test_flax_serialises_it(exact):
+    from flax import serialization
+
+    scale = ours.DynamicLossScale(jnp.float32(64)).adjust(jnp.bool_(True))
+    target = ours.DynamicLossScale(jnp.float32(1))
+    restored = serialization.from_bytes(target, serialization.to_bytes(scale))
+    assert exact(restored) == exact(scale)

@@ -1,0 +1,180 @@
+"""The optax wrapper against the bare optimizer on unscaled gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradscaler import DynamicScale, FixedScale
+from gradscaler.jax import GradScaler, loss_scaled
+
+POLICY = DynamicScale(init_scale=2.0**10, growth_interval=3)
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: optax.adam(0.1),
+    "adamw": lambda: optax.adamw(0.1),
+    "lamb": lambda: optax.lamb(0.1),
+    "adafactor": lambda: optax.adafactor(0.1),
+    "lion": lambda: optax.lion(0.1),
+    "schedule": lambda: optax.sgd(optax.cosine_decay_schedule(0.1, 10)),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
+        learning_rate=optax.linear_schedule(0.1, 0.01, 10)
+    ),
+    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)),
+    "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+    "multi_transform": lambda: optax.multi_transform(
+        {"a": optax.adam(0.1), "b": optax.set_to_zero()}, {"w": "a", "b": "b", "none": "a"}
+    ),
+    "masked": lambda: optax.masked(optax.adam(0.1), {"w": True, "b": False, "none": True}),
+    "clip": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)),
+}
+
+
+def params():
+    return {"w": jnp.linspace(-1, 1, 6).reshape(2, 3), "b": jnp.array([0.5, -0.5]), "none": None}
+
+
+def gradients(step):
+    return jax.tree.map(lambda p: jnp.sin(p * (step + 1)), params())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@settings(max_examples=4, deadline=None)
+@given(overflows=st.lists(st.booleans(), min_size=6, max_size=6))
+def test_finite_steps_are_the_optimizer_s_and_others_are_none(name, overflows, exact):
+    bare = OPTIMIZERS[name]()
+    scaled = loss_scaled(OPTIMIZERS[name](), POLICY)
+    mine, theirs = params(), params()
+    state, inner = scaled.init(mine), bare.init(theirs)
+    update, bare_update = jax.jit(scaled.update), jax.jit(bare.update)
+    host = POLICY.init()
+    for step, overflow in enumerate(overflows):
+        grads = state.scaler.scale(gradients(step))
+        if overflow:
+            grads["b"] = grads["b"].at[1].set(jnp.nan)
+        before = exact((mine, state.inner_state))
+        updates, state = update(grads, state, mine)
+        mine = optax.apply_updates(mine, updates)
+        host = POLICY.update(host, overflow)
+        assert state.scaler.loss_scale == host.scale
+        assert bool(state.grads_finite) is not overflow
+        if overflow:
+            assert exact((mine, state.inner_state)) == before
+            assert not any(update.any() for update in jax.tree.leaves(updates))
+        else:
+            updates, inner = bare_update(gradients(step), inner, theirs)
+            theirs = optax.apply_updates(theirs, updates)
+        for ours, other in zip(*map(jax.tree.leaves, (mine, theirs)), strict=True):
+            np.testing.assert_allclose(ours, other, rtol=1e-6, atol=1e-7)
+    assert exact(state.inner_state)[0] == exact(inner)[0]
+
+
+def test_by_a_power_of_two_a_run_is_the_bare_optimizer_s_to_the_bit(exact):
+    bare, scaled = optax.adam(0.1), loss_scaled(optax.adam(0.1), POLICY)
+    mine, theirs = params(), params()
+    state, inner = scaled.init(mine), bare.init(theirs)
+    for step in range(8):  # grows twice
+        updates, state = scaled.update(state.scaler.scale(gradients(step)), state, mine)
+        mine = optax.apply_updates(mine, updates)
+        updates, inner = bare.update(gradients(step), inner, theirs)
+        theirs = optax.apply_updates(theirs, updates)
+    assert exact(mine) == exact(theirs)
+    assert exact(state.inner_state) == exact(inner)
+    assert state.scaler.loss_scale == 2.0**12
+
+
+NESTINGS = {
+    "chain": lambda: optax.chain(optax.identity(), loss_scaled(optax.adam(0.1), POLICY)),
+    "MultiSteps": lambda: optax.MultiSteps(
+        loss_scaled(optax.adam(0.1), POLICY), 2
+    ).gradient_transformation(),
+    "inject_hyperparams": lambda: loss_scaled(optax.inject_hyperparams(optax.sgd)(0.1), POLICY),
+    "multi_transform": lambda: loss_scaled(
+        optax.multi_transform({"a": optax.adam(0.1)}, {"w": "a", "b": "a", "none": "a"}), POLICY
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NESTINGS)
+def test_the_scaler_is_found_however_deep_it_is(name):
+    state = NESTINGS[name]().init(params())
+    scaler = optax.tree_utils.tree_get(state, "scaler")
+    assert isinstance(scaler, GradScaler)
+    assert scaler.scale(1.0) == 2.0**10
+
+
+def test_accumulated_gradients_are_unscaled_by_the_scale_that_they_all_had():
+    optimizer = NESTINGS["MultiSteps"]()
+    state, weights = optimizer.init(params()), params()
+    for step in range(2):
+        scaler = optax.tree_utils.tree_get(state, "scaler")
+        assert scaler.loss_scale == 2.0**10
+        updates, state = optimizer.update(scaler.scale(gradients(step)), state, weights)
+    bare = optax.MultiSteps(optax.adam(0.1), 2)
+    inner = bare.init(weights)
+    for step in range(2):
+        expected, inner = bare.update(gradients(step), inner, weights)
+    for mine, theirs in zip(*map(jax.tree.leaves, (updates, expected)), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+    assert optax.tree_utils.tree_get(state, "scaler").state.finite_steps == 1
+
+
+def test_extra_arguments_reach_the_optimizer():
+    optimizer = loss_scaled(optax.contrib.reduce_on_plateau(patience=1), POLICY)
+    state = optimizer.init(params())
+    _, state = optimizer.update(gradients(0), state, params(), value=jnp.float32(3.0))
+    assert state.inner_state.best_value == 3.0
+
+
+def test_gradients_keep_their_dtypes():
+    weights = {"half": jnp.ones(2, jnp.float16), "brain": jnp.ones(2, jnp.bfloat16)}
+    optimizer = loss_scaled(optax.adam(0.1), FixedScale(8.0))
+    grads = jax.tree.map(lambda w: w * 8, weights)
+    updates, state = optimizer.update(grads, optimizer.init(weights), weights)
+    before = optimizer.init(weights)
+    for mine, theirs in ((updates, weights), (state, before)):
+        dtypes = [list(map(jnp.result_type, jax.tree.leaves(tree))) for tree in (mine, theirs)]
+        assert dtypes[0] == dtypes[1]
+
+
+def test_a_whole_run_can_be_scanned():
+    optimizer = loss_scaled(optax.sgd(0.5), DynamicScale(init_scale=2.0**10, growth_interval=2))
+
+    def step(carry, x):
+        weight, state = carry
+        grad = jax.grad(lambda w: state.scaler.scale(w * x))(weight)
+        updates, state = optimizer.update(grad, state, weight)
+        return (optax.apply_updates(weight, updates), state), state.scaler.loss_scale
+
+    start = jnp.float32(0.0)
+    inputs = jnp.array([1.0, 2.0, jnp.inf, 4.0])
+    (weight, _), scales = jax.lax.scan(step, (start, optimizer.init(start)), inputs)
+    assert weight == -0.5 * (1 + 2 + 4)
+    assert scales.tolist() == [2.0**10, 2.0**11, 2.0**10, 2.0**10]
+
+
+def test_devices_that_did_not_average_their_gradients_decide_together():
+    optimizer = loss_scaled(optax.sgd(1.0), POLICY, axis_name="batch")
+    weight = jnp.float32(1.0)
+
+    def step(grad):
+        updates, state = optimizer.update(grad, optimizer.init(weight), weight)
+        return updates, state.scaler.loss_scale
+
+    grads = jnp.arange(8.0).at[5].set(jnp.inf)
+    updates, scales = jax.pmap(step, axis_name="batch")(grads)
+    assert updates.tolist() == [0.0] * 8
+    assert scales.tolist() == [2.0**9] * 8
+
+
+def test_flax_serialises_the_whole_state(exact):
+    from flax import serialization
+
+    optimizer = NESTINGS["chain"]()
+    state = optimizer.init(params())
+    _, state = optimizer.update(gradients(0), state, params())
+    target = optimizer.init(params())
+    assert exact(serialization.from_bytes(target, serialization.to_bytes(state))) == exact(state)
