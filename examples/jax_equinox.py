@@ -1,6 +1,6 @@
 """Equinox in fp16: filtered transformations, and an optimizer that holds the scaler.
 
-    python examples/jax_equinox.py
+python examples/jax_equinox.py
 """
 
 from __future__ import annotations

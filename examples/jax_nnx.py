@@ -1,12 +1,13 @@
 """flax NNX in fp16: the scaler is an argument of the step, and a result of it.
 
-    python examples/jax_nnx.py
+python examples/jax_nnx.py
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
@@ -32,14 +33,15 @@ def train_step(
     model: Network, optimizer: nnx.Optimizer[Any], scaler: GradScaler, images: Any, labels: Any
 ) -> tuple[GradScaler, Any]:
     """Step model and optimizer, or leave both; the scaler after that, and the loss."""
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    split: Any = nnx.split
+    graph, params, rest = split(model, nnx.Param, ...)
 
     def loss_fn(params: Any) -> Any:
         logits = nnx.merge(graph, params, rest)(images).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     scaler, finite, loss, grads = scaler.value_and_grad(loss_fn)(params)
-    before = nnx.state((model, optimizer))
+    before = jax.tree.map(jnp.copy, nnx.state((model, optimizer)))  # which refers to variables
     optimizer.update(model, grads)
     nnx.update((model, optimizer), select_tree(finite, nnx.state((model, optimizer)), before))
     return scaler, loss

@@ -82,4 +82,3 @@ def test_the_small_examples_learn_and_skip_what_overflows(name, monkeypatch, cap
     taken_or_skipped = int(re.search(r"(\d+) of 60 steps", printed)[1])
     assert 0 < taken_or_skipped < 60
     assert float(printed.split()[-1]) < 2.0**30
-
