@@ -2,7 +2,7 @@
 # use and again whenever its requirements change. PYTHON chooses the interpreter.
 
 PYTHON ?= python3
-FRAMEWORKS := torch tensorplay paddle keras tf-keras
+FRAMEWORKS := torch tensorplay paddle jax keras tf-keras
 
 CORE := $(filter-out src/gradscaler/__main__.py,$(wildcard src/gradscaler/*.py)) \
 	src/gradscaler/policies
@@ -10,6 +10,7 @@ torch_SOURCES := src/gradscaler/torch_like src/gradscaler/torch src/gradscaler/d
 	src/gradscaler/__main__.py
 tensorplay_SOURCES := src/gradscaler/torch_like src/gradscaler/tensorplay
 paddle_SOURCES := src/gradscaler/paddle
+jax_SOURCES := src/gradscaler/jax
 keras_SOURCES := src/gradscaler/keras_like src/gradscaler/keras
 tf-keras_SOURCES := src/gradscaler/keras_like src/gradscaler/tf_keras
 keras_RUNS := KERAS_BACKEND=tensorflow KERAS_BACKEND=jax KERAS_BACKEND=torch
@@ -29,7 +30,7 @@ lint: .venv/torch/.ready
 # Strict types, doctests and tests, every warning an error. The core's run with PyTorch's. Keras is
 # one backend a process.
 $(addprefix test-,$(FRAMEWORKS)): test-%: .venv/%/.ready
-	.venv/$*/bin/mypy $(CORE) $($*_SOURCES) examples/$(name)_digits.py benchmarks/$(name)_*.py
+	.venv/$*/bin/mypy $(CORE) $($*_SOURCES) examples/$(name)_*.py benchmarks/$(name)_*.py
 	set -e; for run in $(or $($*_RUNS),''); do env $$run TF_CPP_MIN_LOG_LEVEL=2 \
 		.venv/$*/bin/python -m pytest -n auto $($*_TESTS) $($*_SOURCES) tests/$(name); done
 

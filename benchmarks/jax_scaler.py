@@ -1,10 +1,11 @@
-"""What a compiled training step costs: gradscaler.jax beside jmp and flax.
+"""What a compiled training step costs without loss scaling, with gradscaler.jax, flax and jmp.
 
     python benchmarks/jax_scaler.py
 
-Each trains the same network on the same batch by turns, in a step compiled by XLA: scale,
-differentiate, unscale, check, step or skip, and move the scale. Batches are small, so that this is
-much of the step.
+All train the same network on the same batch by turns, in a step compiled by XLA: scale,
+differentiate, unscale, check, step or skip, and move the scale. They compute in float32 and batches
+are small, so that all this is much of the step. A second table has the times that
+XLA takes to compile the steps.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import eager
@@ -26,75 +28,153 @@ from flax.training import dynamic_scale
 import gradscaler
 import gradscaler.jax
 
-BATCH = 16
 OPTIMIZER = optax.adam(1e-4)
+LOSS_SCALED = gradscaler.jax.loss_scaled(OPTIMIZER)
+COMPILATIONS = 6  # of each step: the fewest that give an interval
 
-State = tuple[Any, Any, Any]  # parameters, optimizer state, loss scale
+Params = Any
+LossFn = Callable[[Params], Any]
+State = tuple[Params, Any, Any]  # parameters, optimizer state, loss scale
+Step = Callable[[LossFn, State], State]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A multilayer perceptron to train.
+    """A network to train.
 
     Attributes:
         name: for the table.
-        width: units in a layer, and values in an input.
-        layers: how many of them.
+        init: makes its parameters.
+        loss_fn: the loss of a batch.
+        batch: what it is trained on.
         calls: steps to one measurement.
     """
 
     name: str
-    width: int
-    layers: int
+    init: Callable[[], Params]
+    loss_fn: Callable[[Params, Any], Any]
+    batch: Any
     calls: int
 
 
+def init_mlp(width: int, layers: int) -> Params:
+    """Square weights, and biases of zero."""
+    keys = jax.random.split(jax.random.key(0), layers)
+    return [(jax.random.normal(key, (width, width)) / width**0.5, jnp.zeros(width)) for key in keys]
+
+
+def mlp_loss(params: Params, values: Any) -> Any:
+    """The mean square of what the network puts out."""
+    for weight, bias in params:
+        values = jnp.tanh(values @ weight + bias)
+    return (values**2).mean()
+
+
+def init_transformer(vocabulary: int, length: int, width: int, blocks: int) -> Params:
+    """Embeddings of tokens and places, and the weights of some blocks."""
+    shapes = {
+        "token": (vocabulary, width),
+        "place": (length, width),
+        "blocks": [
+            {
+                "norm_1": (width,),
+                "attention": (width, 3 * width),
+                "attention_out": (width, width),
+                "norm_2": (width,),
+                "hidden": (width, 4 * width),
+                "hidden_out": (4 * width, width),
+            }
+            for _ in range(blocks)
+        ],
+    }
+    leaves, structure = jax.tree.flatten(shapes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    weights = [
+        jax.random.normal(key, shape) * 0.05 for key, shape in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, weights)
+
+
+def transformer_loss(params: Params, tokens: Any, heads: int = 4) -> Any:
+    """The cross-entropy of each next token, by causal attention to those before."""
+    values = params["token"][tokens] + params["place"]
+    *batch, width = values.shape
+    for block in params["blocks"]:
+        mixed = jax.nn.standardize(values) * block["norm_1"] @ block["attention"]
+        query, key, value = jnp.split(mixed.reshape(*batch, heads, -1), 3, axis=-1)
+        attended = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        values += attended.reshape(*batch, width) @ block["attention_out"]
+        hidden = jax.nn.gelu(jax.nn.standardize(values) * block["norm_2"] @ block["hidden"])
+        values += hidden @ block["hidden_out"]
+    logits = (values @ params["token"].T)[:, :-1]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
 WORKLOADS = [
-    Workload("4 layers of 1024", width=1024, layers=4, calls=2),
-    Workload("50 layers of 64", width=64, layers=50, calls=10),
-    Workload("one layer of 16", width=16, layers=1, calls=200),
+    Workload(
+        "MLP, batch of 256",
+        partial(init_mlp, 512, 4),
+        mlp_loss,
+        jnp.ones((256, 512)),
+        calls=2,
+    ),
+    Workload(
+        "MLP, batch of 16",
+        partial(init_mlp, 1024, 4),
+        mlp_loss,
+        jnp.ones((16, 1024)),
+        calls=2,
+    ),
+    Workload("one layer of 16", partial(init_mlp, 16, 1), mlp_loss, jnp.ones((16, 16)), calls=200),
+    Workload(
+        "transformer, 2 blocks of 128",
+        partial(init_transformer, vocabulary=256, length=64, width=128, blocks=2),
+        transformer_loss,
+        jax.random.randint(jax.random.key(1), (4, 64), 0, 256),
+        calls=2,
+    ),
 ]
 
 
-def loss_fn(params: Any, inputs: Any) -> Any:
-    """The mean square of what the network puts out."""
-    for weight, bias in params:
-        inputs = jnp.tanh(inputs @ weight + bias)
-    return (inputs**2).mean()
+def unscaled(loss_fn: LossFn, state: State) -> State:
+    """Neither scaled nor checked."""
+    params, opt_state, _ = state
+    grads = jax.grad(loss_fn)(params)
+    updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, ()
 
 
-def ours_step(state: State, inputs: Any) -> State:
+def ours(loss_fn: LossFn, state: State) -> State:
     """With ``gradscaler.jax.GradScaler``."""
     params, opt_state, scaler = state
-    scaler, finite, _, grads = scaler.value_and_grad(loss_fn)(params, inputs)
+    scaler, finite, _, grads = scaler.value_and_grad(loss_fn)(params)
     updates, new_opt_state = OPTIMIZER.update(grads, opt_state, params)
     new = optax.apply_updates(params, updates), new_opt_state
     return *gradscaler.jax.select_tree(finite, new, (params, opt_state)), scaler
 
 
-def wrapped_step(state: State, inputs: Any) -> State:
+def wrapped(loss_fn: LossFn, state: State) -> State:
     """With ``gradscaler.jax.loss_scaled``."""
     params, opt_state, _ = state
-    scaled = lambda params: opt_state.scaler.scale(loss_fn(params, inputs))  # noqa: E731
-    grads = jax.grad(scaled)(params)
-    updates, opt_state = gradscaler.jax.loss_scaled(OPTIMIZER).update(grads, opt_state, params)
+    grads = jax.grad(lambda params: opt_state.scaler.scale(loss_fn(params)))(params)
+    updates, opt_state = LOSS_SCALED.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, ()
 
 
-def flax_step(state: State, inputs: Any) -> State:
+def flax(loss_fn: LossFn, state: State) -> State:
     """With flax's ``DynamicScale``, as its examples use it."""
     params, opt_state, scale = state
-    scale, finite, _, grads = scale.value_and_grad(loss_fn)(params, inputs)
+    scale, finite, _, grads = scale.value_and_grad(loss_fn)(params)
     updates, new_opt_state = OPTIMIZER.update(grads, opt_state, params)
     new = optax.apply_updates(params, updates), new_opt_state
     select = partial(jnp.where, finite)
     return *jax.tree.map(select, new, (params, opt_state)), scale
 
 
-def jmp_step(state: State, inputs: Any) -> State:
+def with_jmp(loss_fn: LossFn, state: State) -> State:
     """With jmp's ``DynamicLossScale``, as its documentation has it."""
     params, opt_state, scale = state
-    grads = jax.grad(lambda params: scale.scale(loss_fn(params, inputs)))(params)
+    grads = jax.grad(lambda params: scale.scale(loss_fn(params)))(params)
     grads = scale.unscale(grads)
     finite = jmp.all_finite(grads)
     updates, new_opt_state = OPTIMIZER.update(grads, opt_state, params)
@@ -102,58 +182,90 @@ def jmp_step(state: State, inputs: Any) -> State:
     return *jmp.select_tree(finite, new, (params, opt_state)), scale.adjust(finite)
 
 
-def compare(
-    name: str,
-    ours: Callable[[State, Any], State],
-    native: Callable[[State, Any], State],
-    native_scale: Callable[[], Any],
-    workload: Workload,
-    repetitions: int,
-) -> paired.Comparison:
-    """Time two steps; they end with the same parameters, or an error says so."""
-    keys = jax.random.split(jax.random.key(0), workload.layers)
-    shape = (workload.width, workload.width)
-    params = [
-        (jax.random.normal(key, shape) / workload.width**0.5, jnp.zeros(workload.width))
-        for key in keys
+STEPS: dict[str, tuple[Step, Callable[[], Any]]] = {  # and what makes their loss scales
+    "GradScaler": (ours, gradscaler.jax.GradScaler),
+    "loss_scaled": (wrapped, tuple),
+    "unscaled": (unscaled, tuple),
+    "flax": (flax, partial(dynamic_scale.DynamicScale, scale=jnp.float32(2.0**16))),
+    "jmp": (with_jmp, partial(jmp.DynamicLossScale, jnp.float32(2.0**16))),
+}
+PAIRS = [
+    (mine, rival) for mine in ("GradScaler", "loss_scaled") for rival in ("unscaled", "flax", "jmp")
+]
+
+
+def start(name: str, workload: Workload) -> State:
+    """What the first step is given."""
+    params = workload.init()
+    optimizer = LOSS_SCALED if name == "loss_scaled" else OPTIMIZER
+    return params, optimizer.init(params), STEPS[name][1]()
+
+
+def jitted(name: str, workload: Workload) -> Any:
+    """A step of a state and a batch, which XLA compiles at its first call."""
+    step, _ = STEPS[name]
+
+    def on_batch(state: State, batch: Any) -> State:
+        return step(lambda params: workload.loss_fn(params, batch), state)
+
+    return jax.jit(on_batch)
+
+
+def time_steps(workload: Workload, repetitions: int) -> list[paired.Comparison]:
+    """Time all steps by turns; they end with the same parameters, or an error says so."""
+    states = {name: start(name, workload) for name in STEPS}
+    steps = {name: jitted(name, workload) for name in STEPS}
+
+    def step(name: str) -> None:
+        states[name] = steps[name](states[name], workload.batch)
+        jax.block_until_ready(states[name])  # type: ignore[no-untyped-call] # JAX's is not typed
+
+    calls = {name: partial(step, name) for name in STEPS}
+    seconds = paired.interleave(calls, lambda: None, repetitions, workload.calls)
+    trained = [jax.tree.leaves(states[name][0]) for name in STEPS]
+    for leaves in zip(*trained, strict=True):
+        if not all(jnp.allclose(leaf, leaves[0], atol=1e-3) for leaf in leaves):
+            raise RuntimeError(f"{workload.name}: the steps end with other parameters")
+    return pairs(workload.name, seconds)
+
+
+def time_compilation(workload: Workload) -> list[paired.Comparison]:
+    """Time the first call of each step, which traces it and has XLA compile it."""
+    states = {name: start(name, workload) for name in STEPS}
+
+    def compile_step(name: str) -> None:
+        jax.clear_caches()  # type: ignore[no-untyped-call] # JAX's is not typed
+        jax.block_until_ready(jitted(name, workload)(states[name], workload.batch))  # type: ignore[no-untyped-call]
+
+    calls = {name: partial(compile_step, name) for name in STEPS}
+    seconds = paired.interleave(calls, lambda: None, COMPILATIONS, warm_up=1)
+    return pairs(f"compile {workload.name}", seconds)
+
+
+def pairs(what: str, seconds: dict[str, list[float]]) -> list[paired.Comparison]:
+    """Each of ours beside each of the others."""
+    return [
+        paired.Comparison(f"{what}: {mine} to {rival}", seconds[mine], seconds[rival])
+        for mine, rival in PAIRS
     ]
-    inputs = jnp.ones((BATCH, workload.width))
-    opt_state = OPTIMIZER.init(params)
-    states: dict[str, State] = {
-        "ours": (params, opt_state, gradscaler.jax.GradScaler()),
-        "native": (params, opt_state, native_scale()),
-    }
-    if ours is wrapped_step:
-        states["ours"] = params, gradscaler.jax.loss_scaled(OPTIMIZER).init(params), ()
-    steps = {"ours": jax.jit(ours), "native": jax.jit(native)}
-
-    def step(rival: str) -> None:
-        states[rival] = steps[rival](states[rival], inputs)
-        jax.tree.leaves(states[rival])[0].block_until_ready()
-
-    seconds = paired.interleave(
-        {rival: partial(step, rival) for rival in steps},
-        prepare=lambda: None,
-        repetitions=repetitions,
-        calls=workload.calls,
-    )
-    trained = (jax.tree.leaves(states[rival][0]) for rival in ("ours", "native"))
-    if not all(map(partial(jnp.allclose, atol=1e-6), *trained)):
-        raise RuntimeError(f"{workload.name}: {name} end with other parameters")
-    return paired.Comparison(f"{workload.name}, {name}", **seconds)
 
 
 def main() -> None:
-    """Time every workload with every pair."""
+    """Time every step of every workload, and how long they take to compile."""
     arguments = eager.parse(argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]))
-    flax_scale = dynamic_scale.DynamicScale
-    jmp_scale = partial(jmp.DynamicLossScale, jnp.float32(2.0**16))
-    comparisons = [
-        partial(compare, "GradScaler to flax", ours_step, flax_step, flax_scale),
-        partial(compare, "GradScaler to jmp", ours_step, jmp_step, jmp_scale),
-        partial(compare, "loss_scaled to jmp", wrapped_step, jmp_step, jmp_scale),
-    ]
-    eager.run(arguments, {"jax": jax.__version__}, comparisons, WORKLOADS)
+    setting = {
+        **paired.machine(),
+        "jax": jax.__version__,
+        **{name: version(name) for name in ("flax", "jmp", "optax")},
+        "repetitions": arguments.repetitions,
+    }
+    print(*(f"{name}: {value}" for name, value in setting.items()), sep="\n", end="\n\n")
+    results = [c for workload in WORKLOADS for c in time_steps(workload, arguments.repetitions)]
+    print(paired.table(results), end="\n\n", flush=True)
+    compilations = [c for workload in WORKLOADS for c in time_compilation(workload)]
+    print(paired.table(compilations))
+    if arguments.json:
+        paired.write_json(arguments.json, setting, results + compilations)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def load(name):
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where a dataclass looks for itself
     spec.loader.exec_module(module)
     return module
 

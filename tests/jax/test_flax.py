@@ -140,3 +140,5 @@ def test_replace_changes_fields():
 def test_a_bad_parameter_is_named():
     with pytest.raises(ValueError, match="growth_factor"):
         ours.DynamicScale(growth_factor=0.5).value_and_grad(product)(1.0, 1.0)
+    with pytest.raises(ValueError, match="scale must be above 0"):
+        ours.DynamicScale(scale=0.0)

@@ -1,6 +1,7 @@
 """jmp's names against jmp itself, on the same traces."""
 
 import inspect
+import unittest
 import warnings
 
 import jax
@@ -14,6 +15,19 @@ from hypothesis import strategies as st
 import gradscaler.jax as ours
 
 CLASSES = ["NoOpLossScale", "StaticLossScale", "DynamicLossScale"]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # in its sums
+def test_jmp_s_own_tests_pass(monkeypatch):
+    from jmp._src import loss_scale_test
+
+    for name in [*CLASSES, "all_finite", "select_tree"]:
+        monkeypatch.setattr(jmp, name, getattr(ours, name))
+    tests = unittest.defaultTestLoader.loadTestsFromModule(loss_scale_test)
+    result = unittest.TestResult()
+    tests.run(result)
+    assert result.testsRun >= 20
+    assert (result.failures, result.errors, result.skipped) == ([], [], [])
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -72,6 +86,20 @@ def test_the_floor_survives_jit_and_jmp_s_does_not():
     assert lowered(jmp) == 2
 
 
+def test_a_floor_that_is_traced_or_one_of_many_is_a_leaf_like_the_scale():
+    def lowered(floor):
+        scale = ours.DynamicLossScale(2 * floor, min_loss_scale=floor)
+        for _ in range(3):
+            scale = scale.adjust(jnp.bool_(False))
+        return scale
+
+    floors = jnp.array([2.0, 8.0])
+    for scale in (jax.vmap(lowered)(floors), lowered(floors)):
+        assert scale.loss_scale.tolist() == scale.min_loss_scale.tolist() == [2.0, 8.0]
+        assert len(jax.tree.leaves(scale)) == 3
+    assert len(jax.tree.leaves(lowered(jnp.float32(2)))) == 2
+
+
 @pytest.mark.parametrize("make", CLASSES)
 def test_trees_are_scaled_as_jmp_scales_them(make, exact):
     tree = {
@@ -125,6 +153,30 @@ def test_rebuilding_the_tree_of_anything_does_not_warn():
         warnings.simplefilter("error")
         jax.tree.map(lambda _: object(), scale)
         jax.tree.map(lambda _: None, scale)
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        ({"loss_scale": jnp.float32(0)}, ValueError),
+        ({"loss_scale": -1.0}, ValueError),
+        ({"loss_scale": jnp.float32("nan")}, ValueError),
+        ({"min_loss_scale": jnp.float32(0)}, ValueError),
+        ({"period": 0}, ValueError),
+        ({"period": 2.5}, TypeError),
+        ({"factor": 1}, ValueError),
+    ],
+)
+def test_a_parameter_that_cannot_work_is_named(bad, error):
+    (name,) = bad
+    with pytest.raises(error, match=name):
+        ours.DynamicLossScale(**{"loss_scale": jnp.float32(1), **bad})
+
+
+@pytest.mark.parametrize("method", ["scale", "unscale"])
+def test_a_static_scale_of_zero_cannot_be_used(method):
+    with pytest.raises(ValueError, match="loss_scale must be above 0, got 0"):
+        jax.jit(lambda x: getattr(ours.StaticLossScale(0), method)(x))(1.0)
 
 
 def test_a_flag_that_is_no_scalar_is_refused_as_jmp_refuses_it():

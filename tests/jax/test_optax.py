@@ -178,3 +178,11 @@ def test_flax_serialises_the_whole_state(exact):
     _, state = optimizer.update(gradients(0), state, params())
     target = optimizer.init(params())
     assert exact(serialization.from_bytes(target, serialization.to_bytes(state))) == exact(state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"), [((0.1,), "optimizer"), ((optax.sgd(0.1), 2.0**16), "policy")]
+)
+def test_what_is_no_optimizer_or_policy_is_refused(arguments, name):
+    with pytest.raises(TypeError, match=f"{name} must be"):
+        loss_scaled(*arguments)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gradscaler import DynamicScale, FixedScale
+from gradscaler import DynamicScale, FixedScale, ScaleState
 from gradscaler.jax import GradScaler, all_finite, select_tree
 
 INF = float("inf")
@@ -199,6 +199,42 @@ def test_what_is_no_boolean_scalar_is_refused(flag):
 def test_what_is_no_policy_is_refused(policy):
     with pytest.raises(TypeError, match="policy must be a DynamicScale or a FixedScale"):
         GradScaler(policy)
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [
+        (ScaleState(0.0, 0, 0), ValueError),
+        (ScaleState(jnp.float32(-1), 0, 0), ValueError),
+        (65536.0, TypeError),
+        ((65536.0, 0, 0), TypeError),
+    ],
+)
+def test_what_is_no_state_is_refused(state, error):
+    with pytest.raises(error, match="state"):
+        GradScaler(DynamicScale(), state)
+
+
+def test_a_state_of_numbers_becomes_arrays(exact):
+    policy = DynamicScale()
+    assert exact(GradScaler(policy, ScaleState(65536, 0, 0))) == exact(GradScaler(policy))
+
+
+@pytest.mark.parametrize("leaf", ["1.0", object(), DynamicScale()])
+def test_a_leaf_that_is_no_array_is_named_while_tracing(leaf):
+    scaler, tree = quick(), {"layer": [1.0, leaf]}
+    for function in (scaler.scale, scaler.unscale, all_finite):
+        with pytest.raises(TypeError, match=r"leaf \['layer'\]\[1\] is neither an array nor"):
+            jax.eval_shape(lambda function=function: function(tree))
+
+
+def test_trees_that_do_not_match_are_refused_and_the_leaf_is_named():
+    tree = {"layer": jnp.ones(2)}
+    for other in ({"layer": jnp.ones(3)}, {"layer": jnp.ones(2, jnp.float16)}):
+        with pytest.raises(ValueError, match=r"leaf \['layer'\]: cannot choose between float32"):
+            select_tree(True, tree, other)
+    with pytest.raises(ValueError, match="layer"):
+        select_tree(True, tree, {"other": jnp.ones(2)})
 
 
 # value_and_grad.

@@ -50,6 +50,9 @@ class DynamicScale:
         scale: the loss scale, a float32 scalar.
         minimum_scale: the floor. None is its default, 2**-126; flax's scale then sinks to 0.
 
+    Raises:
+        ValueError: the scale is not above 0.
+
     >>> dynamic_scale = DynamicScale(scale=8.0, growth_interval=1)
     >>> for _ in range(2):
     ...     dynamic_scale, finite, value, grad = dynamic_scale.value_and_grad(lambda x: x**2)(3.0)
@@ -66,6 +69,7 @@ class DynamicScale:
     minimum_scale: float | None = checks.SMALLEST_SCALE
 
     def __post_init__(self) -> None:
+        trees.check_scale("scale", self.scale)
         # Numbers become what value_and_grad returns, or jit would compile its next call anew.
         if isinstance(self.fin_steps, int):
             object.__setattr__(self, "fin_steps", np.int32(self.fin_steps))
@@ -112,9 +116,8 @@ class DynamicScale:
             moved, finite, aux, grad = differentiated(*args, **kwargs)
             scale, fin_steps, _ = moved.state
             grad = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grad)
-            return DynamicScaleResult(
-                self.replace(fin_steps=fin_steps, scale=scale), finite, aux, grad
-            )
+            moved_scale = trees.replaced(self, fin_steps=fin_steps, scale=scale)
+            return DynamicScaleResult(moved_scale, finite, aux, grad)
 
         return unscaled
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import jax
@@ -40,38 +40,29 @@ class NoOpLossScale:
         return self
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class StaticLossScale:
     """A loss scale that does not move. As a pytree it has no leaves.
 
     Args:
-        loss_scale: the scale.
+        loss_scale: the scale. ``scale`` and ``unscale`` raise ValueError unless it is above 0.
     """
 
     loss_scale: Array
 
     def scale(self, tree: T) -> T:
         """Multiply every leaf by the loss scale."""
+        trees.check_scale("loss_scale", self.loss_scale)
         return _multiplied(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
         """Multiply every leaf by 1 / the loss scale."""
+        trees.check_scale("loss_scale", self.loss_scale)
         return _multiplied(tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> StaticLossScale:
         """The same again."""
         return self
-
-    # So that jit can take one whose scale is an array, as it cannot of jmp's.
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StaticLossScale) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> tuple[Any, ...]:
-        return type(self.loss_scale), jnp.result_type(self.loss_scale), float(self.loss_scale)
 
 
 @dataclass(frozen=True)
@@ -92,6 +83,10 @@ class DynamicLossScale:
         min_loss_scale: the floor, a float32 scalar. jmp loses it wherever its object is rebuilt
             from its leaves, as at every jit.
 
+    Raises:
+        TypeError: the period or the factor is no number.
+        ValueError: a parameter cannot work; the message names it.
+
     >>> import jax
     >>> loss_scale = DynamicLossScale(jax.numpy.float32(16), min_loss_scale=jax.numpy.float32(8))
     >>> for grads_finite in [False, False]:
@@ -110,7 +105,37 @@ class DynamicLossScale:
     def __post_init__(self) -> None:
         for name in ("loss_scale", "min_loss_scale"):
             _warn_if_not_floating(name, getattr(self, name))
+            trees.check_scale(name, getattr(self, name))
+        checks.count("period", self.period)
+        checks.growth_factor("factor", self.factor)
+        floor = self.min_loss_scale
+        if not isinstance(floor, jax.core.Tracer) and jnp.ndim(floor) == 0:
+            object.__setattr__(self, "min_loss_scale", np.asarray(floor)[()])
         trees.serialise(self, "loss_scale", "counter", "min_loss_scale")
+
+    def tree_flatten(self) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
+        """The arrays, and what is static: a floor that is a number is."""
+        if isinstance(self.min_loss_scale, np.generic):
+            leaves = self.loss_scale, self.counter
+            return leaves, (self.period, self.factor, self.min_loss_scale)
+        return (self.loss_scale, self.counter, self.min_loss_scale), (self.period, self.factor)
+
+    @classmethod
+    def tree_unflatten(
+        cls, metadata: tuple[Any, ...], leaves: tuple[Array, ...]
+    ) -> DynamicLossScale:
+        """The loss scale again, of what ``tree_flatten`` returned."""
+        (loss_scale, counter, *floor), (period, factor, *static_floor) = leaves, metadata
+        rebuilt = object.__new__(cls)  # for a tree may be rebuilt with anything for leaves
+        (min_loss_scale,) = floor or static_floor
+        vars(rebuilt).update(
+            loss_scale=loss_scale,
+            counter=counter,
+            period=period,
+            factor=factor,
+            min_loss_scale=min_loss_scale,
+        )
+        return rebuilt
 
     def scale(self, tree: T) -> T:
         """Multiply every leaf by the loss scale."""
@@ -142,7 +167,7 @@ class DynamicLossScale:
         )
         state = ScaleState(jnp.asarray(self.loss_scale), jnp.asarray(self.counter), 0)
         state = next_state(constants, state, found_inf, jnp.where)
-        return replace(self, loss_scale=state.scale, counter=state.finite_steps)
+        return trees.replaced(self, loss_scale=state.scale, counter=state.finite_steps)
 
 
 @dataclass(frozen=True)
@@ -161,14 +186,11 @@ def _multiplied(tree: T, factor: Any) -> T:
 
 
 def _warn_if_not_floating(name: str, value: Any) -> None:
-    # A pytree may be rebuilt with anything for leaves: what has no dtype is not looked at.
-    if not isinstance(value, (int, float)) and not hasattr(value, "dtype"):
-        return
     dtype = jnp.result_type(value)
     if not jnp.issubdtype(dtype, jnp.floating):
         warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=4)
 
 
 for _empty in (NoOpLossScale, StaticLossScale):
-    jax.tree_util.register_static(_empty)
-trees.register(DynamicLossScale, static=["period", "factor"])
+    jax.tree_util.register_pytree_node(_empty, lambda scale: ((), scale), lambda scale, _: scale)
+jax.tree_util.register_pytree_node_class(DynamicLossScale)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gradscaler.jax.scaler import GradScaler
+from gradscaler.jax.scaler import GradScaler, check_policy
 from gradscaler.jax.trees import AxisName, all_finite, select_tree
 from gradscaler.policies import DynamicScale, Policy
 
@@ -50,6 +50,9 @@ def loss_scaled(
         axis_name: named axes whose devices are to take one decision, where the gradients were not
             averaged over them before.
 
+    Raises:
+        TypeError: the optimizer or the policy is none.
+
     >>> import jax, optax
     >>> optimizer = loss_scaled(optax.sgd(0.5), DynamicScale(init_scale=1024.0))
     >>> weight = jax.numpy.float32(1.0)
@@ -61,6 +64,9 @@ def loss_scaled(
     """
     import optax  # here, for gradscaler.jax does not need it otherwise
 
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(f"optimizer must be an optax transformation, got {optimizer!r}")
+    check_policy(policy)
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: optax.Params) -> LossScaledState:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -48,6 +48,10 @@ class GradScaler:
         policy: the rule: a :class:`gradscaler.DynamicScale` or a :class:`gradscaler.FixedScale`.
         state: where it stands: a float32 and two int32 scalars. By default ``policy.init()``.
 
+    Raises:
+        TypeError: the policy or the state is none.
+        ValueError: the scale in the state is not above 0.
+
     >>> import jax
     >>> scaler = GradScaler(DynamicScale(init_scale=8.0, growth_interval=1))
     >>> scaler, finite, value, grads = scaler.value_and_grad(lambda x: x**2)(3.0)
@@ -59,15 +63,14 @@ class GradScaler:
     state: Any = None  # a ScaleState from __post_init__ on
 
     def __post_init__(self) -> None:
-        if self.state is None:
-            if not (hasattr(self.policy, "init") and hasattr(self.policy, "update")):
-                raise TypeError(
-                    f"policy must be a DynamicScale or a FixedScale, got {self.policy!r}"
-                )
-            scale, finite_steps, nonfinite_steps = self.policy.init()
-            counts = (jnp.asarray(n, dtype=jnp.int32) for n in (finite_steps, nonfinite_steps))
-            state = ScaleState(jnp.asarray(scale, dtype=jnp.float32), *counts)
-            object.__setattr__(self, "state", state)
+        check_policy(self.policy)
+        state = self.policy.init() if self.state is None else self.state
+        if not isinstance(state, ScaleState):
+            raise TypeError(f"state must be a ScaleState, got {state!r}")
+        trees.check_scale("the scale in state", state.scale)
+        scale, *counts = state
+        arrays = jnp.asarray(scale, jnp.float32), *(jnp.asarray(n, jnp.int32) for n in counts)
+        object.__setattr__(self, "state", ScaleState(*arrays))
         trees.serialise(self, "state")
 
     @property
@@ -101,7 +104,7 @@ class GradScaler:
             ValueError: it is none.
         """
         found_inf = ~trees.as_flag("grads_finite", grads_finite)
-        return replace(self, state=self.policy.update(self.state, found_inf, jnp.where))
+        return trees.replaced(self, state=self.policy.update(self.state, found_inf, jnp.where))
 
     def value_and_grad(
         self,
@@ -139,6 +142,12 @@ class GradScaler:
             return ScaledGradients(self.adjust(grads_finite), grads_finite, value, grads)
 
         return unscaled
+
+
+def check_policy(policy: object) -> None:
+    """TypeError unless it is a policy."""
+    if not (hasattr(policy, "init") and hasattr(policy, "update")):
+        raise TypeError(f"policy must be a DynamicScale or a FixedScale, got {policy!r}")
 
 
 trees.register(GradScaler, static=["policy"])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import operator
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gradscaler.errors import ParameterError
 
@@ -32,8 +34,12 @@ def all_finite(tree: Any, axis_name: AxisName | None = None) -> Array:
         tree: any pytree of arrays.
         axis_name: one or more named axes (of ``pmap``, ``shard_map`` or ``vmap``) to reduce over:
             one device's Inf is then everyone's.
+
+    Raises:
+        TypeError: a leaf is neither an array nor a number.
     """
-    finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree) if _is_inexact(leaf)]
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    finite = [jnp.isfinite(leaf).all() for path, leaf in leaves if _is_inexact(path, leaf)]
     everywhere = functools.reduce(operator.and_, finite, jnp.array(True))
     if axis_name is None:
         return everywhere
@@ -55,11 +61,20 @@ def select_tree(pred: Any, a: T, b: T) -> T:
         b: another of the same structure, shapes and dtypes.
 
     Raises:
-        ValueError: ``pred`` is not a boolean scalar.
+        ValueError: ``pred`` is not a boolean scalar, or the trees do not match.
     """
     pred = as_flag("pred", pred)
-    selected: T = jax.tree.map(functools.partial(_select, pred), a, b)
+    selected: T = jax.tree_util.tree_map_with_path(functools.partial(_select, pred), a, b)
     return selected
+
+
+def check_scale(name: str, value: Any) -> None:
+    """ValueError unless a loss scale, or each of an array of them, is above 0.
+
+    What is traced has no value yet, and passes.
+    """
+    if not isinstance(value, jax.core.Tracer) and not np.all(np.asarray(value) > 0):
+        raise ParameterError(f"{name} must be above 0, got {value}")
 
 
 def as_flag(name: str, value: Any) -> Array:
@@ -74,16 +89,40 @@ def as_flag(name: str, value: Any) -> Array:
 
 def map_inexact(function: Callable[[Array], Array], tree: T) -> T:
     """Apply a function to the leaves of floating or complex dtypes."""
-    mapped: T = jax.tree.map(lambda leaf: function(leaf) if _is_inexact(leaf) else leaf, tree)
+    mapped: T = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: function(leaf) if _is_inexact(path, leaf) else leaf, tree
+    )
     return mapped
 
 
-def register(cls: type[T], static: Sequence[str] = ()) -> type[T]:
-    """Make a dataclass a pytree; the fields named ``static`` are compared, and never traced."""
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type] # it is one
-    data = [name for name in names if name not in static]
-    jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=list(static))
-    return cls
+def register(cls: type[Any], static: Sequence[str]) -> None:
+    """Make a dataclass a pytree; the fields named ``static`` are compared, and never traced.
+
+    JAX rebuilds it without a call of its constructor, which checks what a user passes.
+    """
+    data = [field.name for field in dataclasses.fields(cls) if field.name not in static]
+    names, keys = [*data, *static], [jax.tree_util.GetAttrKey(name) for name in data]
+    leaves_of, metadata_of = _getter(data), _getter(static)
+
+    def flatten(instance: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return leaves_of(instance), metadata_of(instance)
+
+    def flatten_with_keys(instance: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        return list(zip(keys, leaves_of(instance), strict=True)), metadata_of(instance)
+
+    def unflatten(metadata: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
+        instance = object.__new__(cls)
+        instance.__dict__.update(zip(names, (*leaves, *metadata), strict=True))
+        return instance
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+
+
+def replaced(instance: T, **changes: Any) -> T:
+    """A copy of a dataclass with other values, whose constructor is not called either."""
+    changed = copy.copy(instance)
+    vars(changed).update(changes)
+    return changed
 
 
 def serialise(instance: Any, *names: str) -> None:
@@ -108,15 +147,30 @@ def serialise(instance: Any, *names: str) -> None:
             name: flax.from_state_dict(getattr(target, name), state[name], name=name)
             for name in names
         }
-        return dataclasses.replace(target, **restored)
+        return replaced(target, **restored)
 
     flax.register_serialization_state(cls, to_state_dict, from_state_dict)
 
 
-def _is_inexact(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
+def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    get = operator.attrgetter(*names)  # of one name it returns the value, of several a tuple
+    return get if len(names) > 1 else lambda instance: (get(instance),)
 
 
-def _select(pred: Array, a: Any, b: Any) -> Array:
+def _is_inexact(path: Any, leaf: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
+    except TypeError:
+        place = jax.tree_util.keystr(path)
+        raise TypeError(f"leaf {place} is neither an array nor a number: {leaf!r}") from None
+
+
+def _select(pred: Array, path: Any, a: Any, b: Any) -> Array:
     a, b = jnp.asarray(a), jnp.asarray(b)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        place = jax.tree_util.keystr(path)
+        raise ParameterError(
+            f"leaf {place}: cannot choose between {a.dtype}{list(a.shape)} and "
+            f"{b.dtype}{list(b.shape)}"
+        )
     return jax.lax.select(pred, a, b)
