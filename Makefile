@@ -5,7 +5,7 @@ PYTHON ?= python3
 FRAMEWORKS := torch tensorplay paddle jax keras tf-keras
 
 CORE := $(filter-out src/gradscaler/__main__.py,$(wildcard src/gradscaler/*.py)) \
-	src/gradscaler/policies
+	src/gradscaler/policies src/gradscaler/checkpoint
 torch_SOURCES := src/gradscaler/torch_like src/gradscaler/torch src/gradscaler/demo \
 	src/gradscaler/__main__.py
 tensorplay_SOURCES := src/gradscaler/torch_like src/gradscaler/tensorplay
@@ -14,7 +14,7 @@ jax_SOURCES := src/gradscaler/jax
 keras_SOURCES := src/gradscaler/keras_like src/gradscaler/keras
 tf-keras_SOURCES := src/gradscaler/keras_like src/gradscaler/tf_keras
 keras_RUNS := KERAS_BACKEND=tensorflow KERAS_BACKEND=jax KERAS_BACKEND=torch
-torch_TESTS := $(CORE) $(wildcard tests/*.py) tests/policies
+torch_TESTS := $(CORE) $(wildcard tests/*.py) tests/policies tests/checkpoint
 
 .PHONY: demo test lint bench clean $(foreach framework,$(FRAMEWORKS),test-$(framework) bench-$(framework))
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+
+from gradscaler import checkpoint
+from gradscaler.checkpoint import files
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=version("gradscaler"))
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands)
+    _add_convert(commands)
     parsed = parser.parse_args(arguments)
     try:
         status: int = parsed.run(parsed)
@@ -57,6 +62,41 @@ def _demo(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
         parser.error("argument --device: there is no CUDA device here")
     device = parsed.device or ("cuda" if torch.cuda.is_available() else "cpu")
     run(parsed.seed, parsed.steps, parsed.output, device)
+    return 0
+
+
+def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="turn the state dict of one framework's scaler into another's",
+        description="Read a loss scale's state dict from a file: JSON, or what torch or Paddle "
+        "saved. Write it in another format: as JSON (.json), as torch does (.pt, .pth) or as "
+        "Paddle does (.pdparams). No code in the file is run.",
+    )
+    convert.add_argument("source", type=Path, metavar="IN", help="the file to read")
+    convert.add_argument("target", type=Path, metavar="OUT", help="the file to write")
+    convert.add_argument("--to", required=True, choices=checkpoint.FORMATS, help="the format")
+    convert.add_argument(
+        "--lossy", action="store_true", help="leave out what the format has no place for"
+    )
+    convert.set_defaults(run=_convert)
+
+
+def _convert(parsed: argparse.Namespace) -> int:
+    place = parsed.source
+    try:
+        state_dict = files.load(place)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            converted = checkpoint.convert(state_dict, parsed.to, lossy=parsed.lossy)
+        place = parsed.target
+        files.save(place, converted)
+    except (TypeError, ValueError) as error:
+        message = " ".join(str(error).split())
+        print(f"{place}: {message[:500]}", file=sys.stderr)
+        return 1
+    for warning in warned:
+        print(f"{parsed.source}: {warning.message}", file=sys.stderr)
     return 0
 
 

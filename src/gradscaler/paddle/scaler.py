@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import paddle
 
+from gradscaler import checkpoint
 from gradscaler.engine import OptimizerRecord, Stage
 from gradscaler.errors import ParameterError
 from gradscaler.operations import FoundInf, Operations
@@ -236,8 +237,9 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
         }
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Take everything from a state dict, Paddle's own too.
+        """Take everything from a state dict, Paddle's own or that of another framework's scaler.
 
+        For the latter see :mod:`gradscaler.checkpoint`; it brings its whole rule.
         Nothing changes if it raises; nothing happens if scaling is disabled.
 
         Raises:
@@ -247,6 +249,18 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
         """
         if not self._enabled:
             return
+        if checkpoint.detect(state_dict) in (None, "paddle"):
+            policy, state, dynamic = self._read_own(state_dict)
+        else:
+            read, state = checkpoint.read(state_dict)
+            dynamic = isinstance(read, DynamicScale)
+            policy = read if isinstance(read, DynamicScale) else self._policy
+        self._policy = policy
+        self._use_dynamic_loss_scaling = dynamic
+        self._init_loss_scaling = float(state.scale)
+        self._set_state(state)
+
+    def _read_own(self, state_dict: Any) -> tuple[DynamicScale, ScaleState, bool]:
         values = state_values(state_dict, _KEYS)
         dynamic = values["use_dynamic_loss_scaling"]
         if not isinstance(dynamic, bool):
@@ -263,10 +277,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
             count_in("incr_count", values["incr_count"]),
             count_in("decr_count", values["decr_count"]),
         )
-        self._policy = policy
-        self._use_dynamic_loss_scaling = dynamic
-        self._init_loss_scaling = float(state.scale)
-        self._set_state(state)
+        return policy, state, dynamic
 
     def __getstate__(self) -> dict[str, Any]:
         tensors = dict.fromkeys((*_FLAGS, "_found_inf"))

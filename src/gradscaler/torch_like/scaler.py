@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from gradscaler import checkpoint
 from gradscaler.engine import OptimizerRecord, Stage
 from gradscaler.errors import ParameterError
 from gradscaler.operations import FoundInf, Optimizer, Tensor
@@ -77,8 +78,9 @@ class TorchLikeScaler(TorchSpelling):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the scale, the rule's parameters and the count from a state dict, torch's own too.
 
-        Bounds and hysteresis stay as the policy has them. Nothing changes if it raises; nothing
-        happens if scaling is disabled.
+        Bounds and hysteresis stay as the policy has them. The state dict of another framework's
+        scaler (see :mod:`gradscaler.checkpoint`) brings its whole rule. Nothing changes if it
+        raises; nothing happens if scaling is disabled.
 
         Raises:
             RuntimeError: the dict is empty, as one saved with scaling disabled is.
@@ -87,9 +89,20 @@ class TorchLikeScaler(TorchSpelling):
         """
         if not self._enabled:
             return
+        if checkpoint.detect(state_dict) in (None, "torch"):
+            policy, state = self._read_own(state_dict)
+        else:
+            policy, state = checkpoint.read(state_dict)
+        self._policy = policy
+        self._initial_state = state
+        self._closure_state = None
+        if self._state is not None:
+            self._operations.assign(self._state, state)
+
+    def _read_own(self, state_dict: dict[str, Any]) -> tuple[DynamicScale | FixedScale, ScaleState]:
         values = state_values(state_dict, _KEYS)
         scale, growth_factor, backoff_factor, growth_interval, finite_steps = values.values()
-        policy: Policy
+        policy: DynamicScale | FixedScale
         if growth_factor == backoff_factor == 1.0:
             policy = FixedScale(checks.loss_scale("scale", scale))
         else:
@@ -104,11 +117,7 @@ class TorchLikeScaler(TorchSpelling):
             count_in("_growth_tracker", finite_steps),
             count_in("_nonfinite_steps", state_dict.get("_nonfinite_steps", 0)),
         )
-        self._policy = policy
-        self._initial_state = state
-        self._closure_state = None
-        if self._state is not None:
-            self._operations.assign(self._state, state)
+        return policy, state
 
     # How torch does what the engine asks for.
 

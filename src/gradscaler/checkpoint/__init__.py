@@ -1,0 +1,180 @@
+"""A loss scale's state in every framework's format, and from each to any other.
+
+A format is what that framework's scaler saves, as a flat dict of numbers. Where the framework keeps
+the rule's parameters apart from what it saves, in a config or in the attributes of an object, the
+dict has both.
+
+=============== ==================================================================================
+``torch``       ``torch.amp.GradScaler.state_dict()``
+``tensorplay``  the same
+``paddle``      ``paddle.amp.GradScaler.state_dict()``
+``keras``       Keras 3's ``dynamic_scale`` and ``step_counter``, and its config
+``tf_keras``    Keras 2's ``current_loss_scale`` and ``good_steps``, and its config
+``mindspore``   the parameters of a train step and its update cell, ``scale_factor``,
+                ``scale_window``
+``jmp``         the fields of ``jmp.DynamicLossScale``, or of ``jmp.StaticLossScale``
+``flax``        the fields of flax's ``DynamicScale``
+=============== ==================================================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gradscaler.checkpoint.formats import LAYOUTS, Layout, Rule, Values
+from gradscaler.policies import DynamicScale, FixedScale, ScaleState, checks
+from gradscaler.state_dicts import number_in
+
+StateDict = dict[str, Any]
+
+FORMATS = tuple(dict.fromkeys(layout.format for layout in LAYOUTS))
+"""The formats, by the names of the adapters that replace what saves them."""
+
+
+def convert(state_dict: Values, to: str, *, lossy: bool = False) -> StateDict:
+    """A state dict in another format.
+
+    Args:
+        state_dict: a state dict in any format, which its keys tell.
+        to: one of ``FORMATS``.
+        lossy: whether to warn of what the format cannot hold, such as a hysteresis in torch's, and
+            leave that out. If not, it is an error.
+
+    Raises:
+        TypeError: ``state_dict`` is no dict, or a value is not the kind of number it should be.
+        ValueError: its keys are those of no format, a value is out of range, or the format cannot
+            hold it; the message names what it is about.
+
+    >>> from gradscaler import DynamicScale
+    >>> policy = DynamicScale.paddle(incr_every_n_steps=500)
+    >>> saved = write(policy, policy.init(), "paddle")
+    >>> convert(saved, to="torch")
+    Traceback (most recent call last):
+    ValueError: torch's format has no place for hysteresis=2; lossy=True leaves that out
+    """
+    policy, state = read(state_dict)
+    return write(policy, state, to, lossy=lossy)
+
+
+def read(state_dict: Values) -> tuple[Rule, ScaleState]:
+    """The rule and the state in a state dict of any format.
+
+    The rule starts from the scale that it is at, unless the format says from what it started.
+
+    Raises:
+        TypeError, ValueError: as :func:`convert`.
+
+    >>> saved = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5,
+    ...          "growth_interval": 2000, "_growth_tracker": 7}
+    >>> policy, state = read(saved)
+    >>> policy.growth_interval, float(state.scale), state.finite_steps
+    (2000, 1024.0, 7)
+    """
+    layout = _layout_of(state_dict)
+    if layout is None:
+        raise ValueError(_unrecognised(state_dict))
+    return layout.read(_numbers(state_dict))
+
+
+def write(policy: Rule, state: ScaleState, to: str, *, lossy: bool = False) -> StateDict:
+    """The state dict of a rule and a state in one format.
+
+    Raises:
+        TypeError: the rule is neither a ``DynamicScale`` nor a ``FixedScale``.
+        ValueError: there is no such format, or it cannot hold all; the message names what.
+
+    >>> from gradscaler import DynamicScale
+    >>> policy = DynamicScale(growth_interval=100)
+    >>> for key, value in write(policy, policy.init(), "torch").items():
+    ...     print(key, value)
+    scale 65536.0
+    growth_factor 2.0
+    backoff_factor 0.5
+    growth_interval 100
+    _growth_tracker 0
+    """
+    if to not in FORMATS:
+        raise ValueError(f"there is no format {to!r}; there are {', '.join(FORMATS)}")
+    if not isinstance(policy, (DynamicScale, FixedScale)):
+        raise TypeError(f"policy must be a DynamicScale or a FixedScale, got {policy!r}")
+    state = ScaleState(*(number_in(name, value) for name, value in state._asdict().items()))
+    layouts = [layout for layout in LAYOUTS if layout.format == to]
+    layout = next((each for each in layouts if isinstance(policy, each.rules)), layouts[0])
+    written = policy if isinstance(policy, layout.rules) else DynamicScale(float(state.scale))
+    state_dict = dict(zip(layout.keys, layout.write(written, state), strict=True))
+    try:
+        lost = _differences((policy, state), layout.read(_numbers(state_dict)))
+    except ValueError as error:
+        raise ValueError(f"{to}'s format cannot hold this: {error}") from None
+    if lost and not lossy:
+        raise ValueError(f"{to}'s format has no place for {lost}; lossy=True leaves that out")
+    if lost:
+        warnings.warn(f"{to}'s format has no place for {lost}", stacklevel=2)
+    return state_dict
+
+
+def detect(state_dict: Values) -> str | None:
+    """The format of a state dict by its keys, or None; ``"torch"`` for TensorPlay's too.
+
+    Raises:
+        TypeError: it is no dict.
+    """
+    layout = _layout_of(state_dict)
+    return layout and layout.format
+
+
+def _layout_of(state_dict: Values) -> Layout | None:
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
+    keys = state_dict.keys()
+    for layout in LAYOUTS:
+        if keys >= set(layout.keys) if len(layout.keys) > 1 else keys == set(layout.keys):
+            return layout
+    return None
+
+
+def _unrecognised(state_dict: Values) -> str:
+    if not state_dict:
+        return "the state dict is empty, as that of a disabled scaler is"
+    closest = max(LAYOUTS, key=lambda layout: len(state_dict.keys() & set(layout.keys)))
+    missing = [key for key in closest.keys if key not in state_dict]
+    held = ", ".join(map(str, list(state_dict)[:12]))
+    if len(missing) == len(closest.keys):
+        return f"a state dict with these keys is in no format that is known: {held}"
+    return f"missing from the state dict for {closest.format}'s format: {', '.join(missing)}"
+
+
+def _numbers(state_dict: Values) -> StateDict:
+    """Its values as Python numbers; a list of one, as JSON has of an array, counts as that one."""
+    return {
+        key: number_in(key, value[0] if isinstance(value, list) and len(value) == 1 else value)
+        for key, value in state_dict.items()
+    }
+
+
+def _differences(left: tuple[Rule, ScaleState], right: tuple[Rule, ScaleState]) -> str:
+    """What the one has and the other has not, in words; where a rule started does not count."""
+    (policy, state), (other_policy, other_state) = left, right
+    if type(policy) is not type(other_policy):
+        return f"a {type(policy).__name__}"
+    pairs: Iterable[tuple[str, Any, Any]] = [
+        *(
+            (f.name, getattr(policy, f.name), getattr(other_policy, f.name))
+            for f in _fields(policy)
+        ),
+        *zip(ScaleState._fields, state, other_state, strict=True),
+    ]
+    return ", ".join(f"{name}={mine!r}" for name, mine, other in pairs if not _same(mine, other))
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, float) and isinstance(right, float):
+        return checks.in_float32(left) == checks.in_float32(right)
+    return bool(left == right)
+
+
+def _fields(policy: Rule) -> list[Any]:
+    return [field for field in dataclasses.fields(policy) if field.name != "init_scale"]

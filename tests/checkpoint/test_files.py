@@ -1,0 +1,227 @@
+"""``python -m gradscaler convert``, on good files and on bad ones."""
+
+import itertools
+import json
+import pickle
+import sys
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+from gradscaler.__main__ import main
+from gradscaler.checkpoint import read
+from gradscaler.torch import GradScaler
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """What torch saved of a scaler that has moved."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=50)
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight])
+    for value in (1.0, float("inf"), 1.0):
+        weight.grad = None
+        scaler.scale((weight * value).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    path = tmp_path / "scaler.pt"
+    torch.save(scaler.state_dict(), path)
+    return path
+
+
+def convert(source, target, to, *options):
+    return main(["convert", str(source), str(target), "--to", to, *options])
+
+
+def test_from_torch_s_file_to_paddle_s_to_json_and_back(saved, tmp_path, capsys):
+    chain = [(saved, "torch"), (tmp_path / "b.pdparams", "paddle"), (tmp_path / "c.json", "flax")]
+    chain.append((tmp_path / "d.pt", "torch"))
+    for (source, _), (target, to) in itertools.pairwise(chain):
+        assert convert(source, target, to) == 0
+    assert capsys.readouterr() == ("", "")
+    loaded = torch.load(tmp_path / "d.pt", weights_only=True)
+    assert loaded == torch.load(saved, weights_only=True)
+    assert loaded["scale"] == 512
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.load_state_dict(loaded)
+    assert scaler.get_scale() == 512
+    assert json.loads((tmp_path / "c.json").read_text())["fin_steps"] == 1
+    with (tmp_path / "b.pdparams").open("rb") as file:
+        assert pickle.load(file)["scale"].dtype == np.float32
+
+
+def test_a_file_may_be_converted_in_place(saved):
+    before = torch.load(saved, weights_only=True)
+    assert convert(saved, saved, "tensorplay") == 0
+    assert torch.load(saved, weights_only=True) == before
+
+
+def test_what_a_format_cannot_hold_is_said_and_needs_an_option(saved, tmp_path, capsys):
+    target = tmp_path / "out.json"
+    assert convert(saved, target, "keras") == 1
+    assert "scaler.pt: keras's format has no place for min_scale=" in capsys.readouterr().err
+    assert not target.exists()
+    assert convert(saved, target, "keras", "--lossy") == 0
+    assert "keras's format has no place for min_scale=" in capsys.readouterr().err
+    assert read(json.loads(target.read_text()))[1].scale == 512
+
+
+class Trap:
+    """Would write a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def traps(path):
+    """Files that run code in whoever loads them carelessly."""
+    plain = {"scale": 1.0, "growth_factor": Trap(path)}
+    yield "pickle", pickle.dumps(plain, protocol=4)
+    yield "protocol 2", pickle.dumps(plain, protocol=2)
+    yield "codec", pickle.dumps({"scale": Codec()}, protocol=4)
+
+
+class Codec:
+    def __reduce__(self):
+        import codecs
+
+        return codecs.encode, ("x", "rot13")
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_a_file_that_would_run_code_is_refused(index, tmp_path, capsys):
+    source, target, proof = tmp_path / "in.pdparams", tmp_path / "out.json", tmp_path / "proof"
+    _, data = list(traps(proof))[index]
+    source.write_bytes(data)
+    check_refused(source, target, capsys, "refused")
+    assert not proof.exists()
+
+
+def test_a_file_of_torch_s_that_would_run_code_is_refused(tmp_path, capsys):
+    source, proof = tmp_path / "in.pt", tmp_path / "proof"
+    torch.save({"scale": Trap(proof)}, source)
+    check_refused(source, tmp_path / "out.json", capsys, "damaged, or no state dict: ")
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "damaged, or no state dict"),
+        (b"\x00\x01\x02", "damaged, or no state dict"),
+        (b"PK\x03\x04 and no more", "damaged, or no state dict"),
+        (b"\x80\x04\x95", "damaged, or no state dict"),
+        (b"\x80\x04}(X\xff\xff\xff\xff", "damaged, or no state dict"),
+        (b"[" * 200_000, "damaged, or no state dict"),
+        (b"[1, 2]", "holds a list, not a dict"),
+        (b"{}", "the state dict is empty"),
+        (b'{"a\\nb": 1}', "in no format that is known: a b"),
+        (b'{"scale": NaN, "growth_factor": 2, "backoff_factor": 0.5, "growth_interval": 1, '
+         b'"_growth_tracker": 0}', "scale must be positive"),
+        (b'{"loss_scale": {"deep": [1]}}', "loss_scale must be a number"),
+        (b'{"loss_scale": 1' + b"0" * 3000 + b"}", "loss_scale must be positive and finite"),
+        (pickle.dumps(np.ones(3)), "holds a ndarray, not a dict"),
+    ],
+)  # fmt: skip
+def test_a_damaged_or_foreign_file_is_one_line_and_status_1(data, message, tmp_path, capsys):
+    source = tmp_path / "in"
+    source.write_bytes(data)
+    check_refused(source, tmp_path / "out.json", capsys, message)
+
+
+def test_a_torn_file_of_torch_s_is_refused(saved, tmp_path, capsys):
+    whole = saved.read_bytes()
+    for length in range(4, len(whole), max(1, len(whole) // 40)):
+        saved.write_bytes(whole[:length])
+        check_refused(saved, tmp_path / "out.json", capsys, "scaler.pt: ")
+
+
+def check_refused(source, target, capsys, message):
+    target.write_text("as it was")
+    assert convert(source, target, "torch") == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1
+    assert len(err) < 1000
+    assert target.read_text() == "as it was"
+    assert sorted(target.parent.glob(f"{target.name}*")) == [target]
+
+
+def test_a_missing_file_a_folder_and_a_bad_name_are_named(saved, tmp_path, capsys):
+    assert convert(tmp_path / "none.pt", tmp_path / "out.json", "torch") == 1
+    assert capsys.readouterr().err.endswith("none.pt: No such file or directory\n")
+    assert convert(tmp_path, tmp_path / "out.json", "torch") == 1
+    assert convert(saved, tmp_path / "none" / "out.json", "torch") == 1
+    assert convert(saved, tmp_path / "out.xyz", "torch") == 1
+    assert "out.xyz: the name must end in one of .json, .pt" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [saved]
+
+
+def test_an_unknown_format_is_a_wrong_call(saved, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        convert(saved, tmp_path / "out.json", "caffe")
+    assert stopped.value.code == 2
+    assert "caffe" in capsys.readouterr().err
+
+
+def test_without_torch_its_files_are_refused_and_others_are_not(
+    saved, tmp_path, monkeypatch, capsys
+):
+    assert convert(saved, tmp_path / "in.json", "torch") == 0
+    monkeypatch.setitem(sys.modules, "torch", None)
+    check_refused(saved, tmp_path / "out.json", capsys, "torch's files need torch")
+    assert convert(tmp_path / "in.json", tmp_path / "out.json", "paddle") == 0
+
+
+def test_files_are_written_as_the_umask_says(saved, tmp_path):
+    target = tmp_path / "out.json"
+    assert convert(saved, target, "torch") == 0
+    plain = tmp_path / "plain"
+    plain.write_text("")
+    assert target.stat().st_mode == plain.stat().st_mode
+
+
+def test_a_zip_that_is_not_torch_s_is_refused(tmp_path, capsys):
+    source = tmp_path / "in.pt"
+    with zipfile.ZipFile(source, "w") as archive:
+        archive.writestr("scaler/data.pkl", b"\x80\x02}.")
+    check_refused(source, tmp_path / "out.json", capsys, "in.pt: ")
+
+
+# The scaler itself.
+
+
+def test_torch_s_scaler_loads_any_format_with_its_bounds():
+    scaler = GradScaler()
+    scaler.load_state_dict(
+        {"dynamic_scale": 2.0, "step_counter": 3, "initial_scale": 8.0, "dynamic_growth_steps": 5}
+    )
+    assert (scaler.get_scale(), scaler._growth_tracker, scaler.get_growth_interval()) == (
+        2.0,
+        None,
+        5,
+    )
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight])
+    scales = []
+    for value in (1.0, 1.0, *[float("inf")] * 4):
+        weight.grad = None
+        scaler.scale((weight * value).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales == [2.0, 4.0, 2.0, 1.0, 1.0, 1.0]  # Keras' floor
+
+
+def test_a_state_dict_in_no_format_changes_nothing():
+    scaler = GradScaler(init_scale=4.0)
+    for bad, error in (({"scale": 1.0}, KeyError), ({"loss_scale": -1.0}, ValueError)):
+        with pytest.raises(error):
+            scaler.load_state_dict(bad)
+    assert scaler.state_dict() == GradScaler(init_scale=4.0).state_dict()
