@@ -16,7 +16,7 @@ tf-keras_SOURCES := src/gradscaler/keras_like src/gradscaler/tf_keras
 keras_RUNS := KERAS_BACKEND=tensorflow KERAS_BACKEND=jax KERAS_BACKEND=torch
 torch_TESTS := $(CORE) $(wildcard tests/*.py) tests/policies tests/checkpoint
 
-.PHONY: demo test lint bench clean $(foreach framework,$(FRAMEWORKS),test-$(framework) bench-$(framework))
+.PHONY: demo test lint conformance bench clean $(foreach framework,$(FRAMEWORKS),test-$(framework) bench-$(framework))
 
 demo: .venv/torch/.ready
 	.venv/torch/bin/python -m gradscaler demo
@@ -32,7 +32,16 @@ lint: .venv/torch/.ready
 $(addprefix test-,$(FRAMEWORKS)): test-%: .venv/%/.ready
 	.venv/$*/bin/mypy $(CORE) $($*_SOURCES) examples/$(name)_*.py benchmarks/$(name)_*.py
 	set -e; for run in $(or $($*_RUNS),''); do env $$run TF_CPP_MIN_LOG_LEVEL=2 \
-		.venv/$*/bin/python -m pytest -n auto $($*_TESTS) $($*_SOURCES) tests/$(name); done
+		GRADSCALER_FRAMEWORK=$(name) .venv/$*/bin/python -m pytest -n auto \
+		$($*_TESTS) $($*_SOURCES) tests/$(name) tests/conformance; done
+
+# Every scaler, ours and the frameworks' own, on the same recorded traces: one table.
+conformance: $(foreach framework,$(FRAMEWORKS),.venv/$(framework)/.ready)
+	set -e; $(foreach framework,$(FRAMEWORKS),for run in $(or $($(framework)_RUNS),''); do \
+		env $$run TF_CPP_MIN_LOG_LEVEL=2 .venv/$(framework)/bin/python \
+		tests/conformance/replay.py $(subst -,_,$(framework)) 2>.venv/conformance.log \
+		|| { cat .venv/conformance.log; exit 1; }; done;) | \
+		.venv/torch/bin/python tests/conformance/table.py
 
 bench: $(addprefix bench-,$(FRAMEWORKS))
 

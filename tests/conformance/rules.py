@@ -1,0 +1,103 @@
+"""How the frameworks' own scalers move, where that is not as the presets say."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradscaler import DynamicScale, ScaleState
+
+FREEZES = "growth freezes when the interval is lowered below the count"
+TO_INF = "the scale grows to inf"
+
+
+def torch(
+    policy: DynamicScale, state: ScaleState, overflows: list[bool], to_inf: bool = False
+) -> ScaleState:
+    """PyTorch; with ``to_inf`` TensorPlay: counts are compared with ``==``."""
+    scale, finite_steps, _ = state
+    if any(overflows) or not np.isfinite(scale):
+        return ScaleState(scale * np.float32(policy.backoff_factor), 0, 0)
+    if finite_steps + 1 != policy.growth_interval:
+        return ScaleState(scale, finite_steps + 1, 0)
+    grown = scale * np.float32(policy.growth_factor)
+    return ScaleState(grown if np.isfinite(grown) or to_inf else scale, 0, 0)
+
+
+def tensorplay(policy: DynamicScale, state: ScaleState, overflows: list[bool]) -> ScaleState:
+    """TensorPlay."""
+    return torch(policy, state, overflows, to_inf=True)
+
+
+def paddle(policy: DynamicScale, state: ScaleState, overflows: list[bool]) -> ScaleState:
+    """Paddle: the optimizer that was unscaled last decides for all."""
+    scale, finite_steps, nonfinite_steps = state
+    if overflows[-1] or not np.isfinite(scale):
+        if nonfinite_steps + 1 == policy.hysteresis:
+            return ScaleState(scale * np.float32(policy.backoff_factor), 0, 0)
+        return ScaleState(scale, 0, nonfinite_steps + 1)
+    if finite_steps + 1 == policy.growth_interval:
+        return ScaleState(scale * np.float32(policy.growth_factor), 0, 0)
+    return ScaleState(scale, finite_steps + 1, 0)
+
+
+def keras(policy: DynamicScale, state: ScaleState, overflows: list[bool]) -> ScaleState:
+    """Keras 3: no floor."""
+    return torch(policy, state, overflows, to_inf=True)
+
+
+def flax(policy: DynamicScale, state: ScaleState, overflows: list[bool]) -> ScaleState:
+    """flax: growth is clamped to the largest float32."""
+    scale, finite_steps, _ = state
+    if any(overflows):
+        return ScaleState(max(scale * np.float32(0.5), np.float32(policy.min_scale)), 0, 0)
+    if finite_steps + 1 == policy.growth_interval:
+        return ScaleState(min(scale * np.float32(2), np.finfo(np.float32).max), 0, 0)
+    return ScaleState(scale, finite_steps + 1, 0)
+
+
+def jmp(
+    policy: DynamicScale, state: ScaleState, overflows: list[bool], floor: float | None = None
+) -> ScaleState:
+    """jmp: the count goes back to 0 at each multiple of the period."""
+    scale, finite_steps, _ = state
+    if any(overflows):
+        lowest = np.float32(policy.min_scale if floor is None else floor)
+        return ScaleState(max(scale * np.float32(0.5), lowest), 0, 0)
+    if finite_steps + 1 == policy.growth_interval:
+        grown = scale * np.float32(2)
+        scale = grown if np.isfinite(grown) else scale
+    return ScaleState(scale, (finite_steps + 1) % policy.growth_interval, 0)
+
+
+def jmp_under_jit(policy: DynamicScale, state: ScaleState, overflows: list[bool]) -> ScaleState:
+    """jmp, which loses its floor wherever a tree is rebuilt."""
+    return jmp(policy, state, overflows, floor=1.0)
+
+
+def mindspore_cell(policy: DynamicScale, state: ScaleState, overflows: list[bool]) -> ScaleState:
+    """MindSpore's update cell: growth to inf."""
+    scale, finite_steps, _ = state
+    if any(overflows):
+        return ScaleState(max(scale * np.float32(0.5), np.float32(1)), 0, 0)
+    if finite_steps + 1 >= policy.growth_interval:
+        return ScaleState(scale * np.float32(2), 0, 0)
+    return ScaleState(scale, finite_steps + 1, 0)
+
+
+def mindspore_manager(
+    policy: DynamicScale, state: ScaleState, overflows: list[bool], largest: float = np.inf
+) -> ScaleState:
+    """MindSpore's manager: growth at each multiple of the window, and in float64."""
+    scale, finite_steps = float(state.scale), state.finite_steps + 1
+    if any(overflows):
+        return ScaleState(max(scale / 2, 1.0), 0, 0)
+    if finite_steps % policy.growth_interval == 0 and scale * 2 <= largest:
+        scale *= 2
+    return ScaleState(scale, finite_steps, 0)
+
+
+def mindspore_manager_in_float32(
+    policy: DynamicScale, state: ScaleState, overflows: list[bool]
+) -> ScaleState:
+    """gradscaler's manager, whose window is MindSpore's."""
+    return mindspore_manager(policy, state, overflows, float(np.finfo(np.float32).max))
