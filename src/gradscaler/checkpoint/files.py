@@ -33,7 +33,7 @@ def load(path: Path) -> dict[str, Any]:
         if data.startswith(b"PK\x03\x04"):
             loaded = _torch().load(path, map_location="cpu", weights_only=True)
         elif data.startswith(b"\x80"):
-            loaded = _NumbersOnly(io.BytesIO(data)).load()
+            loaded = _arrays_in(_NumbersOnly(io.BytesIO(data)).load())
         else:
             loaded = json.loads(data)
     except FileError:
@@ -99,6 +99,7 @@ _ARRAYS = (
     ("numpy", "dtype"),
     ("numpy._core.multiarray", "_reconstruct"),
     ("numpy._core.multiarray", "scalar"),
+    ("builtins", "tuple"),  # of a Paddle tensor's name and its array
 )
 
 
@@ -112,6 +113,15 @@ class _NumbersOnly(pickle.Unpickler):
         if (module, name) in _ARRAYS:
             return super().find_class(module, name)
         raise FileError(f"refused: it would run {module}.{name}")
+
+
+def _arrays_in(loaded: Any) -> Any:
+    if not isinstance(loaded, dict):
+        return loaded
+    return {
+        key: value[1] if isinstance(value, tuple) and len(value) == 2 else value
+        for key, value in loaded.items()
+    }
 
 
 def _latin1(text: str, encoding: str) -> bytes:

@@ -1,0 +1,52 @@
+"""State dicts of other frameworks, in Paddle."""
+
+import paddle
+
+from gradscaler import checkpoint
+from gradscaler.checkpoint import files
+from gradscaler.paddle import GradScaler
+
+TORCH = {
+    "scale": 1024.0,
+    "growth_factor": 4.0,
+    "backoff_factor": 0.25,
+    "growth_interval": 3,
+    "_growth_tracker": 2,
+}
+
+
+def test_another_framework_s_state_dict_is_taken_as_it_is():
+    scaler = GradScaler()
+    scaler.load_state_dict(TORCH)
+    assert checkpoint.read(scaler.state_dict()) == checkpoint.read(TORCH)
+    assert scaler.is_use_dynamic_loss_scaling()
+
+
+def test_a_fixed_scale_of_another_framework_s_does_not_move():
+    scaler = GradScaler()
+    scaler.load_state_dict({"loss_scale": 8.0})
+    assert not scaler.is_use_dynamic_loss_scaling()
+    assert scaler._scale.item() == 8.0
+
+
+def test_paddle_s_own_scaler_loads_what_was_converted(native):
+    scaler = native()
+    scaler.load_state_dict(checkpoint.convert(TORCH, "paddle"))
+    assert checkpoint.read(scaler.state_dict()) == checkpoint.read(TORCH)
+
+
+def test_files_go_both_ways(native, tmp_path):
+    path = tmp_path / "scaler.pdparams"
+    files.save(path, checkpoint.convert(TORCH, "paddle"))
+    scaler = native()
+    scaler.load_state_dict(paddle.load(str(path)))
+    assert checkpoint.read(scaler.state_dict()) == checkpoint.read(TORCH)
+    paddle.save(scaler.state_dict(), str(path))
+    assert checkpoint.read(files.load(path)) == checkpoint.read(TORCH)
+
+
+def test_files_with_tensors_of_paddle_s_are_read(tmp_path):
+    path = tmp_path / "scaler.pdparams"
+    saved = checkpoint.convert(TORCH, "paddle")
+    paddle.save({**saved, "scale": paddle.to_tensor(saved["scale"])}, str(path))
+    assert checkpoint.read(files.load(path)) == checkpoint.read(TORCH)
