@@ -16,7 +16,7 @@ tf-keras_SOURCES := src/gradscaler/keras_like src/gradscaler/tf_keras
 keras_RUNS := KERAS_BACKEND=tensorflow KERAS_BACKEND=jax KERAS_BACKEND=torch
 torch_TESTS := $(CORE) $(wildcard tests/*.py) tests/policies tests/checkpoint
 
-.PHONY: demo test lint conformance bench clean $(foreach framework,$(FRAMEWORKS),test-$(framework) bench-$(framework))
+.PHONY: demo test lint conformance mutants bench clean $(foreach framework,$(FRAMEWORKS),test-$(framework) bench-$(framework))
 
 demo: .venv/torch/.ready
 	.venv/torch/bin/python -m gradscaler demo
@@ -43,6 +43,11 @@ conformance: $(foreach framework,$(FRAMEWORKS),.venv/$(framework)/.ready)
 		|| { cat .venv/conformance.log; exit 1; }; done;) | \
 		.venv/torch/bin/python tests/conformance/table.py
 
+# Changes the rule and the engine in a thousand small ways; lists what no test notices. Half an hour.
+mutants: .venv/mutants/.ready
+	.venv/mutants/bin/mutmut run
+	.venv/mutants/bin/mutmut results
+
 bench: $(addprefix bench-,$(FRAMEWORKS))
 
 # Beside the framework's own scaler, in one run.
@@ -57,4 +62,4 @@ name = $(subst -,_,$*)
 	touch $@
 
 clean:
-	rm -rf .venv
+	rm -rf .venv mutants
