@@ -35,10 +35,21 @@ def next_state(
     constants: Constants, state: ScaleState, found_inf: Scalar, where: Where
 ) -> ScaleState:
     """The state after one step: arithmetic, comparisons and ``where``, and no branch on a value."""
-    scale = state.scale
-    finite_steps = state.finite_steps + 1
-    nonfinite_steps = state.nonfinite_steps + 1
-    zero = state.finite_steps * 0  # of the counters' own type
+    return ScaleState(*next_values(constants, *state, found_inf, where))
+
+
+def next_values(
+    constants: Constants,
+    scale: Scalar,
+    finite_count: Scalar,
+    nonfinite_count: Scalar,
+    found_inf: Scalar,
+    where: Where,
+) -> tuple[Scalar, Scalar, Scalar]:
+    """The same on a state's values: compiled by MindSpore, making an object takes milliseconds."""
+    finite_steps = finite_count + 1
+    nonfinite_steps = nonfinite_count + 1
+    zero = finite_count * 0  # of the counters' own type
 
     grow = finite_steps >= constants.growth_interval
     grown = scale * constants.growth_factor
@@ -54,9 +65,8 @@ def next_state(
     spent = zero if constants.backoff_resets else zero + (constants.hysteresis - 1)
     kept = zero
     if not constants.finite_step_resets:
-        count = state.nonfinite_steps
-        kept = where(grow, where(in_range, zero, count), count)
-    return ScaleState(
+        kept = where(grow, where(in_range, zero, nonfinite_count), nonfinite_count)
+    return (
         where(found_inf, after_nonfinite, after_finite),
         where(found_inf, zero, where(grow, zero, finite_steps)),
         where(found_inf, where(back_off, spent, nonfinite_steps), kept),

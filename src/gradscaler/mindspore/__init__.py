@@ -1,0 +1,26 @@
+"""Loss scaling for MindSpore, on every device and in both modes.
+
+The names are those of ``mindspore.amp`` and ``mindspore.nn``, and stand in for them.
+"""
+
+from mindspore.amp import LossScaleManager, LossScaler
+
+from gradscaler.mindspore.cells import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
+from gradscaler.mindspore.gradients import all_finite
+from gradscaler.mindspore.managers import DynamicLossScaleManager, FixedLossScaleManager
+from gradscaler.mindspore.scalers import DynamicLossScaler, StaticLossScaler
+from gradscaler.mindspore.train import TrainOneStepWithLossScaleCell, build_train_network
+
+__all__ = [
+    "DynamicLossScaleManager",
+    "DynamicLossScaleUpdateCell",
+    "DynamicLossScaler",
+    "FixedLossScaleManager",
+    "FixedLossScaleUpdateCell",
+    "LossScaleManager",
+    "LossScaler",
+    "StaticLossScaler",
+    "TrainOneStepWithLossScaleCell",
+    "all_finite",
+    "build_train_network",
+]

@@ -1,0 +1,102 @@
+"""``mindspore.nn``'s loss-scale update cells: what the next scale is, kept on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore
+from mindspore import Parameter, Tensor, nn, ops
+
+from gradscaler.mindspore import spelling
+from gradscaler.policies import Policy
+from gradscaler.policies.rule import next_values
+
+
+class FixedLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):  # type: ignore[misc] # untyped
+    """A loss scale that never moves: a drop-in for ``mindspore.nn.FixedLossScaleUpdateCell``.
+
+    Called with a loss scale and whether the step overflowed, it returns the latter.
+
+    Args:
+        loss_scale_value: the loss scale, 1 at least.
+
+    Raises:
+        ValueError: it is below 1, or not finite in float32.
+        TypeError: it is not a number.
+
+    >>> FixedLossScaleUpdateCell(2**12).get_loss_scale()
+    4096
+    """
+
+    def __init__(self, loss_scale_value: float) -> None:
+        spelling.loss_scale("loss_scale_value", loss_scale_value)
+        super().__init__(loss_scale_value)
+
+
+class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):  # type: ignore[misc] # untyped
+    """A loss scale that moves: a drop-in for ``mindspore.nn.DynamicLossScaleUpdateCell``.
+
+    Called by a train step, with the loss scale to move, a Parameter of shape () or (1,) and
+    float32, and whether the step overflowed, a bool Tensor of shape (). It returns the latter. It
+    is compiled in either mode, and its parameters, those of MindSpore's cell, are in checkpoints.
+
+    Args:
+        loss_scale_value: the scale before the first step, 1 at least.
+        scale_factor: what growth multiplies and a backoff divides by, > 1.
+        scale_window: finite steps in a row before the scale grows.
+        policy: the rule as a whole, in place of the three parameters. A hysteresis above 1 adds a
+            parameter, ``nonfinite_steps``.
+
+    Raises:
+        ValueError: a parameter is out of range; the message names it and its value.
+        TypeError: a parameter is not the kind of number it should be.
+
+    >>> from mindspore import Parameter, Tensor
+    >>> cell = DynamicLossScaleUpdateCell(loss_scale_value=8, scale_factor=2, scale_window=2)
+    >>> scale = Parameter(Tensor(cell.get_loss_scale(), mindspore.float32))
+    >>> for overflow in [True, False, False]:
+    ...     _ = cell(scale, Tensor(overflow))
+    ...     print(scale.asnumpy())
+    4.0
+    4.0
+    8.0
+    """
+
+    def __init__(
+        self,
+        loss_scale_value: float = 2**24,
+        scale_factor: float = 2,
+        scale_window: int = 2000,
+        *,
+        policy: Policy | None = None,
+    ) -> None:
+        policy = spelling.dynamic_policy(
+            policy,
+            loss_scale_value=loss_scale_value,
+            scale_factor=scale_factor,
+            scale_window=scale_window,
+        )
+        super().__init__(policy.init_scale, policy.growth_factor, policy.growth_interval)
+        self._constants = policy._constants
+        self._has_hysteresis = policy.hysteresis > 1
+        self.nonfinite_steps = Tensor(0, mindspore.int32)
+        if self._has_hysteresis:
+            self.nonfinite_steps = Parameter(self.nonfinite_steps, name="nonfinite_steps")
+
+    @mindspore.jit(backend="ms_backend")
+    def construct(self, loss_scale: Any, overflow: Any) -> Any:
+        """Assign the next loss scale to ``loss_scale``; ``overflow`` as it is."""
+        scale, finite_steps, nonfinite_steps = next_values(
+            self._constants,
+            loss_scale,
+            self.cur_iter - 1 - self.last_overflow_iter,
+            self.nonfinite_steps,
+            overflow,
+            ops.where,
+        )
+        ops.assign(loss_scale, scale)
+        ops.assign(self.last_overflow_iter, self.cur_iter - finite_steps)
+        ops.assign(self.cur_iter, self.cur_iter + 1)
+        if self._has_hysteresis:
+            ops.assign(self.nonfinite_steps, nonfinite_steps)
+        return overflow

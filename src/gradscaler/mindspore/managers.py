@@ -1,0 +1,159 @@
+"""``mindspore.amp``'s loss-scale managers: what the next scale is, kept on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import mindspore
+import numpy as np
+
+from gradscaler.mindspore import spelling
+from gradscaler.mindspore.cells import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
+from gradscaler.policies import DynamicScale, Policy, ScaleState
+
+
+class FixedLossScaleManager(mindspore.amp.FixedLossScaleManager):  # type: ignore[misc] # untyped
+    """A loss scale that never moves: a drop-in for ``mindspore.amp.FixedLossScaleManager``.
+
+    Args:
+        loss_scale: the loss scale, 1 at least.
+        drop_overflow_update: whether an overflow skips its step. If not, the optimizer is to be
+            told the scale, by its own ``loss_scale``.
+
+    Raises:
+        ValueError: ``loss_scale`` is below 1, or not finite in float32.
+        TypeError: ``loss_scale`` is not a number.
+
+    >>> FixedLossScaleManager(1024.0).get_loss_scale()
+    1024.0
+    """
+
+    def __init__(self, loss_scale: float = 128.0, drop_overflow_update: bool = True) -> None:
+        spelling.loss_scale("loss_scale", loss_scale)
+        super().__init__(loss_scale, drop_overflow_update)
+
+    def get_update_cell(self) -> FixedLossScaleUpdateCell | None:
+        """A cell for the train step; None if ``drop_overflow_update`` is False."""
+        if not self._drop_overflow_update:
+            return None
+        return FixedLossScaleUpdateCell(self._loss_scale)
+
+
+def _parameter(name: str, spelled: str, doc: str) -> property:
+    """A parameter of a manager's policy, read and written under MindSpore's name for it."""
+
+    def get(manager: DynamicLossScaleManager) -> Any:
+        return getattr(manager._policy, name)
+
+    def set_(manager: DynamicLossScaleManager, value: Any) -> None:
+        manager._policy = spelling.replaced(manager._policy, **{name: (spelled, value)})
+
+    return property(get, set_, doc=doc)
+
+
+class DynamicLossScaleManager(mindspore.amp.DynamicLossScaleManager):  # type: ignore[misc] # untyped
+    """A loss scale that moves: a drop-in for ``mindspore.amp.DynamicLossScaleManager``.
+
+    The scale backs off to ``max(loss_scale / scale_factor, 1)`` at each overflow, and grows to
+    ``loss_scale * scale_factor`` whenever the steps since the last one are a multiple of
+    ``scale_window``, unless float32 cannot hold that.
+
+    Args:
+        init_loss_scale: the scale before the first step, 1 at least.
+        scale_factor: what growth multiplies and a backoff divides by, > 1.
+        scale_window: finite steps in a row before the scale grows.
+        policy: the rule as a whole, in place of the three parameters.
+
+    Attributes:
+        loss_scale: the scale now.
+        cur_iter: the number of the step to come, from 1.
+        last_overflow_iter: the number of the last step that overflowed; 0 before there is one.
+        bad_step: how many steps in a row have overflowed.
+        bad_step_max: how many may; 1000.
+
+    Raises:
+        ValueError: a parameter is out of range; the message names it and its value.
+        TypeError: a parameter is not the kind of number it should be.
+
+    >>> manager = DynamicLossScaleManager(init_loss_scale=8, scale_window=2)
+    >>> for overflow in [True, False, False]:
+    ...     manager.update_loss_scale(overflow)
+    ...     print(manager.get_loss_scale())
+    4.0
+    4.0
+    8.0
+    """
+
+    def __init__(
+        self,
+        init_loss_scale: float = 2**24,
+        scale_factor: float = 2,
+        scale_window: int = 2000,
+        *,
+        policy: Policy | None = None,
+    ) -> None:
+        self._policy = spelling.dynamic_policy(
+            policy,
+            init_loss_scale=init_loss_scale,
+            scale_factor=scale_factor,
+            scale_window=scale_window,
+        )
+        self.loss_scale: float = self._policy.init_scale
+        self.cur_iter = 1
+        self.last_overflow_iter = 0
+        self.bad_step = 0
+        self.bad_step_max = 1000
+        self._nonfinite_steps = 0  # counted towards a hysteresis
+
+    increase_ratio = _parameter(
+        "growth_factor", "increase_ratio", "What growth multiplies the scale by."
+    )
+    decrease_ratio = _parameter(
+        "backoff_factor", "decrease_ratio", "What a backoff multiplies the scale by."
+    )
+    scale_window = _parameter(
+        "growth_interval", "scale_window", "Finite steps in a row before the scale grows."
+    )
+
+    @property
+    def scale_factor(self) -> float:
+        """What growth multiplies the scale by, and a backoff divides it by."""
+        return self._policy.growth_factor
+
+    @scale_factor.setter
+    def scale_factor(self, scale_factor: float) -> None:
+        self.increase_ratio = scale_factor
+        self.decrease_ratio = 1 / scale_factor
+
+    def update_loss_scale(self, overflow: bool) -> None:
+        """Move the scale after a step.
+
+        Args:
+            overflow: whether the step's gradients held an Inf or a NaN.
+
+        Raises:
+            RuntimeError: more than ``bad_step_max`` steps in a row have overflowed. Nothing changes.
+        """
+        overflow = bool(overflow)
+        bad_step = self.bad_step + 1 if overflow else 0
+        if bad_step > self.bad_step_max:
+            raise RuntimeError(
+                f"Continuous overflow: {bad_step} steps in a row, of which bad_step_max allows "
+                f"{self.bad_step_max}, down to a loss scale of {self.loss_scale}. Gradients that "
+                "overflow at every scale come from Inf or NaN in the weights, the data or the loss"
+            )
+        finite_steps = (self.cur_iter - 1 - self.last_overflow_iter) % self.scale_window
+        state = ScaleState(np.float32(self.loss_scale), finite_steps, self._nonfinite_steps)
+        state = self._policy.update(state, overflow)
+        self.loss_scale = float(state.scale)
+        self._nonfinite_steps = state.nonfinite_steps
+        self.bad_step = bad_step
+        if overflow:
+            self.last_overflow_iter = self.cur_iter
+        self.cur_iter += 1
+
+    def get_update_cell(self) -> DynamicLossScaleUpdateCell:
+        """A cell for the train step, which starts from the scale that the manager has now."""
+        policy = dataclasses.replace(self._policy, init_scale=self.loss_scale)
+        return DynamicLossScaleUpdateCell(policy=policy)

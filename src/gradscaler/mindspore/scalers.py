@@ -1,0 +1,142 @@
+"""``mindspore.amp``'s functional scalers, for training loops of one's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore
+from mindspore import Parameter, Tensor, mutable, ops
+
+from gradscaler.mindspore import spelling
+from gradscaler.mindspore.gradients import scaled, unscaled
+from gradscaler.policies import Policy
+from gradscaler.policies.rule import next_values
+
+_map = ops.HyperMap()
+_partial = ops.Partial()
+
+
+class _Scaling(mindspore.amp.LossScaler):  # type: ignore[misc] # untyped
+    """Multiplies and divides by ``scale_value``."""
+
+    scale_value: Any
+
+    def scale(self, inputs: Any) -> Any:
+        """``inputs * scale_value``, in the dtype of each.
+
+        Args:
+            inputs: a tensor, or tensors in tuples, lists and dicts: a loss, or gradients.
+        """
+        return self._scale(mutable(inputs))
+
+    def unscale(self, inputs: Any) -> Any:
+        """``inputs / scale_value``, in the dtype of each.
+
+        Args:
+            inputs: a tensor, or tensors in tuples, lists and dicts: a loss, or gradients.
+        """
+        return self._unscale(mutable(inputs))
+
+    @mindspore.jit(backend="ms_backend")
+    def _scale(self, inputs: Any) -> Any:
+        return _map(_partial(scaled, self.scale_value), inputs)
+
+    @mindspore.jit(backend="ms_backend")
+    def _unscale(self, inputs: Any) -> Any:
+        return _map(_partial(unscaled, self.scale_value), inputs)
+
+
+class StaticLossScaler(_Scaling, mindspore.amp.StaticLossScaler):  # type: ignore[misc] # untyped
+    """A loss scale that never moves: a drop-in for ``mindspore.amp.StaticLossScaler``.
+
+    Args:
+        scale_value: the loss scale, 1 at least.
+
+    Raises:
+        ValueError: it is below 1, or not finite in float32.
+        TypeError: it is not a number.
+
+    >>> from mindspore import Tensor
+    >>> scaler = StaticLossScaler(scale_value=1024)
+    >>> print(scaler.scale(Tensor([1.5])), scaler.unscale((Tensor(2048.0),))[0])
+    [1536.] 2.0
+    """
+
+    def __init__(self, scale_value: float) -> None:
+        super().__init__(spelling.loss_scale("scale_value", scale_value))
+
+
+class DynamicLossScaler(_Scaling, mindspore.amp.DynamicLossScaler):  # type: ignore[misc] # untyped
+    """A loss scale that moves: a drop-in for ``mindspore.amp.DynamicLossScaler``.
+
+    All methods work in either mode and inside ``mindspore.jit``.
+
+    Args:
+        scale_value: the scale before the first step, 1 at least.
+        scale_factor: what growth multiplies and a backoff divides by, > 1.
+        scale_window: finite steps in a row before the scale grows.
+        policy: the rule as a whole, in place of the three parameters. A hysteresis above 1 adds a
+            parameter, ``nonfinite_steps``.
+
+    Attributes:
+        scale_value: the scale now, a Parameter of shape () and float32.
+        counter: finite steps in a row, a Parameter of shape () and int32.
+
+    Raises:
+        ValueError: a parameter is out of range; the message names it and its value.
+        TypeError: a parameter is not the kind of number it should be.
+
+    >>> from mindspore import Tensor
+    >>> scaler = DynamicLossScaler(scale_value=1024, scale_factor=2, scale_window=1)
+    >>> scaler.adjust(Tensor(False))
+    True
+    >>> print(scaler.scale_value.asnumpy())
+    512.0
+    """
+
+    def __init__(
+        self,
+        scale_value: float = 2**24,
+        scale_factor: float = 2,
+        scale_window: int = 2000,
+        *,
+        policy: Policy | None = None,
+    ) -> None:
+        policy = spelling.dynamic_policy(
+            policy, scale_value=scale_value, scale_factor=scale_factor, scale_window=scale_window
+        )
+        self.scale_value = Parameter(
+            Tensor(policy.init_scale, mindspore.float32), name="scale_value"
+        )
+        self.scale_factor = policy.growth_factor
+        self.scale_window = policy.growth_interval
+        self.counter = Parameter(Tensor(0, mindspore.int32), name="counter")
+        self._constants = policy._constants
+        self._has_hysteresis = policy.hysteresis > 1
+        self.nonfinite_steps = Tensor(0, mindspore.int32)
+        if self._has_hysteresis:
+            self.nonfinite_steps = Parameter(self.nonfinite_steps, name="nonfinite_steps")
+
+    @mindspore.jit(backend="ms_backend")
+    def adjust(self, grads_finite: Any) -> bool:
+        """Move the scale after a step.
+
+        Args:
+            grads_finite: whether all gradients were finite, a bool Tensor of shape ().
+
+        Returns:
+            True.
+        """
+        scale, counter, nonfinite_steps = next_values(
+            self._constants,
+            self.scale_value,
+            self.counter,
+            self.nonfinite_steps,
+            ops.logical_not(grads_finite),
+            ops.where,
+        )
+        ops.assign(self.scale_value, scale)
+        ops.assign(self.counter, counter)
+        if self._has_hysteresis:
+            ops.assign(self.nonfinite_steps, nonfinite_steps)
+        return True

@@ -1,0 +1,47 @@
+"""The rule's parameters under the names that MindSpore's classes give them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from gradscaler.errors import ParameterError
+from gradscaler.policies import DynamicScale, Policy, checks
+
+DEFAULTS = (2**24, 2, 2000)
+
+
+def loss_scale(name: str, value: object) -> float:
+    """``value`` if it can be a loss scale of MindSpore's, which is 1 at least."""
+    return checks.loss_scale(name, value, lowest=1.0)
+
+
+def dynamic_policy(policy: Policy | None, **parameters: Any) -> DynamicScale:
+    """The policy, or MindSpore's rule with these: initial scale, factor and window, in order.
+
+    Raises:
+        TypeError, ValueError: one of them cannot work; the message names it.
+        ParameterError: there are parameters beside a policy.
+    """
+    if policy is None:
+        try:
+            return DynamicScale.mindspore(*parameters.values())
+        except (TypeError, ValueError) as error:
+            message = str(error).replace("init_loss_scale", next(iter(parameters)))
+            raise type(error)(message) from None
+    if tuple(parameters.values()) != DEFAULTS:
+        raise ParameterError(
+            f"policy= already says how the scale moves: leave out {', '.join(parameters)}, "
+            f"got {tuple(parameters.values())!r} beside {policy!r}"
+        )
+    if not isinstance(policy, DynamicScale):
+        raise TypeError(
+            f"policy must be a DynamicScale, got {policy!r}; for a scale that never moves there "
+            "are FixedLossScaleManager, FixedLossScaleUpdateCell and StaticLossScaler"
+        )
+    return policy
+
+
+def replaced(policy: DynamicScale, **changes: Any) -> DynamicScale:
+    """The policy with changes, each a pair of MindSpore's name for it and the value."""
+    return DynamicScale._spelled(**{**dataclasses.asdict(policy), **changes})
