@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import mindspore
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, nn, ops
 
 from gradscaler.mindspore import spelling
+from gradscaler.mindspore.gradients import as_flag
 from gradscaler.policies import Policy
 from gradscaler.policies.rule import next_values
 
 
-class FixedLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):  # type: ignore[misc] # untyped
+class FixedLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
     """A loss scale that never moves: a drop-in for ``mindspore.nn.FixedLossScaleUpdateCell``.
 
     Called with a loss scale and whether the step overflowed, it returns the latter.
@@ -33,12 +34,13 @@ class FixedLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):  # type: ignore[mis
         super().__init__(loss_scale_value)
 
 
-class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):  # type: ignore[misc] # untyped
+class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
     """A loss scale that moves: a drop-in for ``mindspore.nn.DynamicLossScaleUpdateCell``.
 
     Called by a train step, with the loss scale to move, a Parameter of shape () or (1,) and
-    float32, and whether the step overflowed, a bool Tensor of shape (). It returns the latter. It
-    is compiled in either mode, and its parameters, those of MindSpore's cell, are in checkpoints.
+    float32, and whether the step overflowed, a bool or a bool Tensor of shape () or (1,). It
+    returns the latter. It is compiled in either mode. Its parameters are those of MindSpore's cell,
+    and so are its checkpoints.
 
     Args:
         loss_scale_value: the scale before the first step, 1 at least.
@@ -78,10 +80,7 @@ class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):  # type: ignore
         )
         super().__init__(policy.init_scale, policy.growth_factor, policy.growth_interval)
         self._constants = policy._constants
-        self._has_hysteresis = policy.hysteresis > 1
-        self.nonfinite_steps = Tensor(0, mindspore.int32)
-        if self._has_hysteresis:
-            self.nonfinite_steps = Parameter(self.nonfinite_steps, name="nonfinite_steps")
+        self.nonfinite_steps = spelling.nonfinite_steps(policy)
 
     @mindspore.jit(backend="ms_backend")
     def construct(self, loss_scale: Any, overflow: Any) -> Any:
@@ -91,12 +90,12 @@ class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):  # type: ignore
             loss_scale,
             self.cur_iter - 1 - self.last_overflow_iter,
             self.nonfinite_steps,
-            overflow,
+            as_flag(overflow),
             ops.where,
         )
         ops.assign(loss_scale, scale)
         ops.assign(self.last_overflow_iter, self.cur_iter - finite_steps)
         ops.assign(self.cur_iter, self.cur_iter + 1)
-        if self._has_hysteresis:
+        if isinstance(self.nonfinite_steps, Parameter):
             ops.assign(self.nonfinite_steps, nonfinite_steps)
         return overflow

@@ -24,6 +24,12 @@ def scaled(scale: Any, value: Any) -> Any:
     return value * scale.astype(value.dtype)
 
 
+@ops.constexpr
+def on_cpu() -> bool:
+    """Whether MindSpore computes on the CPU, known when it compiles."""
+    return bool(mindspore.get_context("device_target") == "CPU")
+
+
 _unscale = ops.MultitypeFuncGraph("unscale")
 
 
@@ -63,7 +69,8 @@ def unscale_all(scale: Any, *grads: Any) -> Any:
 
 
 @mindspore.jit(backend="ms_backend")
-def _all_finite(*grads: Any) -> Any:
+def every_finite(*grads: Any) -> Any:
+    """Whether all gradients are finite: a bool Tensor of shape ()."""
     finite = Tensor(True)
     for grad_is_finite in _map(_finite, grads):
         finite = ops.logical_and(finite, grad_is_finite)
@@ -73,17 +80,35 @@ def _all_finite(*grads: Any) -> Any:
 def all_finite(inputs: Any) -> Any:
     """Whether all elements of all tensors are finite: in place of ``mindspore.amp.all_finite``.
 
+    Off the CPU that is what is called: Ascend's float16 may saturate, and keeps a flag instead.
+
     Args:
-        inputs: a tuple or list of tensors, of any real dtype and shape; or a tensor. It may be
-            empty.
+        inputs: a tuple or list of tensors, of any real dtype and shape; or one tensor.
 
     Returns:
-        A tensor of shape (), bool.
+        A bool Tensor of shape (); True for no tensors.
+
+    Raises:
+        TypeError: ``inputs`` is anything else.
 
     >>> from mindspore import Tensor
     >>> bool(all_finite((Tensor([1.0, 2.0]), Tensor(float("inf")))))
     False
     """
     if isinstance(inputs, Tensor):
-        return _all_finite(inputs)
-    return _all_finite(*inputs)
+        inputs = (inputs,)
+    if not isinstance(inputs, (tuple, list)):
+        raise TypeError("inputs must be a tensor, or a tuple or list of tensors")
+    if not on_cpu():
+        return mindspore.amp.all_finite(inputs)
+    for value in inputs:
+        if not isinstance(value, Tensor):
+            raise TypeError("inputs must hold tensors alone")
+    return every_finite(*inputs)
+
+
+def as_flag(value: Any) -> Any:
+    """A bool Tensor of shape (), from a bool or from one of shape (1,) too."""
+    if isinstance(value, bool):
+        return Tensor(value)
+    return value.reshape(())

@@ -10,10 +10,10 @@ import numpy as np
 
 from gradscaler.mindspore import spelling
 from gradscaler.mindspore.cells import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
-from gradscaler.policies import DynamicScale, Policy, ScaleState
+from gradscaler.policies import Policy, ScaleState
 
 
-class FixedLossScaleManager(mindspore.amp.FixedLossScaleManager):  # type: ignore[misc] # untyped
+class FixedLossScaleManager(mindspore.amp.FixedLossScaleManager):
     """A loss scale that never moves: a drop-in for ``mindspore.amp.FixedLossScaleManager``.
 
     Args:
@@ -52,7 +52,7 @@ def _parameter(name: str, spelled: str, doc: str) -> property:
     return property(get, set_, doc=doc)
 
 
-class DynamicLossScaleManager(mindspore.amp.DynamicLossScaleManager):  # type: ignore[misc] # untyped
+class DynamicLossScaleManager(mindspore.amp.DynamicLossScaleManager):
     """A loss scale that moves: a drop-in for ``mindspore.amp.DynamicLossScaleManager``.
 
     The scale backs off to ``max(loss_scale / scale_factor, 1)`` at each overflow, and grows to
@@ -133,7 +133,7 @@ class DynamicLossScaleManager(mindspore.amp.DynamicLossScaleManager):  # type: i
             overflow: whether the step's gradients held an Inf or a NaN.
 
         Raises:
-            RuntimeError: more than ``bad_step_max`` steps in a row have overflowed. Nothing changes.
+            RuntimeError: more than ``bad_step_max`` steps in a row overflowed; nothing changes.
         """
         overflow = bool(overflow)
         bad_step = self.bad_step + 1 if overflow else 0

@@ -8,7 +8,7 @@ import mindspore
 from mindspore import Parameter, Tensor, mutable, ops
 
 from gradscaler.mindspore import spelling
-from gradscaler.mindspore.gradients import scaled, unscaled
+from gradscaler.mindspore.gradients import as_flag, scaled, unscaled
 from gradscaler.policies import Policy
 from gradscaler.policies.rule import next_values
 
@@ -16,7 +16,7 @@ _map = ops.HyperMap()
 _partial = ops.Partial()
 
 
-class _Scaling(mindspore.amp.LossScaler):  # type: ignore[misc] # untyped
+class _Scaling(mindspore.amp.LossScaler):
     """Multiplies and divides by ``scale_value``."""
 
     scale_value: Any
@@ -46,7 +46,7 @@ class _Scaling(mindspore.amp.LossScaler):  # type: ignore[misc] # untyped
         return _map(_partial(unscaled, self.scale_value), inputs)
 
 
-class StaticLossScaler(_Scaling, mindspore.amp.StaticLossScaler):  # type: ignore[misc] # untyped
+class StaticLossScaler(_Scaling, mindspore.amp.StaticLossScaler):
     """A loss scale that never moves: a drop-in for ``mindspore.amp.StaticLossScaler``.
 
     Args:
@@ -66,7 +66,7 @@ class StaticLossScaler(_Scaling, mindspore.amp.StaticLossScaler):  # type: ignor
         super().__init__(spelling.loss_scale("scale_value", scale_value))
 
 
-class DynamicLossScaler(_Scaling, mindspore.amp.DynamicLossScaler):  # type: ignore[misc] # untyped
+class DynamicLossScaler(_Scaling, mindspore.amp.DynamicLossScaler):
     """A loss scale that moves: a drop-in for ``mindspore.amp.DynamicLossScaler``.
 
     All methods work in either mode and inside ``mindspore.jit``.
@@ -112,17 +112,15 @@ class DynamicLossScaler(_Scaling, mindspore.amp.DynamicLossScaler):  # type: ign
         self.scale_window = policy.growth_interval
         self.counter = Parameter(Tensor(0, mindspore.int32), name="counter")
         self._constants = policy._constants
-        self._has_hysteresis = policy.hysteresis > 1
-        self.nonfinite_steps = Tensor(0, mindspore.int32)
-        if self._has_hysteresis:
-            self.nonfinite_steps = Parameter(self.nonfinite_steps, name="nonfinite_steps")
+        self.nonfinite_steps = spelling.nonfinite_steps(policy)
 
     @mindspore.jit(backend="ms_backend")
     def adjust(self, grads_finite: Any) -> bool:
         """Move the scale after a step.
 
         Args:
-            grads_finite: whether all gradients were finite, a bool Tensor of shape ().
+            grads_finite: whether all gradients were finite, a bool or a bool Tensor of shape () or
+                (1,).
 
         Returns:
             True.
@@ -132,11 +130,11 @@ class DynamicLossScaler(_Scaling, mindspore.amp.DynamicLossScaler):  # type: ign
             self.scale_value,
             self.counter,
             self.nonfinite_steps,
-            ops.logical_not(grads_finite),
+            ops.logical_not(as_flag(grads_finite)),
             ops.where,
         )
         ops.assign(self.scale_value, scale)
         ops.assign(self.counter, counter)
-        if self._has_hysteresis:
+        if isinstance(self.nonfinite_steps, Parameter):
             ops.assign(self.nonfinite_steps, nonfinite_steps)
         return True

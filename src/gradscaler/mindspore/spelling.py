@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import mindspore
+from mindspore import Parameter, Tensor
+
 from gradscaler.errors import ParameterError
 from gradscaler.policies import DynamicScale, Policy, checks
 
@@ -45,3 +48,12 @@ def dynamic_policy(policy: Policy | None, **parameters: Any) -> DynamicScale:
 def replaced(policy: DynamicScale, **changes: Any) -> DynamicScale:
     """The policy with changes, each a pair of MindSpore's name for it and the value."""
     return DynamicScale._spelled(**{**dataclasses.asdict(policy), **changes})
+
+
+def nonfinite_steps(policy: DynamicScale) -> Any:
+    """The count towards a hysteresis: a Parameter, or a constant where the policy has none.
+
+    A checkpoint then holds what MindSpore's own would.
+    """
+    zero = Tensor(0, mindspore.int32)
+    return Parameter(zero, name="nonfinite_steps") if policy.hysteresis > 1 else zero

@@ -7,26 +7,49 @@ from typing import Any
 import mindspore
 from mindspore import Tensor, amp, nn, ops
 
-from gradscaler.mindspore.gradients import all_finite, unscale_all
+from gradscaler.mindspore.gradients import every_finite, on_cpu, unscale_all
 from gradscaler.mindspore.managers import DynamicLossScaleManager
+from gradscaler.policies import checks
 
 
-class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: ignore[misc] # untyped
-    """A train step that skips what overflowed: ``mindspore.nn.TrainOneStepWithLossScaleCell``.
+class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
+    """A train step with loss scaling: a drop-in for ``mindspore.nn.TrainOneStepWithLossScaleCell``.
 
-    Called with the network's inputs, it returns the loss, whether the step overflowed, and the
-    loss scale. 
+    Called with the network's inputs it returns the loss, whether a gradient overflowed, and the
+    loss scale: Tensors of the loss's shape, of () and bool, and of the scale's shape. A step that
+    overflowed leaves the parameters and the optimizer as they were. MindSpore's own needs an
+    Ascend or a GPU.
+
+    Args:
+        network: a cell that returns the loss.
+        optimizer: updates the network's parameters.
+        scale_sense: an update cell, which moves the scale after each step; or the scale, a Tensor
+            of shape () or (1,), which :meth:`set_sense_scale` moves.
+
+    Raises:
+        TypeError: ``scale_sense`` is neither a cell nor a Tensor.
+        ValueError: it has another shape, or is not positive and finite.
+
+    >>> from gradscaler.mindspore import DynamicLossScaleUpdateCell
+    >>> layer = nn.Dense(2, 1, weight_init="ones", has_bias=False)
+    >>> network = nn.WithLossCell(layer, nn.MSELoss())
+    >>> optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.1, momentum=0.9)
+    >>> step = TrainOneStepWithLossScaleCell(network, optimizer, DynamicLossScaleUpdateCell())
+    >>> loss, overflow, scale = step(Tensor([[1.0, 2.0]]), Tensor([[4.0]]))
+    >>> print(loss, overflow, scale.asnumpy())
+    1.0 False 16777216.0
     """
 
     def __init__(self, network: Any, optimizer: Any, scale_sense: Any) -> None:
+        if isinstance(scale_sense, Tensor) and scale_sense.size == 1:
+            _check_scale("scale_sense", scale_sense)
         super().__init__(network, optimizer, scale_sense)
-        self.cpu_target = mindspore.get_context("device_target") == "CPU"
 
     def construct(self, *inputs: Any) -> Any:
-        """The loss, whether the step overflowed (bool), and the loss scale."""
+        """The loss, whether a gradient overflowed, and the loss scale."""
         loss = self.network(*inputs)
         scale = self.scale_sense
-        status = Tensor([0] * 8, mindspore.int32)
+        status = Tensor([0] * 8, mindspore.int32)  # only Ascend's float status has a use for it
         sens = ops.ones_like(loss) * ops.cast(scale, loss.dtype)
         grads = self.grad(self.network, self.weights)(*inputs, sens)
         grads = self.grad_reducer(unscale_all(scale, *grads))
@@ -36,13 +59,39 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
         return loss, overflow, scale
 
     def get_overflow_status(self, status: Any, compute_output: Any) -> Any:
-        """Whether a gradient holds an Inf or a NaN: a bool Tensor of shape ()."""
-        if not self.cpu_target:
+        """Whether a gradient overflowed, on any device of several: a bool Tensor of shape ().
+
+        Args:
+            status: what ``start_overflow_check`` returned; unused on the CPU.
+            compute_output: the gradients, a tuple.
+        """
+        if not on_cpu():
             return super().get_overflow_status(status, compute_output)
-        overflow = ops.logical_not(all_finite(compute_output))
+        overflow = ops.logical_not(every_finite(*compute_output))
         if self.is_distributed:
             overflow = self.allreduce(overflow.astype(mindspore.float32)) > 0
         return overflow
+
+    def set_sense_scale(self, sens: Any) -> None:
+        """Set the loss scale.
+
+        Args:
+            sens: a Tensor of one element, positive and finite.
+
+        Raises:
+            TypeError: ``sens`` is no Tensor.
+            ValueError: it cannot be a loss scale; nothing changes.
+        """
+        if not isinstance(sens, Tensor):
+            raise TypeError(f"sens must be a Tensor, got {sens!r} ({type(sens).__name__})")
+        _check_scale("sens", sens)
+        self.scale_sense.set_data(sens.reshape(self.scale_sense.shape))
+
+
+def _check_scale(name: str, scale: Any) -> None:
+    if scale.size != 1:
+        raise ValueError(f"{name} must have the shape () or (1,), got {scale.shape}")
+    checks.loss_scale(name, scale.astype(mindspore.float32).asnumpy().item())
 
 
 def build_train_network(
@@ -53,15 +102,52 @@ def build_train_network(
     boost_level: str = "O0",
     **kwargs: Any,
 ) -> Any:
-    """Build."""
-    kwargs.setdefault("loss_scale_manager", DynamicLossScaleManager() if level == "O2" else None)
-    manager = kwargs["loss_scale_manager"]
-    on_cpu = mindspore.get_context("device_target") == "CPU"
-    cell = manager.get_update_cell() if on_cpu and isinstance(manager, amp.LossScaleManager) else None
-    if cell is None:
+    """Build a train step, on the CPU too: in place of ``mindspore.amp.build_train_network``.
+
+    MindSpore's own refuses, on the CPU, all loss scaling that skips steps, and so does
+    ``mindspore.Model`` with a ``loss_scale_manager``. Give ``Model`` what this returns instead.
+
+    Args:
+        network: the network, or with ``loss_fn`` None a cell that returns the loss.
+        optimizer: updates the network's parameters.
+        loss_fn: a cell that makes a loss of the network's output and a label.
+        level: of mixed precision: "O0", "O1", "O2", "O3" or "auto". "O2" scales the loss by a
+            ``DynamicLossScaleManager()`` where ``loss_scale_manager`` is left out.
+        boost_level: of ``mindspore.boost``: "O0", "O1" or "O2"; on the CPU loss scaling that skips
+            steps takes "O0" alone.
+        kwargs: ``loss_scale_manager``, ``cast_model_type`` and ``keep_batchnorm_fp32``, as
+            MindSpore's own has them.
+
+    Returns:
+        A cell, set to train: called with data and label, or the network's inputs. With a manager
+        that skips steps it returns loss, overflow and loss scale; else the loss.
+
+    Raises:
+        ValueError, TypeError: an argument is none of those; or on the CPU, steps would be skipped
+            with ``boost_level``, or with gradients accumulated in MindSpore's own way.
+
+    >>> from gradscaler.mindspore import DynamicLossScaleManager
+    >>> network = nn.Dense(2, 1, weight_init="ones")
+    >>> optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.1, momentum=0.9)
+    >>> step = build_train_network(
+    ...     network, optimizer, nn.MSELoss(), loss_scale_manager=DynamicLossScaleManager()
+    ... )
+    >>> model = mindspore.Model(step)
+    """
+    if level == "O2":
+        kwargs.setdefault("loss_scale_manager", DynamicLossScaleManager())
+    manager = kwargs.get("loss_scale_manager")
+    update_cell = None
+    if on_cpu() and isinstance(manager, amp.LossScaleManager):
+        update_cell = manager.get_update_cell()
+    if update_cell is None:
         return amp.build_train_network(network, optimizer, loss_fn, level, boost_level, **kwargs)
     kwargs["loss_scale_manager"] = None
     step = amp.build_train_network(network, optimizer, loss_fn, level, boost_level, **kwargs)
     if type(step) is not nn.TrainOneStepCell:
-        raise ValueError("...")
-    return TrainOneStepWithLossScaleCell(step.network, optimizer, cell).set_train()
+        raise ValueError(
+            f"On the CPU, {type(manager).__name__} cannot skip the steps of a "
+            f"{type(step).__name__}: take boost_level='O0', a network without gradient "
+            "accumulation, or FixedLossScaleManager(drop_overflow_update=False)"
+        )
+    return TrainOneStepWithLossScaleCell(step.network, step.optimizer, update_cell).set_train()
