@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import mindspore
-from mindspore import Parameter, nn, ops
+from mindspore import nn, ops
 
 from gradscaler.mindspore import spelling
 from gradscaler.mindspore.gradients import as_flag
@@ -96,6 +96,6 @@ class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         ops.assign(loss_scale, scale)
         ops.assign(self.last_overflow_iter, self.cur_iter - finite_steps)
         ops.assign(self.cur_iter, self.cur_iter + 1)
-        if isinstance(self.nonfinite_steps, Parameter):
+        if self._constants.hysteresis > 1:
             ops.assign(self.nonfinite_steps, nonfinite_steps)
         return overflow

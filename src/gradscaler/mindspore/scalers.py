@@ -10,10 +10,40 @@ from mindspore import Parameter, Tensor, mutable, ops
 from gradscaler.mindspore import spelling
 from gradscaler.mindspore.gradients import as_flag, scaled, unscaled
 from gradscaler.policies import Policy
-from gradscaler.policies.rule import next_values
+from gradscaler.policies.rule import Constants, next_values
 
 _map = ops.HyperMap()
 _partial = ops.Partial()
+
+
+# Functions, and none of them a method: MindSpore keeps what it compiled of a method by the id of
+# the object, and takes it for that of a later object with the same id.
+
+
+@mindspore.jit(backend="ms_backend")
+def _scale(scale: Any, inputs: Any) -> Any:
+    return _map(_partial(scaled, scale), inputs)
+
+
+@mindspore.jit(backend="ms_backend")
+def _unscale(scale: Any, inputs: Any) -> Any:
+    return _map(_partial(unscaled, scale), inputs)
+
+
+@mindspore.jit(backend="ms_backend")
+def _adjust(constants: Any, scale: Any, counter: Any, nonfinite: Any, grads_finite: Any) -> None:
+    next_scale, finite_steps, nonfinite_steps = next_values(
+        Constants(*constants),
+        scale,
+        counter,
+        nonfinite,
+        ops.logical_not(as_flag(grads_finite)),
+        ops.where,
+    )
+    ops.assign(scale, next_scale)
+    ops.assign(counter, finite_steps)
+    if Constants(*constants).hysteresis > 1:
+        ops.assign(nonfinite, nonfinite_steps)
 
 
 class _Scaling(mindspore.amp.LossScaler):
@@ -27,7 +57,7 @@ class _Scaling(mindspore.amp.LossScaler):
         Args:
             inputs: a tensor, or tensors in tuples, lists and dicts: a loss, or gradients.
         """
-        return self._scale(mutable(inputs))
+        return _scale(self.scale_value, mutable(inputs))
 
     def unscale(self, inputs: Any) -> Any:
         """``inputs / scale_value``, in the dtype of each.
@@ -35,15 +65,7 @@ class _Scaling(mindspore.amp.LossScaler):
         Args:
             inputs: a tensor, or tensors in tuples, lists and dicts: a loss, or gradients.
         """
-        return self._unscale(mutable(inputs))
-
-    @mindspore.jit(backend="ms_backend")
-    def _scale(self, inputs: Any) -> Any:
-        return _map(_partial(scaled, self.scale_value), inputs)
-
-    @mindspore.jit(backend="ms_backend")
-    def _unscale(self, inputs: Any) -> Any:
-        return _map(_partial(unscaled, self.scale_value), inputs)
+        return _unscale(self.scale_value, mutable(inputs))
 
 
 class StaticLossScaler(_Scaling, mindspore.amp.StaticLossScaler):
@@ -111,10 +133,9 @@ class DynamicLossScaler(_Scaling, mindspore.amp.DynamicLossScaler):
         self.scale_factor = policy.growth_factor
         self.scale_window = policy.growth_interval
         self.counter = Parameter(Tensor(0, mindspore.int32), name="counter")
-        self._constants = policy._constants
+        self._constants = tuple(policy._constants)  # a class is compiled anew at each call
         self.nonfinite_steps = spelling.nonfinite_steps(policy)
 
-    @mindspore.jit(backend="ms_backend")
     def adjust(self, grads_finite: Any) -> bool:
         """Move the scale after a step.
 
@@ -125,16 +146,7 @@ class DynamicLossScaler(_Scaling, mindspore.amp.DynamicLossScaler):
         Returns:
             True.
         """
-        scale, counter, nonfinite_steps = next_values(
-            self._constants,
-            self.scale_value,
-            self.counter,
-            self.nonfinite_steps,
-            ops.logical_not(as_flag(grads_finite)),
-            ops.where,
+        _adjust(
+            self._constants, self.scale_value, self.counter, self.nonfinite_steps, grads_finite
         )
-        ops.assign(self.scale_value, scale)
-        ops.assign(self.counter, counter)
-        if isinstance(self.nonfinite_steps, Parameter):
-            ops.assign(self.nonfinite_steps, nonfinite_steps)
         return True

@@ -1,0 +1,92 @@
+"""What several test modules need, handed to them as fixtures: they cannot import one another."""
+
+import contextlib
+from unittest import mock
+
+import mindspore
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, nn, ops
+
+INF = float("inf")
+MODES = {"pynative": mindspore.PYNATIVE_MODE, "graph": mindspore.GRAPH_MODE}
+OPTIMIZERS = {
+    "Momentum": lambda parameters: nn.Momentum(
+        parameters, nn.ExponentialDecayLR(0.1, decay_rate=0.9, decay_steps=2), momentum=0.9
+    ),
+    "Adam": lambda parameters: nn.Adam(parameters, learning_rate=0.1, use_amsgrad=False),
+    "AdamWeightDecay": lambda parameters: nn.AdamWeightDecay(
+        parameters, learning_rate=0.1, weight_decay=0.1
+    ),
+}
+
+
+class Line(nn.Cell):
+    """The mean of ``x @ weight + bias``: the gradients are those of a line, times the inputs."""
+
+    def __init__(self, dtype=mindspore.float32):
+        super().__init__()
+        values = np.random.default_rng(0).standard_normal((4, 2))
+        self.weight = Parameter(Tensor(values[:3], dtype), name="weight")
+        self.bias = Parameter(Tensor(values[3], dtype), name="bias")
+
+    def construct(self, x):
+        return (ops.matmul(x, self.weight) + self.bias).mean()
+
+
+def _inputs(seed, overflow=None):
+    """Inputs of the line; ``overflow`` among them gives a gradient with an Inf or a NaN."""
+    values = np.random.default_rng(seed).standard_normal((4, 3)).astype(np.float32)
+    if overflow is not None:
+        values[1, 2] = overflow
+    return Tensor(values)
+
+
+def _bits(cell):
+    """Every parameter of a cell, the optimizer's and the scale's included, to the bit."""
+    return {
+        parameter.name: (str(parameter.dtype), parameter.shape, parameter.asnumpy().tobytes())
+        for parameter in cell.get_parameters()
+    }
+
+
+@pytest.fixture(params=MODES)
+def mode(request):
+    before = mindspore.get_context("mode")
+    mindspore.set_context(mode=MODES[request.param])
+    yield request.param
+    mindspore.set_context(mode=before)
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def make_optimizer(request):
+    return OPTIMIZERS[request.param]
+
+
+@pytest.fixture(scope="session")
+def line():
+    return Line
+
+
+@pytest.fixture(scope="session")
+def inputs():
+    return _inputs
+
+
+@pytest.fixture(scope="session")
+def bits():
+    return _bits
+
+
+@contextlib.contextmanager
+def _count_compilations():
+    """A list that grows by one with everything that MindSpore compiles meanwhile."""
+    compiled = []
+    checks = "mindspore.graph.api._check_recompile"  # called before each compilation, cached aside
+    with mock.patch(checks, lambda *arguments: compiled.append(arguments[-1])):
+        yield compiled
+
+
+@pytest.fixture(scope="session")
+def count_compilations():
+    return _count_compilations

@@ -1,0 +1,373 @@
+"""The functional scalers beside MindSpore's, called from either mode and inside mindspore.jit."""
+
+import contextlib
+import gc
+import math
+
+import mindspore
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mindspore import Tensor, amp, jit_class
+
+import gradscaler.mindspore as ours
+from gradscaler import DynamicScale, FixedScale, ParameterError
+
+INF = float("inf")
+TRACES = st.lists(st.booleans(), max_size=20)
+DTYPES = {
+    "float16": mindspore.float16,
+    "bfloat16": mindspore.bfloat16,
+    "float32": mindspore.float32,
+    "float64": mindspore.float64,
+}
+
+
+def state(scaler):
+    return [
+        (str(p.dtype), p.shape, p.asnumpy().tolist()) for p in (scaler.scale_value, scaler.counter)
+    ]
+
+
+def rewound(scaler, scale):
+    """The scaler as it was at first, without another compilation."""
+    scaler.scale_value.set_data(Tensor(scale, mindspore.float32))
+    scaler.counter.set_data(Tensor(0, mindspore.int32))
+    return scaler
+
+
+class Adjusting:
+    """A scaler's ``adjust``, from Python or from inside a compiled function."""
+
+    def __init__(self, scaler, compiled):
+        self.scaler = scaler
+        self.adjust = compile_adjust(scaler) if compiled else scaler.adjust
+
+
+def compile_adjust(scaler):
+    @mindspore.jit
+    def adjust(grads_finite):
+        return scaler.adjust(grads_finite)
+
+    return adjust
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["called", "compiled"])
+@pytest.mark.parametrize(("scale", "factor"), [(1.0, 2), (3, 4), (2**24, 2), (2.0**127, 2)])
+def test_the_dynamic_scaler_goes_through_every_trace_as_mindspores_does(
+    mode, scale, factor, compiled
+):
+    mine, native = (
+        Adjusting(scaler(scale, factor, 3), compiled)
+        for scaler in (ours.DynamicLossScaler, amp.DynamicLossScaler)
+    )
+
+    @given(trace=TRACES)
+    @settings(max_examples=8, deadline=None)
+    def compare(trace):
+        for side in (mine, native):
+            rewound(side.scaler, scale)
+        for grads_finite in map(Tensor, trace):
+            assert mine.adjust(grads_finite) is native.adjust(grads_finite) is True
+            assert state(mine.scaler) == state(native.scaler)
+
+    compare()
+
+
+def values_in(dtype, *values):
+    return Tensor(np.array(values, np.float32)).astype(dtype)
+
+
+def bits(value):
+    if isinstance(value, (tuple, list)):
+        return type(value), [bits(item) for item in value]
+    array = value.astype(mindspore.float64).asnumpy()
+    return str(value.dtype), value.shape, array.tobytes()
+
+
+SCALERS = {
+    "static": (ours.StaticLossScaler, amp.StaticLossScaler, (2**10,)),
+    "dynamic": (ours.DynamicLossScaler, amp.DynamicLossScaler, (2**10, 2, 3)),
+}
+
+
+@pytest.fixture(params=SCALERS)
+def scalers(request):
+    mine, native, arguments = SCALERS[request.param]
+    return mine(*arguments), native(*arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_scaling_and_unscaling_are_mindspores_to_the_bit(mode, scalers, dtype):
+    mine, native = scalers
+    one, two = values_in(dtype, 1.5, -3e-5, 0.0), values_in(dtype, INF)
+    for inputs in [one, (one, two), [one, two], (one,), ()]:
+        assert bits(mine.scale(inputs)) == bits(native.scale(inputs))
+        assert bits(mine.unscale(inputs)) == bits(native.unscale(inputs))
+
+
+def test_a_tuple_may_mix_dtypes_and_nest(mode):
+    scaler = ours.StaticLossScaler(4)
+    half, double = values_in(mindspore.float16, 1.0), values_in(mindspore.float64, 1.0)
+    scaled = scaler.scale((half, (double, [half])))
+    assert bits(scaled) == bits((half * 4, (double * 4, [half * 4])))
+
+
+def test_a_dict_keeps_its_keys(mode):
+    scaled = ours.StaticLossScaler(4).scale({"a": Tensor(2.0)})
+    assert list(scaled) == ["a"]
+    assert scaled["a"].asnumpy() == 8.0
+
+
+def test_gradients_flow_through_scale(mode):
+    scaler = ours.DynamicLossScaler(2**10, 2, 3)
+
+    def loss(x):
+        return scaler.scale((x * 3).sum())
+
+    assert mindspore.grad(loss)(Tensor([1.0, 2.0])).asnumpy().tolist() == [3 * 2**10] * 2
+
+
+def test_float16_gradients_survive_a_scale_whose_reciprocal_float16_cannot_hold(mode):
+    """MindSpore casts 2**-26 to float16, which makes it 0, and with it every gradient."""
+    grads = (values_in(mindspore.float16, 2.0**12),)
+    scaler, native = ours.StaticLossScaler(2.0**26), amp.StaticLossScaler(2.0**26)
+    assert scaler.unscale(grads)[0].asnumpy() == 2.0**-14
+    assert native.unscale(grads)[0].asnumpy() == 0
+
+
+def test_a_float16_loss_survives_a_scale_that_float16_cannot_hold(mode):
+    """MindSpore casts the scale to float16, which makes it inf."""
+    loss = values_in(mindspore.float16, 2.0**-8)
+    scaler, native = ours.StaticLossScaler(2.0**17), amp.StaticLossScaler(2.0**17)
+    assert scaler.scale(loss).asnumpy() == 2.0**9
+    assert native.scale(loss).asnumpy() == INF
+
+
+@pytest.mark.parametrize("dtype", [mindspore.float16, mindspore.bfloat16])
+@given(value=st.floats(-4, 4, width=16), scale=st.floats(1, 2**20, width=32))
+@settings(max_examples=60, deadline=None)
+def test_halves_are_unscaled_in_float32_and_rounded_once(dtype, value, scale):
+    scaler = rewound_static(scale)
+    value = values_in(dtype, value)
+    reciprocal = np.float32(1) / np.float32(scale)
+    expected = Tensor(value.astype(mindspore.float32).asnumpy() * reciprocal).astype(dtype)
+    assert bits(scaler.unscale(value)) == bits(expected)
+
+
+STATIC = ours.StaticLossScaler(1.0)
+
+
+def rewound_static(scale):
+    STATIC.scale_value.set_data(Tensor(scale, mindspore.float32))
+    return STATIC
+
+
+def test_the_static_scaler_never_moves(mode):
+    scaler, native = ours.StaticLossScaler(2**10), amp.StaticLossScaler(2**10)
+    assert scaler.adjust(Tensor(False)) is native.adjust(Tensor(False)) is False
+    assert scaler.scale_value.asnumpy() == native.scale_value.asnumpy() == 2**10
+
+
+def test_flags_may_be_bools_or_of_shape_1(mode):
+    scaler = ours.DynamicLossScaler(64, 2, 2)
+    for grads_finite in [False, Tensor([False]), True, Tensor([True])]:
+        assert scaler.adjust(grads_finite) is True
+    assert scaler.scale_value.asnumpy() == 32
+
+
+def test_a_scaler_is_never_taken_for_one_that_is_gone(mode):
+    """MindSpore keeps compiled methods by the id of their object: nothing here may be one."""
+    seen = set()
+    for i in range(1, 50):
+        scaler = ours.DynamicLossScaler(4.0 * i, 2, 3)
+        seen.add(id(scaler))
+        scaler.adjust(Tensor(False))
+        assert scaler.scale_value.asnumpy() == 2.0 * i
+        assert scaler.scale(Tensor(1.0)).asnumpy() == 2.0 * i
+        del scaler
+        gc.collect()
+    assert len(seen) < 49  # or this has tested nothing
+
+
+def test_nothing_is_compiled_anew_while_the_scale_moves(mode, count_compilations):
+    scaler = ours.DynamicLossScaler(64, 2, 1)
+
+    def iterate(grads_finite):
+        scaler.scale(Tensor(1.0))
+        ours.all_finite(scaler.unscale((Tensor([1.0]), Tensor(2.0))))
+        scaler.adjust(Tensor(grads_finite))
+
+    iterate(True)
+    with count_compilations() as compiled:
+        for grads_finite in [True, False, False, True]:
+            iterate(grads_finite)
+    assert compiled == []
+
+
+@pytest.mark.parametrize("scaler", [ours.StaticLossScaler(2), ours.DynamicLossScaler(2, 2, 2)])
+def test_the_scalers_are_mindspores_to_isinstance(scaler):
+    assert isinstance(scaler, (amp.StaticLossScaler, amp.DynamicLossScaler))
+    assert isinstance(scaler, ours.LossScaler)
+    assert isinstance(scaler, amp.LossScaler)
+
+
+def test_the_parameters_have_mindspores_names():
+    mine, native = ours.DynamicLossScaler(64, 2, 3), amp.DynamicLossScaler(64, 2, 3)
+    for name in ("scale_value", "counter"):
+        assert getattr(mine, name).name == getattr(native, name).name
+    assert (mine.scale_factor, mine.scale_window) == (native.scale_factor, native.scale_window)
+
+
+BAD = [
+    ((0.5, 2, 3), ValueError, "scale_value"),
+    ((True, 2, 3), TypeError, "scale_value"),
+    (("1", 2, 3), TypeError, "scale_value"),
+    ((math.nan, 2, 3), ValueError, "scale_value"),
+    ((INF, 2, 3), ValueError, "scale_value"),
+    ((64, 0, 3), ValueError, "scale_factor"),
+    ((64, 1, 3), ValueError, "scale_factor"),
+    ((64, "2", 3), TypeError, "scale_factor"),
+    ((64, 2, 0), ValueError, "scale_window"),
+    ((64, 2, 2.5), TypeError, "scale_window"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "named"), BAD)
+def test_a_bad_parameter_is_named(arguments, error, named):
+    with pytest.raises(error, match=f"{named} must"):
+        ours.DynamicLossScaler(*arguments)
+    if named == "scale_value":
+        with pytest.raises(error, match=f"{named} must"):
+            ours.StaticLossScaler(arguments[0])
+
+
+def test_what_mindspore_refuses_is_refused_with_the_same_type():
+    compared = 0
+    for arguments, error, _ in BAD:
+        with contextlib.suppress(Exception):  # what it takes, and cannot work with
+            amp.DynamicLossScaler(*arguments)
+            continue
+        compared += 1
+        with pytest.raises(error):
+            amp.DynamicLossScaler(*arguments)
+    assert compared == 7
+
+
+def test_a_policy_beside_parameters_is_refused():
+    with pytest.raises(ParameterError, match="leave out scale_value, scale_factor"):
+        ours.DynamicLossScaler(64, 2, 3, policy=DynamicScale())
+    with pytest.raises(TypeError, match="StaticLossScaler"):
+        ours.DynamicLossScaler(policy=FixedScale(2.0))
+
+
+# all_finite
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("where", [None, 0, 1, 2])
+@pytest.mark.parametrize("value", [INF, -INF, math.nan])
+def test_all_finite_finds_every_inf_and_nan(mode, dtype, where, value):
+    values = np.array([6e4, -1e-7, 0.0], np.float32)
+    if where is not None:
+        values[where] = value
+    tensors = (values_in(dtype, 1.0, 2.0), values_in(dtype, *values), values_in(dtype, 3.0))
+    finite = ours.all_finite(tensors)
+    assert (str(finite.dtype), finite.shape) == ("Bool", ())
+    assert bool(finite) is (where is None)
+    if dtype != mindspore.bfloat16:  # of which MindSpore's own has no kernel on the CPU
+        native = amp.all_finite(tensors)
+        assert (str(native.dtype), native.shape, bool(native)) == ("Bool", (), where is None)
+
+
+def test_the_largest_bfloat16_is_finite(mode):
+    assert bool(ours.all_finite((values_in(mindspore.bfloat16, 3.38953139e38),)))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "finite"),
+    [
+        ((), True),
+        ([], True),
+        ([Tensor([1.0]), Tensor([[INF]])], False),
+        (Tensor([1.0, 2.0]), True),
+        (Tensor([1.0, INF]), False),
+        ((Tensor(np.zeros((0, 3), np.float32)),), True),
+        ((Tensor([1, 2]), Tensor([True])), True),
+    ],
+)
+def test_all_finite_takes_any_number_of_tensors_of_any_kind(mode, inputs, finite):
+    assert bool(ours.all_finite(inputs)) is finite
+
+
+@pytest.mark.parametrize(
+    "inputs", [None, "gradients", 1.0, {"a": Tensor(1.0)}, (1.0,), (Tensor(1.0), None), ((), ())]
+)
+def test_all_finite_of_anything_else_is_an_error(mode, inputs):
+    with pytest.raises(TypeError, match=r"^inputs must"):
+        ours.all_finite(inputs)
+
+
+# A whole step
+
+
+class Functional:
+    """A training loop in functions: MindSpore's documentation has it like this."""
+
+    def __init__(self, line, scaler, all_finite, optimizer):
+        self.line, self.scaler, self.all_finite = line, scaler, all_finite
+        self.optimizer = optimizer
+        self.grad = mindspore.value_and_grad(self.forward, None, optimizer.parameters)
+
+    def forward(self, x):
+        return self.scaler.scale(self.line(x))
+
+    def step(self, x):
+        loss, grads = self.grad(x)
+        grads = self.scaler.unscale(grads)
+        finite = self.all_finite(grads)
+        if finite:
+            self.optimizer(grads)
+        self.scaler.adjust(finite)
+        return self.scaler.unscale(loss), finite
+
+
+def compiled(functional):
+    @mindspore.jit
+    def step(x):
+        return functional.step(x)
+
+    return step
+
+
+Functional = jit_class(Functional)
+
+
+@pytest.mark.parametrize("in_jit", [False, True], ids=["called", "compiled"])
+def test_a_functional_loop_trains_as_with_mindspores_scaler(
+    mode, in_jit, line, inputs, make_optimizer
+):
+    sides = []
+    for scaler, all_finite in [
+        (ours.DynamicLossScaler(2**10, 2, 2), ours.all_finite),
+        (amp.DynamicLossScaler(2**10, 2, 2), amp.all_finite),
+    ]:
+        network = line()
+        optimizer = make_optimizer(network.trainable_params())
+        functional = Functional(network, scaler, all_finite, optimizer)
+        sides.append((functional, compiled(functional) if in_jit else functional.step))
+    for seed, overflow in enumerate([None, None, INF, None, math.nan, None, None, None]):
+        results = []
+        for functional, step in sides:
+            loss, finite = step(inputs(seed, overflow))
+            assert bool(finite) is (overflow is None)
+            parameters = (*functional.optimizer.get_parameters(),)
+            results.append(
+                (
+                    bits(loss) if overflow is None else None,
+                    state(functional.scaler),
+                    [(p.name, p.asnumpy().tobytes()) for p in parameters],
+                )
+            )
+        assert results[0] == results[1]
