@@ -185,7 +185,6 @@ def test_a_scaler_is_never_taken_for_one_that_is_gone(mode):
         seen.add(id(scaler))
         scaler.adjust(Tensor(False))
         assert scaler.scale_value.asnumpy() == 2.0 * i
-        assert scaler.scale(Tensor(1.0)).asnumpy() == 2.0 * i
         del scaler
         gc.collect()
     assert len(seen) < 49  # or this has tested nothing

@@ -1,0 +1,211 @@
+"""build_train_network, and mindspore.Model training what it returns, on the CPU."""
+
+import inspect
+import math
+import re
+
+import mindspore
+import numpy as np
+import pytest
+from mindspore import Tensor, amp, nn
+from mindspore.dataset import NumpySlicesDataset
+from mindspore.train import Callback, LossMonitor, TimeMonitor
+
+import gradscaler.mindspore as ours
+
+INF = float("inf")
+LEVELS = ["O0", "O1", "O2", "O3"]
+
+
+class Layer(nn.Cell):
+    """Two layers and a batch norm, with the same weights every time."""
+
+    def __init__(self):
+        super().__init__()
+        generator = np.random.default_rng(0)
+
+        def dense(inputs, outputs):
+            weight = generator.standard_normal((outputs, inputs)).astype(np.float32)
+            return nn.Dense(inputs, outputs, Tensor(weight), "zeros")
+
+        self.first, self.norm, self.second = dense(3, 4), nn.BatchNorm1d(4), dense(4, 2)
+
+    def construct(self, x):
+        return self.second(self.norm(self.first(x)))
+
+
+@pytest.fixture(autouse=True)
+def _the_networks_that_mindspore_rewrites_go_to_a_folder_of_their_own(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def build():
+    def build(build_train_network=ours.build_train_network, *args, **kwargs):
+        network = Layer()
+        optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.1, momentum=0.9)
+        return build_train_network(network, optimizer, nn.MSELoss(), *args, **kwargs)
+
+    return build
+
+
+def batch(seed, overflow=None):
+    generator = np.random.default_rng(seed)
+    data = generator.standard_normal((4, 3)).astype(np.float32)
+    if overflow is not None:
+        data[0, 0] = overflow
+    return data, generator.standard_normal((4, 2)).astype(np.float32)
+
+
+def dataset(*overflows):
+    batches = [batch(seed, overflow) for seed, overflow in enumerate(overflows)]
+    data, labels = (np.concatenate(column) for column in zip(*batches, strict=True))
+    return NumpySlicesDataset((data, labels), ["data", "label"], shuffle=False).batch(4)
+
+
+class Outputs(Callback):
+    """What each step of ``Model.train`` returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_step_end(self, run_context):
+        outputs = run_context.original_args().net_outputs
+        self.seen.append([output.asnumpy().tolist() for output in outputs])
+
+
+def test_its_signature_is_mindspores():
+    assert [
+        (p.name, p.kind, p.default)
+        for p in inspect.signature(ours.build_train_network).parameters.values()
+    ] == [
+        (p.name, p.kind, p.default)
+        for p in inspect.signature(amp.build_train_network).parameters.values()
+    ]
+
+
+@pytest.mark.parametrize(
+    "manager",
+    [
+        ours.DynamicLossScaleManager(2**10, 2, 2),
+        amp.DynamicLossScaleManager(2**10, 2, 2),
+        ours.FixedLossScaleManager(2**10),
+    ],
+)
+@pytest.mark.parametrize("level", LEVELS)
+def test_managers_that_skip_steps_are_taken_at_every_level(mode, build, bits, level, manager):
+    with pytest.raises(ValueError, match="CPU"):
+        build(amp.build_train_network, level, loss_scale_manager=manager)
+    step = build(ours.build_train_network, level, loss_scale_manager=manager)
+    assert isinstance(step, ours.TrainOneStepWithLossScaleCell)
+    assert step.training
+    scales = [step(*map(Tensor, batch(0)))[2].asnumpy().item()]
+    before = bits(step.optimizer)
+    loss, overflow, _ = step(*map(Tensor, batch(1, INF)))
+    assert bool(overflow)
+    assert not np.isfinite(loss.asnumpy())
+    assert bits(step.optimizer) == before
+    scales.append(step.scale_sense.asnumpy().item())
+    assert scales == ([2**10, 2**10] if "Fixed" in type(manager).__name__ else [2**10, 2**9])
+
+
+def test_level_o2_scales_the_loss_if_it_is_not_told_otherwise(mode, build):
+    step = build(ours.build_train_network, "O2")
+    assert isinstance(step, ours.TrainOneStepWithLossScaleCell)
+    assert isinstance(step.loss_scaling_manager, ours.DynamicLossScaleUpdateCell)
+    assert step.scale_sense.asnumpy() == 2**24
+    step = build(ours.build_train_network, "O2", loss_scale_manager=None)
+    assert type(step) is nn.TrainOneStepCell
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_network_is_made_as_mindspore_makes_it(mode, build, level):
+    """The loss of the first step, and so the casts to float16, are the same."""
+    native = build(amp.build_train_network, level, loss_scale_manager=None)
+    mine = build(ours.build_train_network, level, loss_scale_manager=ours.FixedLossScaleManager())
+    assert mine(*map(Tensor, batch(0)))[0].asnumpy() == native(*map(Tensor, batch(0))).asnumpy()
+
+
+@pytest.mark.parametrize(
+    "manager", [None, ours.FixedLossScaleManager(8.0, drop_overflow_update=False)]
+)
+def test_what_mindspore_builds_on_the_cpu_is_left_to_it(mode, build, bits, manager):
+    mine, native = (
+        build(function, loss_scale_manager=manager)
+        for function in (ours.build_train_network, amp.build_train_network)
+    )
+    assert type(mine) is type(native) is nn.TrainOneStepCell
+    for seed in range(3):
+        assert (
+            mine(*map(Tensor, batch(seed))).asnumpy() == native(*map(Tensor, batch(seed))).asnumpy()
+        )
+    assert bits(mine) == bits(native)
+
+
+def test_model_trains_with_callbacks_and_a_dataset(mode, build, capsys):
+    manager = ours.DynamicLossScaleManager(2**10, 2, 2)
+    model = mindspore.Model(build(loss_scale_manager=manager))
+    outputs = Outputs()
+    model.train(3, dataset(None, None, None), callbacks=[LossMonitor(), TimeMonitor(), outputs])
+    printed = [float(loss) for loss in re.findall(r"loss is ([\d.e-]+)", capsys.readouterr().out)]
+    losses, overflows, scales = zip(*outputs.seen, strict=True)
+    assert printed == pytest.approx(losses)
+    assert losses[-1] < losses[0]
+    assert set(overflows) == {False}
+    assert scales[-1] == 2**14
+
+
+def test_model_skips_the_steps_that_overflow(mode, build):
+    step = build(loss_scale_manager=ours.DynamicLossScaleManager(2**10, 2, 2))
+    outputs = Outputs()
+    mindspore.Model(step).train(1, dataset(None, INF, None, math.nan), callbacks=outputs)
+    assert [overflow for _, overflow, _ in outputs.seen] == [False, True, False, True]
+    assert step.scale_sense.asnumpy() == 2**8
+    assert step.optimizer.global_step.asnumpy() == 2
+    assert all(np.isfinite(p.asnumpy()).all() for p in step.trainable_params())
+
+
+def test_a_network_with_its_loss_inside_needs_no_loss_function(mode, line, inputs):
+    network = line()
+    optimizer = nn.SGD(network.trainable_params())
+    manager = ours.DynamicLossScaleManager(8)
+    step = ours.build_train_network(network, optimizer, loss_scale_manager=manager)
+    assert len(step(inputs(0))) == 3
+
+
+@pytest.mark.parametrize("boost_level", ["O1", "O2"])
+def test_boost_with_steps_to_skip_is_refused_on_the_cpu(build, boost_level):
+    with pytest.raises(ValueError, match="boost_level='O0'"):
+        build(boost_level=boost_level, loss_scale_manager=ours.DynamicLossScaleManager())
+
+
+def refused(build, function, args, kwargs):
+    with pytest.raises((TypeError, ValueError)) as raised:
+        build(function, *args, **kwargs)
+    return type(raised.value), str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        (("O4",), {}),
+        ((2,), {}),
+        ((), {"loss_scale_manager": "dynamic"}),
+        ((), {"loss_scale_manager": ours.DynamicLossScaler(8, 2, 2)}),
+        ((), {"loss_scale": 8}),
+        ((), {"keep_batchnorm_fp32": 1}),
+        ((), {"cast_model_type": mindspore.int32}),
+    ],
+)
+def test_what_mindspore_refuses_is_refused_in_its_words(build, args, kwargs):
+    expected = refused(build, amp.build_train_network, args, kwargs)
+    assert refused(build, ours.build_train_network, args, kwargs) == expected
+    if "loss_scale_manager" not in kwargs:
+        kwargs = {**kwargs, "loss_scale_manager": ours.DynamicLossScaleManager()}
+        assert refused(build, ours.build_train_network, args, kwargs) == expected
+
+
+def test_an_optimizer_that_is_none_is_refused():
+    with pytest.raises(TypeError, match="optimizer"):
+        ours.build_train_network(Layer(), None, loss_scale_manager=ours.DynamicLossScaleManager())
