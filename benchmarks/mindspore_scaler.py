@@ -1,0 +1,220 @@
+"""What loss scaling costs on the CPU: gradscaler.mindspore beside mindspore.amp.
+
+    python benchmarks/mindspore_scaler.py
+
+Both sides do one functional training step by turns: scale the loss, take the gradients, unscale
+and check them, step the optimizer unless one overflowed, and adjust the scale. It is called from
+Python in PyNative mode, or compiled as a whole by mindspore.jit. Beside the whole step there are
+the scaler's own calls, on gradients that are ready.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mindspore
+import numpy as np
+import paired
+from mindspore import Tensor, amp, nn
+
+import gradscaler.mindspore
+
+SCALE = 2.0**10
+NEVER = 2**30  # the growth interval: the scale stays what the gradients are scaled by
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A network of equal layers, and how many steps make one measurement."""
+
+    name: str
+    width: int
+    layers: int
+    batch: int
+    calls: int
+
+
+WORKLOADS = [
+    Workload("6 layers of 64", width=64, layers=6, batch=32, calls=5),
+    Workload("2 layers of 1024", width=1024, layers=2, batch=32, calls=1),
+]
+
+
+class Network(nn.Cell):
+    """Layers of sigmoids, and the mean square of what comes out: a loss."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        generator = np.random.default_rng(0)
+        layers = []
+        for _ in range(workload.layers):
+            weight = generator.standard_normal((workload.width, workload.width)) / 8
+            layers += [
+                nn.Dense(workload.width, workload.width, Tensor(weight, mindspore.float32), "zeros"),
+                nn.Sigmoid(),
+            ]
+        self.layers = nn.SequentialCell(*layers)
+
+    def construct(self, inputs: Any) -> Any:
+        """The mean square of the last layer's output."""
+        return self.layers(inputs).square().mean()
+
+
+@mindspore.jit_class
+class Training:
+    """One side: a scaler, with a network and an optimizer of its own."""
+
+    def __init__(self, workload: Workload, scaler: Any, all_finite: Callable[..., Any]) -> None:
+        network = Network(workload)
+        self.network = network
+        self.scaler = scaler
+        self.all_finite = all_finite
+        self.optimizer = nn.Adam(network.trainable_params(), learning_rate=1e-4)
+        self.value_and_grad = mindspore.value_and_grad(
+            self.scaled_loss, None, self.optimizer.parameters
+        )
+
+    def scaled_loss(self, inputs: Any) -> Any:
+        """The loss times the scale."""
+        return self.scaler.scale(self.network(inputs))
+
+    def step(self, inputs: Any) -> Any:
+        """The loss of a whole step."""
+        loss, grads = self.value_and_grad(inputs)
+        grads = self.scaler.unscale(grads)
+        finite = self.all_finite(grads)
+        if finite:
+            self.optimizer(grads)
+        self.scaler.adjust(finite)
+        return self.scaler.unscale(loss)
+
+    def calls(self, grads: Any) -> Any:
+        """Whether the gradients were finite, after the scaler's own part of a step."""
+        finite = self.all_finite(self.scaler.unscale(grads))
+        self.scaler.adjust(finite)
+        return finite
+
+
+def step_of(training: Training) -> Callable[[Any], Any]:
+    """The whole step, compiled."""
+
+    @mindspore.jit
+    def step(inputs: Any) -> Any:
+        return training.step(inputs)
+
+    return step  # type: ignore[no-any-return] # mindspore's decorators are not typed
+
+
+def calls_of(training: Training) -> Callable[[Any], Any]:
+    """The scaler's own part, compiled."""
+
+    @mindspore.jit
+    def calls(grads: Any) -> Any:
+        return training.calls(mindspore.mutable(grads))
+
+    return calls  # type: ignore[no-any-return] # mindspore's decorators are not typed
+
+
+def compare(workload: Workload, compiled: bool, repetitions: int) -> list[paired.Comparison]:
+    """Time both sides' whole step, and both sides' own calls.
+
+    Raises:
+        RuntimeError: the two did not end with the same parameters.
+    """
+    ours = Training(
+        workload,
+        gradscaler.mindspore.DynamicLossScaler(SCALE, 2, NEVER),
+        gradscaler.mindspore.all_finite,
+    )
+    native = Training(workload, amp.DynamicLossScaler(SCALE, 2, NEVER), amp.all_finite)
+    generator = np.random.default_rng(1)
+    inputs = Tensor(
+        generator.standard_normal((workload.batch, workload.width)), mindspore.float32
+    )
+    grads = tuple(
+        Tensor(generator.standard_normal(parameter.shape), mindspore.float32)
+        for parameter in ours.optimizer.parameters
+    )
+    steps = {"ours": ours.step, "native": native.step}
+    calls = {"ours": ours.calls, "native": native.calls}
+    if compiled:
+        steps = {"ours": step_of(ours), "native": step_of(native)}
+        calls = {"ours": calls_of(ours), "native": calls_of(native)}
+
+    comparisons = []
+    way = "compiled" if compiled else "PyNative"
+    for part, functions, argument in [("step", steps, inputs), ("calls", calls, grads)]:
+        rivals = {
+            name: partial(finished, functions[name], argument, side.scaler.scale_value)
+            for name, side in (("ours", ours), ("native", native))
+        }
+        seconds = paired.interleave(
+            rivals, prepare=lambda: None, repetitions=repetitions, calls=workload.calls
+        )
+        comparisons.append(paired.Comparison(f"{workload.name}, {way}, {part}", **seconds))
+    pairs = zip(ours.optimizer.parameters, native.optimizer.parameters, strict=True)
+    if not all(np.array_equal(a.asnumpy(), b.asnumpy()) for a, b in pairs):
+        raise RuntimeError(f"{workload.name}, {way}: the two trained to other parameters")
+    return comparisons
+
+
+def finished(function: Callable[[Any], Any], argument: Any, scale: Any) -> None:
+    """Call, and wait for all that the call has begun, of which the scale comes last."""
+    function(argument).asnumpy()
+    scale.asnumpy()
+
+
+def main() -> None:
+    """Run every workload in both ways; print a table, and write JSON where asked."""
+    arguments = parse()
+    setting = {
+        **paired.machine(),
+        "mindspore": mindspore.__version__,
+        "threads": os.environ.get("OMP_NUM_THREADS", "MindSpore's choice"),
+        "repetitions": arguments.repetitions,
+    }
+    print(*(f"{name}: {value}" for name, value in setting.items()), sep="\n", end="\n\n")
+    comparisons: Sequence[paired.Comparison] = [
+        comparison
+        for compiled in (False, True)
+        for workload in WORKLOADS
+        for comparison in compare(workload, compiled, arguments.repetitions)
+    ]
+    print(paired.table(comparisons))
+    if arguments.json:
+        paired.write_json(arguments.json, setting, comparisons)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--repetitions",
+        type=int,
+        default=50,
+        help="measurements of each side and workload, at least 6 (%(default)s)",
+    )
+    parser.add_argument(
+        "--quick",
+        dest="repetitions",
+        action="store_const",
+        const=10,
+        help="10 repetitions",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement here")
+    arguments = parser.parse_args()
+    if arguments.repetitions < 6:
+        parser.error("--repetitions must be at least 6: fewer give no 95 % interval")
+    if arguments.json and not arguments.json.absolute().parent.is_dir():
+        parser.error(f"--json: there is no folder {arguments.json.parent}")
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
