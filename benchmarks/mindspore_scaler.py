@@ -56,7 +56,9 @@ class Network(nn.Cell):
         for _ in range(workload.layers):
             weight = generator.standard_normal((workload.width, workload.width)) / 8
             layers += [
-                nn.Dense(workload.width, workload.width, Tensor(weight, mindspore.float32), "zeros"),
+                nn.Dense(
+                    workload.width, workload.width, Tensor(weight, mindspore.float32), "zeros"
+                ),
                 nn.Sigmoid(),
             ]
         self.layers = nn.SequentialCell(*layers)
@@ -134,9 +136,7 @@ def compare(workload: Workload, compiled: bool, repetitions: int) -> list[paired
     )
     native = Training(workload, amp.DynamicLossScaler(SCALE, 2, NEVER), amp.all_finite)
     generator = np.random.default_rng(1)
-    inputs = Tensor(
-        generator.standard_normal((workload.batch, workload.width)), mindspore.float32
-    )
+    inputs = Tensor(generator.standard_normal((workload.batch, workload.width)), mindspore.float32)
     grads = tuple(
         Tensor(generator.standard_normal(parameter.shape), mindspore.float32)
         for parameter in ours.optimizer.parameters

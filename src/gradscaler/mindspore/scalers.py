@@ -146,7 +146,5 @@ class DynamicLossScaler(_Scaling, mindspore.amp.DynamicLossScaler):
         Returns:
             True.
         """
-        _adjust(
-            self._constants, self.scale_value, self.counter, self.nonfinite_steps, grads_finite
-        )
+        _adjust(self._constants, self.scale_value, self.counter, self.nonfinite_steps, grads_finite)
         return True
