@@ -71,9 +71,10 @@ def unscale_all(scale: Any, *grads: Any) -> Any:
 @mindspore.jit(backend="ms_backend")
 def every_finite(*grads: Any) -> Any:
     """Whether all gradients are finite: a bool Tensor of shape ()."""
-    if not grads:
-        return Tensor(True)
-    return ops.stack(_map(_finite, grads)).all()
+    finite = Tensor(True)
+    for grad_is_finite in _map(_finite, grads):
+        finite = ops.logical_and(finite, grad_is_finite)
+    return finite
 
 
 def all_finite(inputs: Any) -> Any:
