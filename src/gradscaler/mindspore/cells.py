@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import mindspore
 from mindspore import nn, ops
 
 from gradscaler.mindspore import spelling
-from gradscaler.mindspore.gradients import as_flag
+from gradscaler.mindspore.gradients import as_flag, compiled
 from gradscaler.policies import Policy
 from gradscaler.policies.rule import next_values
 
 
-class FixedLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
+class FixedLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):  # type: ignore[misc] # untyped base
     """A loss scale that never moves: a drop-in for ``mindspore.nn.FixedLossScaleUpdateCell``.
 
     Called with a loss scale and whether the step overflowed, it returns the latter.
@@ -34,7 +33,7 @@ class FixedLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):
         super().__init__(loss_scale_value)
 
 
-class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
+class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):  # type: ignore[misc] # untyped base
     """A loss scale that moves: a drop-in for ``mindspore.nn.DynamicLossScaleUpdateCell``.
 
     Called by a train step, with the loss scale to move, a Parameter of shape () or (1,) and
@@ -55,7 +54,7 @@ class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
 
     >>> from mindspore import Parameter, Tensor
     >>> cell = DynamicLossScaleUpdateCell(loss_scale_value=8, scale_factor=2, scale_window=2)
-    >>> scale = Parameter(Tensor(cell.get_loss_scale(), mindspore.float32))
+    >>> scale = Parameter(Tensor(cell.get_loss_scale()))
     >>> for overflow in [True, False, False]:
     ...     _ = cell(scale, Tensor(overflow))
     ...     print(scale.asnumpy())
@@ -82,7 +81,7 @@ class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):
         self._constants = policy._constants
         self.nonfinite_steps = spelling.nonfinite_steps(policy)
 
-    @mindspore.jit(backend="ms_backend")
+    @compiled
     def construct(self, loss_scale: Any, overflow: Any) -> Any:
         """Assign the next loss scale to ``loss_scale``; ``overflow`` as it is."""
         scale, finite_steps, nonfinite_steps = next_values(

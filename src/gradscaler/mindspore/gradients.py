@@ -5,13 +5,21 @@ A sparse gradient, which only graph mode makes, is represented by its values.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import mindspore
 from mindspore import Tensor, ops
 from mindspore.common.sparse_tensor import RowTensorInner
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 _HALF = (mindspore.float16, mindspore.bfloat16)
+
+
+def compiled(function: F) -> F:
+    """The function as ``mindspore.jit`` compiles it, for the backend that every device has."""
+    return mindspore.jit(function, backend="ms_backend")  # type: ignore[no-any-return]
 
 
 def scaled(scale: Any, value: Any) -> Any:
@@ -24,7 +32,7 @@ def scaled(scale: Any, value: Any) -> Any:
     return value * scale.astype(value.dtype)
 
 
-@ops.constexpr
+@ops.constexpr  # type: ignore[untyped-decorator] # MindSpore has no types
 def on_cpu() -> bool:
     """Whether MindSpore computes on the CPU, known when it compiles."""
     return bool(mindspore.get_context("device_target") == "CPU")
@@ -33,13 +41,13 @@ def on_cpu() -> bool:
 _unscale = ops.MultitypeFuncGraph("unscale")
 
 
-@_unscale.register("Tensor", "Tensor")
+@_unscale.register("Tensor", "Tensor")  # type: ignore[untyped-decorator]
 def unscaled(scale: Any, grad: Any) -> Any:
     """``grad / scale``, as :func:`scaled` by the reciprocal."""
     return scaled(ops.reciprocal(scale), grad)
 
 
-@_unscale.register("Tensor", "RowTensor")
+@_unscale.register("Tensor", "RowTensor")  # type: ignore[untyped-decorator]
 def _unscaled_rows(scale: Any, grad: Any) -> Any:
     return RowTensorInner(grad.indices, unscaled(scale, grad.values), grad.dense_shape)
 
@@ -47,14 +55,19 @@ def _unscaled_rows(scale: Any, grad: Any) -> Any:
 _finite = ops.MultitypeFuncGraph("finite")
 
 
-@_finite.register("Tensor")
+@_finite.register("Tensor")  # type: ignore[untyped-decorator]
 def _is_finite(grad: Any) -> Any:
-    if grad.dtype == mindspore.bfloat16:  # MindSpore's CPU cannot check these as they are
+    if grad.dtype in _HALF:
         grad = grad.astype(mindspore.float32)
-    return ops.isfinite(grad).all()
+    if grad.size == 0 or grad.dtype not in (mindspore.float32, mindspore.float64):
+        return ops.isfinite(grad).all()
+    # 0 for what is finite and NaN for what is not, summed by a matrix product: MindSpore's CPU
+    # computes that on all cores, and other sums on one.
+    zeros = (grad - grad).reshape((1, -1))
+    return ops.isfinite(ops.matmul(zeros, zeros.reshape((-1, 1)))).reshape(())
 
 
-@_finite.register("RowTensor")
+@_finite.register("RowTensor")  # type: ignore[untyped-decorator]
 def _rows_are_finite(grad: Any) -> Any:
     return _is_finite(grad.values)
 
@@ -62,13 +75,13 @@ def _rows_are_finite(grad: Any) -> Any:
 _map = ops.HyperMap()
 
 
-@mindspore.jit(backend="ms_backend")
+@compiled
 def unscale_all(scale: Any, *grads: Any) -> Any:
     """The gradients divided by the scale, in a tuple."""
     return _map(ops.partial(_unscale, scale), grads)
 
 
-@mindspore.jit(backend="ms_backend")
+@compiled
 def every_finite(*grads: Any) -> Any:
     """Whether all gradients are finite: a bool Tensor of shape ()."""
     finite = Tensor(True)

@@ -13,7 +13,7 @@ from gradscaler.mindspore.cells import DynamicLossScaleUpdateCell, FixedLossScal
 from gradscaler.policies import Policy, ScaleState
 
 
-class FixedLossScaleManager(mindspore.amp.FixedLossScaleManager):
+class FixedLossScaleManager(mindspore.amp.FixedLossScaleManager):  # type: ignore[misc] # untyped base
     """A loss scale that never moves: a drop-in for ``mindspore.amp.FixedLossScaleManager``.
 
     Args:
@@ -52,7 +52,7 @@ def _parameter(name: str, spelled: str, doc: str) -> property:
     return property(get, set_, doc=doc)
 
 
-class DynamicLossScaleManager(mindspore.amp.DynamicLossScaleManager):
+class DynamicLossScaleManager(mindspore.amp.DynamicLossScaleManager):  # type: ignore[misc] # untyped base
     """A loss scale that moves: a drop-in for ``mindspore.amp.DynamicLossScaleManager``.
 
     The scale backs off to ``max(loss_scale / scale_factor, 1)`` at each overflow, and grows to

@@ -8,7 +8,7 @@ import mindspore
 from mindspore import Parameter, Tensor, mutable, ops
 
 from gradscaler.mindspore import spelling
-from gradscaler.mindspore.gradients import as_flag, scaled, unscaled
+from gradscaler.mindspore.gradients import as_flag, compiled, scaled, unscaled
 from gradscaler.policies import Policy
 from gradscaler.policies.rule import Constants, next_values
 
@@ -20,17 +20,17 @@ _partial = ops.Partial()
 # the object, and takes it for that of a later object with the same id.
 
 
-@mindspore.jit(backend="ms_backend")
+@compiled
 def _scale(scale: Any, inputs: Any) -> Any:
     return _map(_partial(scaled, scale), inputs)
 
 
-@mindspore.jit(backend="ms_backend")
+@compiled
 def _unscale(scale: Any, inputs: Any) -> Any:
     return _map(_partial(unscaled, scale), inputs)
 
 
-@mindspore.jit(backend="ms_backend")
+@compiled
 def _adjust(constants: Any, scale: Any, counter: Any, nonfinite: Any, grads_finite: Any) -> None:
     next_scale, finite_steps, nonfinite_steps = next_values(
         Constants(*constants),
@@ -46,7 +46,7 @@ def _adjust(constants: Any, scale: Any, counter: Any, nonfinite: Any, grads_fini
         ops.assign(nonfinite, nonfinite_steps)
 
 
-class _Scaling(mindspore.amp.LossScaler):
+class _Scaling(mindspore.amp.LossScaler):  # type: ignore[misc] # untyped base
     """Multiplies and divides by ``scale_value``."""
 
     scale_value: Any
@@ -68,7 +68,7 @@ class _Scaling(mindspore.amp.LossScaler):
         return _unscale(self.scale_value, mutable(inputs))
 
 
-class StaticLossScaler(_Scaling, mindspore.amp.StaticLossScaler):
+class StaticLossScaler(_Scaling, mindspore.amp.StaticLossScaler):  # type: ignore[misc] # untyped base
     """A loss scale that never moves: a drop-in for ``mindspore.amp.StaticLossScaler``.
 
     Args:
@@ -88,7 +88,7 @@ class StaticLossScaler(_Scaling, mindspore.amp.StaticLossScaler):
         super().__init__(spelling.loss_scale("scale_value", scale_value))
 
 
-class DynamicLossScaler(_Scaling, mindspore.amp.DynamicLossScaler):
+class DynamicLossScaler(_Scaling, mindspore.amp.DynamicLossScaler):  # type: ignore[misc] # untyped base
     """A loss scale that moves: a drop-in for ``mindspore.amp.DynamicLossScaler``.
 
     All methods work in either mode and inside ``mindspore.jit``.

@@ -12,7 +12,7 @@ from gradscaler.mindspore.managers import DynamicLossScaleManager
 from gradscaler.policies import checks
 
 
-class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):
+class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: ignore[misc] # untyped base
     """A train step with loss scaling: a drop-in for ``mindspore.nn.TrainOneStepWithLossScaleCell``.
 
     Called with the network's inputs it returns the loss, whether a gradient overflowed, and the
