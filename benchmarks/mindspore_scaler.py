@@ -26,6 +26,8 @@ from mindspore import Tensor, amp, nn
 import gradscaler.mindspore
 
 SCALE = 2.0**10
+Rivals = dict[str, Callable[[Any], Any]]
+
 NEVER = 2**30  # the growth interval: the scale stays what the gradients are scaled by
 
 
@@ -46,7 +48,7 @@ WORKLOADS = [
 ]
 
 
-class Network(nn.Cell):
+class Network(nn.Cell):  # type: ignore[misc] # untyped base
     """Layers of sigmoids, and the mean square of what comes out: a loss."""
 
     def __init__(self, workload: Workload) -> None:
@@ -106,7 +108,7 @@ class Training:
 def step_of(training: Training) -> Callable[[Any], Any]:
     """The whole step, compiled."""
 
-    @mindspore.jit
+    @mindspore.jit  # type: ignore[untyped-decorator]
     def step(inputs: Any) -> Any:
         return training.step(inputs)
 
@@ -116,7 +118,7 @@ def step_of(training: Training) -> Callable[[Any], Any]:
 def calls_of(training: Training) -> Callable[[Any], Any]:
     """The scaler's own part, compiled."""
 
-    @mindspore.jit
+    @mindspore.jit  # type: ignore[untyped-decorator]
     def calls(grads: Any) -> Any:
         return training.calls(mindspore.mutable(grads))
 
@@ -141,8 +143,8 @@ def compare(workload: Workload, compiled: bool, repetitions: int) -> list[paired
         Tensor(generator.standard_normal(parameter.shape), mindspore.float32)
         for parameter in ours.optimizer.parameters
     )
-    steps = {"ours": ours.step, "native": native.step}
-    calls = {"ours": ours.calls, "native": native.calls}
+    steps: Rivals = {"ours": ours.step, "native": native.step}
+    calls: Rivals = {"ours": ours.calls, "native": native.calls}
     if compiled:
         steps = {"ours": step_of(ours), "native": step_of(native)}
         calls = {"ours": calls_of(ours), "native": calls_of(native)}
