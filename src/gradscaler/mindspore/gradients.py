@@ -52,24 +52,24 @@ def _unscaled_rows(scale: Any, grad: Any) -> Any:
     return RowTensorInner(grad.indices, unscaled(scale, grad.values), grad.dense_shape)
 
 
-_finite = ops.MultitypeFuncGraph("finite")
+_zero_if_finite = ops.MultitypeFuncGraph("zero_if_finite")
 
 
-@_finite.register("Tensor")  # type: ignore[untyped-decorator]
-def _is_finite(grad: Any) -> Any:
+@_zero_if_finite.register("Tensor")  # type: ignore[untyped-decorator]
+def _zero_if_all_finite(grad: Any) -> Any:
+    """0 if all elements are finite, and anything else if not, in float32."""
+    if grad.size == 0 or not grad.is_floating_point():
+        return 1 - ops.isfinite(grad).all().astype(mindspore.float32)
     if grad.dtype in _HALF:
         grad = grad.astype(mindspore.float32)
-    if grad.size == 0 or grad.dtype not in (mindspore.float32, mindspore.float64):
-        return ops.isfinite(grad).all()
-    # 0 for what is finite and NaN for what is not, summed by a matrix product: MindSpore's CPU
-    # computes that on all cores, and other sums on one.
+    # Zeros and NaN; summed by a matrix product, for which alone MindSpore's CPU takes all cores.
     zeros = (grad - grad).reshape((1, -1))
-    return ops.isfinite(ops.matmul(zeros, zeros.reshape((-1, 1)))).reshape(())
+    return ops.matmul(zeros, zeros.reshape((-1, 1))).reshape(()).astype(mindspore.float32)
 
 
-@_finite.register("RowTensor")  # type: ignore[untyped-decorator]
-def _rows_are_finite(grad: Any) -> Any:
-    return _is_finite(grad.values)
+@_zero_if_finite.register("RowTensor")  # type: ignore[untyped-decorator]
+def _zero_if_rows_finite(grad: Any) -> Any:
+    return _zero_if_all_finite(grad.values)
 
 
 _map = ops.HyperMap()
@@ -84,10 +84,10 @@ def unscale_all(scale: Any, *grads: Any) -> Any:
 @compiled
 def every_finite(*grads: Any) -> Any:
     """Whether all gradients are finite: a bool Tensor of shape ()."""
-    finite = Tensor(True)
-    for grad_is_finite in _map(_finite, grads):
-        finite = ops.logical_and(finite, grad_is_finite)
-    return finite
+    if not grads:
+        return Tensor(True)
+    # "+ 0" waits for the type of a sparse gradient, which addn would ask for too soon.
+    return ops.addn([zero + 0 for zero in _map(_zero_if_finite, grads)]) == 0
 
 
 def all_finite(inputs: Any) -> Any:
