@@ -1,0 +1,171 @@
+"""Train on handwritten digits in fp16 with MindSpore, on any of its devices; save, and go on.
+
+    python examples/mindspore_digits.py --epochs 10 --checkpoint half.ckpt
+    python examples/mindspore_digits.py --epochs 10 --resume half.ckpt
+
+The loss is a mean of squares and the units are sigmoids, so most gradients are too small for fp16:
+with ``--scale 1`` the network learns nothing at all. ``mindspore.Model`` trains what
+``build_train_network`` returns, on the CPU too. ``--loop`` does without ``Model``: a compiled step
+of functions, which unscales and checks the gradients itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mindspore
+import numpy as np
+from mindspore import Tensor, amp, nn
+from mindspore.dataset import NumpySlicesDataset
+from sklearn.datasets import load_digits
+from sklearn.utils import shuffle
+
+from gradscaler.mindspore import (
+    DynamicLossScaleManager,
+    DynamicLossScaler,
+    FixedLossScaleManager,
+    StaticLossScaler,
+    all_finite,
+    build_train_network,
+)
+
+BATCH = 50
+WIDTH = 64
+HIDDEN_LAYERS = 5
+TRAINING_IMAGES = 1500  # of 1797
+SCALE = 2.0**24, 2, 50  # and its factor and window: a short run is to grow it soon
+
+Outputs = list[tuple[float, bool, float]]
+"""Of each step: the loss, whether a gradient overflowed, and the loss scale."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train for a number of epochs, from the start or from a checkpoint."""
+    arguments = parse(argv)
+    mindspore.set_seed(0)
+    mindspore.set_context(mode=mindspore.GRAPH_MODE)
+    pixels, digits = shuffle(*load_digits(return_X_y=True), random_state=0)
+    images = (pixels / 16).astype(np.float32)
+    targets = np.eye(10, dtype=np.float32)[digits]
+    training = images[:TRAINING_IMAGES], targets[:TRAINING_IMAGES]
+    data = NumpySlicesDataset(training, ["image", "target"], shuffle=False).batch(BATCH)
+
+    layers: list[Any] = []
+    for _ in range(HIDDEN_LAYERS):
+        layers += [nn.Dense(WIDTH, WIDTH, "xavier_uniform"), nn.Sigmoid()]  # an image has 64 pixels, too
+    network = nn.SequentialCell(*layers, nn.Dense(WIDTH, 10, "xavier_uniform"), nn.Softmax())
+    optimizer = nn.Adam(network.trainable_params(), learning_rate=0.01)
+    train = looped if arguments.loop else modelled
+    epoch_of, parameters = train(network, optimizer, arguments.scale)
+    if arguments.resume:
+        load(arguments.resume, parameters)
+
+    print(" epoch    loss  accuracy     scale  skipped")
+    for epoch in range(1, arguments.epochs + 1):
+        losses, overflows, scales = zip(*epoch_of(data), strict=True)
+        guesses = network(Tensor(images[TRAINING_IMAGES:])).asnumpy().argmax(1)
+        right = (guesses == digits[TRAINING_IMAGES:]).mean()
+        loss = np.mean(losses)
+        print(f"{epoch:6} {loss:7.4f} {right:9.1%} {scales[-1]:9.0f} {sum(overflows):8}")
+
+    if arguments.checkpoint:
+        saved = [{"name": parameter.name, "data": parameter} for parameter in parameters]
+        mindspore.save_checkpoint(saved, str(arguments.checkpoint))
+
+
+class Record(mindspore.train.Callback):  # type: ignore[misc] # untyped base
+    """Keeps what each step of ``Model.train`` returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: Outputs = []
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        """Called after each step."""
+        loss, overflow, scale = run_context.original_args().net_outputs
+        self.outputs.append((float(loss), bool(overflow), float(scale)))
+
+
+def modelled(
+    network: Any, optimizer: Any, scale: float | None
+) -> tuple[Callable[[Any], Outputs], list[Any]]:
+    """Training by ``mindspore.Model``: an epoch, and all parameters that a checkpoint keeps."""
+    manager = FixedLossScaleManager(scale) if scale else DynamicLossScaleManager(*SCALE)
+    step = build_train_network(
+        network, optimizer, nn.MSELoss(), level="O2", loss_scale_manager=manager
+    )
+    model = mindspore.Model(step)
+
+    def epoch(data: Any) -> Outputs:
+        record = Record()
+        model.train(1, data, callbacks=record, dataset_sink_mode=False)
+        return record.outputs
+
+    return epoch, list(step.get_parameters())
+
+
+def looped(
+    network: Any, optimizer: Any, scale: float | None
+) -> tuple[Callable[[Any], Outputs], list[Any]]:
+    """The same by a loop of one's own."""
+    scaler = StaticLossScaler(scale) if scale else DynamicLossScaler(*SCALE)
+    half, mean_square = amp.auto_mixed_precision(network, "O2"), nn.MSELoss()
+
+    def scaled_loss(images: Any, targets: Any) -> Any:
+        return scaler.scale(mean_square(half(images), targets))
+
+    loss_and_gradients = mindspore.value_and_grad(scaled_loss, None, optimizer.parameters)
+
+    @mindspore.jit  # type: ignore[untyped-decorator]
+    def step(images: Any, targets: Any) -> Any:
+        loss, gradients = loss_and_gradients(images, targets)
+        loss, gradients = scaler.unscale((loss, gradients))
+        finite = all_finite(gradients)
+        if finite:
+            optimizer(gradients)
+        scaler.adjust(finite)
+        return loss, finite
+
+    def epoch(data: Any) -> Outputs:
+        outputs = []
+        for images, targets in data.create_tuple_iterator():
+            loss, finite = step(images, targets)
+            outputs.append((float(loss), not finite, float(scaler.scale_value)))
+        return outputs
+
+    state = [scaler.scale_value] if scale else [scaler.scale_value, scaler.counter]
+    return epoch, [*optimizer.get_parameters(), *state]
+
+
+def load(path: Path, parameters: list[Any]) -> None:
+    """Put back what a checkpoint has of each parameter."""
+    try:
+        values = mindspore.load_checkpoint(str(path))
+        for parameter in parameters:
+            parameter.set_data(values[parameter.name])
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        sys.exit(f"{path} is missing, damaged, or no checkpoint of such a run: {error!r}")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Train on handwritten digits in fp16.")
+    parser.add_argument("--epochs", type=int, default=20, help="to train for (%(default)s)")
+    parser.add_argument("--scale", type=float, help="a fixed loss scale, in place of a moving one")
+    parser.add_argument("--loop", action="store_true", help="train by a loop, not by Model.train")
+    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="save here, as .ckpt")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on from this checkpoint")
+    arguments = parser.parse_args(argv)
+    if arguments.checkpoint and arguments.checkpoint.suffix != ".ckpt":
+        parser.error("--checkpoint: the name of a checkpoint ends in .ckpt")
+    if arguments.checkpoint and not arguments.checkpoint.absolute().parent.is_dir():
+        parser.error(f"--checkpoint: there is no folder {arguments.checkpoint.parent}")
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
