@@ -35,7 +35,7 @@ from gradscaler.mindspore import (
 
 BATCH = 50
 WIDTH = 64
-HIDDEN_LAYERS = 5
+HIDDEN_LAYERS = 6
 TRAINING_IMAGES = 1500  # of 1797
 SCALE = 2.0**24, 2, 50  # and its factor and window: a short run is to grow it soon
 
@@ -56,7 +56,10 @@ def main(argv: list[str] | None = None) -> None:
 
     layers: list[Any] = []
     for _ in range(HIDDEN_LAYERS):
-        layers += [nn.Dense(WIDTH, WIDTH, "xavier_uniform"), nn.Sigmoid()]  # an image has 64 pixels, too
+        layers += [
+            nn.Dense(WIDTH, WIDTH, "xavier_uniform"),
+            nn.Sigmoid(),
+        ]  # an image has 64 pixels, too
     network = nn.SequentialCell(*layers, nn.Dense(WIDTH, 10, "xavier_uniform"), nn.Softmax())
     optimizer = nn.Adam(network.trainable_params(), learning_rate=0.01)
     train = looped if arguments.loop else modelled
