@@ -10,6 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "examples" / "mindspore_digits.py"
 specification = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
 mindspore_digits = importlib.util.module_from_spec(specification)
+sys.modules[SCRIPT.stem] = mindspore_digits  # where MindSpore looks for what it compiles
 specification.loader.exec_module(mindspore_digits)
 
 WAYS = pytest.mark.parametrize("way", [[], ["--loop"]], ids=["Model", "loop"])
