@@ -156,6 +156,21 @@ def test_model_trains_with_callbacks_and_a_dataset(mode, build, capsys):
     assert scales[-1] == 2**14
 
 
+def test_model_takes_the_fixed_manager_that_skips_nothing(mode):
+    """As MindSpore's documentation has it: the optimizer divides by the scale."""
+    ends = []
+    for manager in (ours.FixedLossScaleManager, amp.FixedLossScaleManager):
+        network = Layer()
+        parameters = network.trainable_params()
+        optimizer = nn.Momentum(parameters, learning_rate=0.1, momentum=0.9, loss_scale=1024.0)
+        model = mindspore.Model(
+            network, nn.MSELoss(), optimizer, loss_scale_manager=manager(1024.0, False)
+        )
+        model.train(2, dataset(None, None))
+        ends.append([p.asnumpy().tobytes() for p in network.get_parameters()])
+    assert ends[0] == ends[1]
+
+
 def test_model_skips_the_steps_that_overflow(mode, build):
     step = build(loss_scale_manager=ours.DynamicLossScaleManager(2**10, 2, 2))
     outputs = Outputs()
