@@ -31,9 +31,10 @@ def _unscale(scale: Any, inputs: Any) -> Any:
 
 
 @compiled
-def _adjust(constants: Any, scale: Any, counter: Any, nonfinite: Any, grads_finite: Any) -> None:
+def _adjust(parameters: Any, scale: Any, counter: Any, nonfinite: Any, grads_finite: Any) -> None:
+    constants = Constants(*parameters)
     next_scale, finite_steps, nonfinite_steps = next_values(
-        Constants(*constants),
+        constants,
         scale,
         counter,
         nonfinite,
@@ -42,7 +43,7 @@ def _adjust(constants: Any, scale: Any, counter: Any, nonfinite: Any, grads_fini
     )
     ops.assign(scale, next_scale)
     ops.assign(counter, finite_steps)
-    if Constants(*constants).hysteresis > 1:
+    if constants.hysteresis > 1:
         ops.assign(nonfinite, nonfinite_steps)
 
 

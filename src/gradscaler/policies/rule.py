@@ -46,7 +46,7 @@ def next_values(
     found_inf: Scalar,
     where: Where,
 ) -> tuple[Scalar, Scalar, Scalar]:
-    """The same on a state's values: compiled by MindSpore, making an object takes milliseconds."""
+    """The same, values in and out: MindSpore's compiler loses the dtypes in a named tuple."""
     finite_steps = finite_count + 1
     nonfinite_steps = nonfinite_count + 1
     zero = finite_count * 0  # of the counters' own type
