@@ -1,6 +1,8 @@
 """What several test modules need, handed to them as fixtures: they cannot import one another."""
 
 import contextlib
+import os
+from pathlib import Path
 from unittest import mock
 
 import mindspore
@@ -48,6 +50,15 @@ def _bits(cell):
         parameter.name: (str(parameter.dtype), parameter.shape, parameter.asnumpy().tobytes())
         for parameter in cell.get_parameters()
     }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _what_mindspore_writes_goes_to_a_folder_of_its_own(tmp_path_factory):
+    """Networks that it rewrites, and graphs that do not compile."""
+    before = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("mindspore"))
+    yield
+    os.chdir(before)
 
 
 @pytest.fixture(params=MODES)

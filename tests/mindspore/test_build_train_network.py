@@ -34,11 +34,6 @@ class Layer(nn.Cell):
         return self.second(self.norm(self.first(x)))
 
 
-@pytest.fixture(autouse=True)
-def _the_networks_that_mindspore_rewrites_go_to_a_folder_of_their_own(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.fixture
 def build():
     def build(build_train_network=ours.build_train_network, *args, **kwargs):

@@ -17,8 +17,7 @@ WAYS = pytest.mark.parametrize("way", [[], ["--loop"]], ids=["Model", "loop"])
 
 
 @pytest.fixture(autouse=True)
-def _leave_no_trace(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def _put_back_the_mode():
     mode = mindspore.get_context("mode")
     yield
     mindspore.set_context(mode=mode)
