@@ -197,7 +197,7 @@ class Embedded(nn.Cell):
         self.scale = Parameter(Tensor(2.0), name="scale")
 
     def construct(self, tokens, factor):
-        return (self.embedding(tokens) * self.scale * factor).mean()
+        return (self.embedding(tokens) * factor).mean() + self.scale
 
 
 def test_sparse_gradients_are_unscaled_and_checked(bits):
