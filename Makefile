@@ -2,7 +2,7 @@
 # use and again whenever its requirements change. PYTHON chooses the interpreter.
 
 PYTHON ?= python3
-FRAMEWORKS := torch tensorplay paddle jax keras tf-keras
+FRAMEWORKS := torch tensorplay paddle mindspore jax keras tf-keras
 
 CORE := $(filter-out src/gradscaler/__main__.py,$(wildcard src/gradscaler/*.py)) \
 	src/gradscaler/policies src/gradscaler/checkpoint
@@ -10,6 +10,7 @@ torch_SOURCES := src/gradscaler/torch_like src/gradscaler/torch src/gradscaler/d
 	src/gradscaler/__main__.py
 tensorplay_SOURCES := src/gradscaler/torch_like src/gradscaler/tensorplay
 paddle_SOURCES := src/gradscaler/paddle
+mindspore_SOURCES := src/gradscaler/mindspore
 jax_SOURCES := src/gradscaler/jax
 keras_SOURCES := src/gradscaler/keras_like src/gradscaler/keras
 tf-keras_SOURCES := src/gradscaler/keras_like src/gradscaler/tf_keras

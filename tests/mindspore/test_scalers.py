@@ -370,3 +370,20 @@ def test_a_functional_loop_trains_as_with_mindspores_scaler(
                 )
             )
         assert results[0] == results[1]
+
+
+def test_window_and_factor_can_be_set_and_bad_ones_change_nothing():
+    scaler = ours.DynamicLossScaler(2**10, 2, 5)
+    scaler.scale_window = 1
+    scaler.scale_factor = 4
+    for bad, error in ((0, ValueError), (1.5, TypeError)):
+        with pytest.raises(error, match="scale_window"):
+            scaler.scale_window = bad
+    with pytest.raises(ValueError, match="scale_factor"):
+        scaler.scale_factor = 1
+    assert (scaler.scale_window, scaler.scale_factor) == (1, 4)
+    scales = []
+    for finite in (True, False, False):
+        scaler.adjust(Tensor(finite))
+        scales.append(float(scaler.scale_value.asnumpy()))
+    assert scales == [2.0**12, 2.0**10, 2.0**8]

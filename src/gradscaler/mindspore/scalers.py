@@ -9,7 +9,7 @@ from mindspore import Parameter, Tensor, mutable, ops
 
 from gradscaler.mindspore import spelling
 from gradscaler.mindspore.gradients import as_flag, compiled, scaled, unscaled
-from gradscaler.policies import Policy
+from gradscaler.policies import DynamicScale, Policy, checks
 from gradscaler.policies.rule import Constants, next_values
 
 _map = ops.HyperMap()
@@ -131,11 +131,34 @@ class DynamicLossScaler(_Scaling, mindspore.amp.DynamicLossScaler):  # type: ign
         self.scale_value = Parameter(
             Tensor(policy.init_scale, mindspore.float32), name="scale_value"
         )
-        self.scale_factor = policy.growth_factor
-        self.scale_window = policy.growth_interval
+        self._set_policy(policy)
         self.counter = Parameter(Tensor(0, mindspore.int32), name="counter")
-        self._constants = tuple(policy._constants)  # a class is compiled anew at each call
         self.nonfinite_steps = spelling.nonfinite_steps(policy)
+
+    def _set_policy(self, policy: DynamicScale) -> None:
+        self._policy = policy
+        self._constants = tuple(policy._constants)  # a class is compiled anew at each call
+
+    @property
+    def scale_window(self) -> int:
+        """Finite steps in a row before the scale grows. A compiled ``adjust`` keeps its own."""
+        return self._policy.growth_interval
+
+    @scale_window.setter
+    def scale_window(self, scale_window: int) -> None:
+        changes = {"growth_interval": ("scale_window", scale_window)}
+        self._set_policy(spelling.replaced(self._policy, **changes))
+
+    @property
+    def scale_factor(self) -> float:
+        """What growth multiplies the scale by. A compiled ``adjust`` keeps its own."""
+        return self._policy.growth_factor
+
+    @scale_factor.setter
+    def scale_factor(self, scale_factor: float) -> None:
+        checked = checks.growth_factor("scale_factor", scale_factor)
+        changes = {"growth_factor": checked, "backoff_factor": 1 / checked}
+        self._set_policy(spelling.replaced(self._policy, **changes))
 
     def adjust(self, grads_finite: Any) -> bool:
         """Move the scale after a step.
