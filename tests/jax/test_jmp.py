@@ -100,6 +100,32 @@ def test_a_floor_that_is_traced_or_one_of_many_is_a_leaf_like_the_scale():
     assert len(jax.tree.leaves(lowered(jnp.float32(2)))) == 2
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_narrow_scale_does_not_grow_to_inf(dtype):
+    largest = jnp.asarray(jnp.finfo(dtype).max, dtype)
+    mine, theirs = (
+        module.DynamicLossScale(largest, period=1, min_loss_scale=dtype(1)).adjust(jnp.bool_(True))
+        for module in (ours, jmp)
+    )
+    assert mine.loss_scale == theirs.loss_scale == largest
+    assert ours.DynamicLossScale(dtype(8)).adjust(jnp.bool_(False)).loss_scale.dtype == dtype
+
+
+@pytest.mark.parametrize("scale", [2.0**15, np.float32(2**15), jnp.asarray(2.0**15)])
+def test_adjust_is_traced_once(scale):
+    traces = []
+
+    @jax.jit
+    def adjusted(scale):
+        traces.append(scale)
+        return scale.adjust(jnp.bool_(True))
+
+    scale = ours.DynamicLossScale(scale)
+    for _ in range(3):
+        scale = adjusted(scale)
+    assert len(traces) == 1
+
+
 @pytest.mark.parametrize("make", CLASSES)
 def test_trees_are_scaled_as_jmp_scales_them(make, exact):
     tree = {
@@ -160,6 +186,7 @@ def test_rebuilding_the_tree_of_anything_does_not_warn():
     [
         ({"loss_scale": jnp.float32(0)}, ValueError),
         ({"loss_scale": -1.0}, ValueError),
+        ({"loss_scale": "large"}, TypeError),
         ({"loss_scale": jnp.float32("nan")}, ValueError),
         ({"min_loss_scale": jnp.float32(0)}, ValueError),
         ({"period": 0}, ValueError),
@@ -175,7 +202,7 @@ def test_a_parameter_that_cannot_work_is_named(bad, error):
 
 @pytest.mark.parametrize("method", ["scale", "unscale"])
 def test_a_static_scale_of_zero_cannot_be_used(method):
-    with pytest.raises(ValueError, match="loss_scale must be above 0, got 0"):
+    with pytest.raises(ValueError, match="loss_scale must be positive and finite, got 0"):
         jax.jit(lambda x: getattr(ours.StaticLossScale(0), method)(x))(1.0)
 
 

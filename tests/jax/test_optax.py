@@ -88,9 +88,9 @@ def test_by_a_power_of_two_a_run_is_the_bare_optimizer_s_to_the_bit(exact):
 
 NESTINGS = {
     "chain": lambda: optax.chain(optax.identity(), loss_scaled(optax.adam(0.1), POLICY)),
-    "MultiSteps": lambda: optax.MultiSteps(
-        loss_scaled(optax.adam(0.1), POLICY), 2
-    ).gradient_transformation(),
+    "MultiSteps": lambda: loss_scaled(
+        optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), POLICY
+    ),
     "inject_hyperparams": lambda: loss_scaled(optax.inject_hyperparams(optax.sgd)(0.1), POLICY),
     "multi_transform": lambda: loss_scaled(
         optax.multi_transform({"a": optax.adam(0.1)}, {"w": "a", "b": "a", "none": "a"}), POLICY
@@ -106,20 +106,57 @@ def test_the_scaler_is_found_however_deep_it_is(name):
     assert scaler.scale(1.0) == 2.0**10
 
 
-def test_accumulated_gradients_are_unscaled_by_the_scale_that_they_all_had():
-    optimizer = NESTINGS["MultiSteps"]()
-    state, weights = optimizer.init(params()), params()
-    for step in range(2):
-        scaler = optax.tree_utils.tree_get(state, "scaler")
-        assert scaler.loss_scale == 2.0**10
-        updates, state = optimizer.update(scaler.scale(gradients(step)), state, weights)
+def test_of_accumulated_gradients_an_overflow_loses_its_own_alone():
+    optimizer, weights = NESTINGS["MultiSteps"](), params()
+    state = optimizer.init(weights)
     bare = optax.MultiSteps(optax.adam(0.1), 2)
     inner = bare.init(weights)
-    for step in range(2):
-        expected, inner = bare.update(gradients(step), inner, weights)
-    for mine, theirs in zip(*map(jax.tree.leaves, (updates, expected)), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-6)
-    assert optax.tree_utils.tree_get(state, "scaler").state.finite_steps == 1
+    for step, overflow in enumerate([False, True, False, False, False]):
+        grads = state.scaler.scale(gradients(step))
+        if overflow:
+            grads["b"] = grads["b"] * jnp.inf
+        updates, state = optimizer.update(grads, state, weights)
+        if overflow:
+            assert not any(update.any() for update in jax.tree.leaves(updates))
+        else:
+            expected, inner = bare.update(gradients(step), inner, weights)
+            for mine, theirs in zip(*map(jax.tree.leaves, (updates, expected)), strict=True):
+                np.testing.assert_array_equal(mine, theirs)
+    assert state.scaler.loss_scale == 2.0**10  # down, and up again after three finite ones
+
+
+def test_half_gradients_of_single_parameters_do_not_underflow_again():
+    weights = {"w": jnp.ones(3)}
+    optimizer, bare = loss_scaled(optax.adam(0.01)), optax.adam(0.01)
+    state = optimizer.init(weights)
+
+    def loss(weights):
+        return (weights["w"] * jnp.float16(1)).astype(jnp.float32).sum() * 1e-9
+
+    halves = jax.tree.map(lambda w: w.astype(jnp.float16), weights)
+    grads = jax.grad(lambda halves: state.scaler.scale(loss(halves)))(halves)
+    assert grads["w"].dtype == jnp.float16
+    updates, state = optimizer.update(grads, state, weights)
+    expected, _ = bare.update(jax.grad(loss)(weights), bare.init(weights), weights)
+    np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-2)
+    assert updates["w"].dtype == jnp.float32
+
+
+def test_single_gradients_of_half_parameters_leave_the_state_its_dtypes():
+    weights = jnp.ones(3, jnp.float16)
+    optimizer = loss_scaled(optax.adam(0.01), FixedScale(8.0))
+    state = optimizer.init(weights)
+    for _ in range(2):
+        updates, state = optimizer.update(jnp.ones(3, jnp.float32), state, weights)
+        assert state.inner_state[0].mu.dtype == jnp.float16
+        weights = optax.apply_updates(weights, updates)
+    assert weights.dtype == jnp.float16
+
+
+def test_a_gradient_may_be_a_number():
+    optimizer = loss_scaled(optax.sgd(0.5), FixedScale(8.0))
+    updates, _ = optimizer.update({"w": 8.0, "n": 0}, optimizer.init({"w": 1.0, "n": 0}))
+    assert updates["w"] == -0.5
 
 
 def test_extra_arguments_reach_the_optimizer():

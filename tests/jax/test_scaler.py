@@ -142,6 +142,15 @@ def test_float64_stays_float64():
         assert quick().unscale(quick().scale(third)) == third
 
 
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float16, jnp.bfloat16])
+def test_narrow_leaves_become_float32_under_strict_promotion_too(dtype):
+    scaler = quick(init_scale=2.0**20)
+    with jax.numpy_dtype_promotion("strict"):
+        scaled = scaler.scale(jnp.ones(2, dtype))
+        assert (scaled.dtype, scaled.tolist()) == (jnp.float32, [2.0**20] * 2)
+        assert scaler.unscale(scaled).tolist() == [1.0, 1.0]
+
+
 def test_a_loss_in_float16_does_not_overflow_when_it_is_scaled():
     assert GradScaler().scale(jnp.array(4.0, jnp.float16)) == 2.0**18
 
@@ -195,7 +204,7 @@ def test_what_is_no_boolean_scalar_is_refused(flag):
         select_tree(flag, 1.0, 2.0)
 
 
-@pytest.mark.parametrize("policy", [2.0**16, "dynamic", None])
+@pytest.mark.parametrize("policy", [2.0**16, "dynamic", None, DynamicScale])
 def test_what_is_no_policy_is_refused(policy):
     with pytest.raises(TypeError, match="policy must be a DynamicScale or a FixedScale"):
         GradScaler(policy)
@@ -205,6 +214,8 @@ def test_what_is_no_policy_is_refused(policy):
     ("state", "error"),
     [
         (ScaleState(0.0, 0, 0), ValueError),
+        (ScaleState(float("inf"), 0, 0), ValueError),
+        (ScaleState("large", 0, 0), TypeError),
         (ScaleState(jnp.float32(-1), 0, 0), ValueError),
         (65536.0, TypeError),
         ((65536.0, 0, 0), TypeError),
@@ -220,7 +231,12 @@ def test_a_state_of_numbers_becomes_arrays(exact):
     assert exact(GradScaler(policy, ScaleState(65536, 0, 0))) == exact(GradScaler(policy))
 
 
-@pytest.mark.parametrize("leaf", ["1.0", object(), DynamicScale()])
+def test_a_function_that_returns_no_pair_is_named():
+    with pytest.raises(TypeError, match="fun must return a pair of a scalar and anything, got"):
+        quick().value_and_grad(mean_of_squares, has_aux=True)(jnp.ones(2), jnp.ones(2))
+
+
+@pytest.mark.parametrize("leaf", ["1.0", "float32", jnp.float32, object(), DynamicScale()])
 def test_a_leaf_that_is_no_array_is_named_while_tracing(leaf):
     scaler, tree = quick(), {"layer": [1.0, leaf]}
     for function in (scaler.scale, scaler.unscale, all_finite):
@@ -354,6 +370,27 @@ def test_shard_map_reduces_over_its_axis():
     assert scale.tolist() == [4.0] * 8
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_of_replicated_weights_are_averaged_and_not_summed(check_vma):
+    mesh = Mesh(jax.devices(), ("batch",))
+    replicated, split = PartitionSpec(), PartitionSpec("batch")
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(replicated, replicated, split),
+        out_specs=replicated,
+        check_vma=check_vma,
+    )
+    def step(scaler, weight, x):
+        def loss(weight, x):
+            return (weight * x).mean()
+
+        return scaler.value_and_grad(loss, argnums=-2, axis_name="batch")(weight, x)[3]
+
+    assert step(quick(), jnp.float32(2), jnp.arange(8.0)) == 3.5
+
+
 def test_without_the_axis_each_shard_would_decide_alone():
     finite = jax.pmap(all_finite)(SHARDS)
     assert finite.tolist() == [True] * 3 + [False] + [True] * 4
@@ -406,6 +443,20 @@ def test_orbax_serialises_the_state_and_restores_it(exact, tmp_path):
         restored = checkpointer.restore(tmp_path / "scaler", {"scaler": quick()})["scaler"]
     assert exact(restored) == exact(scaler)
     assert restored.policy == scaler.policy
+
+
+def test_flax_may_be_imported_after_the_scaler_was_made():
+    code = """
+import jax
+from gradscaler.jax import DynamicLossScale, DynamicScale, GradScaler
+made = jax.tree.map(lambda leaf: leaf, [GradScaler(), DynamicScale(), DynamicLossScale(8.0)])
+from flax import serialization
+made = jax.tree.map(lambda leaf: leaf, made)  # as every step does
+for each in made:
+    again = serialization.from_bytes(each, serialization.to_bytes(each))
+    assert type(again) is type(each) and str(again) == str(each), (again, each)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_its_leaves_have_names():

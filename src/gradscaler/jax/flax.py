@@ -70,12 +70,10 @@ class DynamicScale:
 
     def __post_init__(self) -> None:
         trees.check_scale("scale", self.scale)
-        # Numbers become what value_and_grad returns, or jit would compile its next call anew.
-        if isinstance(self.fin_steps, int):
-            object.__setattr__(self, "fin_steps", np.int32(self.fin_steps))
-        if isinstance(self.scale, (int, float)):
-            object.__setattr__(self, "scale", np.float32(self.scale))
-        trees.serialise(self, "fin_steps", "scale")
+        # Or jit would compile the call after the first anew.
+        object.__setattr__(self, "fin_steps", trees.strong(self.fin_steps, np.int32))
+        object.__setattr__(self, "scale", trees.strong(self.scale, np.float32))
+        trees.serialise()
 
     def replace(self, **changes: Any) -> DynamicScale:
         """A copy with some fields changed."""
@@ -125,3 +123,4 @@ class DynamicScale:
 trees.register(
     DynamicScale, static=["growth_factor", "backoff_factor", "growth_interval", "minimum_scale"]
 )
+trees.serialise(DynamicScale, "fin_steps", "scale")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -104,14 +105,16 @@ class DynamicLossScale:
 
     def __post_init__(self) -> None:
         for name in ("loss_scale", "min_loss_scale"):
-            _warn_if_not_floating(name, getattr(self, name))
             trees.check_scale(name, getattr(self, name))
+            _warn_if_not_floating(name, getattr(self, name))
         checks.count("period", self.period)
         checks.growth_factor("factor", self.factor)
         floor = self.min_loss_scale
         if not isinstance(floor, jax.core.Tracer) and jnp.ndim(floor) == 0:
             object.__setattr__(self, "min_loss_scale", np.asarray(floor)[()])
-        trees.serialise(self, "loss_scale", "counter", "min_loss_scale")
+        for name in ("loss_scale", "counter"):
+            object.__setattr__(self, name, trees.strong(getattr(self, name)))
+        trees.serialise()
 
     def tree_flatten(self) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
         """The arrays, and what is static: a floor that is a number is."""
@@ -135,6 +138,7 @@ class DynamicLossScale:
             factor=factor,
             min_loss_scale=min_loss_scale,
         )
+        trees.serialise()
         return rebuilt
 
     def scale(self, tree: T) -> T:
@@ -155,11 +159,12 @@ class DynamicLossScale:
             ValueError: it is none.
         """
         found_inf = ~trees.as_flag("grads_finite", grads_finite)
+        dtype = jnp.result_type(self.loss_scale)
         constants = Constants(
             growth_factor=self.factor,
             backoff_factor=_Reciprocal(self.factor),
-            min_scale=self.min_loss_scale,
-            max_scale=checks.LARGEST_SCALE,
+            min_scale=jnp.asarray(self.min_loss_scale, dtype),
+            max_scale=_largest(dtype),
             growth_interval=self.period,
             hysteresis=1,
             finite_step_resets=True,
@@ -187,10 +192,20 @@ def _multiplied(tree: T, factor: Any) -> T:
 
 def _warn_if_not_floating(name: str, value: Any) -> None:
     dtype = jnp.result_type(value)
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if not _is_floating(dtype):
         warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=4)
+
+
+def _largest(dtype: Any) -> float:
+    finfo: Any = jnp.finfo
+    return float(finfo(dtype).max) if _is_floating(dtype) else math.inf
+
+
+def _is_floating(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 for _empty in (NoOpLossScale, StaticLossScale):
     jax.tree_util.register_pytree_node(_empty, lambda scale: ((), scale), lambda scale, _: scale)
 jax.tree_util.register_pytree_node_class(DynamicLossScale)
+trees.serialise(DynamicLossScale, "loss_scale", "counter", "min_loss_scale")

@@ -41,8 +41,12 @@ def loss_scaled(
     Either way the scale moves by the policy's rule. The scale is in the state, however deeply that
     is nested: ``optax.tree_utils.tree_get(state, "scaler").scale(loss)``.
 
-    Gradients keep their dtype, for an optimizer's state depends on it. Float16 ones may underflow
-    in that: hand in float32 ones.
+    The optimizer gets gradients in their own dtype or the parameters', whichever is wider: pass
+    ``params`` to ``update``, or float16 gradients of float32 parameters underflow again. Extra
+    arguments reach it as they are: a ``value`` is to be unscaled.
+
+    Wrap ``MultiSteps`` and ``apply_if_finite`` in this, and not this in them: the former adds an
+    Inf to what it accumulates for good, and the latter hides it from the scale.
 
     Args:
         optimizer: any optax transformation.
@@ -78,13 +82,13 @@ def loss_scaled(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
-        grads = jax.tree.map(
-            lambda unscaled, scaled: unscaled.astype(jnp.result_type(scaled)),
-            state.scaler.unscale(updates),
-            updates,
-        )
+        dtypes = jax.tree.map(jnp.result_type, updates)
+        if params is not None and _structure(params) == _structure(updates):
+            dtypes = jax.tree.map(jnp.result_type, updates, params)
+        grads = jax.tree.map(jnp.asarray, state.scaler.unscale(updates), dtypes)
         grads_finite = all_finite(grads, axis_name)
         updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
+        inner_state = jax.tree.map(_in_dtype_of, inner_state, state.inner_state)
         return (
             select_tree(grads_finite, updates, jax.tree.map(jnp.zeros_like, updates)),
             LossScaledState(
@@ -95,3 +99,13 @@ def loss_scaled(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _structure(tree: Any) -> Any:
+    return jax.tree.structure(tree)
+
+
+def _in_dtype_of(new: Any, old: Any) -> Any:
+    """Wider gradients may make a wider state, which the next step could not take."""
+    dtype = jnp.result_type(old)
+    return new if jnp.result_type(new) == dtype else jnp.asarray(new, dtype)

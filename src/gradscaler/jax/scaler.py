@@ -71,7 +71,7 @@ class GradScaler:
         scale, *counts = state
         arrays = jnp.asarray(scale, jnp.float32), *(jnp.asarray(n, jnp.int32) for n in counts)
         object.__setattr__(self, "state", ScaleState(*arrays))
-        trees.serialise(self, "state")
+        trees.serialise()
 
     @property
     def loss_scale(self) -> Array:
@@ -84,7 +84,7 @@ class GradScaler:
         Leaves narrower than float32 become float32, for the largest float16 is less than most
         scales. Leaves of other than floating or complex dtypes stay as they are.
         """
-        return trees.map_inexact(lambda leaf: leaf * self.loss_scale, tree)
+        return trees.map_inexact(lambda leaf: jnp.multiply(*self._beside(leaf)), tree)
 
     def unscale(self, tree: T) -> T:
         """Divide the gradients by the loss scale.
@@ -92,7 +92,14 @@ class GradScaler:
         As in ``scale``, leaves narrower than float32 become float32: in their own dtype they would
         underflow again.
         """
-        return trees.map_inexact(lambda leaf: leaf / self.loss_scale, tree)
+        return trees.map_inexact(lambda leaf: jnp.divide(*self._beside(leaf)), tree)
+
+    def _beside(self, leaf: Any) -> tuple[Array, Array]:
+        """A leaf in float32 at least, and the scale in its precision."""
+        leaf = jnp.asarray(leaf)
+        if leaf.dtype.itemsize < 4:
+            leaf = leaf.astype(jnp.float32)
+        return leaf, self.loss_scale.astype(leaf.real.dtype)
 
     def adjust(self, grads_finite: Any) -> GradScaler:
         """The scaler for the next step, by the policy's rule.
@@ -128,12 +135,23 @@ class GradScaler:
 
         def scaled(*args: Any, **kwargs: Any) -> tuple[Array, Any]:
             value = fun(*args, **kwargs)
+            if has_aux and not (isinstance(value, (tuple, list)) and len(value) == 2):
+                raise TypeError(
+                    f"with has_aux, fun must return a pair of a scalar and anything, got {value!r}"
+                )
             return self.scale(value[0] if has_aux else value), value
 
         differentiated = jax.value_and_grad(scaled, argnums, has_aux=True)
 
         @functools.wraps(fun)
         def unscaled(*args: Any, **kwargs: Any) -> ScaledGradients:
+            if axis_name is not None:
+                places = (argnums,) if isinstance(argnums, int) else argnums
+                chosen = {place % len(args) for place in places}
+                args = tuple(
+                    trees.varying(arg, axis_name) if place in chosen else arg
+                    for place, arg in enumerate(args)
+                )
             (_, value), grads = differentiated(*args, **kwargs)
             grads = self.unscale(grads)
             if axis_name is not None:
@@ -146,8 +164,9 @@ class GradScaler:
 
 def check_policy(policy: object) -> None:
     """TypeError unless it is a policy."""
-    if not (hasattr(policy, "init") and hasattr(policy, "update")):
+    if isinstance(policy, type) or not (hasattr(policy, "init") and hasattr(policy, "update")):
         raise TypeError(f"policy must be a DynamicScale or a FixedScale, got {policy!r}")
 
 
 trees.register(GradScaler, static=["policy"])
+trees.serialise(GradScaler, "state")

@@ -22,7 +22,7 @@ AxisName = Hashable | Sequence[Hashable]
 
 _lax: Any = jax.lax  # typed in part
 
-_serialised: set[type] = set()
+_unknown_to_flax: dict[type, tuple[str, ...]] = {}
 
 
 def all_finite(tree: Any, axis_name: AxisName | None = None) -> Array:
@@ -44,6 +44,15 @@ def all_finite(tree: Any, axis_name: AxisName | None = None) -> Array:
     if axis_name is None:
         return everywhere
     return _lax.pmin(everywhere.astype(jnp.int32), axis_name) == 1
+
+
+def varying(tree: T, axis_name: AxisName) -> T:
+    """The same tree, of which ``shard_map`` does not know that it is the same on all devices.
+
+    It sums the gradients of what it knows to be, before they can be averaged.
+    """
+    here = _lax.axis_index(axis_name) >= 0  # true, which only we know
+    return map_inexact(lambda leaf: jnp.where(here, leaf, _lax.stop_gradient(leaf)), tree)
 
 
 def mean(tree: T, axis_name: AxisName) -> T:
@@ -69,12 +78,25 @@ def select_tree(pred: Any, a: T, b: T) -> T:
 
 
 def check_scale(name: str, value: Any) -> None:
-    """ValueError unless a loss scale, or each of an array of them, is above 0.
+    """ValueError unless a loss scale, or each of an array of them, is positive and finite.
 
-    What is traced has no value yet, and passes.
+    What is traced has no value yet, and passes. TypeError for what is no number.
     """
-    if not isinstance(value, jax.core.Tracer) and not np.all(np.asarray(value) > 0):
-        raise ParameterError(f"{name} must be above 0, got {value}")
+    if isinstance(value, jax.core.Tracer):
+        return
+    try:
+        scale = np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number, got {value!r}") from None
+    if not np.all((scale > 0) & np.isfinite(scale)):
+        raise ParameterError(f"{name} must be positive and finite, got {value}")
+
+
+def strong(value: Any, dtype: Any = None) -> Array:
+    """A number or an array as an array of a dtype of its own, which jit does not trace twice."""
+    if isinstance(value, (jax.Array, jax.core.Tracer)):
+        return _lax.convert_element_type(value, dtype or value.dtype)
+    return np.asarray(value, dtype or jnp.result_type(value))
 
 
 def as_flag(name: str, value: Any) -> Array:
@@ -113,6 +135,7 @@ def register(cls: type[Any], static: Sequence[str]) -> None:
     def unflatten(metadata: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
         instance = object.__new__(cls)
         instance.__dict__.update(zip(names, (*leaves, *metadata), strict=True))
+        serialise()
         return instance
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
@@ -125,18 +148,21 @@ def replaced(instance: T, **changes: Any) -> T:
     return changed
 
 
-def serialise(instance: Any, *names: str) -> None:
-    """Let ``flax.serialization`` save and restore these fields of ``instance``'s class.
+def serialise(cls: type[Any] | None = None, *names: str) -> None:
+    """Let ``flax.serialization`` save and restore these fields of a class.
 
-    It asks for that at import, which would take longer than all else here, so this is called with
-    the instances that are made: it does something once, when flax has been imported by its user.
+    It asks for that at import, which would take longer than all else here. So this is called with
+    every instance that is made, and does something when its user has imported flax.
     """
-    cls = type(instance)
-    flax = sys.modules.get("flax.serialization")
-    if flax is None or cls in _serialised:
+    if cls is not None:
+        _unknown_to_flax[cls] = names
+    if not _unknown_to_flax or "flax.serialization" not in sys.modules:
         return
-    _serialised.add(cls)
+    while _unknown_to_flax:
+        _serialise(sys.modules["flax.serialization"], *_unknown_to_flax.popitem())
 
+
+def _serialise(flax: Any, cls: type[Any], names: Sequence[str]) -> None:
     def to_state_dict(target: Any) -> dict[str, Any]:
         return {name: flax.to_state_dict(getattr(target, name)) for name in names}
 
@@ -147,7 +173,7 @@ def serialise(instance: Any, *names: str) -> None:
             name: flax.from_state_dict(getattr(target, name), state[name], name=name)
             for name in names
         }
-        return replaced(target, **restored)
+        return dataclasses.replace(target, **restored)
 
     flax.register_serialization_state(cls, to_state_dict, from_state_dict)
 
@@ -159,18 +185,22 @@ def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
 
 def _is_inexact(path: Any, leaf: Any) -> bool:
     try:
+        if isinstance(leaf, (str, type, np.dtype)):  # which name a dtype
+            raise TypeError
         return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
     except TypeError:
-        place = jax.tree_util.keystr(path)
-        raise TypeError(f"leaf {place} is neither an array nor a number: {leaf!r}") from None
+        raise TypeError(f"{_place(path)} is neither an array nor a number: {leaf!r}") from None
 
 
 def _select(pred: Array, path: Any, a: Any, b: Any) -> Array:
     a, b = jnp.asarray(a), jnp.asarray(b)
     if a.shape != b.shape or a.dtype != b.dtype:
-        place = jax.tree_util.keystr(path)
         raise ParameterError(
-            f"leaf {place}: cannot choose between {a.dtype}{list(a.shape)} and "
+            f"{_place(path)}: cannot choose between {a.dtype}{list(a.shape)} and "
             f"{b.dtype}{list(b.shape)}"
         )
     return jax.lax.select(pred, a, b)
+
+
+def _place(path: Any) -> str:
+    return f"leaf {jax.tree_util.keystr(path)}" if path else "the tree"
