@@ -62,14 +62,14 @@ def test_the_scale_has_no_default():
     "value", [0, 0.0, -1.0, math.nan, math.inf, -math.inf, 1e39, 1e-39, 1e-50, HUGE]
 )
 def test_a_scale_that_float32_cannot_hold_as_a_normal_number_is_a_value_error(value):
-    with pytest.raises(ValueError, match="scale") as caught:
+    with pytest.raises(ValueError, match=r"^scale\b") as caught:
         FixedScale(value)
     assert repr(value) in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [True, np.True_, None, "128", 1j, [128.0], np.ones(1)])
 def test_a_scale_that_is_no_number_is_a_type_error(value):
-    with pytest.raises(TypeError, match="scale") as caught:
+    with pytest.raises(TypeError, match=r"^scale\b") as caught:
         FixedScale(value)
     assert repr(value) in str(caught.value)
 

@@ -137,6 +137,13 @@ def test_a_presets_error_names_the_parameter_as_the_caller_spelt_it(name, parame
     assert repr(value) in str(caught.value)
 
 
+def test_a_presets_error_shows_a_value_that_reads_like_a_parameter_as_it_is():
+    value = "growth_factor, got init_scale"
+    with pytest.raises(TypeError) as caught:
+        DynamicScale.paddle(incr_ratio=value)
+    assert str(caught.value) == f"incr_ratio must be a number, got {value!r} (str)"
+
+
 @settings(deadline=None)
 @given(st.sampled_from(sorted(RULES)), traces)
 def test_every_presets_scale_stays_finite_and_within_its_bounds(name, trace):
@@ -340,6 +347,7 @@ def test_flax_preset_follows_flaxs_rule(init, interval, trace):
 def test_flax_preset_never_falls_below_its_minimum_scale():
     policy = DynamicScale.flax(scale=8.0, minimum_scale=3.0)
     assert scales(policy, "xxx") == [4.0, 3.0, 3.0]
+    assert DynamicScale.flax(minimum_scale=None) == DynamicScale.flax()
 
 
 # jmp.

@@ -457,6 +457,50 @@ def test_a_backoff_in_a_closure_that_raises_then_is_forgotten():
     assert problem.scales == [1024.0, 512.0, 1024.0]
 
 
+def test_a_closure_that_raises_leaves_the_scale_that_worked_for_another():
+    scaler = GradScaler(init_scale=2.0**20)
+    first, second = Problem(torch.optim.SGD, torch.float16), Problem(torch.optim.SGD)
+    scaler.step(first.optimizer, first.closure(scaler))
+    fine = second.closure(scaler)
+
+    def raising():
+        if not second.losses:
+            fine()
+            raise ZeroDivisionError
+        return fine()
+
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(second.optimizer, raising)
+    scaler.step(second.optimizer, raising)
+    assert second.scales == [first.scales[-1]] * 2
+
+
+def test_further_arguments_reach_the_optimizer():
+    class Noting(torch.optim.SGD):
+        def step(self, closure, *args, **kwargs):
+            noted.append((args, kwargs))
+            return super().step(closure)
+
+    noted, problem, scaler = [], Problem(Noting), GradScaler()
+    scaler.step(problem.optimizer, problem.closure(scaler), 1, two=2)
+    assert noted == [((1,), {"two": 2})]
+
+
+def test_after_a_closure_that_raised_gradients_can_be_unscaled_by_hand():
+    problem, scaler = Problem(torch.optim.SGD), GradScaler()
+    fine = problem.closure(scaler)
+
+    def raising():
+        fine()
+        scaler.unscale_(problem.optimizer)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(problem.optimizer, raising)
+    fine()
+    scaler.unscale_(problem.optimizer)  # not "already called"
+
+
 def test_gradients_unscaled_before_a_closure_that_raises_count_as_unscaled(
     backward, parameters, finite, exact
 ):

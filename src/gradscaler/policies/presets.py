@@ -87,8 +87,8 @@ class Presets:
         factor = checks.growth_factor("scale_factor", scale_factor)
         return cls._spelled(
             init_scale=("init_loss_scale", init_loss_scale),
-            growth_factor=("scale_factor", factor),
-            backoff_factor=("scale_factor", 1 / factor),
+            growth_factor=factor,
+            backoff_factor=1 / factor,
             growth_interval=("scale_window", scale_window),
             min_scale=1.0,
         )
@@ -129,8 +129,8 @@ class Presets:
         ratio = checks.growth_factor("factor", factor)
         return cls._spelled(
             init_scale=("loss_scale", loss_scale),
-            growth_factor=("factor", ratio),
-            backoff_factor=("factor", 1 / ratio),
+            growth_factor=ratio,
+            backoff_factor=1 / ratio,
             growth_interval=("period", period),
             min_scale=("min_loss_scale", min_loss_scale),
         )
