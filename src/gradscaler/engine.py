@@ -34,6 +34,7 @@ class OptimizerRecord:
         found_inf: its own flags; None until its gradients were checked.
         scale: the scale that its gradients were unscaled by.
         clip_coefficient: what its gradients have still to be multiplied by, if they are.
+        inv_scale: what they have still to be multiplied by besides, where only checked so far.
         unscaled_to_clip: it was clipping that unscaled them; the user may still ask for it.
     """
 
@@ -43,6 +44,7 @@ class OptimizerRecord:
         self.found_inf: FoundInf | None = None
         self.scale: Any = None
         self.clip_coefficient: Tensor | None = None
+        self.inv_scale: Tensor | None = None
         self.unscaled_to_clip = False
 
 
@@ -135,6 +137,7 @@ class EagerScaler(ABC):
             optimizer, self._scale_in_use(state)
         )
         record.stage = Stage.UNSCALED
+        record.inv_scale = None
         self._records[id(optimizer)] = record
 
     def step(
@@ -181,7 +184,7 @@ class EagerScaler(ABC):
         state = self._placed_state("step")
         if self._unscales_by_itself(optimizer):
             return self._step_on_device(optimizer, record, state, args, kwargs)
-        if record.stage is Stage.READY:
+        if record.stage is Stage.READY and not self._is_finite(record):
             self.unscale_(optimizer)
             record = self._record(optimizer)
         result = self._step_if_finite(optimizer, record, args, kwargs)
@@ -246,8 +249,9 @@ class EagerScaler(ABC):
     ) -> Tensor:
         """Clip the unscaled gradients of an optimizer by their total norm.
 
-        The gradients are unscaled if they were not. They are multiplied by
-        ``min(1, max_norm / (norm + 1e-6))`` in ``step``, if that is not skipped. A second call
+        They are multiplied by ``min(1, max_norm / (norm + 1e-6))`` in ``step``, if that is not
+        skipped. A 2-norm takes one reading of the gradients, and ``step`` divides them by the
+        scale in the same multiplication; for other norms they are unscaled here. A second call
         clips what the first has left; the framework's own clipping does not know of it. With a
         closure, call it in the closure.
 
@@ -274,11 +278,16 @@ class EagerScaler(ABC):
             raise CallOrderError(
                 "clip_grad_norm_() is being called after step(): call it before step(optimizer)"
             )
+        norm = None
         if self._enabled and record.stage is Stage.READY:
-            self.unscale_(optimizer)
-            record = self._record(optimizer)
-            record.unscaled_to_clip = True
-        norm = self._operations.total_norm(optimizer, float(norm_type))
+            if norm_type == 2 and record.inv_scale is None:
+                norm = self._measure(record)
+            if norm is None:
+                self.unscale_(optimizer)
+                record = self._record(optimizer)
+                record.unscaled_to_clip = True
+        if norm is None:
+            norm = self._operations.total_norm(optimizer, float(norm_type))
         if record.clip_coefficient is not None:
             norm = norm * record.clip_coefficient
         if error_if_nonfinite and not math.isfinite(float(norm)):
@@ -293,6 +302,8 @@ class EagerScaler(ABC):
             record.clip_coefficient = coefficient
         else:
             record.clip_coefficient = record.clip_coefficient * coefficient
+        if self._enabled:
+            self._records[id(optimizer)] = record
         return norm
 
     def last_step(self, optimizer: Optimizer) -> StepOutcome:
@@ -406,10 +417,26 @@ class EagerScaler(ABC):
             return self._closure_state.scale
         return state.scale
 
+    def _measure(self, record: OptimizerRecord) -> Tensor | None:
+        """The norm that the gradients will have once unscaled, if one reading of them can tell."""
+        scale = self._scale_in_use(self._placed_state("clip_grad_norm_"))
+        measured = self._operations.measure(record.optimizer, scale)
+        if measured is None:
+            return None
+        norm, record.scale, record.inv_scale, record.found_inf = measured
+        return norm
+
+    def _is_finite(self, record: OptimizerRecord) -> bool:
+        """Whether gradients that are still scaled were checked, and found finite."""
+        return record.inv_scale is not None and not self._operations.any_set(record.found_inf or {})
+
     def _clip(self, record: OptimizerRecord) -> None:
-        if record.clip_coefficient is not None:
-            self._operations.multiply_gradients_(record.optimizer, record.clip_coefficient)
-            record.clip_coefficient = None
+        """Multiply the gradients by what they are still to be multiplied by."""
+        factors = [f for f in (record.clip_coefficient, record.inv_scale) if f is not None]
+        if factors:
+            factor = math.prod(factors[1:], start=factors[0])
+            self._operations.multiply_gradients_(record.optimizer, factor)
+            record.clip_coefficient = record.inv_scale = None
 
     def _conclude(
         self, optimizer: Optimizer, record: OptimizerRecord, reason: Reason | None = None

@@ -45,6 +45,15 @@ class Operations(Protocol):
     def any_set(self, found_inf: FoundInf, /) -> bool:
         """Whether any flag is set, read on the host."""
 
+    def measure(
+        self, optimizer: Optimizer, scale: Tensor, /
+    ) -> tuple[Tensor, Any, Tensor, FoundInf] | None:
+        """The 2-norm that gradients will have once unscaled, from reading them once.
+
+        With it a copy of the scale, its inverse, and flags as of unscaling. None where one reading
+        cannot tell: a norm too large for its dtype, an unusual dtype.
+        """
+
     def total_norm(self, optimizer: Optimizer, norm_type: float, /) -> Tensor:
         """The norm of all the optimizer's gradients taken as one vector, a scalar."""
 

@@ -2,12 +2,14 @@
 
 import copy
 import math
+from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradscaler.torch import GradScaler
 
@@ -36,6 +38,7 @@ class Side:
         self.scaler = scaler
         self.parameters = copy.deepcopy(parameters)
         self.optimizer = kind(self.parameters)
+        self.fused = bool(self.optimizer.defaults.get("fused"))
         self._backward = backward
 
     def backward(self, gradients):
@@ -85,15 +88,29 @@ def native(kind, parameters, backward):
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, INF, "inf"])
 @pytest.mark.parametrize("max_norm", [0.5, 100.0, 0.0, INF])
-def test_norm_and_step_are_torch_s_to_the_bit(
-    ours, native, max_norm, norm_type, finite, exact, stepped
-):
+def test_norm_and_step_are_torch_s(ours, native, max_norm, norm_type, finite, exact, stepped):
     mine = ours.backward(finite).clip(max_norm, norm_type)
     theirs = native.backward(finite).unscale().clip(max_norm, norm_type)
     assert exact(mine) == exact(theirs)
     ours.finish()
     native.finish()
-    assert stepped(ours.optimizer) == stepped(native.optimizer)
+    if ours.fused and norm_type == 2 and mine > max_norm > 0:
+        assert_close(ours, native)  # it divides once, by scale / coefficient
+    else:
+        assert stepped(ours.optimizer) == stepped(native.optimizer)
+
+
+def assert_close(ours, native):
+    """The same parameters, gradients and state to within a few roundings."""
+    for mine, theirs in zip(ours.parameters, native.parameters, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+        torch.testing.assert_close(mine, theirs)
+        for name, value in state_of(native, theirs).items():
+            torch.testing.assert_close(state_of(ours, mine)[name], value)
+
+
+def state_of(side, parameter):
+    return side.optimizer.state[parameter]
 
 
 @pytest.mark.parametrize("unscaled_first", [False, True], ids=["alone", "after unscale_"])
@@ -107,7 +124,10 @@ def test_several_iterations_are_torch_s_to_the_bit(ours, native, unscaled_first,
         native.backward(gradients).unscale().clip(0.5)
         ours.finish()
         native.finish()
-    assert stepped(ours.optimizer) == stepped(native.optimizer)
+    if ours.fused and not unscaled_first:
+        assert_close(ours, native)
+    else:
+        assert stepped(ours.optimizer) == stepped(native.optimizer)
 
 
 def test_unscaling_after_clipping_is_in_order_too(ours, native, finite, stepped):
@@ -141,9 +161,10 @@ def test_clipping_repeatedly_is_torch_s(clips, unscale_before, backward):
         torch.testing.assert_close(mine, theirs)
 
 
-def test_the_gradients_are_clipped_in_step_and_not_before(ours, finite, exact):
+def test_the_gradients_are_unscaled_and_clipped_in_step_and_not_before(ours, finite, exact):
     ours.backward(finite).clip(0.5)
-    assert exact([parameter.grad for parameter in ours.parameters]) == exact(finite)
+    scaled = [gradient * 2.0**16 for gradient in finite]
+    assert exact([parameter.grad for parameter in ours.parameters]) == exact(scaled)
     ours.finish()
     norm = get_total_norm([parameter.grad for parameter in ours.parameters])
     assert norm.item() == pytest.approx(0.5, rel=1e-5)
@@ -310,13 +331,105 @@ def test_a_norm_that_is_not_finite_is_returned_and_the_step_skipped(ours, overfl
 
 
 def test_a_norm_that_is_not_finite_can_be_an_error(ours, native, overflowed, stepped):
-    ours.backward(overflowed)
+    before = stepped(ours.backward(overflowed).optimizer)
     with pytest.raises(RuntimeError, match=r"norm.*inf"):
         ours.clip(0.5, error_if_nonfinite=True)
-    native.backward(overflowed).unscale()
-    assert stepped(ours.optimizer) == stepped(native.optimizer)
+    assert stepped(ours.optimizer) == before
     ours.finish()
     assert ours.scaler.last_step(ours.optimizer).skipped
+
+
+# One reading of the gradients.
+
+
+class Calls(TorchDispatchMode):
+    """Counts what is done to every tensor of a list at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_clipping_reads_the_gradients_once_and_step_multiplies_them_once_or_not_at_all(
+    ours, finite
+):
+    until_step = Counter()
+    ours.optimizer.register_step_pre_hook(lambda *_: until_step.update(calls.counts))
+    ours.backward(finite)
+    with Calls() as calls:
+        ours.clip(0.5)
+        ours.finish()
+    assert until_step["_foreach_norm"] == 1
+    assert until_step["_foreach_mul_"] == (0 if ours.fused else 1)
+    assert until_step["_amp_foreach_non_finite_check_and_unscale_"] == 0
+
+
+def test_a_norm_that_overflows_though_the_gradients_are_finite_skips_nothing(ours, native):
+    huge = [torch.full((2, 3), 2.0**50), torch.full((4,), 2.0**51)]
+    mine = ours.backward(huge).clip(1.0)
+    theirs = native.backward(huge).unscale().clip(1.0)
+    assert mine.item() == theirs.item()
+    ours.finish()
+    native.finish()
+    assert ours.scaler.last_step(ours.optimizer).applied
+    assert_close(ours, native)
+
+
+def test_a_skipped_step_leaves_gradients_unscaled_as_torch_s_sequence_does(
+    ours, native, overflowed, exact
+):
+    ours.backward(overflowed).clip(0.5)
+    ours.finish()
+    native.backward(overflowed).unscale().finish()
+    mine, theirs = ([p.grad for p in side.parameters] for side in (ours, native))
+    assert exact(mine) == exact(theirs)
+
+
+def test_without_clipping_every_bit_is_torch_s(ours, native, finite, stepped):
+    for gradients in (finite, [gradient / 3 for gradient in finite]):
+        ours.backward(gradients).clip(INF)
+        native.backward(gradients).unscale()
+        ours.finish()
+        native.finish()
+    assert stepped(ours.optimizer) == stepped(native.optimizer)
+
+
+@pytest.mark.parametrize("name", ["unscale_", "_unscale_grads_"])
+def test_a_subclass_that_unscales_in_its_own_way_is_asked_to(name, kind, parameters, finite):
+    calls = []
+
+    class Sharded(GradScaler):
+        pass
+
+    def method(self, *args, **kwargs):
+        calls.append(name)
+        return getattr(super(Sharded, self), name)(*args, **kwargs)
+
+    setattr(Sharded, name, method)
+    scaler, optimizer = Sharded(), kind(parameters)
+    scaler.scale(sum((p * g).sum() for p, g in zip(parameters, finite, strict=True))).backward()
+    scaler.clip_grad_norm_(optimizer, 0.5)
+    scaler.step(optimizer)
+    assert calls == [name]
+
+
+@pytest.mark.parametrize("value", [INF, -INF, math.nan])
+def test_a_fused_step_skips_what_is_found_in_large_gradients_and_in_small(value):
+    for overflowing in (0, 1):
+        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((200, 100), (4,))]
+        optimizer = torch.optim.AdamW(parameters, fused=True)
+        scaler = GradScaler()
+        scaler.scale(sum(parameter.sum() for parameter in parameters)).backward()
+        parameters[overflowing].grad.view(-1)[3] = value
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.last_step(optimizer).skipped
+        assert scaler.get_scale() == 2.0**15
+        assert all((parameter == 0).all() for parameter in parameters)
 
 
 def test_after_that_error_the_step_is_not_clipped(ours, native, finite, stepped):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy as copying
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import reduce
@@ -12,6 +13,8 @@ from gradscaler.operations import FoundInf, Optimizer, Tensor
 from gradscaler.policies import Policy, ScaleState
 
 Device = Any
+
+_LARGE = 2**14  # elements
 
 
 class TorchLikeOperations:
@@ -144,6 +147,71 @@ class TorchLikeOperations:
             for parameter in group["params"]
             if parameter.grad is not None
         )
+
+    def inverse(self, scale: Tensor) -> tuple[Any, Tensor]:
+        """A copy of the scale for the record, and 1/scale as a float32 scalar on its device.
+
+        Taken in float64 and rounded once: some builds divide float32 inexactly.
+        """
+        if is_cpu(scale.device):
+            used = scale.item()
+            return used, self.scalar(1.0 / used, scale.device)
+        if scale.device.type == "mps":  # has no float64
+            return scale.clone(), scale.reciprocal()
+        wide = scale.double()
+        return wide, wide.reciprocal().float()
+
+    def measure(
+        self, optimizer: Optimizer, scale: Tensor
+    ) -> tuple[Tensor, Any, Tensor, FoundInf] | None:
+        with self.framework.no_grad():
+            grads = self.gradients_to_measure(optimizer)
+            float32 = self.framework.float32
+            if any(grad.dtype != float32 or grad.device != scale.device for grad in grads):
+                return None
+            used, inv_scale = self.inverse(scale)
+            norm_and_flag = self.norm_and_flag(grads)
+            if norm_and_flag is None:
+                return None
+            norm, flag = norm_and_flag
+            flags = {self.device_key(scale.device): flag} if grads else {}
+            return (norm * inv_scale).float(), used, inv_scale, flags
+
+    def norm_and_flag(self, grads: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+        """The 2-norm of float32 tensors and whether one is not finite, from one reading.
+
+        None if they are finite and the norm is not.
+        """
+        if not grads or is_cpu(grads[0].device):
+            norm = self.framework.nn.utils.get_total_norm(grads)
+            finite = math.isfinite(norm.item())
+            if not finite and all(grad.isfinite().all().item() for grad in grads):
+                return None
+            return norm, self.scalar(float(not finite), norm.device)
+        # In float64 no sum of squares overflows: it is finite if and only if all the gradients are.
+        norms = self.framework._foreach_norm(grads, 2, dtype=self.framework.float64)
+        norm = self.framework.linalg.vector_norm(self.framework.stack(norms))
+        return norm, 1.0 - norm.isfinite().float()
+
+    def check(self, optimizer: Optimizer, one: Tensor, found_inf: Tensor) -> dict[Device, Tensor]:
+        """Flag each device's non-finite gradients, which stay as they are."""
+        flags: dict[Device, Tensor] = {}
+        with self.framework.no_grad():
+            for device, grads in self.grouped(self.gradients(optimizer)):
+                key = self.device_key(device)
+                if key not in flags:
+                    flags[key] = self.on_device(found_inf.clone(), device)
+                # Unscaling by 1 writes what it reads. A norm does not, and is faster unless the
+                # gradients are so small that the calls weigh more.
+                float32 = grads[0].dtype == self.framework.float32
+                large = [grad for grad in grads if float32 and grad.numel() >= _LARGE]
+                norm_and_flag = self.norm_and_flag(large) if large else None
+                if norm_and_flag is not None:
+                    flags[key] = self.framework.maximum(flags[key], norm_and_flag[1])
+                    grads = [grad for grad in grads if grad.numel() < _LARGE]
+                if grads:
+                    self.check_and_unscale_(grads, flags[key], self.on_device(one, device))
+        return flags
 
     def total_norm(self, optimizer: Optimizer, norm_type: float) -> Tensor:
         with self.framework.no_grad():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gradscaler import checkpoint
-from gradscaler.engine import OptimizerRecord, Stage
+from gradscaler.engine import EagerScaler, OptimizerRecord, Stage
 from gradscaler.errors import ParameterError
 from gradscaler.operations import FoundInf, Optimizer, Tensor
 from gradscaler.policies import DynamicScale, FixedScale, Policy, ScaleState, checks
@@ -122,23 +122,22 @@ class TorchLikeScaler(TorchSpelling):
     # How torch does what the engine asks for.
 
     def _unscale_and_check(self, optimizer: Optimizer, scale: Tensor) -> tuple[Any, FoundInf]:
-        # The reciprocal is taken in float64 and rounded once: some builds divide float32 inexactly.
-        operations = self._operations
-        used: Any
-        if is_cpu(scale.device):
-            used = scale.item()
-            inv_scale = operations.scalar(1.0 / used, scale.device)
-        elif scale.device.type == "mps":  # has no float64
-            used = scale.clone()
-            inv_scale = used.reciprocal()
-        else:
-            used = scale.double()
-            inv_scale = used.reciprocal().float()
+        used, inv_scale = self._operations.inverse(scale)
         return used, self._unscale_grads_(
             optimizer,
             inv_scale,
-            operations.scalar(0.0, scale.device),
+            self._operations.scalar(0.0, scale.device),
             self._allow_fp16_gradients,
+        )
+
+    def _measure(self, record: OptimizerRecord) -> Tensor | None:
+        return super()._measure(record) if self._unscales_plainly() else None
+
+    def _unscales_plainly(self) -> bool:
+        """Whether nothing replaces how gradients are unscaled; it may reduce flags, for example."""
+        return (
+            getattr(self.unscale_, "__func__", None) is EagerScaler.unscale_
+            and getattr(self._unscale_grads_, "__func__", None) is TorchLikeScaler._unscale_grads_
         )
 
     def _unscale_grads_(
@@ -150,6 +149,8 @@ class TorchLikeScaler(TorchSpelling):
         """The flags of gradients that stay scaled."""
         device = self._placed_state("step").scale.device
         one, zero = (self._operations.scalar(value, device) for value in (1.0, 0.0))
+        if self._unscales_plainly():
+            return self._operations.check(optimizer, one, zero)
         return self._unscale_grads_(optimizer, one, zero, True)
 
     def _set_scale(self, new_scale: Any) -> None:
@@ -175,9 +176,8 @@ class TorchLikeScaler(TorchSpelling):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if record.clip_coefficient is not None and not self._operations.any_set(
-            record.found_inf or {}
-        ):
+        to_multiply = record.clip_coefficient is not None or record.inv_scale is not None
+        if to_multiply and not self._operations.any_set(record.found_inf or {}):
             self._clip(record)  # here, for subclasses replace _maybe_opt_step
         return self._maybe_opt_step(optimizer, record, *args, **kwargs)
 
@@ -204,10 +204,17 @@ class TorchLikeScaler(TorchSpelling):
             record.scale = state.scale.clone()
             self._conclude(optimizer, record)
             return result
+        on_cpu = is_cpu(state.scale.device)
+        if record.inv_scale is not None and on_cpu and not self._is_finite(record):
+            self.unscale_(optimizer)  # for the optimizer will skip, and leave them scaled
+            record.clip_coefficient = None
         if record.stage is Stage.READY:
-            self._check_inf_per_device(optimizer)
-            record = self._record(optimizer)
+            if record.inv_scale is None:
+                self._check_inf_per_device(optimizer)
+                record = self._record(optimizer)
             grad_scale = record.scale = state.scale.clone()
+            if record.clip_coefficient is not None:
+                grad_scale = grad_scale / record.clip_coefficient
             if hasattr(optimizer, "grad_scale"):
                 grad_scale = grad_scale * optimizer.grad_scale
         else:
@@ -221,7 +228,8 @@ class TorchLikeScaler(TorchSpelling):
                 del optimizer.grad_scale  # which is for one step alone
             self._conclude(optimizer, record)
             return None
-        self._clip(record)
+        if record.stage is Stage.UNSCALED:
+            self._clip(record)
         optimizer.grad_scale = grad_scale
         optimizer.found_inf = self._operations.combine([found_inf], state.scale.device)
         try:
