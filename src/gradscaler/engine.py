@@ -184,9 +184,7 @@ class EagerScaler(ABC):
         state = self._placed_state("step")
         if self._unscales_by_itself(optimizer):
             return self._step_on_device(optimizer, record, state, args, kwargs)
-        if record.stage is Stage.READY and not self._is_finite(record):
-            self.unscale_(optimizer)
-            record = self._record(optimizer)
+        record = self._checked(record)
         result = self._step_if_finite(optimizer, record, args, kwargs)
         self._conclude(optimizer, record)
         return result
@@ -425,6 +423,13 @@ class EagerScaler(ABC):
             return None
         norm, record.scale, record.inv_scale, record.found_inf = measured
         return norm
+
+    def _checked(self, record: OptimizerRecord) -> OptimizerRecord:
+        """The record of gradients that are unscaled, or finite and to be unscaled by ``_clip``."""
+        if record.stage is not Stage.READY or self._is_finite(record):
+            return record
+        self.unscale_(record.optimizer)
+        return self._record(record.optimizer)
 
     def _is_finite(self, record: OptimizerRecord) -> bool:
         """Whether gradients that are still scaled were checked, and found finite."""

@@ -108,10 +108,20 @@ def test_minimize_clips_too(ours, paddles, finite, stepped):
     assert stepped(ours.optimizer) == stepped(paddles.optimizer)
 
 
-def test_the_gradients_are_clipped_in_step_and_not_before(ours, finite):
+def test_a_norm_that_overflows_though_the_gradients_are_finite_skips_nothing(ours):
+    ours.backward([np.full([2, 3], 2.0**50, np.float32), np.full([4], 2.0**51, np.float32)])
+    ours.clip(1.0)
+    ours.finish()
+    assert ours.scaler.last_step(ours.optimizer).applied
+    flat = np.concatenate([parameter.grad.numpy().ravel() for parameter in ours.parameters])
+    assert np.linalg.norm(flat) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_the_gradients_are_unscaled_and_clipped_in_step_and_not_before(ours, finite):
     ours.backward(finite)
+    scaled = ours.parameters[0].grad.numpy().copy()
     ours.clip(0.5)
-    assert ours.parameters[0].grad.numpy() == pytest.approx(finite[0])
+    assert (ours.parameters[0].grad.numpy() == scaled).all()
     ours.finish()
     flat = np.concatenate([parameter.grad.numpy().ravel() for parameter in ours.parameters])
     assert np.linalg.norm(flat) == pytest.approx(0.5, rel=1e-5)

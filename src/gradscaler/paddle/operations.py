@@ -127,6 +127,20 @@ def _all_finite(grads: list[Tensor]) -> bool:
     return all(_C_ops.isfinite(grad).all().item() for grad in grads)
 
 
+def measure(
+    optimizer: Any, scale: np.float32
+) -> tuple[Tensor, np.float32, Tensor, FoundInf] | None:
+    with paddle.no_grad():
+        groups = gradients(optimizer)
+        if len(groups) != 1 or groups[0][0].dtype != paddle.float32:
+            return None
+        squared = _C_ops.add_n([_C_ops.squared_l2_norm(grad) for grad in groups[0]])
+        if not math.isfinite(squared.item()):
+            return None
+        inv_scale = paddle.full([], 1.0 / float(scale), dtype="float32")
+        return squared.sqrt().reshape([]) * inv_scale, scale, inv_scale, {"found_inf": False}
+
+
 def _multiply_(grads: list[Tensor], factor: float) -> None:
     """Multiply gradients of one dtype, halves in float32: a half may not even hold the factor."""
     # The bias is -0.0, for adding 0.0 would make a 0.0 of -0.0.

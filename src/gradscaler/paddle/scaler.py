@@ -184,10 +184,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
             result = optimizer.minimize(*args, **kwargs)
             self._outcomes.put(optimizer, StepOutcome(1.0, False, "disabled"))
             return result
-        record = self._record_to_step(optimizer)
-        if record.stage is Stage.READY:
-            self.unscale_(optimizer)
-            record = self._record(optimizer)
+        record = self._checked(self._record_to_step(optimizer))
         result = self._step_if_finite(optimizer, record, args, kwargs, "minimize")
         if not record.found_inf or operations.any_set(record.found_inf):
             result = _skipped_minimize(optimizer, args, kwargs)
@@ -301,6 +298,14 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
             flag = paddle.ones([1], "bool") if flag else self._temp_found_inf_value_false
         self._found_inf = flag
         return scale, found_inf
+
+    def _measure(self, record: OptimizerRecord) -> Any:
+        if "_unscale" in vars(self):  # a wrapper's own, which may reduce found_inf over processes
+            return None
+        norm = super()._measure(record)
+        if norm is not None:
+            self._found_inf = self._temp_found_inf_value_false
+        return norm
 
     def _step_if_finite(
         self,
