@@ -129,18 +129,62 @@ def test_gradients_are_unscaled_in_float32():
     assert float(optimizer.get_unscaled_gradients([grad])[0]) == 2.0**-15
 
 
-def test_scaling_the_loss_as_the_trainer_does_ends_unscaling_by_hand(numpy):
+def _pairs(grad, variable):
+    return [(keras.ops.convert_to_tensor(grad), variable)]
+
+
+def test_unscaling_by_hand_lasts(numpy):
+    """Compiled code unscales in its first run alone, as far as Python can see."""
     optimizer = LossScaleOptimizer(SGD(1.0), initial_scale=4.0)
     variable = keras.Variable(10.0)
     optimizer.get_scaled_loss(1.0)
-    optimizer.apply(optimizer.get_unscaled_gradients([keras.ops.ones(())]), [variable])
-    assert numpy(variable) == 9.75
-    optimizer.scale_loss(1.0)
-    optimizer.apply([keras.ops.ones(())], [variable])
-    assert numpy(variable) == 9.5
+    optimizer.get_unscaled_gradients([keras.ops.ones(())])
+    optimizer.apply_gradients(_pairs(1.0, variable))
+    assert numpy(variable) == 9.0
+    optimizer.minimize(lambda: 1.0 * variable, [variable])
+    assert numpy(variable) == 8.0
+    optimizer.apply_gradients(_pairs(1.0, variable))
+    assert numpy(variable) == 7.0
+
+
+def test_scaling_the_loss_as_the_trainer_does_is_for_one_step(numpy):
+    optimizer = LossScaleOptimizer(SGD(1.0), initial_scale=4.0)
+    variable = keras.Variable(10.0)
     optimizer.get_unscaled_gradients([])
-    optimizer.apply([keras.ops.ones(())], [variable])
-    assert numpy(variable) == 8.5
+    optimizer.scale_loss(1.0)
+    optimizer.apply_gradients(_pairs(1.0, variable))
+    assert numpy(variable) == 9.75
+    optimizer.apply_gradients(_pairs(1.0, variable))
+    assert numpy(variable) == 8.75
+    optimizer.scale_loss(1.0)
+    optimizer.get_unscaled_gradients([])
+    optimizer.apply_gradients(_pairs(1.0, variable))
+    assert numpy(variable) == 7.75
+
+
+def test_a_step_that_raises_leaves_how_gradients_come(numpy):
+    optimizer = LossScaleOptimizer(SGD(1.0), initial_scale=4.0)
+    variable = keras.Variable(10.0)
+    optimizer.build([variable])
+    optimizer.get_unscaled_gradients([])
+    optimizer.scale_loss(1.0)
+    with pytest.raises(ValueError, match="Unknown variable"):
+        optimizer.apply_gradients(_pairs(1.0, keras.Variable(1.0)))
+    optimizer.apply_gradients(_pairs(1.0, variable))
+    assert numpy(variable) == 9.75
+
+
+def test_apply_divides_whatever_was_called_before(numpy):
+    """As Keras' own; a look at the unscaled gradients, to log their norm, changes nothing."""
+    optimizer = LossScaleOptimizer(SGD(1.0), initial_scale=4.0)
+    variable = keras.Variable(10.0)
+    ones = [keras.ops.ones(())]
+    optimizer.scale_loss(1.0)
+    optimizer.get_unscaled_gradients(ones)
+    optimizer.apply(ones, [variable])
+    assert numpy(variable) == 9.75
+    optimizer.apply(ones, [variable])
+    assert numpy(variable) == 9.5
 
 
 def test_a_loss_that_was_never_scaled_is_warned_of_once(recwarn):
@@ -168,7 +212,8 @@ def test_nothing_is_warned_of_when_the_calls_are_right(recwarn):
         zip(by_hand.get_unscaled_gradients([keras.ops.ones(())]), [variable], strict=True)
     )
     as_the_trainer.scale_loss(1.0)
-    as_the_trainer.apply_gradients([(keras.ops.ones(()), variable)])
+    for _ in range(2):  # as if scale_loss were compiled
+        as_the_trainer.apply_gradients([(keras.ops.ones(()), variable)])
     assert not recwarn.list
 
 

@@ -79,6 +79,25 @@ class TestTensorFlow:
         assert float(tf.reduce_sum(table.value)) == expected
         assert float(optimizer.loss_scale) == (4.0 if bad is None else 2.0)
 
+    def test_gradients_of_a_compiled_function_come_unscaled_after_other_steps_too(self):
+        import tensorflow as tf
+
+        variable = tf.Variable(8.0)
+        optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.25))
+
+        @tf.function
+        def gradients():
+            with tf.GradientTape() as tape:
+                scaled = optimizer.get_scaled_loss(variable**2)
+            return optimizer.get_unscaled_gradients(tape.gradient(scaled, [variable]))
+
+        optimizer.apply_gradients(zip(gradients(), [variable], strict=True))
+        assert float(variable) == 4.0
+        optimizer.minimize(lambda: variable**2, [variable])
+        assert float(variable) == 2.0
+        optimizer.apply_gradients(zip(gradients(), [variable], strict=True))
+        assert float(variable) == 1.0
+
     def test_a_checkpoint_keeps_the_scale_and_the_counter(self, variables, tmp_path, drive):
         import tensorflow as tf
 

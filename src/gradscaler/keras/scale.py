@@ -42,7 +42,9 @@ class Scale:
         if getattr(self._policy, "hysteresis", 1) > 1:
             self.nonfinite_counter = self.add_variable((), dtype="int", name="nonfinite_counter")
         self._loss_has_been_scaled = False
-        self._gradients_are_scaled: bool | None = None  # until the caller shows how they come
+        # Compiled code sets these when it is traced alone, so the first is never taken back.
+        self._gradients_have_been_unscaled = False
+        self._next_step_unscales = False
 
     @property
     def dynamic(self) -> bool:
@@ -87,7 +89,7 @@ class Scale:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, in float32 at least; ``apply`` then divides the gradients."""
-        self._gradients_are_scaled = True
+        self._next_step_unscales = True
         return self._scaled(loss)
 
     def get_scaled_loss(self, loss: Any) -> Any:
@@ -99,10 +101,11 @@ class Scale:
     def get_unscaled_gradients(self, grads: Iterable[Tensor | None]) -> list[Tensor | None]:
         """The gradients divided by the scale, each of the dtype and kind that it was; None is None.
 
-        ``apply_gradients`` and ``apply`` then take gradients as they are, until the next
-        ``scale_loss``.
+        ``apply_gradients`` takes gradients as they are from then on. Only in the step after
+        ``scale_loss``, and in ``apply``, they are divided.
         """
-        self._gradients_are_scaled = False
+        self._gradients_have_been_unscaled = True
+        self._next_step_unscales = False
         scale = self._scale
         return [None if g is None else ops.cast(ops.divide(g, scale), g.dtype) for g in grads]
 
