@@ -301,8 +301,12 @@ def test_weights_are_set_in_the_order_of_the_variables(variables, numpy):
     weights = [numpy(variable) for variable in first.variables]
     second.set_weights(weights)
     assert [numpy(v).tolist() for v in second.variables] == [w.tolist() for w in weights]
-    with pytest.raises(ValueError, match="shapes"):
-        second.set_weights(weights[:-1])
+    first.dynamic_scale.assign(32.0)
+    with pytest.raises(ValueError, match=r"kernel.* has the shape \(2, 2\), its weight \(2,\)"):
+        first.set_weights([*weights[:6], *weights[7:]])
+    assert float(first.loss_scale) == 32.0
+    first.set_weights([*weights, np.ones(3)])  # as Keras does for an .h5 file
+    assert float(first.loss_scale) == 64.0
 
 
 def test_the_config_is_what_keras_wrapper_is_made_from(native):

@@ -213,18 +213,22 @@ class LossScaleOptimizer(Scale, Delegating, keras.optimizers.LossScaleOptimizer)
     # State.
 
     def set_weights(self, weights: list[Any]) -> None:
-        """Set the values of all ``variables``, in their order.
+        """Set the values of all ``variables``, in their order; as many as there are of both.
 
         Raises:
-            ValueError: the optimizer is not built, or number or shapes do not match.
+            ValueError: the optimizer is not built, or shapes do not match.
         """
         if not self.built:
             raise ValueError("set_weights() needs variables: call optimizer.build(...) first")
-        shapes = [tuple(variable.shape) for variable in self.variables]
-        given = [tuple(weight.shape) for weight in weights]
-        if shapes != given:
-            raise ValueError(f"the variables have the shapes {shapes}, the weights {given}")
-        for variable, weight in zip(self.variables, weights, strict=True):
+        # Keras reads an .h5 file into an optimizer that was built without a model's variables.
+        pairs = list(zip(self.variables, weights, strict=False))
+        for variable, weight in pairs:
+            if tuple(variable.shape) != tuple(weight.shape):
+                raise ValueError(
+                    f"the variable {variable.path} has the shape {tuple(variable.shape)}, "
+                    f"its weight {tuple(weight.shape)}"
+                )
+        for variable, weight in pairs:
             variable.assign(weight)
 
     def exclude_from_weight_decay(
