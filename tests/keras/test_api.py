@@ -122,11 +122,29 @@ def test_unscaling_keeps_none_and_dtypes(dtype):
     assert [float(value) for value in unscaled] == [1.5, -2.0]
 
 
-def test_gradients_are_unscaled_in_float32():
-    """2**-30 is no float16."""
-    optimizer = LossScaleOptimizer(SGD(), initial_scale=2.0**30)
-    grad = keras.ops.convert_to_tensor(2.0**15, "float16")
-    assert float(optimizer.get_unscaled_gradients([grad])[0]) == 2.0**-15
+SHAPES = pytest.mark.parametrize("shape", [(), (3,)])
+
+
+@SHAPES
+def test_gradients_are_unscaled_in_float32(shape, numpy):
+    """2**30 is no float16, nor is 2**-30."""
+    optimizer = LossScaleOptimizer(SGD(1.0), initial_scale=2.0**30)
+    grad = keras.ops.full(shape, 2.0**15, "float16")
+    assert (numpy(optimizer.get_unscaled_gradients([grad])[0]) == 2.0**-15).all()
+    variable = keras.Variable(np.zeros(shape), dtype="float16")
+    optimizer.apply([grad], [variable])
+    assert (numpy(variable) == -(2.0**-15)).all()
+
+
+@SHAPES
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_loss_is_scaled_in_float32(dtype, shape, numpy):
+    """2**17 is no float16."""
+    optimizer = LossScaleOptimizer(SGD(), initial_scale=2.0**17)
+    for scale_loss in (optimizer.scale_loss, optimizer.get_scaled_loss):
+        scaled = scale_loss(keras.ops.ones(shape, dtype))
+        assert keras.backend.standardize_dtype(scaled.dtype) == "float32"
+        assert (numpy(scaled) == 2.0**17).all()
 
 
 def _pairs(grad, variable):

@@ -107,17 +107,19 @@ class Scale:
         self._gradients_have_been_unscaled = True
         self._next_step_unscales = False
         scale = self._scale
-        return [None if g is None else ops.cast(ops.divide(g, scale), g.dtype) for g in grads]
+        return [
+            None if g is None else ops.cast(operations.divide(g, scale), g.dtype) for g in grads
+        ]
 
     @property
     def _scale(self) -> Tensor:
-        if self.dynamic:
-            return self.dynamic_scale
-        return ops.convert_to_tensor(self.initial_scale, "float32")
+        return ops.convert_to_tensor(
+            self.dynamic_scale if self.dynamic else self.initial_scale, "float32"
+        )
 
     def _scaled(self, loss: Tensor) -> Tensor:
         self._loss_has_been_scaled = True
-        return ops.multiply(loss, self._scale)
+        return operations.multiply(loss, self._scale)
 
     def _unscaled(self, grads: list[Any], variables: list[Variable] | None) -> list[Any]:
         scale = self._scale
@@ -125,7 +127,7 @@ class Scale:
         return [
             grad
             if grad is None or self._overwrite_variable_with_gradient(variable)
-            else ops.divide(grad, scale)
+            else operations.divide(grad, scale)
             for grad, variable in zip(grads, variables, strict=True)
         ]
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import keras
 
 where = jnp.where
+multiply, divide = keras.ops.multiply, keras.ops.divide
 
 
 def all_finite(gradients: list[Any]) -> Any:

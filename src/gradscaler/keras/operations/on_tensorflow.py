@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 where = tf.where
+multiply, divide = keras.ops.multiply, keras.ops.divide
 
 
 def all_finite(gradients: list[Any]) -> Any:

@@ -19,6 +19,22 @@ def all_finite(gradients: list[Any]) -> Any:
     return torch.stack(extremes or [torch.zeros(())]).isfinite().all()
 
 
+def multiply(loss: Any, scale: Any) -> Any:
+    """The loss times the scale, in float32 at least."""
+    return torch.multiply(_widened(keras.ops.convert_to_tensor(loss)), scale)
+
+
+def divide(gradient: Any, scale: Any) -> Any:
+    """The gradient divided by the scale, of the dtype that it was."""
+    gradient = keras.ops.convert_to_tensor(gradient)
+    return torch.divide(_widened(gradient), scale).to(gradient.dtype)
+
+
+def _widened(tensor: Any) -> Any:
+    """Not in 16 bits, to which PyTorch would cast the scale: in float16 it may be inf."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
 def apply_if_finite(
     optimizer: Any,
     gradients: list[Any],
