@@ -72,6 +72,12 @@ def test_a_bad_argument_is_refused_by_name(arguments, error, message):
         LossScaleOptimizer(SGD(), **arguments)
 
 
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_numpy_s_booleans_are_booleans(dynamic):
+    optimizer = LossScaleOptimizer(SGD(), np.bool_(dynamic), 8.0)
+    assert optimizer.dynamic is dynamic
+
+
 @pytest.mark.parametrize("inner", [None, "adam", 1.0, LossScaleOptimizer(SGD())])
 def test_only_an_unwrapped_optimizer_can_be_wrapped(inner):
     with pytest.raises(TypeError, match=r"must be an instance of|cannot wrap another"):
@@ -103,6 +109,42 @@ def test_the_document_s_examples(numpy):
     assert numpy(variable) == 0.25
     assert int(optimizer.dynamic_counter) == 2
     assert int(optimizer.iterations) == 2
+
+
+@pytest.mark.parametrize("var_list", [None, 3, [None], lambda: None])
+def test_minimize_takes_variables_alone(var_list):
+    variable = keras.Variable(1.0)
+    with pytest.raises(TypeError, match=r"var_list must be .* but holds: (None|3)"):
+        LossScaleOptimizer(SGD()).minimize(lambda: variable * variable, var_list)
+
+
+def test_minimize_without_variables_is_no_step():
+    variable = keras.Variable(1.0)
+    optimizer = LossScaleOptimizer(SGD())
+    optimizer.minimize(lambda: variable * variable, [])
+    assert int(optimizer.dynamic_counter) == 0
+
+
+def test_an_update_step_is_the_inner_optimizer_s(numpy):
+    variable = keras.Variable(1.0)
+    optimizer = LossScaleOptimizer(SGD())
+    optimizer.build([variable])
+    optimizer.update_step(keras.ops.ones(()), variable, 0.25)
+    assert numpy(variable) == 0.75
+
+
+class ScaledInACall(keras.layers.Layer):
+    def __init__(self, optimizer):
+        super().__init__(dtype="mixed_float16")
+        self.optimizer = optimizer
+
+    def call(self, inputs):
+        return self.optimizer.scale_loss(keras.ops.mean(inputs)) / self.optimizer.loss_scale
+
+
+def test_the_scale_is_not_autocast_within_a_layer():
+    optimizer = LossScaleOptimizer(SGD(), initial_scale=2.0**17)
+    assert float(ScaledInACall(optimizer)(np.ones((2, 2), "float32"))) == 1.0
 
 
 def test_a_scaled_callable_is_a_callable():
@@ -186,7 +228,7 @@ def test_a_step_that_raises_leaves_how_gradients_come(numpy):
     optimizer.build([variable])
     optimizer.get_unscaled_gradients([])
     optimizer.scale_loss(1.0)
-    with pytest.raises(ValueError, match="Unknown variable"):
+    with pytest.raises(ValueError, match=r"^Unknown variable"):
         optimizer.apply_gradients(_pairs(1.0, keras.Variable(1.0)))
     optimizer.apply_gradients(_pairs(1.0, variable))
     assert numpy(variable) == 9.75
@@ -366,7 +408,7 @@ def test_calls_that_cannot_work_leave_everything_as_it_was(variables, everything
         optimizer.apply(ones[:1], variables)
     with pytest.raises(ValueError, match="No gradients provided"):
         optimizer.apply([None, None], variables)
-    with pytest.raises(ValueError, match="Unknown variable"):
+    with pytest.raises(ValueError, match=r"^Unknown variable"):
         optimizer.apply(ones[:1], [keras.Variable(np.ones((2, 2)))])
     optimizer.apply([], [])
     assert everything(optimizer, variables) == before

@@ -122,6 +122,7 @@ class LossScaleOptimizer(Scale, Delegating, keras.optimizers.LossScaleOptimizer)
             tape: a ``tf.GradientTape``, on TensorFlow alone.
 
         Raises:
+            TypeError: ``var_list`` holds something else.
             ValueError: the backend cannot differentiate such a loss, or has no tapes.
         """
         self.apply(*operations.gradients(loss, self.scale_loss, var_list, tape))
@@ -230,6 +231,10 @@ class LossScaleOptimizer(Scale, Delegating, keras.optimizers.LossScaleOptimizer)
                 )
         for variable, weight in pairs:
             variable.assign(weight)
+
+    def update_step(self, gradient: Tensor, variable: Variable, learning_rate: Tensor) -> None:
+        """The inner optimizer's step of one variable, by an unscaled gradient."""
+        self.inner_optimizer.update_step(gradient, variable, learning_rate)
 
     def exclude_from_weight_decay(
         self, var_list: list[Variable] | None = None, var_names: list[str] | None = None

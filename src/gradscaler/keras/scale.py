@@ -27,18 +27,21 @@ class Scale:
 
     _policy: ScalePolicy
     built: bool
+    name: str
     add_variable: Any
     _trainable_variables: list[Variable]
     _overwrite_variable_with_gradient: Any
 
     def _create_variables(self) -> None:
         self.step_counter = self.add_variable((), dtype="int", name="step_counter")
-        self.dynamic_scale = self.add_variable(
-            (),
-            dtype="float32",
-            initializer=keras.initializers.Constant(self.initial_scale),
-            name="dynamic_scale",
-        )
+        with keras.name_scope(self.name, caller=self):
+            self.dynamic_scale = keras.Variable(
+                self.initial_scale,
+                dtype="float32",
+                trainable=False,
+                autocast=False,  # in a layer, whose float16 may not hold the scale
+                name="dynamic_scale",
+            )
         if getattr(self._policy, "hysteresis", 1) > 1:
             self.nonfinite_counter = self.add_variable((), dtype="int", name="nonfinite_counter")
         self._loss_has_been_scaled = False

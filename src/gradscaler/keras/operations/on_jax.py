@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from gradscaler.keras.operations.variables import variables_of
+
 where = jnp.where
 multiply, divide = keras.ops.multiply, keras.ops.divide
 
@@ -54,7 +56,7 @@ def gradients(
         raise ValueError(
             "JAX differentiates functions: pass a loss without arguments to call, and no tape"
         )
-    variables = keras.tree.flatten(var_list() if callable(var_list) else var_list)
+    variables = variables_of(var_list)
 
     changed: list[Any] = []
 

@@ -8,6 +8,8 @@ from typing import Any
 import keras
 import torch
 
+from gradscaler.keras.operations.variables import variables_of
+
 where = torch.where
 
 
@@ -45,12 +47,11 @@ def apply_if_finite(
     """Apply or not, by one look at the flag from the host."""
     finite = all_finite(gradients)
     found_inf = ~finite
-
-    def step() -> None:
+    if finite:
         optimizer.inner_optimizer.apply(unscale(gradients, variables), variables)
         update(found_inf, False)
-
-    keras.ops.cond(finite, step, lambda: update(found_inf, True))
+    else:
+        update(found_inf, True)
 
 
 def gradients(
@@ -60,6 +61,8 @@ def gradients(
     if tape is not None:
         raise ValueError("PyTorch records gradients without a tape: leave tape out")
     scaled_loss = scale_loss(loss() if callable(loss) else loss).sum()
-    variables = keras.tree.flatten(var_list() if callable(var_list) else var_list)
+    variables = variables_of(var_list)
     values = [variable.value for variable in variables]
+    if not values:
+        return [], []
     return list(torch.autograd.grad(scaled_loss, values, allow_unused=True)), variables
