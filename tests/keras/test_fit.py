@@ -95,6 +95,19 @@ def test_a_saved_model_goes_on_as_if_it_had_not_stopped(policy, tmp_path, numpy)
     assert state(loaded, numpy) == state(model, numpy)
 
 
+def test_an_h5_file_keeps_the_scale_and_the_counters(native, tmp_path, numpy):
+    def loaded(wrapper):
+        model, _ = trained(wrapper(INNER["adam"](), dynamic_growth_steps=5))
+        model.save(tmp_path / "model.h5")
+        optimizer = keras.models.load_model(tmp_path / "model.h5").optimizer
+        assert type(optimizer) is wrapper
+        return [numpy(variable).tolist() for variable in optimizer.variables]
+
+    ours = loaded(LossScaleOptimizer)
+    assert ours[:4] == loaded(native)[:4]
+    assert ours[2:5] == [2, 2.0**17, 12]  # the last is the inner optimizer's: Keras' loses it
+
+
 def test_a_model_saved_with_keras_wrapper_is_loaded_into_ours(native, tmp_path, numpy):
     reference, _ = trained(native(INNER["adam"](), initial_scale=2.0**18, dynamic_growth_steps=4))
     reference.save_weights(tmp_path / "all.weights.h5")

@@ -9,6 +9,39 @@ from gradscaler.keras import LossScaleOptimizer
 BACKEND = keras.backend.backend()
 
 
+def _with_state():
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(4, kernel_regularizer="l2"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.5, seed=0),
+            layers.Dense(1),
+            layers.ActivityRegularization(l2=0.1),
+        ]
+    )
+
+
+def test_minimize_steps_all_that_the_loss_changes(numpy):
+    """Statistics and seeds change, and the losses of layers count, as in Keras' own loop."""
+    inputs = np.random.default_rng(0).random((8, 4)).astype("float32")
+    ours, expected = _with_state(), _with_state()
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0)
+
+    def loss():
+        return keras.ops.mean(ours(inputs, training=True) ** 2) + sum(ours.losses)
+
+    for _ in range(2):
+        optimizer.minimize(loss, ours.trainable_variables)
+    expected.compile(keras.optimizers.SGD(0.1), loss="mse")
+    expected.fit(inputs, np.zeros((8, 1)), batch_size=8, epochs=2, shuffle=False, verbose=0)
+    assert len(ours.non_trainable_variables) == 3
+    for found, variable in zip(ours.variables, expected.variables, strict=True):
+        assert np.allclose(numpy(found), numpy(variable), rtol=1e-5, atol=1e-6), variable.path
+
+
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="of TensorFlow")
 class TestTensorFlow:
     def test_a_compiled_step_is_traced_once_though_the_scale_moves(self):
@@ -79,6 +112,25 @@ class TestTensorFlow:
         assert float(tf.reduce_sum(table.value)) == expected
         assert float(optimizer.loss_scale) == (4.0 if bad is None else 2.0)
 
+    def test_gradients_of_a_compiled_function_come_unscaled_after_other_steps_too(self):
+        import tensorflow as tf
+
+        variable = tf.Variable(8.0)
+        optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.25))
+
+        @tf.function
+        def gradients():
+            with tf.GradientTape() as tape:
+                scaled = optimizer.get_scaled_loss(variable**2)
+            return optimizer.get_unscaled_gradients(tape.gradient(scaled, [variable]))
+
+        optimizer.apply_gradients(zip(gradients(), [variable], strict=True))
+        assert float(variable) == 4.0
+        optimizer.minimize(lambda: variable**2, [variable])
+        assert float(variable) == 2.0
+        optimizer.apply_gradients(zip(gradients(), [variable], strict=True))
+        assert float(variable) == 1.0
+
     def test_a_checkpoint_keeps_the_scale_and_the_counter(self, variables, tmp_path, drive):
         import tensorflow as tf
 
@@ -143,6 +195,35 @@ class TestJax:
         optimizer.apply([ones[0] * np.inf, ones[1]], variables)
         assert np.array_equal(numpy(variables[1]), before - np.float32(0.25))
         assert float(optimizer.loss_scale) == 2.0
+
+    def test_minimize_works_in_a_stateless_scope(self, numpy):
+        """Where the variables that it does not step have values of their own."""
+        import jax
+
+        model = _with_state()
+        inputs = np.ones((8, 4), "float32")
+        optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1))
+        stepped = model.layers[-2].trainable_variables
+        optimizer.build(stepped)
+        variables = [*model.variables, *optimizer.variables]
+
+        def step(values):
+            pairs = zip(variables, values, strict=True)
+            with keras.StatelessScope(state_mapping=pairs) as scope:
+                optimizer.minimize(
+                    lambda: keras.ops.mean(model(inputs, training=True)) + sum(model.losses),
+                    stepped,
+                )
+            return [scope.get_current_value(variable) for variable in variables]
+
+        before = [jax.numpy.array(variable.value) for variable in variables]
+        doubled = [value * 2 for value in before]
+        found = jax.jit(step)(doubled)
+        assert all(map(np.array_equal, map(numpy, variables), map(numpy, before)))
+        for variable, value in zip(variables, doubled, strict=True):
+            variable.assign(value)
+        for value, expected in zip(found, step(doubled), strict=True):
+            assert np.allclose(numpy(value), numpy(expected), rtol=1e-5, atol=1e-6)
 
     def test_minimize_takes_functions_alone(self):
         optimizer = LossScaleOptimizer(keras.optimizers.SGD())

@@ -8,7 +8,7 @@ import tf_keras
 from tensorflow.python.platform import tf_logging
 
 from gradscaler import DynamicScale, FixedScale
-from gradscaler.tf_keras import LossScaleOptimizer
+from gradscaler.tf_keras import LossScaleOptimizer, LossScaleOptimizerV2, LossScaleOptimizerV3
 
 
 def test_the_document_s_first_example(family):
@@ -252,6 +252,56 @@ def test_what_the_new_family_s_base_would_not_do_is_delegated(variables):
     assert int(optimizer.iterations) == 2
     pairs = [(tf.constant(1.0), variables[0])]
     assert float(optimizer.aggregate_gradients(pairs)[0][0]) == 1.0
+
+
+def test_what_new_optimizers_offer_their_subclasses_is_the_inner_optimizer_s():
+    inner = tf_keras.optimizers.SGD(0.25, name="inner")
+    optimizer = LossScaleOptimizer(inner)
+    variable = tf.Variable(1.0)
+    optimizer.build([variable])
+    assert optimizer.name == "inner"
+    optimizer.name = "other"
+    assert inner.name == "other"
+    added = [
+        optimizer.add_variable((2,), name="added"),
+        optimizer.add_variable_from_reference(variable, "like"),
+    ]
+    assert [added_variable.shape for added_variable in added] == [(2,), ()]
+    assert all(any(each is one for one in inner.variables) for each in added)
+    optimizer.update_step(tf.constant(1.0), variable)
+    assert float(variable) == 0.75
+
+
+class OfNoFamily(LossScaleOptimizer):
+    pass
+
+
+class OfTheNew(LossScaleOptimizerV3):
+    def __init__(self, inner_optimizer, more=1, **arguments):
+        super().__init__(inner_optimizer, **arguments)
+        self.more = more
+
+    def get_config(self):
+        return {**super().get_config(), "more": self.more}
+
+
+class OfTheLegacy(LossScaleOptimizerV2):
+    pass
+
+
+def test_the_classes_of_the_families_can_be_subclassed():
+    variable = tf.Variable(1.0)
+    optimizer = OfTheNew(tf_keras.optimizers.SGD(0.25), 2, initial_scale=8.0)
+    restored = OfTheNew.from_config(optimizer.get_config())
+    assert (type(restored), restored.more, restored.initial_scale) == (OfTheNew, 2, 8.0)
+    for each in (restored, OfTheLegacy(tf_keras.optimizers.legacy.SGD(0.25))):
+        each.minimize(lambda: variable**2, [variable])
+    assert float(variable) == 0.25
+
+
+def test_the_class_of_both_families_cannot(family):
+    with pytest.raises(TypeError, match=r"OfNoFamily is of no family: subclass .*V3, for"):
+        OfNoFamily(family.SGD())
 
 
 def test_a_tensor_needs_its_tape():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -95,7 +95,7 @@ class LossScaleOptimizer(Scale, Delegating, keras.optimizers.LossScaleOptimizer)
         for option in OPTIONS:
             del self.__dict__[option]  # it is the inner optimizer's from now on
         self._create_variables()
-        self._has_warned = False
+        self._calls_are_checked = False  # by the first `apply_gradients`
 
     @property
     def lr(self) -> Tensor:
@@ -122,6 +122,7 @@ class LossScaleOptimizer(Scale, Delegating, keras.optimizers.LossScaleOptimizer)
             tape: a ``tf.GradientTape``, on TensorFlow alone.
 
         Raises:
+            TypeError: ``var_list`` holds something else.
             ValueError: the backend cannot differentiate such a loss, or has no tapes.
         """
         self.apply(*operations.gradients(loss, self.scale_loss, var_list, tape))
@@ -129,11 +130,17 @@ class LossScaleOptimizer(Scale, Delegating, keras.optimizers.LossScaleOptimizer)
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Tensor | None, Variable]]) -> Tensor:
         """``apply`` pairs of gradient and variable; how many steps the inner optimizer has taken.
 
-        It warns, once, if loss or gradients did not go through this optimizer before.
+        Gradients are taken as they are, not divided, once ``get_unscaled_gradients`` has been
+        called; except in the step after a ``scale_loss`` that came after it. It warns, once, if
+        loss or gradients did not go through this optimizer before.
         """
         self._warn_of_scaling()
         pairs = list(grads_and_vars)
-        self.apply([grad for grad, _ in pairs], [variable for _, variable in pairs])
+        grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
+        if self._gradients_have_been_unscaled and not self._next_step_unscales:
+            self._step(grads, variables, _as_they_are)
+        else:
+            self.apply(grads, variables)
         return self.iterations
 
     def apply(
@@ -142,15 +149,23 @@ class LossScaleOptimizer(Scale, Delegating, keras.optimizers.LossScaleOptimizer)
         """Apply gradients or, if any is not finite, none of them; and move the scale.
 
         Args:
-            grads: gradients of the scaled loss, which are divided by the scale here; or those of
-                the loss, if they come from ``get_unscaled_gradients``.
+            grads: gradients of the scaled loss, which are divided by the scale here.
             trainable_variables: one to each; by default those that the optimizer was built with.
 
         Raises:
             ValueError: the two do not match, all gradients are None, or the optimizer does not know
                 the variables; or the call is in a cross-replica context of ``tf.distribute``.
         """
-        grads = list(grads)
+        self._step(list(grads), trainable_variables, self._unscaled)
+        if self._next_step_unscales:
+            self._next_step_unscales = False
+
+    def _step(
+        self,
+        grads: list[Tensor | None],
+        trainable_variables: Iterable[Variable] | None,
+        unscale: Callable[..., list[Any]],
+    ) -> None:
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
             if not self.built:
@@ -166,7 +181,6 @@ class LossScaleOptimizer(Scale, Delegating, keras.optimizers.LossScaleOptimizer)
         stepped = self._trainable_variables if trainable_variables is None else trainable_variables
         if len(grads) != len(stepped):
             raise ValueError(f"got {len(grads)} gradients for {len(stepped)} trainable variables")
-        unscale = _as_they_are if self._gradients_are_scaled is False else self._unscaled
         operations.apply_if_finite(self, grads, trainable_variables, unscale, self._update)
 
     def stateless_apply(
@@ -200,19 +214,27 @@ class LossScaleOptimizer(Scale, Delegating, keras.optimizers.LossScaleOptimizer)
     # State.
 
     def set_weights(self, weights: list[Any]) -> None:
-        """Set the values of all ``variables``, in their order.
+        """Set the values of all ``variables``, in their order; as many as there are of both.
 
         Raises:
-            ValueError: the optimizer is not built, or number or shapes do not match.
+            ValueError: the optimizer is not built, or shapes do not match.
         """
         if not self.built:
             raise ValueError("set_weights() needs variables: call optimizer.build(...) first")
-        shapes = [tuple(variable.shape) for variable in self.variables]
-        given = [tuple(weight.shape) for weight in weights]
-        if shapes != given:
-            raise ValueError(f"the variables have the shapes {shapes}, the weights {given}")
-        for variable, weight in zip(self.variables, weights, strict=True):
+        # Keras reads an .h5 file into an optimizer that was built without a model's variables.
+        pairs = list(zip(self.variables, weights, strict=False))
+        for variable, weight in pairs:
+            if tuple(variable.shape) != tuple(weight.shape):
+                raise ValueError(
+                    f"the variable {variable.path} has the shape {tuple(variable.shape)}, "
+                    f"its weight {tuple(weight.shape)}"
+                )
+        for variable, weight in pairs:
             variable.assign(weight)
+
+    def update_step(self, gradient: Tensor, variable: Variable, learning_rate: Tensor) -> None:
+        """The inner optimizer's step of one variable, by an unscaled gradient."""
+        self.inner_optimizer.update_step(gradient, variable, learning_rate)
 
     def exclude_from_weight_decay(
         self, var_list: list[Variable] | None = None, var_names: list[str] | None = None
@@ -242,12 +264,12 @@ class LossScaleOptimizer(Scale, Delegating, keras.optimizers.LossScaleOptimizer)
         return optimizer
 
     def _warn_of_scaling(self) -> None:
-        if self._has_warned or (
-            self._loss_has_been_scaled and self._gradients_are_scaled is not None
-        ):
+        if self._calls_are_checked:
             return
-        self._has_warned = True
+        self._calls_are_checked = True
         if self._loss_has_been_scaled:
+            if self._gradients_have_been_unscaled or self._next_step_unscales:
+                return
             problem = (
                 "get_unscaled_gradients() was never called, so apply_gradients() divides the "
                 "gradients by the loss scale. Call it first, or scale the loss by scale_loss()."

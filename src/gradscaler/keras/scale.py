@@ -27,22 +27,27 @@ class Scale:
 
     _policy: ScalePolicy
     built: bool
+    name: str
     add_variable: Any
     _trainable_variables: list[Variable]
     _overwrite_variable_with_gradient: Any
 
     def _create_variables(self) -> None:
         self.step_counter = self.add_variable((), dtype="int", name="step_counter")
-        self.dynamic_scale = self.add_variable(
-            (),
-            dtype="float32",
-            initializer=keras.initializers.Constant(self.initial_scale),
-            name="dynamic_scale",
-        )
+        with keras.name_scope(self.name, caller=self):
+            self.dynamic_scale = keras.Variable(
+                self.initial_scale,
+                dtype="float32",
+                trainable=False,
+                autocast=False,  # in a layer, whose float16 may not hold the scale
+                name="dynamic_scale",
+            )
         if getattr(self._policy, "hysteresis", 1) > 1:
             self.nonfinite_counter = self.add_variable((), dtype="int", name="nonfinite_counter")
         self._loss_has_been_scaled = False
-        self._gradients_are_scaled: bool | None = None  # until the caller shows how they come
+        # Compiled code sets these when it is traced alone, so the first is never taken back.
+        self._gradients_have_been_unscaled = False
+        self._next_step_unscales = False
 
     @property
     def dynamic(self) -> bool:
@@ -87,7 +92,7 @@ class Scale:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, in float32 at least; ``apply`` then divides the gradients."""
-        self._gradients_are_scaled = True
+        self._next_step_unscales = True
         return self._scaled(loss)
 
     def get_scaled_loss(self, loss: Any) -> Any:
@@ -99,22 +104,25 @@ class Scale:
     def get_unscaled_gradients(self, grads: Iterable[Tensor | None]) -> list[Tensor | None]:
         """The gradients divided by the scale, each of the dtype and kind that it was; None is None.
 
-        ``apply_gradients`` and ``apply`` then take gradients as they are, until the next
-        ``scale_loss``.
+        ``apply_gradients`` takes gradients as they are from then on. Only in the step after
+        ``scale_loss``, and in ``apply``, they are divided.
         """
-        self._gradients_are_scaled = False
+        self._gradients_have_been_unscaled = True
+        self._next_step_unscales = False
         scale = self._scale
-        return [None if g is None else ops.cast(ops.divide(g, scale), g.dtype) for g in grads]
+        return [
+            None if g is None else ops.cast(operations.divide(g, scale), g.dtype) for g in grads
+        ]
 
     @property
     def _scale(self) -> Tensor:
-        if self.dynamic:
-            return self.dynamic_scale
-        return ops.convert_to_tensor(self.initial_scale, "float32")
+        return ops.convert_to_tensor(
+            self.dynamic_scale if self.dynamic else self.initial_scale, "float32"
+        )
 
     def _scaled(self, loss: Tensor) -> Tensor:
         self._loss_has_been_scaled = True
-        return ops.multiply(loss, self._scale)
+        return operations.multiply(loss, self._scale)
 
     def _unscaled(self, grads: list[Any], variables: list[Variable] | None) -> list[Any]:
         scale = self._scale
@@ -122,7 +130,7 @@ class Scale:
         return [
             grad
             if grad is None or self._overwrite_variable_with_gradient(variable)
-            else ops.divide(grad, scale)
+            else operations.divide(grad, scale)
             for grad, variable in zip(grads, variables, strict=True)
         ]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from gradscaler.errors import ParameterError
 from gradscaler.policies import DynamicScale, FixedScale
 
@@ -23,7 +25,7 @@ def policy_from(
         TypeError: an argument is of the wrong type.
         ValueError: an argument is out of range, or two contradict each other.
     """
-    if not isinstance(dynamic, bool):
+    if not isinstance(dynamic, bool | np.bool_):
         raise TypeError(
             '"dynamic" argument to LossScaleOptimizer.__init__ must be a bool, '
             f"but got: {dynamic!r}. If it is the scale, write initial_scale={dynamic!r}"

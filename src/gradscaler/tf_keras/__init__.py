@@ -1,5 +1,12 @@
-"""Loss scaling for Keras 2: :class:`LossScaleOptimizer`, in place of tf-keras' own."""
+"""Loss scaling for Keras 2: :class:`LossScaleOptimizer`, in place of tf-keras' own.
 
-from gradscaler.tf_keras.optimizer import LossScaleOptimizer
+The other two are its classes for ``tf_keras.optimizers.legacy`` and for ``tf_keras.optimizers``.
+"""
 
-__all__ = ["LossScaleOptimizer"]
+from gradscaler.tf_keras.optimizer import (
+    LossScaleOptimizer,
+    LossScaleOptimizerV2,
+    LossScaleOptimizerV3,
+)
+
+__all__ = ["LossScaleOptimizer", "LossScaleOptimizerV2", "LossScaleOptimizerV3"]

@@ -23,7 +23,8 @@ class LossScaleOptimizer(Delegating, native.BaseLossScaleOptimizer):  # type: ig
     """Loss scaling for Keras 2: a drop-in for ``tf_keras.mixed_precision.LossScaleOptimizer``.
 
     It wraps optimizers of both families, ``tf_keras.optimizers`` and its ``legacy``, and makes an
-    object of the class that tf-keras has for each. With a loss scale ``s``, ``minimize`` does::
+    object of the class for each: ``LossScaleOptimizerV3`` and ``LossScaleOptimizerV2``, which can
+    be subclassed. With a loss scale ``s``, ``minimize`` does::
 
         g = gradients of (s * loss) / s
         finite:      inner_optimizer.apply_gradients(g)
@@ -64,6 +65,11 @@ class LossScaleOptimizer(Delegating, native.BaseLossScaleOptimizer):  # type: ig
         """An object of the class for the family of ``inner_optimizer``."""
         if cls is LossScaleOptimizer:
             cls = _class_for(inner_optimizer)
+        elif not issubclass(cls, LossScaleOptimizerV2 | LossScaleOptimizerV3):
+            raise TypeError(
+                f"{cls.__name__} is of no family: subclass LossScaleOptimizerV3, for "
+                "tf_keras.optimizers, or LossScaleOptimizerV2, for tf_keras.optimizers.legacy"
+            )
         optimizer: LossScaleOptimizer = super().__new__(cls)
         return optimizer
 
@@ -212,6 +218,28 @@ class LossScaleOptimizerV3(LossScaleOptimizer, native.LossScaleOptimizerV3):  # 
     ) -> None:
         """Have the inner optimizer exclude variables from weight decay."""
         self._optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    @property
+    def name(self) -> str:
+        """The inner optimizer's name."""
+        name: str = self._optimizer.name
+        return name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._optimizer.name = name
+
+    def add_variable(self, *args: Any, **kwargs: Any) -> tf.Variable:
+        """Add a variable to the inner optimizer's."""
+        return self._optimizer.add_variable(*args, **kwargs)
+
+    def add_variable_from_reference(self, *args: Any, **kwargs: Any) -> tf.Variable:
+        """Add one like a variable of the model to the inner optimizer's."""
+        return self._optimizer.add_variable_from_reference(*args, **kwargs)
+
+    def update_step(self, gradient: Gradient, variable: tf.Variable) -> None:
+        """The inner optimizer's step of one variable, by an unscaled gradient."""
+        self._optimizer.update_step(gradient, variable)
 
     def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> Any:
         """Sum the gradients over the replicas."""

@@ -9,7 +9,10 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from gradscaler.keras.operations.variables import variables_of
+
 where = jnp.where
+multiply, divide = keras.ops.multiply, keras.ops.divide
 
 
 def all_finite(gradients: list[Any]) -> Any:
@@ -48,17 +51,43 @@ def apply_if_finite(
 def gradients(
     loss: Any, scale_loss: Callable[[Any], Any], var_list: Any, tape: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Of a function that reads the variables."""
+    """Of a function that reads the variables; what it changes, such as statistics, is assigned."""
     if tape is not None or not callable(loss):
         raise ValueError(
             "JAX differentiates functions: pass a loss without arguments to call, and no tape"
         )
-    variables = keras.tree.flatten(var_list() if callable(var_list) else var_list)
+    variables = variables_of(var_list)
 
-    def scaled_loss(values: list[Any]) -> Any:
-        pairs = list(zip(variables, values, strict=True))
-        with keras.StatelessScope(state_mapping=pairs):
+    changed: list[Any] = []
+
+    def scaled_loss(values: list[Any]) -> tuple[Any, list[Any]]:
+        with _LossScope(state_mapping=list(zip(variables, values, strict=True))) as scope:
             value = loss()
-        return jnp.sum(scale_loss(value))
+        changed.extend(scope.changed.values())
+        after = [scope.get_current_value(variable) for variable in changed]
+        return jnp.sum(scale_loss(value)), after
 
-    return jax.grad(scaled_loss)([variable.value for variable in variables]), variables
+    values = [variable.value for variable in variables]
+    gradients, after = jax.grad(scaled_loss, has_aux=True)(values)
+    for variable, value in zip(changed, after, strict=True):
+        variable.assign(value)
+    return gradients, variables
+
+
+class _LossScope(keras.StatelessScope):  # type: ignore[misc] # untyped base
+    """Keeps which variables change, and has the values of all others."""
+
+    def __init__(self, state_mapping: list[tuple[Any, Any]]) -> None:
+        super().__init__(state_mapping, collect_losses=True)
+        self.changed: dict[int, Any] = {}
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        super().add_update(update)
+        variable, _ = update
+        self.changed[id(variable)] = variable
+
+    def get_current_value(self, variable: Any) -> Any:
+        value = super().get_current_value(variable)
+        if value is None and self.original_scope is not None:
+            value = self.original_scope.get_current_value(variable)
+        return variable._value if value is None else value

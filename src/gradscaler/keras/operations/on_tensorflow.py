@@ -8,7 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from gradscaler.keras.operations.variables import variables_of
+
 where = tf.where
+multiply, divide = keras.ops.multiply, keras.ops.divide
 
 
 def all_finite(gradients: list[Any]) -> Any:
@@ -71,5 +74,5 @@ def gradients(
         tape = tf.GradientTape()
     with tape:
         scaled_loss = scale_loss(loss() if callable(loss) else loss)
-    variables = keras.tree.flatten(var_list() if callable(var_list) else var_list)
+    variables = variables_of(var_list)
     return tape.gradient(scaled_loss, variables), variables
