@@ -153,6 +153,18 @@ def test_torch_keeps_the_types_of_a_state(torch, counter, reset, found_inf):
     assert [part.shape for part in moved] == [(), (), ()]
 
 
+@settings(deadline=None)
+@given(policies, traces)
+def test_torch_takes_a_bool_of_python_s(torch, policy, trace):
+    state = torch_state(torch, policy)
+    visited = []
+    for found_inf in trace:
+        state = policy.update(state, found_inf)
+        assert state.scale.dtype == torch.float32
+        visited.append(as_bits(state))
+    assert visited == on_host(policy, trace)
+
+
 def test_torch_tensors_are_not_changed_in_place(torch):
     policy = DynamicScale(growth_interval=1)
     state = torch_state(torch, policy)
@@ -200,6 +212,16 @@ def test_growth_of_a_numpy_array_past_the_largest_float32_is_not_made_and_warns_
     policy = DynamicScale(2.0**127, growth_interval=1)
     moved = policy.update(numpy_state(policy, 3), np.zeros(3, bool))
     assert moved.scale.tolist() == [2.0**127] * 3
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 2.0**-125, 2.0**127, 1.0])
+@pytest.mark.parametrize("as_array", [np.float32, np.asarray], ids=["scalar", "array"])
+@pytest.mark.parametrize("found_inf", [True, False])
+def test_numpy_s_own_errors_are_not_raised_at_either_end(scale, as_array, found_inf):
+    policy = DynamicScale(backoff_factor=2.0**-20, growth_factor=2.0**20, growth_interval=1)
+    state = ScaleState(as_array(np.float32(scale)), np.int32(0), np.int32(0))
+    with np.errstate(all="raise"):
+        assert policy.update(state, found_inf).scale >= 2.0**-126
 
 
 @settings(deadline=None)

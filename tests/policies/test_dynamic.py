@@ -539,6 +539,8 @@ def test_a_count_below_one_is_a_value_error(name, value):
 @pytest.mark.parametrize("value", [1.0, 2000.0, 1.5, math.nan, math.inf, Fraction(3)])
 def test_a_count_that_is_no_integer_is_a_type_error(name, value):
     raises_naming(TypeError, name, value)
+    with pytest.raises(TypeError, match=rf"\({type(value).__name__}\)$"):
+        DynamicScale(**{name: value})
 
 
 @pytest.mark.parametrize("name", SCALES + FACTORS + COUNTS)
