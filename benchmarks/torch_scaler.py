@@ -3,6 +3,7 @@
     python benchmarks/torch_scaler.py
 
 The optimizer is either one whose step does nothing or fused AdamW, which unscales in its own pass.
+Of the latter there is also what scaling, and scaling and clipping, add to its bare step.
 """
 
 from __future__ import annotations
@@ -69,6 +70,48 @@ def compare(
     return paired.Comparison(f"{workload.name}, {type(optimizer).__name__}", **seconds)
 
 
+def compare_added(clip: bool, workload: eager.Workload, repetitions: int) -> paired.Comparison:
+    """Time what each scaler adds to a bare step of fused AdamW, with or without clipping."""
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in workload.shapes]
+    scaled = [torch.randn(shape).mul_(1e-3 * eager.SCALE) for shape in workload.shapes]
+    gradients = [gradient.clone() for gradient in scaled]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    optimizer = fused_adamw(parameters)
+    loss = torch.ones(())
+    ours = gradscaler.torch.GradScaler("cpu", eager.SCALE, growth_interval=eager.NEVER)
+    native = torch.amp.GradScaler("cpu", eager.SCALE, growth_interval=eager.NEVER)
+
+    def with_ours() -> None:
+        ours.scale(loss)
+        if clip:
+            ours.clip_grad_norm_(optimizer, 1.0)
+        ours.step(optimizer)
+        ours.update()
+
+    def with_native() -> None:
+        native.scale(loss)
+        if clip:
+            native.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        native.step(optimizer)
+        native.update()
+
+    seconds = paired.interleave(
+        {"ours": with_ours, "native": with_native, "bare": optimizer.step},
+        prepare=lambda: torch._foreach_copy_(gradients, scaled),
+        repetitions=repetitions,
+        calls=workload.calls,
+    )
+    added = {
+        name: [with_it - bare for with_it, bare in zip(seconds[name], seconds["bare"], strict=True)]
+        for name in ("ours", "native")
+    }
+    what = "scaling and clipping" if clip else "scaling"
+    return paired.Comparison(f"{workload.name}, {what}, added to fused AdamW", **added)
+
+
 def main() -> None:
     """Time every workload with both optimizers."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -79,7 +122,11 @@ def main() -> None:
             parser.error("--threads must be at least 1")
         torch.set_num_threads(arguments.threads)
     setting = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-    eager.run(arguments, setting, [partial(compare, IdleOptimizer), partial(compare, fused_adamw)])
+    comparisons = [
+        *(partial(compare, make) for make in (IdleOptimizer, fused_adamw)),
+        *(partial(compare_added, clip) for clip in (False, True)),
+    ]
+    eager.run(arguments, setting, comparisons)
 
 
 if __name__ == "__main__":
