@@ -49,11 +49,15 @@ mutants: .venv/mutants/.ready
 	.venv/mutants/bin/mutmut run
 	.venv/mutants/bin/mutmut results
 
+# Every framework beside its own scaler: JSON, one page of tables, and a chart. QUICK=1 for a glance.
 bench: $(addprefix bench-,$(FRAMEWORKS))
+	.venv/torch/bin/python benchmarks/report.py
 
-# Beside the framework's own scaler, in one run.
 $(addprefix bench-,$(FRAMEWORKS)): bench-%: .venv/%/.ready
-	.venv/$*/bin/python benchmarks/$(name)_*.py
+	mkdir -p benchmarks/results
+	set -e; for benchmark in $(basename $(notdir $(wildcard benchmarks/$(name)_*.py))); do \
+		.venv/$*/bin/python benchmarks/$$benchmark.py $(if $(QUICK),--quick) \
+		--json benchmarks/results/$$benchmark.json; done
 
 name = $(subst -,_,$*)
 

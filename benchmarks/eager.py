@@ -59,6 +59,7 @@ def run(
     arguments: argparse.Namespace,
     setting: Mapping[str, Any],
     comparisons: Sequence[Callable[[Workload, int], paired.Comparison]],
+    workloads: Sequence[Workload] = WORKLOADS,
 ) -> None:
     """Make every comparison of every workload; print a table, and write JSON where asked.
 
@@ -66,13 +67,14 @@ def run(
         arguments: the command line's.
         setting: what the numbers depend on, by name.
         comparisons: from a workload and a number of repetitions.
+        workloads: what to compare on.
     """
     setting = {**paired.machine(), **setting, "repetitions": arguments.repetitions}
     print(*(f"{name}: {value}" for name, value in setting.items()), sep="\n", end="\n\n")
     results = [
         compare(workload, arguments.repetitions)
         for compare in comparisons
-        for workload in WORKLOADS
+        for workload in workloads
     ]
     print(paired.table(results))
     if arguments.json:

@@ -7,6 +7,7 @@ import sys
 import warnings
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import paddle
@@ -15,6 +16,17 @@ from replay import COMMON, INTERVAL, RATE, SCALE, Mode
 
 from gradscaler import DynamicScale
 from gradscaler.paddle import GradScaler
+
+
+def on_a_gpu():
+    """Paddle's own scaler asks two functions where it is, and switches itself off on the CPU."""
+    module = sys.modules["paddle.amp.grad_scaler"]
+    gpu = SimpleNamespace(_expected_place=SimpleNamespace(is_gpu_place=lambda: True))
+    return mock.patch.multiple(
+        module,
+        _dygraph_tracer=lambda: gpu,
+        amp_global_state=lambda: SimpleNamespace(amp_dtype="float16"),
+    )
 
 
 class Driver:
@@ -26,6 +38,7 @@ class Driver:
         self.weights = [paddle.create_parameter([1], "float32") for _ in range(3)]
         self.optimizers = [paddle.optimizer.SGD(0.0, parameters=[w]) for w in self.weights]
 
+    @on_a_gpu()
     def step(self, overflows):
         used = self.optimizers[: len(overflows)]
         for weight, optimizer, overflow in zip(self.weights, used, overflows, strict=False):
@@ -65,14 +78,7 @@ def ours(policy):
     return GradScaler(policy=policy)
 
 
-# Paddle's own scaler asks two functions of its module where it is, and switches itself off on the
-# CPU. Nothing else asks them here.
-_module = sys.modules["paddle.amp.grad_scaler"]
-_gpu = SimpleNamespace(_expected_place=SimpleNamespace(is_gpu_place=lambda: True))
-_module._dygraph_tracer = lambda: _gpu
-_module.amp_global_state = lambda: SimpleNamespace(amp_dtype="float16")
-
-
+@on_a_gpu()
 def native(policy):
     return paddle.amp.GradScaler(
         init_loss_scaling=policy.init_scale,
@@ -99,6 +105,7 @@ MODES = [
 ]
 
 
+@on_a_gpu()
 def train(make, policy, steps, network):
     scaler = make(policy)
     hidden, output, inputs, targets = map(paddle.to_tensor, network)
