@@ -584,3 +584,26 @@ def test_the_smallest_factors_that_float32_can_tell_from_one_are_accepted():
 def test_the_smallest_normal_and_the_largest_float32_are_accepted():
     assert DynamicScale(SMALLEST_NORMAL).init().scale == SMALLEST_NORMAL
     assert DynamicScale(LARGEST).init().scale == LARGEST
+
+
+def test_parameters_are_kept_as_python_s_own_numbers():
+    given = {
+        "init_scale": np.float32(8),
+        "growth_factor": np.float64(4),
+        "backoff_factor": np.float32(0.25),
+        "growth_interval": np.int32(3),
+        "hysteresis": np.int64(2),
+        "min_scale": np.int32(1),
+        "max_scale": np.float32(2.0**20),
+    }
+    policy = DynamicScale(**given)
+    for name, value in given.items():
+        kept = getattr(policy, name)
+        assert kept == value
+        assert type(kept) is (int if name in ("growth_interval", "hysteresis") else float)
+
+
+@pytest.mark.parametrize("name", ["min_scale", "max_scale"])
+def test_a_bound_that_cannot_work_is_named_first(name):
+    with pytest.raises(ValueError, match=f"^{name} must"):
+        DynamicScale(**{name: -1.0})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from numbers import Integral, Real
 
 import numpy as np
@@ -23,7 +22,7 @@ def number(name: str, value: object) -> float:
     try:
         return float(value)
     except OverflowError:  # an int that no float can hold
-        return math.inf if operator.gt(value, 0) else -math.inf
+        return math.inf
 
 
 def in_float32(value: float) -> float:
