@@ -97,7 +97,7 @@ def modelled(
     network: Any, optimizer: Any, scale: float | None
 ) -> tuple[Callable[[Any], Outputs], list[Any]]:
     """Training by ``mindspore.Model``: an epoch, and all parameters that a checkpoint keeps."""
-    manager = FixedLossScaleManager(scale) if scale else DynamicLossScaleManager(*SCALE)
+    manager = DynamicLossScaleManager(*SCALE) if scale is None else FixedLossScaleManager(scale)
     step = build_train_network(
         network, optimizer, nn.MSELoss(), level="O2", loss_scale_manager=manager
     )
@@ -108,14 +108,16 @@ def modelled(
         model.train(1, data, callbacks=record, dataset_sink_mode=False)
         return record.outputs
 
-    return epoch, list(step.get_parameters())
+    # A fixed scale is the command line's, and not the checkpoint's.
+    kept = step if scale is None else optimizer
+    return epoch, list(kept.get_parameters())
 
 
 def looped(
     network: Any, optimizer: Any, scale: float | None
 ) -> tuple[Callable[[Any], Outputs], list[Any]]:
     """The same by a loop of one's own."""
-    scaler = StaticLossScaler(scale) if scale else DynamicLossScaler(*SCALE)
+    scaler = DynamicLossScaler(*SCALE) if scale is None else StaticLossScaler(scale)
     half, mean_square = amp.auto_mixed_precision(network, "O2"), nn.MSELoss()
 
     def scaled_loss(images: Any, targets: Any) -> Any:
@@ -140,7 +142,7 @@ def looped(
             outputs.append((float(loss), not finite, float(scaler.scale_value)))
         return outputs
 
-    state = [scaler.scale_value] if scale else [scaler.scale_value, scaler.counter]
+    state = [scaler.scale_value, scaler.counter] if scale is None else []
     return epoch, [*optimizer.get_parameters(), *state]
 
 
@@ -163,6 +165,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="save here, as .ckpt")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="go on from this checkpoint")
     arguments = parser.parse_args(argv)
+    if arguments.scale is not None and not 1 <= arguments.scale < 2.0**128:
+        parser.error(f"--scale must be at least 1, got {arguments.scale}")
     if arguments.checkpoint and arguments.checkpoint.suffix != ".ckpt":
         parser.error("--checkpoint: the name of a checkpoint ends in .ckpt")
     if arguments.checkpoint and not arguments.checkpoint.absolute().parent.is_dir():

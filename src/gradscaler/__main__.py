@@ -6,7 +6,7 @@ import argparse
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from gradscaler import checkpoint
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m gradscaler", description="Loss scaling for mixed-precision training."
     )
-    parser.add_argument("--version", action="version", version=version("gradscaler"))
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands)
     _add_convert(commands)
@@ -28,6 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return status
+
+
+def _version() -> str:
+    try:
+        return version("gradscaler")
+    except PackageNotFoundError:  # run from its sources
+        return "unknown"
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -92,12 +99,17 @@ def _convert(parsed: argparse.Namespace) -> int:
         place = parsed.target
         files.save(place, converted)
     except (TypeError, ValueError) as error:
-        message = " ".join(str(error).split())
-        print(f"{place}: {message[:500]}", file=sys.stderr)
+        print(_one_line(f"{place}: {error}"), file=sys.stderr)
         return 1
     for warning in warned:
-        print(f"{parsed.source}: {warning.message}", file=sys.stderr)
+        print(_one_line(f"{parsed.source}: {warning.message}"), file=sys.stderr)
     return 0
+
+
+def _one_line(text: str) -> str:
+    """Whatever a file holds, as a line that a terminal only shows."""
+    shown = (letter if letter.isprintable() else " " for letter in text[:600])
+    return " ".join("".join(shown).split())
 
 
 def _positive(text: str) -> int:

@@ -1,5 +1,6 @@
 """``python -m gradscaler convert``, on good files and on bad ones."""
 
+import contextlib
 import itertools
 import json
 import pickle
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from gradscaler.__main__ import main
-from gradscaler.checkpoint import read
+from gradscaler.checkpoint import files, read
 from gradscaler.torch import GradScaler
 
 
@@ -105,7 +106,7 @@ def test_a_file_that_would_run_code_is_refused(index, tmp_path, capsys):
 def test_a_file_of_torch_s_that_would_run_code_is_refused(tmp_path, capsys):
     source, proof = tmp_path / "in.pt", tmp_path / "proof"
     torch.save({"scale": Trap(proof)}, source)
-    check_refused(source, tmp_path / "out.json", capsys, "damaged, or no state dict: ")
+    check_refused(source, tmp_path / "out.json", capsys, "refused: it would call io.open")
     assert not proof.exists()
 
 
@@ -117,15 +118,21 @@ def test_a_file_of_torch_s_that_would_run_code_is_refused(tmp_path, capsys):
         (b"PK\x03\x04 and no more", "damaged, or no state dict"),
         (b"\x80\x04\x95", "damaged, or no state dict"),
         (b"\x80\x04}(X\xff\xff\xff\xff", "damaged, or no state dict"),
+        (b"\x80\x04}r\x00\x00\x00\x08.", "the state dict is empty"),  # a memo of 2**27
+        (b"\x80\x04}(X\x0a\x00\x00\x00loss_scale)" + b"2\x86" * 60 + b"u.", "refused"),
+        (b"\x80\x04" + b"(" * 200_000 + b")" + b"\x85" * 200_000 + b".", "damaged"),
+        (b"[1" + b"," * 2**20 + b"]", "too large"),
+        (b'{"\\u001b[2J": 1}', "in no format that is known: [2J"),
         (b"[" * 200_000, "damaged, or no state dict"),
         (b"[1, 2]", "holds a list, not a dict"),
         (b"{}", "the state dict is empty"),
         (b'{"a\\nb": 1}', "in no format that is known: a b"),
         (b'{"scale": NaN, "growth_factor": 2, "backoff_factor": 0.5, "growth_interval": 1, '
          b'"_growth_tracker": 0}', "scale must be positive"),
-        (b'{"loss_scale": {"deep": [1]}}', "loss_scale must be a number"),
+        (b'{"loss_scale": {"deep": [1]}}', "loss_scale is a dict, not a number"),
         (b'{"loss_scale": 1' + b"0" * 3000 + b"}", "loss_scale must be positive and finite"),
-        (pickle.dumps(np.ones(3)), "holds a ndarray, not a dict"),
+        (pickle.dumps(np.ones(3), protocol=4), "refused: an array of more than one number"),
+        (pickle.dumps({"loss_scale": {"a": 1}}), "loss_scale is a dict, not a number"),
     ],
 )  # fmt: skip
 def test_a_damaged_or_foreign_file_is_one_line_and_status_1(data, message, tmp_path, capsys):
@@ -170,13 +177,42 @@ def test_an_unknown_format_is_a_wrong_call(saved, tmp_path, capsys):
     assert "caffe" in capsys.readouterr().err
 
 
-def test_without_torch_its_files_are_refused_and_others_are_not(
-    saved, tmp_path, monkeypatch, capsys
-):
-    assert convert(saved, tmp_path / "in.json", "torch") == 0
+def test_without_torch_its_files_are_read_and_not_written(saved, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch", None)
-    check_refused(saved, tmp_path / "out.json", capsys, "torch's files need torch")
-    assert convert(tmp_path / "in.json", tmp_path / "out.json", "paddle") == 0
+    assert convert(saved, tmp_path / "out.json", "paddle") == 0
+    assert convert(saved, tmp_path / "out.pt", "torch") == 1
+    assert "to write torch's files takes torch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_torch_s_older_files_and_every_binary_protocol_are_read(saved, protocol, tmp_path):
+    state_dict = torch.load(saved, weights_only=True)
+    path = tmp_path / "old.pt"
+    torch.save(
+        state_dict, path, _use_new_zipfile_serialization=False, pickle_protocol=min(protocol, 4)
+    )
+    assert files.load(path) == state_dict
+    path.write_bytes(pickle.dumps({**state_dict, "scale": np.float32(512)}, protocol=protocol))
+    assert files.load(path) == state_dict
+
+
+def test_a_flipped_bit_in_torch_s_file_is_not_taken_for_another_scale(saved):
+    whole, good = saved.read_bytes(), files.load(saved)
+    for place in range(0, len(whole), 7):
+        saved.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        with contextlib.suppress(files.FileError):
+            assert files.load(saved) == good
+
+
+def test_a_link_is_followed_and_a_file_keeps_its_mode(saved, tmp_path):
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    target.write_text("")
+    target.chmod(0o600)
+    link.symlink_to(target)
+    assert convert(saved, link, "torch") == 0
+    assert link.is_symlink()
+    assert json.loads(target.read_text())["scale"] == 512
+    assert target.stat().st_mode & 0o777 == 0o600
 
 
 def test_files_are_written_as_the_umask_says(saved, tmp_path):

@@ -163,6 +163,42 @@ def test_a_count_towards_a_hysteresis_is_named():
         write(policy, policy.init()._replace(nonfinite_steps=1), "torch")
 
 
+@pytest.mark.parametrize("key", ["_nonfinite_steps", "nonfinite_counter", "bad_steps"])
+def test_a_count_towards_a_hysteresis_that_the_dict_does_not_describe_is_refused(key):
+    name = {"_nonfinite_steps": "torch", "nonfinite_counter": "keras", "bad_steps": "tf_keras"}[key]
+    with pytest.raises(ValueError, match=f"{key} belongs to a rule with a hysteresis"):
+        read({**SAVED[name], key: 0})
+
+
+def test_what_means_nothing_to_a_rule_is_not_lost():
+    apex = DynamicScale.apex()
+    assert detect(write(apex, apex.init(), "torch")) == "torch"
+    fixed = {**STATIC["torch"], "_growth_tracker": 7}
+    assert convert(fixed, "torch") == {
+        **STATIC["torch"],
+        "growth_interval": 2000,
+        "_growth_tracker": 0,
+    }
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_count_past_32_bits_is_refused_and_one_past_the_interval_is_kept(name):
+    policy = policy_for(name)
+    with pytest.raises(ValueError, match="finite_steps must be at most"):
+        write(policy, ScaleState(1024.0, 2**31, 0), name)
+    state = ScaleState(np.float32(1024), 5000, 0)
+    assert read(write(policy, state, name))[1] == state
+
+
+def test_mindspore_s_step_number_is_bounded_too():
+    with pytest.raises(ValueError, match="current_iterator_step must be at most"):
+        write(policy_for("mindspore"), ScaleState(1024.0, 2**31 - 1, 0), "mindspore")
+
+
+def test_other_keys_are_not_looked_at():
+    assert read({**TORCH, "other": np.ones(3)}) == read(TORCH)
+
+
 def test_a_scale_below_the_floor_of_a_format_is_refused_even_if_lossy():
     policy = DynamicScale(init_scale=0.5)
     with pytest.raises(ValueError, match="keras's format cannot hold this: initial_scale must lie"):

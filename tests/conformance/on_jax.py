@@ -174,7 +174,7 @@ MODES = [
         partial(Jmp, jmp, True),
         JMP,
         rules.jmp_under_jit,
-        {**WRAPS, "overflow": NOT_UNDER_JIT,
+        {**WRAPS, "overflow at every scale": NOT_UNDER_JIT,
             "several optimizers": NOT_UNDER_JIT, "scale set by hand": NOT_UNDER_JIT,
          "everything": NOT_UNDER_JIT},
     ),

@@ -94,7 +94,7 @@ def native(policy):
 PRESET = DynamicScale.keras(SCALE, INTERVAL)
 DIFFERS = {
     "interval lowered": rules.FREEZES,
-    "overflow": "no floor",
+    "overflow at every scale": "no floor",
     "scale set by hand": "no floor",
     "everything": "no floor",
     "towards the largest": rules.TO_INF,

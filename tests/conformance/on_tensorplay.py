@@ -33,7 +33,11 @@ MODES = [
         native,
         PRESET,
         rules.tensorplay,
-        {"interval lowered": rules.FREEZES, "towards the largest": rules.TO_INF},
+        {
+            "interval lowered": rules.FREEZES,
+            "overflow at every scale": rules.SINKS,
+            "towards the largest": rules.TO_INF,
+        },
     ),
 ]
 

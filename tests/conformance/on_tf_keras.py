@@ -1,6 +1,8 @@
 """Keras 2."""
 
+import atexit
 import dataclasses
+import shutil
 import tempfile
 from functools import partial
 
@@ -12,6 +14,8 @@ from replay import COMMON, INTERVAL, RATE, SCALE, Mode, by_policy
 from gradscaler import DynamicScale
 from gradscaler.tf_keras import LossScaleOptimizer
 
+FOLDER = tempfile.mkdtemp()  # checkpoints are read again when there are more variables
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 FAMILIES = {"new family": tf_keras.optimizers.SGD, "legacy family": tf_keras.optimizers.legacy.SGD}
 
 
@@ -20,7 +24,6 @@ class Driver:
 
     def __init__(self, make, compiled, policy):
         self.make, self.compiled, self.policy = make, compiled, policy
-        self.folder = tempfile.TemporaryDirectory()  # variables to come are read from it, too
         self.start()
 
     def start(self):
@@ -48,7 +51,9 @@ class Driver:
         self.resume()  # the interval is the constructor's
 
     def resume(self):
-        path = tf.train.Checkpoint(optimizer=self.optimizer).write(f"{self.folder.name}/state")
+        path = tf.train.Checkpoint(optimizer=self.optimizer).write(
+            f"{tempfile.mkdtemp(dir=FOLDER)}/state"
+        )
         self.start()
         tf.train.Checkpoint(optimizer=self.optimizer).read(path).expect_partial()
 

@@ -33,7 +33,7 @@ MODES = [
         native,
         PRESET,
         rules.torch,
-        {"interval lowered": rules.FREEZES},
+        {"interval lowered": rules.FREEZES, "overflow at every scale": rules.SINKS},
     ),
 ]
 

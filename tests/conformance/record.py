@@ -31,13 +31,14 @@ def record() -> dict[str, list[str]]:
     scales = [f"scale {2.0**power}" for power in (0, 5, 20)] + ["scale 3.0"]
     return {
         "growth": ["."] * 30,
-        "overflow": ["!"] * 20 + ["."] * 10,
+        "overflow at every scale": ["!"] * 140 + ["."] * 10,
         "at random": steps(generator, 120, 0.2),
         "several optimizers": steps(generator, 40, 0.12, optimizers=3),
         "scale set by hand": mixed(generator, 50, scales),
         "interval raised": [*["."] * 9, "interval 7", *steps(generator, 40, 0.07)],
         "interval lowered": ["interval 9", *["."] * 6, "interval 2", *["."] * 9, "!", *["."] * 9],
         "resumed": mixed(generator, 50, ["resume"]),
+        "resumed between overflows": ["!", "resume", "!", ".", "!", "resume", ".", "!", "!"],
         "towards the largest": ["scale 4.2535295865117308e+37", *["."] * 40, "!", *["."] * 12],
         "everything": mixed(generator, 80, [*scales, "interval 3", "interval 9", "resume"]),
     }

@@ -7,6 +7,7 @@ import numpy as np
 from gradscaler import DynamicScale, ScaleState
 
 FREEZES = "growth freezes when the interval is lowered below the count"
+SINKS = "the scale sinks towards 0"
 TO_INF = "the scale grows to inf"
 
 

@@ -322,3 +322,15 @@ def test_a_manager_of_ones_own_is_accepted_by_mindspore(line):
     optimizer = mindspore.nn.SGD(network.trainable_params())
     step = mindspore.amp.build_train_network(network, optimizer, loss_scale_manager=Own())
     assert step.sens == 8.0
+
+
+@pytest.mark.parametrize("scale", [0, -1.0, float("nan"), float("inf"), 0.5])
+def test_a_scale_that_cannot_be_is_not_set(scale):
+    manager = ours.DynamicLossScaleManager()
+    with pytest.raises(ValueError, match=r"^loss_scale must"):
+        manager.loss_scale = scale
+    with pytest.raises(ValueError, match=r"^scale_factor must"):
+        manager.scale_factor = 0
+    assert manager.get_loss_scale() == 2**24
+    manager.loss_scale = 8
+    assert manager.get_loss_scale() == 8

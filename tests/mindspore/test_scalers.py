@@ -341,6 +341,8 @@ def compiled(functional):
 
 
 Functional = jit_class(Functional)
+# MindSpore keeps what it compiled by the ids of objects, which later ones may have again.
+KEPT = []
 
 
 @pytest.mark.parametrize("in_jit", [False, True], ids=["called", "compiled"])
@@ -387,3 +389,23 @@ def test_window_and_factor_can_be_set_and_bad_ones_change_nothing():
         scaler.adjust(Tensor(finite))
         scales.append(float(scaler.scale_value.asnumpy()))
     assert scales == [2.0**12, 2.0**10, 2.0**8]
+
+
+@pytest.mark.parametrize("flag", [1, None, "x", Tensor([True, False]), Tensor(1.0), Tensor(1)])
+def test_what_is_no_flag_is_refused_and_nothing_changes(flag):
+    scaler = ours.DynamicLossScaler(2**10, 2, 1)
+    with pytest.raises(TypeError, match="must be a bool, or a bool Tensor of shape"):
+        scaler.adjust(flag)
+    assert (scaler.scale_value.asnumpy(), scaler.counter.asnumpy()) == (2**10, 0)
+
+
+@pytest.mark.parametrize("method", ["scale", "unscale"])
+def test_a_number_is_no_tensor(method):
+    with pytest.raises(TypeError, match="inputs must be a tensor, or tensors in"):
+        getattr(ours.DynamicLossScaler(2**10, 2, 1), method)(2.0)
+
+
+def test_many_gradients_of_many_shapes_are_checked():
+    gradients = tuple(Tensor(np.ones((i % 7 + 1, i % 5 + 1), np.float32)) for i in range(120))
+    assert ours.all_finite(gradients)
+    assert not ours.all_finite((*gradients, Tensor(np.float32("nan"))))

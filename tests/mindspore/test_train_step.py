@@ -265,3 +265,30 @@ def test_a_scale_sense_that_is_neither_cell_nor_tensor_is_refused(line):
         ours.TrainOneStepWithLossScaleCell(
             network, optimizer, ours.DynamicLossScaleManager(init_loss_scale=8)
         )
+
+
+def test_a_manager_or_another_cell_is_refused_with_what_to_do(line):
+    network = line()
+    optimizer = nn.SGD(network.trainable_params())
+    for wrong, message in (
+        (ours.DynamicLossScaleManager(), r"pass what get_update_cell\(\) of this"),
+        (nn.ReLU(), r"got a ReLU, which has no get_loss_scale\(\)"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            ours.TrainOneStepWithLossScaleCell(network, optimizer, wrong)
+
+
+@pytest.mark.parametrize("dtype", [mindspore.int32, mindspore.float16, mindspore.float32])
+def test_a_scale_of_any_dtype_is_kept_in_float32_and_apart(line, dtype):
+    network = line()
+    given = Tensor(8, dtype)
+    optimizer = nn.SGD(network.trainable_params())
+    step = ours.TrainOneStepWithLossScaleCell(network, optimizer, given)
+    assert step.scale_sense.dtype == mindspore.float32
+    for value in (Tensor(0.5), Tensor(2.0**20)):
+        step.set_sense_scale(value)
+        assert step.scale_sense.asnumpy() == value.asnumpy()
+    value = Tensor(32.0)
+    step.set_sense_scale(value)
+    step.scale_sense.set_data(Tensor(64.0))
+    assert (value.asnumpy(), given.asnumpy()) == (32, 8)

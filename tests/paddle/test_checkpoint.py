@@ -2,7 +2,7 @@
 
 import paddle
 
-from gradscaler import checkpoint
+from gradscaler import DynamicScale, checkpoint
 from gradscaler.checkpoint import files
 from gradscaler.paddle import GradScaler
 
@@ -23,8 +23,9 @@ def test_another_framework_s_state_dict_is_taken_as_it_is():
 
 
 def test_a_fixed_scale_of_another_framework_s_does_not_move():
-    scaler = GradScaler()
+    scaler = GradScaler(policy=DynamicScale(init_scale=1024.0, min_scale=16.0))
     scaler.load_state_dict({"loss_scale": 8.0})
+    scaler.load_state_dict(scaler.state_dict())
     assert not scaler.is_use_dynamic_loss_scaling()
     assert scaler._scale.item() == 8.0
 

@@ -24,9 +24,9 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gradscaler.checkpoint.formats import LAYOUTS, Layout, Rule, Values
+from gradscaler.checkpoint.formats import LAYOUTS, OPTIONAL, Layout, Rule, Values
 from gradscaler.policies import DynamicScale, FixedScale, ScaleState, checks
-from gradscaler.state_dicts import number_in
+from gradscaler.state_dicts import count_in, number_in
 
 StateDict = dict[str, Any]
 
@@ -76,7 +76,7 @@ def read(state_dict: Values) -> tuple[Rule, ScaleState]:
     layout = _layout_of(state_dict)
     if layout is None:
         raise ValueError(_unrecognised(state_dict))
-    return layout.read(_numbers(state_dict))
+    return layout.read(_numbers(layout, state_dict))
 
 
 def write(policy: Rule, state: ScaleState, to: str, *, lossy: bool = False) -> StateDict:
@@ -100,13 +100,14 @@ def write(policy: Rule, state: ScaleState, to: str, *, lossy: bool = False) -> S
         raise ValueError(f"there is no format {to!r}; there are {', '.join(FORMATS)}")
     if not isinstance(policy, (DynamicScale, FixedScale)):
         raise TypeError(f"policy must be a DynamicScale or a FixedScale, got {policy!r}")
-    state = ScaleState(*(number_in(name, value) for name, value in state._asdict().items()))
+    scale, *counts = (number_in(name, value) for name, value in state._asdict().items())
+    state = ScaleState(scale, *map(count_in, ScaleState._fields[1:], counts))
     layouts = [layout for layout in LAYOUTS if layout.format == to]
     layout = next((each for each in layouts if isinstance(policy, each.rules)), layouts[0])
     written = policy if isinstance(policy, layout.rules) else DynamicScale(float(state.scale))
-    state_dict = dict(zip(layout.keys, layout.write(written, state), strict=True))
     try:
-        lost = _differences((policy, state), layout.read(_numbers(state_dict)))
+        state_dict = dict(zip(layout.keys, layout.write(written, state), strict=True))
+        lost = _differences((policy, state), layout.read(_numbers(layout, state_dict)))
     except ValueError as error:
         raise ValueError(f"{to}'s format cannot hold this: {error}") from None
     if lost and not lossy:
@@ -147,11 +148,12 @@ def _unrecognised(state_dict: Values) -> str:
     return f"missing from the state dict for {closest.format}'s format: {', '.join(missing)}"
 
 
-def _numbers(state_dict: Values) -> StateDict:
-    """Its values as Python numbers; a list of one, as JSON has of an array, counts as that one."""
+def _numbers(layout: Layout, state_dict: Values) -> StateDict:
+    """What a layout has, as Python numbers; a list of one, as JSON has of an array, is that one."""
     return {
         key: number_in(key, value[0] if isinstance(value, list) and len(value) == 1 else value)
         for key, value in state_dict.items()
+        if key in layout.keys or key in OPTIONAL
     }
 
 
@@ -160,21 +162,27 @@ def _differences(left: tuple[Rule, ScaleState], right: tuple[Rule, ScaleState]) 
     (policy, state), (other_policy, other_state) = left, right
     if type(policy) is not type(other_policy):
         return f"a {type(policy).__name__}"
+    if isinstance(policy, FixedScale):  # whose counts mean nothing
+        state, other_state = ScaleState(state.scale, 0, 0), ScaleState(other_state.scale, 0, 0)
     pairs: Iterable[tuple[str, Any, Any]] = [
         *(
-            (f.name, getattr(policy, f.name), getattr(other_policy, f.name))
-            for f in _fields(policy)
+            (name, getattr(policy, name), getattr(other_policy, name))
+            for name in _parameters(policy)
         ),
         *zip(ScaleState._fields, state, other_state, strict=True),
     ]
     return ", ".join(f"{name}={mine!r}" for name, mine, other in pairs if not _same(mine, other))
 
 
+def _parameters(policy: Rule) -> list[str]:
+    """The names of those that a rule goes on by."""
+    irrelevant = {"init_scale"}
+    if getattr(policy, "hysteresis", 1) == 1:
+        irrelevant.add("hysteresis_reset")  # nothing is counted
+    return [field.name for field in dataclasses.fields(policy) if field.name not in irrelevant]
+
+
 def _same(left: Any, right: Any) -> bool:
     if isinstance(left, float) and isinstance(right, float):
         return checks.in_float32(left) == checks.in_float32(right)
     return bool(left == right)
-
-
-def _fields(policy: Rule) -> list[Any]:
-    return [field for field in dataclasses.fields(policy) if field.name != "init_scale"]

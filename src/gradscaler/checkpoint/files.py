@@ -7,15 +7,23 @@ import io
 import json
 import os
 import pickle
+import shutil
 import tempfile
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gradscaler.checkpoint import pickles
+
 TORCH_SUFFIXES = (".pt", ".pth")
 PADDLE_SUFFIXES = (".pdparams", ".pdopt", ".pdstates")
+
+_MOST_BYTES = 2**20  # the state of a loss scale is a few hundred
+_TORCH_MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle in a file of torch before 1.6
+_PADDLE_NAMES = "StructuredToParameterName@@"  # beside tensors
 
 
 class FileError(ValueError):
@@ -23,21 +31,23 @@ class FileError(ValueError):
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The dict in a file, whose first bytes tell of what kind it is.
+    """The dict in a file, whose first bytes tell of what kind it is: numbers and texts by name.
 
     Raises:
-        FileError: there is none, or it is damaged, or it would run code.
+        FileError: there is none, or it is damaged, too large, or holds anything else.
     """
     try:
-        data = path.read_bytes()
-        if data.startswith(b"PK\x03\x04"):
-            loaded = _torch().load(path, map_location="cpu", weights_only=True)
-        elif data.startswith(b"\x80"):
-            loaded = _arrays_in(_NumbersOnly(io.BytesIO(data)).load())
-        else:
-            loaded = json.loads(data)
+        if path.exists() and not path.is_file():
+            raise FileError("is not a file")
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise FileError("is too large for the state of a loss scale")
+        loaded = _parse(data)
     except FileError:
         raise
+    except pickles.RefusedError as error:
+        raise FileError(str(error)) from None
     except OSError as error:
         raise FileError(error.strerror or str(error)) from None
     except Exception as error:  # a damaged file may fail anywhere on the way
@@ -45,7 +55,36 @@ def load(path: Path) -> dict[str, Any]:
         raise FileError(f"damaged, or no state dict: {reason or type(error).__name__}") from None
     if not isinstance(loaded, dict):
         raise FileError(f"holds a {type(loaded).__name__}, not a dict")
+    loaded.pop(_PADDLE_NAMES, None)
+    for key, value in loaded.items():
+        one = value[0] if isinstance(value, list) and len(value) == 1 else value
+        if not isinstance(one, (bool, int, float, str, type(None))):
+            raise FileError(f"{key[:80]} is a {type(value).__name__}, not a number")
     return loaded
+
+
+def _parse(data: bytes) -> Any:
+    if data.startswith(b"PK\x03\x04"):
+        return pickles.load(io.BytesIO(_pickle_in_zip(data)))
+    if not data.startswith(b"\x80"):
+        return json.loads(data)
+    file = io.BytesIO(data)
+    loaded = pickles.load(file)
+    if loaded == _TORCH_MAGIC:
+        for _ in range(3):  # the protocol, the machine, and then the dict
+            loaded = pickles.load(file)
+    return loaded
+
+
+def _pickle_in_zip(data: bytes) -> bytes:
+    """The pickle in a file of torch's, its checksum verified."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        names = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
+        if len(names) != 1:
+            raise FileError("is a zip file, but not one of torch's")
+        if names[0].file_size > _MOST_BYTES:
+            raise FileError("is too large for the state of a loss scale")
+        return archive.read(names[0])
 
 
 def save(path: Path, state_dict: Mapping[str, Any]) -> None:
@@ -59,7 +98,8 @@ def save(path: Path, state_dict: Mapping[str, Any]) -> None:
         for key, value in state_dict.items()
     }
     try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        target = path.resolve()
+        descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".gradscaler-")
         temporary = Path(name)
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -73,8 +113,11 @@ def save(path: Path, state_dict: Mapping[str, Any]) -> None:
                 else:
                     suffixes = ", ".join((".json", *TORCH_SUFFIXES, *PADDLE_SUFFIXES))
                     raise FileError(f"the name must end in one of {suffixes}")
-            temporary.chmod(0o666 & ~_umask())
-            temporary.replace(path)
+            if target.exists():
+                shutil.copymode(target, temporary)
+            else:
+                temporary.chmod(0o666 & ~_umask())
+            temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
@@ -85,46 +128,12 @@ def _torch() -> Any:
     try:
         return importlib.import_module("torch")
     except ImportError:
-        raise FileError("torch's files need torch: pip install 'gradscaler[torch]'") from None
+        raise FileError(
+            "to write torch's files takes torch: pip install 'gradscaler[torch]'"
+        ) from None
 
 
 def _umask() -> int:
     umask = os.umask(0)
     os.umask(umask)
     return umask
-
-
-_ARRAYS = (
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "scalar"),
-    ("builtins", "tuple"),  # of a Paddle tensor's name and its array
-)
-
-
-class _NumbersOnly(pickle.Unpickler):
-    """Refuses every name in a pickle but those that NumPy's arrays are made of."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("_codecs", "encode"):
-            return _latin1
-        module = module.replace("numpy.core", "numpy._core")  # as NumPy 1 called it
-        if (module, name) in _ARRAYS:
-            return super().find_class(module, name)
-        raise FileError(f"refused: it would run {module}.{name}")
-
-
-def _arrays_in(loaded: Any) -> Any:
-    if not isinstance(loaded, dict):
-        return loaded
-    return {
-        key: value[1] if isinstance(value, tuple) and len(value) == 2 else value
-        for key, value in loaded.items()
-    }
-
-
-def _latin1(text: str, encoding: str) -> bytes:
-    if encoding != "latin1":
-        raise FileError(f"refused: an encoding {encoding!r}")
-    return text.encode("latin1")

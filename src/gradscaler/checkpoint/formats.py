@@ -35,11 +35,19 @@ class Layout(NamedTuple):
     rules: tuple[type[Rule], ...] = (DynamicScale,)
 
 
-def _state(scale: float, finite_steps: tuple[str, Any], nonfinite_steps: Any = 0) -> ScaleState:
-    key, count = finite_steps
-    return ScaleState(
-        np.float32(scale), count_in(key, count), count_in("non-finite steps", nonfinite_steps)
-    )
+def _state(scale: float, *counts: tuple[str, Any]) -> ScaleState:
+    """The scale and the counts, each with its key; those left out are 0."""
+    checked = [count_in(key, count) for key, count in counts]
+    return ScaleState(np.float32(scale), *checked, *[0] * (2 - len(checked)))
+
+
+def _no_hysteresis(values: Values, key: str) -> None:
+    """Refuse a count that gradscaler adds to a format which has no place for what it counts to."""
+    if key in values:
+        raise ValueError(
+            f"{key} belongs to a rule with a hysteresis, which this state dict does not describe: "
+            "write(policy, state, to) takes the rule itself"
+        )
 
 
 def _flag(key: str, value: object) -> bool:
@@ -55,11 +63,8 @@ _TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growt
 
 def _read_torch(values: Values) -> tuple[Rule, ScaleState]:
     scale = checks.loss_scale("scale", values["scale"])
-    state = _state(
-        scale,
-        ("_growth_tracker", values["_growth_tracker"]),
-        values.get("_nonfinite_steps", 0),  # gradscaler adds it where there is a hysteresis
-    )
+    _no_hysteresis(values, "_nonfinite_steps")
+    state = _state(scale, ("_growth_tracker", values["_growth_tracker"]))
     if values["growth_factor"] == values["backoff_factor"] == 1.0:
         return FixedScale(scale), state
     policy = DynamicScale(
@@ -91,7 +96,7 @@ _PADDLE = (
 
 def _read_paddle(values: Values) -> tuple[Rule, ScaleState]:
     scale = checks.loss_scale("scale", values["scale"])
-    state = _state(scale, ("incr_count", values["incr_count"]), values["decr_count"])
+    state = _state(scale, *((key, values[key]) for key in ("incr_count", "decr_count")))
     policy: Rule = _dynamic_scale(
         init_scale=("scale", scale),
         growth_factor=("incr_ratio", values["incr_ratio"]),
@@ -123,10 +128,10 @@ _KERAS = ("dynamic_scale", "step_counter", "initial_scale", "dynamic_growth_step
 
 
 def _read_keras(values: Values) -> tuple[Rule, ScaleState]:
+    _no_hysteresis(values, "nonfinite_counter")
     state = _state(
         checks.loss_scale("dynamic_scale", values["dynamic_scale"]),
         ("step_counter", values["step_counter"]),
-        values.get("nonfinite_counter", 0),
     )
     if not _flag("dynamic", values.get("dynamic", True)):
         return FixedScale(float(state.scale)), state
@@ -164,10 +169,10 @@ _TF_KERAS = ("current_loss_scale", "good_steps", "initial_scale", "dynamic_growt
 
 
 def _read_tf_keras(values: Values) -> tuple[Rule, ScaleState]:
+    _no_hysteresis(values, "bad_steps")
     state = _state(
         checks.loss_scale("current_loss_scale", values["current_loss_scale"]),
         ("good_steps", values["good_steps"]),
-        values.get("bad_steps", 0),
     )
     return _keras_rule(values), _above_one("current_loss_scale", state)
 
@@ -219,23 +224,23 @@ def _read_mindspore(values: Values) -> tuple[Rule, ScaleState]:
         growth_interval=("scale_window", values["scale_window"]),
         min_scale=1.0,
     )
+    _no_hysteresis(values, "nonfinite_steps")
     step, overflowed = (
-        checks.count(key, values[key], least=least)
-        for key, least in (("current_iterator_step", 1), ("last_overflow_iterator_step", 0))
+        count_in(key, values[key])
+        for key in ("current_iterator_step", "last_overflow_iterator_step")
     )
     if overflowed >= step:
         raise ValueError(
             "last_overflow_iterator_step must be below current_iterator_step, "
             f"got {overflowed} and {step}"
         )
-    finite_steps = (step - 1 - overflowed) % policy.growth_interval
-    return policy, ScaleState(np.float32(policy.init_scale), finite_steps, 0)
+    return policy, ScaleState(np.float32(policy.init_scale), step - 1 - overflowed, 0)
 
 
 def _write_mindspore(policy: DynamicScale, state: ScaleState) -> tuple[Any, ...]:
     return (
         np.float32(state.scale),
-        np.int32(state.finite_steps + 1),
+        np.int32(count_in("current_iterator_step", state.finite_steps + 1)),
         np.int32(0),
         policy.growth_factor,
         policy.growth_interval,
@@ -337,3 +342,6 @@ LAYOUTS = (
     Layout("jmp", ("loss_scale",), _read_static_jmp, _write_static_jmp, (FixedScale,)),
     Layout("flax", _FLAX, _read_flax, _write_flax),
 )
+
+OPTIONAL = ("dynamic", "_nonfinite_steps", "nonfinite_counter", "bad_steps", "nonfinite_steps")
+"""Keys that some adapters of gradscaler add, or a config has."""

@@ -15,6 +15,7 @@ from mindspore.common.sparse_tensor import RowTensorInner
 F = TypeVar("F", bound=Callable[..., Any])
 
 _HALF = (mindspore.float16, mindspore.bfloat16)
+_LARGE = 2**16  # elements
 
 
 def compiled(function: F) -> F:
@@ -62,8 +63,11 @@ def _zero_if_all_finite(grad: Any) -> Any:
         return 1 - ops.isfinite(grad).all().astype(mindspore.float32)
     if grad.dtype in _HALF:
         grad = grad.astype(mindspore.float32)
-    # Zeros and NaN; summed by a matrix product, for which alone MindSpore's CPU takes all cores.
-    zeros = (grad - grad).reshape((1, -1))
+    zeros = grad - grad  # and NaN, where there was Inf or NaN
+    if grad.size < _LARGE:
+        return zeros.sum().astype(mindspore.float32)
+    # The only sum for which MindSpore's CPU takes all cores is a matrix product.
+    zeros = zeros.reshape((1, -1))
     return ops.matmul(zeros, zeros.reshape((-1, 1))).reshape(()).astype(mindspore.float32)
 
 
@@ -84,10 +88,10 @@ def unscale_all(scale: Any, *grads: Any) -> Any:
 @compiled
 def every_finite(*grads: Any) -> Any:
     """Whether all gradients are finite: a bool Tensor of shape ()."""
-    if not grads:
-        return Tensor(True)
-    # "+ 0" waits for the type of a sparse gradient, which addn would ask for too soon.
-    return ops.addn([zero + 0 for zero in _map(_zero_if_finite, grads)]) == 0
+    total = Tensor(0.0, mindspore.float32)
+    for zero in _map(_zero_if_finite, grads):  # a comprehension compiles in quadratic time
+        total = total + zero
+    return total == 0
 
 
 def all_finite(inputs: Any) -> Any:
@@ -121,7 +125,13 @@ def all_finite(inputs: Any) -> Any:
 
 
 def as_flag(value: Any) -> Any:
-    """A bool Tensor of shape (), from a bool or from one of shape (1,) too."""
+    """A bool Tensor of shape (), from a bool or from one of shape (1,) too.
+
+    Raises:
+        TypeError: it is none of those.
+    """
     if isinstance(value, bool):
         return Tensor(value)
+    if not isinstance(value, Tensor) or value.dtype != mindspore.bool_ or value.size != 1:
+        raise TypeError("the flag must be a bool, or a bool Tensor of shape () or (1,)")
     return value.reshape(())

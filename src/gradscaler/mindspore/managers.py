@@ -10,7 +10,7 @@ import numpy as np
 
 from gradscaler.mindspore import spelling
 from gradscaler.mindspore.cells import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
-from gradscaler.policies import Policy, ScaleState
+from gradscaler.policies import Policy, ScaleState, checks
 
 
 class FixedLossScaleManager(mindspore.amp.FixedLossScaleManager):  # type: ignore[misc] # untyped base
@@ -99,7 +99,7 @@ class DynamicLossScaleManager(mindspore.amp.DynamicLossScaleManager):  # type: i
             scale_factor=scale_factor,
             scale_window=scale_window,
         )
-        self.loss_scale: float = self._policy.init_scale
+        self._loss_scale: float = self._policy.init_scale
         self.cur_iter = 1
         self.last_overflow_iter = 0
         self.bad_step = 0
@@ -117,14 +117,25 @@ class DynamicLossScaleManager(mindspore.amp.DynamicLossScaleManager):  # type: i
     )
 
     @property
+    def loss_scale(self) -> float:
+        """The scale now."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, loss_scale: float) -> None:
+        bounds = self._policy.min_scale, self._policy.max_scale
+        self._loss_scale = checks.loss_scale("loss_scale", loss_scale, *bounds)
+
+    @property
     def scale_factor(self) -> float:
         """What growth multiplies the scale by, and a backoff divides it by."""
         return self._policy.growth_factor
 
     @scale_factor.setter
     def scale_factor(self, scale_factor: float) -> None:
-        self.increase_ratio = scale_factor
-        self.decrease_ratio = 1 / scale_factor
+        checked = checks.growth_factor("scale_factor", scale_factor)
+        changes = {"growth_factor": checked, "backoff_factor": 1 / checked}
+        self._policy = spelling.replaced(self._policy, **changes)
 
     def update_loss_scale(self, overflow: bool) -> None:
         """Move the scale after a step.
@@ -146,7 +157,7 @@ class DynamicLossScaleManager(mindspore.amp.DynamicLossScaleManager):  # type: i
         finite_steps = (self.cur_iter - 1 - self.last_overflow_iter) % self.scale_window
         state = ScaleState(np.float32(self.loss_scale), finite_steps, self._nonfinite_steps)
         state = self._policy.update(state, overflow)
-        self.loss_scale = float(state.scale)
+        self._loss_scale = float(state.scale)
         self._nonfinite_steps = state.nonfinite_steps
         self.bad_step = bad_step
         if overflow:

@@ -38,7 +38,7 @@ def _adjust(parameters: Any, scale: Any, counter: Any, nonfinite: Any, grads_fin
         scale,
         counter,
         nonfinite,
-        ops.logical_not(as_flag(grads_finite)),
+        ops.logical_not(grads_finite),
         ops.where,
     )
     ops.assign(scale, next_scale)
@@ -58,7 +58,7 @@ class _Scaling(mindspore.amp.LossScaler):  # type: ignore[misc] # untyped base
         Args:
             inputs: a tensor, or tensors in tuples, lists and dicts: a loss, or gradients.
         """
-        return _scale(self.scale_value, mutable(inputs))
+        return _scale(self.scale_value, mutable(_tensors(inputs)))
 
     def unscale(self, inputs: Any) -> Any:
         """``inputs / scale_value``, in the dtype of each.
@@ -66,7 +66,13 @@ class _Scaling(mindspore.amp.LossScaler):  # type: ignore[misc] # untyped base
         Args:
             inputs: a tensor, or tensors in tuples, lists and dicts: a loss, or gradients.
         """
-        return _unscale(self.scale_value, mutable(inputs))
+        return _unscale(self.scale_value, mutable(_tensors(inputs)))
+
+
+def _tensors(inputs: Any) -> Any:
+    if not isinstance(inputs, (Tensor, tuple, list, dict)):
+        raise TypeError("inputs must be a tensor, or tensors in tuples, lists and dicts")
+    return inputs
 
 
 class StaticLossScaler(_Scaling, mindspore.amp.StaticLossScaler):  # type: ignore[misc] # untyped base
@@ -169,6 +175,10 @@ class DynamicLossScaler(_Scaling, mindspore.amp.DynamicLossScaler):  # type: ign
 
         Returns:
             True.
+
+        Raises:
+            TypeError: it is neither; nothing changes.
         """
-        _adjust(self._constants, self.scale_value, self.counter, self.nonfinite_steps, grads_finite)
+        flag = as_flag(grads_finite)
+        _adjust(self._constants, self.scale_value, self.counter, self.nonfinite_steps, flag)
         return True

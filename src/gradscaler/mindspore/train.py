@@ -16,9 +16,9 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
     """A train step with loss scaling: a drop-in for ``mindspore.nn.TrainOneStepWithLossScaleCell``.
 
     Called with the network's inputs it returns the loss, whether a gradient overflowed, and the
-    loss scale: Tensors of the loss's shape, of () and bool, and of the scale's shape. A step that
-    overflowed leaves the parameters and the optimizer as they were. MindSpore's own needs an
-    Ascend or a GPU.
+    loss scale: Tensors of the loss's shape, of () and bool, and of the scale's shape and float32,
+    in PyNative mode the Parameter itself, which moves on. A step that overflowed leaves the
+    parameters and the optimizer as they were. MindSpore's own needs an Ascend or a GPU.
 
     Args:
         network: a cell that returns the loss.
@@ -42,7 +42,17 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
 
     def __init__(self, network: Any, optimizer: Any, scale_sense: Any) -> None:
         if isinstance(scale_sense, Tensor) and scale_sense.size == 1:
-            _check_scale("scale_sense", scale_sense)
+            scale_sense = _as_scale("scale_sense", scale_sense)
+        elif isinstance(scale_sense, amp.LossScaleManager):
+            raise TypeError(
+                "scale_sense must be an update cell or a Tensor: pass what get_update_cell() of "
+                f"this {type(scale_sense).__name__} returns"
+            )
+        elif isinstance(scale_sense, nn.Cell) and not hasattr(scale_sense, "get_loss_scale"):
+            raise TypeError(
+                "scale_sense must be an update cell or a Tensor, got a "
+                f"{type(scale_sense).__name__}, which has no get_loss_scale()"
+            )
         super().__init__(network, optimizer, scale_sense)
 
     def construct(self, *inputs: Any) -> Any:
@@ -84,14 +94,17 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
         """
         if not isinstance(sens, Tensor):
             raise TypeError(f"sens must be a Tensor, got {sens!r} ({type(sens).__name__})")
-        _check_scale("sens", sens)
-        self.scale_sense.set_data(sens.reshape(self.scale_sense.shape))
+        scale = _as_scale("sens", sens)
+        self.scale_sense.set_data(scale.reshape(self.scale_sense.shape))
 
 
-def _check_scale(name: str, scale: Any) -> None:
+def _as_scale(name: str, scale: Any) -> Any:
+    """A float32 Tensor of its own, or ValueError."""
     if scale.size != 1:
         raise ValueError(f"{name} must have the shape () or (1,), got {scale.shape}")
-    checks.loss_scale(name, scale.astype(mindspore.float32).asnumpy().item())
+    value = scale.astype(mindspore.float32).asnumpy()
+    checks.loss_scale(name, value.item())
+    return Tensor(value.copy())
 
 
 def build_train_network(

@@ -251,7 +251,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
         else:
             read, state = checkpoint.read(state_dict)
             dynamic = isinstance(read, DynamicScale)
-            policy = read if isinstance(read, DynamicScale) else self._policy
+            policy = read if isinstance(read, DynamicScale) else _paddle_policy(read.scale)
         self._policy = policy
         self._use_dynamic_loss_scaling = dynamic
         self._init_loss_scaling = float(state.scale)
