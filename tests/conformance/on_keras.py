@@ -99,6 +99,7 @@ DIFFERS = {
     "everything": "no floor",
     "towards the largest": rules.TO_INF,
 }
+RULE = rules.keras if BACKEND == "torch" else rules.keras_by_xla
 WAYS = {"eager": False, "compiled": True} if BACKEND != "torch" else {"eager": False}
 if BACKEND == "jax":
     del WAYS["eager"]  # Keras' own leaks tracers; ours is in the list below
@@ -113,9 +114,7 @@ MODES += [
     for way, compiled in {"eager": False, **WAYS}.items()
 ]
 MODES += [
-    Mode(
-        f"keras, {BACKEND}, {way}", partial(Driver, native, compiled), PRESET, rules.keras, DIFFERS
-    )
+    Mode(f"keras, {BACKEND}, {way}", partial(Driver, native, compiled), PRESET, RULE, DIFFERS)
     for way, compiled in WAYS.items()
 ]
 

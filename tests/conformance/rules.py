@@ -42,8 +42,14 @@ def paddle(policy: DynamicScale, state: ScaleState, overflows: list[bool]) -> Sc
 
 
 def keras(policy: DynamicScale, state: ScaleState, overflows: list[bool]) -> ScaleState:
-    """Keras 3: no floor."""
+    """Keras 3 on PyTorch: no floor."""
     return torch(policy, state, overflows, to_inf=True)
+
+
+def keras_by_xla(policy: DynamicScale, state: ScaleState, overflows: list[bool]) -> ScaleState:
+    """Keras 3 on TensorFlow and JAX, which have no subnormal numbers."""
+    state = keras(policy, state, overflows)
+    return state._replace(scale=state.scale if state.scale >= 2.0**-126 else np.float32(0))
 
 
 def flax(policy: DynamicScale, state: ScaleState, overflows: list[bool]) -> ScaleState:
