@@ -38,11 +38,12 @@ $(addprefix test-,$(FRAMEWORKS)): test-%: .venv/%/.ready
 
 # Every scaler, ours and the frameworks' own, on the same recorded traces: one table.
 conformance: $(foreach framework,$(FRAMEWORKS),.venv/$(framework)/.ready)
-	set -e; $(foreach framework,$(FRAMEWORKS),for run in $(or $($(framework)_RUNS),''); do \
+	rm -f .venv/conformance.jsonl
+	$(foreach framework,$(FRAMEWORKS),set -e; for run in $(or $($(framework)_RUNS),''); do \
 		env $$run TF_CPP_MIN_LOG_LEVEL=2 .venv/$(framework)/bin/python \
-		tests/conformance/replay.py $(subst -,_,$(framework)) 2>.venv/conformance.log \
-		|| { cat .venv/conformance.log; exit 1; }; done;) | \
-		.venv/torch/bin/python tests/conformance/table.py
+		tests/conformance/replay.py $(subst -,_,$(framework)) >>.venv/conformance.jsonl \
+		2>.venv/conformance.log || { cat .venv/conformance.log; exit 1; }; done;)
+	.venv/torch/bin/python tests/conformance/table.py <.venv/conformance.jsonl
 
 # Changes the rule and the engine in a thousand small ways; lists what no test notices. Half an hour.
 mutants: .venv/mutants/.ready
