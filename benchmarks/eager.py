@@ -1,4 +1,4 @@
-"""What the benchmarks of the eager frameworks share: gradients to unscale, and the command line.
+"""What the benchmarks of the eager frameworks share: gradients to unscale, and the workloads.
 
 Both scalers do the calls of a training loop on the same gradients, by turns. With an optimizer
 whose step does nothing, the time is the scaler's own; with a real one it is the whole step's. A
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import paired
@@ -69,37 +68,9 @@ def run(
         comparisons: from a workload and a number of repetitions.
         workloads: what to compare on.
     """
-    setting = {**paired.machine(), **setting, "repetitions": arguments.repetitions}
-    print(*(f"{name}: {value}" for name, value in setting.items()), sep="\n", end="\n\n")
     results = [
         compare(workload, arguments.repetitions)
         for compare in comparisons
         for workload in workloads
     ]
-    print(paired.table(results))
-    if arguments.json:
-        paired.write_json(arguments.json, setting, results)
-
-
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command line: what every benchmark takes, and what ``parser`` has already."""
-    parser.add_argument(
-        "--repetitions",
-        type=int,
-        default=50,
-        help="measurements of each scaler and workload, at least 6 (%(default)s)",
-    )
-    parser.add_argument(
-        "--quick",
-        dest="repetitions",
-        action="store_const",
-        const=10,
-        help="10 repetitions",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement here")
-    arguments = parser.parse_args()
-    if arguments.repetitions < 6:
-        parser.error("--repetitions must be at least 6: fewer give no 95 % interval")
-    if arguments.json and not arguments.json.absolute().parent.is_dir():
-        parser.error(f"--json: there is no folder {arguments.json.parent}")
-    return arguments
+    paired.report(arguments, setting, results)

@@ -17,7 +17,6 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-import eager
 import jax
 import jax.numpy as jnp
 import jmp
@@ -252,20 +251,12 @@ def pairs(what: str, seconds: dict[str, list[float]]) -> list[paired.Comparison]
 
 def main() -> None:
     """Time every step of every workload, and how long they take to compile."""
-    arguments = eager.parse(argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]))
-    setting = {
-        **paired.machine(),
-        "jax": jax.__version__,
-        **{name: version(name) for name in ("flax", "jmp", "optax")},
-        "repetitions": arguments.repetitions,
-    }
-    print(*(f"{name}: {value}" for name, value in setting.items()), sep="\n", end="\n\n")
-    results = [c for workload in WORKLOADS for c in time_steps(workload, arguments.repetitions)]
-    print(paired.table(results), end="\n\n", flush=True)
-    compilations = [c for workload in WORKLOADS for c in time_compilation(workload)]
-    print(paired.table(compilations))
-    if arguments.json:
-        paired.write_json(arguments.json, setting, results + compilations)
+    arguments = paired.parse(
+        argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    )
+    setting = {name: version(name) for name in ("jax", "flax", "jmp", "optax")}
+    steps = [c for workload in WORKLOADS for c in time_steps(workload, arguments.repetitions)]
+    paired.report(arguments, setting, steps + [c for w in WORKLOADS for c in time_compilation(w)])
 
 
 if __name__ == "__main__":

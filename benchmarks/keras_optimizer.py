@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -152,16 +151,13 @@ def main() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or it talks of GPUs that there are not
     import keras
 
-    setting = {**paired.machine(), "keras": keras.__version__, "backend": backend}
-    print(*(f"{name}: {value}" for name, value in setting.items()), sep="\n", end="\n\n")
     comparisons = [
         compare(workload, jit_compile, arguments.repetitions)
         for jit_compile in ((True, False) if backend == "tensorflow" else (True,))
         for workload in WORKLOADS
     ]
-    print(paired.table(comparisons), end="\n\n", flush=True)
-    if arguments.json:
-        paired.write_json(arguments.json, setting, comparisons)
+    setting = {"keras": keras.__version__, "backend": backend}
+    paired.report(arguments, setting, comparisons)
 
 
 def parse() -> argparse.Namespace:
@@ -173,26 +169,10 @@ def parse() -> argparse.Namespace:
         metavar="BACKEND",
         help=f"any of {', '.join(BACKENDS)} (all)",
     )
-    parser.add_argument(
-        "--repetitions",
-        type=int,
-        default=40,
-        help="measurements of each wrapper and workload, at least 6 (%(default)s)",
-    )
-    parser.add_argument(
-        "--quick", dest="repetitions", action="store_const", const=10, help="10 repetitions"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write every measurement here, by backend"
-    )
-    arguments = parser.parse_args()
+    arguments = paired.parse(parser)
     arguments.backends = arguments.backends or list(BACKENDS)
     if unknown := set(arguments.backends) - set(BACKENDS):
         parser.error(f"there is no backend {', '.join(sorted(unknown))}")
-    if arguments.repetitions < 6:
-        parser.error("--repetitions must be at least 6: fewer give no 95 % interval")
-    if arguments.json and not arguments.json.absolute().parent.is_dir():
-        parser.error(f"--json: there is no folder {arguments.json.parent}")
     return arguments
 
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mindspore
@@ -174,48 +173,20 @@ def finished(function: Callable[[Any], Any], argument: Any, scale: Any) -> None:
 
 def main() -> None:
     """Run every workload in both ways; print a table, and write JSON where asked."""
-    arguments = parse()
+    arguments = paired.parse(
+        argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    )
     setting = {
-        **paired.machine(),
         "mindspore": mindspore.__version__,
         "threads": os.environ.get("OMP_NUM_THREADS", "MindSpore's choice"),
-        "repetitions": arguments.repetitions,
     }
-    print(*(f"{name}: {value}" for name, value in setting.items()), sep="\n", end="\n\n")
-    comparisons: Sequence[paired.Comparison] = [
+    comparisons = [
         comparison
         for compiled in (False, True)
         for workload in WORKLOADS
         for comparison in compare(workload, compiled, arguments.repetitions)
     ]
-    print(paired.table(comparisons))
-    if arguments.json:
-        paired.write_json(arguments.json, setting, comparisons)
-
-
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--repetitions",
-        type=int,
-        default=50,
-        help="measurements of each side and workload, at least 6 (%(default)s)",
-    )
-    parser.add_argument(
-        "--quick",
-        dest="repetitions",
-        action="store_const",
-        const=10,
-        help="10 repetitions",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement here")
-    arguments = parser.parse_args()
-    if arguments.repetitions < 6:
-        parser.error("--repetitions must be at least 6: fewer give no 95 % interval")
-    if arguments.json and not arguments.json.absolute().parent.is_dir():
-        parser.error(f"--json: there is no folder {arguments.json.parent}")
-    return arguments
+    paired.report(arguments, setting, comparisons)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,9 @@ def compare(
 
 def main() -> None:
     """Time every workload with both optimizers."""
-    arguments = eager.parse(argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]))
+    arguments = paired.parse(
+        argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    )
     module: Any = sys.modules["paddle.amp.grad_scaler"]
     on_gpu = SimpleNamespace(_expected_place=SimpleNamespace(is_gpu_place=lambda: True))
     module._dygraph_tracer = lambda: on_gpu

@@ -6,6 +6,7 @@ tensors, by turns, so that whatever else the machine does falls on both.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import math
@@ -174,3 +175,38 @@ def write_json(path: Path, setting: Mapping[str, Any], comparisons: Sequence[Com
     """Every measurement, under what it was made with."""
     results = [comparison.as_dict() for comparison in comparisons]
     path.write_text(json.dumps({"setting": dict(setting), "results": results}, indent=2) + "\n")
+
+
+def report(
+    arguments: argparse.Namespace, setting: Mapping[str, Any], comparisons: Sequence[Comparison]
+) -> None:
+    """Print what the numbers depend on and a table of them, and write JSON where asked."""
+    setting = {**machine(), **setting, "repetitions": arguments.repetitions}
+    print(*(f"{name}: {value}" for name, value in setting.items()), sep="\n", end="\n\n")
+    print(table(comparisons), end="\n\n", flush=True)
+    if arguments.json:
+        write_json(arguments.json, setting, comparisons)
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line: what every benchmark takes, and what ``parser`` has already."""
+    parser.add_argument(
+        "--repetitions",
+        type=int,
+        default=50,
+        help="measurements of each scaler and workload, at least 6 (%(default)s)",
+    )
+    parser.add_argument(
+        "--quick",
+        dest="repetitions",
+        action="store_const",
+        const=10,
+        help="10 repetitions",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement here")
+    arguments = parser.parse_args()
+    if arguments.repetitions < 6:
+        parser.error("--repetitions must be at least 6: fewer give no 95 % interval")
+    if arguments.json and not arguments.json.absolute().parent.is_dir():
+        parser.error(f"--json: there is no folder {arguments.json.parent}")
+    return arguments

@@ -75,7 +75,7 @@ def main() -> None:
     """Time every workload with both optimizers."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     eager.run(
-        eager.parse(parser),
+        paired.parse(parser),
         {"tensorplay": tensorplay.__version__},
         [partial(compare, IdleOptimizer), partial(compare, sgd)],
     )

@@ -13,7 +13,6 @@ import argparse
 import os
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,43 +85,16 @@ def compare(workload: Workload, family: Any, repetitions: int) -> paired.Compari
 
 def main() -> None:
     """Run every workload with both families; print a table, and write JSON where asked."""
-    arguments = parse()
-    setting = {
-        **paired.machine(),
-        "tensorflow": tf.__version__,
-        "tf-keras": tf_keras.__version__,
-        "repetitions": arguments.repetitions,
-    }
-    print(*(f"{name}: {value}" for name, value in setting.items()), sep="\n", end="\n\n")
+    arguments = paired.parse(
+        argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    )
     comparisons = [
         compare(workload, family, arguments.repetitions)
         for family in (tf_keras.optimizers, tf_keras.optimizers.legacy)
         for workload in WORKLOADS
     ]
-    print(paired.table(comparisons))
-    if arguments.json:
-        paired.write_json(arguments.json, setting, comparisons)
-
-
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--repetitions",
-        type=int,
-        default=40,
-        help="measurements of each wrapper and workload, at least 6 (%(default)s)",
-    )
-    parser.add_argument(
-        "--quick", dest="repetitions", action="store_const", const=10, help="10 repetitions"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement here")
-    arguments = parser.parse_args()
-    if arguments.repetitions < 6:
-        parser.error("--repetitions must be at least 6: fewer give no 95 % interval")
-    if arguments.json and not arguments.json.absolute().parent.is_dir():
-        parser.error(f"--json: there is no folder {arguments.json.parent}")
-    return arguments
+    setting = {"tensorflow": tf.__version__, "tf-keras": tf_keras.__version__}
+    paired.report(arguments, setting, comparisons)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import argparse
 from functools import partial
 
 import eager
+import paired
 import torch
 import torch_scaler
 
@@ -35,7 +36,9 @@ WORKLOADS = [
 
 def main() -> None:
     """Time every workload."""
-    arguments = eager.parse(argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]))
+    arguments = paired.parse(
+        argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    )
     setting = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     eager.run(arguments, setting, [partial(torch_scaler.compare_added, True)], WORKLOADS)
 

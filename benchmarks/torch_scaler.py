@@ -116,7 +116,7 @@ def main() -> None:
     """Time every workload with both optimizers."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--threads", type=int, help="of torch; as many as it likes by default")
-    arguments = eager.parse(parser)
+    arguments = paired.parse(parser)
     if arguments.threads is not None:
         if arguments.threads < 1:
             parser.error("--threads must be at least 1")
