@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from replay import RATE, Network, State
+from replay import COMMON, INTERVAL, RATE, SCALE, Mode, Network, State, Train, Update
 
 from gradscaler import DynamicScale
 
@@ -27,7 +27,6 @@ class Driver:
         self.scaler = make(policy)
         self.weights = [library.nn.Parameter(library.tensor([1.0])) for _ in range(3)]
         self.optimizers = [library.optim.SGD([weight], lr=0.0) for weight in self.weights]
-        self.saved_counts = (0, 0)
 
     def step(self, overflows: list[bool]) -> None:
         for weight, optimizer, overflow in zip(
@@ -74,3 +73,30 @@ def train(library: Any, scaler: Any, steps: int, network: Network) -> list[float
         scaler.update()
         scales.append(scaler.get_scale())
     return scales
+
+
+def modes_and_training(
+    library: Any, ours: Any, rule: Update, differs: dict[str, str]
+) -> tuple[list[Mode], dict[str, Train]]:
+    """What is replayed of a library: ours by its preset and the common rule, and its own scaler."""
+
+    def make_ours(policy: DynamicScale) -> Any:
+        return ours(policy=policy)
+
+    def make_native(policy: DynamicScale) -> Any:
+        numbers = {"init_scale": policy.init_scale, "growth_interval": policy.growth_interval}
+        return library.amp.GradScaler("cpu", **numbers)
+
+    def driver(make: Callable[[DynamicScale], Any]) -> Callable[[DynamicScale], Driver]:
+        return lambda policy: Driver(library, policy, make)
+
+    def trained(make: Callable[[DynamicScale], Any]) -> Train:
+        return lambda policy, steps, network: train(library, make(policy), steps, network)
+
+    name, preset = library.__name__, DynamicScale.torch(SCALE, growth_interval=INTERVAL)
+    modes = [
+        Mode(f"gradscaler.{name}", driver(make_ours), preset),
+        Mode(f"gradscaler.{name}, common rule", driver(make_ours), COMMON),
+        Mode(name, driver(make_native), preset, rule, differs),
+    ]
+    return modes, {f"gradscaler.{name}": trained(make_ours), name: trained(make_native)}
