@@ -133,9 +133,7 @@ class DynamicLossScaleManager(mindspore.amp.DynamicLossScaleManager):  # type: i
 
     @scale_factor.setter
     def scale_factor(self, scale_factor: float) -> None:
-        checked = checks.growth_factor("scale_factor", scale_factor)
-        changes = {"growth_factor": checked, "backoff_factor": 1 / checked}
-        self._policy = spelling.replaced(self._policy, **changes)
+        self._policy = spelling.with_factor(self._policy, scale_factor)
 
     def update_loss_scale(self, overflow: bool) -> None:
         """Move the scale after a step.

@@ -9,7 +9,7 @@ from mindspore import Parameter, Tensor, mutable, ops
 
 from gradscaler.mindspore import spelling
 from gradscaler.mindspore.gradients import as_flag, compiled, scaled, unscaled
-from gradscaler.policies import DynamicScale, Policy, checks
+from gradscaler.policies import DynamicScale, Policy
 from gradscaler.policies.rule import Constants, next_values
 
 _map = ops.HyperMap()
@@ -152,8 +152,8 @@ class DynamicLossScaler(_Scaling, mindspore.amp.DynamicLossScaler):  # type: ign
 
     @scale_window.setter
     def scale_window(self, scale_window: int) -> None:
-        changes = {"growth_interval": ("scale_window", scale_window)}
-        self._set_policy(spelling.replaced(self._policy, **changes))
+        window = ("scale_window", scale_window)
+        self._set_policy(spelling.replaced(self._policy, growth_interval=window))
 
     @property
     def scale_factor(self) -> float:
@@ -162,9 +162,7 @@ class DynamicLossScaler(_Scaling, mindspore.amp.DynamicLossScaler):  # type: ign
 
     @scale_factor.setter
     def scale_factor(self, scale_factor: float) -> None:
-        checked = checks.growth_factor("scale_factor", scale_factor)
-        changes = {"growth_factor": checked, "backoff_factor": 1 / checked}
-        self._set_policy(spelling.replaced(self._policy, **changes))
+        self._set_policy(spelling.with_factor(self._policy, scale_factor))
 
     def adjust(self, grads_finite: Any) -> bool:
         """Move the scale after a step.

@@ -50,6 +50,12 @@ def replaced(policy: DynamicScale, **changes: Any) -> DynamicScale:
     return DynamicScale._spelled(**{**dataclasses.asdict(policy), **changes})
 
 
+def with_factor(policy: DynamicScale, scale_factor: float) -> DynamicScale:
+    """The policy with MindSpore's one factor: growth multiplies by it, a backoff divides."""
+    factor = checks.growth_factor("scale_factor", scale_factor)
+    return replaced(policy, growth_factor=factor, backoff_factor=1 / factor)
+
+
 def nonfinite_steps(policy: DynamicScale) -> Any:
     """The count towards a hysteresis: a Parameter, or a constant where the policy has none.
 
