@@ -5,13 +5,14 @@ the record of a step, and the errors. The scalers are in ``gradscaler.torch`` an
 """
 
 from gradscaler.errors import CallOrderError, ParameterError
-from gradscaler.outcome import StepOutcome
+from gradscaler.outcome import NonfiniteGradient, StepOutcome
 from gradscaler.policies import DynamicScale, FixedScale, Policy, ScaleState
 
 __all__ = [
     "CallOrderError",
     "DynamicScale",
     "FixedScale",
+    "NonfiniteGradient",
     "ParameterError",
     "Policy",
     "ScaleState",

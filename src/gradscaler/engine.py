@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any, ClassVar
@@ -12,9 +12,12 @@ from weakref import ref
 
 from gradscaler.errors import CallOrderError
 from gradscaler.operations import FoundInf, Operations, Optimizer, Tensor
-from gradscaler.outcome import Reason, StepOutcome
+from gradscaler.outcome import Observer, Reason, StepOutcome
 from gradscaler.policies import Policy, ScaleState
 from gradscaler.replay import step_with_closure
+
+HISTORY_LENGTH = 1000
+"""Steps that ``history`` goes back."""
 
 
 class Stage(Enum):
@@ -70,6 +73,8 @@ class EagerScaler(ABC):
         self._scaled_in_closure: list[tuple[Tensor, Tensor]] = []
         self._records: defaultdict[int, OptimizerRecord] = defaultdict(self._record_type)
         self._outcomes = _Outcomes()
+        self._history: deque[StepOutcome] = deque(maxlen=HISTORY_LENGTH)
+        self._observers: list[Observer] = []
 
     # The five calls of a training loop.
 
@@ -91,6 +96,8 @@ class EagerScaler(ABC):
             return outputs
         if self._operations.is_tensor(outputs):
             state = self._state or self._place(outputs.device)
+            for observer in self._observers:
+                observer.scaled(outputs)
             scaled = self._operations.multiply(outputs, self._scale_in_use(state))
             if self._in_closure:
                 self._scaled_in_closure.append((scaled, outputs))
@@ -182,6 +189,7 @@ class EagerScaler(ABC):
             retries = self._max_retries if max_retries is None else _check_retries(max_retries)
             return step_with_closure(self, optimizer, closure, retries, args, kwargs)
         state = self._placed_state("step")
+        self._announce_step(optimizer, record, state)
         if self._unscales_by_itself(optimizer):
             return self._step_on_device(optimizer, record, state, args, kwargs)
         record = self._checked(record)
@@ -205,6 +213,8 @@ class EagerScaler(ABC):
         if not self._enabled:
             return
         state = self._placed_state("update")
+        for observer in self._observers:
+            observer.updating()
         if new_scale is not None:
             self._set_scale(new_scale)
         else:
@@ -317,6 +327,14 @@ class EagerScaler(ABC):
             )
         return outcome
 
+    @property
+    def history(self) -> tuple[StepOutcome, ...]:
+        """What happened in the latest 1,000 steps of all optimizers, the latest last.
+
+        Nothing waits for the device until an outcome is asked.
+        """
+        return tuple(self._history)
+
     # What adapters override.
 
     @abstractmethod
@@ -368,7 +386,8 @@ class EagerScaler(ABC):
                 "the end: call update() first"
             )
         own = {"_initial_state": self._host_state(), "_state": None, "_outcomes": None}
-        return {**self.__dict__, **own}
+        fresh = {"_history": deque(maxlen=HISTORY_LENGTH), "_observers": []}
+        return {**self.__dict__, **own, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -400,6 +419,12 @@ class EagerScaler(ABC):
                 "iteration, after step(optimizer)"
             )
         return record
+
+    def _announce_step(
+        self, optimizer: Optimizer, record: OptimizerRecord, state: ScaleState
+    ) -> None:
+        for observer in self._observers:
+            observer.stepping(optimizer, None if record.stage is Stage.UNSCALED else state.scale)
 
     def _placed_state(self, caller: str) -> ScaleState:
         if self._state is None:
@@ -456,7 +481,11 @@ class EagerScaler(ABC):
         flag = (lambda: self._operations.any_set(found_inf)) if found_inf else False
         record.stage = Stage.STEPPED
         self._records[id(optimizer)] = record
-        self._outcomes.put(optimizer, StepOutcome(scale, flag, reason))
+        outcome = StepOutcome(scale, flag, reason)
+        self._outcomes.put(optimizer, outcome)
+        self._history.append(outcome)
+        for observer in self._observers:
+            observer.stepped(optimizer, outcome)
 
 
 class _Outcomes:

@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, SupportsFloat
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, SupportsFloat
 
 Reason = Literal["finite", "overflow", "retries_exhausted", "no_gradients", "disabled"]
+
+
+@dataclass(frozen=True)
+class NonfiniteGradient:
+    """A parameter whose gradient held an Inf or a NaN.
+
+    Attributes:
+        name: the parameter's.
+        shape: of the gradient.
+        dtype: of the gradient, by its framework's name, such as ``"float16"``.
+        num_inf: how many elements are Inf, of either sign.
+        num_nan: how many are NaN.
+        largest_finite: the largest magnitude of the rest; NaN where there is no rest.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_inf: int
+    num_nan: int
+    largest_finite: float
 
 
 class StepOutcome:
@@ -18,9 +40,13 @@ class StepOutcome:
     >>> outcome = StepOutcome(scale=65536.0, found_inf=True)
     >>> outcome.skipped, outcome.reason
     (True, 'overflow')
+
+    Attributes:
+        nonfinite: the gradients that held an Inf or a NaN, for a skipped step that a
+            :class:`gradscaler.diagnose.Monitor` looked into; else None.
     """
 
-    __slots__ = ("_found_inf", "_reason", "_scale")
+    __slots__ = ("_found_inf", "_reason", "_scale", "nonfinite")
 
     def __init__(
         self,
@@ -31,6 +57,7 @@ class StepOutcome:
         self._scale = scale
         self._found_inf = found_inf
         self._reason = reason
+        self.nonfinite: tuple[NonfiniteGradient, ...] | None = None
 
     @property
     def found_inf(self) -> bool:
@@ -68,3 +95,19 @@ class StepOutcome:
     def __repr__(self) -> str:
         verb = "applied" if self.applied else "skipped"
         return f"StepOutcome({verb}, reason={self.reason!r}, scale={self.scale!r})"
+
+
+class Observer(Protocol):
+    """What is told of a scaler's calls, such as a :class:`gradscaler.diagnose.Monitor`."""
+
+    def scaled(self, outputs: Any, /) -> None:
+        """``scale`` was given this tensor."""
+
+    def stepping(self, optimizer: Any, scale: Any, /) -> None:
+        """``step`` was called; gradients are multiplied by ``scale`` still, if it is not None."""
+
+    def stepped(self, optimizer: Any, outcome: StepOutcome, /) -> None:
+        """``step`` is done, and the gradients are still there."""
+
+    def updating(self) -> None:
+        """``update`` was called, and nothing has moved yet. An exception stops it."""

@@ -174,3 +174,29 @@ def test_an_optimizer_that_is_handed_the_scaler_is_reported_too(
     outcome = scaler.last_step(optimizer)
     scaler.update()
     assert (outcome.found_inf, outcome.scale, scaler.get_scale()) == (True, 1024.0, 512.0)
+
+
+def test_history_holds_the_outcomes_of_all_optimizers_in_order_and_is_bounded(monkeypatch):
+    monkeypatch.setattr("gradscaler.engine.HISTORY_LENGTH", 3)
+    scaler = GradScaler(init_scale=8.0)
+    first, second = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in "ab")
+    seen = []
+    for step in range(2):
+        for optimizer in (first, second):
+            (parameter,) = optimizer.param_groups[0]["params"]
+            parameter.grad = None
+            scaler.scale(parameter * (float("inf") if step else 1.0)).sum().backward()
+            scaler.step(optimizer)
+            seen.append(scaler.last_step(optimizer))
+        scaler.update()
+    assert scaler.history == tuple(seen[1:])
+    assert [outcome.skipped for outcome in scaler.history] == [False, True, True]
+
+
+def test_a_pickled_scaler_has_no_history():
+    scaler, optimizer = GradScaler(), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    scaler.scale(optimizer.param_groups[0]["params"][0].sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.history
+    assert pickle.loads(pickle.dumps(scaler)).history == ()

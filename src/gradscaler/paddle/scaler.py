@@ -184,7 +184,9 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
             result = optimizer.minimize(*args, **kwargs)
             self._outcomes.put(optimizer, StepOutcome(1.0, False, "disabled"))
             return result
-        record = self._checked(self._record_to_step(optimizer))
+        record = self._record_to_step(optimizer)
+        self._announce_step(optimizer, record, self._host_state())
+        record = self._checked(record)
         result = self._step_if_finite(optimizer, record, args, kwargs, "minimize")
         if not record.found_inf or operations.any_set(record.found_inf):
             result = _skipped_minimize(optimizer, args, kwargs)
@@ -204,6 +206,8 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
         if not self._enabled:
             return
         if not self._use_dynamic_loss_scaling:
+            for observer in self._observers:
+                observer.updating()
             self._records.clear()
             return
         before = self._host_state().scale
