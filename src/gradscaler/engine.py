@@ -386,7 +386,7 @@ class EagerScaler(ABC):
                 "the end: call update() first"
             )
         own = {"_initial_state": self._host_state(), "_state": None, "_outcomes": None}
-        fresh = {"_history": deque(maxlen=HISTORY_LENGTH), "_observers": []}
+        fresh: dict[str, Any] = {"_history": deque(maxlen=HISTORY_LENGTH), "_observers": []}
         return {**self.__dict__, **own, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
