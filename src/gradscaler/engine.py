@@ -72,9 +72,7 @@ class EagerScaler(ABC):
         self._in_closure = False
         self._scaled_in_closure: list[tuple[Tensor, Tensor]] = []
         self._records: defaultdict[int, OptimizerRecord] = defaultdict(self._record_type)
-        self._outcomes = _Outcomes()
-        self._history: deque[StepOutcome] = deque(maxlen=HISTORY_LENGTH)
-        self._observers: list[Observer] = []
+        self._start_records()
 
     # The five calls of a training loop.
 
@@ -385,15 +383,20 @@ class EagerScaler(ABC):
                 "a scaler may only be pickled or copied at the beginning of an iteration, or at "
                 "the end: call update() first"
             )
-        own = {"_initial_state": self._host_state(), "_state": None, "_outcomes": None}
-        fresh: dict[str, Any] = {"_history": deque(maxlen=HISTORY_LENGTH), "_observers": []}
-        return {**self.__dict__, **own, **fresh}
+        left_out = dict.fromkeys(("_state", "_outcomes", "_history", "_observers"))
+        return {**self.__dict__, **left_out, "_initial_state": self._host_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._outcomes = _Outcomes()
+        self._start_records()
 
     # Shared steps.
+
+    def _start_records(self) -> None:
+        """Know of no step, and tell nobody."""
+        self._outcomes = _Outcomes()
+        self._history: deque[StepOutcome] = deque(maxlen=HISTORY_LENGTH)
+        self._observers: list[Observer] = []
 
     def _host_state(self) -> ScaleState:
         """The state in host scalars; waits for the device."""
