@@ -187,7 +187,8 @@ class EagerScaler(ABC):
             retries = self._max_retries if max_retries is None else _check_retries(max_retries)
             return step_with_closure(self, optimizer, closure, retries, args, kwargs)
         state = self._placed_state("step")
-        self._announce_step(optimizer, record, state)
+        if self._observers:
+            self._announce_step(optimizer, record, state)
         if self._unscales_by_itself(optimizer):
             return self._step_on_device(optimizer, record, state, args, kwargs)
         record = self._checked(record)
@@ -216,8 +217,8 @@ class EagerScaler(ABC):
         if new_scale is not None:
             self._set_scale(new_scale)
         else:
-            checked = [r.found_inf for r in self._records.values() if r.found_inf is not None]
-            if not checked:
+            checked = [record.found_inf for record in self._records.values()]
+            if all(found_inf is None for found_inf in checked):
                 raise CallOrderError(
                     "No inf checks were recorded prior to update(): call step(optimizer) or "
                     "unscale_(optimizer) before update()"

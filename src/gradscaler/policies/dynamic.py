@@ -141,6 +141,10 @@ class DynamicScale(Presets):
         """
         scale, finite_steps, nonfinite_steps = state
         if where is None and on_host(scale):
+            interval = self._host_constants.growth_interval
+            if not (found_inf or nonfinite_steps) and finite_steps + 1 < interval:
+                # Most steps only count, and the rule takes three times as long to say so.
+                return ScaleState(np.float32(scale), finite_steps + 1, nonfinite_steps)
             state = ScaleState(np.float32(scale), finite_steps, nonfinite_steps)
             if self._far_from_bounds(float(scale)):
                 return next_state(self._host_constants, state, bool(found_inf), host_where)

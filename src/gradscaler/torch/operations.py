@@ -23,10 +23,8 @@ class TorchOperations(TorchLikeOperations):
         a sum of duplicates may overflow. A complex gradient is represented by its real view.
         """
         grads: list[torch.Tensor] = super().gradients(optimizer, allow_fp16)
-        if any(grad.is_sparse for grad in grads):
-            grads = _values(optimizer, coalesce=False)
-        if any(grad.is_complex() for grad in grads):
-            grads = [_real_view(grad) for grad in grads]
+        if any(grad.is_sparse or grad.is_complex() for grad in grads):
+            grads = [_real_view(grad) for grad in _values(optimizer, coalesce=False)]
         return grads
 
     def gradients_to_measure(self, optimizer: Any) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from gradscaler.policies import Policy, ScaleState
 Device = Any
 
 _LARGE = 2**14  # elements
+_FEW = 32  # tensors, that are compared sooner than grouped
 
 
 class TorchLikeOperations:
@@ -77,7 +78,8 @@ class TorchLikeOperations:
 
     def read(self, state: ScaleState) -> ScaleState:
         """A placed state as a Python float and ints."""
-        return ScaleState(*(tensor.item() for tensor in state))
+        scale, finite_steps, nonfinite_steps = state
+        return ScaleState(scale.item(), finite_steps.item(), nonfinite_steps.item())
 
     def assign(self, state: ScaleState, values: ScaleState) -> None:
         """Fill a placed state, in place, from a host state."""
@@ -89,7 +91,11 @@ class TorchLikeOperations:
 
     def advance(self, policy: Policy, state: ScaleState, found_infs: list[FoundInf]) -> ScaleState:
         if is_cpu(state.scale.device):  # reading costs nothing here, and a tensor operation does
-            self.assign(state, policy.update(self.read(state), any(map(self.any_set, found_infs))))
+            values = self.read(state)
+            moved = policy.update(values, any(map(self.any_set, found_infs)))
+            for tensor, value, new_value in zip(state, values, moved, strict=True):
+                if new_value != value:
+                    tensor.fill_(float(new_value))
             return state
         found_inf = self.combine(found_infs, state.scale.device) != 0
         moved = policy.update(state, found_inf, self.framework.where)
@@ -109,9 +115,14 @@ class TorchLikeOperations:
 
     def grouped(self, tensors: list[Tensor]) -> Iterator[tuple[Device, list[Tensor]]]:
         """The tensors in lists of one device and dtype each, the device beside it."""
-        if tensors:
-            for (device, _), ((group,), _) in self._group_tensors([tensors]).items():
-                yield device, group
+        if not tensors:
+            return
+        device, dtype = tensors[0].device, tensors[0].dtype
+        if len(tensors) <= _FEW and all(t.dtype == dtype and t.device == device for t in tensors):
+            yield device, tensors
+            return
+        for (device, _), ((group,), _) in self._group_tensors([tensors]).items():
+            yield device, group
 
     def unscale_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
