@@ -47,7 +47,7 @@ conformance: $(foreach framework,$(FRAMEWORKS),.venv/$(framework)/.ready)
 
 # Changes the rule and the engine in a thousand small ways; lists what no test notices. Half an hour.
 mutants: .venv/mutants/.ready
-	.venv/mutants/bin/mutmut run
+	OMP_NUM_THREADS=1 .venv/mutants/bin/mutmut run # it forks, and OpenMP's threads do not
 	.venv/mutants/bin/mutmut results
 
 # Every framework beside its own scaler: JSON, one page of tables, and a chart. QUICK=1 for a glance.

@@ -322,6 +322,18 @@ def test_sparse_gradients_are_clipped_as_the_dense_ones_they_stand_for(norm_type
 # Norms that are not finite, and bad arguments.
 
 
+def test_the_norm_of_millions_of_gradients_is_exact_to_float32():
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.zeros(2**22 + 5))
+    optimizer, scaler = plain_sgd([parameter]), GradScaler(init_scale=2.0**16)
+    gradient = torch.randn(parameter.shape)
+    scaler.scale((parameter * gradient).sum()).backward()
+    norm = scaler.clip_grad_norm_(optimizer, 1.0).item()
+    exact = gradient.double().norm().item()
+    assert norm == pytest.approx(exact, rel=1e-6)
+    assert get_total_norm([gradient]).item() != pytest.approx(exact, rel=1e-6)  # torch's own
+
+
 def test_a_norm_that_is_not_finite_is_returned_and_the_step_skipped(ours, overflowed, exact):
     before = exact(ours.parameters)
     assert ours.backward(overflowed).clip(0.5) == INF

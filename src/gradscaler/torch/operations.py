@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,15 +18,22 @@ class TorchOperations(TorchLikeOperations):
         super().__init__(torch, _group_tensors_by_device_and_dtype)
 
     def gradients(self, optimizer: Any, allow_fp16: bool = True) -> list[torch.Tensor]:
-        """The dense real tensors that hold the optimizer's gradients.
+        """The dense tensors that hold the optimizer's gradients.
 
         A sparse gradient is represented by its values. If it is float16 they are coalesced first:
-        a sum of duplicates may overflow. A complex gradient is represented by its real view.
+        a sum of duplicates may overflow.
         """
         grads: list[torch.Tensor] = super().gradients(optimizer, allow_fp16)
-        if any(grad.is_sparse or grad.is_complex() for grad in grads):
-            grads = [_real_view(grad) for grad in _values(optimizer, coalesce=False)]
+        if any(grad.is_sparse for grad in grads):
+            grads = _values(optimizer, coalesce=False)
         return grads
+
+    def grouped(
+        self, tensors: list[torch.Tensor]
+    ) -> Iterator[tuple[torch.device, list[torch.Tensor]]]:
+        """The tensors in lists of one device and dtype each, complex ones by their real views."""
+        for device, group in super().grouped(tensors):
+            yield device, [_real_view(t) for t in group] if group[0].is_complex() else group
 
     def gradients_to_measure(self, optimizer: Any) -> list[torch.Tensor]:
         """The same, sparse ones coalesced and complex ones as they are, measured by magnitude."""
@@ -55,6 +63,4 @@ def _real_view(grad: torch.Tensor) -> torch.Tensor:
 
     Scaling either by a real number scales both.
     """
-    if not grad.is_complex():
-        return grad
     return torch.view_as_real(grad.conj() if grad.is_conj() else grad)
