@@ -17,6 +17,7 @@ import matplotlib.pyplot as plt
 import paired
 
 HERE = Path(__file__).parent
+GPU = HERE / "results" / "torch_gpu.json"
 HEAD = """# Benchmarks
 
 gradscaler beside each framework's own scaler: the same gradients or the same network, by turns, in
@@ -74,7 +75,8 @@ def main() -> None:
         text += f"\n## {name}\n\n{made_with}\n\n{paired.table(measured)}\n"
     mpl.use("Agg")
     chart(HERE / "results.png")
-    (HERE / "RESULTS.md").write_text(text + NOT_RUN)
+    text += "\n" + (HERE / "profile.md").read_text()
+    (HERE / "RESULTS.md").write_text(text if GPU.exists() else text + NOT_RUN)
 
 
 if __name__ == "__main__":
