@@ -217,15 +217,15 @@ class EagerScaler(ABC):
         if new_scale is not None:
             self._set_scale(new_scale)
         else:
-            checked = [record.found_inf for record in self._records.values()]
-            if all(found_inf is None for found_inf in checked):
+            records = self._records.values()
+            found_infs = [record.found_inf for record in records if record.found_inf]
+            if not found_infs and all(record.found_inf is None for record in records):
                 raise CallOrderError(
                     "No inf checks were recorded prior to update(): call step(optimizer) or "
                     "unscale_(optimizer) before update()"
                 )
             if self._closure_state is not None:
                 self._state = state = self._closure_state
-            found_infs = [found_inf for found_inf in checked if found_inf]
             if found_infs:
                 self._state = self._operations.advance(self._policy, state, found_infs)
         self._closure_state = None

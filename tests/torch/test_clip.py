@@ -138,6 +138,15 @@ def test_unscaling_after_clipping_is_in_order_too(ours, native, finite, stepped)
     assert stepped(ours.optimizer) == stepped(native.optimizer)
 
 
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+def test_unscaling_twice_after_clipping_is_not_in_order(norm_type, ours, finite):
+    ours.backward(finite)
+    ours.scaler.clip_grad_norm_(ours.optimizer, 0.5, norm_type)
+    ours.unscale()
+    with pytest.raises(RuntimeError, match="already been called"):
+        ours.unscale()
+
+
 CLIPS = st.tuples(st.floats(0.01, 10.0), st.sampled_from([1.0, 2.0, 3.0, INF]))
 
 

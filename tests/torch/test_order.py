@@ -117,6 +117,22 @@ def test_the_message_names_the_missing_call_and_nothing_changes(
     assert everything(loop.scaler, loop.optimizer) == untouched
 
 
+@pytest.mark.parametrize(
+    ("call", "name"),
+    {
+        "unscale": "unscale_()",
+        "clip": "clip_grad_norm_()",
+        "step": "step()",
+        "update": "update()",
+    }.items(),
+)
+def test_a_call_before_any_loss_was_scaled_is_named(call, name, backward, finite):
+    loop = Loop(GradScaler, False, backward, finite)
+    with pytest.raises(CallOrderError) as error:
+        getattr(loop, call)()
+    assert str(error.value).startswith(f"{name} was called before any loss was scaled")
+
+
 @pytest.mark.parametrize(("before", "call", "missing"), AS_TORCH[5:12])
 def test_after_the_error_the_iteration_can_be_finished(
     before, call, missing, backward, finite, everything

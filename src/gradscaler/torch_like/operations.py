@@ -93,9 +93,9 @@ class TorchLikeOperations:
         if is_cpu(state.scale.device):  # reading costs nothing here, and a tensor operation does
             values = self.read(state)
             moved = policy.update(values, any(map(self.any_set, found_infs)))
-            for tensor, value, new_value in zip(state, values, moved, strict=True):
-                if new_value != value:
-                    tensor.fill_(float(new_value))
+            for place, value in enumerate(moved):
+                if value != values[place]:
+                    state[place].fill_(float(value))
             return state
         found_inf = self.combine(found_infs, state.scale.device) != 0
         moved = policy.update(state, found_inf, self.framework.where)
