@@ -369,7 +369,8 @@ def test_disabled_copies_go_through():
 def test_disabled_a_closure_is_the_optimizer_s_own():
     parameter = torch.nn.Parameter(torch.ones(()))
     parameter.grad = torch.ones(())
-    assert GradScaler(enabled=False).step(torch.optim.SGD([parameter]), lambda: 5.0) == 5.0
+    scaler, optimizer = GradScaler(enabled=False), torch.optim.SGD([parameter])
+    assert scaler.step(optimizer, lambda: 5.0) == scaler.step(optimizer, closure=lambda: 5.0) == 5.0
 
 
 # Ours alone.

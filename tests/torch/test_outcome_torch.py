@@ -107,6 +107,7 @@ def test_disabled_every_step_is_applied(optimizer, parameters, finite):
     scaler.step(optimizer)
     outcome = scaler.last_step(optimizer)
     assert (outcome.applied, outcome.reason, outcome.scale) == (True, "disabled", 1.0)
+    assert outcome.found_inf is False
 
 
 def test_before_any_step_it_is_an_error(scaler, optimizer, parameters, finite, backward):
@@ -142,6 +143,89 @@ def test_it_keeps_no_optimizer_alive(parameters, finite, scaler, backward):
     del optimizer
     gc.collect()
     assert gone() is None
+    assert not scaler._outcomes._by_id  # where an optimizer with its id would find the outcome
+
+
+def test_an_optimizer_that_is_handed_the_scaler_and_does_not_unscale_steps_once(
+    parameters, finite, scaler, backward
+):
+    class Handed(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None, *, grad_scaler):
+            """Leave all to the next step."""
+
+    optimizer = Handed(parameters)
+    backward(scaler, parameters, finite)
+    with pytest.warns(FutureWarning, match="grad_scaler"):
+        scaler.step(optimizer)
+    with pytest.raises(CallOrderError, match="already been called"):
+        scaler.step(optimizer)
+
+
+class Recorder:
+    """An observer that notes what it is told, and what the gradients are then."""
+
+    def __init__(self, parameters):
+        self.parameters = parameters
+        self.told = []
+
+    def note(self, *what):
+        self.told.append((*what, [p.grad.clone() for p in self.parameters if p.grad is not None]))
+
+    def scaled(self, outputs):
+        self.note("scaled", outputs)
+
+    def stepping(self, optimizer, scale):
+        self.note("stepping", optimizer, scale)
+
+    def stepped(self, optimizer, outcome):
+        self.note("stepped", optimizer, outcome)
+
+    def updating(self):
+        self.note("updating")
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_an_observer_is_told_of_each_call_while_the_gradients_are_there(unscale, parameters):
+    scaler, recorder = GradScaler(init_scale=8.0), Recorder(parameters)
+    optimizer = torch.optim.SGD(parameters)
+    scaler._observers.append(recorder)
+    loss = sum(p.sum() for p in parameters)
+    scaler.scale(loss).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    scaled, stepping, stepped, updating = recorder.told
+    assert scaled == ("scaled", loss, [])
+    assert stepping[:2] == ("stepping", optimizer)
+    assert stepping[2] is None if unscale else stepping[2].item() == 8.0
+    assert all((grad == (1.0 if unscale else 8.0)).all() for grad in stepping[3])
+    assert stepped[:3] == ("stepped", optimizer, scaler.last_step(optimizer))
+    assert all((grad == 1.0).all() for grad in stepped[3])
+    assert updating[0] == "updating"
+
+
+def test_an_observer_that_raises_in_update_stops_it_with_nothing_moved(parameters):
+    scaler, recorder = GradScaler(init_scale=8.0), Recorder(parameters)
+    optimizer = torch.optim.SGD(parameters)
+    recorder.updating = lambda: 1 / 0
+    scaler._observers.append(recorder)
+    scaler.scale(sum(p.sum() * float("inf") for p in parameters)).backward()
+    scaler.step(optimizer)
+    with pytest.raises(ZeroDivisionError):
+        scaler.update()
+    assert scaler.get_scale() == 8.0
+    scaler._observers.clear()
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+
+
+def test_a_copy_tells_nobody(parameters):
+    scaler = GradScaler()
+    scaler._observers.append(lambda: 0)  # cannot be pickled
+    assert pickle.loads(pickle.dumps(scaler))._observers == []
 
 
 def test_nothing_is_read_from_the_device_before_it_is_asked_for(asking_optimizer):
