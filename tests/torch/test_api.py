@@ -163,9 +163,17 @@ def test_any_other_iterable_becomes_an_iterator():
     assert next(scaled) == 0.0
 
 
-@pytest.mark.parametrize("outputs", [1.0, "loss", {"loss": torch.ones(())}, [torch.ones(()), None]])
-def test_what_is_no_tensor_is_refused(outputs):
-    with pytest.raises(ValueError, match="Tensor"):
+@pytest.mark.parametrize(
+    ("outputs", "kind"),
+    [
+        (1.0, "float"),
+        ("loss", "str"),
+        ({"loss": torch.ones(())}, "dict"),
+        ([torch.ones(()), None], "NoneType"),
+    ],
+)
+def test_what_is_no_tensor_is_refused(outputs, kind):
+    with pytest.raises(ValueError, match=f"Tensors, got {kind}$"):
         GradScaler().scale(outputs)
 
 
