@@ -219,8 +219,8 @@ def _of_chunk(values: np.ndarray, kept: int, normal: int, overflow: int) -> Hist
     """
     info, unsigned = np.finfo(values.dtype), _unsigned(values.dtype)
     bits = values.view(unsigned) & unsigned.type(np.iinfo(unsigned).max >> 1)
-    exponents = np.bincount((bits >> info.nmant).astype(np.intp), minlength=2**info.iexp)
-    num_nonfinite = int(exponents[-1])
+    fields = _exponent_fields(bits, info)
+    num_nonfinite = int(fields[-1])
     num_nan = 0
     if num_nonfinite:
         infinity = _bits_of_infinity(values.dtype)
@@ -228,12 +228,11 @@ def _of_chunk(values: np.ndarray, kept: int, normal: int, overflow: int) -> Hist
         bits = bits[bits < infinity]
     num_nonzero = int(np.count_nonzero(bits))
     num_zero = bits.size - num_nonzero
-    # Subnormal numbers are integers times the smallest; each bit that these have is an exponent.
-    counts = np.concatenate([np.zeros(info.nmant, np.int64), exponents[1:-1]])
-    if exponents[0] > num_zero:
-        integers = bits[(bits > 0) & (bits < 1 << info.nmant)]
-        _, lengths = np.frexp(integers.astype(np.float64))
-        counts[: info.nmant] = np.bincount(lengths - 1, minlength=info.nmant)
+    counts = np.concatenate([np.zeros(info.nmant, np.int64), fields[1:-1]])
+    if fields[0] > num_zero:  # subnormal numbers: their bits are integers, to be made normal
+        integers = np.where(bits < 1 << info.nmant, bits, 0).astype(np.float64)
+        wide = _exponent_fields(integers.view(np.uint64), np.finfo(np.float64))
+        counts[: info.nmant] = wide[1023:][: info.nmant]
     (used,) = counts.nonzero()
     counts = counts[used[0] : used[-1] + 1] if used.size else counts[:0]
     num_kept, num_normal, num_overflow = (
@@ -257,6 +256,11 @@ def _of_chunk(values: np.ndarray, kept: int, normal: int, overflow: int) -> Hist
         int(used[0]) + info.minexp - info.nmant if used.size else 0,
         counts,
     )
+
+
+def _exponent_fields(bits: np.ndarray, info: Any) -> np.ndarray:
+    """How many of magnitudes have each value of the exponent's bits; 0 if they are subnormal."""
+    return np.bincount((bits >> info.nmant).astype(np.intp), minlength=2**info.iexp)
 
 
 @lru_cache
