@@ -6,5 +6,6 @@ of any that is there.
 
 from gradscaler.diagnose.exponents import exponents
 from gradscaler.diagnose.forensics import inspect
+from gradscaler.diagnose.locate import locate
 
-__all__ = ["exponents", "inspect"]
+__all__ = ["exponents", "inspect", "locate"]
