@@ -130,11 +130,11 @@ class Watch:
                 module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True),
                 module.register_forward_hook(partial(self._leave, name)),
             )
-            if self._backward:
-                for key, parameter in module.named_parameters(recurse=False):
-                    if parameter.requires_grad:
-                        hook = partial(self._parameter_gradient, name, module, key)
-                        self._handles.append(parameter.register_hook(hook))
+        if self._backward:
+            for parameter in self._model.parameters():
+                if parameter.requires_grad:
+                    hook = partial(self._parameter_gradient, parameter)
+                    self._handles.append(parameter.register_hook(hook))
 
     def stop(self) -> None:
         """Remove them."""
@@ -198,19 +198,25 @@ class Watch:
         call.nodes.clear()
 
     def _input_gradient(self, name: str, module: Module, call: _Call, grad: Tensor) -> None:
-        if call.gradient is not None and math.isfinite(call.gradient):
-            self._check_gradient(name, module, grad, call.gradient)
+        if self.located or call.gradient is None or not math.isfinite(call.gradient):
+            return
+        if not math.isfinite(_largest(grad)):
+            self._found("backward", name, module, grad, call.gradient)
 
-    def _parameter_gradient(self, name: str, module: Module, key: str, grad: Tensor) -> None:
-        gradients = [call.gradient for call in self._calls[name] if call.gradient is not None]
+    def _parameter_gradient(self, parameter: Tensor, grad: Tensor) -> None:
+        if self.located or math.isfinite(_largest(grad)):
+            return
+        users = [  # more than one, if they share it
+            (name, module, key)
+            for name, module in self._model.named_modules()
+            for key, own in module.named_parameters(recurse=False)
+            if own is parameter and self._calls[name]
+        ]
+        calls = [call for name, _, _ in users for call in self._calls[name]]
+        gradients = [call.gradient for call in calls if call.gradient is not None]
         if gradients and all(map(math.isfinite, gradients)):
-            self._check_gradient(name, module, grad, max(gradients), key)
-
-    def _check_gradient(
-        self, name: str, module: Module, grad: Tensor, entering: float, key: str | None = None
-    ) -> None:
-        if not self.located and not math.isfinite(_largest(grad)):
-            self._found("backward", name, module, grad, entering, key)
+            name, module, key = users[0]
+            self._found("backward", name, module, grad, max(gradients), key)
 
     def _found(
         self,
@@ -219,7 +225,7 @@ class Watch:
         module: Module,
         tensor: Tensor,
         entering: float,
-        parameter: str | None,
+        parameter: str | None = None,
     ) -> None:
         values = arrays.to_numpy(tensor)
         num_inf, num_nan, largest = count_nonfinite(values) or (0, 0, math.nan)
