@@ -85,7 +85,8 @@ def to_numpy(array: Array) -> np.ndarray:
     if host.dtype.kind == "c":
         return np.stack([host.real, host.imag], axis=-1)
     if host.dtype.kind in "fV" and host.dtype.name not in _OF_NUMPY:
-        return host.astype(np.float32)
+        with np.errstate(invalid="ignore"):  # a NaN is no invalid value here
+            return host.astype(np.float32)
     return host
 
 
