@@ -238,10 +238,11 @@ def _of_chunk(values: np.ndarray, kept: int, normal: int, overflow: int) -> Hist
     num_kept, num_normal, num_overflow = (
         int(np.count_nonzero(bits >= unsigned.type(limit))) for limit in (kept, normal, overflow)
     )
+    one = unsigned.type(1)
     largest = smallest = unsigned.type(0)
     if num_nonzero:
         largest = bits.max()
-        smallest = bits.min() if not num_zero else (bits - unsigned.type(1)).min() + 1
+        smallest = bits.min() if not num_zero else (bits - one).min() + one
     return Histogram(
         values.size,
         num_zero,
