@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gradscaler import NonfiniteGradient
-from gradscaler.diagnose import arrays, exponents, inspect
+from gradscaler.diagnose import arrays, exponents, inspect, locate
 
 FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "numpy")
 HALVES = ["float16", "bfloat16"]
@@ -117,6 +117,38 @@ def test_a_module_stands_for_its_parameters_gradients():
             "0.weight", (1, 2), "float32", 2, 0, pytest.approx(math.nan, nan_ok=True)
         ),
     )
+
+
+@only("tensorplay")
+def test_locate_finds_a_module_of_tensorplay_s_and_leaves_the_model_as_it_was():
+    import tensorplay
+    from tensorplay import nn
+
+    class Root(nn.Module):
+        def forward(self, inputs):
+            return tensorplay.sqrt(inputs * self.factor)
+
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.ReLU(inplace=True), Root()
+    )
+    inputs = tensorplay.ones((3, 4))
+
+    def everything():
+        values = {name: value.numpy().tolist() for name, value in model.state_dict().items()}
+        return values, tensorplay.get_rng_state().numpy().tolist()
+
+    before = everything()
+    for factor, found in (
+        (1e-30, None),
+        (0.0, "backward of 4 (Root, float32): 12 nan of 12; largest gradient 1"),
+        (math.nan, "forward of 4 (Root, float32): 12 nan of 12; largest input"),
+    ):
+        model[4].factor = factor
+        located = locate(model, lambda: model(inputs).sum().backward())
+        assert located is None if found is None else str(located).startswith(found)
+        assert everything() == before
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert not any(module._forward_hooks for module in model.modules())
 
 
 @only("paddle")
