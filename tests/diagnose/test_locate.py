@@ -246,6 +246,15 @@ def test_a_module_that_hands_its_input_on_is_not_blamed_for_what_follows():
     assert named(located(model)) == ("backward", "2")
 
 
+def test_a_module_that_hands_its_input_on_beside_another_output_is_not_blamed_either():
+    def forward(self, x):
+        same, double = self.both(x)
+        return _Times.apply(same, 1, INF) + double
+
+    model = Calls(forward, both=Calls(lambda self, x: (x, x * 2)))
+    assert named(located(model)) == ("backward", "")
+
+
 def test_a_weight_whose_gradient_overflows_in_float16_is_named():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, bias=False)).half()
     inputs = torch.full((64, 4), 1024.0, dtype=torch.float16)
