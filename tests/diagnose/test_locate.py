@@ -202,6 +202,20 @@ def test_complex_and_empty_outputs_are_judged():
     assert located(nn.Sequential(Times()), ones(0, 3)) is None
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # and still in use
+def test_a_scripted_module_is_part_of_what_it_is_in():
+    scripted = torch.jit.script(nn.Linear(4, 4))
+    with torch.no_grad():
+        scripted.bias[0] = INF
+    assert named(located(nn.Sequential(nn.Sequential(scripted, nn.ReLU())))) == ("forward", "0")
+
+
+def test_a_sparse_input_is_judged():
+    sparse = torch.eye(4).to_sparse().requires_grad_()
+    model = Calls(lambda self, x: self.times(torch.sparse.mm(x, ones(4, 4))), times=Times(INF))
+    assert named(located(model, sparse)) == ("forward", "times")
+
+
 # Backward.
 
 
