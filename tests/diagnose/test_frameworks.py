@@ -187,6 +187,13 @@ def test_torch_s_float8_is_read(dtype):
 
 
 @only("torch")
+def test_torch_s_integers_stay_exact():
+    import torch
+
+    assert arrays.to_numpy(torch.tensor([2**40 + 1])).tolist() == [2**40 + 1]
+
+
+@only("torch")
 def test_torch_s_lazy_conjugates_and_negatives_are_read():
     import torch
 
