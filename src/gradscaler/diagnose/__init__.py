@@ -1,0 +1,11 @@
+"""What goes wrong in a training run with loss scaling, in words and numbers.
+
+Nothing else of gradscaler imports this package, and it imports no framework: it reads the arrays
+of any that is there.
+"""
+
+from gradscaler.diagnose.exponents import exponents
+from gradscaler.diagnose.forensics import inspect
+from gradscaler.diagnose.locate import locate
+
+__all__ = ["exponents", "inspect", "locate"]
