@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy as copying
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable
@@ -77,15 +78,15 @@ def gradients(optimizer: Any) -> list[list[Tensor]]:
         NotImplementedError: a gradient is sparse.
     """
     parameters = parameters_of(optimizer)
-    grads = [grad for p in parameters if (grad := p._grad_ivar()) is not None]
-    for grad in grads:
-        if grad.is_selected_rows():
-            raise NotImplementedError(f"{grad.name} is sparse: Paddle cannot unscale it")
     # Done in C++, for asking a tensor for its dtype is slow; but that knows three dtypes alone.
     by_dtype: list[list[Tensor]] = list(filter(None, _eager.get_grads_lists(parameters)))
-    if sum(map(len, by_dtype)) < len(grads):
+    if sum(map(len, by_dtype)) < len(parameters):
+        grads = [grad for p in parameters if (grad := p._grad_ivar()) is not None]
         dtypes = {grad.dtype for grad in grads}
         by_dtype = [[grad for grad in grads if grad.dtype == dtype] for dtype in dtypes]
+    for grad in itertools.chain.from_iterable(by_dtype):
+        if grad.is_selected_rows():
+            raise NotImplementedError(f"{grad.name} is sparse: Paddle cannot unscale it")
     return by_dtype
 
 
