@@ -14,7 +14,7 @@ import numpy as np
 from gradscaler.diagnose import arrays, formats
 from gradscaler.policies import checks
 
-_CHUNK = 2**16  # elements: what is made of them on the way stays in the cache
+_CHUNK = 2**17  # elements: what is made of them on the way stays in the cache
 _LARGEST_POWER = 127  # of 2, that a float32 loss scale can be
 
 
@@ -230,7 +230,7 @@ def _of_chunk(values: np.ndarray, kept: int, normal: int, overflow: int) -> Hist
     num_zero = bits.size - num_nonzero
     counts = np.concatenate([np.zeros(info.nmant, np.int64), fields[1:-1]])
     if fields[0] > num_zero:  # subnormal numbers: their bits are integers, to be made normal
-        integers = np.where(bits < 1 << info.nmant, bits, 0).astype(np.float64)
+        integers = (bits * (bits < 1 << info.nmant)).astype(np.float64)
         wide = _exponent_fields(integers.view(np.uint64), np.finfo(np.float64))
         counts[: info.nmant] = wide[1023:][: info.nmant]
     (used,) = counts.nonzero()
