@@ -11,6 +11,7 @@ from gradscaler.diagnose.journal import Journal
 from gradscaler.diagnose.locate import Located
 from gradscaler.diagnose.readings import Reading
 from gradscaler.diagnose.sampling import Measured
+from gradscaler.engine import HISTORY_LENGTH
 from gradscaler.outcome import NonfiniteGradient
 
 
@@ -50,8 +51,8 @@ class Recorder:
             reading = reading._replace(finite=finite)
         named = None if gradients is None else self._named(gradients)
         self._unread.append((reading, loss))
-        is_due = (self._journal.num_steps + len(self._unread)) % self._every == 0
-        if not is_due and not (self._forensics and named):
+        is_due = (self._journal.step + len(self._unread)) % self._every == 0
+        if not (is_due or (self._forensics and named) or len(self._unread) == HISTORY_LENGTH):
             return
         scale, latest_loss = self.read(named)
         if is_due:
