@@ -41,8 +41,9 @@ def torch_like(framework, policy):
 
     def step(finite, monitor, forensics):
         optimizer.zero_grad()
-        loss = (model.weight * framework.tensor(gradient(finite).tolist())).sum()
-        scaler.scale(loss).backward()
+        scaler.scale(model.weight.sum()).backward()
+        grad = model.weight.grad
+        grad.copy_(grad * framework.tensor(gradient(finite).tolist()))
         scaler.step(optimizer)
         scaler.update()
 
@@ -68,8 +69,10 @@ def on_paddle(policy):
     scaler = GradScaler(policy=policy)
 
     def step(finite, monitor, forensics):
-        loss = (model.weight * paddle.to_tensor(gradient(finite))).sum()
-        scaler.scale(loss).backward()
+        factor = paddle.to_tensor(gradient(finite))
+        handle = model.weight.register_hook(lambda grad: grad * factor)
+        scaler.scale(model.weight.sum()).backward()
+        handle.remove()
         scaler.step(optimizer)
         scaler.update()
         optimizer.clear_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -46,9 +47,10 @@ class EagerObserver:
         self._forensics = forensics
         self._dtype = dtype
         self._optimizers: list[Any] = []  # of the latest iteration
-        self.located: Located | None = None
-        self._watchable = hasattr(model, "register_forward_hook")
         self._watch: Watch | None = None
+        with suppress(TypeError):  # Paddle's layers cannot be watched, and None cannot
+            self._watch = watching(model)
+        self._is_watching = False
         self._unread: list[tuple[list[StepOutcome], list[Any]]] = []
         self._start()
         scaler._observers.append(self)
@@ -133,14 +135,19 @@ class EagerObserver:
 
     def _watch_forward(self) -> None:
         """Watch the forward pass of the iteration that may make the skips in a row too many."""
-        if self._watch is not None:
+        if self._watch is None:
+            return
+        if self._is_watching:
             self._watch.stop()
-            self.located, self._watch = self._watch.located, None
-        if not self._journal.num_skips_in_a_row:
-            self.located = None
-        if self._watchable and self._journal.is_about_to_check:
-            self._watch = watching(self._model)
+            self._is_watching = False
+        elif self._journal.is_about_to_check:
             self._watch.start()
+            self._is_watching = True
+
+    @property
+    def located(self) -> Located | None:
+        """The module that was found in the latest watched iteration."""
+        return None if self._watch is None else self._watch.located
 
     def _named(self, optimizer: Any, place: int) -> dict[str, Any]:
         """The parameters of an iteration's first, second... optimizer by name or by their place."""

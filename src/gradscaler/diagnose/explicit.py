@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from gradscaler.diagnose import arrays, readings
@@ -110,5 +109,7 @@ def parameters_of(model: Any) -> dict[str, Any]:
         return {}
     if hasattr(model, "trainable_params"):  # MindSpore's
         return {parameter.name: parameter for parameter in model.trainable_params()}
-    variables: Iterable[Any] = model.trainable_variables
-    return {getattr(variable, "path", variable.name): variable for variable in variables}
+    return {
+        getattr(variable, "path", None) or variable.name.partition(":")[0]: variable
+        for variable in model.trainable_variables
+    }
