@@ -81,7 +81,7 @@ class Measured:
         }
 
 
-def _part(array: Any) -> np.ndarray:
+def _part(array: Any) -> np.ndarray[Any, Any]:
     """A sample of an array, in float32 at least."""
     values = arrays.to_numpy(arrays.sample(array, _MOST_ELEMENTS))
     return values.astype(np.result_type(values, np.float32), copy=False)
