@@ -99,7 +99,7 @@ class Monitor:
         sinks: list[Sink] = []
         step = 0
         if not is_eager or scaler._enabled:
-            start = Start(self._framework, self._dtype, every, 0, describe(self._policy), now())
+            start = Start(self._framework, self._dtype, every, 0, _describe(self._policy), now())
             sinks, step = _open(start, path, tensorboard)
         self._journal = Journal(sinks, step, on_stuck, stuck_after, self._judge)
         arguments = scaler, model, self._journal, every, forensics, self._dtype
@@ -239,7 +239,7 @@ def _min_scale(policy: Any) -> float | None:
     return None
 
 
-def describe(policy: Any) -> dict[str, Any]:
+def _describe(policy: Any) -> dict[str, Any]:
     """A policy by its name and its parameters."""
     parameters = vars(policy) if is_dataclass(policy) else {}
     plain = {
