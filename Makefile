@@ -5,7 +5,7 @@ PYTHON ?= python3
 FRAMEWORKS := torch tensorplay paddle mindspore jax keras tf-keras
 
 CORE := $(filter-out src/gradscaler/__main__.py,$(wildcard src/gradscaler/*.py)) \
-	src/gradscaler/policies src/gradscaler/checkpoint
+	src/gradscaler/policies src/gradscaler/checkpoint src/gradscaler/diagnose
 torch_SOURCES := src/gradscaler/torch_like src/gradscaler/torch src/gradscaler/demo \
 	src/gradscaler/__main__.py
 tensorplay_SOURCES := src/gradscaler/torch_like src/gradscaler/tensorplay
@@ -15,7 +15,8 @@ jax_SOURCES := src/gradscaler/jax
 keras_SOURCES := src/gradscaler/keras_like src/gradscaler/keras
 tf-keras_SOURCES := src/gradscaler/keras_like src/gradscaler/tf_keras
 keras_RUNS := KERAS_BACKEND=tensorflow KERAS_BACKEND=jax KERAS_BACKEND=torch
-torch_TESTS := $(CORE) $(wildcard tests/*.py) tests/policies tests/checkpoint
+torch_TESTS := $(CORE) $(wildcard tests/*.py) tests/policies tests/checkpoint tests/diagnose
+EVERYWHERE := $(wildcard tests/diagnose/test_*frameworks.py)
 
 .PHONY: demo test lint conformance mutants bench bench-gpu clean $(foreach framework,$(FRAMEWORKS),test-$(framework) bench-$(framework))
 
@@ -28,13 +29,13 @@ lint: .venv/torch/.ready
 	.venv/torch/bin/ruff check .
 	.venv/torch/bin/ruff format --check .
 
-# Strict types, doctests and tests, every warning an error. The core's run with PyTorch's. Keras is
-# one backend a process.
+# Strict types, doctests and tests, every warning an error. The core's run with PyTorch's, but for
+# those that read each framework's arrays and scalers. Keras is one backend a process.
 $(addprefix test-,$(FRAMEWORKS)): test-%: .venv/%/.ready
 	.venv/$*/bin/mypy $(CORE) $($*_SOURCES) examples/$(name)_*.py benchmarks/$(name)_*.py
 	set -e; for run in $(or $($*_RUNS),''); do env $$run TF_CPP_MIN_LOG_LEVEL=2 \
 		GRADSCALER_FRAMEWORK=$(name) .venv/$*/bin/python -m pytest -n auto \
-		$($*_TESTS) $($*_SOURCES) tests/$(name) tests/conformance; done
+		$(or $($*_TESTS),$(EVERYWHERE)) $($*_SOURCES) tests/$(name) tests/conformance; done
 
 # Every scaler, ours and the frameworks' own, on the same recorded traces: one table.
 conformance: $(foreach framework,$(FRAMEWORKS),.venv/$(framework)/.ready)
