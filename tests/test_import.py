@@ -2,6 +2,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 import gradscaler
 
 FRAMEWORKS = {
@@ -43,12 +45,17 @@ def roots_tried_by_importing(module):
     return {name.partition(".")[0] for name in json.loads(result.stdout)}
 
 
-def test_importing_gradscaler_tries_to_import_no_framework():
-    assert not roots_tried_by_importing("gradscaler") & FRAMEWORKS
+FRAMEWORK_FREE = pytest.mark.parametrize("module", ["gradscaler", "gradscaler.diagnose"])
 
 
-def test_importing_gradscaler_imports_nothing_but_numpy_and_the_standard_library():
-    beyond_numpy = roots_tried_by_importing("gradscaler") - roots_tried_by_importing("numpy")
+@FRAMEWORK_FREE
+def test_importing_it_tries_to_import_no_framework(module):
+    assert not roots_tried_by_importing(module) & FRAMEWORKS
+
+
+@FRAMEWORK_FREE
+def test_importing_it_imports_nothing_but_numpy_and_the_standard_library(module):
+    beyond_numpy = roots_tried_by_importing(module) - roots_tried_by_importing("numpy")
     assert beyond_numpy - sys.stdlib_module_names == {"gradscaler"}
 
 
