@@ -1,0 +1,331 @@
+"""The figures of a run: what happened over time, and how large the gradients are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from textwrap import fill
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure, FigureBase
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+from gradscaler.diagnose import summary
+from gradscaler.diagnose.runs import Run, Sample, Shares
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
+BLUE, GREY, RED, YELLOW, PURPLE = "#0072B2", "#999999", "#D55E00", "#E69F00", "#AA4499"
+COLOURS = {"flushed": RED, "subnormal": YELLOW, "normal": BLUE, "overflow": PURPLE}
+LEVELS = {"good": "#00664B", "warning": "#8A5A00", "bad": "#A93B00"}  # readable on white
+
+SETTINGS = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.parse_math": False,  # a parameter may be called $x_{
+    "svg.fonttype": "none",
+}
+"""For matplotlib's ``rc_context``, around the making of these figures and their saving."""
+
+WIDTH = 4.6
+"""Of a figure in inches: a phone shows its letters in a readable size then."""
+
+_STUCK = 10  # skips in a row that are worth showing
+_MOST_POINTS = 400  # that a figure of this width can tell apart
+_MOST_NAMES = 60
+
+Panel = tuple[float, Callable[[Axes], None]]  # its height in inches, and what draws it
+
+
+class Drawing(NamedTuple):
+    """A figure to be made, alone or beside others.
+
+    Attributes:
+        title: of the figure.
+        caption: how to read it.
+        height: in inches, where it is ``WIDTH`` wide.
+        draw: draws on an empty figure.
+    """
+
+    title: str
+    caption: str
+    height: float
+    draw: Callable[[FigureBase], None]
+
+
+def drawings(run: Run) -> list[Drawing]:
+    """The figures for which the run has anything to show."""
+    made = []
+    if panels := _panels_over_time(run):
+        caption = "The loss scale that each step used; a red mark is a step that was skipped."
+        first, last = summary.longest_skips(run)
+        if last - first + 1 >= _STUCK:
+            caption += f" Shaded: {last - first + 1:,} skips in a row, from step {first:,} on."
+        height = sum(height for height, _ in panels) + 0.6
+        made.append(
+            Drawing("Over time", caption, height, lambda figure: _over_time(figure, run, panels))
+        )
+    if (sample := summary.latest(run)) is not None:
+        dtype = run.starts[-1].dtype
+        spectrum = summary.spectrum(sample, dtype)
+        caption = (
+            "How large the gradients are, multiplied by the scale, and what "
+            f"{summary.shown(dtype, 20)} makes of them. "
+            "The outer columns: those that are zero, and those that are Inf or NaN."
+        )
+        height = 2.8 + _height_of_heat_map(spectrum)
+        made.append(
+            Drawing("By size", caption, height, lambda figure: _by_size(figure, spectrum, sample))
+        )
+    return made
+
+
+def picture(run: Run) -> Figure:
+    """One figure of all: the verdict, the drawings and the tables."""
+    drawn, tables = drawings(run), summary.tables(run)
+    text = fill(run.verdict.text, 130)
+    rows: list[tuple[float, list[Callable[[FigureBase], None]]]] = [
+        (0.9 + 0.17 * text.count("\n"), [lambda figure: _write_verdict(figure, run, text)])
+    ]
+    if drawn:
+        rows.append((max(drawing.height for drawing in drawn), [d.draw for d in drawn]))
+    if tables:
+        most = max(len(table.rows) for table in tables)
+        rows.append((0.6 + 0.2 * most, [partial(_write_table, table=table) for table in tables]))
+    heights = [height for height, _ in rows]
+    figure = Figure(figsize=(2 * WIDTH + 1, sum(heights)), layout="constrained")
+    parts = figure.subfigures(len(rows), squeeze=False, height_ratios=heights)[:, 0]
+    for part, (_, draws) in zip(parts, rows, strict=True):
+        for side, draw in zip(part.subfigures(1, len(draws), squeeze=False)[0], draws, strict=True):
+            draw(side)
+    return figure
+
+
+def _write_verdict(figure: FigureBase, run: Run, text: str) -> None:
+    headline = summary.headline(run)
+    colour = LEVELS[headline.level]
+    facts = "     ".join(f"{name}: {fact}" for name, fact in summary.facts(run).items())
+    figure.suptitle(headline.text, x=0.02, ha="left", color=colour, fontsize=17, fontweight="bold")
+    figure.text(0.02, 0.5, text, fontsize=10, va="center")
+    figure.text(0.02, 0.02, facts, color="#555555", va="bottom")
+
+
+def _write_table(figure: FigureBase, table: summary.Table) -> None:
+    axes = figure.subplots()
+    axes.set_axis_off()
+    axes.set_title(table.title)
+    drawn = axes.table(
+        [[f"  {summary.shown(cell, 44)}  " for cell in row] for row in table.rows],
+        colLabels=[f"  {heading}  " for heading in table.headings],
+        loc="upper left",
+        edges="horizontal",
+    )
+    drawn.auto_set_font_size(False)
+    drawn.auto_set_column_width(list(range(len(table.headings))))
+    for (_, column), cell in drawn.get_celld().items():
+        cell.set_edgecolor("#DDDDDD")
+        cell.set_text_props(ha="left" if column == table.names else "right", fontsize=8)
+
+
+def _panels_over_time(run: Run) -> list[Panel]:
+    """Those for which the run has data."""
+    losses = {line.step: line.loss for line in (*run.samples, *run.skips) if line.loss is not None}
+    norms = {sample.step: sample.norm for sample in run.samples if sample.norm is not None}
+    shares = {sample.step: sample.shares for sample in run.samples if sample.shares is not None}
+    panels: list[Panel] = []
+    if run.scales[0]:
+        panels.append((1.8, lambda axes: _draw_scale(axes, run)))
+    if losses:
+        panels.append((1.2, lambda axes: _draw_curve(axes, "Loss, unscaled", losses)))
+    if norms:
+        panels.append((1.2, lambda axes: _draw_curve(axes, "Norm of the gradients", norms)))
+    if shares:
+        title = f"What {summary.shown(run.starts[-1].dtype, 20)} makes of the gradients"
+        panels.append((1.6, lambda axes: _draw_shares(axes, title, shares)))
+    return panels
+
+
+def _over_time(figure: FigureBase, run: Run, panels: list[Panel]) -> None:
+    heights = [height for height, _ in panels]
+    column = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    first, last = summary.longest_skips(run)
+    for axes, (_, draw) in zip(column, panels, strict=True):
+        draw(axes)
+        axes.yaxis.grid(color="#E5E5E5")
+        axes.set_axisbelow(True)
+        if last - first + 1 >= _STUCK:
+            axes.axvspan(first - 0.5, last + 0.5, color=RED, alpha=0.15, linewidth=1)
+    axes = column[-1]
+    axes.set_xlabel("step")
+    axes.set_xlim(0, run.num_steps + 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+
+
+def _draw_scale(axes: Axes, run: Run) -> None:
+    steps, scales = (np.array(values, float) for values in run.scales)
+    usable = np.isfinite(scales) & (scales > 0)
+    exponents = np.log2(scales, out=np.full(scales.shape, np.nan), where=usable)
+    axes.step([*steps, run.num_steps], [*exponents, exponents[-1]], where="post", color=BLUE)
+    if usable.any():
+        axes.set_ylim(np.nanmin(exponents) - 2.5, np.nanmax(exponents) + 1.5)
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda exponent, _: _power(2, exponent)))
+    axes.set_title("Loss scale")
+    if run.skipped:
+        _mark(axes, run.skipped, 0.06, f"{len(run.skipped):,} of {run.num_steps:,} steps skipped")
+
+
+def _draw_curve(axes: Axes, title: str, points: Mapping[int, float]) -> None:
+    axes.set_title(title)
+    steps = np.array(sorted(points))
+    values = np.array([points[step] for step in steps])
+    lost = steps[~np.isfinite(values)]
+    if lost.size:
+        _mark(axes, lost, 0.94, f"NaN or Inf at {lost.size:,} of {steps.size:,} steps")
+    if lost.size == steps.size:
+        axes.set_yticks([])
+        return
+    finite = np.isfinite(values)
+    steps, values = steps[finite], values[finite].clip(-1e100, 1e100)  # leaves room for margins
+    axes.plot(steps, values, marker="." if steps.size <= 50 else "", color=BLUE, linewidth=1.2)
+    if 0 < 30 * values.min() < values.max():
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(
+            FuncFormatter(lambda value, _: _power(10, math.log10(value)))
+        )
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(4))
+
+
+def _draw_shares(axes: Axes, title: str, shares: Mapping[int, Shares]) -> None:
+    """Stack the shares of each sample, drawn from the sample before it on."""
+    groups = np.array_split(sorted(shares), min(len(shares), _MOST_POINTS))
+    layers: dict[str, tuple[str, Callable[[Shares], float]]] = {
+        "flushed": (RED, lambda share: share.flushed),
+        "subnormal": (YELLOW, lambda share: share.subnormal),
+        "overflow, Inf or NaN": (PURPLE, lambda share: share.overflow + share.nonfinite),
+        "zero already": ("#CCCCCC", lambda share: share.zero),
+    }
+    stack = [
+        [100 * np.mean([share(shares[step]) for step in group]) for group in groups]
+        for _, share in layers.values()
+    ]
+    axes.stackplot(
+        [0, *(group[-1] for group in groups)],
+        [[layer[0], *layer] for layer in stack],
+        step="pre",
+        labels=list(layers),
+        colors=[colour for colour, _ in layers.values()],
+    )
+    axes.set_title(title)
+    axes.set_ylim(0, 100)
+    axes.yaxis.set_major_formatter(_percent)
+    axes.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.3),
+        ncols=4,
+        fontsize=8,
+        frameon=False,
+        handlelength=1,
+        columnspacing=1,
+    )
+
+
+def _mark(axes: Axes, steps: Iterable[int], height: float, note: str) -> None:
+    """Mark steps at a height of the axes, no more than can be seen, with a note on them."""
+    positions = np.array(sorted(steps))
+    _, seen = np.unique(positions * (2 * _MOST_POINTS) // positions[-1], return_index=True)
+    axes.plot(
+        positions[seen],
+        np.full(seen.size, height),
+        "|",
+        color=RED,
+        markersize=7,
+        transform=axes.get_xaxis_transform(),
+    )
+    axes.set_title(note, loc="right", color=LEVELS["bad"], fontsize=8, fontweight="normal")
+
+
+def _by_size(figure: FigureBase, spectrum: summary.Spectrum, sample: Sample) -> None:
+    heights = [2.0, _height_of_heat_map(spectrum)][: 1 + bool(spectrum.names)]
+    column = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    column[0].set_title(f"All gradients at step {sample.step:,}")
+    _draw_histogram(column[0], spectrum)
+    if spectrum.names:
+        column[1].set_title("Each parameter")
+        _draw_heat_map(column[1], spectrum)
+    axes, (left, right) = column[-1], _ends(spectrum)
+    axes.set_xlim(left - 3, right + 3)
+    every = 8 if right - left <= 100 else 32
+    exponents = [exponent for exponent in range(left + 4, right - 2) if exponent % every == 0]
+    axes.set_xticks(
+        [left - 2, *exponents, right + 2],
+        ["0", *(_power(2, exponent) for exponent in exponents), "NaN"],
+    )
+    axes.set_xlabel(f"magnitude × the scale, {summary.number(sample.scale)}")
+
+
+def _draw_histogram(axes: Axes, spectrum: summary.Spectrum) -> None:
+    left, right = _ends(spectrum)
+    shares = 100 * spectrum.shares[0]
+    top = 1.45 * max(1.0, shares.max())
+    for zone in spectrum.zones:
+        start, stop = max(zone.start, left), min(zone.stop, right)
+        inside = spectrum.within(zone)
+        colour = COLOURS[zone.name]
+        axes.axvspan(start, stop, color=colour, alpha=0.1, linewidth=0)
+        axes.bar(spectrum.exponents[inside], shares[inside], 1, align="edge", color=colour)
+        if stop - start > 0.07 * (right - left):
+            text = f"{zone.name}\n{summary.percent(spectrum.shares[0][inside].sum())}"
+            axes.text((start + stop) / 2, 0.97 * top, text, ha="center", va="top", fontsize=8)
+    axes.bar(left - 3, 100 * spectrum.zero[0], 2, align="edge", color=GREY)
+    axes.bar(right + 1, 100 * spectrum.nonfinite[0], 2, align="edge", color=PURPLE)
+    axes.set_ylim(0, top)
+    axes.yaxis.set_major_formatter(_percent)
+
+
+def _draw_heat_map(axes: Axes, spectrum: summary.Spectrum) -> None:
+    left, right = _ends(spectrum)
+    rows = len(spectrum.names)
+    colours = np.array([to_rgb(GREY)] * 3 + [to_rgb(PURPLE)] * (right - left + 3))
+    for zone in spectrum.zones:
+        colours[3:-3][spectrum.within(zone)] = to_rgb(COLOURS[zone.name])
+    image = np.zeros((rows, *colours.shape[:1], 4))
+    image[..., :3] = colours
+    image[:, :2, 3] = spectrum.zero[1:, None]
+    image[:, 3:-3, 3] = spectrum.shares[1:]
+    image[:, -2:, 3] = spectrum.nonfinite[1:, None]
+    image[..., 3] **= 0.5  # so that a few in a hundred can be seen, too
+    axes.imshow(
+        image, aspect="auto", interpolation="nearest", extent=(left - 3, right + 3, rows, 0)
+    )
+    for zone in spectrum.zones[1:]:
+        axes.axvline(zone.start, color=GREY, linewidth=0.8)
+    named = range(0, rows, math.ceil(rows / _MOST_NAMES))
+    names = [summary.shown(spectrum.names[row], 28) for row in named]
+    axes.set_yticks([row + 0.5 for row in named], names, fontsize=7.5)
+    axes.tick_params(axis="y", length=0)
+
+
+def _height_of_heat_map(spectrum: summary.Spectrum) -> float:
+    return 0.3 + 0.16 * min(len(spectrum.names), _MOST_NAMES)
+
+
+def _ends(spectrum: summary.Spectrum) -> tuple[int, int]:
+    return int(spectrum.exponents[0]), int(spectrum.exponents[-1]) + 1
+
+
+def _power(base: int, exponent: float) -> str:
+    return summary.power(base, round(exponent))
+
+
+_percent = FuncFormatter(lambda share, _: f"{share:.0f}%")

@@ -1,0 +1,220 @@
+"""What the report, the picture and the terminal say alike: words, numbers, tables, spectra."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from gradscaler.diagnose.runs import Bins, ParameterSample, Run, Sample, Shares
+
+LATEST = 10  # skipped steps in the table
+
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+class Headline(NamedTuple):
+    """A verdict in a few words, and how bad it is: "good", "warning" or "bad"."""
+
+    level: str
+    text: str
+
+
+HEADLINES = {
+    "normal": Headline("good", "Nothing is wrong"),
+    "underflow": Headline("warning", "The scale is too small"),
+    "loss": Headline("bad", "The loss itself is NaN or Inf"),
+    "parameter": Headline("bad", "A parameter is NaN or Inf"),
+    "activations": Headline("bad", "Activations are too large"),
+    "nan": Headline("bad", "A gradient is NaN at every scale"),
+    "floor": Headline("bad", "Gradients overflow at the smallest scale"),
+}
+
+
+class Table(NamedTuple):
+    """Texts in rows; all are numbers but those in the column of names."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    names: int
+
+
+def headline(run: Run) -> Headline:
+    """What is wrong, in a few words."""
+    kind = run.verdict.kind
+    return HEADLINES.get(kind, Headline("bad", shown(kind, 40)))
+
+
+def facts(run: Run) -> dict[str, str]:
+    """What to know of a run at a glance, by name."""
+    facts = {"Steps": f"{run.num_steps:,}", "Skipped": f"{len(run.skipped):,}"}
+    if run.skipped:
+        first, last = longest_skips(run)
+        facts["Skipped"] += f" ({percent(len(run.skipped) / run.num_steps)})"
+        facts["Skipped in a row"] = f"{last - first + 1:,}"
+    _, scales = run.scales
+    if scales:
+        ends = (scales[0], scales[-1]) if scales[0] != scales[-1] else scales[:1]
+        facts["Loss scale"] = " → ".join(map(number, ends))
+    start = run.starts[-1]
+    facts["Policy"] = shown(str(start.policy.get("name", "unknown")), 40)
+    facts["Trained with"] = shown(f"{start.framework}, {start.dtype}", 40)
+    return facts
+
+
+def longest_skips(run: Run) -> tuple[int, int]:
+    """The first and the last step of the longest run of skips, the latest of them; (0, -1)."""
+    longest, first, previous = (0, -1), 0, -1
+    for step in run.skipped:
+        if step != previous + 1:
+            first = step
+        if step - first >= longest[1] - longest[0]:
+            longest = first, step
+        previous = step
+    return longest
+
+
+def tables(run: Run) -> list[Table]:
+    """Those of the tables that have rows."""
+    return [table for table in (skips(run), worst(run)) if table.rows]
+
+
+def worst(run: Run) -> Table:
+    """The parameters that lose most, in the latest sample that has any."""
+    sample = latest(run)
+    rows = []
+    for name in sample.worst if sample else ():
+        if (parameter := sample.parameters.get(name)) is not None:
+            shares = parameter.nonfinite, parameter.flushed, parameter.subnormal, parameter.zero
+            rows.append((shown(name), *map(percent, shares)))
+    at = f" at step {sample.step:,}" if sample else ""
+    headings = "Parameter", "NaN or Inf", "Flushed", "Subnormal", "Zero"
+    return Table(f"Worst parameters{at}", headings, rows, names=0)
+
+
+def skips(run: Run) -> Table:
+    """The latest skipped steps that were looked into, the latest first."""
+    rows = []
+    for skip in reversed(run.skips[-LATEST:]):
+        loss = "" if skip.loss is None else number(skip.loss)
+        row = (f"{skip.step:,}", number(skip.scale), loss)
+        if not skip.nonfinite:
+            rows.append((*row, "", "", "", ""))
+            continue
+        first, others = skip.nonfinite[0], len(skip.nonfinite) - 1 + skip.more
+        counts = f"{first.num_inf:,}", f"{first.num_nan:,}", number(first.largest_finite)
+        shape = "×".join(map(str, first.shape))
+        name = f"{shown(first.name)} ({shown(first.dtype, 20)} {shape})"
+        rows.append((*row, *counts, name + (f" and {others:,} more" if others else "")))
+    headings = "Step", "Scale", "Loss", "Inf", "NaN", "Largest finite", "Gradient"
+    title = "Skipped steps"
+    if len(run.skips) > LATEST:
+        title += f": the latest {LATEST} of {len(run.skips):,} looked into"
+    return Table(title, headings, rows, names=6)
+
+
+def latest(run: Run) -> Sample | None:
+    """The latest sample with a histogram."""
+    return next((s for s in reversed(run.samples) if s.histogram and s.shares), None)
+
+
+class Zone(NamedTuple):
+    """A part of a format's range: the exponents from ``start`` up to ``stop``."""
+
+    name: str
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Where gradients, times the scale in use, lie in their format's range.
+
+    Attributes:
+        exponents: of the columns, from below the format's range to beyond it.
+        shares: of the gradients in each column: a row for all of them, and one for each parameter.
+        zero: by row, of those that are 0.
+        nonfinite: by row, of those that are Inf or NaN.
+        names: of the parameters.
+        zones: of the range, from the smallest exponents to the largest.
+    """
+
+    exponents: np.ndarray
+    shares: np.ndarray
+    zero: np.ndarray
+    nonfinite: np.ndarray
+    names: tuple[str, ...]
+    zones: tuple[Zone, ...]
+
+    def within(self, zone: Zone) -> np.ndarray:
+        """Which columns are in a zone."""
+        return (self.exponents >= zone.start) & (self.exponents < zone.stop)
+
+
+def spectrum(sample: Sample, dtype: str) -> Spectrum:
+    """The spectrum of a sample that has shares and a histogram, in a format."""
+    assert sample.shares is not None
+    assert sample.histogram is not None
+    parts: list[tuple[Shares | ParameterSample, Bins]] = [(sample.shares, sample.histogram)]
+    parts += [(parameter, parameter.histogram) for parameter in sample.parameters.values()]
+    shift = round(math.log2(sample.scale)) if 0 < sample.scale < math.inf else 0
+    zones = _zones(dtype)
+    bottom, top = int(zones[0].stop), int(zones[-1].start)
+    first, counts = sample.histogram
+    occupied = [first + shift + column for column, count in enumerate(counts) if count]
+    left = max(min([bottom - 8, *occupied]), bottom - 40)
+    right = min(max([top + 4, *(exponent + 1 for exponent in occupied)]), top + 40)
+    shares = np.zeros((len(parts), right - left))
+    for row, (part, (first, counts)) in zip(shares, parts, strict=True):
+        columns = np.clip(first + shift + np.arange(len(counts)), left, right - 1) - left
+        finite = 1 - part.zero - part.nonfinite
+        row += finite * np.bincount(columns, counts, right - left) / max(1, sum(counts))
+    return Spectrum(
+        np.arange(left, right),
+        shares,
+        np.array([part.zero for part, _ in parts]),
+        np.array([part.nonfinite for part, _ in parts]),
+        tuple(sample.parameters),
+        zones,
+    )
+
+
+def _zones(dtype: str) -> tuple[Zone, ...]:
+    smallest, normal, largest = {"bfloat16": (-133, -126, 128), "float8_e4m3": (-9,-6,9), "float8_e5m2": (-16,-14,16)}.get(dtype, (-24, -14, 16))
+    return (
+        Zone("flushed", -math.inf, smallest - 1),
+        Zone("subnormal", smallest - 1, normal),
+        Zone("normal", normal, largest),
+        Zone("overflow", largest, math.inf),
+    )
+
+
+def number(value: float) -> str:
+    """A short text: powers of two as such where they are no longer easy to read."""
+    fraction, exponent = math.frexp(value)
+    if fraction == 0.5 and not -2 <= exponent <= 24:
+        return power(2, exponent - 1)
+    if not math.isfinite(value):
+        return {math.inf: "Inf", -math.inf: "-Inf"}.get(value, "NaN")
+    return f"{value:,.6g}" if value == int(value) and abs(value) < 1e9 else f"{value:.4g}"
+
+
+def power(base: int, exponent: int) -> str:
+    """Such as 2⁻²⁴."""
+    return f"{base}{str(exponent).translate(_SUPERSCRIPTS)}"
+
+
+def percent(share: float) -> str:
+    """A share of 1, none and hardly any told apart."""
+    return "0%" if share == 0 else "<0.1%" if share < 0.001 else f"{share:.1%}"
+
+
+def shown(name: str, longest: int = 200) -> str:
+    """A name of unknown origin, on one line and not too long: its middle is left out."""
+    plain = "".join(letter if letter.isprintable() else "�" for letter in name)
+    if len(plain) <= longest:
+        return plain
+    return f"{plain[: longest // 3]}…{plain[-(longest - 1 - longest // 3) :]}"
