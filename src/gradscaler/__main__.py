@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from io import TextIOWrapper
 from pathlib import Path
 
 from gradscaler import checkpoint
@@ -22,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands)
     _add_convert(commands)
+    _add_report(commands)
+    _add_explain(commands)
     parsed = parser.parse_args(arguments)
     try:
         status: int = parsed.run(parsed)
@@ -104,6 +107,69 @@ def _convert(parsed: argparse.Namespace) -> int:
     for warning in warned:
         print(_one_line(f"{parsed.source}: {warning.message}"), file=sys.stderr)
     return 0
+
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    report = commands.add_parser(
+        "report",
+        help="draw what a run was like, and say what is wrong with it",
+        description="Read the file that a gradscaler.diagnose.Monitor wrote. Write a page that "
+        "needs nothing else (.html), or a picture (.png): a verdict in two sentences, the loss "
+        "scale and the gradients over time, and the gradients against their format's range.",
+    )
+    report.add_argument("source", type=Path, metavar="RUN", help="the file to read")
+    report.add_argument("-o", "--output", type=Path, required=True, help="the file to write")
+    report.set_defaults(run=_report)
+
+
+def _report(parsed: argparse.Namespace) -> int:
+    place = parsed.source
+    try:
+        from gradscaler.diagnose import read_run, report
+
+        run = read_run(place)
+        place = parsed.output
+        report.write(run, place)
+    except (ImportError, OSError, ValueError) as error:
+        return _fail(place, error)
+    return 0
+
+
+def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    explain = commands.add_parser(
+        "explain",
+        help="print what a run was like, and what is wrong with it",
+        description="Read the file that a gradscaler.diagnose.Monitor wrote, and print what the "
+        "report shows.",
+    )
+    explain.add_argument("source", type=Path, metavar="RUN", help="the file to read")
+    explain.set_defaults(run=_explain)
+
+
+def _explain(parsed: argparse.Namespace) -> int:
+    try:
+        from rich.console import Console
+
+        from gradscaler.diagnose import explain, read_run
+
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a name may hold any letter
+        explain.explain(read_run(parsed.source), Console())
+    except (ImportError, OSError, ValueError) as error:
+        return _fail(parsed.source, error)
+    return 0
+
+
+def _fail(place: Path, error: Exception) -> int:
+    """Say in one line what went wrong with a run, or with a report on it."""
+    if isinstance(error, ImportError):
+        message = f"this needs {error.name}: pip install 'gradscaler[diagnose]'"
+    elif isinstance(error, OSError):
+        message = f"{place}: {error.strerror or error}"
+    else:
+        message = str(error)
+    print(_one_line(message), file=sys.stderr)
+    return 1
 
 
 def _one_line(text: str) -> str:

@@ -1,6 +1,12 @@
-"""What happened to a loss scale, and why: forensics, exponents, a monitor, and its run file."""
+"""What goes wrong in a training run with loss scaling, in words and numbers.
 
+Nothing else of gradscaler imports this package, and it imports no framework: it reads the arrays
+of any that is there.
+"""
+
+from gradscaler.diagnose.exponents import exponents
+from gradscaler.diagnose.forensics import inspect
 from gradscaler.diagnose.runs import read_run
 from gradscaler.diagnose.verdict import Verdict
 
-__all__ = ["Verdict", "read_run"]
+__all__ = ["Verdict", "exponents", "inspect", "read_run"]

@@ -39,7 +39,7 @@ WIDTH = 4.6
 
 _STUCK = 10  # skips in a row that are worth showing
 _MOST_POINTS = 400  # that a figure of this width can tell apart
-_MOST_NAMES = 60
+_MOST_NAMES = 36
 
 Panel = tuple[float, Callable[[Axes], None]]  # its height in inches, and what draws it
 
@@ -90,15 +90,13 @@ def drawings(run: Run) -> list[Drawing]:
 def picture(run: Run) -> Figure:
     """One figure of all: the verdict, the drawings and the tables."""
     drawn, tables = drawings(run), summary.tables(run)
-    text = fill(run.verdict.text, 130)
+    text = fill(summary.shown(run.verdict.text, 1000), 120)
     rows: list[tuple[float, list[Callable[[FigureBase], None]]]] = [
         (0.9 + 0.17 * text.count("\n"), [lambda figure: _write_verdict(figure, run, text)])
     ]
     if drawn:
         rows.append((max(drawing.height for drawing in drawn), [d.draw for d in drawn]))
-    if tables:
-        most = max(len(table.rows) for table in tables)
-        rows.append((0.6 + 0.2 * most, [partial(_write_table, table=table) for table in tables]))
+    rows += [(0.5 + 0.2 * len(t.rows), [partial(_write_table, table=t)]) for t in tables]
     heights = [height for height, _ in rows]
     figure = Figure(figsize=(2 * WIDTH + 1, sum(heights)), layout="constrained")
     parts = figure.subfigures(len(rows), squeeze=False, height_ratios=heights)[:, 0]
@@ -122,7 +120,7 @@ def _write_table(figure: FigureBase, table: summary.Table) -> None:
     axes.set_axis_off()
     axes.set_title(table.title)
     drawn = axes.table(
-        [[f"  {summary.shown(cell, 44)}  " for cell in row] for row in table.rows],
+        [[f"  {summary.shown(cell, 70)}  " for cell in row] for row in table.rows],
         colLabels=[f"  {heading}  " for heading in table.headings],
         loc="upper left",
         edges="horizontal",
@@ -130,23 +128,21 @@ def _write_table(figure: FigureBase, table: summary.Table) -> None:
     drawn.auto_set_font_size(False)
     drawn.auto_set_column_width(list(range(len(table.headings))))
     for (_, column), cell in drawn.get_celld().items():
+        cell.PAD = 0
         cell.set_edgecolor("#DDDDDD")
         cell.set_text_props(ha="left" if column == table.names else "right", fontsize=8)
 
 
 def _panels_over_time(run: Run) -> list[Panel]:
     """Those for which the run has data."""
-    losses = {line.step: line.loss for line in (*run.samples, *run.skips) if line.loss is not None}
-    norms = {sample.step: sample.norm for sample in run.samples if sample.norm is not None}
-    shares = {sample.step: sample.shares for sample in run.samples if sample.shares is not None}
     panels: list[Panel] = []
     if run.scales[0]:
         panels.append((1.8, lambda axes: _draw_scale(axes, run)))
-    if losses:
+    if losses := summary.losses(run):
         panels.append((1.2, lambda axes: _draw_curve(axes, "Loss, unscaled", losses)))
-    if norms:
+    if norms := summary.norms(run):
         panels.append((1.2, lambda axes: _draw_curve(axes, "Norm of the gradients", norms)))
-    if shares:
+    if shares := summary.shares(run):
         title = f"What {summary.shown(run.starts[-1].dtype, 20)} makes of the gradients"
         panels.append((1.6, lambda axes: _draw_shares(axes, title, shares)))
     return panels
@@ -243,7 +239,8 @@ def _draw_shares(axes: Axes, title: str, shares: Mapping[int, Shares]) -> None:
 def _mark(axes: Axes, steps: Iterable[int], height: float, note: str) -> None:
     """Mark steps at a height of the axes, no more than can be seen, with a note on them."""
     positions = np.array(sorted(steps))
-    _, seen = np.unique(positions * (2 * _MOST_POINTS) // positions[-1], return_index=True)
+    columns = np.round(2 * _MOST_POINTS * (positions / max(1, positions[-1])))
+    _, seen = np.unique(columns, return_index=True)
     axes.plot(
         positions[seen],
         np.full(seen.size, height),
@@ -266,12 +263,13 @@ def _by_size(figure: FigureBase, spectrum: summary.Spectrum, sample: Sample) -> 
     axes, (left, right) = column[-1], _ends(spectrum)
     axes.set_xlim(left - 3, right + 3)
     every = 8 if right - left <= 100 else 32
-    exponents = [exponent for exponent in range(left + 4, right - 2) if exponent % every == 0]
+    margin = 2 + (right - left) // 20  # so that no label touches the outer ones
+    exponents = [e for e in range(left + margin, right + 1 - margin) if e % every == 0]
     axes.set_xticks(
         [left - 2, *exponents, right + 2],
         ["0", *(_power(2, exponent) for exponent in exponents), "NaN"],
     )
-    axes.set_xlabel(f"magnitude × the scale, {summary.number(sample.scale)}")
+    axes.set_xlabel(f"magnitude times the scale, {summary.number(sample.scale)}")
 
 
 def _draw_histogram(axes: Axes, spectrum: summary.Spectrum) -> None:
@@ -285,7 +283,7 @@ def _draw_histogram(axes: Axes, spectrum: summary.Spectrum) -> None:
         axes.axvspan(start, stop, color=colour, alpha=0.1, linewidth=0)
         axes.bar(spectrum.exponents[inside], shares[inside], 1, align="edge", color=colour)
         if stop - start > 0.07 * (right - left):
-            text = f"{zone.name}\n{summary.percent(spectrum.shares[0][inside].sum())}"
+            text = f"{zone.name}\n{summary.percent(spectrum.share(zone))}"
             axes.text((start + stop) / 2, 0.97 * top, text, ha="center", va="top", fontsize=8)
     axes.bar(left - 3, 100 * spectrum.zero[0], 2, align="edge", color=GREY)
     axes.bar(right + 1, 100 * spectrum.nonfinite[0], 2, align="edge", color=PURPLE)
@@ -304,14 +302,14 @@ def _draw_heat_map(axes: Axes, spectrum: summary.Spectrum) -> None:
     image[:, :2, 3] = spectrum.zero[1:, None]
     image[:, 3:-3, 3] = spectrum.shares[1:]
     image[:, -2:, 3] = spectrum.nonfinite[1:, None]
-    image[..., 3] **= 0.5  # so that a few in a hundred can be seen, too
+    image[..., 3] = (image[..., 3] / image[..., 3].max()) ** 0.5  # so that a few are seen, too
     axes.imshow(
         image, aspect="auto", interpolation="nearest", extent=(left - 3, right + 3, rows, 0)
     )
     for zone in spectrum.zones[1:]:
         axes.axvline(zone.start, color=GREY, linewidth=0.8)
     named = range(0, rows, math.ceil(rows / _MOST_NAMES))
-    names = [summary.shown(spectrum.names[row], 28) for row in named]
+    names = [summary.shown(spectrum.names[row], 22) for row in named]
     axes.set_yticks([row + 0.5 for row in named], names, fontsize=7.5)
     axes.tick_params(axis="y", length=0)
 

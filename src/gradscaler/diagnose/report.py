@@ -35,7 +35,7 @@ def write(run: Run, path: str | Path) -> None:
     makers: dict[str, Callable[[Run], bytes]] = {".html": _page, ".png": _picture}
     make = makers.get(path.suffix.lower())
     if make is None:
-        raise ValueError(f"the name must end in {' or '.join(makers)}")
+        raise ValueError(f"{path}: the name must end in {' or '.join(makers)}")
     with rc_context(figure.SETTINGS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # drawn as a box then
         data = make(run)
@@ -59,12 +59,10 @@ def _page(run: Run) -> bytes:
     page = _PAGE.substitute(
         colour=figure.LEVELS[headline.level],
         headline=escape(headline.text),
-        text=escape(verdict.text),
+        text=escape(summary.shown(verdict.text, 1000)),
         where=where or "",
         facts="".join(facts),
-        sections="".join(
-            [*map(_figure, figure.drawings(run)), *map(_table, summary.tables(run))]
-        ),
+        sections="".join([*map(_figure, figure.drawings(run)), *map(_table, summary.tables(run))]),
     )
     return page.encode()
 
@@ -131,15 +129,15 @@ _PAGE = Template("""<!DOCTYPE html>
 body { margin: 0; background: #fff; color: #1b1b1b; font: 16px/1.5 system-ui, sans-serif; }
 main { max-width: 75rem; margin: 0 auto; padding: 1rem; }
 header { border-left: .5rem solid $colour; padding: .1rem 0 .1rem 1rem; max-width: 50rem; }
+header { overflow-wrap: anywhere; }
 h1 { color: $colour; font-size: 1.75rem; line-height: 1.2; margin: 0; }
 h2 { font-size: 1.15rem; margin: 0 0 .5rem; }
 header p { margin: .5rem 0 0; }
-code { background: #f3f3f3; border-radius: .2rem; padding: .1rem .3rem; overflow-wrap: anywhere; }
+code { background: #f3f3f3; border-radius: .2rem; padding: .1rem .3rem; }
 dl { display: flex; flex-wrap: wrap; gap: .5rem 2rem; margin: 1.25rem 0 0; }
 dt { color: #555; font-size: .85rem; }
 dd { margin: 0; font-weight: 600; font-variant-numeric: tabular-nums; }
-.sections { columns: 30rem 2; column-gap: 2.5rem; }
-section { break-inside: avoid; padding-top: 1.5rem; }
+section { break-inside: avoid; min-width: 0; padding-top: 1.5rem; }
 figure { margin: 0; }
 svg { display: block; width: 100%; height: auto; }
 svg text { font-family: system-ui, sans-serif !important; }
@@ -148,6 +146,11 @@ figcaption { color: #555; font-size: .85rem; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid #ddd; padding: .3rem 1rem .3rem 0; text-align: right; }
 .name { text-align: left; overflow-wrap: anywhere; min-width: 12rem; }
+@media (min-width: 50rem) {
+  .sections { display: grid; grid-template: auto 1fr / 1fr 1fr; column-gap: 2.5rem; }
+  section:first-child { grid-row: span 2; }
+  section:nth-child(4) { grid-column: span 2; }
+}
 @media print { main { max-width: none; padding: 0; } }
 </style>
 </head>

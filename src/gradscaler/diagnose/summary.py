@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gradscaler.diagnose import formats
 from gradscaler.diagnose.runs import Bins, ParameterSample, Run, Sample, Shares
 
 LATEST = 10  # skipped steps in the table
@@ -44,6 +45,8 @@ class Table(NamedTuple):
 
 def headline(run: Run) -> Headline:
     """What is wrong, in a few words."""
+    if not run.num_steps:
+        return Headline("warning", "No step is recorded yet")
     kind = run.verdict.kind
     return HEADLINES.get(kind, Headline("bad", shown(kind, 40)))
 
@@ -53,7 +56,7 @@ def facts(run: Run) -> dict[str, str]:
     facts = {"Steps": f"{run.num_steps:,}", "Skipped": f"{len(run.skipped):,}"}
     if run.skipped:
         first, last = longest_skips(run)
-        facts["Skipped"] += f" ({percent(len(run.skipped) / run.num_steps)})"
+        facts["Skipped"] += f" ({percent(len(run.skipped) / max(1, run.num_steps))})"
         facts["Skipped in a row"] = f"{last - first + 1:,}"
     _, scales = run.scales
     if scales:
@@ -77,9 +80,24 @@ def longest_skips(run: Run) -> tuple[int, int]:
     return longest
 
 
+def losses(run: Run) -> dict[int, float]:
+    """The unscaled loss by step, as far as it was seen."""
+    return {line.step: line.loss for line in (*run.samples, *run.skips) if line.loss is not None}
+
+
+def norms(run: Run) -> dict[int, float]:
+    """The norm of the unscaled gradients by step."""
+    return {sample.step: sample.norm for sample in run.samples if sample.norm is not None}
+
+
+def shares(run: Run) -> dict[int, Shares]:
+    """What became of the gradients, by step."""
+    return {sample.step: sample.shares for sample in run.samples if sample.shares is not None}
+
+
 def tables(run: Run) -> list[Table]:
     """Those of the tables that have rows."""
-    return [table for table in (skips(run), worst(run)) if table.rows]
+    return [table for table in (worst(run), skips(run)) if table.rows]
 
 
 def worst(run: Run) -> Table:
@@ -106,7 +124,7 @@ def skips(run: Run) -> Table:
             continue
         first, others = skip.nonfinite[0], len(skip.nonfinite) - 1 + skip.more
         counts = f"{first.num_inf:,}", f"{first.num_nan:,}", number(first.largest_finite)
-        shape = "×".join(map(str, first.shape))
+        shape = "x".join(map(str, first.shape))
         name = f"{shown(first.name)} ({shown(first.dtype, 20)} {shape})"
         rows.append((*row, *counts, name + (f" and {others:,} more" if others else "")))
     headings = "Step", "Scale", "Loss", "Inf", "NaN", "Largest finite", "Gradient"
@@ -153,6 +171,10 @@ class Spectrum:
         """Which columns are in a zone."""
         return (self.exponents >= zone.start) & (self.exponents < zone.stop)
 
+    def share(self, zone: Zone) -> float:
+        """Of all gradients, how many are in a zone."""
+        return float(self.shares[0][self.within(zone)].sum())
+
 
 def spectrum(sample: Sample, dtype: str) -> Spectrum:
     """The spectrum of a sample that has shares and a histogram, in a format."""
@@ -165,7 +187,7 @@ def spectrum(sample: Sample, dtype: str) -> Spectrum:
     bottom, top = int(zones[0].stop), int(zones[-1].start)
     first, counts = sample.histogram
     occupied = [first + shift + column for column, count in enumerate(counts) if count]
-    left = max(min([bottom - 8, *occupied]), bottom - 40)
+    left = max(min([bottom - 9, *occupied]), bottom - 40)
     right = min(max([top + 4, *(exponent + 1 for exponent in occupied)]), top + 40)
     shares = np.zeros((len(parts), right - left))
     for row, (part, (first, counts)) in zip(shares, parts, strict=True):
@@ -183,12 +205,14 @@ def spectrum(sample: Sample, dtype: str) -> Spectrum:
 
 
 def _zones(dtype: str) -> tuple[Zone, ...]:
-    smallest, normal, largest = {"bfloat16": (-133, -126, 128), "float8_e4m3": (-9,-6,9), "float8_e5m2": (-16,-14,16)}.get(dtype, (-24, -14, 16))
+    form = formats.named(dtype)
+    kept = form.min_exponent - form.mantissa_bits - 1  # rounded up to the smallest subnormal
+    beyond = math.frexp(form.largest)[1]
     return (
-        Zone("flushed", -math.inf, smallest - 1),
-        Zone("subnormal", smallest - 1, normal),
-        Zone("normal", normal, largest),
-        Zone("overflow", largest, math.inf),
+        Zone("flushed", -math.inf, kept),
+        Zone("subnormal", kept, form.min_exponent),
+        Zone("normal", form.min_exponent, beyond),
+        Zone("overflow", beyond, math.inf),
     )
 
 

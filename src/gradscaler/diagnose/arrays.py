@@ -1,0 +1,178 @@
+"""Gradients of any framework: their names, their dtypes, their elements in NumPy.
+
+A framework is known by the methods that its arrays have, and none is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from numbers import Number
+from typing import Any
+
+import numpy as np
+
+Array = Any
+
+_OF_NUMPY = ("float16", "float32", "float64", "complex64", "complex128")
+
+
+def named(gradients: Any) -> dict[str, Array]:
+    """The arrays in a structure, each with its name: the path to it, joined with dots.
+
+    Args:
+        gradients: an array (its name is empty); a mapping, a sequence or another iterable of
+            arrays; one of pairs of a name and an array; a pytree, where JAX is imported; all of
+            these nested at will. A module that has ``named_parameters`` stands for those of their
+            gradients that are not None.
+
+    Returns:
+        The arrays in the order given. None is left out, and so is what JAX gives for the gradient
+        of an integer.
+
+    Raises:
+        TypeError: something in ``gradients`` is none of these.
+
+    >>> list(named({"layer": {"weight": np.ones(3), "bias": None}, "rest": [np.ones(1)]}))
+    ['layer.weight', 'rest.0']
+    """
+    return dict(_leaves("", gradients))
+
+
+def dtype_name(array: Array) -> str:
+    """An array's dtype by the name that all frameworks know, such as ``"bfloat16"``.
+
+    >>> dtype_name(np.float16(1))
+    'float16'
+    """
+    array = array.values if _is_rows(array) else array
+    dtype = array.dtype if hasattr(array, "dtype") else np.asarray(array).dtype
+    # "float16", "torch.float16", "Float16" or "<dtype: 'float16'>"
+    words: list[str] = re.findall(r"\w+", str(dtype))
+    return words[-1].lower()
+
+
+def shape_of(array: Array) -> tuple[int, ...]:
+    """An array's shape; of rows whose place is not known in full, that of the rows."""
+    shape = getattr(array, "dense_shape", None)
+    if shape is None:
+        shape = array.values.shape if _is_rows(array) else np.shape(array)
+    return tuple(int(length) for length in shape)
+
+
+def to_numpy(array: Array) -> np.ndarray:
+    """An array's elements on the host, without a copy where that can be.
+
+    A sparse array is represented by its values, those of one index summed, and a complex one by a
+    real view, of one more dimension. What NumPy has no dtype for comes as float32.
+
+    >>> to_numpy(np.array([1 + 2j]))
+    array([[1., 2.]])
+    """
+    array = dense(array)
+    if hasattr(array, "detach"):  # PyTorch and those after its model
+        if dtype_name(array) not in _OF_NUMPY:
+            array = array.float()
+        if hasattr(array, "resolve_conj"):
+            array = array.resolve_conj().resolve_neg()
+        array = array.cpu().numpy()
+    elif hasattr(array, "asnumpy"):
+        array = array.asnumpy()
+    host = np.asarray(array)
+    if host.dtype.kind == "c":
+        return np.stack([host.real, host.imag], axis=-1)
+    if host.dtype.kind in "fV" and host.dtype.name not in _OF_NUMPY:
+        return host.astype(np.float32)
+    return host
+
+
+def dense(array: Array) -> Array:
+    """The array, detached, that holds the elements; in its framework unless it is made of rows."""
+    keras: Any = sys.modules.get("keras")
+    variable: Any = getattr(keras, "KerasVariable", ())
+    if isinstance(array, variable):
+        array = array.value
+    if hasattr(array, "to_local"):  # this process's part of a distributed tensor
+        array = array.to_local()
+    if _is_rows(array):
+        return _summed(to_numpy(array.indices), to_numpy(array.values))
+    if not hasattr(array, "detach"):
+        return array
+    array = array.detach()
+    if hasattr(array, "is_selected_rows") and array.is_selected_rows():  # Paddle's
+        return _summed(array.rows(), to_numpy(array._get_tensor_from_selected_rows()))
+    sparse = array.is_sparse
+    return array.coalesce().values() if (sparse() if callable(sparse) else sparse) else array
+
+
+def sample(array: Array, limit: int) -> Array:
+    """At most ``limit`` of an array's elements, evenly strided; all of them if it has no more.
+
+    They are picked in the array's own framework, so that no others travel to the host.
+    """
+    array = dense(array)
+    size = math.prod(shape_of(array))
+    if size <= limit:
+        return array
+    if hasattr(array, "reshape"):
+        flat = array.reshape(-1)
+    else:
+        flat = sys.modules["tensorflow"].reshape(array, [-1])
+    stride = -(-size // limit) | 1  # odd: one that divides a row's length would pick few columns
+    return flat[::stride]
+
+
+def _is_rows(array: Array) -> bool:
+    """Whether it is TensorFlow's ``IndexedSlices`` or MindSpore's ``RowTensor``."""
+    return hasattr(array, "indices") and not callable(getattr(array, "values", callable))
+
+
+def _summed(indices: Any, rows: np.ndarray) -> np.ndarray:
+    """The rows, those of one index added up."""
+    unique, places = np.unique(indices, return_inverse=True)
+    if len(unique) == len(rows):
+        return rows
+    total = np.zeros((len(unique), *rows.shape[1:]), rows.dtype)
+    np.add.at(total, places, rows)
+    return total
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Array]]:
+    if value is None:
+        return
+    if hasattr(value, "named_parameters"):
+        value = {key: parameter.grad for key, parameter in value.named_parameters()}
+    if isinstance(value, Number) or hasattr(value, "dtype") or _is_rows(value):
+        if "float0" not in str(getattr(value, "dtype", "")):
+            yield name, value
+        return
+    for key, item in _items(name, value):
+        yield from _leaves(f"{name}.{key}" if name else str(key), item)
+
+
+def _items(name: str, value: Any) -> Iterable[tuple[Any, Any]]:
+    """What a container holds, each with its key or place."""
+    if isinstance(value, Mapping):
+        return value.items()
+    if hasattr(value, "_fields"):
+        return zip(value._fields, value, strict=True)
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        items = list(value)
+        return items if all(map(_is_pair, items)) else enumerate(items)
+    jax: Any = sys.modules.get("jax")
+    if jax is not None:
+        leaves = jax.tree_util.tree_leaves_with_path(value)
+        if all(path for path, _ in leaves):  # the path to what is no tree is empty
+            keystr = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+            return [(keystr(path), leaf) for path, leaf in leaves]
+    raise TypeError(
+        f"gradients must be arrays, or mappings, sequences or modules that hold them, but "
+        f"{name or 'what was given'} is {value!r} ({type(value).__name__})"
+    )
+
+
+def _is_pair(item: object) -> bool:
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)

@@ -1,0 +1,46 @@
+"""Which gradients are not finite, and how."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from gradscaler.diagnose import arrays
+from gradscaler.outcome import NonfiniteGradient
+
+
+def inspect(gradients: Any) -> tuple[NonfiniteGradient, ...]:
+    """The gradients that hold an Inf or a NaN, in the order given.
+
+    A sparse gradient's elements are its values, those of one index summed; a complex one's are
+    its real and imaginary parts.
+
+    Args:
+        gradients: arrays of any framework, in any structure that :func:`~.arrays.named` takes.
+
+    Raises:
+        TypeError: ``gradients`` holds something else than arrays.
+
+    >>> import numpy as np
+    >>> inspect({"weight": np.float16([1, np.inf, -np.inf, np.nan]), "bias": np.float16([1])})
+    (NonfiniteGradient(name='weight', shape=(4,), dtype='float16', num_inf=2, num_nan=1, \
+largest_finite=1.0),)
+    """
+    return tuple(
+        NonfiniteGradient(name, arrays.shape_of(array), arrays.dtype_name(array), *counts)
+        for name, array in arrays.named(gradients).items()
+        if (counts := count_nonfinite(arrays.to_numpy(array)))
+    )
+
+
+def count_nonfinite(values: np.ndarray) -> tuple[int, int, float] | None:
+    """How many are Inf, how many NaN, the largest magnitude of the rest; None if all are finite."""
+    finite = np.isfinite(values)
+    if finite.all():
+        return None
+    num_nan = int(np.count_nonzero(np.isnan(values)))
+    rest = np.abs(values[finite])
+    num_inf = values.size - rest.size - num_nan
+    return num_inf, num_nan, float(rest.max()) if rest.size else math.nan
