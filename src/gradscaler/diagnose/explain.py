@@ -42,22 +42,23 @@ def explain(run: Run, console: Console) -> None:
 
 def _over_time(run: Run, blocks: str) -> Table:
     """A line for each thing that a run has numbers of, from its first step to its last."""
+    scales = dict(zip(*run.scales, strict=True))
     exponents = {
         step: math.log2(scale) if 0 < scale < math.inf else math.nan
-        for step, scale in zip(*run.scales, strict=True)
+        for step, scale in scales.items()
     }
-    shares = summary.shares(run)
-    rows: list[tuple[str, Mapping[int, float], Callable[[float], str]]] = [
-        ("loss scale", exponents, lambda exponent: summary.number(2.0**exponent)),
-        ("loss", summary.losses(run), summary.number),
-        ("gradient norm", summary.norms(run), summary.number),
-        ("flushed to zero", {step: s.flushed for step, s in shares.items()}, summary.percent),
-        ("subnormal", {step: s.subnormal for step, s in shares.items()}, summary.percent),
-    ]
+    losses, norms = summary.losses(run), summary.norms(run)
+    flushed = {step: share.flushed for step, share in summary.shares(run).items()}
+    subnormal = {step: share.subnormal for step, share in summary.shares(run).items()}
     chart = Table.grid(padding=(0, 2))
-    for name, points, show in rows:
+    for name, points, ends in (
+        ("loss scale", exponents, _ends(scales, summary.number)),
+        ("loss", losses, _ends(losses, summary.number)),
+        ("gradient norm", norms, _ends(norms, summary.number)),
+        ("flushed to zero", flushed, _ends(flushed, summary.percent)),
+        ("subnormal", subnormal, _ends(subnormal, summary.percent)),
+    ):
         if points:
-            ends = f"{show(points[min(points)])} → {show(points[max(points)])}"
             chart.add_row(name, _line(points, run.num_steps, blocks), ends)
     if run.skipped:
         width = _width(run.num_steps)
@@ -65,6 +66,12 @@ def _over_time(run: Run, blocks: str) -> Table:
         bars = _bars(np.bincount(columns, minlength=width), blocks)
         chart.add_row("skipped", Text(bars, "red"), f"{len(run.skipped):,} steps")
     return chart
+
+
+def _ends(points: Mapping[int, float], show: Callable[[float], str]) -> str:
+    """The number of the first step, and of the last."""
+    steps = sorted(points)
+    return " → ".join(show(points[step]) for step in steps[:: max(1, len(steps) - 1)])
 
 
 def _line(points: Mapping[int, float], last_step: int, blocks: str) -> Text:
@@ -119,7 +126,7 @@ def _by_size(run: Run, blocks: str) -> Table:
 
 def _bars(values: np.ndarray, blocks: str) -> str:
     """A block for each value, as high as it is beside the largest, and none for 0."""
-    heights = np.ceil(8 * values / max(values.max(), 1e-300)).astype(int)
+    heights = np.ceil(8 * values / (values.max() or 1.0)).astype(int)
     return "".join((" " + blocks)[height] for height in heights)
 
 

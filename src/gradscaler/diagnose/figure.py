@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from textwrap import fill
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -22,7 +22,7 @@ BLUE, GREY, RED, YELLOW, PURPLE = "#0072B2", "#999999", "#D55E00", "#E69F00", "#
 COLOURS = {"flushed": RED, "subnormal": YELLOW, "normal": BLUE, "overflow": PURPLE}
 LEVELS = {"good": "#00664B", "warning": "#8A5A00", "bad": "#A93B00"}  # readable on white
 
-SETTINGS = {
+SETTINGS: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
@@ -302,7 +302,8 @@ def _draw_heat_map(axes: Axes, spectrum: summary.Spectrum) -> None:
     image[:, :2, 3] = spectrum.zero[1:, None]
     image[:, 3:-3, 3] = spectrum.shares[1:]
     image[:, -2:, 3] = spectrum.nonfinite[1:, None]
-    image[..., 3] = (image[..., 3] / image[..., 3].max()) ** 0.5  # so that a few are seen, too
+    opacity = image[..., 3]
+    opacity[:] = np.sqrt(opacity / max(opacity.max(), 1e-9))  # so that a few are seen, too
     axes.imshow(
         image, aspect="auto", interpolation="nearest", extent=(left - 3, right + 3, rows, 0)
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from gradscaler.diagnose import formats
-from gradscaler.diagnose.runs import Bins, ParameterSample, Run, Sample, Shares
+from gradscaler.diagnose.runs import Bins, ParameterSample, Run, Sample, Shares, Skip
 
 LATEST = 10  # skipped steps in the table
 
@@ -39,7 +40,7 @@ class Table(NamedTuple):
 
     title: str
     headings: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
     names: int
 
 
@@ -82,7 +83,8 @@ def longest_skips(run: Run) -> tuple[int, int]:
 
 def losses(run: Run) -> dict[int, float]:
     """The unscaled loss by step, as far as it was seen."""
-    return {line.step: line.loss for line in (*run.samples, *run.skips) if line.loss is not None}
+    lines: tuple[Sample | Skip, ...] = (*run.samples, *run.skips)
+    return {line.step: line.loss for line in lines if line.loss is not None}
 
 
 def norms(run: Run) -> dict[int, float]:
@@ -101,16 +103,16 @@ def tables(run: Run) -> list[Table]:
 
 
 def worst(run: Run) -> Table:
-    """The parameters that lose most, in the latest sample that has any."""
-    sample = latest(run)
+    """The parameters that lose most, in the latest sample."""
+    headings = "Parameter", "NaN or Inf", "Flushed", "Subnormal", "Zero"
+    if (sample := latest(run)) is None:
+        return Table("Worst parameters", headings, [], names=0)
     rows = []
-    for name in sample.worst if sample else ():
+    for name in sample.worst:
         if (parameter := sample.parameters.get(name)) is not None:
             shares = parameter.nonfinite, parameter.flushed, parameter.subnormal, parameter.zero
             rows.append((shown(name), *map(percent, shares)))
-    at = f" at step {sample.step:,}" if sample else ""
-    headings = "Parameter", "NaN or Inf", "Flushed", "Subnormal", "Zero"
-    return Table(f"Worst parameters{at}", headings, rows, names=0)
+    return Table(f"Worst parameters at step {sample.step:,}", headings, rows, names=0)
 
 
 def skips(run: Run) -> Table:
@@ -192,7 +194,7 @@ def spectrum(sample: Sample, dtype: str) -> Spectrum:
     shares = np.zeros((len(parts), right - left))
     for row, (part, (first, counts)) in zip(shares, parts, strict=True):
         columns = np.clip(first + shift + np.arange(len(counts)), left, right - 1) - left
-        finite = 1 - part.zero - part.nonfinite
+        finite = max(0.0, 1 - part.zero - part.nonfinite)
         row += finite * np.bincount(columns, counts, right - left) / max(1, sum(counts))
     return Spectrum(
         np.arange(left, right),
