@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from gradscaler.diagnose import formats
+
 if TYPE_CHECKING:
+    from gradscaler.diagnose.locate import Located
     from gradscaler.diagnose.runs import Sample, Skip
 
 Kind = Literal["normal", "loss", "parameter", "activations", "nan", "floor", "underflow"]
+
+_LOST = 0.05  # of the gradients: flushed, or so small that many more must have been
+_HEADROOM = 4.0  # how often the largest gradient can double, at least, for a larger scale to fit
 
 
 @dataclass(frozen=True)
@@ -16,11 +23,11 @@ class Verdict:
     """What happened, and what to try.
 
     Attributes:
-        kind: ``"normal"``: overflows that lower scales cured. ``"underflow"``: the scale is too
-            small. The rest no lower scale cures: ``"loss"``: the unscaled loss is itself
-            non-finite. ``"parameter"``: a parameter is. ``"activations"``: a module makes Inf or
-            NaN of finite inputs. ``"nan"``: a gradient is NaN at every scale. ``"floor"``: the
-            scale cannot fall any further, and still overflows.
+        kind: ``"normal"``: overflows that lower scales cure. ``"underflow"``: the scale is too
+            small. The rest no lower scale cures. ``"parameter"``: a parameter is itself not
+            finite. ``"activations"``: a module makes Inf or NaN of finite inputs. ``"loss"``: the
+            unscaled loss is not finite. ``"nan"``: a gradient is NaN at every scale. ``"floor"``:
+            the scale falls no further, or is below 1, where it no longer makes gradients larger.
         text: two sentences: what happened, with the evidence, and what to try.
         where: the name of the parameter or the module, if one is to blame.
     """
@@ -40,19 +47,139 @@ class Evidence:
     Attributes:
         steps: how many there were.
         skipped: how many of them were skipped.
-        dtype: of the gradients' range.
-        stuck: the skips in a row that the run ends with, if there are too many.
-        sample: the latest sample with shares.
+        dtype: the format that the gradients are computed in.
+        skips_in_a_row: how many steps the run ends with that were skipped, if that is too many.
+        skips: the latest of those.
+        min_scale: what the scale does not fall below, if that is known.
+        parameter: the name of one that is not finite.
+        located: the module whose output was the first that was not finite.
+        sample: the latest with shares.
     """
 
     steps: int
     skipped: int
     dtype: str = "float16"
-    stuck: tuple[Skip, ...] = ()
+    skips_in_a_row: int = 0
+    skips: tuple[Skip, ...] = ()
+    min_scale: float | None = None
+    parameter: str | None = None
+    located: Located | None = None
     sample: Sample | None = None
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """The verdict, from the evidence alone."""
-    steps, skipped = evidence.steps, evidence.skipped
-    return Verdict("normal", f"{skipped} of {steps} steps were skipped.")
+    """The verdict, from the evidence alone: that on the skips in a row, if there are too many."""
+    if evidence.skips:
+        return _of_skips(evidence)
+    return _of_sample(evidence) or _normal(evidence)
+
+
+def _of_skips(evidence: Evidence) -> Verdict:
+    first, last = evidence.skips[0], evidence.skips[-1]
+    fell = f"the last {evidence.skips_in_a_row} steps in a row were skipped"
+    if first.scale != last.scale:
+        fell += f" while the loss scale fell from {first.scale:g} to {last.scale:g}"
+    losses = [skip.loss for skip in evidence.skips if skip.loss is not None]
+    if evidence.parameter is not None:
+        return Verdict(
+            "parameter",
+            f"The parameter {evidence.parameter} is itself Inf or NaN, so {fell}. No loss scale "
+            "mends that: go back to a checkpoint from before, and look for the step that wrote it "
+            "(a learning rate too large, weights changed without the scaler).",
+            evidence.parameter,
+        )
+    located = evidence.located
+    if located is not None and located.kind == "forward":
+        module = located.module or "the model"
+        return Verdict(
+            "activations",
+            f"The forward pass of {module} makes {located.num_inf} Inf and {located.num_nan} NaN "
+            f"in {located.dtype} of inputs that are finite and at most {located.largest_input:g}, "
+            f"so {fell}. No loss scale mends that: run this module in bfloat16 or float32, as a "
+            "model trained in those may need, or lower its inputs.",
+            module,
+        )
+    if losses and not any(map(math.isfinite, losses)):
+        return Verdict(
+            "loss",
+            f"The unscaled loss is itself {losses[-1]:g}, so {fell}. No loss scale mends that: "
+            "look for Inf or NaN in the batch, and for a logarithm, a division or a power in the "
+            "loss that float16 or a value of 0 makes infinite.",
+        )
+    name = _nan_in_all(evidence.skips)
+    if name is not None:
+        return Verdict(
+            "nan",
+            f"The gradient of {name} is NaN at every loss scale though the loss is finite: {fell}. "
+            "No loss scale mends that: look in its backward pass for 0 * Inf or 0 / 0, such as the "
+            "square root or norm of 0, and anomaly detection names the operation.",
+            name,
+        )
+    gradients = [gradient.name for gradient in last.nonfinite]
+    where = gradients[0] if gradients else None
+    of = f" in {where}" if where else ""
+    at_floor = evidence.min_scale is not None and last.scale <= evidence.min_scale
+    if at_floor or last.scale <= 1 or (len(evidence.skips) > 1 and first.scale == last.scale):
+        return Verdict(
+            "floor",
+            f"The gradients overflow{of} at a loss scale of {last.scale:g}, which "
+            + ("can fall no further" if at_floor or last.scale > 1 else "enlarges none")
+            + f": {fell}. Look at what makes them so large (the learning rate, a sum in place of a "
+            "mean, no clipping), allow a lower scale if this one is above 1, or train in bfloat16.",
+            where,
+        )
+    return Verdict(
+        "normal",
+        f"The gradients overflow{of}, and {fell}. It is still falling, and a lower scale may cure "
+        "them: start from a lower init_scale to come there sooner.",
+        where,
+    )
+
+
+def _nan_in_all(skips: tuple[Skip, ...]) -> str | None:
+    """A parameter whose gradient was NaN in all the skips that were looked into."""
+    seen = [{g.name for g in skip.nonfinite if g.num_nan} for skip in skips if skip.nonfinite]
+    common = set.intersection(*seen) if seen else set()
+    return next((g.name for skip in skips for g in skip.nonfinite if g.name in common), None)
+
+
+def _of_sample(evidence: Evidence) -> Verdict | None:
+    """Underflow, if the latest sample shows it, and a larger scale would fit."""
+    sample = evidence.sample
+    if sample is None or sample.shares is None or sample.histogram is None:
+        return None
+    shares, bins = sample.shares, sample.histogram
+    form = formats.named(evidence.dtype)
+    nonzero = 1 - shares.zero - shares.nonfinite
+    small = shares.flushed + shares.subnormal
+    # Zeros are no evidence by themselves: a ReLU makes them too. A tail that is cut off is.
+    lost = shares.flushed >= _LOST or (shares.zero >= _LOST and small > nonzero / 4)
+    if bins.counts:
+        largest = 2.0 ** (bins.first + len(bins.counts)) * sample.scale
+        headroom = math.log2(form.largest / largest)
+    else:
+        lost, headroom = shares.zero == 1, math.inf
+    if not lost or headroom < _HEADROOM:
+        return None
+    room = "" if math.isinf(headroom) else f" by up to 2**{math.floor(headroom) - 1}"
+    worst = sample.worst[0] if sample.worst else None
+    return Verdict(
+        "underflow",
+        f"At a loss scale of {sample.scale:g} {shares.zero + shares.flushed:.0%} of the gradients "
+        f"are zero in {form.name} and {shares.subnormal:.0%} subnormal, in step {sample.step}. The "
+        f"scale is too small: raise it{room}, or let it grow sooner (growth_interval).",
+        worst,
+    )
+
+
+def _normal(evidence: Evidence) -> Verdict:
+    if not evidence.skipped:
+        return Verdict(
+            "normal",
+            f"None of {evidence.steps} steps was skipped. There is nothing to mend.",
+        )
+    return Verdict(
+        "normal",
+        f"{evidence.skipped} of {evidence.steps} steps were skipped, as the loss scale found its "
+        "place, and a lower scale cured each overflow. There is nothing to mend.",
+    )

@@ -1,0 +1,186 @@
+"""What a monitor sees of an eager scaler, whose calls it is told of."""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+from typing import Any
+
+from gradscaler.diagnose.forensics import inspect
+from gradscaler.diagnose.journal import Journal
+from gradscaler.diagnose.locate import Located, Watch, watching
+from gradscaler.diagnose.sampling import Measured
+from gradscaler.engine import EagerScaler
+from gradscaler.outcome import NonfiniteGradient, StepOutcome
+
+
+class EagerObserver:
+    """Satisfies :class:`gradscaler.outcome.Observer`.
+
+    An iteration ends with ``update``, or where an optimizer steps again without one. Flags, scales
+    and losses that may be on a device are read at once only if skips are looked into; else when
+    there is a sample to take, or at :meth:`read`.
+
+    Args:
+        scaler: whose calls these are.
+        model: what gives the parameters their names, or None.
+        journal: what the steps are written down in.
+        every: steps from one sample to the next.
+        forensics: look into each skip of which this is the number, or its multiple; 0: into none.
+        dtype: the format for samples.
+    """
+
+    def __init__(
+        self,
+        scaler: EagerScaler,
+        model: Any,
+        journal: Journal,
+        every: int,
+        forensics: int,
+        dtype: str,
+    ) -> None:
+        self._scaler = scaler
+        self._model = model
+        self._journal = journal
+        self._every = every
+        self._forensics = forensics
+        self._dtype = dtype
+        self.optimizers: list[Any] = []  # of the latest iteration
+        self.located: Located | None = None
+        self._watchable = hasattr(model, "register_forward_hook")
+        self._watch: Watch | None = None
+        self._unread: list[tuple[list[StepOutcome], list[Any]]] = []
+        self._start()
+        scaler._observers.append(self)
+
+    def _start(self) -> None:
+        """Begin an iteration."""
+        self._outcomes: dict[int, tuple[Any, StepOutcome]] = {}  # by the optimizer's id
+        self._losses: list[Any] = []
+        self._measured: Measured | None = None
+
+    # The observer.
+
+    def scaled(self, outputs: Any, /) -> None:
+        """Remember the loss, without its graph."""
+        loss = outputs.detach()
+        self._losses.append(loss if loss.ndim == 0 else loss.mean())
+
+    def stepping(self, optimizer: Any, scale: Any, /) -> None:
+        """Look at the gradients if it is time to, before anything clips them."""
+        if id(optimizer) in self._outcomes:
+            self.updating()
+        if self._is_due():
+            self._measure(optimizer, scaled=scale is not None)
+
+    def stepped(self, optimizer: Any, outcome: StepOutcome, /) -> None:
+        """Look into the gradients if they are not finite."""
+        if outcome._reason == "no_gradients":  # asking `reason` may wait for the device
+            return
+        if self._is_due() and self._measured is None:  # a closure made the gradients
+            self._measure(optimizer, scaled=False)
+        self._outcomes[id(optimizer)] = optimizer, outcome
+        if self._forensics and outcome.skipped:
+            number = self._journal.num_skipped + 1
+            if number % self._forensics == 0:
+                outcome.nonfinite = inspect(self._gradients(optimizer))
+
+    def updating(self) -> None:
+        """End the iteration."""
+        outcomes, losses, measured = self._outcomes, self._losses, self._measured
+        if outcomes:
+            self.optimizers = [optimizer for optimizer, _ in outcomes.values()]
+            self._unread.append(([outcome for _, outcome in outcomes.values()], losses))
+        self._start()
+        if not outcomes:
+            return
+        if self._forensics or measured is not None:
+            loss = self.read()
+            if measured is not None:
+                self._journal.sample(loss, **measured.fields())
+        self._watch_forward()
+        self._journal.check()
+
+    def close(self) -> None:
+        """See no more, and take down the iterations that wait for it."""
+        if self in self._scaler._observers:  # unless the scaler was unpickled into
+            self._scaler._observers.remove(self)
+        if self._watch is not None:
+            self._watch.stop()
+        self.read()
+
+    # Reading late.
+
+    def read(self) -> float | None:
+        """Take down the iterations that wait for it; the latest loss."""
+        unread, self._unread = self._unread, []
+        loss = None
+        for outcomes, losses in unread:
+            skipped = any(outcome.skipped for outcome in outcomes)
+            loss = _loss(losses) if skipped or losses is unread[-1][1] else None
+            found = [o.nonfinite for o in outcomes if o.nonfinite is not None]
+            self._journal.add(
+                outcomes[-1].scale, skipped, loss, tuple(chain(*found)) if found else None
+            )
+        return loss
+
+    # Evidence.
+
+    def nonfinite_parameters(self) -> tuple[NonfiniteGradient, ...]:
+        """The latest stepped parameters that are themselves not finite."""
+        return inspect(
+            {n: p for optimizer in self.optimizers for n, p in self._named(optimizer).items()}
+        )
+
+    def _watch_forward(self) -> None:
+        """Watch the forward pass of the iteration that may make the skips in a row too many."""
+        if self._watch is not None:
+            self._watch.stop()
+            self.located, self._watch = self._watch.located, None
+        if not self._journal.num_skips_in_a_row:
+            self.located = None
+        if self._watchable and self._journal.is_about_to_check:
+            self._watch = watching(self._model)
+            self._watch.start()
+
+    def _named(self, optimizer: Any) -> dict[str, Any]:
+        """The optimizer's parameters by their names, or by their places in it."""
+        groups = getattr(optimizer, "param_groups", None) or getattr(
+            optimizer, "_param_groups", None
+        )
+        if not groups or not isinstance(groups[0], dict):  # Paddle's without groups
+            groups = [{"params": optimizer._parameter_list or ()}]
+        names = {}
+        if self._model is not None:
+            names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        return {
+            names.get(id(parameter), f"group {g}, parameter {p}"): parameter
+            for g, group in enumerate(groups)
+            for p, parameter in enumerate(group["params"])
+        }
+
+    def _gradients(self, optimizer: Any) -> dict[str, Any]:
+        named = self._named(optimizer)
+        return {name: grad for name, p in named.items() if (grad := p.grad) is not None}
+
+    # Samples.
+
+    def _is_due(self) -> bool:
+        return (self._journal.num_steps + len(self._unread) + 1) % self._every == 0
+
+    def _measure(self, optimizer: Any, scaled: bool) -> None:
+        gradients = self._gradients(optimizer)
+        if not gradients:
+            return
+        if self._measured is None:
+            self._measured = Measured(self._dtype)
+        norm = float(self._scaler._operations.total_norm(optimizer, 2.0))
+        scale = float(self._scaler._host_state().scale)
+        self._measured.add(gradients, scale, scaled, norm if math.isfinite(norm) else None)
+
+
+def _loss(losses: list[Any]) -> float | None:
+    """The latest loss, or the first that is not finite."""
+    values = [float(loss.item()) for loss in losses]
+    nonfinite = (value for value in values if not math.isfinite(value))
+    return next(nonfinite, values[-1] if values else None)

@@ -1,0 +1,113 @@
+"""What a monitor sees of a scaler that says nothing by itself: what it is told after each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from gradscaler.diagnose import arrays, readings
+from gradscaler.diagnose.forensics import inspect
+from gradscaler.diagnose.journal import Journal
+from gradscaler.diagnose.locate import Located
+from gradscaler.diagnose.readings import Reading
+from gradscaler.diagnose.sampling import Measured
+from gradscaler.outcome import NonfiniteGradient
+
+
+class Recorder:
+    """Takes down the steps of a scaler of JAX, Keras, tf-keras or MindSpore.
+
+    A step's scale is the one that was there after the step before it.
+
+    Args:
+        scaler: as it stands before the first step.
+        model: what gives the parameters their names, or None.
+        journal: what the steps are written down in.
+        every: steps from one sample to the next.
+        forensics: look into each skip of which this is the number, or its multiple; 0: into none.
+        dtype: the format for samples.
+    """
+
+    def __init__(
+        self, scaler: Any, model: Any, journal: Journal, every: int, forensics: int, dtype: str
+    ) -> None:
+        self._scaler = scaler
+        self._model = model
+        self._journal = journal
+        self._every = every
+        self._forensics = forensics
+        self._dtype = dtype
+        policy = readings.policy_of(scaler)
+        self._growth_interval = getattr(policy, "growth_interval", getattr(policy, "period", 1))
+        self._before = readings.read(scaler)
+        self.located: Located | None = None  # there are no hooks here to locate by
+        self._unread: list[tuple[Reading, Any]] = []
+
+    def record(self, scaler: Any, finite: Any, gradients: Any, loss: Any) -> None:
+        """Take down one step; see :meth:`gradscaler.diagnose.Monitor.record`."""
+        reading = readings.read(self._scaler if scaler is None else scaler)
+        if finite is not None:
+            reading = reading._replace(finite=finite)
+        named = None if gradients is None else self._named(gradients)
+        self._unread.append((reading, loss))
+        is_due = (self._journal.num_steps + len(self._unread)) % self._every == 0
+        if not is_due and not (self._forensics and named):
+            return
+        scale, latest_loss = self.read(named)
+        if is_due:
+            measured = Measured(self._dtype)
+            if named:
+                measured.add(named, scale, scaled=False)
+            self._journal.sample(latest_loss, **measured.fields())
+        self._journal.check()
+
+    def read(self, latest: dict[str, Any] | None = None) -> tuple[float, float | None]:
+        """Take down the steps that wait for it, of the last of which these are the gradients.
+
+        Returns:
+            The scale and the loss of the last one.
+        """
+        unread, self._unread = self._unread, []
+        before, number = self._before.on_host(), None
+        scale = before.scale
+        for position, (reading, loss) in enumerate(unread, 1):
+            after = reading.on_host()
+            skipped = not after.was_finite(before, self._growth_interval)
+            nonfinite = None
+            if skipped and latest and position == len(unread) and self._looks_into_the_next():
+                nonfinite = inspect(latest)
+            number = None if loss is None else readings.number(loss)
+            self._journal.add(before.scale, skipped, number, nonfinite)
+            scale, before = before.scale, after
+        self._before = before
+        return scale, number
+
+    def close(self) -> None:
+        """Take down the steps that wait for it."""
+        self.read()
+
+    def nonfinite_parameters(self) -> tuple[NonfiniteGradient, ...]:
+        """The model's parameters that are themselves not finite."""
+        return inspect(parameters_of(self._model))
+
+    def _looks_into_the_next(self) -> bool:
+        """Whether forensics are for the skip that comes next."""
+        number = self._journal.num_skipped + 1
+        return self._forensics > 0 and number % self._forensics == 0
+
+    def _named(self, gradients: Any) -> dict[str, Any]:
+        """The gradients by name: the model's, for a list of as many as it has parameters."""
+        names = list(parameters_of(self._model))
+        if isinstance(gradients, (list, tuple)) and len(names) == len(gradients):
+            return arrays.named(zip(names, gradients, strict=True))
+        return arrays.named(gradients)
+
+
+def parameters_of(model: Any) -> dict[str, Any]:
+    """The parameters that a model of Keras, tf-keras or MindSpore trains, by their names."""
+    if model is None:
+        return {}
+    if hasattr(model, "trainable_params"):  # MindSpore's
+        return {parameter.name: parameter for parameter in model.trainable_params()}
+    variables: Iterable[Any] = model.trainable_variables
+    return {getattr(variable, "path", variable.name): variable for variable in variables}

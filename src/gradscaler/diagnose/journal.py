@@ -1,0 +1,179 @@
+"""What a monitor keeps of the steps it is told of, and when it says that a run is stuck."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from gradscaler.diagnose.runs import Judgement, Sample, Sink, Skip
+from gradscaler.diagnose.verdict import Verdict
+from gradscaler.engine import HISTORY_LENGTH
+from gradscaler.outcome import NonfiniteGradient
+
+OnStuck = Literal["warn", "raise", "continue"]
+CHOICES: tuple[OnStuck, ...] = ("warn", "raise", "continue")
+
+logger = logging.getLogger("gradscaler")
+
+_MOST_NONFINITE = 10  # gradients that a line lists
+
+
+class StuckWarning(RuntimeWarning):
+    """Step after step is skipped; the message is the verdict."""
+
+
+class StuckError(RuntimeError):
+    """Step after step is skipped; the message is the verdict."""
+
+
+class Step(NamedTuple):
+    """One step of the training.
+
+    Attributes:
+        step: its number, from 1.
+        scale: the loss scale that it used.
+        skipped: whether its gradients held an Inf or a NaN.
+        loss: the unscaled loss, where it was read.
+        nonfinite: the gradients that held one, if it was skipped and looked into; else None.
+    """
+
+    step: int
+    scale: float
+    skipped: bool
+    loss: float | None = None
+    nonfinite: tuple[NonfiniteGradient, ...] | None = None
+
+
+class Journal:
+    """Steps, in their order.
+
+    Args:
+        sinks: what lines are written to.
+        step: how many steps there were before.
+        on_stuck: what to do after ``stuck_after`` skips in a row.
+        judge: the verdict on skips in a row.
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        step: int,
+        on_stuck: OnStuck,
+        stuck_after: int,
+        judge: Callable[[Journal], Verdict],
+    ) -> None:
+        self.history: deque[Step] = deque(maxlen=HISTORY_LENGTH)
+        self.skips_in_a_row: deque[Skip] = deque(maxlen=stuck_after)
+        self.num_skips_in_a_row = 0
+        self.num_steps = step
+        self.num_skipped = 0
+        self.latest: Sample | None = None
+        self._sinks = sinks
+        self._on_stuck = on_stuck
+        self._stuck_after = stuck_after
+        self._judge = judge
+        self._judged = False  # the skips in a row
+        self._written = step
+        self._scales: list[tuple[int, float]] = []
+        self._skips: list[int] = []
+
+    def add(
+        self,
+        scale: float,
+        skipped: bool,
+        loss: float | None = None,
+        nonfinite: tuple[NonfiniteGradient, ...] | None = None,
+    ) -> None:
+        """Take down a step; :meth:`check` says what comes of it."""
+        self.num_steps += 1
+        step = Step(self.num_steps, scale, skipped, loss, nonfinite)
+        self.history.append(step)
+        if not self._scales or self._scales[-1][1] != scale:
+            self._scales.append((step.step, scale))
+        if not skipped:
+            self.num_skips_in_a_row = 0
+            self.skips_in_a_row.clear()
+            self._judged = False
+            return
+        self.num_skipped += 1
+        self.num_skips_in_a_row += 1
+        self._skips.append(step.step)
+        found = nonfinite or ()
+        skip = Skip(
+            step.step, scale, loss, found[:_MOST_NONFINITE], max(len(found) - _MOST_NONFINITE, 0)
+        )
+        self.skips_in_a_row.append(skip)
+        if nonfinite is not None:
+            logger.info("%s", _in_one_line(skip))
+            self._write(skip)
+
+    def sample(self, loss: float | None = None, **measured: Any) -> None:
+        """Write what happened since the last sample, and what was measured at the last step."""
+        if self.num_steps == self._written:
+            return
+        sample = Sample(
+            step=self.num_steps,
+            scale=self.history[-1].scale,
+            scales=tuple(self._scales),
+            steps=self.num_steps - self._written,
+            skips=tuple(self._skips),
+            loss=loss,
+            **measured,
+        )
+        if measured:
+            self.latest = sample
+        self._written = self.num_steps
+        self._scales, self._skips = [], []
+        self._write(sample)
+
+    def check(self) -> None:
+        """Give the verdict if ``stuck_after`` steps in a row were skipped, once in that row.
+
+        Raises:
+            StuckError: if that was asked for.
+        """
+        if self._judged or not self.is_stuck:
+            return
+        self._judged = True
+        verdict = self._judge(self)
+        self.sample()
+        self._write(Judgement(self.num_steps, verdict.kind, verdict.text, verdict.where))
+        if self._on_stuck == "raise":
+            raise StuckError(verdict.text)
+        if self._on_stuck == "warn":
+            warnings.warn(StuckWarning(verdict.text), stacklevel=4)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the latest steps in a row that were skipped are too many."""
+        return self.num_skips_in_a_row >= self._stuck_after
+
+    @property
+    def is_about_to_check(self) -> bool:
+        """Whether another skip in this row would bring the verdict."""
+        return 0 < self.num_skips_in_a_row == self._stuck_after - 1
+
+    def close(self) -> None:
+        """Write what is left to write."""
+        self.sample()
+        for sink in self._sinks:
+            sink.close()
+
+    def _write(self, line: Sample | Skip | Judgement) -> None:
+        for sink in self._sinks:
+            sink.write(line)
+
+
+def _in_one_line(skip: Skip) -> str:
+    """A skipped step, for the log."""
+    listed = "; ".join(
+        f"{g.name} ({'x'.join(map(str, g.shape)) or 'scalar'} {g.dtype}): {g.num_inf} Inf, "
+        f"{g.num_nan} NaN, largest of the rest {g.largest_finite:g}"
+        for g in skip.nonfinite
+    )
+    more = f"; and {skip.more} more" if skip.more else ""
+    line = f"step {skip.step} skipped at loss scale {skip.scale:g}: {listed}{more}"
+    return "".join(letter if letter.isprintable() else " " for letter in line)

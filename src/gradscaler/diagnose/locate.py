@@ -1,0 +1,333 @@
+"""Which module of a PyTorch or TensorPlay model made the first Inf or NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+
+from gradscaler.diagnose import arrays
+from gradscaler.diagnose.forensics import count_nonfinite
+
+Module = Any
+Tensor = Any
+
+
+@dataclass(frozen=True)
+class Located:
+    """The first module that made an Inf or a NaN out of finite numbers.
+
+    Attributes:
+        module: its name in the model; empty if that is the model itself.
+        kind: ``"forward"`` if its output is not finite; ``"backward"`` if the gradient of its
+            input or of a parameter is not.
+        type: the name of its class.
+        dtype: of the output or the gradient, such as ``"float16"``.
+        num_inf: how many elements of that are Inf, of either sign.
+        num_nan: how many are NaN.
+        size: how many elements there are.
+        largest_finite: the largest magnitude of the rest; NaN where there is no rest.
+        largest_input: the largest finite magnitude that went in: of its inputs in a forward pass,
+            of the gradients of its outputs in a backward pass.
+        parameter: the name within the module of a parameter that is itself not finite, or in a
+            backward pass, of the one whose gradient this is; else None.
+    """
+
+    module: str
+    kind: Literal["forward", "backward"]
+    type: str
+    dtype: str
+    num_inf: int
+    num_nan: int
+    size: int
+    largest_finite: float
+    largest_input: float
+    parameter: str | None = None
+
+    def __str__(self) -> str:
+        counts = {"inf": self.num_inf, "nan": self.num_nan}
+        found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        backward = self.kind == "backward"
+        of = f", gradient of {self.parameter}" if backward and self.parameter else ""
+        bad = f"; its {self.parameter} is not finite" if not backward and self.parameter else ""
+        return (
+            f"{self.kind} of {self.module or 'the model'} ({self.type}, {self.dtype}){of}: {found} "
+            f"of {self.size}; largest {'gradient' if backward else 'input'} "
+            f"{self.largest_input:g}{bad}"
+        )
+
+
+def locate(model: Module, closure: Callable[[], object]) -> Located | None:
+    """Run a closure, and find the module that makes the first Inf or NaN.
+
+    In the order of execution it is the first whose output is not finite although its inputs are;
+    if there is none, the first in the backward pass whose input's or parameter's gradient is not
+    finite although its output's is. Of modules within one another the innermost is meant. An
+    input of -inf passes as finite: attention masks are made of it.
+
+    The model is left as it was: its gradients, its buffers, the framework's random numbers.
+
+    Args:
+        model: a module of PyTorch or TensorPlay.
+        closure: computes the loss, and its gradients if backward passes are to be looked into;
+            with the loss scale that overflows: ``scaler.scale(loss).backward()``.
+
+    Returns:
+        None if all is finite, or becomes non-finite outside of all modules: before the model, in
+        a loss function, in multiplying the loss by its scale.
+
+    Raises:
+        TypeError: ``model`` is no such module.
+    """
+    watch = Watch(model, backward=True)
+    with _left_as_it_was(model), watch:
+        closure()
+    return watch.located
+
+
+def watching(model: Module) -> Watch:
+    """Hooks for an iteration of a training that runs anyway: :func:`locate` for forward passes.
+
+    Between ``start()`` and ``stop()``, or in a ``with`` block, every input and output of every
+    module is read once, and waited for.
+
+    Raises:
+        TypeError: ``model`` is no module of PyTorch or TensorPlay.
+    """
+    return Watch(model)
+
+
+class Watch:
+    """Hooks on every module of a model.
+
+    Attributes:
+        located: the first module that made an Inf or a NaN since ``start()``; None if none did.
+    """
+
+    def __init__(self, model: Module, backward: bool = False) -> None:
+        self.located: Located | None = None
+        self._framework = _framework_of(model)
+        self._model = model
+        self._backward = backward
+        self._handles: list[Any] = []
+        self._entered: defaultdict[str, list[_Call]] = defaultdict(list)
+        self._calls: defaultdict[str, list[_Call]] = defaultdict(list)
+
+    def start(self) -> None:
+        """Add the hooks."""
+        self.stop()
+        self.located = None
+        for name, module in self._model.named_modules():
+            self._handles += (
+                module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True),
+                module.register_forward_hook(partial(self._leave, name)),
+            )
+        if self._backward:
+            for parameter in self._model.parameters():
+                if parameter.requires_grad:
+                    hook = partial(self._parameter_gradient, parameter)
+                    self._handles.append(parameter.register_hook(hook))
+
+    def stop(self) -> None:
+        """Remove them."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._entered.clear()
+        self._calls.clear()
+
+    def __enter__(self) -> Watch:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _enter(
+        self, name: str, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self.located:
+            return None
+        # Read now: a module may change its input in place.
+        inputs = [_largest(tensor, masks=True) for tensor in self._tensors((args, kwargs))]
+        call = _Call(max(inputs, default=0.0, key=_nan_last))
+        self._entered[name].append(call)
+        if not self._backward:
+            return None
+        self._calls[name].append(call)
+        # A tensor's gradient is the sum of what all its uses contribute; an alias has one use.
+        aliases: dict[int, Tensor] = {}
+
+        def aliased(value: Any) -> Any:
+            if isinstance(value, tuple) and not hasattr(value, "_fields"):
+                return tuple(map(aliased, value))
+            if not isinstance(value, self._framework.Tensor) or not value.requires_grad:
+                return value
+            if not self._framework.is_grad_enabled() or value.is_sparse:
+                return value
+            if id(value) not in aliases:
+                alias = aliases[id(value)] = value.view_as(value)
+                hook = partial(self._input_gradient, name, module, call)
+                self._handles.append(alias.register_hook(hook))
+                call.nodes.append(alias.grad_fn)
+            return aliases[id(value)]
+
+        return aliased(args), {key: aliased(value) for key, value in kwargs.items()}
+
+    def _leave(self, name: str, module: Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.located or not self._entered[name]:
+            return
+        call = self._entered[name].pop()
+        for tensor in self._tensors(output):
+            if math.isfinite(call.input) and not math.isfinite(_largest(tensor)):
+                self._found("forward", name, module, tensor, call.input, _nonfinite_of(module))
+                return
+            if self._backward and tensor.requires_grad:
+                if any(tensor.grad_fn is node for node in call.nodes):
+                    call.gradient = math.nan  # an input, handed on: it cannot be told from it
+                else:
+                    self._handles.append(tensor.register_hook(call.see_gradient))
+        call.nodes.clear()
+
+    def _input_gradient(self, name: str, module: Module, call: _Call, grad: Tensor) -> None:
+        if self.located or call.gradient is None or not math.isfinite(call.gradient):
+            return
+        if not math.isfinite(_largest(grad)):
+            self._found("backward", name, module, grad, call.gradient)
+
+    def _parameter_gradient(self, parameter: Tensor, grad: Tensor) -> None:
+        if self.located or math.isfinite(_largest(grad)):
+            return
+        users = [  # more than one, if they share it
+            (name, module, key)
+            for name, module in self._model.named_modules()
+            for key, own in module.named_parameters(recurse=False)
+            if own is parameter and self._calls[name]
+        ]
+        calls = [call for name, _, _ in users for call in self._calls[name]]
+        gradients = [call.gradient for call in calls if call.gradient is not None]
+        if gradients and all(map(math.isfinite, gradients)):
+            name, module, key = users[0]
+            self._found("backward", name, module, grad, max(gradients), key)
+
+    def _found(
+        self,
+        kind: Literal["forward", "backward"],
+        name: str,
+        module: Module,
+        tensor: Tensor,
+        entering: float,
+        parameter: str | None = None,
+    ) -> None:
+        values = arrays.to_numpy(tensor)
+        num_inf, num_nan, largest = count_nonfinite(values) or (0, 0, math.nan)
+        dtype = arrays.dtype_name(tensor)
+        kind_of = type(module).__name__
+        counts = num_inf, num_nan, values.size, largest
+        self.located = Located(name, kind, kind_of, dtype, *counts, entering, parameter)
+
+    def _tensors(self, value: Any) -> Iterator[Tensor]:
+        """The floating-point tensors in a structure."""
+        if isinstance(value, self._framework.Tensor):
+            if value.is_floating_point() or value.is_complex():
+                yield value
+            return
+        if isinstance(value, Mapping):
+            value = value.values()
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = vars(value).values()
+        elif not isinstance(value, (list, tuple)):
+            return
+        for item in value:
+            yield from self._tensors(item)
+
+
+class _Call:
+    """One call of a module.
+
+    Attributes:
+        input: the largest magnitude that went in.
+        gradient: the largest magnitude of the gradients of what came out; None before they are.
+        nodes: of the graph, that its inputs came from.
+    """
+
+    def __init__(self, largest: float) -> None:
+        self.input = largest
+        self.gradient: float | None = None
+        self.nodes: list[Any] = []
+
+    def see_gradient(self, grad: Tensor) -> None:
+        self.gradient = max(self.gradient or 0.0, _largest(grad), key=_nan_last)
+
+
+def _largest(tensor: Tensor, masks: bool = False) -> float:
+    """The largest magnitude, which is not finite unless all are; of masks -inf does not count."""
+    if not tensor.numel():
+        return 0.0
+    if arrays.dtype_name(tensor).startswith(("float8", "complex")) or tensor.is_sparse:
+        values = arrays.to_numpy(tensor)
+        largest = float(np.abs(values).max(initial=0.0))
+    else:
+        largest = float(tensor.detach().abs().max())
+    if masks and largest == math.inf:
+        values = arrays.to_numpy(tensor)
+        return float(np.abs(values[values != -math.inf]).max(initial=0.0))
+    return largest
+
+
+def _nan_last(value: float) -> tuple[bool, float]:
+    """Orders numbers, NaN as the largest."""
+    return math.isnan(value), value
+
+
+def _nonfinite_of(module: Module) -> str | None:
+    """A parameter of the module's own that is not finite."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if not math.isfinite(_largest(parameter)):
+            return str(name)
+    return None
+
+
+def _framework_of(model: Module) -> Any:
+    for name in ("torch", "tensorplay"):
+        framework = sys.modules.get(name)
+        if framework is not None and isinstance(model, framework.nn.Module):
+            return framework
+    raise TypeError(f"model must be a Module of PyTorch or TensorPlay, got {type(model).__name__}")
+
+
+@contextmanager
+def _left_as_it_was(model: Module) -> Iterator[None]:
+    """Without gradients within; and after it gradients, buffers and random numbers as before."""
+    framework = _framework_of(model)
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    state = framework.get_rng_state()
+    cuda = framework.cuda if framework.cuda.is_available() else None
+    on_devices = cuda.get_rng_state_all() if cuda else None
+    try:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, grad in gradients:
+            parameter.grad = grad
+        with framework.no_grad():
+            for module, name, buffer, value in buffers:
+                buffer.copy_(value)
+                setattr(module, name, buffer)
+        framework.set_rng_state(state)
+        if cuda:
+            cuda.set_rng_state_all(on_devices)

@@ -1,0 +1,116 @@
+"""A look at the gradients of one step: their norm, and what the scale makes of a part of them."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gradscaler.diagnose import arrays
+from gradscaler.diagnose.exponents import Histogram, exponents
+from gradscaler.diagnose.runs import Bins, ParameterSample, Shares
+
+_MOST_ELEMENTS = 2**14  # of one parameter
+_MOST_WORST = 5
+
+
+class Measured:
+    """What is found of a step's gradients, of one optimizer after the other.
+
+    Args:
+        dtype: the format whose range the shares are told for.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+        self._squares = 0.0
+        self._sizes: dict[str, int] = {}
+        self._histograms: dict[str, Histogram] = {}
+
+    def add(
+        self, gradients: Mapping[str, Any], scale: float, scaled: bool, norm: float | None = None
+    ) -> None:
+        """Look at gradients.
+
+        Args:
+            gradients: by the parameters' names.
+            scale: the loss scale in use.
+            scaled: whether they are still multiplied by it.
+            norm: of them all, if it is known.
+        """
+        divisor = np.float32(scale if scaled else 1.0)
+        if norm is None:
+            norm = math.hypot(*map(_norm, gradients.values()))
+        self._squares = math.hypot(self._squares, norm / float(divisor))
+        parts = {
+            name: np.divide(arrays.to_numpy(arrays.sample(array, _MOST_ELEMENTS)), divisor)
+            for name, array in gradients.items()
+        }
+        self._histograms |= exponents(parts, self._dtype, scale).parameters
+        self._sizes |= {name: math.prod(arrays.shape_of(a)) for name, a in gradients.items()}
+
+    def fields(self) -> dict[str, Any]:
+        """What a :class:`~gradscaler.diagnose.runs.Sample` says of them."""
+        parameters = {
+            name: ParameterSample(
+                found.zero, found.flushed, found.subnormal, found.nonfinite, _bins(found)
+            )
+            for name, found in self._histograms.items()
+        }
+        if not parameters:
+            return {}
+        weights = {
+            name: self._sizes[name] / found.size
+            for name, found in self._histograms.items()
+            if found.size
+        }
+        size = sum(self._sizes[name] for name in weights) or 1
+        shares = {
+            share: sum(
+                getattr(self._histograms[name], share) * self._sizes[name] for name in weights
+            )
+            / size
+            for share in Shares.__dataclass_fields__
+        }
+        return {
+            "norm": self._squares,
+            "shares": Shares(**{name: min(share, 1.0) for name, share in shares.items()}),
+            "histogram": _total(self._histograms, weights),
+            "parameters": parameters,
+            "worst": tuple(sorted(parameters, key=lambda n: _badness(parameters[n]))[:_MOST_WORST]),
+        }
+
+
+def _badness(found: ParameterSample) -> tuple[bool, float, float]:
+    """What sorts parameters, the worst first; those that got no gradient at all come last."""
+    return found.zero == 1, -found.nonfinite, -(found.zero + found.flushed + found.subnormal)
+
+
+def _bins(found: Histogram) -> Bins:
+    return Bins(found.first, tuple(found.counts.tolist()))
+
+
+def _total(histograms: Mapping[str, Histogram], weights: Mapping[str, float]) -> Bins:
+    """All histograms together, each counting for as many gradients as it was drawn from."""
+    used = [(h, weights[name]) for name, h in histograms.items() if h.counts.size]
+    if not used:
+        return Bins(0, ())
+    first = min(h.first for h, _ in used)
+    total = np.zeros(max(h.first + h.counts.size for h, _ in used) - first)
+    for histogram, weight in used:
+        start = histogram.first - first
+        total[start : start + histogram.counts.size] += histogram.counts * weight
+    return Bins(first, tuple(np.rint(total).astype(np.int64).tolist()))
+
+
+def _norm(array: Any) -> float:
+    """The 2-norm of one array."""
+    jax: Any = sys.modules.get("jax")
+    if jax is not None and isinstance(array, jax.Array):  # found where the array is
+        return float(jax.numpy.linalg.norm(array.astype("float32").ravel()))
+    flat = arrays.to_numpy(array).ravel()
+    norm = float(np.linalg.norm(flat if flat.dtype.itemsize > 2 else flat.astype(np.float32)))
+    return norm if math.isfinite(norm) else float(np.linalg.norm(flat.astype(np.float64)))
