@@ -25,7 +25,7 @@ class Headline(NamedTuple):
 
 
 HEADLINES = {
-    "normal": Headline("good", "Nothing is wrong"),
+    "normal": Headline("good", "Nothing unusual"),
     "underflow": Headline("warning", "The scale is too small"),
     "loss": Headline("bad", "The loss itself is NaN or Inf"),
     "parameter": Headline("bad", "A parameter is NaN or Inf"),
