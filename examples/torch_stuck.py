@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import fill
@@ -49,7 +50,7 @@ def normal() -> Training:
 
 def loss() -> Training:
     """The logarithm of a probability that fp16 rounds to 0 or 1; logits have a loss for this."""
-    model = network(nn.Sigmoid())
+    model = network(squash=nn.Sigmoid())
 
     def cross_entropy(step: int, inputs: Tensor) -> Tensor:
         labels = (inputs.sum(1, keepdim=True) > 0).float()
@@ -62,7 +63,7 @@ def loss() -> Training:
 def parameter() -> Training:
     """Weights that are normalised by hand: a row of zeros is divided by its norm."""
     model = network()
-    weight = model.get_parameter("0.weight")
+    weight = model.get_parameter("hidden.weight")
 
     def squares(step: int, inputs: Tensor) -> Tensor:
         if step == STEPS // 2:
@@ -78,7 +79,7 @@ def activations() -> Training:
     """Weights as bfloat16 allows them: what they make of the inputs is beyond 65504."""
     model = network()
     with torch.no_grad():
-        for name in ("0.weight", "2.weight"):
+        for name in ("hidden.weight", "output.weight"):
             model.get_parameter(name).mul_(3000.0)
     return Training(model, lambda step, inputs: model(inputs).float().square().mean(), GradScaler())
 
@@ -154,10 +155,10 @@ def train(make: Callable[[], Training], path: Path) -> tuple[int, Verdict]:
         return monitor.history[-1].step, monitor.verdict
 
 
-def network(*last: nn.Module) -> nn.Sequential:
+def network(**last: nn.Module) -> nn.Sequential:
     """Two layers."""
-    layers = nn.Linear(FEATURES, FEATURES), nn.ReLU(), nn.Linear(FEATURES, 1)
-    return nn.Sequential(*layers, *last)
+    hidden, output = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1)
+    return nn.Sequential(OrderedDict(hidden=hidden, relu=nn.ReLU(), output=output, **last))
 
 
 if __name__ == "__main__":
