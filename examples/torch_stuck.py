@@ -54,7 +54,7 @@ def loss() -> Training:
 
     def cross_entropy(step: int, inputs: Tensor) -> Tensor:
         labels = (inputs.sum(1, keepdim=True) > 0).float()
-        guess = model(100 * inputs)
+        guess: Tensor = model(100 * inputs)
         return -(labels * guess.log() + (1 - labels) * (1 - guess).log()).mean()
 
     return Training(model, cross_entropy, GradScaler())
@@ -70,7 +70,8 @@ def parameter() -> Training:
             with torch.no_grad():
                 weight[3] = 0.0  # pruned
                 weight.div_(weight.norm(dim=1, keepdim=True))
-        return model(inputs).float().square().mean()
+        outputs: Tensor = model(inputs)
+        return outputs.float().square().mean()
 
     return Training(model, squares, GradScaler())
 
@@ -89,7 +90,7 @@ def nan() -> Training:
     model = network()
 
     def distances(step: int, inputs: Tensor) -> Tensor:
-        points = model(inputs).float()
+        points: Tensor = model(inputs).float()
         return (points - points[:1]).square().sum(1).sqrt().mean()
 
     return Training(model, distances, GradScaler())

@@ -142,5 +142,5 @@ skips = st.builds(
 
 @given(st.lists(samples, max_size=4), st.lists(skips, max_size=4))
 def test_whatever_a_file_may_hold_can_be_explained(made_up_run, made_up_samples, made_up_skips):
-    run = made_up_run(samples=0)
+    run = made_up_run(samples=0, verdict=("normal", "Text.", None))
     assert explained(replace(run, samples=tuple(made_up_samples), skips=tuple(made_up_skips)))

@@ -166,17 +166,16 @@ def test_each_format_has_its_own_range(made_up_run, dtype):
         "float8_e4m3": (-10, -6, 9),
         "float8_e5m2": (-17, -14, 16),
     }
-    run = made_up_run(dtype=dtype)
-    zones = summary.spectrum(run.samples[-1], dtype).zones
+    zones = summary.spectrum(made_up_run(dtype=dtype)).zones
     assert tuple(zone.start for zone in zones[1:]) == edges[dtype]
 
 
-def test_a_spectrum_keeps_every_gradient_and_moves_it_by_the_scale():
+def test_a_spectrum_keeps_every_gradient_and_moves_it_by_the_scale(made_up_run):
     shares = runs.Shares(0.25, 0.0, 0.0, 0.5, 0.0, 0.25)
     parameter = runs.ParameterSample(0.0, 0.0, 0.0, 0.5, runs.Bins(-500, (4,)))
     histogram = runs.Bins(-20, (1, 0, 3))
     sample = runs.Sample(1, 1024.0, (), 1, (), None, None, shares, histogram, {"w": parameter})
-    spectrum = summary.spectrum(sample, "float16")
+    spectrum = summary.spectrum(replace(made_up_run(samples=0), samples=(sample,)))
     found = dict(zip(spectrum.exponents.tolist(), spectrum.shares[0].tolist(), strict=True))
     assert {exponent: share for exponent, share in found.items() if share} == {
         -10: 0.125,
@@ -185,6 +184,15 @@ def test_a_spectrum_keeps_every_gradient_and_moves_it_by_the_scale():
     assert spectrum.shares[1][0] == 0.5  # far below the range: in the first column
     assert spectrum.zero.tolist() == [0.25, 0.0]
     assert spectrum.nonfinite.tolist() == [0.25, 0.5]
+
+
+def test_the_spectrum_is_of_the_latest_sample_that_has_finite_gradients(made_up_run):
+    *before, last = made_up_run(samples=3).samples
+    shares = runs.Shares(0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+    last = replace(last, shares=shares, histogram=runs.Bins(0, ()))
+    spectrum = summary.spectrum(replace(made_up_run(), samples=(*before, last)))
+    assert spectrum.step == before[-1].step
+    assert summary.spectrum(replace(made_up_run(), samples=(last,))) is None
 
 
 def extreme_run():
@@ -202,7 +210,8 @@ def extreme_run():
     ]
     start = runs.Start("", "float16", 0, 0, {}, "")
     skips = (runs.Skip(count, -math.inf, math.nan, (nonfinite,), count), runs.Skip(0, 0.0))
-    return runs.Run((start, start), tuple(samples), skips, ())
+    verdicts = (runs.Judgement(0, "", "", ""),)
+    return runs.Run((start, start), tuple(samples), skips, verdicts)
 
 
 def test_extreme_numbers_can_be_drawn(tmp_path):

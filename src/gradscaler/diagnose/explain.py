@@ -93,9 +93,8 @@ def _line(points: Mapping[int, float], last_step: int, blocks: str) -> Text:
 def _by_size(run: Run, blocks: str) -> Table:
     """The exponents of the gradients, of all and of the worst parameters'."""
     chart = Table.grid(padding=(0, 2))
-    if (sample := summary.latest(run)) is None:
+    if (spectrum := summary.spectrum(run)) is None:
         return chart
-    spectrum = summary.spectrum(sample, run.starts[-1].dtype)
     group = math.ceil(spectrum.exponents.size / _WIDEST)
     starts = np.arange(0, spectrum.exponents.size, group)
     styles = [
@@ -107,8 +106,9 @@ def _by_size(run: Run, blocks: str) -> Table:
         label = f"|{summary.power(2, int(zone.start))}"
         column = int(zone.start - spectrum.exponents[0]) // group
         ruler[column : column + len(label)] = label
-    worst = {name: row for row, name in enumerate(spectrum.names, 1) if name in sample.worst}
-    chart.add_row(f"step {sample.step:,}", "".join(ruler[:_WIDEST]))
+    rows = {name: row for row, name in enumerate(spectrum.names, 1)}
+    worst = {name: rows[name] for name in spectrum.worst}
+    chart.add_row(f"step {spectrum.step:,}", "".join(ruler[:_WIDEST]))
     for name, row in {"all gradients": 0, **worst}.items():
         bars = _bars(np.add.reduceat(spectrum.shares[row], starts), blocks)
         line = Text.assemble(*zip(bars, styles, strict=True))

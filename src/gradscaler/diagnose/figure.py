@@ -15,7 +15,7 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from gradscaler.diagnose import summary
-from gradscaler.diagnose.runs import Run, Sample, Shares
+from gradscaler.diagnose.runs import Run, Shares
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 BLUE, GREY, RED, YELLOW, PURPLE = "#0072B2", "#999999", "#D55E00", "#E69F00", "#AA4499"
@@ -69,21 +69,16 @@ def drawings(run: Run) -> list[Drawing]:
         if last - first + 1 >= _STUCK:
             caption += f" Shaded: {last - first + 1:,} skips in a row, from step {first:,} on."
         height = sum(height for height, _ in panels) + 0.6
-        made.append(
-            Drawing("Over time", caption, height, lambda figure: _over_time(figure, run, panels))
-        )
-    if (sample := summary.latest(run)) is not None:
-        dtype = run.starts[-1].dtype
-        spectrum = summary.spectrum(sample, dtype)
+        draw = partial(_over_time, run=run, panels=panels)
+        made.append(Drawing("Over time", caption, height, draw))
+    if (spectrum := summary.spectrum(run)) is not None:
         caption = (
             "How large the gradients are, multiplied by the scale, and what "
-            f"{summary.shown(dtype, 20)} makes of them. "
+            f"{summary.shown(run.starts[-1].dtype, 20)} makes of them. "
             "The outer columns: those that are zero, and those that are Inf or NaN."
         )
         height = 2.8 + _height_of_heat_map(spectrum)
-        made.append(
-            Drawing("By size", caption, height, lambda figure: _by_size(figure, spectrum, sample))
-        )
+        made.append(Drawing("By size", caption, height, partial(_by_size, spectrum=spectrum)))
     return made
 
 
@@ -192,7 +187,7 @@ def _draw_curve(axes: Axes, title: str, points: Mapping[int, float]) -> None:
     finite = np.isfinite(values)
     steps, values = steps[finite], values[finite].clip(-1e100, 1e100)  # leaves room for margins
     axes.plot(steps, values, marker="." if steps.size <= 50 else "", color=BLUE, linewidth=1.2)
-    if 0 < 30 * values.min() < values.max():
+    if 0 < 100 * values.min() < values.max():
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(
             FuncFormatter(lambda value, _: _power(10, math.log10(value)))
@@ -252,10 +247,10 @@ def _mark(axes: Axes, steps: Iterable[int], height: float, note: str) -> None:
     axes.set_title(note, loc="right", color=LEVELS["bad"], fontsize=8, fontweight="normal")
 
 
-def _by_size(figure: FigureBase, spectrum: summary.Spectrum, sample: Sample) -> None:
+def _by_size(figure: FigureBase, spectrum: summary.Spectrum) -> None:
     heights = [2.0, _height_of_heat_map(spectrum)][: 1 + bool(spectrum.names)]
     column = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    column[0].set_title(f"All gradients at step {sample.step:,}")
+    column[0].set_title(f"All gradients at step {spectrum.step:,}")
     _draw_histogram(column[0], spectrum)
     if spectrum.names:
         column[1].set_title("Each parameter")
@@ -269,13 +264,13 @@ def _by_size(figure: FigureBase, spectrum: summary.Spectrum, sample: Sample) -> 
         [left - 2, *exponents, right + 2],
         ["0", *(_power(2, exponent) for exponent in exponents), "NaN"],
     )
-    axes.set_xlabel(f"magnitude times the scale, {summary.number(sample.scale)}")
+    axes.set_xlabel(f"magnitude times the scale, {summary.number(spectrum.scale)}")
 
 
 def _draw_histogram(axes: Axes, spectrum: summary.Spectrum) -> None:
     left, right = _ends(spectrum)
     shares = 100 * spectrum.shares[0]
-    top = 1.45 * max(1.0, shares.max())
+    top = 1.45 * max(4.0, shares.max())
     for zone in spectrum.zones:
         start, stop = max(zone.start, left), min(zone.stop, right)
         inside = spectrum.within(zone)

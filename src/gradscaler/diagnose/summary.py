@@ -105,7 +105,8 @@ def tables(run: Run) -> list[Table]:
 def worst(run: Run) -> Table:
     """The parameters that lose most, in the latest sample."""
     headings = "Parameter", "NaN or Inf", "Flushed", "Subnormal", "Zero"
-    if (sample := latest(run)) is None:
+    sample = next((sample for sample in reversed(run.samples) if sample.parameters), None)
+    if sample is None:
         return Table("Worst parameters", headings, [], names=0)
     rows = []
     for name in sample.worst:
@@ -136,11 +137,6 @@ def skips(run: Run) -> Table:
     return Table(title, headings, rows, names=6)
 
 
-def latest(run: Run) -> Sample | None:
-    """The latest sample with a histogram."""
-    return next((s for s in reversed(run.samples) if s.histogram and s.shares), None)
-
-
 class Zone(NamedTuple):
     """A part of a format's range: the exponents from ``start`` up to ``stop``."""
 
@@ -154,19 +150,25 @@ class Spectrum:
     """Where gradients, times the scale in use, lie in their format's range.
 
     Attributes:
+        step: that they are of.
+        scale: that it used.
         exponents: of the columns, from below the format's range to beyond it.
         shares: of the gradients in each column: a row for all of them, and one for each parameter.
         zero: by row, of those that are 0.
         nonfinite: by row, of those that are Inf or NaN.
         names: of the parameters.
+        worst: names of the worst, the worst first.
         zones: of the range, from the smallest exponents to the largest.
     """
 
+    step: int
+    scale: float
     exponents: np.ndarray
     shares: np.ndarray
     zero: np.ndarray
     nonfinite: np.ndarray
     names: tuple[str, ...]
+    worst: tuple[str, ...]
     zones: tuple[Zone, ...]
 
     def within(self, zone: Zone) -> np.ndarray:
@@ -178,30 +180,38 @@ class Spectrum:
         return float(self.shares[0][self.within(zone)].sum())
 
 
-def spectrum(sample: Sample, dtype: str) -> Spectrum:
-    """The spectrum of a sample that has shares and a histogram, in a format."""
-    assert sample.shares is not None
-    assert sample.histogram is not None
-    parts: list[tuple[Shares | ParameterSample, Bins]] = [(sample.shares, sample.histogram)]
+def spectrum(run: Run) -> Spectrum | None:
+    """The spectrum of the latest sample that has any finite gradients but zeros."""
+    for sample in reversed(run.samples):
+        if sample.shares and sample.histogram and any(sample.histogram.counts):
+            return _spectrum(sample, sample.shares, sample.histogram, run.starts[-1].dtype)
+    return None
+
+
+def _spectrum(sample: Sample, shares: Shares, histogram: Bins, dtype: str) -> Spectrum:
+    parts: list[tuple[Shares | ParameterSample, Bins]] = [(shares, histogram)]
     parts += [(parameter, parameter.histogram) for parameter in sample.parameters.values()]
     shift = round(math.log2(sample.scale)) if 0 < sample.scale < math.inf else 0
     zones = _zones(dtype)
     bottom, top = int(zones[0].stop), int(zones[-1].start)
-    first, counts = sample.histogram
+    first, counts = histogram
     occupied = [first + shift + column for column, count in enumerate(counts) if count]
     left = max(min([bottom - 9, *occupied]), bottom - 40)
     right = min(max([top + 4, *(exponent + 1 for exponent in occupied)]), top + 40)
-    shares = np.zeros((len(parts), right - left))
-    for row, (part, (first, counts)) in zip(shares, parts, strict=True):
+    rows = np.zeros((len(parts), right - left))
+    for row, (part, (first, counts)) in zip(rows, parts, strict=True):
         columns = np.clip(first + shift + np.arange(len(counts)), left, right - 1) - left
         finite = max(0.0, 1 - part.zero - part.nonfinite)
         row += finite * np.bincount(columns, counts, right - left) / max(1, sum(counts))
     return Spectrum(
+        sample.step,
+        sample.scale,
         np.arange(left, right),
-        shares,
+        rows,
         np.array([part.zero for part, _ in parts]),
         np.array([part.nonfinite for part, _ in parts]),
         tuple(sample.parameters),
+        tuple(name for name in sample.worst if name in sample.parameters),
         zones,
     )
 
