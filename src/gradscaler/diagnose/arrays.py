@@ -14,6 +14,7 @@ from numbers import Number
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 Array = Any
 
@@ -63,7 +64,7 @@ def shape_of(array: Array) -> tuple[int, ...]:
     return tuple(int(length) for length in shape)
 
 
-def to_numpy(array: Array) -> np.ndarray:
+def to_numpy(array: Array) -> NDArray[Any]:
     """An array's elements on the host, without a copy where that can be.
 
     A sparse array is represented by its values, those of one index summed, and a complex one by a
@@ -85,14 +86,15 @@ def to_numpy(array: Array) -> np.ndarray:
     if host.dtype.kind == "c":
         return np.stack([host.real, host.imag], axis=-1)
     if host.dtype.kind in "fV" and host.dtype.name not in _OF_NUMPY:
-        return host.astype(np.float32)
+        with np.errstate(invalid="ignore"):  # a NaN is no invalid value here
+            return host.astype(np.float32)
     return host
 
 
 def dense(array: Array) -> Array:
     """The array, detached, that holds the elements; in its framework unless it is made of rows."""
     keras: Any = sys.modules.get("keras")
-    variable: Any = getattr(keras, "KerasVariable", ())
+    variable: Any = getattr(keras, "Variable", ())
     if isinstance(array, variable):
         array = array.value
     if hasattr(array, "to_local"):  # this process's part of a distributed tensor
@@ -130,7 +132,7 @@ def _is_rows(array: Array) -> bool:
     return hasattr(array, "indices") and not callable(getattr(array, "values", callable))
 
 
-def _summed(indices: Any, rows: np.ndarray) -> np.ndarray:
+def _summed(indices: Any, rows: NDArray[Any]) -> NDArray[Any]:
     """The rows, those of one index added up."""
     unique, places = np.unique(indices, return_inverse=True)
     if len(unique) == len(rows):

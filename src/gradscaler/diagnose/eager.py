@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -10,7 +11,7 @@ from gradscaler.diagnose.forensics import inspect
 from gradscaler.diagnose.journal import Journal
 from gradscaler.diagnose.locate import Located, Watch, watching
 from gradscaler.diagnose.sampling import Measured
-from gradscaler.engine import EagerScaler
+from gradscaler.engine import HISTORY_LENGTH, EagerScaler
 from gradscaler.outcome import NonfiniteGradient, StepOutcome
 
 
@@ -45,10 +46,11 @@ class EagerObserver:
         self._every = every
         self._forensics = forensics
         self._dtype = dtype
-        self.optimizers: list[Any] = []  # of the latest iteration
-        self.located: Located | None = None
-        self._watchable = hasattr(model, "register_forward_hook")
+        self._optimizers: list[Any] = []  # of the latest iteration
         self._watch: Watch | None = None
+        with suppress(TypeError):  # Paddle's layers cannot be watched, and None cannot
+            self._watch = watching(model)
+        self._is_watching = False
         self._unread: list[tuple[list[StepOutcome], list[Any]]] = []
         self._start()
         scaler._observers.append(self)
@@ -79,22 +81,22 @@ class EagerObserver:
             return
         if self._is_due() and self._measured is None:  # a closure made the gradients
             self._measure(optimizer, scaled=False)
-        self._outcomes[id(optimizer)] = optimizer, outcome
         if self._forensics and outcome.skipped:
             number = self._journal.num_skipped + 1
             if number % self._forensics == 0:
                 outcome.nonfinite = inspect(self._gradients(optimizer))
+        self._outcomes[id(optimizer)] = optimizer, outcome
 
     def updating(self) -> None:
         """End the iteration."""
         outcomes, losses, measured = self._outcomes, self._losses, self._measured
         if outcomes:
-            self.optimizers = [optimizer for optimizer, _ in outcomes.values()]
+            self._optimizers = [optimizer for optimizer, _ in outcomes.values()]
             self._unread.append(([outcome for _, outcome in outcomes.values()], losses))
         self._start()
         if not outcomes:
             return
-        if self._forensics or measured is not None:
+        if self._forensics or measured is not None or len(self._unread) == HISTORY_LENGTH:
             loss = self.read()
             if measured is not None:
                 self._journal.sample(loss, **measured.fields())
@@ -127,24 +129,28 @@ class EagerObserver:
     # Evidence.
 
     def nonfinite_parameters(self) -> tuple[NonfiniteGradient, ...]:
-        """The latest stepped parameters that are themselves not finite."""
-        return inspect(
-            {n: p for optimizer in self.optimizers for n, p in self._named(optimizer).items()}
-        )
+        """The parameters of the latest iteration's optimizers that are themselves not finite."""
+        each = (self._named(optimizer, o) for o, optimizer in enumerate(self._optimizers))
+        return inspect(dict(chain.from_iterable(named.items() for named in each)))
 
     def _watch_forward(self) -> None:
         """Watch the forward pass of the iteration that may make the skips in a row too many."""
-        if self._watch is not None:
+        if self._watch is None:
+            return
+        if self._is_watching:
             self._watch.stop()
-            self.located, self._watch = self._watch.located, None
-        if not self._journal.num_skips_in_a_row:
-            self.located = None
-        if self._watchable and self._journal.is_about_to_check:
-            self._watch = watching(self._model)
+            self._is_watching = False
+        elif self._journal.is_about_to_check:
             self._watch.start()
+            self._is_watching = True
 
-    def _named(self, optimizer: Any) -> dict[str, Any]:
-        """The optimizer's parameters by their names, or by their places in it."""
+    @property
+    def located(self) -> Located | None:
+        """The module that was found in the latest watched iteration."""
+        return None if self._watch is None else self._watch.located
+
+    def _named(self, optimizer: Any, place: int) -> dict[str, Any]:
+        """The parameters of an iteration's first, second... optimizer by name or by their place."""
         groups = getattr(optimizer, "param_groups", None) or getattr(
             optimizer, "_param_groups", None
         )
@@ -153,20 +159,21 @@ class EagerObserver:
         names = {}
         if self._model is not None:
             names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        which = f"optimizer {place}, " if place else ""
         return {
-            names.get(id(parameter), f"group {g}, parameter {p}"): parameter
+            names.get(id(parameter), f"{which}group {g}, parameter {p}"): parameter
             for g, group in enumerate(groups)
             for p, parameter in enumerate(group["params"])
         }
 
     def _gradients(self, optimizer: Any) -> dict[str, Any]:
-        named = self._named(optimizer)
+        named = self._named(optimizer, len(self._outcomes))
         return {name: grad for name, p in named.items() if (grad := p.grad) is not None}
 
     # Samples.
 
     def _is_due(self) -> bool:
-        return (self._journal.num_steps + len(self._unread) + 1) % self._every == 0
+        return (self._journal.step + len(self._unread) + 1) % self._every == 0
 
     def _measure(self, optimizer: Any, scaled: bool) -> None:
         gradients = self._gradients(optimizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from gradscaler.diagnose import arrays, readings
@@ -11,6 +10,7 @@ from gradscaler.diagnose.journal import Journal
 from gradscaler.diagnose.locate import Located
 from gradscaler.diagnose.readings import Reading
 from gradscaler.diagnose.sampling import Measured
+from gradscaler.engine import HISTORY_LENGTH
 from gradscaler.outcome import NonfiniteGradient
 
 
@@ -50,8 +50,8 @@ class Recorder:
             reading = reading._replace(finite=finite)
         named = None if gradients is None else self._named(gradients)
         self._unread.append((reading, loss))
-        is_due = (self._journal.num_steps + len(self._unread)) % self._every == 0
-        if not is_due and not (self._forensics and named):
+        is_due = (self._journal.step + len(self._unread)) % self._every == 0
+        if not (is_due or (self._forensics and named) or len(self._unread) == HISTORY_LENGTH):
             return
         scale, latest_loss = self.read(named)
         if is_due:
@@ -109,5 +109,7 @@ def parameters_of(model: Any) -> dict[str, Any]:
         return {}
     if hasattr(model, "trainable_params"):  # MindSpore's
         return {parameter.name: parameter for parameter in model.trainable_params()}
-    variables: Iterable[Any] = model.trainable_variables
-    return {getattr(variable, "path", variable.name): variable for variable in variables}
+    return {
+        getattr(variable, "path", None) or variable.name.partition(":")[0]: variable
+        for variable in model.trainable_variables
+    }

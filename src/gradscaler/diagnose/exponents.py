@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradscaler.diagnose import arrays, formats
 from gradscaler.policies import checks
@@ -49,7 +50,7 @@ class Histogram:
     largest: float
     smallest: float
     first: int
-    counts: np.ndarray
+    counts: NDArray[Any]
 
     @property
     def zero(self) -> float:
@@ -86,14 +87,12 @@ class Histogram:
 
     def __add__(self, other: Histogram) -> Histogram:
         """The histogram of both, taken at one scale in one format."""
-        if not self.counts.size or not other.counts.size:
-            first, counts = (self if self.counts.size else other)._bins
-        else:
-            first = min(self.first, other.first)
-            end = max(h.first + h.counts.size for h in (self, other))
-            counts = np.zeros(end - first, np.int64)
-            for begin, part in (self._bins, other._bins):
-                counts[begin - first :][: part.size] += part
+        parts = [part for part in (self, other) if part.counts.size]
+        first = min((part.first for part in parts), default=0)
+        end = max((part.first + part.counts.size for part in parts), default=0)
+        counts = np.zeros(end - first, np.int64)
+        for part in parts:
+            counts[part.first - first :][: part.counts.size] += part.counts
         return Histogram(
             self.size + other.size,
             self.num_zero + other.num_zero,
@@ -108,10 +107,6 @@ class Histogram:
             first,
             counts,
         )
-
-    @property
-    def _bins(self) -> tuple[int, np.ndarray]:
-        return self.first, self.counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,7 +195,7 @@ def exponents(gradients: Any, dtype: str = "float16", scale: float = 1.0) -> Exp
 _EMPTY = Histogram(0, 0, 0, 0, 0, 0, 0, 0, 0.0, math.inf, 0, np.zeros(0, np.int64))
 
 
-def _histogram(values: np.ndarray, form: formats.Format, scale: float) -> Histogram:
+def _histogram(values: NDArray[Any], form: formats.Format, scale: float) -> Histogram:
     dtype = values.dtype if values.dtype in (np.float16, np.float32) else np.dtype(np.float64)
     limits = _limits(dtype, form, scale)
     flat = values.ravel(order="K")
@@ -211,7 +206,7 @@ def _histogram(values: np.ndarray, form: formats.Format, scale: float) -> Histog
     return sum((_of_chunk(chunk, *limits) for chunk in chunks), start=_EMPTY)
 
 
-def _of_chunk(values: np.ndarray, kept: int, normal: int, overflow: int) -> Histogram:
+def _of_chunk(values: NDArray[Any], kept: int, normal: int, overflow: int) -> Histogram:
     """The histogram of float16, float32 or float64 numbers.
 
     Of magnitudes the larger has the larger bits, taken as an integer. So they are compared with
@@ -238,10 +233,11 @@ def _of_chunk(values: np.ndarray, kept: int, normal: int, overflow: int) -> Hist
     num_kept, num_normal, num_overflow = (
         int(np.count_nonzero(bits >= unsigned.type(limit))) for limit in (kept, normal, overflow)
     )
+    one = unsigned.type(1)
     largest = smallest = unsigned.type(0)
     if num_nonzero:
         largest = bits.max()
-        smallest = bits.min() if not num_zero else (bits - unsigned.type(1)).min() + 1
+        smallest = bits.min() if not num_zero else (bits - one).min() + one
     return Histogram(
         values.size,
         num_zero,
@@ -258,13 +254,13 @@ def _of_chunk(values: np.ndarray, kept: int, normal: int, overflow: int) -> Hist
     )
 
 
-def _exponent_fields(bits: np.ndarray, info: Any) -> np.ndarray:
+def _exponent_fields(bits: NDArray[Any], info: Any) -> NDArray[Any]:
     """How many of magnitudes have each value of the exponent's bits; 0 if they are subnormal."""
     return np.bincount((bits >> info.nmant).astype(np.intp), minlength=2**info.iexp)
 
 
 @lru_cache
-def _limits(dtype: np.dtype, form: formats.Format, scale: float) -> tuple[int, int, int]:
+def _limits(dtype: np.dtype[Any], form: formats.Format, scale: float) -> tuple[int, int, int]:
     """The bits of the least numbers that times ``scale`` are kept, become normal, and overflow.
 
     Found by bisection over all bits, in exact arithmetic: neither products nor limits are rounded.
@@ -291,9 +287,9 @@ def _limits(dtype: np.dtype, form: formats.Format, scale: float) -> tuple[int, i
     )
 
 
-def _unsigned(dtype: np.dtype) -> np.dtype:
+def _unsigned(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(f"u{dtype.itemsize}")
 
 
-def _bits_of_infinity(dtype: np.dtype) -> int:
+def _bits_of_infinity(dtype: np.dtype[Any]) -> int:
     return int(dtype.type(math.inf).view(_unsigned(dtype)))

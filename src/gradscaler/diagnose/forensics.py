@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradscaler.diagnose import arrays
 from gradscaler.outcome import NonfiniteGradient
@@ -35,7 +36,7 @@ largest_finite=1.0),)
     )
 
 
-def count_nonfinite(values: np.ndarray) -> tuple[int, int, float] | None:
+def count_nonfinite(values: NDArray[Any]) -> tuple[int, int, float] | None:
     """How many are Inf, how many NaN, the largest magnitude of the rest; None if all are finite."""
     finite = np.isfinite(values)
     if finite.all():

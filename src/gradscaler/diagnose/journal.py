@@ -54,7 +54,16 @@ class Journal:
         sinks: what lines are written to.
         step: how many steps there were before.
         on_stuck: what to do after ``stuck_after`` skips in a row.
-        judge: the verdict on skips in a row.
+        judge: gives a verdict.
+
+    Attributes:
+        history: the latest steps.
+        step: the number of the last.
+        num_steps: how many were added.
+        num_skipped: how many of those were skipped.
+        num_skips_in_a_row: how many were skipped at the end.
+        skips_in_a_row: the latest of these.
+        latest: the latest sample with shares.
     """
 
     def __init__(
@@ -68,7 +77,8 @@ class Journal:
         self.history: deque[Step] = deque(maxlen=HISTORY_LENGTH)
         self.skips_in_a_row: deque[Skip] = deque(maxlen=stuck_after)
         self.num_skips_in_a_row = 0
-        self.num_steps = step
+        self.step = step
+        self.num_steps = 0
         self.num_skipped = 0
         self.latest: Sample | None = None
         self._sinks = sinks
@@ -88,11 +98,11 @@ class Journal:
         nonfinite: tuple[NonfiniteGradient, ...] | None = None,
     ) -> None:
         """Take down a step; :meth:`check` says what comes of it."""
+        self.step += 1
         self.num_steps += 1
-        step = Step(self.num_steps, scale, skipped, loss, nonfinite)
-        self.history.append(step)
+        self.history.append(Step(self.step, scale, skipped, loss, nonfinite))
         if not self._scales or self._scales[-1][1] != scale:
-            self._scales.append((step.step, scale))
+            self._scales.append((self.step, scale))
         if not skipped:
             self.num_skips_in_a_row = 0
             self.skips_in_a_row.clear()
@@ -100,10 +110,10 @@ class Journal:
             return
         self.num_skipped += 1
         self.num_skips_in_a_row += 1
-        self._skips.append(step.step)
+        self._skips.append(self.step)
         found = nonfinite or ()
         skip = Skip(
-            step.step, scale, loss, found[:_MOST_NONFINITE], max(len(found) - _MOST_NONFINITE, 0)
+            self.step, scale, loss, found[:_MOST_NONFINITE], max(len(found) - _MOST_NONFINITE, 0)
         )
         self.skips_in_a_row.append(skip)
         if nonfinite is not None:
@@ -112,20 +122,20 @@ class Journal:
 
     def sample(self, loss: float | None = None, **measured: Any) -> None:
         """Write what happened since the last sample, and what was measured at the last step."""
-        if self.num_steps == self._written:
+        if self.step == self._written:
             return
         sample = Sample(
-            step=self.num_steps,
+            step=self.step,
             scale=self.history[-1].scale,
             scales=tuple(self._scales),
-            steps=self.num_steps - self._written,
+            steps=self.step - self._written,
             skips=tuple(self._skips),
             loss=loss,
             **measured,
         )
         if measured:
             self.latest = sample
-        self._written = self.num_steps
+        self._written = self.step
         self._scales, self._skips = [], []
         self._write(sample)
 
@@ -140,7 +150,7 @@ class Journal:
         self._judged = True
         verdict = self._judge(self)
         self.sample()
-        self._write(Judgement(self.num_steps, verdict.kind, verdict.text, verdict.where))
+        self._write(Judgement(self.step, verdict.kind, verdict.text, verdict.where))
         if self._on_stuck == "raise":
             raise StuckError(verdict.text)
         if self._on_stuck == "warn":

@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
+from weakref import finalize
 
 from gradscaler.diagnose import parsing
 from gradscaler.diagnose.verdict import Evidence, Verdict, judge
@@ -235,6 +236,7 @@ class RunFile:
             self.step = max(self.step, read_run(path).num_steps)
             whole = _end_of_last_line(path)
         self._file = path.open("ab", buffering=0)
+        finalize(self, self._file.close)  # many a script never closes its monitor
         if whole:
             self._file.truncate(whole)
         self._append({"gradscaler": VERSION, "kind": start.kind, **vars(start), "step": self.step})

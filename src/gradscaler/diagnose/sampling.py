@@ -41,14 +41,11 @@ class Measured:
             scaled: whether they are still multiplied by it.
             norm: of them all, if it is known.
         """
-        divisor = np.float32(scale if scaled else 1.0)
+        divisor = scale if scaled else 1.0
         if norm is None:
             norm = math.hypot(*map(_norm, gradients.values()))
-        self._squares = math.hypot(self._squares, norm / float(divisor))
-        parts = {
-            name: np.divide(arrays.to_numpy(arrays.sample(array, _MOST_ELEMENTS)), divisor)
-            for name, array in gradients.items()
-        }
+        self._squares = math.hypot(self._squares, norm / divisor)
+        parts = {name: _part(array) / np.float32(divisor) for name, array in gradients.items()}
         self._histograms |= exponents(parts, self._dtype, scale).parameters
         self._sizes |= {name: math.prod(arrays.shape_of(a)) for name, a in gradients.items()}
 
@@ -82,6 +79,12 @@ class Measured:
             "parameters": parameters,
             "worst": tuple(sorted(parameters, key=lambda n: _badness(parameters[n]))[:_MOST_WORST]),
         }
+
+
+def _part(array: Any) -> np.ndarray:
+    """A sample of an array, in float32 at least."""
+    values = arrays.to_numpy(arrays.sample(array, _MOST_ELEMENTS))
+    return values.astype(np.result_type(values, np.float32), copy=False)
 
 
 def _badness(found: ParameterSample) -> tuple[bool, float, float]:

@@ -1,0 +1,266 @@
+"""The monitor on the scaler of the framework that GRADSCALER_FRAMEWORK names."""
+
+import importlib
+import math
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from gradscaler import DynamicScale, FixedScale
+from gradscaler.diagnose import Monitor, StuckError, read_run
+
+FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch").replace("-", "_")
+pytest.importorskip(FRAMEWORK)
+
+RULE = DynamicScale(init_scale=8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
+FINITE = [True, True, True, True, False, True, False, False, True, True, True, True]
+GRADIENT = np.float32([0.0, 2.0**-30, 2.0**-20, 3.0, -4.0])
+
+
+def by_policy(policy, finite):
+    """The scales that steps use."""
+    state, scales = policy.init(), []
+    for flag in finite:
+        scales.append(float(state.scale))
+        state = policy.update(state, not flag)
+    return scales
+
+
+# Each is a scaler with one parameter, `weight`, of five elements: `step(finite)` gives it the
+# gradient above, or that with an Inf, and tells the monitor of it where the scaler does not.
+
+
+def torch_like(framework, policy):
+    module = importlib.import_module(f"gradscaler.{framework.__name__}")
+    model = framework.nn.Module()
+    model.weight = framework.nn.Parameter(framework.zeros(5))
+    optimizer = framework.optim.SGD(model.parameters(), lr=0.0)
+    scaler = module.GradScaler(policy=policy)
+
+    def step(finite, monitor, forensics):
+        optimizer.zero_grad()
+        scaler.scale(model.weight.sum()).backward()
+        grad = model.weight.grad
+        grad.copy_(grad * framework.tensor(gradient(finite).tolist()))
+        scaler.step(optimizer)
+        scaler.update()
+
+    return scaler, model, step
+
+
+def on_torch(policy):
+    return torch_like(importlib.import_module("torch"), policy)
+
+
+def on_tensorplay(policy):
+    return torch_like(importlib.import_module("tensorplay"), policy)
+
+
+def on_paddle(policy):
+    import paddle
+
+    from gradscaler.paddle import GradScaler
+
+    model = paddle.nn.Layer()
+    model.weight = model.create_parameter([5])
+    optimizer = paddle.optimizer.SGD(0.0, model.parameters())
+    scaler = GradScaler(policy=policy)
+
+    def step(finite, monitor, forensics):
+        factor = paddle.to_tensor(gradient(finite))
+        handle = model.weight.register_hook(lambda grad: grad * factor)
+        scaler.scale(model.weight.sum()).backward()
+        handle.remove()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.clear_grad()
+
+    return scaler, model, step
+
+
+def on_jax(policy):
+    import jax
+
+    from gradscaler.jax import GradScaler
+
+    state = SimpleNamespace(scaler=GradScaler(policy))
+    adjust = jax.jit(GradScaler.adjust, donate_argnums=0)
+
+    def step(finite, monitor, forensics):
+        state.scaler = adjust(state.scaler, jax.numpy.array(finite))
+        grads = {"weight": jax.numpy.array(gradient(finite))} if forensics else None
+        told = None if isinstance(policy, DynamicScale) else jax.numpy.array(finite)
+        monitor.record(scaler=state.scaler, gradients=grads, finite=told)
+
+    return state.scaler, None, step
+
+
+def on_keras(policy):
+    import keras
+
+    from gradscaler.keras import LossScaleOptimizer
+
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.0), policy=policy)
+    variable = keras.Variable(np.zeros(5, np.float32), name="weight")
+    optimizer.build([variable])
+
+    def step(finite, monitor, forensics):
+        grad = keras.ops.convert_to_tensor(gradient(finite))
+        optimizer.apply([grad * optimizer.loss_scale], [variable])
+        monitor.record(gradients=[grad] if forensics else None)
+
+    return optimizer, SimpleNamespace(trainable_variables=[variable]), step
+
+
+def on_tf_keras(policy):
+    import tensorflow as tf
+    import tf_keras
+
+    from gradscaler.tf_keras import LossScaleOptimizer
+
+    optimizer = LossScaleOptimizer(tf_keras.optimizers.SGD(0.0), policy=policy)
+    variable = tf.Variable(np.zeros(5, np.float32), name="weight")
+    optimizer.build([variable])
+
+    def step(finite, monitor, forensics):
+        grad = tf.constant(gradient(finite))
+        optimizer.get_scaled_loss(tf.constant(1.0))
+        optimizer.get_unscaled_gradients([grad])
+        optimizer.apply_gradients([(grad, variable)])
+        told = None if isinstance(policy, DynamicScale) else tf.constant(finite)
+        monitor.record(gradients=[grad] if forensics else None, finite=told)
+
+    return optimizer, SimpleNamespace(trainable_variables=[variable]), step
+
+
+def on_mindspore(policy):
+    from mindspore import Parameter, Tensor
+
+    from gradscaler.mindspore import DynamicLossScaler, StaticLossScaler
+
+    moves = isinstance(policy, DynamicScale)
+    scaler = DynamicLossScaler(policy=policy) if moves else StaticLossScaler(policy.scale)
+    weight = Parameter(Tensor(np.zeros(5, np.float32)), name="weight")
+
+    def step(finite, monitor, forensics):
+        scaler.adjust(Tensor(finite))
+        grads = [Tensor(gradient(finite))] if forensics else None
+        monitor.record(gradients=grads, finite=None if moves else Tensor(finite))
+
+    return scaler, SimpleNamespace(trainable_params=lambda: [weight]), step
+
+
+def gradient(finite):
+    return GRADIENT if finite else np.concatenate([GRADIENT[:-1], np.float32([math.inf])])
+
+
+@pytest.fixture
+def train():
+    """Trains under a monitor, and returns that."""
+
+    def run(policy, finite, **options):
+        scaler, model, step = globals()[f"on_{FRAMEWORK}"](policy)
+        monitor = Monitor(scaler, model, **options)
+        for flag in finite:
+            step(flag, monitor, options.get("forensics", 1))
+        return monitor
+
+    return run
+
+
+@pytest.mark.parametrize("forensics", [0, 1])
+@pytest.mark.parametrize("policy", [RULE, FixedScale(64.0)], ids=["dynamic", "fixed"])
+def test_the_history_is_what_the_policy_says(train, policy, forensics):
+    history = train(policy, FINITE, every=5, forensics=forensics).history
+    assert [step.step for step in history] == list(range(1, len(FINITE) + 1))
+    assert [not step.skipped for step in history] == FINITE
+    assert [step.scale for step in history] == by_policy(policy, FINITE)
+
+
+def test_a_growth_that_the_largest_scale_forbids_is_no_skip(train):
+    policy = DynamicScale(init_scale=8.0, growth_interval=1, max_scale=8.0)
+    history = train(policy, [True, True, False, True, True, True], every=3, forensics=0).history
+    assert [step.skipped for step in history] == [False, False, True, False, False, False]
+
+
+def test_a_skip_names_the_parameter(train):
+    first, second = train(RULE, [True, False]).history
+    assert first.nonfinite is None
+    (found,) = second.nonfinite
+    assert (found.name, found.shape, found.num_inf, found.num_nan) == ("weight", (5,), 1, 0)
+    assert found.dtype == "float32"
+
+
+def test_each_second_skip_is_looked_into_where_that_is_asked_for(train):
+    history = train(RULE, [False] * 4, forensics=2).history
+    assert [step.nonfinite is None for step in history] == [True, False, True, False]
+
+
+def test_a_sample_tells_of_the_true_gradients_at_the_scale_in_use(train, tmp_path):
+    path = tmp_path / "run.jsonl"
+    train(RULE, FINITE[:4], every=4, path=path).close()
+    run = read_run(path)
+    (sample,) = run.samples
+    assert run.starts[0].framework == FRAMEWORK
+    assert (sample.step, sample.steps, sample.skips) == (4, 4, ())
+    assert sample.scales == ((1, 8.0), (4, 32.0))
+    assert sample.norm == pytest.approx(5.0)
+    # 2**-30 * 2**5 is half of float16's smallest number, and 2**-20 * 2**5 one of its subnormals.
+    shares = sample.shares
+    assert (shares.zero, shares.flushed, shares.subnormal, shares.normal) == (0.2, 0.2, 0.2, 0.4)
+    assert sample.histogram.first == -30
+    assert sample.histogram.counts[0] == sample.histogram.counts[10] == 1
+    assert list(sample.parameters) == list(sample.worst) == ["weight"]
+
+
+@pytest.mark.parametrize("forensics", [0, 1])
+def test_stuck_it_raises_and_a_file_says_so(train, tmp_path, forensics):
+    path = tmp_path / "run.jsonl"
+    options = {"stuck_after": 4, "on_stuck": "raise", "every": 6, "path": path}
+    with pytest.raises(StuckError, match="overflow"):
+        train(RULE, [True, True, *[False] * 9], forensics=forensics, **options)
+    (verdict,) = read_run(path).verdicts
+    assert (verdict.step, verdict.verdict) == (6, "floor")
+
+
+def test_a_scaler_that_tells_by_itself_needs_no_record(train):
+    monitor = train(RULE, [True])
+    if FRAMEWORK in ("torch", "tensorplay", "paddle"):
+        with pytest.raises(TypeError, match="by itself"):
+            monitor.record()
+    else:
+        monitor.close()
+        monitor.record(finite=True)  # closed, it takes no more
+        assert len(monitor.history) == 1
+
+
+def test_a_callback_is_for_keras_alone(train):
+    if FRAMEWORK not in ("keras", "tf_keras"):
+        with pytest.raises(TypeError, match=f"the scaler is of {FRAMEWORK}"):
+            train(RULE, []).callback()
+
+
+@pytest.mark.skipif(FRAMEWORK not in ("keras", "tf_keras"), reason="it is Keras'")
+@pytest.mark.parametrize("policy", [RULE, FixedScale(64.0)], ids=["dynamic", "fixed"])
+def test_the_callback_records_each_step_of_fit(policy):
+    keras = importlib.import_module(FRAMEWORK)
+    module = importlib.import_module(f"gradscaler.{FRAMEWORK}")
+    if FRAMEWORK == "tf_keras" and policy is not RULE:
+        pytest.skip("nothing tells of a skip where the scale does not move")
+    optimizer = module.LossScaleOptimizer(keras.optimizers.SGD(0.01), policy=policy)
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    inputs = np.float32([[1.0] if finite else [math.inf] for finite in FINITE])
+    monitor = Monitor(optimizer, every=5)
+    model.fit(
+        inputs,
+        np.zeros((len(FINITE), 1)),
+        batch_size=1,
+        shuffle=False,
+        verbose=0,
+        callbacks=[monitor.callback()],
+    )
+    assert [not step.skipped for step in monitor.history] == FINITE
+    assert [step.scale for step in monitor.history] == by_policy(policy, FINITE)
