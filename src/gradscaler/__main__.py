@@ -46,13 +46,16 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="train one network in fp32, in fp16, and in fp16 with loss scaling",
         description="Train a deep sigmoid network on scikit-learn's handwritten digits three times "
         "from the same seed: in fp32, in fp16 without loss scaling, and in fp16 with gradscaler. "
-        "Print a table and draw a picture of what happened.",
+        "Print a table, draw a picture of what happened, and write a report on the last run.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo.add_argument("--seed", type=int, default=0, help="of weights and batches")
     demo.add_argument("--steps", type=_positive, default=800, help="training steps of each run")
     demo.add_argument(
-        "--output", type=_writable, default="gradscaler-demo.png", help="where the picture goes"
+        "--output",
+        type=_writable,
+        default="gradscaler-demo.png",
+        help="the picture; the report goes beside it",
     )
     demo.add_argument(
         "--device", choices=("cpu", "cuda"), help="cuda where there is one, if left out"

@@ -5,6 +5,7 @@ import torch
 
 from gradscaler.__main__ import main
 from gradscaler.demo import training
+from gradscaler.diagnose import read_run
 
 
 @pytest.fixture(scope="module")
@@ -16,12 +17,18 @@ def train(digits, mode, seed=0, steps=3):
     return training.train(mode, digits, seed, steps, lambda loss: None)
 
 
-def test_a_short_demo_prints_the_table_and_writes_a_png(tmp_path, capsys):
+def test_a_short_demo_prints_the_table_and_writes_a_png_and_a_report(tmp_path, capsys):
     output = tmp_path / "out.png"
-    assert main(["demo", "--steps", "3", "--device", "cpu", "--output", str(output)]) == 0
+    for _ in range(2):  # the second begins a new run
+        assert main(["demo", "--steps", "3", "--device", "cpu", "--output", str(output)]) == 0
     assert output.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     printed = capsys.readouterr().out
     assert all(mode in printed for mode in training.MODES)
+    recorded = read_run(tmp_path / "out.jsonl")
+    assert recorded.num_steps == 3
+    assert {sample.step for sample in recorded.samples} == {1, 2, 3}
+    assert "Nothing unusual" in (tmp_path / "out.html").read_text(encoding="utf-8")
+    assert all(path.name in printed for path in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -126,10 +126,18 @@ def skips(run: Run) -> Table:
             rows.append((*row, "", "", "", ""))
             continue
         first, others = skip.nonfinite[0], len(skip.nonfinite) - 1 + skip.more
-        counts = f"{first.num_inf:,}", f"{first.num_nan:,}", number(first.largest_finite)
+        rest = "none" if math.isnan(first.largest_finite) else number(first.largest_finite)
         shape = "x".join(map(str, first.shape))
         name = f"{shown(first.name)} ({shown(first.dtype, 20)} {shape})"
-        rows.append((*row, *counts, name + (f" and {others:,} more" if others else "")))
+        rows.append(
+            (
+                *row,
+                f"{first.num_inf:,}",
+                f"{first.num_nan:,}",
+                rest,
+                name + (f" and {others:,} more" if others else ""),
+            )
+        )
     headings = "Step", "Scale", "Loss", "Inf", "NaN", "Largest finite", "Gradient"
     title = "Skipped steps"
     if len(run.skips) > LATEST:
