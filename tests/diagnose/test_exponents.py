@@ -251,6 +251,10 @@ def test_the_largest_scale_is_the_last_power_of_two_that_fits(dtype, gradients, 
     assert scale == 2.0**127 or largest * Fraction(scale) * 2 ** (headroom + 1) > Fraction(limit)
 
 
+def test_the_largest_scale_is_one_that_float32_can_hold():
+    assert exponents(np.float32([1e-30]), "bfloat16").largest_scale() == 2.0**127
+
+
 def test_gradients_that_are_not_finite_have_no_part_in_the_largest_scale():
     assert exponents(np.float32([1.0, math.inf, math.nan])).largest_scale(0) == 2.0**15
 

@@ -126,7 +126,7 @@ def test_locate_finds_a_module_of_tensorplay_s_and_leaves_the_model_as_it_was():
 
     class Root(nn.Module):
         def forward(self, inputs):
-            return tensorplay.sqrt(inputs * self.factor)
+            return tensorplay.sqrt(inputs * 0 + self.square)
 
     model = nn.Sequential(
         nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.ReLU(inplace=True), Root()
@@ -138,12 +138,12 @@ def test_locate_finds_a_module_of_tensorplay_s_and_leaves_the_model_as_it_was():
         return values, tensorplay.get_rng_state().numpy().tolist()
 
     before = everything()
-    for factor, found in (
-        (1e-30, None),
+    for square, found in (
+        (1.0, None),
         (0.0, "backward of 4 (Root, float32): 12 nan of 12; largest gradient 1"),
         (math.nan, "forward of 4 (Root, float32): 12 nan of 12; largest input"),
     ):
-        model[4].factor = factor
+        model[4].square = square
         located = locate(model, lambda: model(inputs).sum().backward())
         assert located is None if found is None else str(located).startswith(found)
         assert everything() == before
@@ -184,6 +184,13 @@ def test_torch_s_float8_is_read(dtype):
     assert arrays.dtype_name(array) == dtype
     assert exponents(array).total.size == 4
     assert arrays.to_numpy(arrays.sample(array, 2)).tolist() == [1.5, 448.0]
+
+
+@only("torch")
+def test_torch_s_integers_stay_exact():
+    import torch
+
+    assert arrays.to_numpy(torch.tensor([2**40 + 1])).tolist() == [2**40 + 1]
 
 
 @only("torch")

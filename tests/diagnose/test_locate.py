@@ -202,6 +202,20 @@ def test_complex_and_empty_outputs_are_judged():
     assert located(nn.Sequential(Times()), ones(0, 3)) is None
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # and still in use
+def test_a_scripted_module_is_part_of_what_it_is_in():
+    scripted = torch.jit.script(nn.Linear(4, 4))
+    with torch.no_grad():
+        scripted.bias[0] = INF
+    assert named(located(nn.Sequential(nn.Sequential(scripted, nn.ReLU())))) == ("forward", "0")
+
+
+def test_a_sparse_input_is_judged():
+    sparse = torch.eye(4).to_sparse().requires_grad_()
+    model = Calls(lambda self, x: self.times(torch.sparse.mm(x, ones(4, 4))), times=Times(INF))
+    assert named(located(model, sparse)) == ("forward", "times")
+
+
 # Backward.
 
 
@@ -244,6 +258,15 @@ def test_of_two_uses_of_one_tensor_the_one_that_overflows_is_named(order):
 def test_a_module_that_hands_its_input_on_is_not_blamed_for_what_follows():
     model = nn.Sequential(Times(), nn.Identity(), Times(1, INF), nn.Identity(), nn.Identity())
     assert named(located(model)) == ("backward", "2")
+
+
+def test_a_module_that_hands_its_input_on_beside_another_output_is_not_blamed_either():
+    def forward(self, x):
+        same, double = self.both(x)
+        return _Times.apply(same, 1, INF) + double
+
+    model = Calls(forward, both=Calls(lambda self, x: (x, x * 2)))
+    assert named(located(model)) == ("backward", "")
 
 
 def test_a_weight_whose_gradient_overflows_in_float16_is_named():

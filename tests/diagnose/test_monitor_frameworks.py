@@ -97,6 +97,72 @@ def on_jax(policy):
     return state.scaler, None, step
 
 
+def traced(policy, scaler, adjust):
+    """A scaler of JAX, and what makes the next one of it, of gradients and whether they are."""
+    import jax
+
+    state = SimpleNamespace(scaler=scaler)
+    adjust = jax.jit(adjust, donate_argnums=0)
+
+    def step(finite, monitor, forensics):
+        grads = {"weight": jax.numpy.array(gradient(finite))}
+        flag = jax.numpy.array(finite)
+        state.scaler = adjust(state.scaler, grads, flag)
+        told = None if hasattr(policy, "growth_interval") or isinstance(scaler, tuple) else flag
+        monitor.record(scaler=state.scaler, gradients=grads if forensics else None, finite=told)
+
+    return scaler, None, step
+
+
+def on_jax_optax(policy):
+    import jax
+    import optax
+
+    from gradscaler.jax import loss_scaled
+
+    weight = {"weight": jax.numpy.zeros(5)}
+    optimizer = optax.chain(optax.identity(), loss_scaled(optax.sgd(0.0), policy))
+    return traced(
+        policy, optimizer.init(weight), lambda state, grads, _: optimizer.update(grads, state)[1]
+    )
+
+
+def on_jax_jmp(policy):
+    import jax
+
+    from gradscaler.jax import jmp
+
+    if isinstance(policy, FixedScale):
+        scaler = jmp.StaticLossScale(jax.numpy.float32(policy.scale))
+    else:
+        scaler = jmp.DynamicLossScale(
+            jax.numpy.float32(policy.init_scale),
+            period=policy.growth_interval,
+            factor=policy.growth_factor,
+            min_loss_scale=np.float32(policy.min_scale),
+        )
+    return traced(policy, scaler, lambda scaler, _, finite: scaler.adjust(finite))
+
+
+def on_jax_flax(policy):
+    import jax
+
+    from gradscaler.jax.flax import DynamicScale as FlaxScale
+
+    scaler = FlaxScale(
+        policy.growth_factor,
+        policy.backoff_factor,
+        policy.growth_interval - 1,  # it grows a step later
+        scale=policy.init_scale,
+    )
+
+    def adjust(scaler, grads, finite):
+        value = jax.numpy.where(finite, 1.0, jax.numpy.inf)
+        return scaler.value_and_grad(lambda x: x * value)(1.0).dynamic_scale
+
+    return traced(policy, scaler, adjust)
+
+
 def on_keras(policy):
     import keras
 
@@ -152,6 +218,52 @@ def on_mindspore(policy):
     return scaler, SimpleNamespace(trainable_params=lambda: [weight]), step
 
 
+def on_mindspore_manager(policy):
+    from mindspore import Tensor
+
+    from gradscaler.mindspore import DynamicLossScaleManager, FixedLossScaleManager
+
+    moves = isinstance(policy, DynamicScale)
+    if moves:
+        manager = DynamicLossScaleManager(policy=policy)
+    else:
+        manager = FixedLossScaleManager(policy.scale)
+
+    def step(finite, monitor, forensics):
+        manager.update_loss_scale(not finite)
+        grads = {"weight": Tensor(gradient(finite))} if forensics else None
+        monitor.record(gradients=grads, finite=None if moves else finite)
+
+    return manager, None, step
+
+
+def on_mindspore_cell(policy):
+    from mindspore import Tensor, nn
+
+    from gradscaler.mindspore import (
+        DynamicLossScaleUpdateCell,
+        FixedLossScaleUpdateCell,
+        TrainOneStepWithLossScaleCell,
+    )
+
+    moves = isinstance(policy, DynamicScale)
+    network = nn.WithLossCell(nn.Dense(5, 1, has_bias=False), nn.MSELoss())
+    optimizer = nn.SGD(network.trainable_params(), learning_rate=1e-9)
+    if moves:
+        cell = DynamicLossScaleUpdateCell(policy=policy)
+    else:
+        cell = FixedLossScaleUpdateCell(policy.scale)
+    train = TrainOneStepWithLossScaleCell(network, optimizer, cell)
+
+    def step(finite, monitor, forensics):
+        inputs = np.full((1, 5), 1.0 if finite else math.inf, np.float32)
+        loss, overflow, _ = train(Tensor(inputs), Tensor(np.zeros((1, 1), np.float32)))
+        grads = {"weight": Tensor(gradient(finite))} if forensics else None
+        monitor.record(gradients=grads, finite=None if moves else not overflow, loss=loss)
+
+    return train, network, step
+
+
 def gradient(finite):
     return GRADIENT if finite else np.concatenate([GRADIENT[:-1], np.float32([math.inf])])
 
@@ -160,8 +272,8 @@ def gradient(finite):
 def train():
     """Trains under a monitor, and returns that."""
 
-    def run(policy, finite, **options):
-        scaler, model, step = globals()[f"on_{FRAMEWORK}"](policy)
+    def run(policy, finite, driver=FRAMEWORK, **options):
+        scaler, model, step = globals()[f"on_{driver}"](policy)
         monitor = Monitor(scaler, model, **options)
         for flag in finite:
             step(flag, monitor, options.get("forensics", 1))
@@ -170,10 +282,19 @@ def train():
     return run
 
 
+DRIVERS = {
+    "jax": ["jax", "jax_optax", "jax_jmp", "jax_flax"],
+    "mindspore": ["mindspore", "mindspore_manager", "mindspore_cell"],
+}.get(FRAMEWORK, [FRAMEWORK])
+
+
 @pytest.mark.parametrize("forensics", [0, 1])
 @pytest.mark.parametrize("policy", [RULE, FixedScale(64.0)], ids=["dynamic", "fixed"])
-def test_the_history_is_what_the_policy_says(train, policy, forensics):
-    history = train(policy, FINITE, every=5, forensics=forensics).history
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_the_history_is_what_the_policy_says(train, driver, policy, forensics):
+    if driver == "jax_flax" and policy is not RULE:
+        pytest.skip("flax's always moves")
+    history = train(policy, FINITE, driver, every=5, forensics=forensics).history
     assert [step.step for step in history] == list(range(1, len(FINITE) + 1))
     assert [not step.skipped for step in history] == FINITE
     assert [step.scale for step in history] == by_policy(policy, FINITE)
@@ -234,6 +355,17 @@ def test_a_scaler_that_tells_by_itself_needs_no_record(train):
         monitor.close()
         monitor.record(finite=True)  # closed, it takes no more
         assert len(monitor.history) == 1
+
+
+@pytest.mark.skipif(FRAMEWORK != "paddle", reason="the others need update()")
+def test_steps_without_update_are_told_apart(train):
+    scaler, model, step = on_paddle(FixedScale(64.0))
+    scaler.update = lambda: None
+    monitor = Monitor(scaler, model)
+    for finite in FINITE:
+        step(finite, monitor, forensics=1)
+    monitor.close()
+    assert [not step.skipped for step in monitor.history] == FINITE
 
 
 def test_a_callback_is_for_keras_alone(train):

@@ -253,6 +253,14 @@ def test_what_is_wrong_is_told_in_one_line_with_its_number(path, line, message):
     assert len(str(raised.value)) < 600
 
 
+@pytest.mark.parametrize("depth", range(20, 1000, 20))
+def test_no_depth_of_nesting_does_harm(path, depth):
+    nested = "[" * depth + "]" * depth
+    path.write_text(f'{HEADER}\n{{"kind": "skip", "step": {nested}}}\n')
+    with pytest.raises(ValueError, match=r"line 2: (step: must be an integer|is nested)"):
+        read_run(path)
+
+
 def test_what_is_no_utf8_is_told(path):
     path.write_bytes(HEADER.encode() + b"\n\xff\n")
     with pytest.raises(ValueError, match="line 2: is not UTF-8"):

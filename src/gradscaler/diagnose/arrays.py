@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 Array = Any
 
-_OF_NUMPY = ("float16", "float32", "float64", "complex64", "complex128")
+_UNKNOWN_TO_NUMPY = ("bfloat16", "float8")
 
 
 def named(gradients: Any) -> dict[str, Array]:
@@ -75,7 +75,7 @@ def to_numpy(array: Array) -> NDArray[Any]:
     """
     array = dense(array)
     if hasattr(array, "detach"):  # PyTorch and those after its model
-        if dtype_name(array) not in _OF_NUMPY:
+        if dtype_name(array).startswith(_UNKNOWN_TO_NUMPY):
             array = array.float()
         if hasattr(array, "resolve_conj"):
             array = array.resolve_conj().resolve_neg()
@@ -85,7 +85,7 @@ def to_numpy(array: Array) -> NDArray[Any]:
     host = np.asarray(array)
     if host.dtype.kind == "c":
         return np.stack([host.real, host.imag], axis=-1)
-    if host.dtype.kind in "fV" and host.dtype.name not in _OF_NUMPY:
+    if dtype_name(host).startswith(_UNKNOWN_TO_NUMPY):
         with np.errstate(invalid="ignore"):  # a NaN is no invalid value here
             return host.astype(np.float32)
     return host

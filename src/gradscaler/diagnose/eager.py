@@ -88,20 +88,10 @@ class EagerObserver:
         self._outcomes[id(optimizer)] = optimizer, outcome
 
     def updating(self) -> None:
-        """End the iteration."""
-        outcomes, losses, measured = self._outcomes, self._losses, self._measured
-        if outcomes:
-            self._optimizers = [optimizer for optimizer, _ in outcomes.values()]
-            self._unread.append(([outcome for _, outcome in outcomes.values()], losses))
-        self._start()
-        if not outcomes:
-            return
-        if self._forensics or measured is not None or len(self._unread) == HISTORY_LENGTH:
-            loss = self.read()
-            if measured is not None:
-                self._journal.sample(loss, **measured.fields())
-        self._watch_forward()
-        self._journal.check()
+        """End the iteration, and say so if there were too many skips."""
+        if self._end():
+            self._watch_forward()
+            self._journal.check()
 
     def close(self) -> None:
         """See no more, and take down the iterations that wait for it."""
@@ -109,9 +99,24 @@ class EagerObserver:
             self._scaler._observers.remove(self)
         if self._watch is not None:
             self._watch.stop()
+        self._end()
         self.read()
 
     # Reading late.
+
+    def _end(self) -> bool:
+        """End the iteration; whether there were steps in it."""
+        outcomes, losses, measured = self._outcomes, self._losses, self._measured
+        self._start()
+        if not outcomes:
+            return False
+        self._optimizers = [optimizer for optimizer, _ in outcomes.values()]
+        self._unread.append(([outcome for _, outcome in outcomes.values()], losses))
+        if self._forensics or measured is not None or len(self._unread) == HISTORY_LENGTH:
+            loss = self.read()
+            if measured is not None:
+                self._journal.sample(loss, **measured.fields())
+        return True
 
     def read(self) -> float | None:
         """Take down the iterations that wait for it; the latest loss."""
@@ -140,7 +145,7 @@ class EagerObserver:
         if self._is_watching:
             self._watch.stop()
             self._is_watching = False
-        elif self._journal.is_about_to_check:
+        elif self._forensics and self._journal.is_about_to_check:
             self._watch.start()
             self._is_watching = True
 

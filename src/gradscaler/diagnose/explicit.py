@@ -48,24 +48,27 @@ class Recorder:
         reading = readings.read(self._scaler if scaler is None else scaler)
         if finite is not None:
             reading = reading._replace(finite=finite)
-        named = None if gradients is None else self._named(gradients)
         self._unread.append((reading, loss))
         is_due = (self._journal.step + len(self._unread)) % self._every == 0
-        if not (is_due or (self._forensics and named) or len(self._unread) == HISTORY_LENGTH):
+        is_to_look = self._forensics > 0 and gradients is not None
+        if not (is_due or is_to_look or len(self._unread) == HISTORY_LENGTH):
             return
-        scale, latest_loss = self.read(named)
+        scale, latest_loss = self.read(gradients)
         if is_due:
             measured = Measured(self._dtype)
-            if named:
-                measured.add(named, scale, scaled=False)
+            if gradients is not None:
+                measured.add(self._named(gradients), scale, scaled=False)
             self._journal.sample(latest_loss, **measured.fields())
         self._journal.check()
 
-    def read(self, latest: dict[str, Any] | None = None) -> tuple[float, float | None]:
-        """Take down the steps that wait for it, of the last of which these are the gradients.
+    def read(self, gradients: Any = None) -> tuple[float, float | None]:
+        """Take down the steps that wait for it.
+
+        Args:
+            gradients: of the last of them.
 
         Returns:
-            The scale and the loss of the last one.
+            The scale and the loss of the last of them.
         """
         unread, self._unread = self._unread, []
         before, number = self._before.on_host(), None
@@ -74,8 +77,9 @@ class Recorder:
             after = reading.on_host()
             skipped = not after.was_finite(before, self._growth_interval)
             nonfinite = None
-            if skipped and latest and position == len(unread) and self._looks_into_the_next():
-                nonfinite = inspect(latest)
+            has_gradients = position == len(unread) and gradients is not None
+            if skipped and has_gradients and self._looks_into_the_next():
+                nonfinite = inspect(self._named(gradients))
             number = None if loss is None else readings.number(loss)
             self._journal.add(before.scale, skipped, number, nonfinite)
             scale, before = before.scale, after

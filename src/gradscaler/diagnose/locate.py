@@ -70,8 +70,9 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
 
     In the order of execution it is the first whose output is not finite although its inputs are;
     if there is none, the first in the backward pass whose input's or parameter's gradient is not
-    finite although its output's is. Of modules within one another the innermost is meant. An
-    input of -inf passes as finite: attention masks are made of it.
+    finite although its output's is. Of modules within one another the innermost is meant; a
+    scripted one is part of what it is in. An input of -inf passes as finite: attention masks are
+    made of it.
 
     The model is left as it was: its gradients, its buffers, the framework's random numbers.
 
@@ -125,7 +126,11 @@ class Watch:
         """Add the hooks."""
         self.stop()
         self.located = None
+        jit = getattr(self._framework, "jit", None)
+        compiled: Any = getattr(jit, "ScriptModule", ())  # these take no such hooks
         for name, module in self._model.named_modules():
+            if isinstance(module, compiled):
+                continue
             self._handles += (
                 module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True),
                 module.register_forward_hook(partial(self._leave, name)),

@@ -58,15 +58,18 @@ class Monitor:
         ImportError: TensorBoard is not installed.
         OSError: a file cannot be written.
 
-    >>> import jax.numpy as jnp
-    >>> from gradscaler.jax import GradScaler
+    >>> import torch
+    >>> from gradscaler.torch import GradScaler
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> scaler = GradScaler()
-    >>> monitor = Monitor(scaler)
-    >>> for finite in [True, False]:
-    ...     scaler = scaler.adjust(jnp.array(finite))
-    ...     monitor.record(scaler=scaler, finite=finite)
-    >>> monitor.history[-1]
-    Step(step=2, scale=65536.0, skipped=True, loss=None, nonfinite=None)
+    >>> with Monitor(scaler, model) as monitor:
+    ...     scaler.scale(model(torch.full((2,), torch.inf)).sum()).backward()
+    ...     scaler.step(optimizer)
+    ...     scaler.update()
+    >>> (step,) = monitor.history
+    >>> step.scale, step.skipped, step.nonfinite[0].name, step.nonfinite[0].num_inf
+    (65536.0, True, 'weight', 2)
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class Monitor:
         sinks: list[Sink] = []
         step = 0
         if not is_eager or scaler._enabled:
-            start = Start(self._framework, self._dtype, every, 0, describe(self._policy), now())
+            start = Start(self._framework, self._dtype, every, 0, _describe(self._policy), now())
             sinks, step = _open(start, path, tensorboard)
         self._journal = Journal(sinks, step, on_stuck, stuck_after, self._judge)
         arguments = scaler, model, self._journal, every, forensics, self._dtype
@@ -236,7 +239,7 @@ def _min_scale(policy: Any) -> float | None:
     return None
 
 
-def describe(policy: Any) -> dict[str, Any]:
+def _describe(policy: Any) -> dict[str, Any]:
     """A policy by its name and its parameters."""
     parameters = vars(policy) if is_dataclass(policy) else {}
     plain = {

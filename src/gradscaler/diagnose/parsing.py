@@ -20,13 +20,12 @@ def loads(line: bytes) -> dict[str, Any]:
 
     Raises:
         ValueError: it is none.
+        RecursionError: it is nested too deeply.
     """
     try:
         value = json.loads(line.decode(), parse_constant=_refuse)
     except UnicodeDecodeError:
         raise ValueError("is not UTF-8") from None
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"is not JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):

@@ -138,6 +138,6 @@ _READERS: dict[str, Callable[[Any], Reading]] = {
     "scale_sense": _of_cell,
     "scale_value": _of_functional,
     "update_loss_scale": _of_manager,
-    "min_loss_scale": _of_jmp,
+    "adjust": _of_jmp,
 }
-"""By an attribute that no other kind has."""
+"""By an attribute that none of the kinds after it has."""

@@ -287,8 +287,9 @@ def read_run(path: str | Path) -> Run:
                 break
             try:
                 line = _line(parsing.loads(data), first=number == 1)
-            except ValueError as error:
-                raise ValueError(f"{path}: line {number}: {error}") from None
+            except (ValueError, RecursionError) as error:
+                what = error if isinstance(error, ValueError) else "is nested too deeply"
+                raise ValueError(f"{path}: line {number}: {what}") from None
             lines[type(line)].append(line)
     if not lines[Start]:
         raise ValueError(f"{path}: line 1: holds no run: it is empty, or torn")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ class Measured:
 
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype
-        self._squares = 0.0
+        self._norm = 0.0
         self._sizes: dict[str, int] = {}
         self._histograms: dict[str, Histogram] = {}
 
@@ -43,8 +44,8 @@ class Measured:
         """
         divisor = scale if scaled else 1.0
         if norm is None:
-            norm = math.hypot(*map(_norm, gradients.values()))
-        self._squares = math.hypot(self._squares, norm / divisor)
+            norm = math.hypot(*map(_norm_of, gradients.values()))
+        self._norm = math.hypot(self._norm, norm / divisor)
         parts = {name: _part(array) / np.float32(divisor) for name, array in gradients.items()}
         self._histograms |= exponents(parts, self._dtype, scale).parameters
         self._sizes |= {name: math.prod(arrays.shape_of(a)) for name, a in gradients.items()}
@@ -70,10 +71,10 @@ class Measured:
                 getattr(self._histograms[name], share) * self._sizes[name] for name in weights
             )
             / size
-            for share in Shares.__dataclass_fields__
+            for share in (field.name for field in dataclasses.fields(Shares))
         }
         return {
-            "norm": self._squares,
+            "norm": self._norm,
             "shares": Shares(**{name: min(share, 1.0) for name, share in shares.items()}),
             "histogram": _total(self._histograms, weights),
             "parameters": parameters,
@@ -81,7 +82,7 @@ class Measured:
         }
 
 
-def _part(array: Any) -> np.ndarray:
+def _part(array: Any) -> np.ndarray[Any, Any]:
     """A sample of an array, in float32 at least."""
     values = arrays.to_numpy(arrays.sample(array, _MOST_ELEMENTS))
     return values.astype(np.result_type(values, np.float32), copy=False)
@@ -109,7 +110,7 @@ def _total(histograms: Mapping[str, Histogram], weights: Mapping[str, float]) ->
     return Bins(first, tuple(np.rint(total).astype(np.int64).tolist()))
 
 
-def _norm(array: Any) -> float:
+def _norm_of(array: Any) -> float:
     """The 2-norm of one array."""
     jax: Any = sys.modules.get("jax")
     if jax is not None and isinstance(array, jax.Array):  # found where the array is

@@ -161,13 +161,13 @@ def _of_sample(evidence: Evidence) -> Verdict | None:
         lost, headroom = shares.zero == 1, math.inf
     if not lost or headroom < _HEADROOM:
         return None
-    room = "" if math.isinf(headroom) else f" by up to 2**{math.floor(headroom) - 1}"
+    factor = "" if math.isinf(headroom) else f" by a factor of up to 2**{math.floor(headroom) - 1}"
     worst = sample.worst[0] if sample.worst else None
     return Verdict(
         "underflow",
         f"At a loss scale of {sample.scale:g} {shares.zero + shares.flushed:.0%} of the gradients "
         f"are zero in {form.name} and {shares.subnormal:.0%} subnormal, in step {sample.step}. The "
-        f"scale is too small: raise it{room}, or let it grow sooner (growth_interval).",
+        f"scale is too small: raise it{factor}, or let it grow sooner (growth_interval).",
         worst,
     )
 

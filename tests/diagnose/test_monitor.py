@@ -1,0 +1,470 @@
+import gc
+import logging
+import math
+import pickle
+import sys
+import warnings
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from gradscaler import DynamicScale, FixedScale  # noqa: E402 # after the skip
+from gradscaler.diagnose import Monitor, StuckError, StuckWarning, read_run  # noqa: E402
+from gradscaler.torch import GradScaler  # noqa: E402
+
+
+class Training:
+    """Steps of a small model; the gradient of what `step` is given is multiplied into the loss."""
+
+    def __init__(self, fused=False, every=4, model=None, scaler=None, **options):
+        torch.manual_seed(0)
+        self.model = model or torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=fused)
+        self.scaler = scaler or GradScaler(init_scale=2.0**10)
+        self.monitor = Monitor(self.scaler, self.model, every, **options)
+        self.inputs = torch.randn(16, 4)
+
+    def backward(self, finite=True):
+        self.optimizer.zero_grad()
+        loss = self.model(self.inputs).square().mean()
+        self.scaler.scale(loss).backward()
+        if not finite:
+            next(self.model.parameters()).grad[0, 0] = math.inf
+        return loss
+
+    def step(self, finite=True):
+        loss = self.backward(finite)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss
+
+    def steps(self, flags):
+        for flag in flags:
+            self.step(flag == ".")
+
+    def true_norm(self):
+        """Of the gradients, unscaled in float64."""
+        scale = self.scaler.get_scale()
+        grads = [p.grad.double() / scale for p in self.model.parameters()]
+        return math.sqrt(sum(float(grad.square().sum()) for grad in grads))
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.jsonl"
+
+
+# What it takes down.
+
+
+@pytest.mark.parametrize("forensics", [0, 1, 2])
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_history_agrees_with_the_scalers_own(fused, forensics):
+    training = Training(fused, forensics=forensics)
+    training.steps(".!..!!....!.")
+    history = training.monitor.history
+    own = training.scaler.history
+    assert [step.step for step in history] == list(range(1, 13))
+    assert [(step.scale, step.skipped) for step in history] == [(o.scale, o.skipped) for o in own]
+    assert [step.nonfinite for step in history] == [outcome.nonfinite for outcome in own]
+
+
+def test_a_skip_is_looked_into_by_name_and_logged_in_one_line(caplog):
+    caplog.set_level(logging.INFO, "gradscaler")
+    training = Training()
+    training.steps("..!.")
+    outcome = training.scaler.history[2]
+    (found,) = outcome.nonfinite
+    assert (found.name, found.shape, found.dtype) == ("0.weight", (8, 4), "float32")
+    assert (found.num_inf, found.num_nan) == (1, 0)
+    (record,) = caplog.records
+    assert record.name == "gradscaler"
+    assert record.getMessage().startswith(
+        "step 3 skipped at loss scale 1024: 0.weight (8x4 float32): 1 Inf, 0 NaN, largest of"
+    )
+
+
+def test_without_a_model_parameters_go_by_their_place():
+    training = Training()
+    monitor = Monitor(training.scaler)
+    training.step(finite=False)
+    assert monitor.history[0].nonfinite[0].name == "group 0, parameter 0"
+
+
+def test_two_optimizers_make_one_step_of_an_iteration(path):
+    scaler = GradScaler(init_scale=4.0)
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=0.0) for weight in weights]
+    with Monitor(scaler, every=2, path=path) as monitor:
+        for overflow in (False, True):
+            for weight, optimizer in zip(weights, optimizers, strict=True):
+                optimizer.zero_grad()
+                scaler.scale(weight.sum()).backward()
+            if overflow:
+                weights[1].grad[0] = math.inf
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+        first, second = monitor.history
+    assert (first.skipped, second.skipped) == (False, True)
+    assert [gradient.name for gradient in second.nonfinite] == ["optimizer 1, group 0, parameter 0"]
+    (sample,) = read_run(path).samples
+    assert len(sample.parameters) == 2
+
+
+def test_an_iteration_without_gradients_is_none():
+    training = Training(stuck_after=2, on_stuck="raise")
+    training.step(finite=False)
+    training.optimizer.zero_grad()
+    training.scaler.step(training.optimizer)
+    training.scaler.update(1024.0)
+    assert len(training.monitor.history) == 1
+    with pytest.raises(StuckError):  # nor does it end the row
+        training.step(finite=False)
+
+
+def test_no_flag_is_read_before_a_sample_without_forensics():
+    training = Training(fused=True, forensics=0)
+    training.steps("!!.")
+    waiting = [callable(outcome._found_inf) for outcome in training.scaler.history]
+    assert waiting == [True, True, True]
+    training.step()
+    waiting = [callable(outcome._found_inf) for outcome in training.scaler.history]
+    assert waiting == [False, False, False, False]
+
+
+def test_the_graph_of_a_loss_is_not_kept():
+    training = Training(forensics=0)
+    loss = weakref.ref(training.step())
+    gc.collect()
+    assert loss() is None
+
+
+def test_a_disabled_scaler_is_not_written_of(path):
+    training = Training(path=path, scaler=GradScaler(enabled=False))
+    training.steps("....")
+    training.monitor.close()
+    assert training.monitor.history == ()
+    assert not path.exists()
+
+
+def test_a_closed_monitor_sees_no_more_and_is_closed_once(path):
+    training = Training(path=path)
+    training.steps("..")
+    training.monitor.close()
+    assert training.scaler._observers == []
+    training.step()
+    training.monitor.close()
+    (sample,) = read_run(path).samples
+    assert (sample.step, sample.shares) == (2, None)
+
+
+def test_a_copy_of_a_scaler_has_no_monitor():
+    training = Training()
+    training.step()
+    copied = pickle.loads(pickle.dumps(training.scaler))
+    assert copied._observers == []
+
+
+# Samples.
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("call", ["step", "unscale_", "clip_grad_norm_", "closure"])
+def test_the_norm_is_that_of_the_unscaled_unclipped_gradients(call, fused, path):
+    training = Training(fused, every=1, path=path)
+    training.backward()
+    norm = training.true_norm()
+    if call == "unscale_":
+        training.scaler.unscale_(training.optimizer)
+    elif call == "clip_grad_norm_":
+        training.scaler.clip_grad_norm_(training.optimizer, norm / 2)
+    training.scaler.step(training.optimizer, *[training.backward] * (call == "closure"))
+    training.scaler.update()
+    (sample,) = read_run(path).samples
+    assert sample.norm == pytest.approx(norm, rel=1e-5)
+    assert sample.scale == 1024.0
+    assert sample.loss == pytest.approx(training.backward().item(), rel=0.1)
+
+
+def test_shares_are_of_all_gradients_though_few_elements_are_looked_at(path):
+    scaler = GradScaler(init_scale=2.0)
+    large, small = (torch.nn.Parameter(torch.zeros(size)) for size in (30_000, 10_000))
+    optimizer = torch.optim.SGD([large, small])
+    with Monitor(scaler, every=1, path=path):
+        scaler.scale((large * 2.0**-30).sum() + small.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    (sample,) = read_run(path).samples
+    assert sample.shares.flushed == pytest.approx(0.75)
+    assert sample.shares.normal == pytest.approx(0.25)
+    first, counts = sample.histogram
+    assert (first, counts[0], counts[-1]) == (-30, 30_000, 10_000)
+
+
+def test_the_worst_parameters_are_named(path):
+    scaler = GradScaler(init_scale=1.0)
+    factors = {"fine": 1.0, "unused": 0.0, "flushed": 2.0**-30, "subnormal": 2.0**-20}
+    model = torch.nn.ParameterDict({name: torch.zeros(2) for name in factors})
+    model["partly"] = torch.zeros(2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with Monitor(scaler, model, every=1, path=path):
+        loss = sum((model[name] * factor).sum() for name, factor in factors.items())
+        scaler.scale(loss + model["partly"] @ torch.tensor([1.0, 2.0**-20])).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    (sample,) = read_run(path).samples
+    assert set(sample.worst[:2]) == {"flushed", "subnormal"}
+    assert sample.worst[2:] == ("partly", "fine", "unused")
+
+
+def test_a_sample_of_a_skipped_step_counts_its_nonfinite_gradients(path):
+    training = Training(path=path)
+    training.steps("...!")
+    (sample,) = read_run(path).samples
+    assert sample.shares.nonfinite == pytest.approx(1 / 49)
+    assert sample.worst[0] == "0.weight"
+    assert sample.norm == math.inf
+
+
+def test_a_file_tells_of_each_skip_and_each_scale(path):
+    training = Training(path=path)
+    training.steps(".!..!!...")
+    training.monitor.close()
+    run = read_run(path)
+    assert [sample.step for sample in run.samples] == [4, 8, 9]
+    assert run.samples[0].scales == ((1, 1024.0), (3, 512.0))
+    assert run.samples[1].scales == ((5, 512.0), (6, 256.0), (7, 128.0))
+    assert run.samples[1].skips == (5, 6)
+    assert [skip.step for skip in run.skips] == [2, 5, 6]
+    assert run.starts[0].policy["name"] == "DynamicScale"
+    assert run.starts[0].policy["init_scale"] == 1024.0
+
+
+def test_a_resumed_run_goes_on_counting(path):
+    first = Training(path=path)
+    first.steps("...!")
+    first.monitor.close()
+    second = Training(path=path)
+    second.steps("!...")
+    second.monitor.close()
+    run = read_run(path)
+    assert [start.step for start in run.starts] == [0, 4]
+    assert run.skipped == (4, 5)
+    assert run.num_steps == 8
+
+
+def test_at_most_ten_gradients_of_a_skip_are_listed(path):
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(12)]
+    scaler, optimizer = GradScaler(), torch.optim.SGD(weights)
+    with Monitor(scaler, path=path) as monitor:
+        scaler.scale(sum(weights).sum()).backward()
+        for weight in weights:
+            weight.grad.fill_(math.nan)
+        scaler.step(optimizer)
+        scaler.update()
+        assert len(monitor.history[0].nonfinite) == 12
+    (skip,) = read_run(path).skips
+    assert (len(skip.nonfinite), skip.more) == (10, 2)
+
+
+# Stuck.
+
+
+def test_it_warns_once_in_a_row_of_skips_and_where_update_was_called(path):
+    training = Training(stuck_after=3, path=path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training.steps("!!!!!.!!.!!!!")
+    assert [warning.category for warning in caught] == [StuckWarning, StuckWarning]
+    assert caught[0].filename == __file__
+    training.monitor.close()
+    assert [verdict.step for verdict in read_run(path).verdicts] == [3, 12]
+
+
+def test_it_raises_before_the_scale_moves_and_the_next_update_goes_on():
+    training = Training(stuck_after=2, on_stuck="raise")
+    training.step(finite=False)
+    training.backward(finite=False)
+    training.scaler.step(training.optimizer)
+    with pytest.raises(StuckError, match=r"0\.weight"):
+        training.scaler.update()
+    assert training.scaler.get_scale() == 512.0
+    training.scaler.update()
+    assert training.scaler.get_scale() == 256.0
+    training.steps("!.")
+    assert len(training.monitor.history) == 4
+
+
+def test_it_can_go_on_without_a_word(path):
+    training = Training(stuck_after=2, on_stuck="continue", path=path)
+    training.steps("!!!")
+    assert len(read_run(path).verdicts) == 1
+
+
+def test_a_closure_that_overflows_at_every_scale_counts():
+    training = Training(stuck_after=2, on_stuck="raise", scaler=GradScaler(max_retries=1))
+
+    def step():
+        training.scaler.step(training.optimizer, lambda: training.backward(finite=False))
+        training.scaler.update()
+
+    step()
+    with pytest.raises(StuckError):
+        step()
+
+
+def test_the_hooks_of_the_watched_iteration_are_removed():
+    training = Training(stuck_after=3, on_stuck="continue")
+    for flags, hooked in (("!!", True), ("!", False), (".", False)):
+        training.steps(flags)
+        assert [bool(m._forward_hooks) for m in training.model] == [hooked] * 3
+    training.steps("!!")
+    training.monitor.close()
+    assert not any(module._forward_hooks for module in training.model)
+
+
+class Root(torch.nn.Module):
+    """Its gradient at 0 is Inf, and 0 * Inf is NaN."""
+
+    def forward(self, inputs):
+        return (inputs * 0).sqrt() + inputs
+
+
+class Half(torch.nn.Module):
+    """Overflows as float16 does."""
+
+    def forward(self, inputs):
+        return (inputs * 1e6).half().float()
+
+
+def stuck(**options):
+    """The verdict on a training of which no step succeeds."""
+    training = Training(stuck_after=4, on_stuck="raise", **options)
+    with pytest.raises(StuckError) as raised:
+        training.steps("." * 9)
+    verdict = training.monitor.verdict
+    assert verdict.text == str(raised.value)
+    return verdict
+
+
+def test_a_nan_in_the_backward_pass_is_named():
+    verdict = stuck(model=torch.nn.Sequential(torch.nn.Linear(4, 2), Root()))
+    assert (verdict.kind, verdict.where) == ("nan", "0.weight")
+
+
+def test_a_module_that_overflows_is_named():
+    verdict = stuck(model=torch.nn.Sequential(torch.nn.Linear(4, 2), Half()))
+    assert (verdict.kind, verdict.where) == ("activations", "1")
+
+
+def test_a_nonfinite_loss_is_told():
+    training = Training(stuck_after=4, on_stuck="raise")
+    training.inputs[0, 0] = math.nan
+    with pytest.raises(StuckError, match="The unscaled loss is itself nan"):
+        training.steps("." * 9)
+    assert training.monitor.verdict.kind == "loss"
+
+
+def test_a_nonfinite_parameter_is_named():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 1))
+    with torch.no_grad():
+        model[1].weight[0, 0] = math.nan
+    verdict = stuck(model=model)
+    assert (verdict.kind, verdict.where) == ("parameter", "1.weight")
+
+
+@pytest.mark.parametrize(
+    "policy", [FixedScale(8.0), DynamicScale(8.0, min_scale=8.0), DynamicScale(1.0)]
+)
+def test_a_scale_at_its_floor_is_told(policy):
+    training = Training(scaler=GradScaler(policy=policy), stuck_after=4, on_stuck="raise")
+    with pytest.raises(StuckError):
+        training.steps("!" * 9)
+    assert (training.monitor.verdict.kind, training.monitor.verdict.where) == ("floor", "0.weight")
+
+
+def test_overflows_that_a_lower_scale_cures_are_normal():
+    training = Training()
+    training.steps("!!......")
+    assert training.monitor.verdict.kind == "normal"
+    assert training.monitor.verdict.text.startswith("2 of 8 steps were skipped")
+
+
+def test_a_scale_that_is_too_small_is_told(path):
+    training = Training(scaler=GradScaler(policy=FixedScale(2.0**-16)), path=path)
+    training.steps("....")
+    assert training.monitor.verdict.kind == "underflow"
+    training.monitor.close()
+    assert read_run(path).verdict == training.monitor.verdict
+
+
+# TensorBoard, and arguments.
+
+
+def test_tensorboard_shows_the_numbers(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    training = Training(tensorboard=tmp_path)
+    training.steps("...." + "!...")
+    training.monitor.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+
+    def values(name):
+        tensors = events.Tensors(f"gradscaler/{name}")
+        return [(event.step, event.tensor_proto.float_val[0]) for event in tensors]
+
+    assert values("skipped_steps") == [(4, 0.0), (8, 1.0)]
+    assert values("loss_scale") == [(1, 1024), (4, 1024), (5, 1024), (6, 512), (8, 512)]
+    assert [step for step, _ in values("gradient_norm")] == [4, 8]
+    assert {"loss", "zero", "flushed", "subnormal", "normal", "overflow", "nonfinite"} <= {
+        tag.removeprefix("gradscaler/") for tag in events.Tags()["tensors"]
+    }
+
+
+def test_without_tensorboard_it_says_what_to_install(monkeypatch, path, tmp_path):
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
+    scaler = GradScaler()
+    with pytest.raises(ImportError, match="pip install tensorboard"):
+        Monitor(scaler, path=path, tensorboard=tmp_path / "events")
+    assert list(tmp_path.iterdir()) == []
+    assert scaler._observers == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"every": 0}, ValueError, "every must be at least 1"),
+        ({"every": 1.5}, TypeError, "every must be an integer"),
+        ({"forensics": -1}, ValueError, "forensics must be at least 0"),
+        ({"stuck_after": 0}, ValueError, "stuck_after must be at least 1"),
+        ({"on_stuck": "panic"}, ValueError, "on_stuck must be one of 'warn', 'raise', 'continue'"),
+        ({"dtype": "int8"}, ValueError, "dtype must be one of float16"),
+        ({"model": 3}, TypeError, "model must have named_parameters, got int"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_opened(arguments, error, message, path):
+    scaler = GradScaler()
+    with pytest.raises(error, match=message):
+        Monitor(scaler, path=path, **arguments)
+    assert scaler._observers == []
+    assert not path.exists()
+
+
+def test_what_is_no_scaler_is_refused():
+    with pytest.raises(TypeError, match="scaler must be one of gradscaler's"):
+        Monitor(torch.amp.GradScaler("cpu"))
+
+
+def test_a_foreign_file_is_refused(path):
+    path.write_text("dear diary\n")
+    scaler = GradScaler()
+    with pytest.raises(ValueError, match=r"run\.jsonl: line 1"):
+        Monitor(scaler, path=path)
+    assert path.read_text() == "dear diary\n"
+    assert scaler._observers == []
