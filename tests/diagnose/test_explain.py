@@ -40,7 +40,7 @@ def test_the_verdict_comes_first(made_up_run):
 
 def test_it_tells_the_numbers(made_up_run):
     text = explained(made_up_run(stuck=37))
-    assert "Skipped: 45 (4.3%)   Skipped in a row: 37" in text
+    assert "Skipped: 45 (4.3%)   Most in a row: 37" in text
     assert line_of(text, "loss scale").split()[-3:] == ["65,536", "→", "2⁻²²"]
     assert line_of(text, "gradient norm").split()[-3:] == ["2.7", "→", "1.046"]
     assert "encoder.5.weight" in text

@@ -135,7 +135,7 @@ def test_an_unknown_verdict_and_framework_are_escaped(page_of, made_up_run):
 
 def test_the_tables_hold_the_numbers(page_of, made_up_run):
     texts = Page(page_of(made_up_run(stuck=12, verdict=VERDICT))).texts
-    assert "encoder.0.weight (float16 64x64) and 8 more" in texts
+    assert "encoder.0.weight (float16 64x64), 8 more" in texts
     assert {"1,012", "NaN", "51,200", "Skipped steps: the latest 10 of 20 looked into"} <= set(
         texts
     )
@@ -313,6 +313,7 @@ def test_without_matplotlib_the_command_says_what_to_install(tmp_path, capsys, m
     ("value", "text"),
     [
         (65536.0, "65,536"),
+        (4194304.0, "4,194,304"),
         (2.0**40, "2⁴⁰"),
         (2.0**-24, "2⁻²⁴"),
         (0.5, "0.5"),

@@ -283,6 +283,7 @@ def _draw_histogram(axes: Axes, spectrum: summary.Spectrum) -> None:
     axes.bar(left - 3, 100 * spectrum.zero[0], 2, align="edge", color=GREY)
     axes.bar(right + 1, 100 * spectrum.nonfinite[0], 2, align="edge", color=PURPLE)
     axes.set_ylim(0, top)
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_formatter(_percent)
 
 

@@ -144,8 +144,8 @@ svg text { font-family: system-ui, sans-serif !important; }
 figcaption { color: #555; font-size: .85rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { border-bottom: 1px solid #ddd; padding: .3rem 1rem .3rem 0; text-align: right; }
-.name { text-align: left; overflow-wrap: anywhere; min-width: 12rem; }
+th, td { border-bottom: 1px solid #ddd; padding: .3rem .7rem .3rem 0; text-align: right; }
+.name { text-align: left; overflow-wrap: anywhere; min-width: 8rem; }
 @media (min-width: 50rem) {
   .sections { display: grid; grid-template: auto 1fr / 1fr 1fr; column-gap: 2.5rem; }
   section:first-child { grid-row: span 2; }

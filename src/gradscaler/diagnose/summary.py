@@ -58,7 +58,7 @@ def facts(run: Run) -> dict[str, str]:
     if run.skipped:
         first, last = longest_skips(run)
         facts["Skipped"] += f" ({percent(len(run.skipped) / max(1, run.num_steps))})"
-        facts["Skipped in a row"] = f"{last - first + 1:,}"
+        facts["Most in a row"] = f"{last - first + 1:,}"
     _, scales = run.scales
     if scales:
         ends = (scales[0], scales[-1]) if scales[0] != scales[-1] else scales[:1]
@@ -120,29 +120,21 @@ def skips(run: Run) -> Table:
     """The latest skipped steps that were looked into, the latest first."""
     rows = []
     for skip in reversed(run.skips[-LATEST:]):
+        gradient, counts = "", ("", "", "")
+        if skip.nonfinite:
+            first, others = skip.nonfinite[0], len(skip.nonfinite) - 1 + skip.more
+            shape = "x".join(map(str, first.shape))
+            gradient = f"{shown(first.name)} ({shown(first.dtype, 20)} {shape})"
+            gradient += f", {others:,} more" if others else ""
+            rest = "none" if math.isnan(first.largest_finite) else number(first.largest_finite)
+            counts = f"{first.num_inf:,}", f"{first.num_nan:,}", rest
         loss = "" if skip.loss is None else number(skip.loss)
-        row = (f"{skip.step:,}", number(skip.scale), loss)
-        if not skip.nonfinite:
-            rows.append((*row, "", "", "", ""))
-            continue
-        first, others = skip.nonfinite[0], len(skip.nonfinite) - 1 + skip.more
-        rest = "none" if math.isnan(first.largest_finite) else number(first.largest_finite)
-        shape = "x".join(map(str, first.shape))
-        name = f"{shown(first.name)} ({shown(first.dtype, 20)} {shape})"
-        rows.append(
-            (
-                *row,
-                f"{first.num_inf:,}",
-                f"{first.num_nan:,}",
-                rest,
-                name + (f" and {others:,} more" if others else ""),
-            )
-        )
-    headings = "Step", "Scale", "Loss", "Inf", "NaN", "Largest finite", "Gradient"
+        rows.append((f"{skip.step:,}", gradient, *counts, loss, number(skip.scale)))
+    headings = "Step", "Gradient", "Inf", "NaN", "Largest finite", "Loss", "Scale"
     title = "Skipped steps"
     if len(run.skips) > LATEST:
         title += f": the latest {LATEST} of {len(run.skips):,} looked into"
-    return Table(title, headings, rows, names=6)
+    return Table(title, headings, rows, names=1)
 
 
 class Zone(NamedTuple):
@@ -243,7 +235,7 @@ def number(value: float) -> str:
         return power(2, exponent - 1)
     if not math.isfinite(value):
         return {math.inf: "Inf", -math.inf: "-Inf"}.get(value, "NaN")
-    return f"{value:,.6g}" if value == int(value) and abs(value) < 1e9 else f"{value:.4g}"
+    return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e9 else f"{value:.4g}"
 
 
 def power(base: int, exponent: int) -> str:
