@@ -137,6 +137,13 @@ def test_no_flag_is_read_before_a_sample_without_forensics():
     assert waiting == [False, False, False, False]
 
 
+def test_of_several_losses_the_one_that_is_not_finite_counts():
+    training = Training()
+    training.scaler.scale(torch.tensor(math.inf))
+    training.step(finite=False)
+    assert training.monitor.history[0].loss == math.inf
+
+
 def test_the_graph_of_a_loss_is_not_kept():
     training = Training(forensics=0)
     loss = weakref.ref(training.step())
@@ -379,7 +386,7 @@ def test_a_nonfinite_parameter_is_named():
 
 
 @pytest.mark.parametrize(
-    "policy", [FixedScale(8.0), DynamicScale(8.0, min_scale=8.0), DynamicScale(1.0)]
+    "policy", [FixedScale(8.0), DynamicScale(32.0, min_scale=8.0), DynamicScale(1.0)]
 )
 def test_a_scale_at_its_floor_is_told(policy):
     training = Training(scaler=GradScaler(policy=policy), stuck_after=4, on_stuck="raise")

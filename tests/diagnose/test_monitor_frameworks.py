@@ -336,6 +336,15 @@ def test_a_sample_tells_of_the_true_gradients_at_the_scale_in_use(train, tmp_pat
     assert list(sample.parameters) == list(sample.worst) == ["weight"]
 
 
+def test_a_file_says_that_a_scale_does_not_move(train, tmp_path):
+    path = tmp_path / "run.jsonl"
+    train(FixedScale(64.0), [], path=path).close()
+    expected = {"name": "FixedScale", "scale": 64.0}
+    if FRAMEWORK == "mindspore":  # whose static scaler has no policy
+        expected = {"name": "StaticLossScaler"}
+    assert read_run(path).starts[0].policy == expected
+
+
 @pytest.mark.parametrize("forensics", [0, 1])
 def test_stuck_it_raises_and_a_file_says_so(train, tmp_path, forensics):
     path = tmp_path / "run.jsonl"
