@@ -58,6 +58,12 @@ def test_numbers_that_are_not_finite_are_marked(made_up_run):
     assert loss.split()[1:] == ["!!!!!!!!", "NaN", "→", "NaN"]
 
 
+def test_numbers_as_far_apart_as_can_be_are_told_apart(made_up_run):
+    ends = runs.Skip(1, 1.0, -1.7e308), runs.Skip(2, 1.0, 1.7e308)
+    loss = line_of(explained(replace(made_up_run(samples=0), skips=ends)), "loss  ")
+    assert loss.split()[1] == "▁█"
+
+
 def test_exponents_stand_above_the_range_of_the_format(made_up_run):
     lines = explained(made_up_run()).splitlines()
     ruler = next(line for line in lines if line.startswith("step 1,000"))

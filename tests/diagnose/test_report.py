@@ -17,7 +17,14 @@ pytest.importorskip("matplotlib", reason="the report is drawn with it")
 from gradscaler.__main__ import main
 from gradscaler.diagnose import figure, report, summary
 
-HOSTILE = ["<script>alert(1)</script>", "$x_{", "$a$ & <b>", "name\n\x00\u202e", "w" * 300]
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "$x_{",
+    "$a$ & <b>",
+    r"$\bad{$",
+    "name\n\x00\u202e",
+    "w" * 300,
+]
 VERDICT = ("nan", "The gradient of encoder.0.weight is NaN. Look there.", "encoder.0.weight")
 
 
@@ -117,7 +124,9 @@ def test_every_name_is_escaped(page_of, made_up_run):
     kind, text, where = "floor", "<img src=x onerror=alert(1)> & so on.", "<svg onload=alert(1)>"
     page = page_of(made_up_run(names=HOSTILE, stuck=2, verdict=(kind, text, where)))
     seen = Page(page)
-    assert {text, where, "$x_{", "$a$ & <b>", "<script>alert(1)</script>"} <= set(seen.texts)
+    assert {text, where, "$x_{", r"$\bad{$", "$a$ & <b>", "<script>alert(1)</script>"} <= set(
+        seen.texts
+    )
     assert not [name for name, _ in seen.attributes if name.startswith("on")]
     assert "img" not in seen.tags
     assert "\x00" not in page
