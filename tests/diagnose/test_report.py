@@ -20,8 +20,7 @@ from gradscaler.diagnose import figure, report, summary
 HOSTILE = [
     "<script>alert(1)</script>",
     "$x_{",
-    "$a$ & <b>",
-    r"$\bad{$",
+    r"$\bad{$ & <b>",
     "name\n\x00\u202e",
     "w" * 300,
 ]
@@ -124,9 +123,7 @@ def test_every_name_is_escaped(page_of, made_up_run):
     kind, text, where = "floor", "<img src=x onerror=alert(1)> & so on.", "<svg onload=alert(1)>"
     page = page_of(made_up_run(names=HOSTILE, stuck=2, verdict=(kind, text, where)))
     seen = Page(page)
-    assert {text, where, "$x_{", r"$\bad{$", "$a$ & <b>", "<script>alert(1)</script>"} <= set(
-        seen.texts
-    )
+    assert {text, where, "$x_{", r"$\bad{$ & <b>", "<script>alert(1)</script>"} <= set(seen.texts)
     assert not [name for name, _ in seen.attributes if name.startswith("on")]
     assert "img" not in seen.tags
     assert "\x00" not in page

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from textwrap import fill
 from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure, FigureBase
+from matplotlib.figure import FigureBase
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from gradscaler.diagnose import summary
@@ -80,52 +79,6 @@ def drawings(run: Run) -> list[Drawing]:
         height = 2.8 + _height_of_heat_map(spectrum)
         made.append(Drawing("By size", caption, height, partial(_by_size, spectrum=spectrum)))
     return made
-
-
-def picture(run: Run) -> Figure:
-    """One figure of all: the verdict, the drawings and the tables."""
-    drawn, tables = drawings(run), summary.tables(run)
-    text = fill(summary.shown(run.verdict.text, 1000), 120)
-    rows: list[tuple[float, list[Callable[[FigureBase], None]]]] = [
-        (0.9 + 0.17 * text.count("\n"), [lambda figure: _write_verdict(figure, run, text)])
-    ]
-    if drawn:
-        rows.append((max(drawing.height for drawing in drawn), [d.draw for d in drawn]))
-    rows += [(0.5 + 0.2 * len(t.rows), [partial(_write_table, table=t)]) for t in tables]
-    heights = [height for height, _ in rows]
-    figure = Figure(figsize=(2 * WIDTH + 1, sum(heights)), layout="constrained")
-    parts = figure.subfigures(len(rows), squeeze=False, height_ratios=heights)[:, 0]
-    for part, (_, draws) in zip(parts, rows, strict=True):
-        for side, draw in zip(part.subfigures(1, len(draws), squeeze=False)[0], draws, strict=True):
-            draw(side)
-    return figure
-
-
-def _write_verdict(figure: FigureBase, run: Run, text: str) -> None:
-    headline = summary.headline(run)
-    colour = LEVELS[headline.level]
-    facts = "     ".join(f"{name}: {fact}" for name, fact in summary.facts(run).items())
-    figure.suptitle(headline.text, x=0.02, ha="left", color=colour, fontsize=17, fontweight="bold")
-    figure.text(0.02, 0.5, text, fontsize=10, va="center")
-    figure.text(0.02, 0.02, facts, color="#555555", va="bottom")
-
-
-def _write_table(figure: FigureBase, table: summary.Table) -> None:
-    axes = figure.subplots()
-    axes.set_axis_off()
-    axes.set_title(table.title)
-    drawn = axes.table(
-        [[f"  {summary.shown(cell, 70)}  " for cell in row] for row in table.rows],
-        colLabels=[f"  {heading}  " for heading in table.headings],
-        loc="upper left",
-        edges="horizontal",
-    )
-    drawn.auto_set_font_size(False)
-    drawn.auto_set_column_width(list(range(len(table.headings))))
-    for (_, column), cell in drawn.get_celld().items():
-        cell.PAD = 0
-        cell.set_edgecolor("#DDDDDD")
-        cell.set_text_props(ha="left" if column == table.names else "right", fontsize=8)
 
 
 def _panels_over_time(run: Run) -> list[Panel]:

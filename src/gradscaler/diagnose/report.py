@@ -14,7 +14,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from gradscaler.atomic import replacing
-from gradscaler.diagnose import figure, summary
+from gradscaler.diagnose import figure, picture, summary
 from gradscaler.diagnose.runs import Run
 
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -45,7 +45,7 @@ def write(run: Run, path: str | Path) -> None:
 
 def _picture(run: Run) -> bytes:
     file = BytesIO()
-    figure.picture(run).savefig(file, format="png", dpi=150)
+    picture.draw(run).savefig(file, format="png", dpi=150)
     return file.getvalue()
 
 
