@@ -149,6 +149,13 @@ def test_the_tables_hold_the_numbers(page_of, made_up_run):
     assert summary.percent(parameter.subnormal) in texts
 
 
+@pytest.mark.parametrize(("samples", "is_enlarged"), [(1, False), (5, True)])
+def test_skips_too_narrow_to_be_seen_are_enlarged(page_of, made_up_run, samples, is_enlarged):
+    texts = Page(page_of(made_up_run(samples=samples, parameters=1, stuck=25))).texts
+    start = 100 * samples + 1 - 25
+    assert (f"Loss scale from step {start:,} on" in texts) == is_enlarged
+
+
 def test_the_picture_grows_with_the_names_it_shows(tmp_path, made_up_run):
     heights = []
     for parameters in (3, 30, 300):

@@ -40,7 +40,19 @@ _STUCK = 10  # skips in a row that are worth showing
 _MOST_POINTS = 400  # that a figure of this width can tell apart
 _MOST_NAMES = 36
 
-Panel = tuple[float, Callable[[Axes], None]]  # its height in inches, and what draws it
+
+class Panel(NamedTuple):
+    """A part of the figure over time.
+
+    Attributes:
+        height: in inches.
+        draw: draws on empty axes.
+        start: its first step.
+    """
+
+    height: float
+    draw: Callable[[Axes], None]
+    start: int = 0
 
 
 class Drawing(NamedTuple):
@@ -67,7 +79,7 @@ def drawings(run: Run) -> list[Drawing]:
         first, last = summary.longest_skips(run)
         if last - first + 1 >= _STUCK:
             caption += f" Shaded: {last - first + 1:,} skips in a row, from step {first:,} on."
-        height = sum(height for height, _ in panels) + 0.6
+        height = sum(panel.height for panel in panels) + 0.6
         draw = partial(_over_time, run=run, panels=panels)
         made.append(Drawing("Over time", caption, height, draw))
     if (spectrum := summary.spectrum(run)) is not None:
@@ -83,37 +95,45 @@ def drawings(run: Run) -> list[Drawing]:
 
 def _panels_over_time(run: Run) -> list[Panel]:
     """Those for which the run has data."""
-    panels: list[Panel] = []
+    panels = []
+    first, last = summary.longest_skips(run)
+    row = last - first + 1
     if run.scales[0]:
-        panels.append((1.8, lambda axes: _draw_scale(axes, run)))
+        if _STUCK <= row < run.num_steps / 10:  # too narrow to be seen otherwise
+            start = max(1, first - row)
+            title = f"Loss scale from step {start:,} on"
+            panels.append(Panel(1.8, lambda axes: _draw_scale(axes, title, run, start), start))
+        panels.append(Panel(1.8, lambda axes: _draw_scale(axes, "Loss scale", run)))
     if losses := summary.losses(run):
-        panels.append((1.2, lambda axes: _draw_curve(axes, "Loss, unscaled", losses)))
+        panels.append(Panel(1.2, lambda axes: _draw_curve(axes, "Loss, unscaled", losses)))
     if norms := summary.norms(run):
-        panels.append((1.2, lambda axes: _draw_curve(axes, "Norm of the gradients", norms)))
+        panels.append(Panel(1.2, lambda axes: _draw_curve(axes, "Norm of the gradients", norms)))
     if shares := summary.shares(run):
-        title = f"What {summary.shown(run.starts[-1].dtype, 20)} makes of the gradients"
-        panels.append((1.6, lambda axes: _draw_shares(axes, title, shares)))
+        title_of_shares = f"What {summary.shown(run.starts[-1].dtype, 20)} makes of the gradients"
+        panels.append(Panel(1.6, lambda axes: _draw_shares(axes, title_of_shares, shares)))
     return panels
 
 
 def _over_time(figure: FigureBase, run: Run, panels: list[Panel]) -> None:
-    heights = [height for height, _ in panels]
-    column = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    heights = [panel.height for panel in panels]
+    column = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
     first, last = summary.longest_skips(run)
-    for axes, (_, draw) in zip(column, panels, strict=True):
-        draw(axes)
+    for axes, panel in zip(column, panels, strict=True):
+        panel.draw(axes)
         axes.yaxis.grid(color="#E5E5E5")
         axes.set_axisbelow(True)
         if last - first + 1 >= _STUCK:
             axes.axvspan(first - 0.5, last + 0.5, color=RED, alpha=0.15, linewidth=1)
-    axes = column[-1]
-    axes.set_xlabel("step")
-    axes.set_xlim(0, run.num_steps + 0.5)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+        stop = 2 * last - panel.start if panel.start else run.num_steps
+        axes.set_xlim(panel.start, min(stop, run.num_steps) + 0.5)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    for axes, panel, below in zip(column, panels, panels[1:], strict=False):
+        axes.tick_params(labelbottom=panel.start != below.start)
+    column[-1].set_xlabel("step")
 
 
-def _draw_scale(axes: Axes, run: Run) -> None:
+def _draw_scale(axes: Axes, title: str, run: Run, start: int = 0) -> None:
     steps, scales = (np.array(values, float) for values in run.scales)
     usable = np.isfinite(scales) & (scales > 0)
     exponents = np.log2(scales, out=np.full(scales.shape, np.nan), where=usable)
@@ -122,9 +142,10 @@ def _draw_scale(axes: Axes, run: Run) -> None:
         axes.set_ylim(np.nanmin(exponents) - 2.5, np.nanmax(exponents) + 1.5)
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda exponent, _: _power(2, exponent)))
-    axes.set_title("Loss scale")
+    axes.set_title(title)
     if run.skipped:
-        _mark(axes, run.skipped, 0.06, f"{len(run.skipped):,} of {run.num_steps:,} steps skipped")
+        note = "" if start else f"{len(run.skipped):,} of {run.num_steps:,} steps skipped"
+        _mark(axes, [step for step in run.skipped if step >= start], 0.06, note)
 
 
 def _draw_curve(axes: Axes, title: str, points: Mapping[int, float]) -> None:
@@ -187,7 +208,8 @@ def _draw_shares(axes: Axes, title: str, shares: Mapping[int, Shares]) -> None:
 def _mark(axes: Axes, steps: Iterable[int], height: float, note: str) -> None:
     """Mark steps at a height of the axes, no more than can be seen, with a note on them."""
     positions = np.array(sorted(steps))
-    columns = np.round(2 * _MOST_POINTS * (positions / max(1, positions[-1])))
+    share = (positions - positions[0]) / max(1, positions[-1] - positions[0])
+    columns = np.round(2 * _MOST_POINTS * share)
     _, seen = np.unique(columns, return_index=True)
     axes.plot(
         positions[seen],
