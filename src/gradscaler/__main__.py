@@ -12,6 +12,7 @@ from pathlib import Path
 
 from gradscaler import checkpoint
 from gradscaler.checkpoint import files
+from gradscaler.diagnose import read_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -128,7 +129,7 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _report(parsed: argparse.Namespace) -> int:
     place = parsed.source
     try:
-        from gradscaler.diagnose import read_run, report
+        from gradscaler.diagnose import report
 
         run = read_run(place)
         place = parsed.output
@@ -153,7 +154,7 @@ def _explain(parsed: argparse.Namespace) -> int:
     try:
         from rich.console import Console
 
-        from gradscaler.diagnose import explain, read_run
+        from gradscaler.diagnose import explain
 
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a name may hold any letter
@@ -193,7 +194,7 @@ def _positive(text: str) -> int:
 
 
 def _writable(text: str) -> Path:
-    """A path that a PNG can be written to, tried before anything is trained."""
+    """A path that a PNG and its run can be written to, tried before anything is trained."""
     path = Path(text)
     if path.suffix.lower() != ".png":
         raise argparse.ArgumentTypeError(f"must end in .png, got {text!r}")
@@ -206,6 +207,12 @@ def _writable(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"cannot write {text!r}: {error.strerror}") from None
     if not existed:
         path.unlink()
+    record = path.with_suffix(".jsonl")
+    try:
+        if record.exists():
+            read_run(record)  # only a run is replaced
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"would replace {str(record)!r}: {error}") from None
     return path
 
 

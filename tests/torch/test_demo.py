@@ -65,6 +65,17 @@ def test_checking_the_output_leaves_no_file_behind(tmp_path):
     assert not output.exists()
 
 
+def test_a_file_that_holds_no_run_is_not_replaced(tmp_path, capsys):
+    precious = tmp_path / "out.jsonl"
+    precious.write_text('{"mine": 1}\n')
+    with pytest.raises(SystemExit) as stopped:
+        main(["demo", "--output", str(tmp_path / "out.png"), "--steps", "1"])
+    assert stopped.value.code == 2
+    assert "out.jsonl" in capsys.readouterr().err
+    assert precious.read_text() == '{"mine": 1}\n'
+    assert list(tmp_path.iterdir()) == [precious]
+
+
 def test_ctrl_c_ends_with_exit_status_130(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
