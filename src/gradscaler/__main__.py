@@ -7,10 +7,12 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from io import TextIOWrapper
 from pathlib import Path
 
 from gradscaler import checkpoint
 from gradscaler.checkpoint import files
+from gradscaler.diagnose import read_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands)
     _add_convert(commands)
+    _add_report(commands)
+    _add_explain(commands)
     parsed = parser.parse_args(arguments)
     try:
         status: int = parsed.run(parsed)
@@ -43,13 +47,16 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="train one network in fp32, in fp16, and in fp16 with loss scaling",
         description="Train a deep sigmoid network on scikit-learn's handwritten digits three times "
         "from the same seed: in fp32, in fp16 without loss scaling, and in fp16 with gradscaler. "
-        "Print a table and draw a picture of what happened.",
+        "Print a table, draw a picture of what happened, and write a report on the last run.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo.add_argument("--seed", type=int, default=0, help="of weights and batches")
     demo.add_argument("--steps", type=_positive, default=800, help="training steps of each run")
     demo.add_argument(
-        "--output", type=_writable, default="gradscaler-demo.png", help="where the picture goes"
+        "--output",
+        type=_writable,
+        default="gradscaler-demo.png",
+        help="the picture; the report goes beside it",
     )
     demo.add_argument(
         "--device", choices=("cpu", "cuda"), help="cuda where there is one, if left out"
@@ -106,6 +113,69 @@ def _convert(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    report = commands.add_parser(
+        "report",
+        help="draw what a run was like, and say what is wrong with it",
+        description="Read the file that a gradscaler.diagnose.Monitor wrote. Write a page that "
+        "needs nothing else (.html), or a picture (.png): a verdict in two sentences, the loss "
+        "scale and the gradients over time, and the gradients against their format's range.",
+    )
+    report.add_argument("source", type=Path, metavar="RUN", help="the file to read")
+    report.add_argument("-o", "--output", type=Path, required=True, help="the file to write")
+    report.set_defaults(run=_report)
+
+
+def _report(parsed: argparse.Namespace) -> int:
+    place = parsed.source
+    try:
+        from gradscaler.diagnose import report
+
+        run = read_run(place)
+        place = parsed.output
+        report.write(run, place)
+    except (ImportError, OSError, ValueError) as error:
+        return _fail(place, error)
+    return 0
+
+
+def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    explain = commands.add_parser(
+        "explain",
+        help="print what a run was like, and what is wrong with it",
+        description="Read the file that a gradscaler.diagnose.Monitor wrote, and print what the "
+        "report shows.",
+    )
+    explain.add_argument("source", type=Path, metavar="RUN", help="the file to read")
+    explain.set_defaults(run=_explain)
+
+
+def _explain(parsed: argparse.Namespace) -> int:
+    try:
+        from rich.console import Console
+
+        from gradscaler.diagnose import explain
+
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a name may hold any letter
+        explain.explain(read_run(parsed.source), Console())
+    except (ImportError, OSError, ValueError) as error:
+        return _fail(parsed.source, error)
+    return 0
+
+
+def _fail(place: Path, error: Exception) -> int:
+    """Say in one line what went wrong with a run, or with a report on it."""
+    if isinstance(error, ImportError):
+        message = f"this needs {error.name}: pip install 'gradscaler[diagnose]'"
+    elif isinstance(error, OSError):
+        message = f"{place}: {error.strerror or error}"
+    else:
+        message = str(error)
+    print(_one_line(message), file=sys.stderr)
+    return 1
+
+
 def _one_line(text: str) -> str:
     """Whatever a file holds, as a line that a terminal only shows."""
     shown = (letter if letter.isprintable() else " " for letter in text[:600])
@@ -124,7 +194,7 @@ def _positive(text: str) -> int:
 
 
 def _writable(text: str) -> Path:
-    """A path that a PNG can be written to, tried before anything is trained."""
+    """A path that a PNG and its run can be written to, tried before anything is trained."""
     path = Path(text)
     if path.suffix.lower() != ".png":
         raise argparse.ArgumentTypeError(f"must end in .png, got {text!r}")
@@ -137,6 +207,12 @@ def _writable(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"cannot write {text!r}: {error.strerror}") from None
     if not existed:
         path.unlink()
+    record = path.with_suffix(".jsonl")
+    try:
+        if record.exists():
+            read_run(record)  # only a run is replaced
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"would replace {str(record)!r}: {error}") from None
     return path
 
 

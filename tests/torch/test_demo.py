@@ -5,6 +5,7 @@ import torch
 
 from gradscaler.__main__ import main
 from gradscaler.demo import training
+from gradscaler.diagnose import read_run
 
 
 @pytest.fixture(scope="module")
@@ -16,12 +17,18 @@ def train(digits, mode, seed=0, steps=3):
     return training.train(mode, digits, seed, steps, lambda loss: None)
 
 
-def test_a_short_demo_prints_the_table_and_writes_a_png(tmp_path, capsys):
+def test_a_short_demo_prints_the_table_and_writes_a_png_and_a_report(tmp_path, capsys):
     output = tmp_path / "out.png"
-    assert main(["demo", "--steps", "3", "--device", "cpu", "--output", str(output)]) == 0
+    for _ in range(2):  # the second begins a new run
+        assert main(["demo", "--steps", "3", "--device", "cpu", "--output", str(output)]) == 0
     assert output.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     printed = capsys.readouterr().out
     assert all(mode in printed for mode in training.MODES)
+    recorded = read_run(tmp_path / "out.jsonl")
+    assert recorded.num_steps == 3
+    assert {sample.step for sample in recorded.samples} == {1, 2, 3}
+    assert "Nothing unusual" in (tmp_path / "out.html").read_text(encoding="utf-8")
+    assert all(path.name in printed for path in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -56,6 +63,17 @@ def test_checking_the_output_leaves_no_file_behind(tmp_path):
     with pytest.raises(SystemExit):
         main(["demo", "--output", str(output), "--steps", "0"])
     assert not output.exists()
+
+
+def test_a_file_that_holds_no_run_is_not_replaced(tmp_path, capsys):
+    precious = tmp_path / "out.jsonl"
+    precious.write_text('{"mine": 1}\n')
+    with pytest.raises(SystemExit) as stopped:
+        main(["demo", "--output", str(tmp_path / "out.png"), "--steps", "1"])
+    assert stopped.value.code == 2
+    assert "out.jsonl" in capsys.readouterr().err
+    assert precious.read_text() == '{"mine": 1}\n'
+    assert list(tmp_path.iterdir()) == [precious]
 
 
 def test_ctrl_c_ends_with_exit_status_130(monkeypatch):

@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
-import os
 import pickle
-import shutil
-import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gradscaler.atomic import replacing
 from gradscaler.checkpoint import pickles
 
 TORCH_SUFFIXES = (".pt", ".pth")
@@ -98,28 +96,17 @@ def save(path: Path, state_dict: Mapping[str, Any]) -> None:
         for key, value in state_dict.items()
     }
     try:
-        target = path.resolve()
-        descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".gradscaler-")
-        temporary = Path(name)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                if path.suffix == ".json":
-                    file.write(json.dumps(plain, indent=2).encode() + b"\n")
-                elif path.suffix in TORCH_SUFFIXES:
-                    _torch().save(plain, file)
-                elif path.suffix in PADDLE_SUFFIXES:
-                    arrays = {k: v for k, v in state_dict.items() if isinstance(v, np.ndarray)}
-                    pickle.dump({**plain, **arrays}, file, protocol=4)
-                else:
-                    suffixes = ", ".join((".json", *TORCH_SUFFIXES, *PADDLE_SUFFIXES))
-                    raise FileError(f"the name must end in one of {suffixes}")
-            if target.exists():
-                shutil.copymode(target, temporary)
+        with replacing(path) as file:
+            if path.suffix == ".json":
+                file.write(json.dumps(plain, indent=2).encode() + b"\n")
+            elif path.suffix in TORCH_SUFFIXES:
+                _torch().save(plain, file)
+            elif path.suffix in PADDLE_SUFFIXES:
+                arrays = {k: v for k, v in state_dict.items() if isinstance(v, np.ndarray)}
+                pickle.dump({**plain, **arrays}, file, protocol=4)
             else:
-                temporary.chmod(0o666 & ~_umask())
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+                suffixes = ", ".join((".json", *TORCH_SUFFIXES, *PADDLE_SUFFIXES))
+                raise FileError(f"the name must end in one of {suffixes}")
     except OSError as error:
         raise FileError(error.strerror or str(error)) from None
 
@@ -131,9 +118,3 @@ def _torch() -> Any:
         raise FileError(
             "to write torch's files takes torch: pip install 'gradscaler[torch]'"
         ) from None
-
-
-def _umask() -> int:
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask

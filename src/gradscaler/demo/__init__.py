@@ -16,11 +16,14 @@ from rich.table import Table
 
 from gradscaler.demo.figure import draw
 from gradscaler.demo.training import MODES, Digits, Run, train
+from gradscaler.diagnose import read_run, report
 
 
 def run(seed: int, steps: int, output: Path, device: str) -> list[Run]:
-    """Train in each mode with live progress, print the table, write the picture."""
+    """Train in each mode with live progress, print the table, write the picture and the report."""
     console = Console()
+    record, page = output.with_suffix(".jsonl"), output.with_suffix(".html")
+    record.unlink(missing_ok=True)  # a monitor would go on with it
     digits = Digits.load(device)
     columns = (
         TextColumn("{task.description:<17}"),
@@ -37,7 +40,8 @@ def run(seed: int, steps: int, output: Path, device: str) -> list[Run]:
             def advance(loss: float, task: int = task) -> None:
                 progress.update(task, advance=1, loss=loss)  # type: ignore[arg-type] # a TaskID
 
-            runs.append(train(mode, digits, seed, steps, advance))
+            watched = record if mode == MODES[2] else None
+            runs.append(train(mode, digits, seed, steps, advance, watched))
     console.print(_table(runs))
     console.print(
         "A gradient is flushed to zero where fp16 gives 0 and fp32, at the same weights and on the "
@@ -45,7 +49,9 @@ def run(seed: int, steps: int, output: Path, device: str) -> list[Run]:
         style="dim",
     )
     draw(runs, output)
+    report.write(read_run(record), page)
     console.print(f"The picture is in {output}", soft_wrap=True)
+    console.print(f"A report on the last run is in {page}, made of {record}", soft_wrap=True)
     return runs
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,12 +14,14 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
 
+from gradscaler.diagnose import Monitor
 from gradscaler.torch import GradScaler
 
 MODES = ("fp32", "fp16", "fp16 + gradscaler")
 LAYERS, WIDTH, BATCH, LEARNING_RATE = 6, 64, 512, 1e-2
 GROWTH_INTERVAL = 100  # the default, 2000, is longer than the whole run
 MEASUREMENTS = 10
+SAMPLES = 40  # by the monitor
 
 
 @dataclass
@@ -90,9 +94,23 @@ def make_network(seed: int) -> nn.Sequential:
 
 
 def train(
-    mode: str, digits: Digits, seed: int, steps: int, advance: Callable[[float], None]
+    mode: str,
+    digits: Digits,
+    seed: int,
+    steps: int,
+    advance: Callable[[float], None],
+    record: Path | None = None,
 ) -> Run:
-    """Train a network for a number of steps; ``advance`` is called with the loss of each."""
+    """Train a network for a number of steps.
+
+    Args:
+        mode: one of ``MODES``.
+        digits: to train and to test on.
+        seed: of weights and batches.
+        steps: how many.
+        advance: called with the loss of each.
+        record: where a monitor writes what it sees, if there is to be one.
+    """
     device = digits.inputs.device
     network = make_network(seed).to(device)
     optimizer = torch.optim.Adam(network.parameters(), lr=LEARNING_RATE)
@@ -108,25 +126,27 @@ def train(
             outputs = network(digits.inputs[batch])
         return nn.functional.cross_entropy(outputs.float(), digits.targets[batch])
 
-    for step in range(steps):
-        batch = torch.randint(len(digits.inputs), (BATCH,), generator=batches).to(device)
-        if step % max(1, steps // MEASUREMENTS) == 0:
-            _measure(run, network, loss_on, batch, scaler)
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        loss = loss_on(batch, mode != MODES[0])
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        outcome = scaler.last_step(optimizer)
-        run.losses.append(loss.item())
-        run.seconds += time.perf_counter() - start
-        run.skipped += outcome.skipped
-        if scaler.is_enabled():
-            run.scales.append(outcome.scale)
-        if outcome.applied:
-            scheduler.step()
-        advance(run.losses[-1])
+    every = max(1, steps // SAMPLES)
+    with Monitor(scaler, network, every, record) if record else nullcontext():
+        for step in range(steps):
+            batch = torch.randint(len(digits.inputs), (BATCH,), generator=batches).to(device)
+            if step % max(1, steps // MEASUREMENTS) == 0:
+                _measure(run, network, loss_on, batch, scaler)
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            loss = loss_on(batch, mode != MODES[0])
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            outcome = scaler.last_step(optimizer)
+            run.losses.append(loss.item())
+            run.seconds += time.perf_counter() - start
+            run.skipped += outcome.skipped
+            if scaler.is_enabled():
+                run.scales.append(outcome.scale)
+            if outcome.applied:
+                scheduler.step()
+            advance(run.losses[-1])
     with torch.no_grad(), torch.autocast(device.type, torch.float16, enabled=mode != MODES[0]):
         predicted = network(digits.test_inputs).argmax(dim=1)
     run.accuracy = (predicted == digits.test_targets).float().mean().item()

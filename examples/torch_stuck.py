@@ -1,0 +1,166 @@
+"""Seven short trainings in fp16, and what gradscaler says is wrong with each.
+
+    python examples/torch_stuck.py
+    python examples/torch_stuck.py nan --runs runs
+    python -m gradscaler report runs/nan.jsonl -o nan.html
+
+Six make a mistake that people make, and their loss scale would fall for ever, or is too small; one
+makes none. docs/stuck.md walks through them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import fill
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gradscaler import DynamicScale, FixedScale
+from gradscaler.diagnose import Monitor, StuckError, Verdict
+from gradscaler.torch import GradScaler
+
+STEPS = 100
+BATCH = 64
+FEATURES = 32
+
+
+class Training(NamedTuple):
+    """What differs from one training to another; ``loss`` is told the step, and a batch."""
+
+    model: nn.Module
+    loss: Callable[[int, Tensor], Tensor]
+    scaler: GradScaler
+
+
+def normal() -> Training:
+    """The first scale is too large, and falls until it fits."""
+    model = network()
+    return Training(
+        model,
+        lambda step, inputs: nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True)),
+        GradScaler(init_scale=2.0**20),
+    )
+
+
+def loss() -> Training:
+    """The logarithm of a probability that fp16 rounds to 0 or 1; logits have a loss for this."""
+    model = network(squash=nn.Sigmoid())
+
+    def cross_entropy(step: int, inputs: Tensor) -> Tensor:
+        labels = (inputs.sum(1, keepdim=True) > 0).float()
+        guess: Tensor = model(100 * inputs)
+        return -(labels * guess.log() + (1 - labels) * (1 - guess).log()).mean()
+
+    return Training(model, cross_entropy, GradScaler())
+
+
+def parameter() -> Training:
+    """Weights that are normalised by hand: a row of zeros is divided by its norm."""
+    model = network()
+    weight = model.get_parameter("hidden.weight")
+
+    def squares(step: int, inputs: Tensor) -> Tensor:
+        if step == STEPS // 2:
+            with torch.no_grad():
+                weight[3] = 0.0  # pruned
+                weight.div_(weight.norm(dim=1, keepdim=True))
+        outputs: Tensor = model(inputs)
+        return outputs.float().square().mean()
+
+    return Training(model, squares, GradScaler())
+
+
+def activations() -> Training:
+    """Weights as bfloat16 allows them: what they make of the inputs is beyond 65504."""
+    model = network()
+    with torch.no_grad():
+        for name in ("hidden.weight", "output.weight"):
+            model.get_parameter(name).mul_(3000.0)
+    return Training(model, lambda step, inputs: model(inputs).float().square().mean(), GradScaler())
+
+
+def nan() -> Training:
+    """The distance of a point to itself is 0, and the gradient of its root 0 times Inf."""
+    model = network()
+
+    def distances(step: int, inputs: Tensor) -> Tensor:
+        points: Tensor = model(inputs).float()
+        return (points - points[:1]).square().sum(1).sqrt().mean()
+
+    return Training(model, distances, GradScaler())
+
+
+def floor() -> Training:
+    """A sum of squares, not their mean, of large numbers, and a scale that is at least 1."""
+    model = network()
+    policy = DynamicScale(init_scale=2.0**8, min_scale=1.0)
+    return Training(
+        model,
+        lambda step, inputs: (model(inputs).float() - 5000.0).square().sum(),
+        GradScaler(policy=policy),
+    )
+
+
+def underflow() -> Training:
+    """A deep network of sigmoids, whose gradients are too small for a scale that stays 1."""
+    layers = [layer for _ in range(6) for layer in (nn.Linear(FEATURES, FEATURES), nn.Sigmoid())]
+    model = nn.Sequential(*layers, nn.Linear(FEATURES, 1))
+    scaler = GradScaler(policy=FixedScale(1.0))
+    return Training(model, lambda step, inputs: model(inputs).float().square().mean(), scaler)
+
+
+TRAININGS = {make.__name__: make for make in (normal, loss, parameter, activations, nan, floor)}
+TRAININGS["underflow"] = underflow
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train as often as asked for, and print each verdict."""
+    parser = argparse.ArgumentParser(description="What gradscaler says of trainings gone wrong.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(TRAININGS))
+    parser.add_argument("--runs", type=Path, help="keep the run files in this folder")
+    arguments = parser.parse_args(argv)
+    if unknown := set(arguments.names) - set(TRAININGS):
+        parser.error(f"there is no training {min(unknown)!r}: choose of {', '.join(TRAININGS)}")
+    if arguments.runs:
+        arguments.runs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in arguments.names or TRAININGS:
+            path = (arguments.runs or Path(temporary)) / f"{name}.jsonl"
+            steps, verdict = train(TRAININGS[name], path)
+            print(f"{name}, after {steps} steps: {verdict.kind}")
+            print(fill(verdict.text, 96, initial_indent="    ", subsequent_indent="    "), "\n")
+
+
+def train(make: Callable[[], Training], path: Path) -> tuple[int, Verdict]:
+    """Train until it is over or stuck; the steps that were taken, and the verdict."""
+    torch.manual_seed(0)
+    model, loss_of, scaler = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with Monitor(scaler, model, every=10, path=path, on_stuck="raise") as monitor:
+        try:
+            for step in range(STEPS):
+                with torch.autocast("cpu", torch.float16):
+                    loss = loss_of(step, torch.randn(BATCH, FEATURES))
+                optimizer.zero_grad()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        except StuckError:
+            pass
+        return monitor.history[-1].step, monitor.verdict
+
+
+def network(**last: nn.Module) -> nn.Sequential:
+    """Two layers."""
+    hidden, output = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1)
+    return nn.Sequential(OrderedDict(hidden=hidden, relu=nn.ReLU(), output=output, **last))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""A run in the terminal: the verdict, and the evidence for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from gradscaler.diagnose import summary
+from gradscaler.diagnose.runs import Run
+
+LEVELS = {"good": "green", "warning": "yellow", "bad": "red"}
+COLOURS = {"flushed": "red", "subnormal": "yellow", "normal": "blue", "overflow": "magenta"}
+
+_WIDTH, _WIDEST = 44, 56  # of the charts: all is within 80 columns then
+_LONGEST_NAME = 20
+_BLOCKS, _PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", ".:-=+*#@"
+
+
+def explain(run: Run, console: Console) -> None:
+    """Print what is wrong with a run, and what it was like."""
+    headline, verdict = summary.headline(run), run.verdict
+    text = Text(summary.shown(verdict.text, 1000))
+    if verdict.where:
+        text.append("\nLook at ").append(summary.shown(verdict.where), "bold")
+    title = Text(headline.text, "bold")
+    console.print(Panel(text, title=title, title_align="left", border_style=LEVELS[headline.level]))
+    facts = (f"{name}: {fact}" for name, fact in summary.facts(run).items())
+    console.print(Text("   ".join(facts), "dim"))
+    blocks = _PLAIN_BLOCKS if console.options.ascii_only else _BLOCKS
+    for part in (_over_time(run, blocks), _by_size(run, blocks), *map(_table, summary.tables(run))):
+        if part.row_count:
+            console.print()
+            console.print(part)
+
+
+def _over_time(run: Run, blocks: str) -> Table:
+    """A line for each thing that a run has numbers of, from its first step to its last."""
+    scales = dict(zip(*run.scales, strict=True))
+    exponents = {
+        step: math.log2(scale) if 0 < scale < math.inf else math.nan
+        for step, scale in scales.items()
+    }
+    losses, norms = summary.losses(run), summary.norms(run)
+    flushed = {step: share.flushed for step, share in summary.shares(run).items()}
+    subnormal = {step: share.subnormal for step, share in summary.shares(run).items()}
+    chart = Table.grid(padding=(0, 2))
+    for name, points, ends in (
+        ("loss scale", exponents, _ends(scales, summary.number)),
+        ("loss", losses, _ends(losses, summary.number)),
+        ("gradient norm", norms, _ends(norms, summary.number)),
+        ("flushed to zero", flushed, _ends(flushed, summary.percent)),
+        ("subnormal", subnormal, _ends(subnormal, summary.percent)),
+    ):
+        if points:
+            chart.add_row(name, _line(points, run.num_steps, blocks), ends)
+    if run.skipped:
+        width = _width(run.num_steps)
+        columns = [_column(step, run.num_steps) for step in run.skipped]
+        bars = _bars(np.bincount(columns, minlength=width), blocks)
+        chart.add_row("skipped", Text(bars, "red"), f"{len(run.skipped):,} steps")
+    return chart
+
+
+def _ends(points: Mapping[int, float], show: Callable[[float], str]) -> str:
+    """The number of the first step, and of the last."""
+    steps = sorted(points)
+    return " → ".join(show(points[step]) for step in steps[:: max(1, len(steps) - 1)])
+
+
+def _line(points: Mapping[int, float], last_step: int, blocks: str) -> Text:
+    """The number of each column's latest step, or of the one before it; "!" is Inf or NaN."""
+    halves = {step: value / 2 for step, value in points.items()}  # their range is finite, too
+    finite = [value for value in halves.values() if math.isfinite(value)]
+    low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
+    columns = [" "] * _width(last_step)
+    for step in sorted(halves):
+        height = (halves[step] - low) / (span or 1.0)
+        mark = blocks[round(7 * height)] if math.isfinite(height) else "!"
+        start = _column(step, last_step)
+        columns[start:] = mark * (len(columns) - start)
+    line = Text("".join(columns), "blue")
+    line.highlight_regex("!+", "bold red")
+    return line
+
+
+def _by_size(run: Run, blocks: str) -> Table:
+    """The exponents of the gradients, of all and of the worst parameters'."""
+    chart = Table.grid(padding=(0, 2))
+    if (spectrum := summary.spectrum(run)) is None:
+        return chart
+    group = math.ceil(spectrum.exponents.size / _WIDEST)
+    starts = np.arange(0, spectrum.exponents.size, group)
+    styles = [
+        next(COLOURS[zone.name] for zone in spectrum.zones if zone.start <= exponent < zone.stop)
+        for exponent in spectrum.exponents[starts]
+    ]
+    ruler = [" "] * starts.size
+    for zone in spectrum.zones[1:]:
+        label = f"|{summary.power(2, int(zone.start))}"
+        column = int(zone.start - spectrum.exponents[0]) // group
+        ruler[column : column + len(label)] = label
+    rows = {name: row for row, name in enumerate(spectrum.names, 1)}
+    worst = {name: rows[name] for name in spectrum.worst}
+    chart.add_row(f"step {spectrum.step:,}", "".join(ruler[:_WIDEST]))
+    for name, row in {"all gradients": 0, **worst}.items():
+        bars = _bars(np.add.reduceat(spectrum.shares[row], starts), blocks)
+        line = Text.assemble(*zip(bars, styles, strict=True))
+        chart.add_row(Text(summary.shown(name, _LONGEST_NAME)), line)
+    parts = [
+        (
+            f"{zone.name} {summary.percent(spectrum.shares[0][spectrum.within(zone)].sum())}  ",
+            COLOURS[zone.name],
+        )
+        for zone in spectrum.zones
+    ]
+    chart.add_row("", Text.assemble(*parts))
+    return chart
+
+
+def _bars(values: np.ndarray, blocks: str) -> str:
+    """A block for each value, as high as it is beside the largest, and none for 0."""
+    heights = np.ceil(8 * values / (values.max() or 1.0)).astype(int)
+    return "".join((" " + blocks)[height] for height in heights)
+
+
+def _width(last_step: int) -> int:
+    return max(1, min(_WIDTH, last_step))
+
+
+def _column(step: int, last_step: int) -> int:
+    """Where a step is in a chart."""
+    width = _width(last_step)
+    return min(max(0, step - 1) * width // max(1, last_step), width - 1)
+
+
+def _table(table: summary.Table) -> Table:
+    drawn = Table(
+        title=table.title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        pad_edge=False,
+    )
+    for column, heading in enumerate(table.headings):
+        if column == table.names:
+            drawn.add_column(heading, overflow="fold")
+        else:
+            drawn.add_column(heading, justify="right", no_wrap=True)
+    for row in table.rows:
+        drawn.add_row(*map(Text, row))
+    return drawn
