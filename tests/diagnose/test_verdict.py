@@ -42,9 +42,14 @@ def test_a_nonfinite_loss_is_to_blame_if_it_is_in_all_the_skips():
 
 
 def test_a_nan_in_all_the_skips_names_its_gradient():
-    found = verdict(skips=row(INF, NAN))
+    found = verdict(skips=(*row(INF, NAN)[:-1], Skip(119, 32.0, 2.5, (NAN,))))
     assert (found.kind, found.where) == ("nan", "fc2.weight")
     assert "The gradient of fc2.weight is NaN at every loss scale" in found.text
+
+
+def test_a_nan_beside_an_inf_may_come_of_overflow():
+    assert verdict(skips=row(INF, NAN)).kind == "normal"
+    assert verdict(skips=row(INF, NAN, first=1.0)).kind == "floor"
 
 
 def test_a_nan_in_some_of_the_skips_may_go_with_a_lower_scale():
@@ -129,6 +134,15 @@ def test_gradients_lost_below_a_scale_that_could_be_larger_are_an_underflow(shar
     assert (found.kind, found.where) == ("underflow", "w")
     assert "30% of the gradients are zero in float16" in found.text
     assert "raise it by a factor of up to 2**23" in found.text  # to 2**14, with 2**2 to spare
+
+
+@pytest.mark.parametrize(("exponent", "scale"), [(1100, 1.0), (-20, 0.0), (-20, float("inf"))])
+def test_a_run_file_may_say_anything(exponent, scale):
+    assert sampled(FLUSHED, exponent, scale).kind == "normal"
+
+
+def test_one_skip_is_told_of_in_the_singular():
+    assert judge(Evidence(800, 1)).text.startswith("1 of 800 steps was skipped")
 
 
 def test_zeros_alone_are_no_underflow():

@@ -137,8 +137,14 @@ def _of_skips(evidence: Evidence) -> Verdict:
 
 
 def _nan_in_all(skips: tuple[Skip, ...]) -> str | None:
-    """A parameter whose gradient was NaN in all the skips that were looked into."""
-    seen = [{g.name for g in skip.nonfinite if g.num_nan} for skip in skips if skip.nonfinite]
+    """A parameter whose gradient was NaN in all the skips that were looked into.
+
+    None while there is an Inf beside it: overflow makes both, for Inf - Inf and 0 * Inf are NaN.
+    """
+    looked_into = [skip.nonfinite for skip in skips if skip.nonfinite]
+    if not looked_into or any(gradient.num_inf for gradient in looked_into[-1]):
+        return None
+    seen = [{g.name for g in nonfinite if g.num_nan} for nonfinite in looked_into]
     common = set.intersection(*seen) if seen else set()
     return next((g.name for skip in skips for g in skip.nonfinite if g.name in common), None)
 
@@ -148,6 +154,8 @@ def _of_sample(evidence: Evidence) -> Verdict | None:
     sample = evidence.sample
     if sample is None or sample.shares is None or sample.histogram is None:
         return None
+    if not 0 < sample.scale < math.inf:  # of a run file that says so
+        return None
     shares, bins = sample.shares, sample.histogram
     form = formats.named(evidence.dtype)
     nonzero = 1 - shares.zero - shares.nonfinite
@@ -155,8 +163,8 @@ def _of_sample(evidence: Evidence) -> Verdict | None:
     # Zeros are no evidence by themselves: a ReLU makes them too. A tail that is cut off is.
     lost = shares.flushed >= _LOST or (shares.zero >= _LOST and small > nonzero / 4)
     if bins.counts:
-        largest = 2.0 ** (bins.first + len(bins.counts)) * sample.scale
-        headroom = math.log2(form.largest / largest)
+        largest = bins.first + len(bins.counts) + math.log2(sample.scale)
+        headroom = math.log2(form.largest) - largest
     else:
         lost, headroom = shares.zero == 1, math.inf
     if not lost or headroom < _HEADROOM:
@@ -178,8 +186,9 @@ def _normal(evidence: Evidence) -> Verdict:
             "normal",
             f"None of {evidence.steps} steps was skipped. There is nothing to mend.",
         )
+    were = "was" if evidence.skipped == 1 else "were"
     return Verdict(
         "normal",
-        f"{evidence.skipped} of {evidence.steps} steps were skipped, as the loss scale found its "
+        f"{evidence.skipped} of {evidence.steps} steps {were} skipped, as the loss scale found its "
         "place, and a lower scale cured each overflow. There is nothing to mend.",
     )
