@@ -22,6 +22,7 @@ from torch_scaler import fused_adamw
 import gradscaler.torch
 
 DEVICE = "cuda"
+SHAPES: list[eager.Shape] = [(256, 256), (64, 64), (64,)]  # small and large are checked differently
 CLIPPING = {False: "scaling", True: "scaling and clipping"}
 
 
@@ -59,7 +60,7 @@ def scale_and_step(
 
 def check_that_nothing_waits(clip: bool) -> None:
     """Iterations in which any waiting for the device is an error."""
-    training = Training(gradscaler.torch.GradScaler(DEVICE), [(64, 64)] * 10, clip)
+    training = Training(gradscaler.torch.GradScaler(DEVICE), SHAPES, clip)
     training.step()  # places the scale, and makes the optimizer's state
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -77,7 +78,7 @@ def check_a_graph(clip: bool) -> None:
     plain, captured = (
         Training(
             gradscaler.torch.GradScaler(DEVICE, init_scale=2.0**10, growth_interval=2),
-            [(64, 64)] * 10,
+            SHAPES,
             clip,
         )
         for _ in range(2)

@@ -9,6 +9,7 @@ Of the latter there is also what scaling, and scaling and clipping, add to its b
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -104,10 +105,8 @@ def compare_added(clip: bool, workload: eager.Workload, repetitions: int) -> pai
         repetitions=repetitions,
         calls=workload.calls,
     )
-    added = {
-        name: [with_it - bare for with_it, bare in zip(seconds[name], seconds["bare"], strict=True)]
-        for name in ("ours", "native")
-    }
+    bare = statistics.median(seconds["bare"])  # less noise than each repetition's own
+    added = {name: [each - bare for each in seconds[name]] for name in ("ours", "native")}
     what = "scaling and clipping" if clip else "scaling"
     return paired.Comparison(f"{workload.name}, {what}, added to fused AdamW", **added)
 

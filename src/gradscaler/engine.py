@@ -258,9 +258,11 @@ class EagerScaler(ABC):
 
         They are multiplied by ``min(1, max_norm / (norm + 1e-6))`` in ``step``, if that is not
         skipped. A 2-norm takes one reading of the gradients, and ``step`` divides them by the
-        scale in the same multiplication; for other norms they are unscaled here. A second call
-        clips what the first has left; the framework's own clipping does not know of it. With a
-        closure, call it in the closure.
+        scale in the same multiplication; for other norms they are unscaled here. Until then
+        gradients stay as they are: to see or change them, call ``unscale_`` first. A second call
+        clips what the first has left; the framework's own clipping does not know of it. Those of
+        a skipped step are not clipped, and may not be unscaled. With a closure, call it in the
+        closure.
 
         Args:
             optimizer: the optimizer that owns the gradients.
@@ -285,6 +287,10 @@ class EagerScaler(ABC):
             raise CallOrderError(
                 "clip_grad_norm_() is being called after step(): call it before step(optimizer)"
             )
+        if record.clip_coefficient is not None:  # of an earlier call
+            self._clip(record)
+            record.stage = Stage.UNSCALED
+            record.unscaled_to_clip = True
         norm = None
         if self._enabled and record.stage is Stage.READY:
             if norm_type == 2 and record.inv_scale is None:
@@ -295,22 +301,17 @@ class EagerScaler(ABC):
                 record.unscaled_to_clip = True
         if norm is None:
             norm = self._operations.total_norm(optimizer, float(norm_type))
-        if record.clip_coefficient is not None:
-            norm = norm * record.clip_coefficient
         if error_if_nonfinite and not math.isfinite(float(norm)):
             raise RuntimeError(
                 f"the total norm of order {norm_type} of the gradients is {float(norm)}, so they "
                 "cannot be clipped; with error_if_nonfinite=False the step is skipped instead"
             )
         coefficient = self._operations.clip_coefficient(float(max_norm), norm)
-        if not self._enabled:  # step() is not ours then: clip at once
-            self._operations.multiply_gradients_(optimizer, coefficient)
-        elif record.clip_coefficient is None:
-            record.clip_coefficient = coefficient
-        else:
-            record.clip_coefficient = record.clip_coefficient * coefficient
         if self._enabled:
+            record.clip_coefficient = coefficient
             self._records[id(optimizer)] = record
+        else:  # step() is not ours then: clip at once
+            self._operations.multiply_gradients_(optimizer, coefficient)
         return norm
 
     def last_step(self, optimizer: Optimizer) -> StepOutcome:

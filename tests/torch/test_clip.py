@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradscaler.torch import GradScaler
@@ -496,3 +497,41 @@ def test_clipping_before_a_step_with_a_closure_is_refused_not_lost():
         scaler.step(optimizer, lambda: None)
     scaler.step(optimizer)
     assert parameter.item() == pytest.approx(0.5)
+
+
+def test_a_second_clip_of_a_norm_that_overflowed_finds_zeros_as_torch_s_does(parameters):
+    huge = [torch.full_like(parameter, 1e38) for parameter in parameters]
+    for clip_first in (True, False):
+        twins = copy.deepcopy(parameters)
+        optimizer, scaler = plain_sgd(twins), GradScaler(init_scale=1.0)
+        scaler.scale(torch.ones(()))
+        for parameter, gradient in zip(twins, huge, strict=True):
+            parameter.grad = gradient.clone()
+        if not clip_first:
+            scaler.unscale_(optimizer)
+        norms = [scaler.clip_grad_norm_(optimizer, 1.0).item() for _ in range(2)]
+        scaler.step(optimizer)
+        assert norms == [INF, 0.0]
+        assert all(map(torch.equal, twins, parameters))
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("value", [1.0, INF])
+def test_no_copy_of_the_gradients_is_made(clip, value):
+    parameter = torch.nn.Parameter(torch.zeros(1000, 1000))
+    optimizer, scaler = torch.optim.AdamW([parameter], fused=True), GradScaler()
+
+    def iteration():
+        scaler.scale(torch.ones(()))
+        parameter.grad = torch.ones_like(parameter)
+        parameter.grad[0, 0] = value
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            if clip:
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+        scaler.update()
+        return profiled
+
+    iteration()  # makes the optimizer's state
+    largest = max(event.cpu_memory_usage for event in iteration().events())
+    assert largest < parameter.grad.nbytes / 100

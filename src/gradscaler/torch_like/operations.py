@@ -178,8 +178,7 @@ class TorchLikeOperations:
         with self.framework.no_grad():
             groups = list(self.grouped(self.gradients_to_measure(optimizer)))
             device, grads = groups[0] if groups else (scale.device, [])
-            float32 = all(grad.dtype == self.framework.float32 for grad in grads[:1])
-            if len(groups) > 1 or device != scale.device or not float32:
+            if len(groups) > 1 or device != scale.device or not self.can_measure(grads):
                 return None
             used, inv_scale = self.inverse(scale)
             norm_and_flag = self.norm_and_flag(grads)
@@ -197,13 +196,24 @@ class TorchLikeOperations:
         if not grads or is_cpu(grads[0].device):
             norm = self.norm_on_cpu(grads)
             finite = math.isfinite(norm.item())
-            if not finite and all(grad.isfinite().all().item() for grad in grads):
+            if not finite and all(map(_is_finite, grads)):
                 return None
             return norm, self.scalar(float(not finite), norm.device)
         # In float64 no sum of squares overflows: it is finite if and only if all the gradients are.
         norms = self.framework._foreach_norm(grads, 2, dtype=self.framework.float64)
         norm = self.framework.linalg.vector_norm(self.framework.stack(norms))
-        return norm, 1.0 - norm.isfinite().float()
+        return norm, (norm * 0.0).ne(0.0).float()
+
+    def can_measure(self, grads: list[Tensor]) -> bool:
+        """Whether ``norm_and_flag`` can tell: float32, float64 on their device, and no subclasses.
+
+        Of a sharded tensor, each process would find its own shard's flag.
+        """
+        return not grads or (
+            grads[0].dtype == self.framework.float32
+            and grads[0].device.type != "mps"
+            and all(type(grad) is self.framework.Tensor for grad in grads)
+        )
 
     def norm_on_cpu(self, grads: list[Tensor]) -> Tensor:
         """The 2-norm of float32 tensors.
@@ -237,9 +247,9 @@ class TorchLikeOperations:
                     flags[key] = self.on_device(found_inf.clone(), device)
                 # Unscaling by 1 writes what it reads. A norm does not, and is faster unless the
                 # gradients are so small that the calls weigh more.
-                float32 = grads[0].dtype == self.framework.float32
-                large = [grad for grad in grads if float32 and grad.numel() >= _LARGE]
-                norm_and_flag = self.norm_and_flag(large) if large else None
+                large = [grad for grad in grads if grad.numel() >= _LARGE]
+                can = bool(large) and self.can_measure(large)
+                norm_and_flag = self.norm_and_flag(large) if can else None
                 if norm_and_flag is not None:
                     flags[key] = self.framework.maximum(flags[key], norm_and_flag[1])
                     grads = [grad for grad in grads if grad.numel() < _LARGE]
@@ -301,6 +311,12 @@ def is_cpu(device: Device) -> bool:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """The optimizer's parameters, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_finite(grad: Tensor) -> bool:
+    """Whether all elements are; ``isfinite`` would make a mask as large as they are."""
+    extremes = (grad.min(), grad.max()) if grad.numel() else ()
+    return all(math.isfinite(extreme.item()) for extreme in extremes)
 
 
 def _fp16_gradient_error(optimizer: Optimizer, float16: Any) -> ValueError:
