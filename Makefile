@@ -18,6 +18,7 @@ keras_RUNS := KERAS_BACKEND=tensorflow KERAS_BACKEND=jax KERAS_BACKEND=torch
 torch_TESTS := $(CORE) $(wildcard tests/*.py) tests/policies tests/checkpoint tests/diagnose
 EVERYWHERE := $(wildcard tests/diagnose/test_*frameworks.py)
 
+.NOTPARALLEL: # what is timed is to be alone, and the tests take all cores themselves
 .PHONY: demo test lint conformance mutants bench bench-gpu clean $(foreach framework,$(FRAMEWORKS),test-$(framework) bench-$(framework))
 
 demo: .venv/torch/.ready
@@ -60,12 +61,15 @@ $(addprefix bench-,$(FRAMEWORKS)): bench-%: .venv/%/.ready
 	set -e; for benchmark in $(filter-out torch_gpu,$(basename $(notdir $(wildcard benchmarks/$(name)_*.py)))); do \
 		.venv/$*/bin/python benchmarks/$$benchmark.py $(if $(QUICK),--quick) \
 		--json benchmarks/results/$$benchmark.json; done
+	.venv/$*/bin/python benchmarks/imports.py $(name) $(if $(QUICK),--quick) \
+		--json benchmarks/results/imports_$(name).json
 
 # What a GPU changes: no waiting for it, CUDA graphs, kernel launches, time. Says so where there is none.
 bench-gpu: .venv/torch/.ready
 	mkdir -p benchmarks/results
 	.venv/torch/bin/python benchmarks/torch_gpu.py $(if $(QUICK),--quick) \
 		--json benchmarks/results/torch_gpu.json
+	.venv/torch/bin/python benchmarks/report.py
 
 name = $(subst -,_,$*)
 

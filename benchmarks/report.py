@@ -1,65 +1,83 @@
-"""Gathers the JSON of all benchmarks into ``RESULTS.md`` and a chart of the ratios.
+"""Gathers the JSON of all benchmarks into ``RESULTS.md``, a chart of the ratios, and one of curves.
 
     python benchmarks/report.py
 
-``make bench`` runs it at the end. Needs Matplotlib.
+``make bench`` and ``make bench-gpu`` run it at the end. Needs Matplotlib.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator
+import math
+import re
+import statistics
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import paired
+from matplotlib.axes import Axes
 
 HERE = Path(__file__).parent
-GPU = HERE / "results" / "torch_gpu.json"
+CURVES = "torch_curves"
 HEAD = """# Benchmarks
 
 gradscaler beside each framework's own scaler: the same gradients or the same network, by turns, in
 one run. A ratio below 1 means that gradscaler takes less time. Median of the paired repetitions,
 and the interval that holds the true median with 95 % confidence. `make bench` makes all of it anew.
 
-"Added to fused AdamW" is the time beyond a bare step of the optimizer, ours to theirs.
+"Added to fused AdamW" is the time beyond the median of its bare step, ours to theirs. Of
+`torch_monitor`, "native" is our scaler without a monitor; of an import, the framework alone.
 
 ![Median ratios, with intervals](results.png)
+
+What scaling and clipping add to a fused step, by the number of tensors and by their bytes:
+
+![Curves](curves.png)
 """
 NOT_RUN = """
 ## GPU
 
-Not run: there was no GPU at hand. Nothing here says anything about one.
+Not run: there was no GPU at hand. Nothing here says anything about one. `make bench-gpu` is for that.
 """
 
-
-def comparisons(results: list[dict[str, Any]]) -> list[paired.Comparison]:
-    """Those in a file."""
-    return [paired.Comparison(r["workload"], r["ours_s"], r["native_s"]) for r in results]
+Results = dict[str, tuple[dict[str, Any], list[paired.Comparison]]]
 
 
-def sections() -> Iterator[tuple[str, dict[str, Any], list[paired.Comparison]]]:
-    """What each benchmark measured: its name, what it was made with, and the comparisons."""
+def read_results() -> Results:
+    """By benchmark, what it was made with and what it measured."""
+    results: Results = {}
     for path in sorted((HERE / "results").glob("*.json")):
         measured = json.loads(path.read_text())
-        yield path.stem, measured["setting"], comparisons(measured["results"])
+        comparisons = [
+            paired.Comparison(each["workload"], each["ours_s"], each["native_s"])
+            for each in measured["results"]
+        ]
+        results[path.stem] = measured["setting"], comparisons
+    return results
 
 
-def chart(path: Path) -> None:
+def draw_ratios(results: Results, path: Path) -> None:
     """A point for each ratio, and a line for its interval."""
-    rows = [(name, each) for name, _, measured in sections() for each in measured]
-    rows = [(name, each) for name, each in rows if not each.workload.startswith("compile")]
-    rows.reverse()
-    figure, axes = plt.subplots(figsize=(9, 0.24 * len(rows) + 1.2), layout="constrained")
+    rows = [
+        (name, each)
+        for name, (_, comparisons) in results.items()
+        for each in comparisons
+        if each.ratio > 0 and not each.workload.startswith("compile")
+    ][::-1]
+    figure, axes = plt.subplots(figsize=(9, 0.2 * len(rows) + 1.2), layout="constrained")
     colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for name, _ in rows))}
     for place, (name, each) in enumerate(rows):
-        axes.plot(each.interval, [place, place], color=colours[name], alpha=0.5)
+        low, high = each.interval
+        axes.plot([max(low, 2**-5), high], [place, place], color=colours[name], alpha=0.5)
         axes.plot(each.ratio, place, "o", color=colours[name], markersize=4)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(rows)), [f"{name}: {each.workload}" for name, each in rows], size=7)
+    axes.set_ylim(-1, len(rows))
     axes.set_xscale("log", base=2)
+    axes.set_xlim(2**-4, 2**4)
     axes.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xlabel("time of gradscaler / time of the other (below 1: gradscaler is faster)")
     axes.grid(axis="x", alpha=0.3)
@@ -67,16 +85,49 @@ def chart(path: Path) -> None:
     plt.close(figure)
 
 
+def draw_curves(comparisons: list[paired.Comparison], path: Path) -> None:
+    """Time against the number of tensors, and against bytes."""
+    figure, (counts, sizes) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    points = []
+    for each in comparisons:
+        tensors, megabytes = re.findall(r"([\d,]+) (?:tensors|MB)", each.workload)
+        points.append((int(tensors.replace(",", "")), int(megabytes.replace(",", "")), each))
+    _draw_curve(counts, [(t, each) for t, mb, each in points if mb == 64], "tensors, 64 MB in all")
+    _draw_curve(sizes, [(mb, each) for t, mb, each in points if t == 100 and mb != 64], "MB in 100")
+    counts.set_ylabel("added time, ms")
+    counts.legend(frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _draw_curve(axes: Axes, points: list[tuple[int, paired.Comparison]], label: str) -> None:
+    for name, colour in (("ours", "#0072B2"), ("native", "#555555")):
+        medians = [1e3 * statistics.median(getattr(each, name)) for _, each in points]
+        shown = [median if median > 0 else math.nan for median in medians]
+        axes.loglog([x for x, _ in points], shown, "o-", color=colour, label=name)
+    axes.set_xlabel(label)
+    axes.grid(alpha=0.3)
+
+
 def main() -> None:
-    """Write the tables and the chart."""
-    text = HEAD
-    for name, setting, measured in sections():
-        made_with = ", ".join(f"{key} {value}" for key, value in setting.items())
-        text += f"\n## {name}\n\n{made_with}\n\n{paired.table(measured)}\n"
+    """Write the table and the charts."""
     mpl.use("Agg")
-    chart(HERE / "results.png")
-    text += "\n" + (HERE / "profile.md").read_text()
-    (HERE / "RESULTS.md").write_text(text if GPU.exists() else text + NOT_RUN)
+    results = read_results()
+    draw_ratios(results, HERE / "results.png")
+    if CURVES in results:
+        draw_curves(results[CURVES][1], HERE / "curves.png")
+    rows = [
+        dataclasses.replace(each, workload=f"{name}: {each.workload}")
+        for name, (_, comparisons) in results.items()
+        for each in comparisons
+    ]
+    text = f"{HEAD}\n{paired.table(rows)}\n\n" + (HERE / "profile.md").read_text()
+    if "torch_gpu" not in results:
+        text += NOT_RUN
+    text += "\n## Made with\n\n"
+    for name, (setting, _) in results.items():
+        text += f"- {name}: {', '.join(f'{key} {value}' for key, value in setting.items())}\n"
+    (HERE / "RESULTS.md").write_text(text)
 
 
 if __name__ == "__main__":

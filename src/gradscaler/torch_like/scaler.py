@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,8 @@ class TorchLikeScaler(TorchSpelling):
         self._allow_fp16_gradients = allow_fp16_gradients
         given = (init_scale, growth_factor, backoff_factor, growth_interval)
         if policy is None:
-            policy = _dynamic_scale(*given)
+            plain = all(isinstance(value, (int, float)) for value in given)
+            policy = (_dynamic_scale if plain else _dynamic_scale.__wrapped__)(*given)
         elif given != (2.0**16, 2.0, 0.5, 2000):
             raise ParameterError(
                 "policy= already says how the scale moves: leave out init_scale, growth_factor, "
@@ -249,6 +251,7 @@ def _check_scale(name: str, scale: object, policy: Policy) -> float:
     )
 
 
+@lru_cache(typed=True)  # checking the parameters takes longer than all else a scaler is made of
 def _dynamic_scale(
     init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int
 ) -> DynamicScale:

@@ -1,0 +1,86 @@
+"""What importing an adapter, and constructing a scaler, cost beyond the framework and its own.
+
+    python benchmarks/imports.py torch
+
+Each measurement is a new process, by turns: "ours" imports the framework and then the adapter,
+"native" the framework alone. Of the scalers, "native" is the framework's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import paired
+
+SCALERS = {  # the adapter's, and the framework's own
+    "torch": ("GradScaler", "torch.amp.GradScaler"),
+    "tensorplay": ("GradScaler", "tensorplay.amp.GradScaler"),
+    "paddle": ("GradScaler", "paddle.amp.GradScaler"),
+    "mindspore": ("DynamicLossScaleManager", "mindspore.amp.DynamicLossScaleManager"),
+    "jax": ("DynamicScale", "flax.training.dynamic_scale.DynamicScale"),
+    "keras": ("LossScaleOptimizer", "keras.optimizers.LossScaleOptimizer"),
+    "tf_keras": ("LossScaleOptimizer", "tf_keras.mixed_precision.LossScaleOptimizer"),
+}
+TIMED = "from time import perf_counter as now; start = now(); {}; print(now() - start)"
+
+
+def seconds_to_run(statements: str) -> float:
+    """What statements take in a new process, its own start left out."""
+    command = [sys.executable, "-W", "ignore", "-c", TIMED.format(statements)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return float(printed.split()[-1])
+
+
+def compare_imports(framework: str, repetitions: int) -> paired.Comparison:
+    """Time importing the framework with and without the adapter."""
+    own = SCALERS[framework][1].rpartition(".")[0]  # for JAX, flax's module
+    native = f"import {framework}, {own}"
+    ours = f"{native}, gradscaler.{framework}"
+    seconds: dict[str, list[float]] = {"ours": [], "native": []}
+    for _ in range(repetitions):
+        seconds["ours"].append(seconds_to_run(ours))
+        seconds["native"].append(seconds_to_run(native))
+    return paired.Comparison(f"{framework}: import", **seconds)
+
+
+def compare_construction(framework: str, repetitions: int) -> paired.Comparison:
+    """Time making a scaler with its defaults."""
+    name, native = SCALERS[framework]
+    module, _, native_name = native.rpartition(".")
+    scalers = {
+        "ours": getattr(import_module(f"gradscaler.{framework}"), name),
+        "native": getattr(import_module(module), native_name),
+    }
+    arguments: Callable[[], tuple[Any, ...]] = tuple
+    if framework in ("torch", "tensorplay"):
+        arguments = lambda: ("cpu",)  # noqa: E731 # without it, their own look for CUDA
+    if name == "LossScaleOptimizer":
+        optimizers = import_module(f"{framework}.optimizers")
+        arguments = lambda: (optimizers.SGD(),)  # noqa: E731 # each wraps its own
+    rivals = {
+        who: partial(lambda scaler: scaler(*arguments()), scaler) for who, scaler in scalers.items()
+    }
+    seconds = paired.interleave(rivals, lambda: None, repetitions, calls=100)
+    return paired.Comparison(f"{framework}: construct a scaler", **seconds)
+
+
+def main() -> None:
+    """Time both for the framework named."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("framework", choices=SCALERS)
+    arguments = paired.parse(parser)
+    results = [
+        compare(arguments.framework, arguments.repetitions)
+        for compare in (compare_imports, compare_construction)
+    ]
+    paired.report(arguments, {}, results)
+
+
+if __name__ == "__main__":
+    main()
