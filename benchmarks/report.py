@@ -40,7 +40,7 @@ What scaling and clipping add to a fused step, by the number of tensors and by t
 NOT_RUN = """
 ## GPU
 
-Not run: there was no GPU at hand. Nothing here says anything about one. `make bench-gpu` is for that.
+Not run: there was no GPU at hand. Nothing here says anything about one; `make bench-gpu` does.
 """
 
 Results = dict[str, tuple[dict[str, Any], list[paired.Comparison]]]
@@ -93,7 +93,9 @@ def draw_curves(comparisons: list[paired.Comparison], path: Path) -> None:
         tensors, megabytes = re.findall(r"([\d,]+) (?:tensors|MB)", each.workload)
         points.append((int(tensors.replace(",", "")), int(megabytes.replace(",", "")), each))
     _draw_curve(counts, [(t, each) for t, mb, each in points if mb == 64], "tensors, 64 MB in all")
-    _draw_curve(sizes, [(mb, each) for t, mb, each in points if t == 100 and mb != 64], "MB in 100")
+    _draw_curve(
+        sizes, [(mb, each) for t, mb, each in points if t == 100 and mb != 64], "MB, in 100 tensors"
+    )
     counts.set_ylabel("added time, ms")
     counts.legend(frameon=False)
     figure.savefig(path, dpi=110)
