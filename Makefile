@@ -5,9 +5,9 @@ PYTHON ?= python3
 FRAMEWORKS := torch tensorplay paddle mindspore jax keras tf-keras
 
 CORE := $(filter-out src/gradscaler/__main__.py,$(wildcard src/gradscaler/*.py)) \
-	src/gradscaler/policies src/gradscaler/checkpoint src/gradscaler/diagnose
-torch_SOURCES := src/gradscaler/torch_like src/gradscaler/torch src/gradscaler/demo \
-	src/gradscaler/__main__.py
+	src/gradscaler/policies src/gradscaler/checkpoint
+torch_SOURCES := src/gradscaler/torch_like src/gradscaler/torch src/gradscaler/diagnose \
+	src/gradscaler/demo src/gradscaler/__main__.py
 tensorplay_SOURCES := src/gradscaler/torch_like src/gradscaler/tensorplay
 paddle_SOURCES := src/gradscaler/paddle
 mindspore_SOURCES := src/gradscaler/mindspore
