@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from gradscaler import NonfiniteGradient
 from gradscaler.diagnose import read_run
+from gradscaler.diagnose.run_file import RunFile
 from gradscaler.diagnose.runs import (
     Bins,
     Judgement,
     ParameterSample,
-    RunFile,
     Sample,
     Shares,
     Skip,
@@ -306,7 +306,8 @@ def test_any_value_anywhere_is_read_or_refused(tmp_path_factory, data):
 WRITER = """
 import sys
 from pathlib import Path
-from gradscaler.diagnose.runs import RunFile, Skip, Start
+from gradscaler.diagnose.run_file import RunFile
+from gradscaler.diagnose.runs import Skip, Start
 
 file = RunFile(Path(sys.argv[1]), Start("torch", "float16", 100, 0, {}, ""))
 step = 0

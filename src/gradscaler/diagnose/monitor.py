@@ -12,7 +12,8 @@ from gradscaler.diagnose import formats, readings
 from gradscaler.diagnose.eager import EagerObserver
 from gradscaler.diagnose.explicit import Recorder
 from gradscaler.diagnose.journal import Journal, OnStuck, Step
-from gradscaler.diagnose.runs import RunFile, Sink, Start, now
+from gradscaler.diagnose.run_file import RunFile, now
+from gradscaler.diagnose.runs import Sink, Start
 from gradscaler.diagnose.tensorboard import Events, load_writer
 from gradscaler.diagnose.verdict import Evidence, Verdict, judge
 from gradscaler.engine import EagerScaler
