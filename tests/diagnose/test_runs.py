@@ -144,6 +144,23 @@ def test_the_last_recorded_verdict_is_the_runs(path):
     assert (verdict.kind, verdict.text, verdict.where) == ("floor", other.text, None)
 
 
+@pytest.mark.parametrize(
+    ("later", "kind"),
+    [
+        (Sample(90, 8.0, ((76, 8.0),), 15, tuple(range(76, 91))), "nan"),  # all were skipped
+        (Sample(90, 8.0, ((76, 8.0),), 15, tuple(range(77, 91))), "normal"),
+        (Sample(100, 8.0, ((76, 8.0),), 25, tuple(range(76, 91))), "normal"),
+        (Sample(76, 8.0, ((1, 8.0),), 76, (76,)), "nan"),  # it begins before the verdict
+        (Sample(77, 8.0, ((1, 8.0),), 77, (76,)), "normal"),
+        (Skip(77, 8.0), "nan"),  # of the step before it nothing is known
+    ],
+)
+def test_a_verdict_holds_until_a_step_is_not_skipped(path, later, kind):
+    run = read_run(written(path, JUDGEMENT, later))
+    assert run.verdict.kind == kind
+    assert run.verdicts == (JUDGEMENT,)
+
+
 def test_a_resumed_run_goes_on_from_the_last_step(path):
     written(path, SAMPLE, Skip(107, 8.0))
     file = RunFile(path, START)

@@ -199,14 +199,24 @@ class Run:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """The last one that the monitor gave, or what the samples say where it gave none."""
-        if self.verdicts:
+        """The last one that the monitor gave, or what the samples say.
+
+        That is where it gave none, or where the run recovered: a later step was not skipped.
+        """
+        if self.verdicts and not self._has_stepped_since(self.verdicts[-1].step):
             last = self.verdicts[-1]
             return Verdict(last.verdict, last.text, last.where)
         sampled = [sample for sample in self.samples if sample.shares is not None]
         dtype = self.starts[-1].dtype if self.starts else "float16"
         latest = sampled[-1] if sampled else None
         return judge(Evidence(self.num_steps, len(self.skipped), dtype, sample=latest))
+
+    def _has_stepped_since(self, step: int) -> bool:
+        """Whether a sample tells of a later step that was not skipped."""
+        return any(
+            min(sample.steps, sample.step - step) > sum(skip > step for skip in sample.skips)
+            for sample in self.samples
+        )
 
 
 def read_run(path: str | Path) -> Run:
