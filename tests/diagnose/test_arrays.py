@@ -49,6 +49,11 @@ class Module:
         (None, {}),
         ([], {}),
         ({"w": None}, {}),
+        ({"a.b": A, "a": {"b": B}}, {"a.b": A, "a.b (2)": B}),
+        (
+            [("w", A), ("w (2)", B), ("w", B), ("w", A)],
+            {"w": A, "w (2)": B, "w (3)": B, "w (4)": A},
+        ),
     ],
 )
 def test_every_array_has_the_path_to_it_for_a_name(gradients, expected):

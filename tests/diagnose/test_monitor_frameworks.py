@@ -13,6 +13,7 @@ from gradscaler.diagnose import Monitor, StuckError, read_run
 
 FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch").replace("-", "_")
 pytest.importorskip(FRAMEWORK)
+EAGER = ("torch", "tensorplay", "paddle")
 
 RULE = DynamicScale(init_scale=8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
 FINITE = [True, True, True, True, False, True, False, False, True, True, True, True]
@@ -314,6 +315,15 @@ def test_a_skip_names_the_parameter(train):
     assert found.dtype == "float32"
 
 
+@pytest.mark.skipif(FRAMEWORK in EAGER, reason="torch's names are unique")
+def test_variables_of_one_name_are_told_apart():
+    variables = [SimpleNamespace(name="kernel:0", dtype="float32") for _ in range(2)]
+    scaler, _, _ = globals()[f"on_{FRAMEWORK}"](RULE)
+    monitor = Monitor(scaler, SimpleNamespace(trainable_variables=variables))
+    monitor.record(gradients=[gradient(finite=False)] * 2, finite=False)
+    assert [found.name for found in monitor.history[0].nonfinite] == ["kernel", "kernel (2)"]
+
+
 def test_each_second_skip_is_looked_into_where_that_is_asked_for(train):
     history = train(RULE, [False] * 4, forensics=2).history
     assert [step.nonfinite is None for step in history] == [True, False, True, False]
@@ -357,7 +367,7 @@ def test_stuck_it_raises_and_a_file_says_so(train, tmp_path, forensics):
 
 def test_a_scaler_that_tells_by_itself_needs_no_record(train):
     monitor = train(RULE, [True])
-    if FRAMEWORK in ("torch", "tensorplay", "paddle"):
+    if FRAMEWORK in EAGER:
         with pytest.raises(TypeError, match="by itself"):
             monitor.record()
     else:

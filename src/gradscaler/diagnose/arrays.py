@@ -32,7 +32,7 @@ def named(gradients: Any) -> dict[str, Array]:
 
     Returns:
         The arrays in the order given. None is left out, and so is what JAX gives for the gradient
-        of an integer.
+        of an integer. Of several that share a name the second is ``"name (2)"``, and so on.
 
     Raises:
         TypeError: something in ``gradients`` is none of these.
@@ -40,7 +40,14 @@ def named(gradients: Any) -> dict[str, Array]:
     >>> list(named({"layer": {"weight": np.ones(3), "bias": None}, "rest": [np.ones(1)]}))
     ['layer.weight', 'rest.0']
     """
-    return dict(_leaves("", gradients))
+    found: dict[str, Array] = {}
+    for name, array in _leaves("", gradients):
+        unused, number = name, 1
+        while unused in found:
+            number += 1
+            unused = f"{name} ({number})"
+        found[unused] = array
+    return found
 
 
 def dtype_name(array: Array) -> str:

@@ -113,7 +113,7 @@ def parameters_of(model: Any) -> dict[str, Any]:
         return {}
     if hasattr(model, "trainable_params"):  # MindSpore's
         return {parameter.name: parameter for parameter in model.trainable_params()}
-    return {
-        getattr(variable, "path", None) or variable.name.partition(":")[0]: variable
+    return arrays.named(
+        (getattr(variable, "path", None) or variable.name.partition(":")[0], variable)
         for variable in model.trainable_variables
-    }
+    )
