@@ -189,6 +189,53 @@ def test_an_empty_file_can_be_written_to(path):
     assert read_run(written(path)).starts == (START,)
 
 
+SCRIPT_ON_A_FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from gradscaler.diagnose.run_file import RunFile
+from gradscaler.diagnose.runs import Judgement, Start
+
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+limit(int(sys.argv[2]))
+file = RunFile(Path(sys.argv[1]), Start("torch", "float16", 100, 0, {}, ""))
+for step in (1, 2):
+    file.write(Judgement(step, "nan", "x" * 500, None))
+limit(2000)
+file.write(Judgement(3, "nan", "", None))  # after a gap it would be misunderstood
+"""
+
+
+@pytest.fixture
+def on_a_full_disk(path):
+    """Runs the script above with room for so many bytes; the process and its errors."""
+    pytest.importorskip("resource", reason="it is of Unix")
+
+    def run(size):
+        command = [sys.executable, "-c", SCRIPT_ON_A_FULL_DISK, path, str(size)]
+        return subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
+
+    return run
+
+
+def test_a_full_disk_ends_the_file_after_a_whole_line_with_one_warning(on_a_full_disk, path):
+    result = on_a_full_disk(1000)
+    assert result.returncode == 0
+    assert result.stderr.count("RuntimeWarning: The run file ends here") == 1
+    assert str(path) in result.stderr
+    assert path.read_bytes().endswith(b"\n")
+    assert [verdict.step for verdict in read_run(path).verdicts] == [1]
+
+
+def test_a_disk_without_room_for_the_first_line_is_an_error(on_a_full_disk, path):
+    result = on_a_full_disk(10)
+    assert result.returncode == 1
+    assert f"OSError: {path}: only a part of a line" in result.stderr
+    assert not path.read_bytes()
+
+
 @pytest.mark.parametrize(
     "foreign", [b"hello", b"hello\n", b"\x80\x04K\x01.", b'{"step": 1}\n', b"[1]\n", b"\n"]
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import warnings
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -37,13 +39,21 @@ class RunFile:
             whole = _end_of_last_line(path)
         self._file = path.open("ab", buffering=0)
         finalize(self, self._file.close)  # many a script never closes its monitor
+        self._has_failed = False
         if whole:
             self._file.truncate(whole)
         self._append({"gradscaler": VERSION, "kind": start.kind, **vars(start), "step": self.step})
 
     def write(self, line: Line) -> None:
-        """Append a line, in one piece."""
-        self._append({"kind": line.kind, **vars(line)})
+        """Append a line, in one piece. If that fails it warns, and no more are written."""
+        if self._has_failed:
+            return
+        try:
+            self._append({"kind": line.kind, **vars(line)})
+        except OSError as error:
+            self._has_failed = True
+            what = f"The run file ends here, and the training goes on: {error}"
+            warnings.warn(RuntimeWarning(what), stacklevel=2)
 
     def close(self) -> None:
         """Close the file."""
@@ -54,8 +64,13 @@ class RunFile:
         if "NaN" in text or "Infinity" in text:  # a name may hold these, too
             text = json.dumps(json.loads(text, parse_constant=_SPELLED.__getitem__))
         data = text.encode() + b"\n"
-        if self._file.write(data) != len(data):
-            raise OSError(f"{self._file.name}: only a part of a line could be written")
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            if self._file.write(data) != len(data):
+                raise OSError("only a part of a line could be written")
+        except OSError as error:
+            self._file.truncate(end)
+            raise OSError(f"{self._file.name}: {error}") from error
 
 
 def _end_of_last_line(path: Path) -> int:
