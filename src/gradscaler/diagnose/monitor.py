@@ -45,7 +45,9 @@ class Monitor:
         model: whose parameters' names are used. Of PyTorch and TensorPlay its activations are
             looked at in the last of ``stuck_after`` steps.
         every: steps from one sample to the next.
-        path: of a run file, which is made or appended to; see :mod:`gradscaler.diagnose.runs`.
+        path: of a run file, which is made or appended to; see :mod:`gradscaler.diagnose.runs`. A
+            file is for one process at a time: of several, give it to that of rank 0 alone, or each
+            its own.
         forensics: look into each skip (1), each n-th (n) or none (0).
         on_stuck: ``"warn"`` warns, once in a row of skips; ``"raise"`` raises, before the scale
             moves, and the next ``update()`` goes on; ``"continue"`` only writes the verdict.
