@@ -178,7 +178,7 @@ def _items(name: str, value: Any) -> Iterable[tuple[Any, Any]]:
             keystr = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
             return [(keystr(path), leaf) for path, leaf in leaves]
     raise TypeError(
-        f"gradients must be arrays, or mappings, sequences or modules that hold them, but "
+        f"expected arrays, or mappings, sequences or modules that hold them, but "
         f"{name or 'what was given'} is {value!r} ({type(value).__name__})"
     )
 
