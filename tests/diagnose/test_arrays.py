@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradscaler.diagnose import arrays
+from gradscaler.diagnose import arrays, exponents, inspect
 
 Pair = namedtuple("Pair", ["weight", "bias"])
 A, B = np.ones(2, np.float32), np.zeros(3, np.float32)
@@ -49,6 +49,11 @@ class Module:
         (None, {}),
         ([], {}),
         ({"w": None}, {}),
+        ({"a.b": A, "a": {"b": B}}, {"a.b": A, "a.b (2)": B}),
+        (
+            [("w", A), ("w (2)", B), ("w", B), ("w", A)],
+            {"w": A, "w (2)": B, "w (3)": B, "w (4)": A},
+        ),
     ],
 )
 def test_every_array_has_the_path_to_it_for_a_name(gradients, expected):
@@ -77,6 +82,13 @@ def test_what_holds_no_arrays_is_refused_by_its_name(gradients, message):
 def test_numpy_s_own_arrays_are_not_copied(dtype):
     array = np.ones((2, 3), dtype)
     assert arrays.to_numpy(array) is array
+
+
+@pytest.mark.parametrize("look", [exponents, inspect])
+@pytest.mark.parametrize("array", [["a"], [b"a"], [None], np.zeros(1, "M8[s]")])
+def test_an_array_of_no_numbers_is_refused(look, array):
+    with pytest.raises(TypeError, match="holds no numbers"):
+        look({"w": np.array(array)})
 
 
 def test_a_complex_array_is_seen_as_real_numbers():

@@ -9,6 +9,7 @@ from io import StringIO
 import pytest
 
 from gradscaler.diagnose import runs
+from gradscaler.diagnose.run_file import RunFile
 
 pytest.importorskip("rich", reason="the terminal is written to with it")
 
@@ -95,7 +96,7 @@ def test_a_run_without_steps_is_no_error(made_up_run):
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_the_command_prints_in_any_encoding(tmp_path, made_up_run, encoding):
     run, path = made_up_run(names=["名前"]), tmp_path / "run.jsonl"
-    file = runs.RunFile(path, run.starts[0])
+    file = RunFile(path, run.starts[0])
     for line in (*run.samples, *run.skips):
         file.write(line)
     file.close()

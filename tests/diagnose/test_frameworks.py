@@ -213,6 +213,25 @@ def test_a_sparse_torch_gradient_is_its_values_those_of_one_index_summed():
     assert arrays.sample(embedding.weight.grad, 1).tolist() == [2]
 
 
+# PyTorch says of every such tensor that its support is new.
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+@only("torch", "tensorplay", "paddle")
+def test_an_array_of_compressed_rows_is_its_values():
+    rows = make(VALUES, "float32").to_sparse_csr()
+    (found,) = inspect({"w": rows})
+    assert (found.shape, found.num_inf, found.num_nan) == ((2, 4), 2, 1)
+    assert exponents(rows).total.size == 7  # of 8 one is zero
+
+
+@only("torch")
+def test_a_torch_tensor_without_elements_is_refused():
+    import torch
+
+    for look in (exponents, inspect):
+        with pytest.raises(TypeError, match="meta device holds no elements"):
+            look({"w": torch.ones(3, device="meta")})
+
+
 @only("torch")
 def test_a_distributed_torch_tensor_is_this_process_s_part_of_it(tmp_path):
     import torch

@@ -313,6 +313,16 @@ def test_it_can_go_on_without_a_word(path):
     assert len(read_run(path).verdicts) == 1
 
 
+def test_a_file_and_its_monitor_agree_that_a_run_recovered(path):
+    training = Training(stuck_after=2, on_stuck="continue", path=path)
+    training.steps("!!!..")
+    training.monitor.close()
+    run = read_run(path)
+    assert run.verdict == training.monitor.verdict
+    assert run.verdict.kind == "normal"
+    assert len(run.verdicts) == 1
+
+
 def test_a_closure_that_overflows_at_every_scale_counts():
     training = Training(stuck_after=2, on_stuck="raise", scaler=GradScaler(max_retries=1))
 

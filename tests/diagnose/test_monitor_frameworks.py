@@ -13,6 +13,7 @@ from gradscaler.diagnose import Monitor, StuckError, read_run
 
 FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch").replace("-", "_")
 pytest.importorskip(FRAMEWORK)
+EAGER = ("torch", "tensorplay", "paddle")
 
 RULE = DynamicScale(init_scale=8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
 FINITE = [True, True, True, True, False, True, False, False, True, True, True, True]
@@ -314,6 +315,15 @@ def test_a_skip_names_the_parameter(train):
     assert found.dtype == "float32"
 
 
+@pytest.mark.skipif(FRAMEWORK in EAGER, reason="the scaler tells of the steps")
+def test_variables_of_one_name_are_told_apart():
+    variables = [SimpleNamespace(name="kernel:0", dtype="float32") for _ in range(2)]
+    scaler, _, _ = globals()[f"on_{FRAMEWORK}"](RULE)
+    monitor = Monitor(scaler, SimpleNamespace(trainable_variables=variables))
+    monitor.record(gradients=[gradient(finite=False)] * 2, finite=False)
+    assert [found.name for found in monitor.history[0].nonfinite] == ["kernel", "kernel (2)"]
+
+
 def test_each_second_skip_is_looked_into_where_that_is_asked_for(train):
     history = train(RULE, [False] * 4, forensics=2).history
     assert [step.nonfinite is None for step in history] == [True, False, True, False]
@@ -355,9 +365,61 @@ def test_stuck_it_raises_and_a_file_says_so(train, tmp_path, forensics):
     assert (verdict.step, verdict.verdict) == (6, "floor")
 
 
+class Parameter:
+    """An array that counts how often it is read."""
+
+    dtype, shape = np.dtype(np.float32), (2,)
+    num_read = 0
+
+    def __array__(self, dtype=None, copy=None):
+        self.num_read += 1
+        return np.float32([1.0, math.nan])
+
+
+@pytest.fixture
+def record():
+    """A monitor for which two skips in a row are too many, and what tells it of a step."""
+    if FRAMEWORK in EAGER:
+        pytest.skip("the scaler tells of the steps")
+    scaler, model, _ = globals()[f"on_{FRAMEWORK}"](RULE)
+    monitor = Monitor(scaler, model, stuck_after=2, on_stuck="continue", every=1)
+    return monitor, monitor.record
+
+
+def test_parameters_are_looked_at_when_it_is_stuck_alone(record):
+    monitor, record = record
+    parameter = Parameter()
+    for finite in (True, False, True, False):
+        record(finite=finite, parameters={"dense": {"kernel": parameter}})
+    assert parameter.num_read == 0
+    record(finite=False, parameters={"dense": {"kernel": parameter}})
+    assert parameter.num_read == 1
+    assert (monitor.verdict.kind, monitor.verdict.where) == ("parameter", "dense.kernel")
+
+
+def test_parameters_that_are_no_arrays_are_refused_and_nothing_is_recorded(record):
+    monitor, record = record
+    with pytest.raises(TypeError, match="kernel is 'w'"):
+        record(finite=True, parameters={"kernel": "w"})
+    assert monitor.history == ()
+
+
+@pytest.mark.skipif(FRAMEWORK != "jax", reason="JAX alone deletes what it is given for good")
+def test_parameters_that_are_deleted_are_not_looked_at(record):
+    import jax
+
+    monitor, record = record
+    parameters = jax.numpy.array([math.nan])
+    for _ in range(2):
+        record(finite=False, parameters=parameters)
+    assert monitor.verdict.kind == "parameter"
+    parameters.delete()
+    assert monitor.verdict.kind != "parameter"
+
+
 def test_a_scaler_that_tells_by_itself_needs_no_record(train):
     monitor = train(RULE, [True])
-    if FRAMEWORK in ("torch", "tensorplay", "paddle"):
+    if FRAMEWORK in EAGER:
         with pytest.raises(TypeError, match="by itself"):
             monitor.record()
     else:

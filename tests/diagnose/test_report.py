@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from gradscaler.diagnose import runs
+from gradscaler.diagnose.run_file import RunFile
 from gradscaler.outcome import NonfiniteGradient
 
 pytest.importorskip("matplotlib", reason="the report is drawn with it")
@@ -61,7 +62,7 @@ def size_of_png(data):
 
 def save(run, path):
     start, *_ = run.starts
-    file = runs.RunFile(path, start)
+    file = RunFile(path, start)
     for line in (*run.samples, *run.skips, *run.verdicts):
         file.write(line)
     file.close()

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from gradscaler import NonfiniteGradient
 from gradscaler.diagnose import read_run
+from gradscaler.diagnose.run_file import RunFile
 from gradscaler.diagnose.runs import (
     Bins,
     Judgement,
     ParameterSample,
-    RunFile,
     Sample,
     Shares,
     Skip,
@@ -144,6 +144,23 @@ def test_the_last_recorded_verdict_is_the_runs(path):
     assert (verdict.kind, verdict.text, verdict.where) == ("floor", other.text, None)
 
 
+@pytest.mark.parametrize(
+    ("later", "kind"),
+    [
+        (Sample(90, 8.0, ((76, 8.0),), 15, tuple(range(76, 91))), "nan"),  # all were skipped
+        (Sample(90, 8.0, ((76, 8.0),), 15, tuple(range(77, 91))), "normal"),
+        (Sample(100, 8.0, ((76, 8.0),), 25, tuple(range(76, 91))), "normal"),
+        (Sample(76, 8.0, ((1, 8.0),), 76, (76,)), "nan"),  # it begins before the verdict
+        (Sample(77, 8.0, ((1, 8.0),), 77, (76,)), "normal"),
+        (Skip(77, 8.0), "nan"),  # of the step before it nothing is known
+    ],
+)
+def test_a_verdict_holds_until_a_step_is_not_skipped(path, later, kind):
+    run = read_run(written(path, JUDGEMENT, later))
+    assert run.verdict.kind == kind
+    assert run.verdicts == (JUDGEMENT,)
+
+
 def test_a_resumed_run_goes_on_from_the_last_step(path):
     written(path, SAMPLE, Skip(107, 8.0))
     file = RunFile(path, START)
@@ -170,6 +187,53 @@ def test_a_torn_last_line_is_left_out_and_cut_off_before_more_is_written(path):
 def test_an_empty_file_can_be_written_to(path):
     path.touch()
     assert read_run(written(path)).starts == (START,)
+
+
+SCRIPT_ON_A_FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from gradscaler.diagnose.run_file import RunFile
+from gradscaler.diagnose.runs import Judgement, Start
+
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+limit(int(sys.argv[2]))
+file = RunFile(Path(sys.argv[1]), Start("torch", "float16", 100, 0, {}, ""))
+for step in (1, 2):
+    file.write(Judgement(step, "nan", "x" * 500, None))
+limit(2000)
+file.write(Judgement(3, "nan", "", None))  # after a gap it would be misunderstood
+"""
+
+
+@pytest.fixture
+def on_a_full_disk(path):
+    """Runs the script above with room for so many bytes; the process and its errors."""
+    pytest.importorskip("resource", reason="it is of Unix")
+
+    def run(size):
+        command = [sys.executable, "-c", SCRIPT_ON_A_FULL_DISK, path, str(size)]
+        return subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
+
+    return run
+
+
+def test_a_full_disk_ends_the_file_after_a_whole_line_with_one_warning(on_a_full_disk, path):
+    result = on_a_full_disk(1000)
+    assert result.returncode == 0
+    assert result.stderr.count("RuntimeWarning: The run file ends here") == 1
+    assert str(path) in result.stderr
+    assert path.read_bytes().endswith(b"\n")
+    assert [verdict.step for verdict in read_run(path).verdicts] == [1]
+
+
+def test_a_disk_without_room_for_the_first_line_is_an_error(on_a_full_disk, path):
+    result = on_a_full_disk(10)
+    assert result.returncode == 1
+    assert f"OSError: {path}: only a part of a line" in result.stderr
+    assert not path.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -306,7 +370,8 @@ def test_any_value_anywhere_is_read_or_refused(tmp_path_factory, data):
 WRITER = """
 import sys
 from pathlib import Path
-from gradscaler.diagnose.runs import RunFile, Skip, Start
+from gradscaler.diagnose.run_file import RunFile
+from gradscaler.diagnose.runs import Skip, Start
 
 file = RunFile(Path(sys.argv[1]), Start("torch", "float16", 100, 0, {}, ""))
 step = 0

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 Array = Any
 
 _UNKNOWN_TO_NUMPY = ("bfloat16", "float8")
+_NO_NUMBERS = "MOSTUm"  # NumPy's kinds of dates, objects and texts
 
 
 def named(gradients: Any) -> dict[str, Array]:
@@ -32,7 +33,7 @@ def named(gradients: Any) -> dict[str, Array]:
 
     Returns:
         The arrays in the order given. None is left out, and so is what JAX gives for the gradient
-        of an integer.
+        of an integer. Of several that share a name the second is ``"name (2)"``, and so on.
 
     Raises:
         TypeError: something in ``gradients`` is none of these.
@@ -40,7 +41,14 @@ def named(gradients: Any) -> dict[str, Array]:
     >>> list(named({"layer": {"weight": np.ones(3), "bias": None}, "rest": [np.ones(1)]}))
     ['layer.weight', 'rest.0']
     """
-    return dict(_leaves("", gradients))
+    found: dict[str, Array] = {}
+    for name, array in _leaves("", gradients):
+        unused, number = name, 1
+        while unused in found:
+            number += 1
+            unused = f"{name} ({number})"
+        found[unused] = array
+    return found
 
 
 def dtype_name(array: Array) -> str:
@@ -70,10 +78,15 @@ def to_numpy(array: Array) -> NDArray[Any]:
     A sparse array is represented by its values, those of one index summed, and a complex one by a
     real view, of one more dimension. What NumPy has no dtype for comes as float32.
 
+    Raises:
+        TypeError: there are no elements, or they are no numbers.
+
     >>> to_numpy(np.array([1 + 2j]))
     array([[1., 2.]])
     """
     array = dense(array)
+    if getattr(array, "is_meta", False):
+        raise TypeError("a tensor on the meta device holds no elements")
     if hasattr(array, "detach"):  # PyTorch and those after its model
         if dtype_name(array).startswith(_UNKNOWN_TO_NUMPY):
             array = array.float()
@@ -83,6 +96,8 @@ def to_numpy(array: Array) -> NDArray[Any]:
     elif hasattr(array, "asnumpy"):
         array = array.asnumpy()
     host = np.asarray(array)
+    if host.dtype.kind in _NO_NUMBERS:
+        raise TypeError(f"an array of {host.dtype} holds no numbers")
     if host.dtype.kind == "c":
         return np.stack([host.real, host.imag], axis=-1)
     if dtype_name(host).startswith(_UNKNOWN_TO_NUMPY):
@@ -106,8 +121,9 @@ def dense(array: Array) -> Array:
     array = array.detach()
     if hasattr(array, "is_selected_rows") and array.is_selected_rows():  # Paddle's
         return _summed(array.rows(), to_numpy(array._get_tensor_from_selected_rows()))
-    sparse = array.is_sparse
-    return array.coalesce().values() if (sparse() if callable(sparse) else sparse) else array
+    if _has_layout(array, "is_sparse_csr"):
+        return array.values()
+    return array.coalesce().values() if _has_layout(array, "is_sparse") else array
 
 
 def sample(array: Array, limit: int) -> Array:
@@ -125,6 +141,12 @@ def sample(array: Array, limit: int) -> Array:
         flat = sys.modules["tensorflow"].reshape(array, [-1])
     stride = -(-size // limit) | 1  # odd: one that divides a row's length would pick few columns
     return flat[::stride]
+
+
+def _has_layout(array: Array, name: str) -> bool:
+    """What an attribute of PyTorch's, a method of Paddle's, says."""
+    flag = getattr(array, name)
+    return bool(flag() if callable(flag) else flag)
 
 
 def _is_rows(array: Array) -> bool:
@@ -171,7 +193,7 @@ def _items(name: str, value: Any) -> Iterable[tuple[Any, Any]]:
             keystr = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
             return [(keystr(path), leaf) for path, leaf in leaves]
     raise TypeError(
-        f"gradients must be arrays, or mappings, sequences or modules that hold them, but "
+        f"expected arrays, or mappings, sequences or modules that hold them, but "
         f"{name or 'what was given'} is {value!r} ({type(value).__name__})"
     )
 

@@ -41,13 +41,17 @@ class Recorder:
         self._growth_interval = getattr(policy, "growth_interval", getattr(policy, "period", 1))
         self._before = readings.read(scaler)
         self.located: Located | None = None  # there are no hooks here to locate by
+        self._parameters: Any = None  # of the latest step
         self._unread: list[tuple[Reading, Any]] = []
 
-    def record(self, scaler: Any, finite: Any, gradients: Any, loss: Any) -> None:
+    def record(self, scaler: Any, finite: Any, gradients: Any, loss: Any, parameters: Any) -> None:
         """Take down one step; see :meth:`gradscaler.diagnose.Monitor.record`."""
+        if self._parameters is None:  # refuse at once, and not when stuck, what cannot be read
+            arrays.named(parameters)
         reading = readings.read(self._scaler if scaler is None else scaler)
         if finite is not None:
             reading = reading._replace(finite=finite)
+        self._parameters = parameters
         self._unread.append((reading, loss))
         is_due = (self._journal.step + len(self._unread)) % self._every == 0
         is_to_look = self._forensics > 0 and gradients is not None
@@ -91,8 +95,12 @@ class Recorder:
         self.read()
 
     def nonfinite_parameters(self) -> tuple[NonfiniteGradient, ...]:
-        """The model's parameters that are themselves not finite."""
-        return inspect(parameters_of(self._model))
+        """The parameters of the latest step, or the model's, that are themselves not finite."""
+        given = self._parameters
+        parameters = parameters_of(self._model) if given is None else arrays.named(given)
+        # A jitted function may have been given JAX's for good since then.
+        there = {n: p for n, p in parameters.items() if not getattr(p, "is_deleted", bool)()}
+        return inspect(there)
 
     def _looks_into_the_next(self) -> bool:
         """Whether forensics are for the skip that comes next."""
@@ -113,7 +121,7 @@ def parameters_of(model: Any) -> dict[str, Any]:
         return {}
     if hasattr(model, "trainable_params"):  # MindSpore's
         return {parameter.name: parameter for parameter in model.trainable_params()}
-    return {
-        getattr(variable, "path", None) or variable.name.partition(":")[0]: variable
+    return arrays.named(
+        (getattr(variable, "path", None) or variable.name.partition(":")[0], variable)
         for variable in model.trainable_variables
-    }
+    )

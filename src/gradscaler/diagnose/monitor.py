@@ -12,7 +12,8 @@ from gradscaler.diagnose import formats, readings
 from gradscaler.diagnose.eager import EagerObserver
 from gradscaler.diagnose.explicit import Recorder
 from gradscaler.diagnose.journal import Journal, OnStuck, Step
-from gradscaler.diagnose.runs import RunFile, Sink, Start, now
+from gradscaler.diagnose.run_file import RunFile, now
+from gradscaler.diagnose.runs import Sink, Start
 from gradscaler.diagnose.tensorboard import Events, load_writer
 from gradscaler.diagnose.verdict import Evidence, Verdict, judge
 from gradscaler.engine import EagerScaler
@@ -44,7 +45,9 @@ class Monitor:
         model: whose parameters' names are used. Of PyTorch and TensorPlay its activations are
             looked at in the last of ``stuck_after`` steps.
         every: steps from one sample to the next.
-        path: of a run file, which is made or appended to; see :mod:`gradscaler.diagnose.runs`.
+        path: of a run file, which is made or appended to; see :mod:`gradscaler.diagnose.runs`. A
+            file is for one process at a time: of several, give it to that of rank 0 alone, or each
+            its own.
         forensics: look into each skip (1), each n-th (n) or none (0).
         on_stuck: ``"warn"`` warns, once in a row of skips; ``"raise"`` raises, before the scale
             moves, and the next ``update()`` goes on; ``"continue"`` only writes the verdict.
@@ -113,6 +116,7 @@ class Monitor:
         finite: Any = None,
         gradients: Any = None,
         loss: Any = None,
+        parameters: Any = None,
     ) -> None:
         """Tell of a step, once it is done and the scale has moved: for JAX, Keras and MindSpore.
 
@@ -125,9 +129,13 @@ class Monitor:
                 them there are neither samples of gradients nor forensics, and with them and
                 ``forensics`` each call waits for the device.
             loss: unscaled.
+            parameters: of the model, after the step, in any structure; looked at only when a
+                verdict is asked for in a row of skips that is too long. Left out, they are the
+                model's.
 
         Raises:
-            TypeError: the scaler is one that tells the monitor by itself; or ``scaler`` is none.
+            TypeError: the scaler is one that tells the monitor by itself; ``scaler`` is none; or
+                ``parameters`` holds something else than arrays.
             StuckError: if ``on_stuck`` is ``"raise"``.
         """
         if not isinstance(self._source, Recorder):
@@ -135,7 +143,7 @@ class Monitor:
                 "this scaler tells its monitor of each step by itself: leave record out"
             )
         if self._is_open:
-            self._source.record(scaler, finite, gradients, loss)
+            self._source.record(scaler, finite, gradients, loss, parameters)
 
     def callback(self) -> Any:
         """A callback for ``model.fit`` that records each training step, its gradients unseen.
@@ -210,7 +218,8 @@ def _check(scaler: Any, model: Any, is_eager: bool) -> None:
         readings.read(scaler)
     names = ("named_parameters",) if is_eager else ("trainable_params", "trainable_variables")
     if model is not None and not any(hasattr(model, name) for name in names):
-        raise TypeError(f"model must have {' or '.join(names)}, got {type(model).__name__}")
+        rest = "" if is_eager else "; what JAX has for one, give record(parameters=...)"
+        raise TypeError(f"model must have {' or '.join(names)}, got {type(model).__name__}{rest}")
 
 
 def _open(

@@ -6,14 +6,11 @@ A number that JSON has no word for is a text: ``"nan"``, ``"inf"`` or ``"-inf"``
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
-from weakref import finalize
 
 from gradscaler.diagnose import parsing
 from gradscaler.diagnose.verdict import Evidence, Verdict, judge
@@ -21,7 +18,6 @@ from gradscaler.outcome import NonfiniteGradient
 
 VERSION = 1
 _LONGEST_LINE = 2**26  # bytes; a model of 10,000 parameters takes 2**22
-_SPELLED = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
 
 
 class Bins(NamedTuple):
@@ -203,8 +199,11 @@ class Run:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """The last one that the monitor gave, or what the samples say where it gave none."""
-        if self.verdicts:
+        """The last one that the monitor gave, or what the samples say.
+
+        That is where it gave none, or where the run recovered: a later step was not skipped.
+        """
+        if self.verdicts and not self._has_stepped_since(self.verdicts[-1].step):
             last = self.verdicts[-1]
             return Verdict(last.verdict, last.text, last.where)
         sampled = [sample for sample in self.samples if sample.shares is not None]
@@ -212,61 +211,12 @@ class Run:
         latest = sampled[-1] if sampled else None
         return judge(Evidence(self.num_steps, len(self.skipped), dtype, sample=latest))
 
-
-class RunFile:
-    """A run file to append to.
-
-    Args:
-        path: of a file that is not there yet, is empty, or holds a run, which goes on then. A line
-            that its last writer was killed in is cut off.
-        start: its first line. Its ``step`` is raised to the file's last.
-
-    Attributes:
-        step: the last step in the file, 0 if it is new.
-
-    Raises:
-        ValueError: the file holds something else; it is left as it is.
-        OSError: it cannot be read or written.
-    """
-
-    def __init__(self, path: Path, start: Start) -> None:
-        self.step = start.step
-        whole = 0
-        if path.exists() and (not path.is_file() or path.stat().st_size):
-            self.step = max(self.step, read_run(path).num_steps)
-            whole = _end_of_last_line(path)
-        self._file = path.open("ab", buffering=0)
-        finalize(self, self._file.close)  # many a script never closes its monitor
-        if whole:
-            self._file.truncate(whole)
-        self._append({"gradscaler": VERSION, "kind": start.kind, **vars(start), "step": self.step})
-
-    def write(self, line: Line) -> None:
-        """Append a line, in one piece."""
-        self._append({"kind": line.kind, **vars(line)})
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _append(self, record: dict[str, Any]) -> None:
-        text = json.dumps(record, default=vars)
-        if "NaN" in text or "Infinity" in text:  # a name may hold these, too
-            text = json.dumps(json.loads(text, parse_constant=_SPELLED.__getitem__))
-        data = text.encode() + b"\n"
-        if self._file.write(data) != len(data):
-            raise OSError(f"{self._file.name}: only a part of a line could be written")
-
-
-def _end_of_last_line(path: Path) -> int:
-    """Where a file's last line break is; what comes after it is torn."""
-    with path.open("rb") as file:
-        return sum(len(line) for line in file if line.endswith(b"\n"))
-
-
-def now() -> str:
-    """The time, for a :class:`Start`."""
-    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    def _has_stepped_since(self, step: int) -> bool:
+        """Whether a sample tells of a later step that was not skipped."""
+        return any(
+            min(sample.steps, sample.step - step) > sum(skip > step for skip in sample.skips)
+            for sample in self.samples
+        )
 
 
 def read_run(path: str | Path) -> Run:
