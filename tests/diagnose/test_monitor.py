@@ -283,7 +283,7 @@ def test_at_most_ten_gradients_of_a_skip_are_listed(path):
 
 
 def test_it_warns_once_in_a_row_of_skips_and_where_update_was_called(path):
-    training = Training(stuck_after=3, path=path)
+    training = Training(stuck_after=3, path=path, scaler=GradScaler(init_scale=1.0))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         training.steps("!!!!!.!!.!!!!")
@@ -294,15 +294,16 @@ def test_it_warns_once_in_a_row_of_skips_and_where_update_was_called(path):
 
 
 def test_it_raises_before_the_scale_moves_and_the_next_update_goes_on():
-    training = Training(stuck_after=2, on_stuck="raise")
+    scaler = GradScaler(init_scale=1.0)
+    training = Training(stuck_after=2, on_stuck="raise", scaler=scaler)
     training.step(finite=False)
     training.backward(finite=False)
     training.scaler.step(training.optimizer)
     with pytest.raises(StuckError, match=r"0\.weight"):
         training.scaler.update()
-    assert training.scaler.get_scale() == 512.0
+    assert training.scaler.get_scale() == 0.5
     training.scaler.update()
-    assert training.scaler.get_scale() == 256.0
+    assert training.scaler.get_scale() == 0.25
     training.steps("!.")
     assert len(training.monitor.history) == 4
 
@@ -314,7 +315,8 @@ def test_it_can_go_on_without_a_word(path):
 
 
 def test_a_closure_that_overflows_at_every_scale_counts():
-    training = Training(stuck_after=2, on_stuck="raise", scaler=GradScaler(max_retries=1))
+    scaler = GradScaler(init_scale=1.0, max_retries=1)
+    training = Training(stuck_after=2, on_stuck="raise", scaler=scaler)
 
     def step():
         training.scaler.step(training.optimizer, lambda: training.backward(finite=False))
@@ -351,7 +353,8 @@ class Half(torch.nn.Module):
 
 def stuck(**options):
     """The verdict on a training of which no step succeeds."""
-    training = Training(stuck_after=4, on_stuck="raise", **options)
+    scaler = GradScaler(init_scale=4.0)
+    training = Training(stuck_after=4, on_stuck="raise", scaler=scaler, **options)
     with pytest.raises(StuckError) as raised:
         training.steps("." * 9)
     verdict = training.monitor.verdict
@@ -362,6 +365,48 @@ def stuck(**options):
 def test_a_nan_in_the_backward_pass_is_named():
     verdict = stuck(model=torch.nn.Sequential(torch.nn.Linear(4, 2), Root()))
     assert (verdict.kind, verdict.where) == ("nan", "0.weight")
+
+
+def train_in_float16(scaler, model, steps, **options):
+    """Trains on the same batch, and returns the monitor."""
+    torch.manual_seed(0)
+    inputs, labels = torch.randn(32, 16), torch.randint(0, 4, (32,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    monitor = Monitor(scaler, getattr(model, "_orig_mod", model), **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = torch.nn.functional.cross_entropy(model(inputs).float(), labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return monitor
+
+
+def classifier():
+    torch.manual_seed(1)
+    gelu, layer = torch.nn.GELU, torch.nn.Linear
+    return torch.nn.Sequential(layer(16, 64), gelu(), layer(64, 64), gelu(), layer(64, 4))
+
+
+@pytest.mark.parametrize("exponent", [32, 44, 60, 127])
+def test_a_healthy_training_from_a_far_too_large_scale_is_left_alone(exponent, path):
+    scaler = GradScaler(init_scale=2.0**exponent)
+    monitor = train_in_float16(scaler, classifier(), exponent, on_stuck="raise", path=path)
+    assert not monitor.history[-1].skipped
+    assert monitor.verdict.kind == "normal"
+    assert {verdict.verdict for verdict in read_run(path).verdicts} <= {"normal"}
+
+
+def test_a_nan_is_told_once_the_scale_has_fallen_to_1(path):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2), Root())
+    scaler = GradScaler(init_scale=2.0**10)
+    training = Training(stuck_after=4, on_stuck="raise", model=model, scaler=scaler, path=path)
+    with pytest.raises(StuckError, match=r"The gradient of 0\.weight is NaN"):
+        training.steps("." * 20)
+    assert scaler.get_scale() == 1.0
+    verdicts = read_run(path).verdicts
+    assert [(verdict.step, verdict.verdict) for verdict in verdicts] == [(4, "normal"), (11, "nan")]
 
 
 def test_a_module_that_overflows_is_named():

@@ -42,7 +42,7 @@ def test_a_nonfinite_loss_is_to_blame_if_it_is_in_all_the_skips():
 
 
 def test_a_nan_in_all_the_skips_names_its_gradient():
-    found = verdict(skips=(*row(INF, NAN)[:-1], Skip(119, 32.0, 2.5, (NAN,))))
+    found = verdict(skips=(*row(INF, NAN)[:-1], Skip(119, 1.0, 2.5, (NAN,))))
     assert (found.kind, found.where) == ("nan", "fc2.weight")
     assert "The gradient of fc2.weight is NaN at every loss scale" in found.text
 
@@ -52,6 +52,11 @@ def test_a_nan_beside_an_inf_may_come_of_overflow():
     assert verdict(skips=row(INF, NAN, first=1.0)).kind == "floor"
 
 
+def test_a_nan_at_a_scale_above_1_may_come_of_overflow():
+    assert verdict(skips=row(NAN)).kind == "normal"
+    assert verdict(skips=row(NAN, first=2.0**19)).kind == "nan"  # down to 1
+
+
 def test_a_nan_in_some_of_the_skips_may_go_with_a_lower_scale():
     assert verdict(skips=(*row(INF, NAN)[:-1], Skip(119, 32.0, 2.5, (INF,)))).kind == "normal"
 
@@ -59,7 +64,7 @@ def test_a_nan_in_some_of_the_skips_may_go_with_a_lower_scale():
 def test_skips_that_were_not_looked_into_do_not_count():
     skips = tuple(
         skip if i % 3 == 0 else replace(skip, nonfinite=(), loss=None)
-        for i, skip in enumerate(row(NAN))
+        for i, skip in enumerate(row(NAN, first=2.0**16))
     )
     assert verdict(skips=skips).kind == "nan"
 
@@ -98,7 +103,7 @@ def test_a_nonfinite_parameter_comes_before_all():
     "evidence",
     [
         STUCK,
-        replace(STUCK, skips=row(NAN)),
+        replace(STUCK, skips=row(NAN, first=1.0)),
         replace(STUCK, skips=row(NAN, loss=float("nan"))),
         replace(STUCK, skips=row(INF, first=1.0)),
         replace(STUCK, parameter="w"),

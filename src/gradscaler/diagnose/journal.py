@@ -85,7 +85,7 @@ class Journal:
         self._on_stuck = on_stuck
         self._stuck_after = stuck_after
         self._judge = judge
-        self._judged = False  # the skips in a row
+        self._judged: str | None = None  # the verdict on the skips in a row
         self._written = step
         self._scales: list[tuple[int, float]] = []
         self._skips: list[int] = []
@@ -106,7 +106,7 @@ class Journal:
         if not skipped:
             self.num_skips_in_a_row = 0
             self.skips_in_a_row.clear()
-            self._judged = False
+            self._judged = None
             return
         self.num_skipped += 1
         self.num_skips_in_a_row += 1
@@ -142,15 +142,21 @@ class Journal:
     def check(self) -> None:
         """Give the verdict if ``stuck_after`` steps in a row were skipped, once in that row.
 
+        As long as a lower scale may cure them nobody is told, and it is judged anew at each skip.
+
         Raises:
             StuckError: if that was asked for.
         """
-        if self._judged or not self.is_stuck:
+        if self._judged not in (None, "normal") or not self.is_stuck:
             return
-        self._judged = True
         verdict = self._judge(self)
+        if verdict.kind == self._judged:
+            return
+        self._judged = verdict.kind
         self.sample()
         self._write(Judgement(self.step, verdict.kind, verdict.text, verdict.where))
+        if verdict.kind == "normal":
+            return
         if self._on_stuck == "raise":
             raise StuckError(verdict.text)
         if self._on_stuck == "warn":

@@ -32,7 +32,7 @@ class Monitor:
     of gradients times scale in ``dtype``, from at most 16,384 elements of each; the worst
     parameters. After ``stuck_after`` skips in a row it gives its verdict, from the losses, from
     what the skipped gradients held and, in the last of these steps, from the model's parameters
-    and activations.
+    and activations. While a lower scale may still cure them, it waits for more.
 
     What may be on a device is read only at samples and when asked for, so nothing waits for the
     device meanwhile; but with ``forensics`` each step's flag is read at once, where there are

@@ -26,8 +26,9 @@ class Verdict:
         kind: ``"normal"``: overflows that lower scales cure. ``"underflow"``: the scale is too
             small. The rest no lower scale cures. ``"parameter"``: a parameter is itself not
             finite. ``"activations"``: a module makes Inf or NaN of finite inputs. ``"loss"``: the
-            unscaled loss is not finite. ``"nan"``: a gradient is NaN at every scale. ``"floor"``:
-            the scale falls no further, or is below 1, where it no longer makes gradients larger.
+            unscaled loss is not finite. ``"nan"``: a gradient is NaN at every scale, also at one
+            of 1 or less. ``"floor"``: the scale falls no further, or is below 1, where it no
+            longer makes gradients larger.
         text: two sentences: what happened, with the evidence, and what to try.
         where: the name of the parameter or the module, if one is to blame.
     """
@@ -139,13 +140,15 @@ def _of_skips(evidence: Evidence) -> Verdict:
 def _nan_in_all(skips: tuple[Skip, ...]) -> str | None:
     """A parameter whose gradient was NaN in all the skips that were looked into.
 
-    None while there is an Inf beside it: overflow makes both, for Inf - Inf and 0 * Inf are NaN.
+    None at a scale above 1, or while there is an Inf beside it: overflow makes NaN too, for
+    Inf - Inf and 0 * Inf are, and far above the right scale it leaves nothing else.
     """
-    looked_into = [skip.nonfinite for skip in skips if skip.nonfinite]
-    if not looked_into or any(gradient.num_inf for gradient in looked_into[-1]):
+    looked_into = [skip for skip in skips if skip.nonfinite]
+    if not looked_into or looked_into[-1].scale > 1:
         return None
-    seen = [{g.name for g in nonfinite if g.num_nan} for nonfinite in looked_into]
-    common = set.intersection(*seen) if seen else set()
+    if any(gradient.num_inf for gradient in looked_into[-1].nonfinite):
+        return None
+    common = set.intersection(*({g.name for g in s.nonfinite if g.num_nan} for s in looked_into))
     return next((g.name for skip in skips for g in skip.nonfinite if g.name in common), None)
 
 
