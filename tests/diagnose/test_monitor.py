@@ -409,6 +409,30 @@ def test_a_nan_is_told_once_the_scale_has_fallen_to_1(path):
     assert [(verdict.step, verdict.verdict) for verdict in verdicts] == [(4, "normal"), (11, "nan")]
 
 
+@pytest.mark.parametrize("how", ["torch.compile", "Module.compile", "compiled given"])
+def test_a_compiled_model_is_trained_on_while_it_is_watched(how):
+    model = classifier()
+    with torch.no_grad():
+        model[2].weight.mul_(1e6)
+    if how == "Module.compile":
+        model.compile(backend="eager")
+        trained = model
+    else:
+        trained = torch.compile(model, backend="eager")
+    monitor = train_in_float16(GradScaler(), trained, 22, on_stuck="continue")
+    assert monitor.verdict.kind in ("activations", "loss")
+
+
+def test_an_error_in_watching_does_not_reach_the_training(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("not readable")
+
+    monkeypatch.setattr(sys.modules["gradscaler.diagnose.locate"], "_largest", fail)
+    training = Training(stuck_after=3, on_stuck="continue")
+    training.steps("!!!")
+    assert len(training.monitor.history) == 3
+
+
 def test_a_module_that_overflows_is_named():
     verdict = stuck(model=torch.nn.Sequential(torch.nn.Linear(4, 2), Half()))
     assert (verdict.kind, verdict.where) == ("activations", "1")

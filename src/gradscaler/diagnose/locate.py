@@ -7,7 +7,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -131,9 +131,12 @@ class Watch:
         for name, module in self._model.named_modules():
             if isinstance(module, compiled):
                 continue
+            enter, leave = (
+                self._hook(partial(hook, name)) for hook in (self._enter, self._leave)
+            )
             self._handles += (
-                module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True),
-                module.register_forward_hook(partial(self._leave, name)),
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_hook(leave),
             )
         if self._backward:
             for parameter in self._model.parameters():
@@ -155,6 +158,18 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def _hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook that is not compiled, and whose errors do not end a training."""
+
+        def quiet(*args: Any) -> Any:
+            with suppress(Exception):
+                return hook(*args)
+
+        safe = hook if self._backward else quiet
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            safe = self._framework.compiler.disable(safe)
+        return safe
 
     def _enter(
         self, name: str, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
