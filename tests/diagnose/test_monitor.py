@@ -433,6 +433,38 @@ def test_an_error_in_watching_does_not_reach_the_training(monkeypatch):
     assert len(training.monitor.history) == 3
 
 
+class Mask(torch.nn.Module):
+    def forward(self, inputs):
+        return torch.full((inputs.shape[1], inputs.shape[1]), -math.inf).triu(1)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inputs, self.mask = torch.nn.Linear(16, 16), Mask()
+        self.outputs = torch.nn.Linear(16, 4)
+
+    def forward(self, inputs):
+        hidden = self.inputs(inputs).view(8, 4, 16)
+        mask = self.mask(hidden).to(hidden.dtype)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return self.outputs(attend(hidden, hidden, hidden, attn_mask=mask)).flatten(0, 1)
+
+
+def test_a_module_that_makes_a_mask_is_not_blamed_for_a_scale_too_large():
+    scaler = GradScaler(init_scale=2.0**50)
+    monitor = train_in_float16(scaler, Attention(), 22, on_stuck="raise")
+    assert monitor.verdict.kind == "normal"
+
+
+def test_a_layer_that_overflows_to_negative_infinity_alone_is_named():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    with torch.no_grad():
+        model[2].weight.fill_(-1e5)
+    monitor = train_in_float16(GradScaler(), model, 20, on_stuck="continue")
+    assert (monitor.verdict.kind, monitor.verdict.where) == ("activations", "2")
+
+
 def test_a_module_that_overflows_is_named():
     verdict = stuck(model=torch.nn.Sequential(torch.nn.Linear(4, 2), Half()))
     assert (verdict.kind, verdict.where) == ("activations", "1")

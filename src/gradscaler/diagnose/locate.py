@@ -71,8 +71,8 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
     In the order of execution it is the first whose output is not finite although its inputs are;
     if there is none, the first in the backward pass whose input's or parameter's gradient is not
     finite although its output's is. Of modules within one another the innermost is meant; a
-    scripted one is part of what it is in. An input of -inf passes as finite: attention masks are
-    made of it.
+    scripted one is part of what it is in. -inf passes as finite, for attention masks are made of
+    it: as an input, and as an output of a module that has no parameters of its own.
 
     The model is left as it was: its gradients, its buffers, the framework's random numbers.
 
@@ -206,8 +206,9 @@ class Watch:
         if self.located or not self._entered[name]:
             return
         call = self._entered[name].pop()
+        masks = not any(True for _ in module.parameters(recurse=False))
         for tensor in self._tensors(output):
-            if math.isfinite(call.input) and not math.isfinite(_largest(tensor)):
+            if math.isfinite(call.input) and not math.isfinite(_largest(tensor, masks)):
                 self._found("forward", name, module, tensor, call.input, _nonfinite_of(module))
                 return
             if self._backward and tensor.requires_grad:
