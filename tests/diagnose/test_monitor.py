@@ -486,6 +486,19 @@ def test_a_nonfinite_parameter_is_named():
     assert (verdict.kind, verdict.where) == ("parameter", "1.weight")
 
 
+@pytest.mark.parametrize("what", ["0.weight", "1.running_mean"])
+@pytest.mark.parametrize("forensics", [0, 1])
+def test_what_is_not_trained_and_not_finite_is_named(what, forensics):
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1)
+    ).eval()
+    model[0].requires_grad_(False)
+    with torch.no_grad():
+        model.state_dict()[what].view(-1)[0] = math.nan
+    verdict = stuck(model=model, forensics=forensics)
+    assert (verdict.kind, verdict.where) == ("parameter", what)
+
+
 @pytest.mark.parametrize(
     "policy", [FixedScale(8.0), DynamicScale(32.0, min_scale=8.0), DynamicScale(1.0)]
 )

@@ -99,6 +99,11 @@ def test_a_nonfinite_parameter_comes_before_all():
     assert (found.kind, found.where) == ("parameter", "fc1.bias")
 
 
+def test_a_module_whose_parameter_is_not_finite_names_that():
+    found = verdict(located=replace(LOCATED, parameter="weight"))
+    assert (found.kind, found.where) == ("parameter", "encoder.3.weight")
+
+
 @pytest.mark.parametrize(
     "evidence",
     [

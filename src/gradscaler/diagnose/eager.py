@@ -134,9 +134,18 @@ class EagerObserver:
     # Evidence.
 
     def nonfinite_parameters(self) -> tuple[NonfiniteGradient, ...]:
-        """The parameters of the latest iteration's optimizers that are themselves not finite."""
+        """The parameters of the latest optimizers, and of the model, that are not finite.
+
+        Of a buffer, or what is not trained, Inf may be meant, as in a mask; NaN is not.
+        """
         each = (self._named(optimizer, o) for o, optimizer in enumerate(self._optimizers))
-        return inspect(dict(chain.from_iterable(named.items() for named in each)))
+        trained = dict(chain.from_iterable(named.items() for named in each))
+        if self._model is None:
+            return inspect(trained)
+        buffers = getattr(self._model, "named_buffers", tuple)()
+        rest = dict(chain(self._model.named_parameters(), buffers))
+        found = inspect({name: array for name, array in rest.items() if name not in trained})
+        return inspect(trained) + tuple(array for array in found if array.num_nan)
 
     def _watch_forward(self) -> None:
         """Watch the forward pass of the iteration that may make the skips in a row too many."""

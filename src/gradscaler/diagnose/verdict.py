@@ -24,11 +24,11 @@ class Verdict:
 
     Attributes:
         kind: ``"normal"``: overflows that lower scales cure. ``"underflow"``: the scale is too
-            small. The rest no lower scale cures. ``"parameter"``: a parameter is itself not
-            finite. ``"activations"``: a module makes Inf or NaN of finite inputs. ``"loss"``: the
-            unscaled loss is not finite. ``"nan"``: a gradient is NaN at every scale, also at one
-            of 1 or less. ``"floor"``: the scale falls no further, or is below 1, where it no
-            longer makes gradients larger.
+            small. The rest no lower scale cures. ``"parameter"``: a parameter or a buffer is
+            itself not finite. ``"activations"``: a module makes Inf or NaN of finite inputs.
+            ``"loss"``: the unscaled loss is not finite. ``"nan"``: a gradient is NaN at every
+            scale, also at one of 1 or less. ``"floor"``: the scale falls no further, or is below
+            1, where it no longer makes gradients larger.
         text: two sentences: what happened, with the evidence, and what to try.
         where: the name of the parameter or the module, if one is to blame.
     """
@@ -52,7 +52,7 @@ class Evidence:
         skips_in_a_row: how many steps the run ends with that were skipped, if that is too many.
         skips: the latest of those.
         min_scale: what the scale does not fall below, if that is known.
-        parameter: the name of one that is not finite.
+        parameter: the name of one, or of a buffer, that is not finite.
         located: the module whose output was the first that was not finite.
         sample: the latest with shares.
     """
@@ -81,15 +81,18 @@ def _of_skips(evidence: Evidence) -> Verdict:
     if first.scale != last.scale:
         fell += f" while the loss scale fell from {first.scale:g} to {last.scale:g}"
     losses = [skip.loss for skip in evidence.skips if skip.loss is not None]
-    if evidence.parameter is not None:
+    located = evidence.located
+    parameter = evidence.parameter
+    if parameter is None and located is not None and located.kind == "forward":
+        parameter = located.parameter and f"{located.module}.{located.parameter}".lstrip(".")
+    if parameter is not None:
         return Verdict(
             "parameter",
-            f"The parameter {evidence.parameter} is itself Inf or NaN, so {fell}. No loss scale "
+            f"The model's {parameter} is itself Inf or NaN, so {fell}. No loss scale "
             "mends that: go back to a checkpoint from before, and look for the step that wrote it "
             "(a learning rate too large, weights changed without the scaler).",
-            evidence.parameter,
+            parameter,
         )
-    located = evidence.located
     if located is not None and located.kind == "forward":
         module = located.module or "the model"
         return Verdict(
