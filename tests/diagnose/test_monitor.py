@@ -486,6 +486,48 @@ def test_a_nonfinite_parameter_is_named():
     assert (verdict.kind, verdict.where) == ("parameter", "1.weight")
 
 
+def alternate(monitored, steps, **options):
+    """Trains two models in turn, each step with an update of its own, of which one is NaN."""
+    models = torch.nn.ModuleList([classifier(), classifier()])
+    with torch.no_grad():
+        models[1][0].weight[0, 0] = math.nan
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in models]
+    scaler, inputs = GradScaler(), torch.randn(8, 16)
+    monitor = Monitor(scaler, models if monitored else None, **options)
+    for _ in range(steps):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(model(inputs).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return monitor
+
+
+def test_a_row_of_skips_is_one_optimizers():
+    with pytest.raises(StuckError, match=r"1\.0\.weight is itself.* last 20 steps in a row"):
+        alternate(True, 20, on_stuck="raise")
+    verdict = alternate(True, 40, on_stuck="continue").verdict
+    assert (verdict.kind, verdict.where) == ("parameter", "1.0.weight")
+    assert "last 40 steps in a row" in verdict.text
+
+
+def test_an_optimizer_that_steps_no_more_is_forgotten():
+    training = Training(stuck_after=3, on_stuck="continue", scaler=GradScaler(init_scale=1.0))
+    training.steps("!!!!")
+    assert training.monitor.verdict.kind == "floor"
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-3)
+    training.steps("....")
+    assert training.monitor.verdict.text.startswith("4 of 8 steps were skipped")
+
+
+def test_a_verdict_tells_of_the_whole_fall():
+    training = Training(stuck_after=4, on_stuck="continue")
+    training.steps("!" * 20)
+    assert "last 20 steps in a row were skipped while the loss scale fell from 1024 to" in (
+        training.monitor.verdict.text
+    )
+
+
 @pytest.mark.parametrize("what", ["0.weight", "1.running_mean"])
 @pytest.mark.parametrize("forensics", [0, 1])
 def test_what_is_not_trained_and_not_finite_is_named(what, forensics):

@@ -127,6 +127,13 @@ def test_without_too_many_skips_it_says_how_many_there_were():
     assert judge(Evidence(1000, 0)).text.startswith("None of 1000 steps was skipped")
 
 
+@pytest.mark.parametrize("evidence", [Evidence(80, 40), Evidence(1000, 3, scale=0.5)])
+def test_many_skips_or_a_scale_below_1_are_not_called_cured(evidence):
+    found = judge(evidence)
+    assert found.kind == "normal"
+    assert "cured" not in found.text
+
+
 def sampled(shares, largest_exponent, scale=1024.0, dtype="float16"):
     bins = Bins(largest_exponent - 2, (1, 1, 1))
     sample = Sample(100, scale, (), 100, (), shares=shares, histogram=bins, worst=("w", "v"))

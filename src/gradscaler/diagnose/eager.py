@@ -51,7 +51,7 @@ class EagerObserver:
         with suppress(TypeError):  # Paddle's layers cannot be watched, and None cannot
             self._watch = watching(model)
         self._is_watching = False
-        self._unread: list[tuple[list[StepOutcome], list[Any]]] = []
+        self._unread: list[tuple[dict[int, StepOutcome], list[Any]]] = []
         self._start()
         scaler._observers.append(self)
 
@@ -111,7 +111,7 @@ class EagerObserver:
         if not outcomes:
             return False
         self._optimizers = [optimizer for optimizer, _ in outcomes.values()]
-        self._unread.append(([outcome for _, outcome in outcomes.values()], losses))
+        self._unread.append(({key: outcome for key, (_, outcome) in outcomes.items()}, losses))
         if self._forensics or measured is not None or len(self._unread) == HISTORY_LENGTH:
             loss = self.read()
             if measured is not None:
@@ -123,12 +123,13 @@ class EagerObserver:
         unread, self._unread = self._unread, []
         loss = None
         for outcomes, losses in unread:
-            skipped = any(outcome.skipped for outcome in outcomes)
-            loss = _loss(losses) if skipped or losses is unread[-1][1] else None
-            found = [o.nonfinite for o in outcomes if o.nonfinite is not None]
-            self._journal.add(
-                outcomes[-1].scale, skipped, loss, tuple(chain(*found)) if found else None
-            )
+            skipped = {optimizer: outcome.skipped for optimizer, outcome in outcomes.items()}
+            is_skip = any(skipped.values())
+            loss = _loss(losses) if is_skip or losses is unread[-1][1] else None
+            *_, last = outcomes.values()
+            found = [o.nonfinite for o in outcomes.values() if o.nonfinite is not None]
+            nonfinite = tuple(chain(*found)) if found else None
+            self._journal.add(last.scale, is_skip, loss, nonfinite, skipped)
         return loss
 
     # Evidence.
@@ -149,14 +150,14 @@ class EagerObserver:
 
     def _watch_forward(self) -> None:
         """Watch the forward pass of the iteration that may make the skips in a row too many."""
-        if self._watch is None:
+        is_to_watch = self._forensics > 0 and self._journal.is_about_to_check
+        if self._watch is None or self._is_watching == is_to_watch:
             return
-        if self._is_watching:
-            self._watch.stop()
-            self._is_watching = False
-        elif self._forensics and self._journal.is_about_to_check:
+        self._is_watching = is_to_watch
+        if is_to_watch:
             self._watch.start()
-            self._is_watching = True
+        else:
+            self._watch.stop()
 
     @property
     def located(self) -> Located | None:

@@ -131,9 +131,7 @@ class Watch:
         for name, module in self._model.named_modules():
             if isinstance(module, compiled):
                 continue
-            enter, leave = (
-                self._hook(partial(hook, name)) for hook in (self._enter, self._leave)
-            )
+            enter, leave = (self._hook(partial(hook, name)) for hook in (self._enter, self._leave))
             self._handles += (
                 module.register_forward_pre_hook(enter, with_kwargs=True),
                 module.register_forward_hook(leave),

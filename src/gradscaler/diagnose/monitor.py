@@ -48,7 +48,7 @@ class Monitor:
         forensics: look into each skip (1), each n-th (n) or none (0).
         on_stuck: ``"warn"`` warns, once in a row of skips; ``"raise"`` raises, before the scale
             moves, and the next ``update()`` goes on; ``"continue"`` only writes the verdict.
-        stuck_after: how many skips in a row are too many.
+        stuck_after: how many skips in a row of one optimizer are too many.
         dtype: what gradients are computed in: ``"float16"``, ``"bfloat16"``, ``"float8_e4m3"`` or
             ``"float8_e5m2"``.
         tensorboard: a directory for scalars that TensorBoard shows.
@@ -190,14 +190,20 @@ class Monitor:
 
     def _judge(self, journal: Journal) -> Verdict:
         evidence = Evidence(
-            journal.num_steps, journal.num_skipped, self._dtype, sample=journal.latest
+            journal.num_steps,
+            journal.num_skipped,
+            self._dtype,
+            scale=journal.history[-1].scale if journal.history else None,
+            sample=journal.latest,
         )
-        if journal.is_stuck:
+        row = journal.row
+        if row is not None:
             parameters = self._source.nonfinite_parameters()
             evidence = replace(
                 evidence,
-                skips_in_a_row=journal.num_skips_in_a_row,
-                skips=tuple(journal.skips_in_a_row),
+                skips_in_a_row=row.number,
+                first_scale=row.first_scale,
+                skips=tuple(row.skips),
                 min_scale=_min_scale(self._policy),
                 parameter=parameters[0].name if parameters else None,
                 located=self._source.located,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 Kind = Literal["normal", "loss", "parameter", "activations", "nan", "floor", "underflow"]
 
 _LOST = 0.05  # of the gradients: flushed, or so small that many more must have been
+_FEW = 20  # skips that any loss scale may need to find its place
 _HEADROOM = 4.0  # how often the largest gradient can double, at least, for a larger scale to fit
 
 
@@ -49,7 +50,9 @@ class Evidence:
         steps: how many there were.
         skipped: how many of them were skipped.
         dtype: the format that the gradients are computed in.
-        skips_in_a_row: how many steps the run ends with that were skipped, if that is too many.
+        scale: of the last of them, if that is known.
+        skips_in_a_row: how many steps of an optimizer were skipped at its end, if too many.
+        first_scale: of the first of those.
         skips: the latest of those.
         min_scale: what the scale does not fall below, if that is known.
         parameter: the name of one, or of a buffer, that is not finite.
@@ -60,7 +63,9 @@ class Evidence:
     steps: int
     skipped: int
     dtype: str = "float16"
+    scale: float | None = None
     skips_in_a_row: int = 0
+    first_scale: float | None = None
     skips: tuple[Skip, ...] = ()
     min_scale: float | None = None
     parameter: str | None = None
@@ -78,8 +83,9 @@ def judge(evidence: Evidence) -> Verdict:
 def _of_skips(evidence: Evidence) -> Verdict:
     first, last = evidence.skips[0], evidence.skips[-1]
     fell = f"the last {evidence.skips_in_a_row} steps in a row were skipped"
-    if first.scale != last.scale:
-        fell += f" while the loss scale fell from {first.scale:g} to {last.scale:g}"
+    highest = first.scale if evidence.first_scale is None else evidence.first_scale
+    if highest != last.scale:
+        fell += f" while the loss scale fell from {highest:g} to {last.scale:g}"
     losses = [skip.loss for skip in evidence.skips if skip.loss is not None]
     located = evidence.located
     parameter = evidence.parameter
@@ -193,6 +199,16 @@ def _normal(evidence: Evidence) -> Verdict:
             f"None of {evidence.steps} steps was skipped. There is nothing to mend.",
         )
     were = "was" if evidence.skipped == 1 else "were"
+    is_many = evidence.skipped > max(_FEW, evidence.steps / 10)
+    scale = evidence.scale
+    if is_many or (scale is not None and scale < 1):
+        now = "" if scale is None else f", and the loss scale is {scale:g}"
+        return Verdict(
+            "normal",
+            f"{evidence.skipped} of {evidence.steps} steps {were} skipped{now}. If they are the "
+            "first ones, start from a lower init_scale; else look at what they have in common: an "
+            "optimizer, a batch, a parameter.",
+        )
     return Verdict(
         "normal",
         f"{evidence.skipped} of {evidence.steps} steps {were} skipped, as the loss scale found its "
