@@ -181,13 +181,16 @@ def test_a_copy_of_a_scaler_has_no_monitor():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("call", ["step", "unscale_", "clip_grad_norm_", "closure"])
+@pytest.mark.parametrize("call", ["step", "unscale_", "torch's", "clip_grad_norm_", "closure"])
 def test_the_norm_is_that_of_the_unscaled_unclipped_gradients(call, fused, path):
     training = Training(fused, every=1, path=path)
     training.backward()
     norm = training.true_norm()
     if call == "unscale_":
         training.scaler.unscale_(training.optimizer)
+    elif call == "torch's":
+        training.scaler.unscale_(training.optimizer)
+        torch.nn.utils.clip_grad_norm_(training.model.parameters(), norm / 2)
     elif call == "clip_grad_norm_":
         training.scaler.clip_grad_norm_(training.optimizer, norm / 2)
     training.scaler.step(training.optimizer, *[training.backward] * (call == "closure"))

@@ -60,6 +60,7 @@ class EagerObserver:
         self._outcomes: dict[int, tuple[Any, StepOutcome]] = {}  # by the optimizer's id
         self._losses: list[Any] = []
         self._measured: Measured | None = None
+        self._measured_of: set[int] = set()  # the optimizers' ids
 
     # The observer.
 
@@ -68,18 +69,22 @@ class EagerObserver:
         loss = outputs.detach()
         self._losses.append(loss if loss.ndim == 0 else loss.mean())
 
-    def stepping(self, optimizer: Any, scale: Any, /) -> None:
+    def unscaling(self, optimizer: Any, scale: Any, /) -> None:
         """Look at the gradients if it is time to, before anything clips them."""
+        self.stepping(optimizer, scale)
+
+    def stepping(self, optimizer: Any, scale: Any, /) -> None:
+        """Look at the gradients if it is time to, and that was not done in ``unscale_``."""
         if id(optimizer) in self._outcomes:
             self.updating()
-        if self._is_due():
+        if self._is_due() and id(optimizer) not in self._measured_of:
             self._measure(optimizer, scaled=scale is not None)
 
     def stepped(self, optimizer: Any, outcome: StepOutcome, /) -> None:
         """Look into the gradients if they are not finite."""
         if outcome._reason == "no_gradients":  # asking `reason` may wait for the device
             return
-        if self._is_due() and self._measured is None:  # a closure made the gradients
+        if self._is_due() and id(optimizer) not in self._measured_of:  # a closure made the gradients
             self._measure(optimizer, scaled=False)
         if self._forensics and outcome.skipped:
             number = self._journal.num_skipped + 1
@@ -194,6 +199,7 @@ class EagerObserver:
         gradients = self._gradients(optimizer)
         if not gradients:
             return
+        self._measured_of.add(id(optimizer))
         if self._measured is None:
             self._measured = Measured(self._dtype)
         norm = float(self._scaler._operations.total_norm(optimizer, 2.0))
