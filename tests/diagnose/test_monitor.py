@@ -473,6 +473,15 @@ def test_a_module_that_overflows_is_named():
     assert (verdict.kind, verdict.where) == ("activations", "1")
 
 
+@pytest.mark.parametrize("forensics", [0, 100])
+@pytest.mark.parametrize("kind", ["activations", "nan"])
+def test_a_row_of_skips_is_looked_into_though_no_skip_is(kind, forensics):
+    last = {"activations": Half, "nan": Root}[kind]()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2), last)
+    verdict = stuck(model=model, forensics=forensics)
+    assert verdict.kind == kind
+
+
 def test_a_nonfinite_loss_is_told():
     training = Training(stuck_after=4, on_stuck="raise")
     training.inputs[0, 0] = math.nan

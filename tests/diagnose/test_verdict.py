@@ -75,7 +75,7 @@ def test_skips_that_were_not_looked_into_do_not_count():
         (row(INF, first=256.0), 2.0**-11, "can fall no further"),
         (row(INF, first=256.0), None, "enlarges none"),
         (row(INF, first=8.0, factor=1), None, "at a loss scale of 8, which can fall no further"),
-        (row(first=8.0, factor=1), None, "The gradients overflow at a loss scale of 8"),
+        (row(first=8.0, factor=1), None, "The gradients are Inf or NaN at a loss scale of 8"),
     ],
     ids=["at its smallest", "below 1", "fixed", "not looked into"],
 )

@@ -50,7 +50,7 @@ class EagerObserver:
         self._watch: Watch | None = None
         with suppress(TypeError):  # Paddle's layers cannot be watched, and None cannot
             self._watch = watching(model)
-        self._is_watching = False
+        self._is_looking = False  # into this iteration, whatever `forensics` says
         self._unread: list[tuple[dict[int, StepOutcome], list[Any]]] = []
         self._start()
         scaler._observers.append(self)
@@ -84,19 +84,26 @@ class EagerObserver:
         """Look into the gradients if they are not finite."""
         if outcome._reason == "no_gradients":  # asking `reason` may wait for the device
             return
-        if self._is_due() and id(optimizer) not in self._measured_of:  # a closure made the gradients
+        if (
+            self._is_due() and id(optimizer) not in self._measured_of
+        ):  # a closure made the gradients
             self._measure(optimizer, scaled=False)
-        if self._forensics and outcome.skipped:
+        if (self._forensics or self._is_looking) and outcome.skipped:
             number = self._journal.num_skipped + 1
-            if number % self._forensics == 0:
+            if self._is_looking or number % self._forensics == 0:
                 outcome.nonfinite = inspect(self._gradients(optimizer))
         self._outcomes[id(optimizer)] = optimizer, outcome
 
     def updating(self) -> None:
         """End the iteration, and say so if there were too many skips."""
+        was_looking = self._is_looking
         if self._end():
-            self._watch_forward()
-            self._journal.check()
+            row = self._journal.row
+            is_unseen = row is not None and not row.skips[-1].nonfinite and not was_looking
+            is_late = is_unseen and self._journal.is_to_judge  # flags were read after the step
+            self._look(self._journal.is_about_to_check or is_late)
+            if not is_late:
+                self._journal.check()
 
     def close(self) -> None:
         """See no more, and take down the iterations that wait for it."""
@@ -117,7 +124,8 @@ class EagerObserver:
             return False
         self._optimizers = [optimizer for optimizer, _ in outcomes.values()]
         self._unread.append(({key: outcome for key, (_, outcome) in outcomes.items()}, losses))
-        if self._forensics or measured is not None or len(self._unread) == HISTORY_LENGTH:
+        is_due = self._forensics or self._is_looking or measured is not None
+        if is_due or len(self._unread) == HISTORY_LENGTH:
             loss = self.read()
             if measured is not None:
                 self._journal.sample(loss, **measured.fields())
@@ -153,16 +161,11 @@ class EagerObserver:
         found = inspect({name: array for name, array in rest.items() if name not in trained})
         return inspect(trained) + tuple(array for array in found if array.num_nan)
 
-    def _watch_forward(self) -> None:
-        """Watch the forward pass of the iteration that may make the skips in a row too many."""
-        is_to_watch = self._forensics > 0 and self._journal.is_about_to_check
-        if self._watch is None or self._is_watching == is_to_watch:
-            return
-        self._is_watching = is_to_watch
-        if is_to_watch:
-            self._watch.start()
-        else:
-            self._watch.stop()
+    def _look(self, is_to_look: bool) -> None:
+        """Look into the next iteration, which may make the skips in a row too many, or do not."""
+        if self._watch is not None and is_to_look != self._is_looking:
+            self._watch.start() if is_to_look else self._watch.stop()
+        self._is_looking = is_to_look
 
     @property
     def located(self) -> Located | None:

@@ -166,7 +166,7 @@ class Journal:
             StuckError: if that was asked for.
         """
         row = self.row
-        if row is None or row.judged not in (None, "normal"):
+        if row is None or not self.is_to_judge:
             return
         verdict = self._judge(self)
         if verdict.kind == row.judged:
@@ -186,6 +186,12 @@ class Journal:
         """The longest row of skips, if it is too long."""
         row = max(self._rows.values(), key=lambda row: row.number, default=None)
         return row if row is not None and row.number >= self._stuck_after else None
+
+    @property
+    def is_to_judge(self) -> bool:
+        """Whether there is such a row, and no verdict on it that is final."""
+        row = self.row
+        return row is not None and row.judged in (None, "normal")
 
     @property
     def is_about_to_check(self) -> bool:

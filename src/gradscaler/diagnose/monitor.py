@@ -36,7 +36,8 @@ class Monitor:
 
     What may be on a device is read only at samples and when asked for, so nothing waits for the
     device meanwhile; but with ``forensics`` each step's flag is read at once, where there are
-    gradients to look into. Without, a verdict waits for the next sample.
+    gradients to look into. Without, a verdict waits for the next sample; scalers that tell of
+    their steps are then looked into for one step more.
 
     Args:
         scaler: any of gradscaler's; of JAX the one before the first step, or an optax state that
@@ -48,7 +49,8 @@ class Monitor:
         forensics: look into each skip (1), each n-th (n) or none (0).
         on_stuck: ``"warn"`` warns, once in a row of skips; ``"raise"`` raises, before the scale
             moves, and the next ``update()`` goes on; ``"continue"`` only writes the verdict.
-        stuck_after: how many skips in a row of one optimizer are too many.
+        stuck_after: how many skips in a row of one optimizer are too many. 1 leaves no step to
+            look at activations in.
         dtype: what gradients are computed in: ``"float16"``, ``"bfloat16"``, ``"float8_e4m3"`` or
             ``"float8_e5m2"``.
         tensorboard: a directory for scalars that TensorBoard shows.
@@ -139,6 +141,10 @@ class Monitor:
 
     def callback(self) -> Any:
         """A callback for ``model.fit`` that records each training step, its gradients unseen.
+
+        The loss that Keras tells is a mean over the epoch so far, and is left out. So a verdict
+        knows the model's parameters and the scale alone: a NaN in the loss, an activation or a
+        gradient is told as gradients that are Inf or NaN.
 
         Raises:
             TypeError: the scaler is neither Keras' nor tf-keras'.

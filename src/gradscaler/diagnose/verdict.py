@@ -127,21 +127,27 @@ def _of_skips(evidence: Evidence) -> Verdict:
         )
     gradients = [gradient.name for gradient in last.nonfinite]
     where = gradients[0] if gradients else None
-    of = f" in {where}" if where else ""
+    overflow = f"gradients overflow in {where}"
+    if where is None:
+        overflow = "gradients are Inf or NaN"  # nobody looked which
+    elif not any(gradient.num_inf for gradient in last.nonfinite):
+        overflow = f"gradient of {where} is NaN"
     at_floor = evidence.min_scale is not None and last.scale <= evidence.min_scale
+    limit = "enlarges none, so no lower one cures them"
+    if at_floor or last.scale > 1:
+        limit = "can fall no further"
     if at_floor or last.scale <= 1 or (len(evidence.skips) > 1 and first.scale == last.scale):
         return Verdict(
             "floor",
-            f"The gradients overflow{of} at a loss scale of {last.scale:g}, which "
-            + ("can fall no further" if at_floor or last.scale > 1 else "enlarges none")
-            + f": {fell}. Look at what makes them so large (the learning rate, a sum in place of a "
-            "mean, no clipping), allow a lower scale if this one is above 1, or train in bfloat16.",
+            f"The {overflow} at a loss scale of {last.scale:g}, which {limit}: {fell}. Look at "
+            "what makes them so large (the learning rate, a sum in place of a mean, a division by "
+            "0), allow a lower scale if this one is above 1, or train in bfloat16.",
             where,
         )
     return Verdict(
         "normal",
-        f"The gradients overflow{of}, and {fell}. It is still falling, and a lower scale may cure "
-        "them: start from a lower init_scale to come there sooner.",
+        f"The {overflow}, and {fell}. It is still falling, and a lower scale may cure that: "
+        "start from a lower init_scale to come there sooner.",
         where,
     )
 
