@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gradscaler import DynamicScale, FixedScale  # noqa: E402 # after the skip
-from gradscaler.diagnose import Monitor, StuckError, StuckWarning, read_run  # noqa: E402
+from gradscaler.diagnose import Monitor, StuckError, StuckWarning, locate, read_run  # noqa: E402
 from gradscaler.torch import GradScaler  # noqa: E402
 
 
@@ -142,6 +142,18 @@ def test_of_several_losses_the_one_that_is_not_finite_counts():
     training.scaler.scale(torch.tensor(math.inf))
     training.step(finite=False)
     assert training.monitor.history[0].loss == math.inf
+
+
+def test_a_loss_that_is_only_located_is_of_no_step():
+    training = Training()
+    inputs = training.inputs * math.nan
+    for _ in range(2):
+        locate(
+            training.model,
+            lambda: training.scaler.scale(training.model(inputs).sum()).backward(),
+        )
+        training.step(finite=False)
+    assert all(math.isfinite(step.loss) for step in training.monitor.history)
 
 
 def test_the_graph_of_a_loss_is_not_kept():
@@ -361,7 +373,7 @@ def stuck(**options):
     with pytest.raises(StuckError) as raised:
         training.steps("." * 9)
     verdict = training.monitor.verdict
-    assert verdict.text == str(raised.value)
+    assert str(raised.value) == f"{verdict.text} To go on all the same, call update() again."
     return verdict
 
 

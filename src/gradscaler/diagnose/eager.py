@@ -8,8 +8,8 @@ from itertools import chain
 from typing import Any
 
 from gradscaler.diagnose.forensics import inspect
-from gradscaler.diagnose.journal import Journal
-from gradscaler.diagnose.locate import Located, Watch, watching
+from gradscaler.diagnose.journal import Journal, StuckError
+from gradscaler.diagnose.locate import Located, Watch, is_locating, watching
 from gradscaler.diagnose.sampling import Measured
 from gradscaler.engine import HISTORY_LENGTH, EagerScaler
 from gradscaler.outcome import NonfiniteGradient, StepOutcome
@@ -66,6 +66,8 @@ class EagerObserver:
 
     def scaled(self, outputs: Any, /) -> None:
         """Remember the loss, without its graph."""
+        if is_locating.get():
+            return
         loss = outputs.detach()
         self._losses.append(loss if loss.ndim == 0 else loss.mean())
 
@@ -102,8 +104,12 @@ class EagerObserver:
             is_unseen = row is not None and not row.skips[-1].nonfinite and not was_looking
             is_late = is_unseen and self._journal.is_to_judge  # flags were read after the step
             self._look(self._journal.is_about_to_check or is_late)
-            if not is_late:
+            if is_late:
+                return
+            try:
                 self._journal.check()
+            except StuckError as error:
+                raise StuckError(f"{error} To go on all the same, call update() again.") from None
 
     def close(self) -> None:
         """See no more, and take down the iterations that wait for it."""

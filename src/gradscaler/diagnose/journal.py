@@ -26,7 +26,7 @@ class StuckWarning(RuntimeWarning):
 
 
 class StuckError(RuntimeError):
-    """Step after step is skipped; the message is the verdict."""
+    """Step after step is skipped; the message is the verdict, and how to go on."""
 
 
 class Step(NamedTuple):

@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -19,6 +20,9 @@ from gradscaler.diagnose.forensics import count_nonfinite
 
 Module = Any
 Tensor = Any
+
+is_locating = ContextVar("is_locating", default=False)
+"""Whether a closure of :func:`locate` runs, whose losses are of no step."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,12 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
         TypeError: ``model`` is no such module.
     """
     watch = Watch(model, backward=True)
-    with _left_as_it_was(model), watch:
-        closure()
+    token = is_locating.set(True)
+    try:
+        with _left_as_it_was(model), watch:
+            closure()
+    finally:
+        is_locating.reset(token)
     return watch.located
 
 
