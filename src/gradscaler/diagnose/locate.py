@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -91,8 +92,12 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
 
     Raises:
         TypeError: ``model`` is no such module.
+        ValueError: it has lazy modules that were not called yet, and would not be left as they are.
     """
     watch = Watch(model, backward=True)
+    is_lazy = getattr(getattr(watch._framework.nn, "parameter", None), "is_lazy", None)
+    if is_lazy and any(map(is_lazy, chain(model.parameters(), model.buffers()))):
+        raise ValueError("model has lazy modules: call it once before, so that they get a shape")
     token = is_locating.set(True)
     try:
         with _left_as_it_was(model), watch:
