@@ -162,7 +162,7 @@ class EagerObserver:
         trained = dict(chain.from_iterable(named.items() for named in each))
         if self._model is None:
             return inspect(trained)
-        buffers = getattr(self._model, "named_buffers", tuple)()
+        buffers: Any = getattr(self._model, "named_buffers", tuple)()
         rest = dict(chain(self._model.named_parameters(), buffers))
         found = inspect({name: array for name, array in rest.items() if name not in trained})
         return inspect(trained) + tuple(array for array in found if array.num_nan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from gradscaler.diagnose.runs import Judgement, Sample, Sink, Skip
@@ -98,7 +98,7 @@ class Journal:
         self._on_stuck = on_stuck
         self._stuck_after = stuck_after
         self._judge = judge
-        self._rows: dict[Hashable, Row] = {}  # by the optimizer
+        self._rows: dict[int, Row] = {}  # by the optimizer
         self._written = step
         self._scales: list[tuple[int, float]] = []
         self._skips: list[int] = []
@@ -109,7 +109,7 @@ class Journal:
         skipped: bool,
         loss: float | None = None,
         nonfinite: tuple[NonfiniteGradient, ...] | None = None,
-        optimizers: Mapping[Hashable, bool] | None = None,
+        optimizers: Mapping[int, bool] | None = None,
     ) -> None:
         """Take down a step; :meth:`check` says what comes of it.
 
@@ -118,7 +118,7 @@ class Journal:
             skipped: whether any optimizer's step was.
             loss: the unscaled one.
             nonfinite: the gradients that were.
-            optimizers: whether each one's step was skipped, if there are several.
+            optimizers: by id, whether its step was skipped; None if there is one.
         """
         self.step += 1
         self.num_steps += 1
@@ -129,7 +129,7 @@ class Journal:
         skip = Skip(
             self.step, scale, loss, found[:_MOST_NONFINITE], max(len(found) - _MOST_NONFINITE, 0)
         )
-        self._continue_rows(skip, optimizers or {None: skipped})
+        self._continue_rows(skip, optimizers or {0: skipped})
         if not skipped:
             return
         self.num_skipped += 1
@@ -198,7 +198,7 @@ class Journal:
         """Whether another skip may bring the verdict."""
         return any(0 < row.number == self._stuck_after - 1 for row in self._rows.values())
 
-    def _continue_rows(self, skip: Skip, optimizers: Mapping[Hashable, bool]) -> None:
+    def _continue_rows(self, skip: Skip, optimizers: Mapping[int, bool]) -> None:
         """End the rows of optimizers that stepped, or were left out for long; lengthen others."""
         for optimizer, row in list(self._rows.items()):
             is_old = skip.step - row.skips[-1].step > self._stuck_after
