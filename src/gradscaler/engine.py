@@ -138,6 +138,8 @@ class EagerScaler(ABC):
                 "unscale_() is being called after step(): call update() first, or unscale_() "
                 "before step()"
             )
+        if self._observers:
+            self._announce_unscale(optimizer, state)
         record.scale, record.found_inf = self._unscale_and_check(
             optimizer, self._scale_in_use(state)
         )
@@ -424,6 +426,11 @@ class EagerScaler(ABC):
                 "iteration, after step(optimizer)"
             )
         return record
+
+    def _announce_unscale(self, optimizer: Optimizer, state: ScaleState) -> None:
+        if not self._in_closure:  # whose gradients may yet be made anew
+            for observer in self._observers:
+                observer.unscaling(optimizer, state.scale)
 
     def _announce_step(
         self, optimizer: Optimizer, record: OptimizerRecord, state: ScaleState

@@ -103,6 +103,12 @@ class Observer(Protocol):
     def scaled(self, outputs: Any, /) -> None:
         """``scale`` was given this tensor."""
 
+    def unscaling(self, optimizer: Any, scale: Any, /) -> None:
+        """``unscale_`` was called, and gradients are multiplied by ``scale`` still.
+
+        It is told of the scaler's own call in ``step`` too, but of none in a closure.
+        """
+
     def stepping(self, optimizer: Any, scale: Any, /) -> None:
         """``step`` was called; gradients are multiplied by ``scale`` still, if it is not None."""
 

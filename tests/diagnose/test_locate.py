@@ -459,3 +459,12 @@ def test_a_copy_of_a_watched_model_can_be_made_afterwards():
     model = noisy()
     located(model, torch.randn(3, 4))
     copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("module", [nn.LazyLinear(4), nn.LazyBatchNorm1d()])
+def test_a_lazy_module_must_have_been_called_before(module):
+    inputs = torch.full((8, 3), 3e38)
+    with pytest.raises(ValueError, match="lazy modules: call it once before"):
+        locate(module, lambda: module(inputs))
+    module(inputs / 3e38)
+    assert locate(module, lambda: module(inputs / 3e38)) is None

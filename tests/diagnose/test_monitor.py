@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gradscaler import DynamicScale, FixedScale  # noqa: E402 # after the skip
-from gradscaler.diagnose import Monitor, StuckError, StuckWarning, read_run  # noqa: E402
+from gradscaler.diagnose import Monitor, StuckError, StuckWarning, locate, read_run  # noqa: E402
 from gradscaler.torch import GradScaler  # noqa: E402
 
 
@@ -144,6 +144,18 @@ def test_of_several_losses_the_one_that_is_not_finite_counts():
     assert training.monitor.history[0].loss == math.inf
 
 
+def test_a_loss_that_is_only_located_is_of_no_step():
+    training = Training()
+    inputs = training.inputs * math.nan
+    for _ in range(2):
+        locate(
+            training.model,
+            lambda: training.scaler.scale(training.model(inputs).sum()).backward(),
+        )
+        training.step(finite=False)
+    assert all(math.isfinite(step.loss) for step in training.monitor.history)
+
+
 def test_the_graph_of_a_loss_is_not_kept():
     training = Training(forensics=0)
     loss = weakref.ref(training.step())
@@ -181,13 +193,16 @@ def test_a_copy_of_a_scaler_has_no_monitor():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("call", ["step", "unscale_", "clip_grad_norm_", "closure"])
+@pytest.mark.parametrize("call", ["step", "unscale_", "torch's", "clip_grad_norm_", "closure"])
 def test_the_norm_is_that_of_the_unscaled_unclipped_gradients(call, fused, path):
     training = Training(fused, every=1, path=path)
     training.backward()
     norm = training.true_norm()
     if call == "unscale_":
         training.scaler.unscale_(training.optimizer)
+    elif call == "torch's":
+        training.scaler.unscale_(training.optimizer)
+        torch.nn.utils.clip_grad_norm_(training.model.parameters(), norm / 2)
     elif call == "clip_grad_norm_":
         training.scaler.clip_grad_norm_(training.optimizer, norm / 2)
     training.scaler.step(training.optimizer, *[training.backward] * (call == "closure"))
@@ -283,7 +298,7 @@ def test_at_most_ten_gradients_of_a_skip_are_listed(path):
 
 
 def test_it_warns_once_in_a_row_of_skips_and_where_update_was_called(path):
-    training = Training(stuck_after=3, path=path)
+    training = Training(stuck_after=3, path=path, scaler=GradScaler(init_scale=1.0))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         training.steps("!!!!!.!!.!!!!")
@@ -294,15 +309,16 @@ def test_it_warns_once_in_a_row_of_skips_and_where_update_was_called(path):
 
 
 def test_it_raises_before_the_scale_moves_and_the_next_update_goes_on():
-    training = Training(stuck_after=2, on_stuck="raise")
+    scaler = GradScaler(init_scale=1.0)
+    training = Training(stuck_after=2, on_stuck="raise", scaler=scaler)
     training.step(finite=False)
     training.backward(finite=False)
     training.scaler.step(training.optimizer)
     with pytest.raises(StuckError, match=r"0\.weight"):
         training.scaler.update()
-    assert training.scaler.get_scale() == 512.0
+    assert training.scaler.get_scale() == 0.5
     training.scaler.update()
-    assert training.scaler.get_scale() == 256.0
+    assert training.scaler.get_scale() == 0.25
     training.steps("!.")
     assert len(training.monitor.history) == 4
 
@@ -324,7 +340,8 @@ def test_a_file_and_its_monitor_agree_that_a_run_recovered(path):
 
 
 def test_a_closure_that_overflows_at_every_scale_counts():
-    training = Training(stuck_after=2, on_stuck="raise", scaler=GradScaler(max_retries=1))
+    scaler = GradScaler(init_scale=1.0, max_retries=1)
+    training = Training(stuck_after=2, on_stuck="raise", scaler=scaler)
 
     def step():
         training.scaler.step(training.optimizer, lambda: training.backward(finite=False))
@@ -361,11 +378,12 @@ class Half(torch.nn.Module):
 
 def stuck(**options):
     """The verdict on a training of which no step succeeds."""
-    training = Training(stuck_after=4, on_stuck="raise", **options)
+    scaler = GradScaler(init_scale=4.0)
+    training = Training(stuck_after=4, on_stuck="raise", scaler=scaler, **options)
     with pytest.raises(StuckError) as raised:
         training.steps("." * 9)
     verdict = training.monitor.verdict
-    assert verdict.text == str(raised.value)
+    assert str(raised.value) == f"{verdict.text} To go on all the same, call update() again."
     return verdict
 
 
@@ -374,9 +392,116 @@ def test_a_nan_in_the_backward_pass_is_named():
     assert (verdict.kind, verdict.where) == ("nan", "0.weight")
 
 
+def train_in_float16(scaler, model, steps, **options):
+    """Trains on the same batch, and returns the monitor."""
+    torch.manual_seed(0)
+    inputs, labels = torch.randn(32, 16), torch.randint(0, 4, (32,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    monitor = Monitor(scaler, getattr(model, "_orig_mod", model), **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = torch.nn.functional.cross_entropy(model(inputs).float(), labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return monitor
+
+
+def classifier():
+    torch.manual_seed(1)
+    gelu, layer = torch.nn.GELU, torch.nn.Linear
+    return torch.nn.Sequential(layer(16, 64), gelu(), layer(64, 64), gelu(), layer(64, 4))
+
+
+@pytest.mark.parametrize("exponent", [32, 44, 60, 127])
+def test_a_healthy_training_from_a_far_too_large_scale_is_left_alone(exponent, path):
+    scaler = GradScaler(init_scale=2.0**exponent)
+    monitor = train_in_float16(scaler, classifier(), exponent, on_stuck="raise", path=path)
+    assert not monitor.history[-1].skipped
+    assert monitor.verdict.kind == "normal"
+    assert {verdict.verdict for verdict in read_run(path).verdicts} <= {"normal"}
+
+
+def test_a_nan_is_told_once_the_scale_has_fallen_to_1(path):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2), Root())
+    scaler = GradScaler(init_scale=2.0**10)
+    training = Training(stuck_after=4, on_stuck="raise", model=model, scaler=scaler, path=path)
+    with pytest.raises(StuckError, match=r"The gradient of 0\.weight is NaN"):
+        training.steps("." * 20)
+    assert scaler.get_scale() == 1.0
+    verdicts = read_run(path).verdicts
+    assert [(verdict.step, verdict.verdict) for verdict in verdicts] == [(4, "normal"), (11, "nan")]
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "Module.compile", "compiled given"])
+def test_a_compiled_model_is_trained_on_while_it_is_watched(how):
+    model = classifier()
+    with torch.no_grad():
+        model[2].weight.mul_(1e6)
+    if how == "Module.compile":
+        model.compile(backend="eager")
+        trained = model
+    else:
+        trained = torch.compile(model, backend="eager")
+    monitor = train_in_float16(GradScaler(), trained, 22, on_stuck="continue")
+    assert monitor.verdict.kind in ("activations", "loss")
+
+
+def test_an_error_in_watching_does_not_reach_the_training(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("not readable")
+
+    monkeypatch.setattr(sys.modules["gradscaler.diagnose.locate"], "_largest", fail)
+    training = Training(stuck_after=3, on_stuck="continue")
+    training.steps("!!!")
+    assert len(training.monitor.history) == 3
+
+
+class Mask(torch.nn.Module):
+    def forward(self, inputs):
+        return torch.full((inputs.shape[1], inputs.shape[1]), -math.inf).triu(1)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inputs, self.mask = torch.nn.Linear(16, 16), Mask()
+        self.outputs = torch.nn.Linear(16, 4)
+
+    def forward(self, inputs):
+        hidden = self.inputs(inputs).view(8, 4, 16)
+        mask = self.mask(hidden).to(hidden.dtype)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return self.outputs(attend(hidden, hidden, hidden, attn_mask=mask)).flatten(0, 1)
+
+
+def test_a_module_that_makes_a_mask_is_not_blamed_for_a_scale_too_large():
+    scaler = GradScaler(init_scale=2.0**50)
+    monitor = train_in_float16(scaler, Attention(), 22, on_stuck="raise")
+    assert monitor.verdict.kind == "normal"
+
+
+def test_a_layer_that_overflows_to_negative_infinity_alone_is_named():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    with torch.no_grad():
+        model[2].weight.fill_(-1e5)
+    monitor = train_in_float16(GradScaler(), model, 20, on_stuck="continue")
+    assert (monitor.verdict.kind, monitor.verdict.where) == ("activations", "2")
+
+
 def test_a_module_that_overflows_is_named():
     verdict = stuck(model=torch.nn.Sequential(torch.nn.Linear(4, 2), Half()))
     assert (verdict.kind, verdict.where) == ("activations", "1")
+
+
+@pytest.mark.parametrize("forensics", [0, 100])
+@pytest.mark.parametrize("kind", ["activations", "nan"])
+def test_a_row_of_skips_is_looked_into_though_no_skip_is(kind, forensics):
+    last = {"activations": Half, "nan": Root}[kind]()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2), last)
+    verdict = stuck(model=model, forensics=forensics)
+    assert verdict.kind == kind
 
 
 def test_a_nonfinite_loss_is_told():
@@ -393,6 +518,61 @@ def test_a_nonfinite_parameter_is_named():
         model[1].weight[0, 0] = math.nan
     verdict = stuck(model=model)
     assert (verdict.kind, verdict.where) == ("parameter", "1.weight")
+
+
+def alternate(monitored, steps, **options):
+    """Trains two models in turn, each step with an update of its own, of which one is NaN."""
+    models = torch.nn.ModuleList([classifier(), classifier()])
+    with torch.no_grad():
+        models[1][0].weight[0, 0] = math.nan
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in models]
+    scaler, inputs = GradScaler(), torch.randn(8, 16)
+    monitor = Monitor(scaler, models if monitored else None, **options)
+    for _ in range(steps):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(model(inputs).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return monitor
+
+
+def test_a_row_of_skips_is_one_optimizers():
+    with pytest.raises(StuckError, match=r"1\.0\.weight is itself.* last 20 steps in a row"):
+        alternate(True, 20, on_stuck="raise")
+    verdict = alternate(True, 40, on_stuck="continue").verdict
+    assert (verdict.kind, verdict.where) == ("parameter", "1.0.weight")
+    assert "last 40 steps in a row" in verdict.text
+
+
+def test_an_optimizer_that_steps_no_more_is_forgotten():
+    training = Training(stuck_after=3, on_stuck="continue", scaler=GradScaler(init_scale=1.0))
+    training.steps("!!!!")
+    assert training.monitor.verdict.kind == "floor"
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-3)
+    training.steps("....")
+    assert training.monitor.verdict.text.startswith("4 of 8 steps were skipped")
+
+
+def test_a_verdict_tells_of_the_whole_fall():
+    training = Training(stuck_after=4, on_stuck="continue")
+    training.steps("!" * 20)
+    assert "last 20 steps in a row were skipped while the loss scale fell from 1024 to" in (
+        training.monitor.verdict.text
+    )
+
+
+@pytest.mark.parametrize("what", ["0.weight", "1.running_mean"])
+@pytest.mark.parametrize("forensics", [0, 1])
+def test_what_is_not_trained_and_not_finite_is_named(what, forensics):
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1)
+    ).eval()
+    model[0].requires_grad_(False)
+    with torch.no_grad():
+        model.state_dict()[what].view(-1)[0] = math.nan
+    verdict = stuck(model=model, forensics=forensics)
+    assert (verdict.kind, verdict.where) == ("parameter", what)
 
 
 @pytest.mark.parametrize(

@@ -359,10 +359,12 @@ def test_a_file_says_that_a_scale_does_not_move(train, tmp_path):
 def test_stuck_it_raises_and_a_file_says_so(train, tmp_path, forensics):
     path = tmp_path / "run.jsonl"
     options = {"stuck_after": 4, "on_stuck": "raise", "every": 6, "path": path}
-    with pytest.raises(StuckError, match="overflow"):
+    tells = FRAMEWORK in ("torch", "tensorplay", "paddle")
+    with pytest.raises(StuckError, match="overflow" if tells or forensics else "are Inf or NaN"):
         train(RULE, [True, True, *[False] * 9], forensics=forensics, **options)
     (verdict,) = read_run(path).verdicts
-    assert (verdict.step, verdict.verdict) == (6, "floor")
+    assert verdict.verdict == "floor"
+    assert verdict.step == (7 if tells and not forensics else 6)  # it looks into one step more
 
 
 class Parameter:

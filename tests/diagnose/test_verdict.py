@@ -42,7 +42,7 @@ def test_a_nonfinite_loss_is_to_blame_if_it_is_in_all_the_skips():
 
 
 def test_a_nan_in_all_the_skips_names_its_gradient():
-    found = verdict(skips=(*row(INF, NAN)[:-1], Skip(119, 32.0, 2.5, (NAN,))))
+    found = verdict(skips=(*row(INF, NAN)[:-1], Skip(119, 1.0, 2.5, (NAN,))))
     assert (found.kind, found.where) == ("nan", "fc2.weight")
     assert "The gradient of fc2.weight is NaN at every loss scale" in found.text
 
@@ -52,6 +52,11 @@ def test_a_nan_beside_an_inf_may_come_of_overflow():
     assert verdict(skips=row(INF, NAN, first=1.0)).kind == "floor"
 
 
+def test_a_nan_at_a_scale_above_1_may_come_of_overflow():
+    assert verdict(skips=row(NAN)).kind == "normal"
+    assert verdict(skips=row(NAN, first=2.0**19)).kind == "nan"  # down to 1
+
+
 def test_a_nan_in_some_of_the_skips_may_go_with_a_lower_scale():
     assert verdict(skips=(*row(INF, NAN)[:-1], Skip(119, 32.0, 2.5, (INF,)))).kind == "normal"
 
@@ -59,7 +64,7 @@ def test_a_nan_in_some_of_the_skips_may_go_with_a_lower_scale():
 def test_skips_that_were_not_looked_into_do_not_count():
     skips = tuple(
         skip if i % 3 == 0 else replace(skip, nonfinite=(), loss=None)
-        for i, skip in enumerate(row(NAN))
+        for i, skip in enumerate(row(NAN, first=2.0**16))
     )
     assert verdict(skips=skips).kind == "nan"
 
@@ -70,7 +75,7 @@ def test_skips_that_were_not_looked_into_do_not_count():
         (row(INF, first=256.0), 2.0**-11, "can fall no further"),
         (row(INF, first=256.0), None, "enlarges none"),
         (row(INF, first=8.0, factor=1), None, "at a loss scale of 8, which can fall no further"),
-        (row(first=8.0, factor=1), None, "The gradients overflow at a loss scale of 8"),
+        (row(first=8.0, factor=1), None, "The gradients are Inf or NaN at a loss scale of 8"),
     ],
     ids=["at its smallest", "below 1", "fixed", "not looked into"],
 )
@@ -94,11 +99,16 @@ def test_a_nonfinite_parameter_comes_before_all():
     assert (found.kind, found.where) == ("parameter", "fc1.bias")
 
 
+def test_a_module_whose_parameter_is_not_finite_names_that():
+    found = verdict(located=replace(LOCATED, parameter="weight"))
+    assert (found.kind, found.where) == ("parameter", "encoder.3.weight")
+
+
 @pytest.mark.parametrize(
     "evidence",
     [
         STUCK,
-        replace(STUCK, skips=row(NAN)),
+        replace(STUCK, skips=row(NAN, first=1.0)),
         replace(STUCK, skips=row(NAN, loss=float("nan"))),
         replace(STUCK, skips=row(INF, first=1.0)),
         replace(STUCK, parameter="w"),
@@ -115,6 +125,13 @@ def test_a_text_is_two_sentences(evidence):
 def test_without_too_many_skips_it_says_how_many_there_were():
     assert judge(Evidence(1000, 3)).text.startswith("3 of 1000 steps were skipped")
     assert judge(Evidence(1000, 0)).text.startswith("None of 1000 steps was skipped")
+
+
+@pytest.mark.parametrize("evidence", [Evidence(80, 40), Evidence(1000, 3, scale=0.5)])
+def test_many_skips_or_a_scale_below_1_are_not_called_cured(evidence):
+    found = judge(evidence)
+    assert found.kind == "normal"
+    assert "cured" not in found.text
 
 
 def sampled(shares, largest_exponent, scale=1024.0, dtype="float16"):

@@ -176,6 +176,9 @@ class Recorder:
     def scaled(self, outputs):
         self.note("scaled", outputs)
 
+    def unscaling(self, optimizer, scale):
+        self.note("unscaling", optimizer, scale)
+
     def stepping(self, optimizer, scale):
         self.note("stepping", optimizer, scale)
 
@@ -197,14 +200,18 @@ def test_an_observer_is_told_of_each_call_while_the_gradients_are_there(unscale,
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
-    scaled, stepping, stepped, updating = recorder.told
+    told = {what[0]: what for what in recorder.told}
+    order = ["unscaling", "stepping"] if unscale else ["stepping", "unscaling"]
+    assert [what[0] for what in recorder.told] == ["scaled", *order, "stepped", "updating"]
+    scaled, stepping, stepped = (told[name] for name in ("scaled", "stepping", "stepped"))
+    assert told["unscaling"][2].item() == 8.0
+    assert all((grad == 8.0).all() for grad in told["unscaling"][3])
     assert scaled == ("scaled", loss, [])
     assert stepping[:2] == ("stepping", optimizer)
     assert stepping[2] is None if unscale else stepping[2].item() == 8.0
     assert all((grad == (1.0 if unscale else 8.0)).all() for grad in stepping[3])
     assert stepped[:3] == ("stepped", optimizer, scaler.last_step(optimizer))
     assert all((grad == 1.0).all() for grad in stepped[3])
-    assert updating[0] == "updating"
 
 
 def test_an_observer_that_raises_in_update_stops_it_with_nothing_moved(parameters):

@@ -8,8 +8,8 @@ from itertools import chain
 from typing import Any
 
 from gradscaler.diagnose.forensics import inspect
-from gradscaler.diagnose.journal import Journal
-from gradscaler.diagnose.locate import Located, Watch, watching
+from gradscaler.diagnose.journal import Journal, StuckError
+from gradscaler.diagnose.locate import Located, Watch, is_locating, watching
 from gradscaler.diagnose.sampling import Measured
 from gradscaler.engine import HISTORY_LENGTH, EagerScaler
 from gradscaler.outcome import NonfiniteGradient, StepOutcome
@@ -50,8 +50,8 @@ class EagerObserver:
         self._watch: Watch | None = None
         with suppress(TypeError):  # Paddle's layers cannot be watched, and None cannot
             self._watch = watching(model)
-        self._is_watching = False
-        self._unread: list[tuple[list[StepOutcome], list[Any]]] = []
+        self._is_looking = False  # into this iteration, whatever `forensics` says
+        self._unread: list[tuple[dict[int, StepOutcome], list[Any]]] = []
         self._start()
         scaler._observers.append(self)
 
@@ -60,38 +60,56 @@ class EagerObserver:
         self._outcomes: dict[int, tuple[Any, StepOutcome]] = {}  # by the optimizer's id
         self._losses: list[Any] = []
         self._measured: Measured | None = None
+        self._measured_of: set[int] = set()  # the optimizers' ids
 
     # The observer.
 
     def scaled(self, outputs: Any, /) -> None:
         """Remember the loss, without its graph."""
+        if is_locating.get():
+            return
         loss = outputs.detach()
         self._losses.append(loss if loss.ndim == 0 else loss.mean())
 
-    def stepping(self, optimizer: Any, scale: Any, /) -> None:
+    def unscaling(self, optimizer: Any, scale: Any, /) -> None:
         """Look at the gradients if it is time to, before anything clips them."""
+        self.stepping(optimizer, scale)
+
+    def stepping(self, optimizer: Any, scale: Any, /) -> None:
+        """Look at the gradients if it is time to, and that was not done in ``unscale_``."""
         if id(optimizer) in self._outcomes:
             self.updating()
-        if self._is_due():
+        if self._is_due() and id(optimizer) not in self._measured_of:
             self._measure(optimizer, scaled=scale is not None)
 
     def stepped(self, optimizer: Any, outcome: StepOutcome, /) -> None:
         """Look into the gradients if they are not finite."""
         if outcome._reason == "no_gradients":  # asking `reason` may wait for the device
             return
-        if self._is_due() and self._measured is None:  # a closure made the gradients
+        if (
+            self._is_due() and id(optimizer) not in self._measured_of
+        ):  # a closure made the gradients
             self._measure(optimizer, scaled=False)
-        if self._forensics and outcome.skipped:
+        if (self._forensics or self._is_looking) and outcome.skipped:
             number = self._journal.num_skipped + 1
-            if number % self._forensics == 0:
+            if self._is_looking or number % self._forensics == 0:
                 outcome.nonfinite = inspect(self._gradients(optimizer))
         self._outcomes[id(optimizer)] = optimizer, outcome
 
     def updating(self) -> None:
         """End the iteration, and say so if there were too many skips."""
+        was_looking = self._is_looking
         if self._end():
-            self._watch_forward()
-            self._journal.check()
+            row = self._journal.row
+            is_unseen = row is not None and not row.skips[-1].nonfinite and not was_looking
+            is_late = is_unseen and self._journal.is_to_judge  # flags were read after the step
+            self._look(self._journal.is_about_to_check or is_late)
+            if is_late:
+                return
+            try:
+                self._journal.check()
+            except StuckError as error:
+                raise StuckError(f"{error} To go on all the same, call update() again.") from None
 
     def close(self) -> None:
         """See no more, and take down the iterations that wait for it."""
@@ -111,8 +129,9 @@ class EagerObserver:
         if not outcomes:
             return False
         self._optimizers = [optimizer for optimizer, _ in outcomes.values()]
-        self._unread.append(([outcome for _, outcome in outcomes.values()], losses))
-        if self._forensics or measured is not None or len(self._unread) == HISTORY_LENGTH:
+        self._unread.append(({key: outcome for key, (_, outcome) in outcomes.items()}, losses))
+        is_due = self._forensics or self._is_looking or measured is not None
+        if is_due or len(self._unread) == HISTORY_LENGTH:
             loss = self.read()
             if measured is not None:
                 self._journal.sample(loss, **measured.fields())
@@ -123,31 +142,36 @@ class EagerObserver:
         unread, self._unread = self._unread, []
         loss = None
         for outcomes, losses in unread:
-            skipped = any(outcome.skipped for outcome in outcomes)
-            loss = _loss(losses) if skipped or losses is unread[-1][1] else None
-            found = [o.nonfinite for o in outcomes if o.nonfinite is not None]
-            self._journal.add(
-                outcomes[-1].scale, skipped, loss, tuple(chain(*found)) if found else None
-            )
+            skipped = {optimizer: outcome.skipped for optimizer, outcome in outcomes.items()}
+            is_skip = any(skipped.values())
+            loss = _loss(losses) if is_skip or losses is unread[-1][1] else None
+            *_, last = outcomes.values()
+            found = [o.nonfinite for o in outcomes.values() if o.nonfinite is not None]
+            nonfinite = tuple(chain(*found)) if found else None
+            self._journal.add(last.scale, is_skip, loss, nonfinite, skipped)
         return loss
 
     # Evidence.
 
     def nonfinite_parameters(self) -> tuple[NonfiniteGradient, ...]:
-        """The parameters of the latest iteration's optimizers that are themselves not finite."""
-        each = (self._named(optimizer, o) for o, optimizer in enumerate(self._optimizers))
-        return inspect(dict(chain.from_iterable(named.items() for named in each)))
+        """The parameters of the latest optimizers, and of the model, that are not finite.
 
-    def _watch_forward(self) -> None:
-        """Watch the forward pass of the iteration that may make the skips in a row too many."""
-        if self._watch is None:
-            return
-        if self._is_watching:
-            self._watch.stop()
-            self._is_watching = False
-        elif self._forensics and self._journal.is_about_to_check:
-            self._watch.start()
-            self._is_watching = True
+        Of a buffer, or what is not trained, Inf may be meant, as in a mask; NaN is not.
+        """
+        each = (self._named(optimizer, o) for o, optimizer in enumerate(self._optimizers))
+        trained = dict(chain.from_iterable(named.items() for named in each))
+        if self._model is None:
+            return inspect(trained)
+        buffers: Any = getattr(self._model, "named_buffers", tuple)()
+        rest = dict(chain(self._model.named_parameters(), buffers))
+        found = inspect({name: array for name, array in rest.items() if name not in trained})
+        return inspect(trained) + tuple(array for array in found if array.num_nan)
+
+    def _look(self, is_to_look: bool) -> None:
+        """Look into the next iteration, which may make the skips in a row too many, or do not."""
+        if self._watch is not None and is_to_look != self._is_looking:
+            self._watch.start() if is_to_look else self._watch.stop()
+        self._is_looking = is_to_look
 
     @property
     def located(self) -> Located | None:
@@ -184,6 +208,7 @@ class EagerObserver:
         gradients = self._gradients(optimizer)
         if not gradients:
             return
+        self._measured_of.add(id(optimizer))
         if self._measured is None:
             self._measured = Measured(self._dtype)
         norm = float(self._scaler._operations.total_norm(optimizer, 2.0))

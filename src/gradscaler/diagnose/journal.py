@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from gradscaler.diagnose.runs import Judgement, Sample, Sink, Skip
@@ -26,7 +26,7 @@ class StuckWarning(RuntimeWarning):
 
 
 class StuckError(RuntimeError):
-    """Step after step is skipped; the message is the verdict."""
+    """Step after step is skipped; the message is the verdict, and how to go on."""
 
 
 class Step(NamedTuple):
@@ -47,6 +47,23 @@ class Step(NamedTuple):
     nonfinite: tuple[NonfiniteGradient, ...] | None = None
 
 
+class Row:
+    """Skips of one optimizer, without a step of its between them.
+
+    Attributes:
+        number: how many there are.
+        first_scale: the scale of the first.
+        skips: the latest.
+        judged: the kind of the verdict on them, if there is one.
+    """
+
+    def __init__(self, scale: float, length: int) -> None:
+        self.number = 0
+        self.first_scale = scale
+        self.skips: deque[Skip] = deque(maxlen=length)
+        self.judged: str | None = None
+
+
 class Journal:
     """Steps, in their order.
 
@@ -61,8 +78,6 @@ class Journal:
         step: the number of the last.
         num_steps: how many were added.
         num_skipped: how many of those were skipped.
-        num_skips_in_a_row: how many were skipped at the end.
-        skips_in_a_row: the latest of these.
         latest: the latest sample with shares.
     """
 
@@ -75,8 +90,6 @@ class Journal:
         judge: Callable[[Journal], Verdict],
     ) -> None:
         self.history: deque[Step] = deque(maxlen=HISTORY_LENGTH)
-        self.skips_in_a_row: deque[Skip] = deque(maxlen=stuck_after)
-        self.num_skips_in_a_row = 0
         self.step = step
         self.num_steps = 0
         self.num_skipped = 0
@@ -85,7 +98,7 @@ class Journal:
         self._on_stuck = on_stuck
         self._stuck_after = stuck_after
         self._judge = judge
-        self._judged = False  # the skips in a row
+        self._rows: dict[int, Row] = {}  # by the optimizer
         self._written = step
         self._scales: list[tuple[int, float]] = []
         self._skips: list[int] = []
@@ -96,26 +109,31 @@ class Journal:
         skipped: bool,
         loss: float | None = None,
         nonfinite: tuple[NonfiniteGradient, ...] | None = None,
+        optimizers: Mapping[int, bool] | None = None,
     ) -> None:
-        """Take down a step; :meth:`check` says what comes of it."""
+        """Take down a step; :meth:`check` says what comes of it.
+
+        Args:
+            scale: that it used.
+            skipped: whether any optimizer's step was.
+            loss: the unscaled one.
+            nonfinite: the gradients that were.
+            optimizers: by id, whether its step was skipped; None if there is one.
+        """
         self.step += 1
         self.num_steps += 1
         self.history.append(Step(self.step, scale, skipped, loss, nonfinite))
         if not self._scales or self._scales[-1][1] != scale:
             self._scales.append((self.step, scale))
-        if not skipped:
-            self.num_skips_in_a_row = 0
-            self.skips_in_a_row.clear()
-            self._judged = False
-            return
-        self.num_skipped += 1
-        self.num_skips_in_a_row += 1
-        self._skips.append(self.step)
         found = nonfinite or ()
         skip = Skip(
             self.step, scale, loss, found[:_MOST_NONFINITE], max(len(found) - _MOST_NONFINITE, 0)
         )
-        self.skips_in_a_row.append(skip)
+        self._continue_rows(skip, optimizers or {0: skipped})
+        if not skipped:
+            return
+        self.num_skipped += 1
+        self._skips.append(self.step)
         if nonfinite is not None:
             logger.info("%s", _in_one_line(skip))
             self._write(skip)
@@ -142,29 +160,54 @@ class Journal:
     def check(self) -> None:
         """Give the verdict if ``stuck_after`` steps in a row were skipped, once in that row.
 
+        As long as a lower scale may cure them nobody is told, and it is judged anew at each skip.
+
         Raises:
             StuckError: if that was asked for.
         """
-        if self._judged or not self.is_stuck:
+        row = self.row
+        if row is None or not self.is_to_judge:
             return
-        self._judged = True
         verdict = self._judge(self)
+        if verdict.kind == row.judged:
+            return
+        row.judged = verdict.kind
         self.sample()
         self._write(Judgement(self.step, verdict.kind, verdict.text, verdict.where))
+        if verdict.kind == "normal":
+            return
         if self._on_stuck == "raise":
             raise StuckError(verdict.text)
         if self._on_stuck == "warn":
             warnings.warn(StuckWarning(verdict.text), stacklevel=4)
 
     @property
-    def is_stuck(self) -> bool:
-        """Whether the latest steps in a row that were skipped are too many."""
-        return self.num_skips_in_a_row >= self._stuck_after
+    def row(self) -> Row | None:
+        """The longest row of skips, if it is too long."""
+        row = max(self._rows.values(), key=lambda row: row.number, default=None)
+        return row if row is not None and row.number >= self._stuck_after else None
+
+    @property
+    def is_to_judge(self) -> bool:
+        """Whether there is such a row, and no verdict on it that is final."""
+        row = self.row
+        return row is not None and row.judged in (None, "normal")
 
     @property
     def is_about_to_check(self) -> bool:
-        """Whether another skip in this row would bring the verdict."""
-        return 0 < self.num_skips_in_a_row == self._stuck_after - 1
+        """Whether another skip may bring the verdict."""
+        return any(0 < row.number == self._stuck_after - 1 for row in self._rows.values())
+
+    def _continue_rows(self, skip: Skip, optimizers: Mapping[int, bool]) -> None:
+        """End the rows of optimizers that stepped, or were left out for long; lengthen others."""
+        for optimizer, row in list(self._rows.items()):
+            is_old = skip.step - row.skips[-1].step > self._stuck_after
+            if is_old or not optimizers.get(optimizer, True):
+                del self._rows[optimizer]
+        for optimizer in (optimizer for optimizer, skipped in optimizers.items() if skipped):
+            row = self._rows.setdefault(optimizer, Row(skip.scale, self._stuck_after))
+            row.number += 1
+            row.skips.append(skip)
 
     def close(self) -> None:
         """Write what is left to write."""

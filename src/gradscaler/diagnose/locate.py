@@ -7,9 +7,11 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +21,9 @@ from gradscaler.diagnose.forensics import count_nonfinite
 
 Module = Any
 Tensor = Any
+
+is_locating = ContextVar("is_locating", default=False)
+"""Whether a closure of :func:`locate` runs, whose losses are of no step."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +76,8 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
     In the order of execution it is the first whose output is not finite although its inputs are;
     if there is none, the first in the backward pass whose input's or parameter's gradient is not
     finite although its output's is. Of modules within one another the innermost is meant; a
-    scripted one is part of what it is in. An input of -inf passes as finite: attention masks are
-    made of it.
+    scripted one is part of what it is in. -inf passes as finite, for attention masks are made of
+    it: as an input, and as an output of a module that has no parameters of its own.
 
     The model is left as it was: its gradients, its buffers, the framework's random numbers.
 
@@ -87,10 +92,18 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
 
     Raises:
         TypeError: ``model`` is no such module.
+        ValueError: it has lazy modules that were not called yet, and would not be left as they are.
     """
     watch = Watch(model, backward=True)
-    with _left_as_it_was(model), watch:
-        closure()
+    is_lazy = getattr(getattr(watch._framework.nn, "parameter", None), "is_lazy", None)
+    if is_lazy and any(map(is_lazy, chain(model.parameters(), model.buffers()))):
+        raise ValueError("model has lazy modules: call it once before, so that they get a shape")
+    token = is_locating.set(True)
+    try:
+        with _left_as_it_was(model), watch:
+            closure()
+    finally:
+        is_locating.reset(token)
     return watch.located
 
 
@@ -131,9 +144,10 @@ class Watch:
         for name, module in self._model.named_modules():
             if isinstance(module, compiled):
                 continue
+            enter, leave = (self._hook(partial(hook, name)) for hook in (self._enter, self._leave))
             self._handles += (
-                module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True),
-                module.register_forward_hook(partial(self._leave, name)),
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_hook(leave),
             )
         if self._backward:
             for parameter in self._model.parameters():
@@ -155,6 +169,18 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def _hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook that is not compiled, and whose errors do not end a training."""
+
+        def quiet(*args: Any) -> Any:
+            with suppress(Exception):
+                return hook(*args)
+
+        safe = hook if self._backward else quiet
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            safe = self._framework.compiler.disable(safe)
+        return safe
 
     def _enter(
         self, name: str, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -191,8 +217,9 @@ class Watch:
         if self.located or not self._entered[name]:
             return
         call = self._entered[name].pop()
+        masks = not any(True for _ in module.parameters(recurse=False))
         for tensor in self._tensors(output):
-            if math.isfinite(call.input) and not math.isfinite(_largest(tensor)):
+            if math.isfinite(call.input) and not math.isfinite(_largest(tensor, masks)):
                 self._found("forward", name, module, tensor, call.input, _nonfinite_of(module))
                 return
             if self._backward and tensor.requires_grad:

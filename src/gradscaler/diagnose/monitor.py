@@ -33,11 +33,12 @@ class Monitor:
     of gradients times scale in ``dtype``, from at most 16,384 elements of each; the worst
     parameters. After ``stuck_after`` skips in a row it gives its verdict, from the losses, from
     what the skipped gradients held and, in the last of these steps, from the model's parameters
-    and activations.
+    and activations. While a lower scale may still cure them, it waits for more.
 
     What may be on a device is read only at samples and when asked for, so nothing waits for the
     device meanwhile; but with ``forensics`` each step's flag is read at once, where there are
-    gradients to look into. Without, a verdict waits for the next sample.
+    gradients to look into. Without, a verdict waits for the next sample; scalers that tell of
+    their steps are then looked into for one step more.
 
     Args:
         scaler: any of gradscaler's; of JAX the one before the first step, or an optax state that
@@ -51,7 +52,8 @@ class Monitor:
         forensics: look into each skip (1), each n-th (n) or none (0).
         on_stuck: ``"warn"`` warns, once in a row of skips; ``"raise"`` raises, before the scale
             moves, and the next ``update()`` goes on; ``"continue"`` only writes the verdict.
-        stuck_after: how many skips in a row are too many.
+        stuck_after: how many skips in a row of one optimizer are too many. 1 leaves no step to
+            look at activations in.
         dtype: what gradients are computed in: ``"float16"``, ``"bfloat16"``, ``"float8_e4m3"`` or
             ``"float8_e5m2"``.
         tensorboard: a directory for scalars that TensorBoard shows.
@@ -148,6 +150,10 @@ class Monitor:
     def callback(self) -> Any:
         """A callback for ``model.fit`` that records each training step, its gradients unseen.
 
+        The loss that Keras tells is a mean over the epoch so far, and is left out. So a verdict
+        knows the model's parameters and the scale alone: a NaN in the loss, an activation or a
+        gradient is told as gradients that are Inf or NaN.
+
         Raises:
             TypeError: the scaler is neither Keras' nor tf-keras'.
         """
@@ -198,14 +204,20 @@ class Monitor:
 
     def _judge(self, journal: Journal) -> Verdict:
         evidence = Evidence(
-            journal.num_steps, journal.num_skipped, self._dtype, sample=journal.latest
+            journal.num_steps,
+            journal.num_skipped,
+            self._dtype,
+            scale=journal.history[-1].scale if journal.history else None,
+            sample=journal.latest,
         )
-        if journal.is_stuck:
+        row = journal.row
+        if row is not None:
             parameters = self._source.nonfinite_parameters()
             evidence = replace(
                 evidence,
-                skips_in_a_row=journal.num_skips_in_a_row,
-                skips=tuple(journal.skips_in_a_row),
+                skips_in_a_row=row.number,
+                first_scale=row.first_scale,
+                skips=tuple(row.skips),
                 min_scale=_min_scale(self._policy),
                 parameter=parameters[0].name if parameters else None,
                 located=self._source.located,

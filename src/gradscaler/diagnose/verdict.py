@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 Kind = Literal["normal", "loss", "parameter", "activations", "nan", "floor", "underflow"]
 
 _LOST = 0.05  # of the gradients: flushed, or so small that many more must have been
+_FEW = 20  # skips that any loss scale may need to find its place
 _HEADROOM = 4.0  # how often the largest gradient can double, at least, for a larger scale to fit
 
 
@@ -24,10 +25,11 @@ class Verdict:
 
     Attributes:
         kind: ``"normal"``: overflows that lower scales cure. ``"underflow"``: the scale is too
-            small. The rest no lower scale cures. ``"parameter"``: a parameter is itself not
-            finite. ``"activations"``: a module makes Inf or NaN of finite inputs. ``"loss"``: the
-            unscaled loss is not finite. ``"nan"``: a gradient is NaN at every scale. ``"floor"``:
-            the scale falls no further, or is below 1, where it no longer makes gradients larger.
+            small. The rest no lower scale cures. ``"parameter"``: a parameter or a buffer is
+            itself not finite. ``"activations"``: a module makes Inf or NaN of finite inputs.
+            ``"loss"``: the unscaled loss is not finite. ``"nan"``: a gradient is NaN at every
+            scale, also at one of 1 or less. ``"floor"``: the scale falls no further, or is below
+            1, where it no longer makes gradients larger.
         text: two sentences: what happened, with the evidence, and what to try.
         where: the name of the parameter or the module, if one is to blame.
     """
@@ -48,10 +50,12 @@ class Evidence:
         steps: how many there were.
         skipped: how many of them were skipped.
         dtype: the format that the gradients are computed in.
-        skips_in_a_row: how many steps the run ends with that were skipped, if that is too many.
+        scale: of the last of them, if that is known.
+        skips_in_a_row: how many steps of an optimizer were skipped at its end, if too many.
+        first_scale: of the first of those.
         skips: the latest of those.
         min_scale: what the scale does not fall below, if that is known.
-        parameter: the name of one that is not finite.
+        parameter: the name of one, or of a buffer, that is not finite.
         located: the module whose output was the first that was not finite.
         sample: the latest with shares.
     """
@@ -59,7 +63,9 @@ class Evidence:
     steps: int
     skipped: int
     dtype: str = "float16"
+    scale: float | None = None
     skips_in_a_row: int = 0
+    first_scale: float | None = None
     skips: tuple[Skip, ...] = ()
     min_scale: float | None = None
     parameter: str | None = None
@@ -77,18 +83,22 @@ def judge(evidence: Evidence) -> Verdict:
 def _of_skips(evidence: Evidence) -> Verdict:
     first, last = evidence.skips[0], evidence.skips[-1]
     fell = f"the last {evidence.skips_in_a_row} steps in a row were skipped"
-    if first.scale != last.scale:
-        fell += f" while the loss scale fell from {first.scale:g} to {last.scale:g}"
+    highest = first.scale if evidence.first_scale is None else evidence.first_scale
+    if highest != last.scale:
+        fell += f" while the loss scale fell from {highest:g} to {last.scale:g}"
     losses = [skip.loss for skip in evidence.skips if skip.loss is not None]
-    if evidence.parameter is not None:
+    located = evidence.located
+    parameter = evidence.parameter
+    if parameter is None and located is not None and located.kind == "forward":
+        parameter = located.parameter and f"{located.module}.{located.parameter}".lstrip(".")
+    if parameter is not None:
         return Verdict(
             "parameter",
-            f"The parameter {evidence.parameter} is itself Inf or NaN, so {fell}. No loss scale "
+            f"The model's {parameter} is itself Inf or NaN, so {fell}. No loss scale "
             "mends that: go back to a checkpoint from before, and look for the step that wrote it "
             "(a learning rate too large, weights changed without the scaler).",
-            evidence.parameter,
+            parameter,
         )
-    located = evidence.located
     if located is not None and located.kind == "forward":
         module = located.module or "the model"
         return Verdict(
@@ -117,21 +127,27 @@ def _of_skips(evidence: Evidence) -> Verdict:
         )
     gradients = [gradient.name for gradient in last.nonfinite]
     where = gradients[0] if gradients else None
-    of = f" in {where}" if where else ""
+    overflow = f"gradients overflow in {where}"
+    if where is None:
+        overflow = "gradients are Inf or NaN"  # nobody looked which
+    elif not any(gradient.num_inf for gradient in last.nonfinite):
+        overflow = f"gradient of {where} is NaN"
     at_floor = evidence.min_scale is not None and last.scale <= evidence.min_scale
+    limit = "enlarges none, so no lower one cures them"
+    if at_floor or last.scale > 1:
+        limit = "can fall no further"
     if at_floor or last.scale <= 1 or (len(evidence.skips) > 1 and first.scale == last.scale):
         return Verdict(
             "floor",
-            f"The gradients overflow{of} at a loss scale of {last.scale:g}, which "
-            + ("can fall no further" if at_floor or last.scale > 1 else "enlarges none")
-            + f": {fell}. Look at what makes them so large (the learning rate, a sum in place of a "
-            "mean, no clipping), allow a lower scale if this one is above 1, or train in bfloat16.",
+            f"The {overflow} at a loss scale of {last.scale:g}, which {limit}: {fell}. Look at "
+            "what makes them so large (the learning rate, a sum in place of a mean, a division by "
+            "0), allow a lower scale if this one is above 1, or train in bfloat16.",
             where,
         )
     return Verdict(
         "normal",
-        f"The gradients overflow{of}, and {fell}. It is still falling, and a lower scale may cure "
-        "them: start from a lower init_scale to come there sooner.",
+        f"The {overflow}, and {fell}. It is still falling, and a lower scale may cure that: "
+        "start from a lower init_scale to come there sooner.",
         where,
     )
 
@@ -139,13 +155,15 @@ def _of_skips(evidence: Evidence) -> Verdict:
 def _nan_in_all(skips: tuple[Skip, ...]) -> str | None:
     """A parameter whose gradient was NaN in all the skips that were looked into.
 
-    None while there is an Inf beside it: overflow makes both, for Inf - Inf and 0 * Inf are NaN.
+    None at a scale above 1, or while there is an Inf beside it: overflow makes NaN too, for
+    Inf - Inf and 0 * Inf are, and far above the right scale it leaves nothing else.
     """
-    looked_into = [skip.nonfinite for skip in skips if skip.nonfinite]
-    if not looked_into or any(gradient.num_inf for gradient in looked_into[-1]):
+    looked_into = [skip for skip in skips if skip.nonfinite]
+    if not looked_into or looked_into[-1].scale > 1:
         return None
-    seen = [{g.name for g in nonfinite if g.num_nan} for nonfinite in looked_into]
-    common = set.intersection(*seen) if seen else set()
+    if any(gradient.num_inf for gradient in looked_into[-1].nonfinite):
+        return None
+    common = set.intersection(*({g.name for g in s.nonfinite if g.num_nan} for s in looked_into))
     return next((g.name for skip in skips for g in skip.nonfinite if g.name in common), None)
 
 
@@ -187,6 +205,16 @@ def _normal(evidence: Evidence) -> Verdict:
             f"None of {evidence.steps} steps was skipped. There is nothing to mend.",
         )
     were = "was" if evidence.skipped == 1 else "were"
+    is_many = evidence.skipped > max(_FEW, evidence.steps / 10)
+    scale = evidence.scale
+    if is_many or (scale is not None and scale < 1):
+        now = "" if scale is None else f", and the loss scale is {scale:g}"
+        return Verdict(
+            "normal",
+            f"{evidence.skipped} of {evidence.steps} steps {were} skipped{now}. If they are the "
+            "first ones, start from a lower init_scale; else look at what they have in common: an "
+            "optimizer, a batch, a parameter.",
+        )
     return Verdict(
         "normal",
         f"{evidence.skipped} of {evidence.steps} steps {were} skipped, as the loss scale found its "

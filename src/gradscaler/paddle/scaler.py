@@ -159,6 +159,8 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
             return
         if record.stage is not Stage.READY and "_unscale" in vars(self):
             super().unscale_(optimizer)  # raises: a wrapper's _unscale may not look at the order
+        if self._observers:
+            self._announce_unscale(optimizer, self._host_state())
         self._unscale(optimizer)
         record = self._records.get(id(optimizer))
         if not isinstance(record, PaddleRecord):
