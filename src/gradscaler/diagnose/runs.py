@@ -209,7 +209,8 @@ class Run:
         sampled = [sample for sample in self.samples if sample.shares is not None]
         dtype = self.starts[-1].dtype if self.starts else "float16"
         latest = sampled[-1] if sampled else None
-        return judge(Evidence(self.num_steps, len(self.skipped), dtype, sample=latest))
+        scale = self.samples[-1].scale if self.samples else None
+        return judge(Evidence(self.num_steps, len(self.skipped), dtype, scale=scale, sample=latest))
 
     def _has_stepped_since(self, step: int) -> bool:
         """Whether a sample tells of a later step that was not skipped."""
