@@ -228,9 +228,8 @@ def test_shares_are_of_all_gradients_though_few_elements_are_looked_at(path):
     assert (first, counts[0], counts[-1]) == (-30, 30_000, 10_000)
 
 
-def test_the_worst_parameters_are_named(path):
+def worst_of(factors, path):
     scaler = GradScaler(init_scale=1.0)
-    factors = {"fine": 1.0, "unused": 0.0, "flushed": 2.0**-30, "subnormal": 2.0**-20}
     model = torch.nn.ParameterDict({name: torch.zeros(2) for name in factors})
     model["partly"] = torch.zeros(2)
     optimizer = torch.optim.SGD(model.parameters())
@@ -239,9 +238,21 @@ def test_the_worst_parameters_are_named(path):
         scaler.scale(loss + model["partly"] @ torch.tensor([1.0, 2.0**-20])).backward()
         scaler.step(optimizer)
         scaler.update()
-    (sample,) = read_run(path).samples
-    assert set(sample.worst[:2]) == {"flushed", "subnormal"}
-    assert sample.worst[2:] == ("partly", "fine", "unused")
+    return read_run(path).samples[0].worst
+
+
+def test_the_worst_parameters_are_named(path):
+    factors = {"fine": 1.0, "zero": 0.0, "flushed": 2.0**-30, "subnormal": 2.0**-20}
+    worst = worst_of(factors, path)
+    assert set(worst[:3]) == {"zero", "flushed", "subnormal"}
+    assert worst[3:] == ("partly", "fine")
+
+
+def test_one_that_is_zero_while_no_other_is_small_passes_for_unused(path):
+    factors = {"unused": 0.0, **{str(i): 1.0 for i in range(20)}}
+    worst = worst_of(factors, path)
+    assert worst[0] == "partly"
+    assert "unused" not in worst
 
 
 def test_a_sample_of_a_skipped_step_counts_its_nonfinite_gradients(path):

@@ -18,7 +18,7 @@ from gradscaler.diagnose.runs import Run
 LEVELS = {"good": "green", "warning": "yellow", "bad": "red"}
 COLOURS = {"flushed": "red", "subnormal": "yellow", "normal": "blue", "overflow": "magenta"}
 
-_WIDTH, _WIDEST = 44, 56  # of the charts: all is within 80 columns then
+_WIDTH, _WIDEST = 36, 56  # of the charts: all is within 80 columns then
 _LONGEST_NAME = 20
 _BLOCKS, _PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 
@@ -48,18 +48,23 @@ def _over_time(run: Run, blocks: str) -> Table:
         for step, scale in scales.items()
     }
     losses, norms = summary.losses(run), summary.norms(run)
-    flushed = {step: share.flushed for step, share in summary.shares(run).items()}
-    subnormal = {step: share.subnormal for step, share in summary.shares(run).items()}
     chart = Table.grid(padding=(0, 2))
     for name, points, ends in (
         ("loss scale", exponents, _ends(scales, summary.number)),
         ("loss", losses, _ends(losses, summary.number)),
         ("gradient norm", norms, _ends(norms, summary.number)),
-        ("flushed to zero", flushed, _ends(flushed, summary.percent)),
-        ("subnormal", subnormal, _ends(subnormal, summary.percent)),
     ):
         if points:
             chart.add_row(name, _line(points, run.num_steps, blocks), ends)
+    for name, attribute in (
+        ("zero", "zero"),
+        ("flushed to zero", "flushed"),
+        ("subnormal", "subnormal"),
+    ):
+        shares = {step: getattr(found, attribute) for step, found in summary.shares(run).items()}
+        if shares:
+            line = _line(shares, run.num_steps, blocks, limits=(0.0, 1.0))
+            chart.add_row(name, line, _ends(shares, summary.percent))
     if run.skipped:
         width = _width(run.num_steps)
         columns = [_column(step, run.num_steps) for step in run.skipped]
@@ -74,10 +79,20 @@ def _ends(points: Mapping[int, float], show: Callable[[float], str]) -> str:
     return " → ".join(show(points[step]) for step in steps[:: max(1, len(steps) - 1)])
 
 
-def _line(points: Mapping[int, float], last_step: int, blocks: str) -> Text:
-    """The number of each column's latest step, or of the one before it; "!" is Inf or NaN."""
+def _line(
+    points: Mapping[int, float],
+    last_step: int,
+    blocks: str,
+    limits: tuple[float, float] | None = None,
+) -> Text:
+    """The number of each column's latest step, or of the one before it; "!" is Inf or NaN.
+
+    The lowest block stands for the first of the limits, or for the smallest number.
+    """
     halves = {step: value / 2 for step, value in points.items()}  # their range is finite, too
     finite = [value for value in halves.values() if math.isfinite(value)]
+    if limits is not None:
+        finite = [limit / 2 for limit in limits]
     low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
     columns = [" "] * _width(last_step)
     for step in sorted(halves):
@@ -114,11 +129,12 @@ def _by_size(run: Run, blocks: str) -> Table:
         line = Text.assemble(*zip(bars, styles, strict=True))
         chart.add_row(Text(summary.shown(name, _LONGEST_NAME)), line)
     parts = [
-        (
-            f"{zone.name} {summary.percent(spectrum.shares[0][spectrum.within(zone)].sum())}  ",
-            COLOURS[zone.name],
-        )
-        for zone in spectrum.zones
+        (f"zero {summary.percent(spectrum.zero[0])}  ", ""),
+        *(
+            (f"{zone.name} {summary.percent(spectrum.share(zone))}  ", COLOURS[zone.name])
+            for zone in spectrum.zones
+        ),
+        (f"NaN {summary.percent(spectrum.nonfinite[0])}", ""),
     ]
     chart.add_row("", Text.assemble(*parts))
     return chart

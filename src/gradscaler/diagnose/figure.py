@@ -154,7 +154,7 @@ def _draw_curve(axes: Axes, title: str, points: Mapping[int, float]) -> None:
     values = np.array([points[step] for step in steps])
     lost = steps[~np.isfinite(values)]
     if lost.size:
-        _mark(axes, lost, 0.94, f"NaN or Inf at {lost.size:,} of {steps.size:,} steps")
+        _mark(axes, lost, 0.94, f"NaN or Inf at {lost.size:,} of the {steps.size:,} seen")
     if lost.size == steps.size:
         axes.set_yticks([])
         return
@@ -177,8 +177,9 @@ def _draw_shares(axes: Axes, title: str, shares: Mapping[int, Shares]) -> None:
     layers: dict[str, tuple[str, Callable[[Shares], float]]] = {
         "flushed": (RED, lambda share: share.flushed),
         "subnormal": (YELLOW, lambda share: share.subnormal),
-        "overflow, Inf or NaN": (PURPLE, lambda share: share.overflow + share.nonfinite),
-        "zero already": ("#CCCCCC", lambda share: share.zero),
+        "overflow, Inf, NaN": (PURPLE, lambda share: share.overflow + share.nonfinite),
+        "zero": ("#CCCCCC", lambda share: share.zero),
+        "normal": ("#DCEAF4", lambda share: share.normal),
     }
     stack = [
         [100 * np.mean([share(shares[step]) for step in group]) for group in groups]
@@ -197,7 +198,7 @@ def _draw_shares(axes: Axes, title: str, shares: Mapping[int, Shares]) -> None:
     axes.legend(
         loc="upper center",
         bbox_to_anchor=(0.5, -0.3),
-        ncols=4,
+        ncols=5,
         fontsize=8,
         frameon=False,
         handlelength=1,
@@ -245,7 +246,8 @@ def _by_size(figure: FigureBase, spectrum: summary.Spectrum) -> None:
 def _draw_histogram(axes: Axes, spectrum: summary.Spectrum) -> None:
     left, right = _ends(spectrum)
     shares = 100 * spectrum.shares[0]
-    top = 1.45 * max(4.0, shares.max())
+    outer = 100 * spectrum.zero[0], 100 * spectrum.nonfinite[0]
+    top = 1.45 * max(4.0, shares.max(), *outer)
     for zone in spectrum.zones:
         start, stop = max(zone.start, left), min(zone.stop, right)
         inside = spectrum.within(zone)
@@ -255,8 +257,11 @@ def _draw_histogram(axes: Axes, spectrum: summary.Spectrum) -> None:
         if stop - start > 0.07 * (right - left):
             text = f"{zone.name}\n{summary.percent(spectrum.share(zone))}"
             axes.text((start + stop) / 2, 0.97 * top, text, ha="center", va="top", fontsize=8)
-    axes.bar(left - 3, 100 * spectrum.zero[0], 2, align="edge", color=GREY)
-    axes.bar(right + 1, 100 * spectrum.nonfinite[0], 2, align="edge", color=PURPLE)
+    for place, share, colour in zip((left - 3, right + 1), outer, (GREY, PURPLE), strict=True):
+        axes.bar(place, share, 2, align="edge", color=colour)
+        if share:
+            text = summary.percent(share / 100)
+            axes.text(place + 1, share, text, ha="center", va="bottom", fontsize=7)
     axes.set_ylim(0, top)
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_formatter(_percent)

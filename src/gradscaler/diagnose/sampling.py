@@ -16,6 +16,7 @@ from gradscaler.diagnose.runs import Bins, ParameterSample, Shares
 
 _MOST_ELEMENTS = 2**14  # of one parameter
 _MOST_WORST = 5
+_SMALL = 0.05  # of the gradients
 
 
 class Measured:
@@ -78,7 +79,7 @@ class Measured:
             "shares": Shares(**{name: min(share, 1.0) for name, share in shares.items()}),
             "histogram": _total(self._histograms, weights),
             "parameters": parameters,
-            "worst": tuple(sorted(parameters, key=lambda n: _badness(parameters[n]))[:_MOST_WORST]),
+            "worst": _worst(parameters, shares["flushed"] + shares["subnormal"]),
         }
 
 
@@ -88,9 +89,21 @@ def _part(array: Any) -> np.ndarray[Any, Any]:
     return values.astype(np.result_type(values, np.float32), copy=False)
 
 
-def _badness(found: ParameterSample) -> tuple[bool, float, float]:
-    """What sorts parameters, the worst first; those that got no gradient at all come last."""
-    return found.zero == 1, -found.nonfinite, -(found.zero + found.flushed + found.subnormal)
+def _worst(parameters: Mapping[str, ParameterSample], small: float) -> tuple[str, ...]:
+    """The worst parameters first.
+
+    Args:
+        parameters: what was found of each.
+        small: the share of all gradients that are flushed or subnormal. With some, those that are
+            zero throughout pass for flushed; without, for unused, and come last.
+    """
+
+    def badness(name: str) -> tuple[bool, float, float]:
+        found = parameters[name]
+        is_unused = found.zero == 1 and small < _SMALL
+        return is_unused, -found.nonfinite, -(found.zero + found.flushed + found.subnormal)
+
+    return tuple(sorted(parameters, key=badness)[:_MOST_WORST])
 
 
 def _bins(found: Histogram) -> Bins:

@@ -191,7 +191,7 @@ def _of_sample(evidence: Evidence) -> Verdict | None:
     worst = sample.worst[0] if sample.worst else None
     return Verdict(
         "underflow",
-        f"At a loss scale of {sample.scale:g} {shares.zero + shares.flushed:.0%} of the gradients "
+        f"At a loss scale of {sample.scale:g}, {shares.zero + shares.flushed:.0%} of the gradients "
         f"are zero in {form.name} and {shares.subnormal:.0%} subnormal, in step {sample.step}. The "
         f"scale is too small: raise it{factor}, or let it grow sooner (growth_interval).",
         worst,
