@@ -15,6 +15,7 @@ from gradscaler.policies import Policy, ScaleState
 Device = Any
 
 _LARGE = _ROW = 2**14  # elements
+_MANY_ROWS = 16 * _ROW  # so many that reading them row by row is worth the calls
 _FEW = 32  # tensors, that are compared sooner than grouped
 
 
@@ -222,10 +223,11 @@ class TorchLikeOperations:
         some ten million elements.
         """
         vector_norm = self.framework.linalg.vector_norm
-        large = [grad for grad in grads if grad.numel() >= _LARGE and grad.is_contiguous()]
+        large = [grad for grad in grads if grad.numel() >= _MANY_ROWS and grad.is_contiguous()]
         small = grads
         if large:
-            small = [grad for grad in grads if grad.numel() < _LARGE or not grad.is_contiguous()]
+            in_rows = set(map(id, large))
+            small = [grad for grad in grads if id(grad) not in in_rows]
         norms = []
         for grad in large:
             flat = grad.view(-1)
