@@ -462,11 +462,14 @@ class EagerScaler(ABC):
         return norm
 
     def _checked(self, record: OptimizerRecord) -> OptimizerRecord:
-        """The record of gradients that are unscaled, or finite and to be unscaled by ``_clip``."""
-        if record.stage is not Stage.READY or self._is_finite(record):
-            return record
-        self.unscale_(record.optimizer)
-        return self._record(record.optimizer)
+        """The record of gradients that are checked and unscaled."""
+        if record.stage is Stage.READY and self._is_finite(record):
+            self._clip(record)
+            record.stage = Stage.UNSCALED
+        elif record.stage is Stage.READY:
+            self.unscale_(record.optimizer)
+            record = self._record(record.optimizer)
+        return record
 
     def _is_finite(self, record: OptimizerRecord) -> bool:
         """Whether gradients that are still scaled were checked, and found finite."""

@@ -4,13 +4,16 @@ import copy
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gradscaler import DynamicScale, FixedScale
+from gradscaler import DynamicScale, FixedScale, ScaleState
+from gradscaler.policies.checks import LARGEST_SCALE
 from gradscaler.torch import GradScaler
+from gradscaler.torch.operations import TorchOperations, _is_torch_s
 
 INF, NAN = math.inf, math.nan
 PRESETS = {
@@ -69,7 +72,7 @@ def placed(**options):
         hysteresis=st.integers(1, 3),
         hysteresis_reset=st.sampled_from(["finite_step", "finite_step_only", "growth"]),
         min_scale=st.sampled_from([2.0**-126, 2.0**-4]),
-        max_scale=st.sampled_from([2.0**12, 2.0**20]),
+        max_scale=st.sampled_from([2.0**12, 2.0**20, LARGEST_SCALE]),
     ),
     trace=st.text("ox", min_size=1, max_size=12),
 )
@@ -82,6 +85,32 @@ def test_the_scale_is_what_the_policy_makes_of_the_trace(policy, trace, path, re
         state = policy.update(state, letter == "x")
         expected.append(float(state.scale))
     assert Loop(GradScaler(policy=policy)).run(trace) == expected
+
+
+@settings(deadline=None)
+@given(
+    scale=st.floats(2.0**-126, LARGEST_SCALE, width=32),
+    finite_steps=st.one_of(st.integers(0, 5), st.just(2**31 - 1)),
+    growth_factor=st.sampled_from([1.5, 2.0, 2.0**100]),
+    backoff_factor=st.sampled_from([0.5, 0.75, 2.0**-100]),
+    growth_interval=st.sampled_from([1, 2, 4, 2**40]),
+    min_scale=st.sampled_from([2.0**-126, 1.0]),
+    found_inf=st.booleans(),
+)
+def test_torch_s_kernel_between_bounds_is_the_rule(
+    scale, finite_steps, growth_factor, backoff_factor, growth_interval, min_scale, found_inf
+):
+    policy = DynamicScale(
+        2.0**16, growth_factor, backoff_factor, growth_interval, min_scale=min_scale
+    )
+    operations, cpu = TorchOperations(), torch.device("cpu")
+    state = ScaleState(np.float32(max(scale, min_scale)), finite_steps, 0)
+    placed = operations.place(state, cpu)
+    assert _is_torch_s(policy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gradscaler.torch.operations.is_cpu", lambda tensor: False)
+        moved = operations.advance(policy, placed, [{cpu: operations.scalar(found_inf, cpu)}])
+    assert operations.read(moved) == policy.update(state, found_inf)
 
 
 @pytest.mark.parametrize("policy", [*PRESETS.values(), FixedScale(128.0)], ids=[*PRESETS, "fixed"])

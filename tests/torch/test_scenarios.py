@@ -284,6 +284,28 @@ def test_an_optimizer_reads_scale_and_flag_from_its_attributes(
     assert seen[0] == seen[1]
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+def test_torch_s_own_optimizer_is_handed_no_flag_where_none_is_set(
+    kind, parameters, finite, overflowed, backward
+):
+    class Subclass(kind):
+        pass
+
+    for optimizer_type in (kind, Subclass):
+        optimizer, scaler, seen = optimizer_type(parameters, fused=True), GradScaler(), []
+        optimizer.register_step_pre_hook(
+            lambda *_, o=optimizer, seen=seen: seen.append(o.found_inf)
+        )
+        for gradients in (finite, overflowed):
+            optimizer.zero_grad()
+            backward(scaler, parameters, gradients)
+            scaler.step(optimizer)
+            scaler.update()
+        without, with_one = seen
+        assert with_one == 1.0
+        assert without is None if optimizer_type is kind else without == 0.0
+
+
 @pytest.mark.parametrize("unscaled", [False, True], ids=["scaled", "unscaled"])
 def test_a_grad_scale_of_the_user_s_own_is_multiplied(
     unscaled, asking_optimizer, parameters, finite, backward, exact

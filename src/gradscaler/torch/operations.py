@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from gradscaler.torch_like.operations import TorchLikeOperations, parameters_of
+from gradscaler.operations import FoundInf
+from gradscaler.policies import DynamicScale, Policy, ScaleState, checks
+from gradscaler.torch_like.operations import TorchLikeOperations, is_cpu, parameters_of
 
 
 class TorchOperations(TorchLikeOperations):
-    """Adds sparse and complex gradients."""
+    """Adds sparse and complex gradients, and the kernel of torch's rule."""
 
     def __init__(self) -> None:
         super().__init__(torch, _group_tensors_by_device_and_dtype)
@@ -41,6 +43,37 @@ class TorchOperations(TorchLikeOperations):
         if any(grad.is_sparse for grad in grads):
             grads = _values(optimizer, coalesce=True)
         return grads
+
+    def advance(self, policy: Policy, state: ScaleState, found_infs: list[FoundInf]) -> ScaleState:
+        """One step of the policy: by torch's kernel on a device, where that knows the rule."""
+        if is_cpu(state.scale) or not _is_torch_s(policy):
+            return super().advance(policy, state, found_infs)
+        # The kernel grows when a count is equal to the interval, and lets the scale sink to 0.
+        growth_interval = checks.as_counter_limit(policy.growth_interval)
+        state.finite_steps.clamp_(max=growth_interval - 1)
+        torch._amp_update_scale_(
+            state.scale,
+            state.finite_steps,
+            self.combine(found_infs, state.scale.device),
+            policy.growth_factor,
+            policy.backoff_factor,
+            growth_interval,
+        )
+        state.scale.clamp_(min=policy.min_scale)
+        return state
+
+
+def _is_torch_s(policy: Policy) -> TypeGuard[DynamicScale]:
+    """Whether a policy is torch's rule, but for a floor of the scale.
+
+    The kernel multiplies in float64: factors that float32 holds make the same float32 product.
+    """
+    return (
+        type(policy) is DynamicScale
+        and policy.hysteresis == 1
+        and policy.max_scale == checks.LARGEST_SCALE
+        and all(checks.in_float32(f) == f for f in (policy.growth_factor, policy.backoff_factor))
+    )
 
 
 def _values(optimizer: Any, coalesce: bool) -> list[torch.Tensor]:

@@ -11,11 +11,11 @@ from typing import Any
 
 from gradscaler.operations import FoundInf, Optimizer, Tensor
 from gradscaler.policies import Policy, ScaleState
+from gradscaler.torch_like.norm import norm_on_cpu
 
 Device = Any
 
-_LARGE = _ROW = 2**14  # elements
-_MANY_ROWS = 16 * _ROW  # so many that reading them row by row is worth the calls
+_LARGE = 2**14  # elements
 _FEW = 32  # tensors, that are compared sooner than grouped
 
 
@@ -70,7 +70,7 @@ class TorchLikeOperations:
 
     def scalar(self, value: float, device: Device) -> Tensor:
         """A float32 scalar."""
-        return self.framework.full((), value, dtype=self.framework.float32, device=device)
+        return self.framework.scalar_tensor(value, dtype=self.framework.float32, device=device)
 
     def place(self, state: ScaleState, device: Device) -> ScaleState:
         full, int32 = self.framework.full, self.framework.int32
@@ -91,12 +91,14 @@ class TorchLikeOperations:
         return ScaleState(*(tensor.clone() for tensor in state))
 
     def advance(self, policy: Policy, state: ScaleState, found_infs: list[FoundInf]) -> ScaleState:
-        if is_cpu(state.scale.device):  # reading costs nothing here, and a tensor operation does
+        if is_cpu(state.scale):  # reading costs nothing here, and a tensor operation does
             values = self.read(state)
-            moved = policy.update(values, any(map(self.any_set, found_infs)))
-            for place, value in enumerate(moved):
-                if value != values[place]:
-                    state[place].fill_(float(value))
+            found_inf = any(flag.item() for found in found_infs for flag in found.values())
+            for tensor, before, value in zip(
+                state, values, policy.update(values, found_inf), strict=True
+            ):
+                if value != before:
+                    tensor.fill_(float(value))
             return state
         found_inf = self.combine(found_infs, state.scale.device) != 0
         moved = policy.update(state, found_inf, self.framework.where)
@@ -160,12 +162,21 @@ class TorchLikeOperations:
             if parameter.grad is not None
         )
 
+    def found_inf_for(self, optimizer: Optimizer, found_inf: FoundInf, device: Device) -> Any:
+        """The flag to hand to an optimizer that skips by itself; None if it will not miss it.
+
+        The framework's own subtract an unset flag from each parameter's count of steps.
+        """
+        flag = self.combine([found_inf], device)
+        own = type(optimizer).__module__.startswith(f"{self.framework.__name__}.optim.")
+        return None if own and is_cpu(flag) and not flag.item() else flag
+
     def inverse(self, scale: Tensor) -> tuple[Any, Tensor]:
         """A copy of the scale for the record, and 1/scale as a float32 scalar on its device.
 
         Taken in float64 and rounded once: some builds divide float32 inexactly.
         """
-        if is_cpu(scale.device):
+        if is_cpu(scale):
             used = scale.item()
             return used, self.scalar(1.0 / used, scale.device)
         if scale.device.type == "mps":  # has no float64
@@ -194,8 +205,8 @@ class TorchLikeOperations:
 
         None if they are finite and the norm is not.
         """
-        if not grads or is_cpu(grads[0].device):
-            norm = self.norm_on_cpu(grads)
+        if not grads or is_cpu(grads[0]):
+            norm = norm_on_cpu(self.framework, grads)
             finite = math.isfinite(norm.item())
             if not finite and all(map(_is_finite, grads)):
                 return None
@@ -213,31 +224,8 @@ class TorchLikeOperations:
         return not grads or (
             grads[0].dtype == self.framework.float32
             and grads[0].device.type != "mps"
-            and all(type(grad) is self.framework.Tensor for grad in grads)
+            and set(map(type, grads)) == {self.framework.Tensor}
         )
-
-    def norm_on_cpu(self, grads: list[Tensor]) -> Tensor:
-        """The 2-norm of float32 tensors.
-
-        Large ones are read row by row: one long float32 sum is slower there, and wrong by 1e-3 for
-        some ten million elements.
-        """
-        vector_norm = self.framework.linalg.vector_norm
-        large = [grad for grad in grads if grad.numel() >= _MANY_ROWS and grad.is_contiguous()]
-        small = grads
-        if large:
-            in_rows = set(map(id, large))
-            small = [grad for grad in grads if id(grad) not in in_rows]
-        norms = []
-        for grad in large:
-            flat = grad.view(-1)
-            end = flat.numel() // _ROW * _ROW
-            norms.append(vector_norm(flat[:end].view(-1, _ROW), dim=1))
-            if end < flat.numel():
-                small.append(flat[end:])
-        if small:
-            norms.append(self.framework.stack(list(self.framework._foreach_norm(small))))
-        return vector_norm(self.framework.cat(norms)) if norms else self.scalar(0.0, "cpu")
 
     def check(self, optimizer: Optimizer, one: Tensor, found_inf: Tensor) -> dict[Device, Tensor]:
         """Flag each device's non-finite gradients, which stay as they are."""
@@ -305,9 +293,9 @@ class TorchLikeOperations:
         return restore
 
 
-def is_cpu(device: Device) -> bool:
-    """Whether a device is the host."""
-    return bool(device.type == "cpu")
+def is_cpu(tensor: Tensor) -> bool:
+    """Whether a tensor is on the host; asking it takes a third of comparing its device."""
+    return bool(tensor.is_cpu)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

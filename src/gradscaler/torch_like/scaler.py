@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from gradscaler.state_dicts import count_in, state_values
 from gradscaler.torch_like.operations import is_cpu
 from gradscaler.torch_like.spelling import TorchSpelling
 
+_KNOWN_STEPS: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
@@ -178,8 +181,9 @@ class TorchLikeScaler(TorchSpelling):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        to_multiply = record.clip_coefficient is not None or record.inv_scale is not None
-        if to_multiply and not self._operations.any_set(record.found_inf or {}):
+        if record.clip_coefficient is not None and not self._operations.any_set(
+            record.found_inf or {}
+        ):
             self._clip(record)  # here, for subclasses replace _maybe_opt_step
         return self._maybe_opt_step(optimizer, record, *args, **kwargs)
 
@@ -194,7 +198,7 @@ class TorchLikeScaler(TorchSpelling):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+        if _takes_grad_scaler(optimizer.step):
             warnings.warn(
                 "an optimizer whose step() takes grad_scaler= is handed the scaler for now; let it "
                 "read its attributes grad_scale and found_inf instead, as torch asks",
@@ -206,7 +210,7 @@ class TorchLikeScaler(TorchSpelling):
             record.scale = state.scale.clone()
             self._conclude(optimizer, record)
             return result
-        on_cpu = is_cpu(state.scale.device)
+        on_cpu = is_cpu(state.scale)
         if record.inv_scale is not None and on_cpu and not self._is_finite(record):
             self.unscale_(optimizer)  # for the optimizer will skip, and leave them scaled
             record.clip_coefficient = None
@@ -233,13 +237,24 @@ class TorchLikeScaler(TorchSpelling):
         if record.stage is Stage.UNSCALED:
             self._clip(record)
         optimizer.grad_scale = grad_scale
-        optimizer.found_inf = self._operations.combine([found_inf], state.scale.device)
+        optimizer.found_inf = self._operations.found_inf_for(
+            optimizer, found_inf, state.scale.device
+        )
         try:
             result = optimizer.step(*args, **kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
         self._conclude(optimizer, record)
         return result
+
+
+def _takes_grad_scaler(step: Callable[..., Any]) -> bool:
+    """Whether a step method has a parameter of that name; inspecting takes as long as a step."""
+    function = getattr(step, "__func__", step)
+    known = _KNOWN_STEPS.get(function)
+    if known is None:
+        known = _KNOWN_STEPS[function] = "grad_scaler" in inspect.signature(step).parameters
+    return known
 
 
 def _check_scale(name: str, scale: object, policy: Policy) -> float:

@@ -1,0 +1,48 @@
+"""The one reading of float32 gradients, against a float64 norm, however they are laid out."""
+
+import math
+
+import pytest
+import torch
+
+from gradscaler.torch_like.norm import norm_on_cpu
+
+SHAPES = {
+    "none": [],
+    "one": [(3, 5)],
+    "without elements": [(0,), (4, 0)] * 20,
+    "scalars": [()] * 2000,
+    "many of one shape": [(64, 64)] * 203,
+    "many of three shapes": [(64, 64), (64,), (3, 5, 7)] * 300,
+    "many beside a large one": [(2**18 + 5,), *[(16,)] * 1000],
+    "rows exactly": [(2**8, 2**11)],
+    "large, and not in order": [(2**9, 2**9)],
+}
+
+
+def tensors_of(shapes, transposed=False):
+    torch.manual_seed(0)
+    return [torch.randn(shape).mT if transposed else torch.randn(shape) for shape in shapes]
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_the_norm_is_that_of_float64(shapes):
+    tensors = tensors_of(shapes, transposed=shapes == SHAPES["large, and not in order"])
+    exact = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
+    norm = norm_on_cpu(torch, tensors)
+    assert norm.dtype == torch.float32
+    assert norm.shape == ()
+    assert norm.item() == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", sorted(SHAPES.keys() - {"none", "without elements"}))
+def test_no_tensor_is_passed_by(name, value):
+    tensors = tensors_of(SHAPES[name])
+    for place in {0, len(tensors) // 2, len(tensors) - 1}:
+        last = tensors[place].view(-1)[-1:]
+        before = last.clone()
+        last.fill_(value)
+        assert not math.isfinite(norm_on_cpu(torch, tensors).item())
+        last.copy_(before)
+    assert math.isfinite(norm_on_cpu(torch, tensors).item())
