@@ -21,6 +21,7 @@ from paddle.base import core
 
 from gradscaler.operations import FoundInf
 from gradscaler.policies import Policy, ScaleState
+from gradscaler.small_tensors import batches_of_small
 
 Tensor = Any
 
@@ -122,10 +123,16 @@ def _unscale_at_once_(grads: list[Tensor], scale: float) -> Tensor:
 def _all_finite(grads: list[Tensor]) -> bool:
     """Whether no element is Inf or NaN: a finite sum of their squares, which is fast, proves it."""
     wide = [grad.astype("float32") for grad in grads] if grads[0].dtype in _HALF else grads
-    squares = [_C_ops.squared_l2_norm(grad) for grad in wide]
-    if math.isfinite(_C_ops.add_n(squares).item()):
+    if math.isfinite(_squared_norm(wide).item()):
         return True
     return all(_C_ops.isfinite(grad).all().item() for grad in grads)
+
+
+def _squared_norm(grads: list[Tensor]) -> Tensor:
+    """The sum of the squares of tensors of one dtype, of shape [1]."""
+    batches, others = batches_of_small(grads)
+    read = itertools.chain((_C_ops.stack(batch, 0) for batch in batches), others)
+    return _C_ops.add_n(list(map(_C_ops.squared_l2_norm, read)))
 
 
 def measure(
@@ -135,7 +142,7 @@ def measure(
         groups = gradients(optimizer)
         if len(groups) != 1 or groups[0][0].dtype != paddle.float32:
             return None
-        squared = _C_ops.add_n([_C_ops.squared_l2_norm(grad) for grad in groups[0]])
+        squared = _squared_norm(groups[0])
         if not math.isfinite(squared.item()):
             return None
         inv_scale = paddle.full([], 1.0 / float(scale), dtype="float32")

@@ -330,13 +330,22 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
             self._clip(record)
             shares_flag = hasattr(optimizer, "_set_auxiliary_var")
             if shares_flag:
-                optimizer._set_auxiliary_var("found_inf", self._temp_found_inf_value_false)
+                optimizer._set_auxiliary_var("found_inf", self._unset_flag_for(optimizer))
             result = getattr(optimizer, method)(*args, **kwargs)
             if shares_flag:  # a distributed optimizer may have found one elsewhere
                 flag = optimizer._get_auxiliary_var("found_inf")
                 self._cache_found_inf = operations.is_set(flag)
         record.found_inf = {"found_inf": self._cache_found_inf}  # read once
         return result
+
+    def _unset_flag_for(self, optimizer: Any) -> Any:
+        """A tensor; or False, which Paddle's own make of it in the time that a small step takes.
+
+        On an XPU they ask the tensor whether it is distributed.
+        """
+        own = type(optimizer).__module__.startswith("paddle.optimizer.")
+        plain = own and "xpu" not in paddle.device.get_device()
+        return False if plain else self._temp_found_inf_value_false
 
     def _conclude(
         self, optimizer: Any, record: OptimizerRecord, reason: Reason | None = None

@@ -1,0 +1,35 @@
+"""Many small tensors taken together: a call takes longer than copying one of them does."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+from gradscaler.operations import Tensor
+
+_SMALL = 2**13  # elements
+_LONGEST_BATCH = 2**16  # elements
+_SHORTEST_BATCH = 8  # tensors
+
+
+def batches_of_small(tensors: list[Tensor]) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """Small tensors in batches of one shape and one length, to be copied side by side; the others.
+
+    A batch is never more than 1 % of all elements.
+    """
+    if len(tensors) < _SHORTEST_BATCH:
+        return [], tensors
+    by_shape: defaultdict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_shape[tuple(tensor.shape)].append(tensor)
+    elements = sum(math.prod(shape) * len(alike) for shape, alike in by_shape.items())
+    longest = min(_LONGEST_BATCH, elements // 100)
+    batches: list[list[Tensor]] = []
+    others: list[Tensor] = []
+    for shape, alike in by_shape.items():
+        size = math.prod(shape)
+        length = min(len(alike), longest // size) if 0 < size <= _SMALL else 0
+        end = len(alike) // length * length if length >= _SHORTEST_BATCH else 0
+        batches += [alike[i : i + length] for i in range(0, end, length)] if end else []
+        others += alike[end:]
+    return batches, others
