@@ -47,11 +47,15 @@ class TensorPlayOperations(TorchLikeOperations):
 
     def check_and_unscale_(self, grads: list[Any], flag: Any, inv_scale: Any) -> None:
         """Multiply in place and set the flag if any is not finite; all are multiplied."""
-        found_inf = tensorplay.zeros_like(flag)
+        found_inf = tensorplay.zeros_like(flag) if flag.item() else flag
         super().check_and_unscale_(grads, found_inf, inv_scale)
         if found_inf.item():
             self.framework._foreach_mul_(grads, inv_scale)
             flag.fill_(1.0)
+
+    def scalar(self, value: float, device: Any) -> Any:
+        """A float32 scalar, by what is fastest here."""
+        return tensorplay.full((), value, dtype=tensorplay.float32, device=device)
 
     def device_key(self, device: Any) -> tuple[str, int]:
         """Type and index, which TensorPlay keys its own flags by."""
