@@ -60,6 +60,8 @@ def compare_construction(framework: str, repetitions: int) -> paired.Comparison:
     arguments: Callable[[], tuple[Any, ...]] = tuple
     if framework in ("torch", "tensorplay"):
         arguments = lambda: ("cpu",)  # noqa: E731 # without it, their own look for CUDA
+    if framework == "paddle":  # whose own disables itself on the CPU
+        import_module("paddle_scaler").switch_native_on()
     if name == "LossScaleOptimizer":
         optimizers = import_module(f"{framework}.optimizers")
         arguments = lambda: (optimizers.SGD(),)  # noqa: E731 # each wraps its own

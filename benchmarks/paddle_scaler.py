@@ -83,15 +83,20 @@ def compare(
     return paired.Comparison(f"{workload.name}, {type(optimizer).__name__}", **seconds)
 
 
+def switch_native_on() -> None:
+    """Have Paddle's own scaler take the CPU for a GPU, and any code for its float16 autocast."""
+    module: Any = sys.modules["paddle.amp.grad_scaler"]
+    on_gpu = SimpleNamespace(_expected_place=SimpleNamespace(is_gpu_place=lambda: True))
+    module._dygraph_tracer = lambda: on_gpu
+    module.amp_global_state = lambda: SimpleNamespace(amp_dtype="float16")
+
+
 def main() -> None:
     """Time every workload with both optimizers."""
     arguments = paired.parse(
         argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     )
-    module: Any = sys.modules["paddle.amp.grad_scaler"]
-    on_gpu = SimpleNamespace(_expected_place=SimpleNamespace(is_gpu_place=lambda: True))
-    module._dygraph_tracer = lambda: on_gpu
-    module.amp_global_state = lambda: SimpleNamespace(amp_dtype="float16")
+    switch_native_on()
     eager.run(
         arguments,
         {"paddle": paddle.version.full_version},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from ctypes import c_float
 from numbers import Integral, Real
 
 import numpy as np
@@ -27,8 +28,7 @@ def number(name: str, value: object) -> float:
 
 def in_float32(value: float) -> float:
     """``value`` rounded to float32, too large becoming inf."""
-    with np.errstate(over="ignore"):
-        return float(np.float32(value))
+    return c_float(value).value  # np.float32 would warn of an overflow
 
 
 def loss_scale(
