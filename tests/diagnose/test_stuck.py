@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("torch", reason="the trainings are torch's")
 
-import torch
 
 from gradscaler.diagnose import read_run, verdict
 
@@ -24,13 +23,7 @@ torch_stuck = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(torch_stuck)
 
 
-@pytest.fixture(autouse=True)
-def _own_random_numbers_and_one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # enough for so small a network, and quickest beside other tests
-    with torch.random.fork_rng(devices=[]):
-        yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
 
 
 def without_numbers(text):

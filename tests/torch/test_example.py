@@ -13,13 +13,7 @@ torch_digits = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(torch_digits)
 
 
-@pytest.fixture(autouse=True)
-def _own_random_numbers_and_one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # enough for so small a network, and quickest beside other tests
-    with torch.random.fork_rng(devices=[]):
-        yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
 
 
 def train(*arguments):

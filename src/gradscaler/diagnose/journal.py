@@ -14,7 +14,6 @@ from gradscaler.engine import HISTORY_LENGTH
 from gradscaler.outcome import NonfiniteGradient
 
 OnStuck = Literal["warn", "raise", "continue"]
-CHOICES: tuple[OnStuck, ...] = ("warn", "raise", "continue")
 
 logger = logging.getLogger("gradscaler")
 
