@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import os
+import sys
 
 import pytest
 from hypothesis import Phase, settings
@@ -8,6 +9,21 @@ from hypothesis import Phase, settings
 if "MUTANT_UNDER_TEST" in os.environ:  # of `make mutants`, to which any failing example will do
     settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate])
     settings.load_profile("mutants")
+
+SEEDING = {
+    "torch": "manual_seed",
+    "tensorplay": "manual_seed",
+    "paddle": "seed",
+    "mindspore": "set_seed",
+}
+
+
+@pytest.fixture(autouse=True)
+def _the_same_random_numbers_each_time():
+    """In whatever order tests run; JAX and Keras take their seeds as arguments."""
+    for framework, seed in SEEDING.items():
+        if framework in sys.modules:
+            getattr(sys.modules[framework], seed)(0)
 
 
 @pytest.fixture

@@ -134,10 +134,10 @@ def test_many_skips_or_a_scale_below_1_are_not_called_cured(evidence):
     assert "cured" not in found.text
 
 
-def sampled(shares, largest_exponent, scale=1024.0, dtype="float16"):
+def sampled(shares, largest_exponent, scale=1024.0, dtype="float16", skipped=0):
     bins = Bins(largest_exponent - 2, (1, 1, 1))
     sample = Sample(100, scale, (), 100, (), shares=shares, histogram=bins, worst=("w", "v"))
-    return judge(Evidence(100, 0, dtype, sample=sample))
+    return judge(Evidence(100, skipped, dtype, sample=sample))
 
 
 TAIL = Shares(zero=0.3, flushed=0.0, subnormal=0.4, normal=0.3, overflow=0.0, nonfinite=0.0)
@@ -151,6 +151,14 @@ def test_gradients_lost_below_a_scale_that_could_be_larger_are_an_underflow(shar
     assert (found.kind, found.where) == ("underflow", "w")
     assert "30% of the gradients are zero in float16" in found.text
     assert "raise it by a factor of up to 2**23" in found.text  # to 2**14, with 2**2 to spare
+
+
+def test_a_scale_that_skips_keep_low_is_not_to_be_raised():
+    found = sampled(FLUSHED, largest_exponent=-20, scale=2.0**-40, skipped=33)
+    assert (found.kind, found.where) == ("underflow", "w")
+    assert "because 33 of 100 steps were skipped" in found.text
+    assert "raise" not in found.text
+    assert found.text.count(". ") == 1
 
 
 @pytest.mark.parametrize(("exponent", "scale"), [(1100, 1.0), (-20, 0.0), (-20, float("inf"))])

@@ -189,13 +189,25 @@ def _of_sample(evidence: Evidence) -> Verdict | None:
         return None
     factor = "" if math.isinf(headroom) else f" by a factor of up to 2**{math.floor(headroom) - 1}"
     worst = sample.worst[0] if sample.worst else None
+    try_ = f"The scale is too small: raise it{factor}, or let it grow sooner (growth_interval)."
+    if _are_many(evidence):
+        try_ = (
+            f"The scale is too small because {evidence.skipped} of {evidence.steps} steps were "
+            "skipped, and each lowers it: look at what they have in common, such as an optimizer, "
+            "a batch or a parameter, for Inf and NaN that are there at every scale."
+        )
     return Verdict(
         "underflow",
         f"At a loss scale of {sample.scale:g}, {shares.zero + shares.flushed:.0%} of the gradients "
-        f"are zero in {form.name} and {shares.subnormal:.0%} subnormal, in step {sample.step}. The "
-        f"scale is too small: raise it{factor}, or let it grow sooner (growth_interval).",
+        f"are zero in {form.name} and {shares.subnormal:.0%} subnormal, in step {sample.step}. "
+        f"{try_}",
         worst,
     )
+
+
+def _are_many(evidence: Evidence) -> bool:
+    """Whether more steps were skipped than a loss scale needs to find its place."""
+    return evidence.skipped > max(_FEW, evidence.steps / 10)
 
 
 def _normal(evidence: Evidence) -> Verdict:
@@ -205,9 +217,8 @@ def _normal(evidence: Evidence) -> Verdict:
             f"None of {evidence.steps} steps was skipped. There is nothing to mend.",
         )
     were = "was" if evidence.skipped == 1 else "were"
-    is_many = evidence.skipped > max(_FEW, evidence.steps / 10)
     scale = evidence.scale
-    if is_many or (scale is not None and scale < 1):
+    if _are_many(evidence) or (scale is not None and scale < 1):
         now = "" if scale is None else f", and the loss scale is {scale:g}"
         return Verdict(
             "normal",
