@@ -372,6 +372,38 @@ def test_an_optimizer_that_takes_the_scaler_is_handed_it_with_a_warning(
     assert ends[0] == ends[1]
 
 
+def test_each_step_method_is_asked_for_itself_whatever_kind_of_callable_it_is(
+    parameters, finite, backward
+):
+    class Step:
+        __slots__ = ("calls",)  # nothing can refer to it weakly
+
+        def __call__(self, *, grad_scaler):
+            self.calls.append(grad_scaler)
+            return grad_scaler.unscale_(optimizer)
+
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    scaler = GradScaler()
+
+    def iteration():
+        optimizer.zero_grad()
+        backward(scaler, parameters, finite)
+        scaler.step(optimizer)
+        scaler.update()
+
+    iteration()
+    iteration()
+    step = Step()
+    step.calls = []
+    optimizer.step = step
+    with pytest.warns(FutureWarning):
+        iteration()
+    assert step.calls == [scaler]
+    del optimizer.step
+    iteration()
+    assert optimizer.state[parameters[0]]["step"] == 3
+
+
 # What only a test would do.
 
 

@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +22,7 @@ from gradscaler.state_dicts import count_in, state_values
 from gradscaler.torch_like.operations import is_cpu
 from gradscaler.torch_like.spelling import TorchSpelling
 
-_KNOWN_STEPS: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
+_KNOWN_STEPS: WeakKeyDictionary[FunctionType, bool] = WeakKeyDictionary()
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
@@ -251,10 +252,12 @@ class TorchLikeScaler(TorchSpelling):
 def _takes_grad_scaler(step: Callable[..., Any]) -> bool:
     """Whether a step method has a parameter of that name; inspecting takes as long as a step."""
     function = getattr(step, "__func__", step)
-    known = _KNOWN_STEPS.get(function)
-    if known is None:
-        known = _KNOWN_STEPS[function] = "grad_scaler" in inspect.signature(step).parameters
-    return known
+    takes = _KNOWN_STEPS.get(function) if isinstance(function, FunctionType) else None
+    if takes is None:
+        takes = "grad_scaler" in inspect.signature(step).parameters
+        if isinstance(function, FunctionType):
+            _KNOWN_STEPS[function] = takes
+    return takes
 
 
 def _check_scale(name: str, scale: object, policy: Policy) -> float:
