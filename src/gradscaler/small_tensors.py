@@ -8,7 +8,7 @@ from collections import defaultdict
 from gradscaler.operations import Tensor
 
 _SMALL = 2**13  # elements
-_LONGEST_BATCH = 2**16  # elements
+_LONGEST_BATCH = 2**17  # elements
 _SHORTEST_BATCH = 8  # tensors
 
 
