@@ -454,6 +454,19 @@ def test_a_fused_step_skips_what_is_found_in_large_gradients_and_in_small(value)
         assert all((parameter == 0).all() for parameter in parameters)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "finite"), [(3e38, 3e38, True), (INF, -INF, False), (3e38, -INF, False)]
+)
+def test_a_fused_step_is_not_skipped_for_a_sum_that_overflows(first, second, finite):
+    parameter = torch.nn.Parameter(torch.zeros(200, 100))
+    optimizer, scaler = torch.optim.AdamW([parameter], fused=True), GradScaler(init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    parameter.grad = torch.zeros_like(parameter)
+    parameter.grad[0, 0], parameter.grad[-1, -1] = first, second
+    scaler.step(optimizer)
+    assert scaler.last_step(optimizer).applied == finite
+
+
 def test_after_that_error_the_step_is_not_clipped(ours, native, finite, stepped):
     ours.backward(finite)
     first = ours.parameters[0].grad

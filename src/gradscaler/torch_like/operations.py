@@ -211,13 +211,28 @@ class TorchLikeOperations:
             if not finite and all(map(_is_finite, grads)):
                 return None
             return norm, self.scalar(float(not finite), norm.device)
-        # In float64 no sum of squares overflows: it is finite if and only if all the gradients are.
+        norm = self.norm_on_device(grads)
+        return norm, _nonfinite(norm)
+
+    def norm_on_device(self, grads: list[Tensor]) -> Tensor:
+        """The 2-norm of float32 tensors in float64: no sum of their squares overflows that.
+
+        So it is finite if and only if they all are.
+        """
         norms = self.framework._foreach_norm(grads, 2, dtype=self.framework.float64)
-        norm = self.framework.linalg.vector_norm(self.framework.stack(norms))
-        return norm, (norm * 0.0).ne(0.0).float()
+        return self.framework.linalg.vector_norm(self.framework.stack(norms))
+
+    def nonfinite_flag(self, grads: list[Tensor]) -> Tensor:
+        """Whether one of float32 tensors is not finite, from one reading."""
+        if not is_cpu(grads[0]):
+            return _nonfinite(self.norm_on_device(grads))
+        # A finite sum proves it, and takes less time than a norm.
+        total = self.framework.stack([grad.sum() for grad in grads]).sum().item()
+        finite = math.isfinite(total) or all(map(_is_finite, grads))
+        return self.scalar(float(not finite), grads[0].device)
 
     def can_measure(self, grads: list[Tensor]) -> bool:
-        """Whether ``norm_and_flag`` can tell: float32, float64 on their device, and no subclasses.
+        """Whether one reading can tell: float32, float64 on their device, and no subclasses.
 
         Of a sharded tensor, each process would find its own shard's flag.
         """
@@ -235,13 +250,11 @@ class TorchLikeOperations:
                 key = self.device_key(device)
                 if key not in flags:
                     flags[key] = self.on_device(found_inf.clone(), device)
-                # Unscaling by 1 writes what it reads. A norm does not, and is faster unless the
+                # Unscaling by 1 writes what it reads. A sum does not, and is faster unless the
                 # gradients are so small that the calls weigh more.
                 large = [grad for grad in grads if grad.numel() >= _LARGE]
-                can = bool(large) and self.can_measure(large)
-                norm_and_flag = self.norm_and_flag(large) if can else None
-                if norm_and_flag is not None:
-                    flags[key] = self.framework.maximum(flags[key], norm_and_flag[1])
+                if large and self.can_measure(large):
+                    flags[key] = self.framework.maximum(flags[key], self.nonfinite_flag(large))
                     grads = [grad for grad in grads if grad.numel() < _LARGE]
                 if grads:
                     self.check_and_unscale_(grads, flags[key], self.on_device(one, device))
@@ -301,6 +314,12 @@ def is_cpu(tensor: Tensor) -> bool:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """The optimizer's parameters, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _nonfinite(norm: Tensor) -> Tensor:
+    """1.0 where a norm is Inf or NaN, else 0.0."""
+    flag: Tensor = (norm * 0.0).ne(0.0).float()
+    return flag
 
 
 def _is_finite(grad: Tensor) -> bool:
