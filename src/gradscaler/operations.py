@@ -51,7 +51,7 @@ class Operations(Protocol):
         """The 2-norm that gradients will have once unscaled, from reading them once.
 
         With it a copy of the scale, its inverse, and flags as of unscaling. None where one reading
-        cannot tell: a norm too large for its dtype, an unusual dtype.
+        cannot tell: a norm too large for its dtype, a scale below 1, an unusual dtype.
         """
 
     def total_norm(self, optimizer: Optimizer, norm_type: float, /) -> Tensor:

@@ -15,7 +15,7 @@ _SHORTEST_BATCH = 8  # tensors
 def batches_of_small(tensors: list[Tensor]) -> tuple[list[list[Tensor]], list[Tensor]]:
     """Small tensors in batches of one shape and one length, to be copied side by side; the others.
 
-    A batch is never more than 1 % of all elements.
+    A batch is less than 1 % of all elements.
     """
     if len(tensors) < _SHORTEST_BATCH:
         return [], tensors
@@ -23,7 +23,7 @@ def batches_of_small(tensors: list[Tensor]) -> tuple[list[list[Tensor]], list[Te
     for tensor in tensors:
         by_shape[tuple(tensor.shape)].append(tensor)
     elements = sum(math.prod(shape) * len(alike) for shape, alike in by_shape.items())
-    longest = min(_LONGEST_BATCH, elements // 100)
+    longest = min(_LONGEST_BATCH, elements // 128)
     batches: list[list[Tensor]] = []
     others: list[Tensor] = []
     for shape, alike in by_shape.items():

@@ -189,6 +189,17 @@ def test_all_parameter_groups_count(make, backward, finite):
     assert norm == pytest.approx(np.linalg.norm(flat), rel=1e-6)
 
 
+@pytest.mark.parametrize("scale", [2.0**-80, 2.0**-100, 0.5])
+def test_a_scale_that_squares_of_gradients_underflow_at_is_no_hindrance(scale, ours, finite):
+    ours.scaler.set_init_loss_scaling(scale)
+    ours.backward(finite)
+    flat = np.concatenate([gradient.ravel() for gradient in finite])
+    assert ours.clip(0.5).item() == pytest.approx(np.linalg.norm(flat), rel=1e-6)
+    ours.finish()
+    clipped = np.concatenate([p.grad.numpy().ravel() for p in ours.parameters])
+    assert np.linalg.norm(clipped) == pytest.approx(0.5, rel=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_gradients_of_any_dtype_are_clipped(dtype):
     parameter = paddle.zeros([2], dtype)

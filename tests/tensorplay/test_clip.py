@@ -93,6 +93,20 @@ def test_norm_and_step_are_tensorplay_s(ours, native, max_norm, norm_type, finit
         assert stepped(ours.optimizer) == stepped(native.optimizer)
 
 
+@pytest.mark.parametrize("scale", [2.0**-80, 2.0**-100, 0.5])
+def test_a_scale_that_squares_of_gradients_underflow_at_is_no_hindrance(
+    scale, ours, native, finite, exact, stepped
+):
+    ours.scaler = GradScaler(init_scale=scale)
+    native.scaler = tp.amp.GradScaler("cpu", init_scale=scale)
+    mine = ours.backward(finite).clip(0.5)
+    theirs = native.backward(finite).unscale().clip(0.5)
+    assert exact(mine) == exact(theirs)
+    ours.finish()
+    native.finish()
+    assert stepped(ours.optimizer) == stepped(native.optimizer)
+
+
 def assert_close(ours, native):
     """The same parameters, gradients and state to within a few roundings."""
     for mine, theirs in zip(ours.parameters, native.parameters, strict=True):

@@ -35,6 +35,26 @@ def test_the_norm_is_that_of_float64(shapes):
     assert norm.item() == pytest.approx(exact, rel=1e-6)
 
 
+def test_a_large_tensor_in_another_order_of_memory_is_as_exact():
+    torch.manual_seed(0)
+    tensor = torch.randn(64, 64, 32, 32)
+    exact = tensor.double().norm().item()
+    other = tensor.contiguous(memory_format=torch.channels_last)
+    assert norm_on_cpu(torch, [other]).item() == pytest.approx(exact, rel=1e-6)
+    assert torch.linalg.vector_norm(other).item() != pytest.approx(exact, rel=1e-6)  # torch's own
+
+
+def test_the_defaults_for_new_tensors_do_not_matter():
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    try:
+        norm = norm_on_cpu(torch, [])
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert (norm.device.type, norm.dtype, norm.item()) == ("cpu", torch.float32, 0.0)
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("name", sorted(SHAPES.keys() - {"none", "without elements"}))
 def test_no_tensor_is_passed_by(name, value):

@@ -138,6 +138,8 @@ def _squared_norm(grads: list[Tensor]) -> Tensor:
 def measure(
     optimizer: Any, scale: np.float32
 ) -> tuple[Tensor, np.float32, Tensor, FoundInf] | None:
+    if scale < 1:  # squares of scaled gradients might underflow
+        return None
     with paddle.no_grad():
         groups = gradients(optimizer)
         if len(groups) != 1 or groups[0][0].dtype != paddle.float32:

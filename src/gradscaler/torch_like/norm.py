@@ -23,6 +23,9 @@ def norm_on_cpu(framework: Any, tensors: list[Tensor]) -> Tensor:
     batches, others = batches_of_small(tensors)
     for tensor in others:
         size = tensor.numel()
+        if size >= _MANY_ROWS and not tensor.is_contiguous():  # in memory's order it may be
+            order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+            tensor = tensor.permute(order)
         if size < _MANY_ROWS or not tensor.is_contiguous():
             whole.append(tensor)
             continue
@@ -30,13 +33,14 @@ def norm_on_cpu(framework: Any, tensors: list[Tensor]) -> Tensor:
         end = size // _ROW * _ROW
         norms.append(vector_norm(flat[:end].view(-1, _ROW), dim=1))
         whole += [flat[end:]] if end < size else []
-    copy = None
+    if batches:
+        memory = tensors[0].new_empty((max(len(b) * b[0].numel() for b in batches),))
     for batch in batches:
-        shape = (len(batch), *batch[0].shape)
-        if copy is None or copy.shape != shape:
-            copy = batch[0].new_empty(shape)
-        stack(batch, out=copy)
-        norms.append(vector_norm(copy.view(len(batch), -1), dim=1))
+        rows = memory[: len(batch) * batch[0].numel()].view(len(batch), -1)
+        stack(batch, out=rows.view(-1, *batch[0].shape))
+        norms.append(vector_norm(rows, dim=1))
     if whole:
         norms.append(stack(list(framework._foreach_norm(whole))))
-    return vector_norm(framework.cat(norms)) if norms else framework.zeros(())
+    if not norms:
+        return framework.zeros((), dtype=framework.float32, device="cpu")
+    return vector_norm(framework.cat(norms))

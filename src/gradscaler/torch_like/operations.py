@@ -193,6 +193,8 @@ class TorchLikeOperations:
             if len(groups) > 1 or device != scale.device or not self.can_measure(grads):
                 return None
             used, inv_scale = self.inverse(scale)
+            if is_cpu(scale) and used < 1:  # squares of scaled gradients might underflow
+                return None
             norm_and_flag = self.norm_and_flag(grads)
             if norm_and_flag is None:
                 return None
