@@ -10,6 +10,7 @@ does nothing or SGD.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -39,9 +40,15 @@ def sgd(parameters: Sequence[Any]) -> Any:
 
 
 def compare(
-    make_optimizer: Callable[[Sequence[Any]], Any], workload: eager.Workload, repetitions: int
+    make_optimizer: Callable[[Sequence[Any]], Any],
+    workload: eager.Workload,
+    repetitions: int,
+    clip: bool = False,
 ) -> paired.Comparison:
-    """Time both scalers around one optimizer, on one set of gradients."""
+    """Time both scalers around one optimizer, on one set of gradients.
+
+    Clipping is to a norm of inf, so that gradients come out as they were, too.
+    """
     paddle.seed(0)
     zeros = paddle.nn.initializer.Constant(0.0)
     parameters = [
@@ -56,6 +63,11 @@ def compare(
 
     def iteration(scaler: Any) -> None:
         scaler.scale(loss)
+        if clip and isinstance(scaler, gradscaler.paddle.GradScaler):
+            scaler.clip_grad_norm_(optimizer, math.inf)
+        elif clip:
+            scaler.unscale_(optimizer)
+            paddle.nn.utils.clip_grad_norm_(parameters, math.inf)
         scaler.step(optimizer)
         scaler.update()
 
@@ -80,7 +92,8 @@ def compare(
         raise RuntimeError("Paddle's own scaler has switched itself off")
     if before != sums():
         raise RuntimeError(f"{workload.name}: the gradients were not unscaled to what they were")
-    return paired.Comparison(f"{workload.name}, {type(optimizer).__name__}", **seconds)
+    what = type(optimizer).__name__ + ", clipping" * clip
+    return paired.Comparison(f"{workload.name}, {what}", **seconds)
 
 
 def switch_native_on() -> None:
@@ -100,7 +113,10 @@ def main() -> None:
     eager.run(
         arguments,
         {"paddle": paddle.version.full_version},
-        [partial(compare, IdleOptimizer), partial(compare, sgd)],
+        [
+            *(partial(compare, make) for make in (IdleOptimizer, sgd)),
+            partial(compare, IdleOptimizer, clip=True),
+        ],
     )
 
 

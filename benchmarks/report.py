@@ -29,7 +29,8 @@ one run. A ratio below 1 means that gradscaler takes less time. Median of the pa
 and the interval that holds the true median with 95 % confidence. `make bench` makes all of it anew.
 
 "Added to fused AdamW" is the time beyond the median of its bare step, ours to theirs. Of
-`torch_monitor`, "native" is our scaler without a monitor; of an import, the framework alone.
+`torch_monitor`, "native" is our scaler without a monitor; of an import, the framework with the module
+of its own scaler. "Clipping" is by the norm, with both.
 
 ![Median ratios, with intervals](results.png)
 
@@ -111,6 +112,22 @@ def _draw_curve(axes: Axes, points: list[tuple[int, paired.Comparison]], label: 
     axes.grid(alpha=0.3)
 
 
+def imports(results: Results) -> str:
+    """What the adapters add to the import of their frameworks, as a table."""
+    lines = ["## Beyond the framework's own import", ""]
+    lines += ["| adapter | median difference, ms | 95 % interval |", "| --- | ---: | ---: |"]
+    for _, comparisons in results.values():
+        for each in comparisons:
+            framework, _, what = each.workload.partition(": ")
+            if what == "import":
+                pairs = zip(each.ours, each.native, strict=True)
+                added = [1e3 * (ours - native) for ours, native in pairs]
+                low, high = paired.median_interval(added)
+                median = statistics.median(added)
+                lines.append(f"| {framework} | {median:.0f} | {low:.0f} to {high:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Write the table and the charts."""
     mpl.use("Agg")
@@ -123,7 +140,8 @@ def main() -> None:
         for name, (_, comparisons) in results.items()
         for each in comparisons
     ]
-    text = f"{HEAD}\n{paired.table(rows)}\n\n" + (HERE / "profile.md").read_text()
+    text = f"{HEAD}\n{paired.table(rows)}\n\n{imports(results)}\n"
+    text += (HERE / "profile.md").read_text()
     if "torch_gpu" not in results:
         text += NOT_RUN
     text += "\n## Made with\n\n"

@@ -8,6 +8,7 @@ The optimizer is either one whose step does nothing or SGD.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -37,9 +38,15 @@ def sgd(parameters: Sequence[Any]) -> Any:
 
 
 def compare(
-    make_optimizer: Callable[[Sequence[Any]], Any], workload: eager.Workload, repetitions: int
+    make_optimizer: Callable[[Sequence[Any]], Any],
+    workload: eager.Workload,
+    repetitions: int,
+    clip: bool = False,
 ) -> paired.Comparison:
-    """Time both scalers around one optimizer, on one set of gradients."""
+    """Time both scalers around one optimizer, on one set of gradients.
+
+    Clipping is to a norm of inf, so that gradients come out as they were, too.
+    """
     tp.manual_seed(0)
     parameters = [tp.nn.Parameter(tp.zeros(shape)) for shape in workload.shapes]
     gradients = [tp.randn(shape) * 1e-3 for shape in workload.shapes]
@@ -50,6 +57,11 @@ def compare(
 
     def iteration(scaler: Any) -> None:
         scaler.scale(loss)
+        if clip and isinstance(scaler, gradscaler.tensorplay.GradScaler):
+            scaler.clip_grad_norm_(optimizer, math.inf)
+        elif clip:
+            scaler.unscale_(optimizer)
+            tp.nn.utils.clip_grad_norm_(parameters, math.inf)
         scaler.step(optimizer)
         scaler.update()
 
@@ -68,7 +80,8 @@ def compare(
     )
     if sums != [parameter.grad.sum().item() for parameter in parameters]:
         raise RuntimeError(f"{workload.name}: the gradients were not unscaled to what they were")
-    return paired.Comparison(f"{workload.name}, {type(optimizer).__name__}", **seconds)
+    what = type(optimizer).__name__ + ", clipping" * clip
+    return paired.Comparison(f"{workload.name}, {what}", **seconds)
 
 
 def main() -> None:
@@ -77,7 +90,10 @@ def main() -> None:
     eager.run(
         paired.parse(parser),
         {"tensorplay": tensorplay.__version__},
-        [partial(compare, IdleOptimizer), partial(compare, sgd)],
+        [
+            *(partial(compare, make) for make in (IdleOptimizer, sgd)),
+            partial(compare, IdleOptimizer, clip=True),
+        ],
     )
 
 

@@ -9,6 +9,7 @@ Of the latter there is also what scaling, and scaling and clipping, add to its b
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -40,8 +41,12 @@ def compare(
     make_optimizer: Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer],
     workload: eager.Workload,
     repetitions: int,
+    clip: bool = False,
 ) -> paired.Comparison:
-    """Time both scalers around one optimizer, on one set of gradients."""
+    """Time both scalers around one optimizer, on one set of gradients.
+
+    Clipping is to a norm of inf, so that gradients come out as they were, too.
+    """
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in workload.shapes]
     gradients = [torch.randn(shape).mul_(1e-3) for shape in workload.shapes]
@@ -52,7 +57,12 @@ def compare(
 
     def iteration(scaler: torch.amp.GradScaler) -> None:
         scaler.scale(loss)
-        if isinstance(optimizer, IdleOptimizer):  # a fused optimizer unscales in its own pass
+        if clip and isinstance(scaler, gradscaler.torch.GradScaler):
+            scaler.clip_grad_norm_(optimizer, math.inf)
+        elif clip:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(parameters, math.inf)
+        elif isinstance(optimizer, IdleOptimizer):  # a fused optimizer unscales in its own pass
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
@@ -68,7 +78,8 @@ def compare(
     )
     if not all(map(torch.equal, norms, torch._foreach_norm(gradients))):
         raise RuntimeError(f"{workload.name}: the gradients were not unscaled to what they were")
-    return paired.Comparison(f"{workload.name}, {type(optimizer).__name__}", **seconds)
+    what = type(optimizer).__name__ + ", clipping" * clip
+    return paired.Comparison(f"{workload.name}, {what}", **seconds)
 
 
 def compare_added(clip: bool, workload: eager.Workload, repetitions: int) -> paired.Comparison:
@@ -123,6 +134,7 @@ def main() -> None:
     setting = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     comparisons = [
         *(partial(compare, make) for make in (IdleOptimizer, fused_adamw)),
+        partial(compare, IdleOptimizer, clip=True),
         *(partial(compare_added, clip) for clip in (False, True)),
     ]
     eager.run(arguments, setting, comparisons)
