@@ -29,8 +29,8 @@ one run. A ratio below 1 means that gradscaler takes less time. Median of the pa
 and the interval that holds the true median with 95 % confidence. `make bench` makes all of it anew.
 
 "Added to fused AdamW" is the time beyond the median of its bare step, ours to theirs. Of
-`torch_monitor`, "native" is our scaler without a monitor; of an import, the framework with the module
-of its own scaler. "Clipping" is by the norm, with both.
+`torch_monitor`, "native" is our scaler without a monitor; of an import, the framework and the
+module of its own scaler. "Clipping" is by the norm, with both.
 
 ![Median ratios, with intervals](results.png)
 
