@@ -30,7 +30,7 @@ and the interval that holds the true median with 95 % confidence. `make bench` m
 
 "Added to fused AdamW" is the time beyond the median of its bare step, ours to theirs. Of
 `torch_monitor`, "native" is our scaler without a monitor; of an import, the framework and the
-module of its own scaler. "Clipping" is by the norm, with both.
+module of its own scaler, and ours is both. "Clipping" is by the norm, with both.
 
 ![Median ratios, with intervals](results.png)
 
