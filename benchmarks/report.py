@@ -78,7 +78,7 @@ def draw_ratios(results: Results, path: Path) -> None:
     axes.set_yticks(range(len(rows)), [f"{name}: {each.workload}" for name, each in rows], size=7)
     axes.set_ylim(-1, len(rows))
     axes.set_xscale("log", base=2)
-    axes.set_xlim(2**-4, 2**4)
+    axes.set_xlim(2**-5, 2**4)
     axes.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xlabel("time of gradscaler / time of the other (below 1: gradscaler is faster)")
     axes.grid(axis="x", alpha=0.3)

@@ -404,6 +404,31 @@ def test_each_step_method_is_asked_for_itself_whatever_kind_of_callable_it_is(
     assert optimizer.state[parameters[0]]["step"] == 3
 
 
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")  # is what this is about
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clip", [False, True])
+def test_gradients_that_have_a_graph_leave_none_behind(fused, clip, exact):
+    ends = []
+    for kind in (GradScaler, torch.amp.GradScaler):
+        torch.manual_seed(0)
+        parameter = torch.nn.Parameter(torch.randn(3))
+        optimizer = torch.optim.SGD([parameter], lr=0.1, fused=fused)
+        scaler = kind("cpu", init_scale=1024.0)
+        scaler.scale((parameter**3).sum()).backward(create_graph=True)
+        assert parameter.grad.requires_grad
+        history = parameter.grad.grad_fn
+        if clip and kind is GradScaler:
+            scaler.clip_grad_norm_(optimizer, 100.0)
+        elif clip:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(parameter, 100.0)
+        scaler.step(optimizer)
+        assert parameter.grad.grad_fn is history
+        scaler.update()
+        ends.append(exact([parameter, parameter.grad]))
+    assert ends[0] == ends[1]
+
+
 # What only a test would do.
 
 

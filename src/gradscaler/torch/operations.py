@@ -76,6 +76,7 @@ def _is_torch_s(policy: Policy) -> TypeGuard[DynamicScale]:
     )
 
 
+@torch.no_grad()
 def _values(optimizer: Any, coalesce: bool) -> list[torch.Tensor]:
     """The optimizer's gradients, sparse ones by their values."""
     values = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy as copying
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import Any
 
@@ -127,6 +127,14 @@ class TorchLikeOperations:
         for (device, _), ((group,), _) in self._group_tensors([tensors]).items():
             yield device, group
 
+    def without_graph(self, tensors: list[Tensor]) -> AbstractContextManager[object]:
+        """``no_grad`` where a tensor needs it; entering it takes as long as a small kernel."""
+        needed = any(tensor.requires_grad for tensor in tensors)
+        context: AbstractContextManager[object] = (
+            self.framework.no_grad() if needed else nullcontext()
+        )
+        return context
+
     def unscale_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[Device, Tensor]:
@@ -135,8 +143,9 @@ class TorchLikeOperations:
         ``found_inf`` is what the flags start from.
         """
         flags: dict[Device, Tensor] = {}
-        with self.framework.no_grad():
-            for device, grads in self.grouped(self.gradients(optimizer, allow_fp16)):
+        gradients = self.gradients(optimizer, allow_fp16)
+        with self.without_graph(gradients):
+            for device, grads in self.grouped(gradients):
                 key = self.device_key(device)
                 if key not in flags:
                     flags[key] = self.on_device(found_inf.clone(), device)
@@ -247,8 +256,9 @@ class TorchLikeOperations:
     def check(self, optimizer: Optimizer, one: Tensor, found_inf: Tensor) -> dict[Device, Tensor]:
         """Flag each device's non-finite gradients, which stay as they are."""
         flags: dict[Device, Tensor] = {}
-        with self.framework.no_grad():
-            for device, grads in self.grouped(self.gradients(optimizer)):
+        gradients = self.gradients(optimizer)
+        with self.without_graph(gradients):
+            for device, grads in self.grouped(gradients):
                 key = self.device_key(device)
                 if key not in flags:
                     flags[key] = self.on_device(found_inf.clone(), device)
