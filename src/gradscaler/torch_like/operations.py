@@ -93,10 +93,8 @@ class TorchLikeOperations:
     def advance(self, policy: Policy, state: ScaleState, found_infs: list[FoundInf]) -> ScaleState:
         if is_cpu(state.scale):  # reading costs nothing here, and a tensor operation does
             values = self.read(state)
-            found_inf = any(flag.item() for found in found_infs for flag in found.values())
-            for tensor, before, value in zip(
-                state, values, policy.update(values, found_inf), strict=True
-            ):
+            moved = policy.update(values, any(map(self.any_set, found_infs)))
+            for tensor, before, value in zip(state, values, moved, strict=True):
                 if value != before:
                     tensor.fill_(float(value))
             return state

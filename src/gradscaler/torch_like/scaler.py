@@ -182,9 +182,8 @@ class TorchLikeScaler(TorchSpelling):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if record.clip_coefficient is not None and not self._operations.any_set(
-            record.found_inf or {}
-        ):
+        found_inf = record.found_inf or {}
+        if record.clip_coefficient is not None and not self._operations.any_set(found_inf):
             self._clip(record)  # here, for subclasses replace _maybe_opt_step
         return self._maybe_opt_step(optimizer, record, *args, **kwargs)
 
