@@ -39,6 +39,8 @@ class OptimizerRecord:
         clip_coefficient: what its gradients have still to be multiplied by, if they are.
         inv_scale: what they have still to be multiplied by besides, where only checked so far.
         unscaled_to_clip: it was clipping that unscaled them; the user may still ask for it.
+        interrupted: True once a call was interrupted on the way, so that the gradients may be
+            unscaled in part, or a loss was scaled since a step raised.
     """
 
     def __init__(self) -> None:
@@ -49,6 +51,7 @@ class OptimizerRecord:
         self.clip_coefficient: Tensor | None = None
         self.inv_scale: Tensor | None = None
         self.unscaled_to_clip = False
+        self.interrupted = False
 
 
 class EagerScaler(ABC):
@@ -93,6 +96,8 @@ class EagerScaler(ABC):
         if not self._enabled:
             return outputs
         if self._operations.is_tensor(outputs):
+            if self._raised_steps:
+                self._give_up_raised_steps()
             state = self._state or self._place(outputs.device)
             for observer in self._observers:
                 observer.scaled(outputs)
@@ -140,12 +145,16 @@ class EagerScaler(ABC):
             )
         if self._observers:
             self._announce_unscale(optimizer, state)
-        record.scale, record.found_inf = self._unscale_and_check(
-            optimizer, self._scale_in_use(state)
-        )
-        record.stage = Stage.UNSCALED
-        record.inv_scale = None
-        self._records[id(optimizer)] = record
+        try:
+            record.scale, record.found_inf = self._unscale_and_check(
+                optimizer, self._scale_in_use(state)
+            )
+            record.stage = Stage.UNSCALED
+            record.inv_scale = None
+            self._records[id(optimizer)] = record
+        except BaseException as error:
+            self._note_interrupt(record, error)
+            raise
 
     def step(
         self, optimizer: Optimizer, *args: Any, max_retries: int | None = None, **kwargs: Any
@@ -171,7 +180,8 @@ class EagerScaler(ABC):
             What ``optimizer.step`` returns, or None if the step was skipped.
 
         Raises:
-            RuntimeError: it was called before in this iteration, or no loss was scaled yet.
+            RuntimeError: it was called before in this iteration, or in a closure; no loss was
+                scaled yet; or the last call was interrupted.
             ValueError: as ``unscale_`` does.
         """
         if not self._enabled:
@@ -191,11 +201,15 @@ class EagerScaler(ABC):
         state = self._placed_state("step")
         if self._observers:
             self._announce_step(optimizer, record, state)
-        if self._unscales_by_itself(optimizer):
-            return self._step_on_device(optimizer, record, state, args, kwargs)
-        record = self._checked(record)
-        result = self._step_if_finite(optimizer, record, args, kwargs)
-        self._conclude(optimizer, record)
+        try:
+            if self._unscales_by_itself(optimizer):
+                return self._step_on_device(optimizer, record, state, args, kwargs)
+            record = self._checked(record)
+            result = self._step_if_finite(optimizer, record, args, kwargs)
+            self._conclude(optimizer, record)
+        except BaseException:
+            self._note_raised_step(optimizer)
+            raise
         return result
 
     def update(self, new_scale: Any = None) -> None:
@@ -213,6 +227,7 @@ class EagerScaler(ABC):
         """
         if not self._enabled:
             return
+        self._refuse_in_closure("update")
         state = self._placed_state("update")
         for observer in self._observers:
             observer.updating()
@@ -221,7 +236,8 @@ class EagerScaler(ABC):
         else:
             records = self._records.values()
             found_infs = [record.found_inf for record in records if record.found_inf]
-            if not found_infs and all(record.found_inf is None for record in records):
+            unchecked = all(r.found_inf is None and not r.interrupted for r in records)
+            if not found_infs and unchecked:
                 raise CallOrderError(
                     "No inf checks were recorded prior to update(): call step(optimizer) or "
                     "unscale_(optimizer) before update()"
@@ -232,6 +248,7 @@ class EagerScaler(ABC):
                 self._state = self._operations.advance(self._policy, state, found_infs)
         self._closure_state = None
         self._records.clear()
+        self._raised_steps.clear()
 
     def minimize(self, optimizer: Optimizer, scaled_loss: Tensor | None = None) -> Any:
         """``step(optimizer)`` and ``update()`` in one call, after the backward pass.
@@ -401,6 +418,7 @@ class EagerScaler(ABC):
         self._outcomes = _Outcomes()
         self._history: deque[StepOutcome] = deque(maxlen=HISTORY_LENGTH)
         self._observers: list[Observer] = []
+        self._raised_steps: list[OptimizerRecord] = []  # in this iteration; may be taken again
 
     def _host_state(self) -> ScaleState:
         """The state in host scalars; waits for the device."""
@@ -414,11 +432,17 @@ class EagerScaler(ABC):
     def _record(self, optimizer: Optimizer) -> OptimizerRecord:
         """The optimizer's record, or a new one that is not kept yet."""
         record = self._records.get(id(optimizer)) or self._record_type()
+        if record.interrupted:
+            raise CallOrderError(
+                "a call was interrupted in this iteration, and some gradients may be unscaled: call "
+                "optimizer.zero_grad() and scaler.update(), then repeat the iteration"
+            )
         record.optimizer = optimizer
         return record
 
     def _record_to_step(self, optimizer: Optimizer) -> OptimizerRecord:
         """The record of an optimizer that has not stepped in this iteration."""
+        self._refuse_in_closure("step")
         record = self._record(optimizer)
         if record.stage is Stage.STEPPED:
             raise CallOrderError(
@@ -426,6 +450,34 @@ class EagerScaler(ABC):
                 "iteration, after step(optimizer)"
             )
         return record
+
+    def _refuse_in_closure(self, caller: str) -> None:
+        if self._in_closure:
+            raise CallOrderError(
+                f"{caller}() was called in a closure: call scaler.step(optimizer, closure) and "
+                "scaler.update() outside of it"
+            )
+
+    def _note_interrupt(self, record: OptimizerRecord, error: BaseException) -> None:
+        """Refuse to go on with gradients that may be unscaled in part.
+
+        An adapter refuses gradients before it changes one, by a ValueError or NotImplementedError.
+        """
+        if not isinstance(error, (ValueError, NotImplementedError)):
+            record.interrupted = True
+            self._records[id(record.optimizer)] = record
+
+    def _note_raised_step(self, optimizer: Optimizer) -> None:
+        """Let a step that raised be taken again, as long as no other loss is scaled."""
+        record = self._records.get(id(optimizer))
+        if record is not None and (record.stage is Stage.UNSCALED or record.inv_scale is not None):
+            self._raised_steps.append(record)
+
+    def _give_up_raised_steps(self) -> None:
+        """Refuse steps that raised: what is known of their gradients is not true of new ones."""
+        for record in self._raised_steps:
+            record.interrupted = record.stage is not Stage.STEPPED
+        self._raised_steps.clear()
 
     def _announce_unscale(self, optimizer: Optimizer, state: ScaleState) -> None:
         if not self._in_closure:  # whose gradients may yet be made anew
@@ -465,7 +517,6 @@ class EagerScaler(ABC):
         """The record of gradients that are checked and unscaled."""
         if record.stage is Stage.READY and self._is_finite(record):
             self._clip(record)
-            record.stage = Stage.UNSCALED
         elif record.stage is Stage.READY:
             self.unscale_(record.optimizer)
             record = self._record(record.optimizer)
@@ -478,10 +529,16 @@ class EagerScaler(ABC):
     def _clip(self, record: OptimizerRecord) -> None:
         """Multiply the gradients by what they are still to be multiplied by."""
         factors = [f for f in (record.clip_coefficient, record.inv_scale) if f is not None]
-        if factors:
-            factor = math.prod(factors[1:], start=factors[0])
+        if not factors:
+            return
+        factor = math.prod(factors[1:], start=factors[0])
+        try:
             self._operations.multiply_gradients_(record.optimizer, factor)
             record.clip_coefficient = record.inv_scale = None
+            record.stage = Stage.UNSCALED
+        except BaseException as error:
+            self._note_interrupt(record, error)
+            raise
 
     def _conclude(
         self, optimizer: Optimizer, record: OptimizerRecord, reason: Reason | None = None

@@ -79,9 +79,9 @@ def _evaluate(
     operations = scaler._operations
     for retries_left in reversed(range(max_retries + 1)):
         scaler._records.pop(id(optimizer), None)
-        scaler._scaled_in_closure = []
-        scaler._in_closure = True
         try:
+            scaler._scaled_in_closure = []
+            scaler._in_closure = True
             with operations.enable_grad():
                 loss = closure()
             if not scaler._scaled_in_closure:

@@ -188,11 +188,15 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
             return result
         record = self._record_to_step(optimizer)
         self._announce_step(optimizer, record, self._host_state())
-        record = self._checked(record)
-        result = self._step_if_finite(optimizer, record, args, kwargs, "minimize")
-        if not record.found_inf or operations.any_set(record.found_inf):
-            result = _skipped_minimize(optimizer, args, kwargs)
-        self._conclude(optimizer, record)
+        try:
+            record = self._checked(record)
+            result = self._step_if_finite(optimizer, record, args, kwargs, "minimize")
+            if not record.found_inf or operations.any_set(record.found_inf):
+                result = _skipped_minimize(optimizer, args, kwargs)
+            self._conclude(optimizer, record)
+        except BaseException:
+            self._note_raised_step(optimizer)
+            raise
         self.update()
         return result
 
@@ -211,6 +215,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
             for observer in self._observers:
                 observer.updating()
             self._records.clear()
+            self._raised_steps.clear()
             return
         before = self._host_state().scale
         super().update()

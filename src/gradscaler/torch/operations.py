@@ -23,12 +23,12 @@ class TorchOperations(TorchLikeOperations):
         """The dense tensors that hold the optimizer's gradients.
 
         A sparse gradient is represented by its values. If it is float16 they are coalesced first:
-        a sum of duplicates may overflow.
+        a sum of duplicates may overflow. A gradient whose elements share memory, as an expanded
+        tensor's do, is replaced by a copy: multiplying it in place would multiply some twice, and
+        a fused optimizer writes past its end.
         """
         grads: list[torch.Tensor] = super().gradients(optimizer, allow_fp16)
-        if any(grad.is_sparse for grad in grads):
-            grads = _values(optimizer, coalesce=False)
-        return grads
+        return grads if _are_contiguous(grads) else _values(optimizer, coalesce=False)
 
     def grouped(
         self, tensors: list[torch.Tensor]
@@ -40,9 +40,7 @@ class TorchOperations(TorchLikeOperations):
     def gradients_to_measure(self, optimizer: Any) -> list[torch.Tensor]:
         """The same, sparse ones coalesced and complex ones as they are, measured by magnitude."""
         grads: list[torch.Tensor] = super().gradients(optimizer)
-        if any(grad.is_sparse for grad in grads):
-            grads = _values(optimizer, coalesce=True)
-        return grads
+        return grads if _are_contiguous(grads) else _values(optimizer, coalesce=True)
 
     def advance(self, policy: Policy, state: ScaleState, found_infs: list[FoundInf]) -> ScaleState:
         """One step of the policy: by torch's kernel on a device, where that knows the rule."""
@@ -76,9 +74,24 @@ def _is_torch_s(policy: Policy) -> TypeGuard[DynamicScale]:
     )
 
 
+def _are_contiguous(grads: list[torch.Tensor]) -> bool:
+    """Whether gradients are all dense, each in one piece of memory."""
+    return not any(grad.is_sparse for grad in grads) and all(map(torch.Tensor.is_contiguous, grads))
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a dense tensor may share memory."""
+    extent = 1  # of the dimensions so far, in elements
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < extent:
+            return True
+        extent += stride * (size - 1)
+    return False
+
+
 @torch.no_grad()
 def _values(optimizer: Any, coalesce: bool) -> list[torch.Tensor]:
-    """The optimizer's gradients, sparse ones by their values."""
+    """The optimizer's gradients, sparse ones by their values, overlapping ones copied."""
     values = []
     for parameter in parameters_of(optimizer):
         grad = parameter.grad
@@ -88,6 +101,11 @@ def _values(optimizer: Any, coalesce: bool) -> list[torch.Tensor]:
             if coalesce or grad.dtype is torch.float16:
                 parameter.grad = grad = grad.coalesce()
             grad = grad._values()
+        elif _overlaps(grad):
+            whole = torch.empty_like(
+                parameter, dtype=grad.dtype
+            )  # fused optimizers need its layout
+            parameter.grad = grad = whole.copy_(grad)
         values.append(grad)
     return values
 

@@ -236,16 +236,40 @@ class TorchLikeScaler(TorchSpelling):
             return None
         if record.stage is Stage.UNSCALED:
             self._clip(record)
-        optimizer.grad_scale = grad_scale
-        optimizer.found_inf = self._operations.found_inf_for(
-            optimizer, found_inf, state.scale.device
-        )
+        flag = self._operations.found_inf_for(optimizer, found_inf, state.scale.device)
         try:
-            result = optimizer.step(*args, **kwargs)
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf
-        self._conclude(optimizer, record)
+            result = _step_with(optimizer, grad_scale, flag, args, kwargs)
+            self._conclude(optimizer, record)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # an Exception comes before the kernel has run
+                self._note_interrupt(record, error)
+            raise
         return result
+
+
+def _step_with(
+    optimizer: Optimizer,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """``optimizer.step`` with the two attributes, which an interrupt does not leave behind."""
+    try:
+        try:
+            optimizer.grad_scale = grad_scale
+            optimizer.found_inf = found_inf
+            return optimizer.step(*args, **kwargs)
+        finally:
+            _forget(optimizer)
+    finally:  # once more, for an interrupt may have come in between
+        _forget(optimizer)
+
+
+def _forget(optimizer: Optimizer) -> None:
+    for name in ("grad_scale", "found_inf"):
+        if hasattr(optimizer, name):
+            delattr(optimizer, name)
 
 
 def _takes_grad_scaler(step: Callable[..., Any]) -> bool:
