@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,22 +16,52 @@ from typing import BinaryIO
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write, which takes the place of the one at ``path`` unless something raises.
 
+    Links are followed. The new file keeps the mode and the owner of the one that it replaces.
+
     Raises:
-        OSError: it cannot be written there.
+        OSError: the file cannot be written there, what is there is not a file or may not be
+            written, or its owner cannot be kept.
     """
+    old = _old_file(path)
     target = path.resolve()
     descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".gradscaler-")
     temporary = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
-        if target.exists():
-            shutil.copymode(target, temporary)
-        else:
+            file.flush()
+            os.fsync(file.fileno())  # some disks say only here that they are full
+        if old is None:
             temporary.chmod(0o666 & ~_umask())
+        else:
+            _take_over(temporary, old)
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _old_file(path: Path) -> os.stat_result | None:
+    """The file at ``path``, which may be written; None if nothing is there."""
+    try:
+        old = path.stat()
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(old.st_mode):
+        raise OSError(errno.EINVAL, "is not a file", str(path))
+    os.close(os.open(path, os.O_WRONLY))  # raises if the file is read-only
+    return old
+
+
+def _take_over(path: Path, old: os.stat_result) -> None:
+    """Give a file the owner, the group and the mode of another."""
+    new = path.stat()
+    if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
+        try:
+            os.chown(path, old.st_uid, old.st_gid)
+        except PermissionError:
+            message = "belongs to an owner or a group that a new file cannot have; delete it first"
+            raise PermissionError(errno.EPERM, message) from None
+    path.chmod(stat.S_IMODE(old.st_mode))  # a change of owner clears some bits
 
 
 def _umask() -> int:

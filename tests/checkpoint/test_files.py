@@ -1,18 +1,21 @@
 """``python -m gradscaler convert``, on good files and on bad ones."""
 
 import contextlib
+import io
 import itertools
 import json
 import pickle
 import sys
+import tracemalloc
 import zipfile
 
 import numpy as np
 import pytest
 import torch
 
+from gradscaler import DynamicScale
 from gradscaler.__main__ import main
-from gradscaler.checkpoint import files, read
+from gradscaler.checkpoint import FORMATS, files, read, write
 from gradscaler.torch import GradScaler
 
 
@@ -59,14 +62,32 @@ def test_a_file_may_be_converted_in_place(saved):
     assert torch.load(saved, weights_only=True) == before
 
 
-def test_what_a_format_cannot_hold_is_said_and_needs_an_option(saved, tmp_path, capsys):
-    target = tmp_path / "out.json"
-    assert convert(saved, target, "keras") == 1
-    assert "scaler.pt: keras's format has no place for min_scale=" in capsys.readouterr().err
+@pytest.mark.parametrize("target", FORMATS)
+@pytest.mark.parametrize("source", FORMATS)
+def test_between_default_rules_every_format_converts_to_every_other(
+    source, target, tmp_path, capsys
+):
+    policy = getattr(DynamicScale, source.removeprefix("tf_"))()
+    files.save(tmp_path / "a.json", write(policy, policy.init(), source))
+    assert convert(tmp_path / "a.json", tmp_path / "b.json", target) == 0
+    assert capsys.readouterr() == ("", "")
+    assert read(files.load(tmp_path / "b.json"))[1] == policy.init()
+
+
+def test_what_a_format_cannot_hold_is_said_and_needs_an_option(tmp_path, capsys):
+    source, target = tmp_path / "in.json", tmp_path / "out.json"
+    policy = DynamicScale.paddle(decr_every_n_nan_or_inf=3)
+    files.save(source, write(policy, policy.init(), "paddle"))
+    said = (
+        f"{source}: torch's format has no place for a hysteresis of 3 (torch's scaler backs off at "
+        "every overflow)"
+    )
+    assert convert(source, target, "torch") == 1
+    assert capsys.readouterr() == ("", f"{said}; --lossy leaves that out\n")
     assert not target.exists()
-    assert convert(saved, target, "keras", "--lossy") == 0
-    assert "keras's format has no place for min_scale=" in capsys.readouterr().err
-    assert read(json.loads(target.read_text()))[1].scale == 512
+    assert convert(source, target, "torch", "--lossy") == 0
+    assert capsys.readouterr() == ("", f"{said}\n")
+    assert read(json.loads(target.read_text()))[1] == policy.init()
 
 
 class Trap:
@@ -120,17 +141,18 @@ def test_a_file_of_torch_s_that_would_run_code_is_refused(tmp_path, capsys):
         (b"\x80\x04}(X\xff\xff\xff\xff", "damaged, or no state dict"),
         (b"\x80\x04}r\x00\x00\x00\x08.", "the state dict is empty"),  # a memo of 2**27
         (b"\x80\x04}(X\x0a\x00\x00\x00loss_scale)" + b"2\x86" * 60 + b"u.", "refused"),
-        (b"\x80\x04" + b"(" * 200_000 + b")" + b"\x85" * 200_000 + b".", "damaged"),
+        (b"\x80\x04" + b"(" * 200_000 + b")" + b"\x85" * 200_000 + b".", "too much"),
         (b"[1" + b"," * 2**20 + b"]", "too large"),
         (b'{"\\u001b[2J": 1}', "in no format that is known: [2J"),
-        (b"[" * 200_000, "damaged, or no state dict"),
+        (b"[" * 200_000, "is nested too deeply for a state dict"),
         (b"[1, 2]", "holds a list, not a dict"),
         (b"{}", "the state dict is empty"),
         (b'{"a\\nb": 1}', "in no format that is known: a b"),
         (b'{"scale": NaN, "growth_factor": 2, "backoff_factor": 0.5, "growth_interval": 1, '
          b'"_growth_tracker": 0}', "scale must be positive"),
         (b'{"loss_scale": {"deep": [1]}}', "loss_scale is a dict, not a number"),
-        (b'{"loss_scale": 1' + b"0" * 3000 + b"}", "loss_scale must be positive and finite"),
+        (b'{"loss_scale": 1' + b"0" * 300 + b"}", "loss_scale must be positive and finite"),
+        (b'{"loss_scale": 1' + b"0" * 9999 + b"}", "holds a number of 10000 digits"),
         (pickle.dumps(np.ones(3), protocol=4), "refused: an array of more than one number"),
         (pickle.dumps({"loss_scale": {"a": 1}}), "loss_scale is a dict, not a number"),
     ],
@@ -223,11 +245,67 @@ def test_files_are_written_as_the_umask_says(saved, tmp_path):
     assert target.stat().st_mode == plain.stat().st_mode
 
 
-def test_a_zip_that_is_not_torch_s_is_refused(tmp_path, capsys):
+def zipped(members, compression=zipfile.ZIP_STORED):
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", compression) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return data.getvalue()
+
+
+PICKLE = pickle.dumps({"loss_scale": 8.0}, protocol=2)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (zipped({"scaler/data.pkl": b"\x80\x02}."}), "the state dict is empty"),
+        (zipped({"scaler/other": PICKLE}), "is a zip file, but not one of torch's"),
+        (zipped({"a/data.pkl": PICKLE, "b/data.pkl": PICKLE}), "but not one of torch's"),
+        (zipped({"a/data.pkl": PICKLE}, zipfile.ZIP_DEFLATED), "but not one of torch's"),
+        (zipped({"a/data.pkl": zipped({"a/data.pkl": PICKLE})}), "in.pt: "),
+        (zipped({f"{i}/data.pkl": b"" for i in range(9000)}), "but not one of torch's"),
+        (zipped({"a/data.pkl": PICKLE})[:-30], "damaged, or no state dict"),
+    ],
+    ids=["empty", "other", "two", "compressed", "nested", "many", "torn"],
+)
+def test_a_zip_that_is_not_torch_s_is_refused(data, message, tmp_path, capsys):
     source = tmp_path / "in.pt"
-    with zipfile.ZipFile(source, "w") as archive:
-        archive.writestr("scaler/data.pkl", b"\x80\x02}.")
-    check_refused(source, tmp_path / "out.json", capsys, "in.pt: ")
+    source.write_bytes(data)
+    check_refused(source, tmp_path / "out.json", capsys, message)
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_compressed_bomb_that_lies_about_its_size_is_not_unpacked(compression, tmp_path, capsys):
+    source, size = tmp_path / "in.pt", 2**25 + 1
+    data = zipped({"a/data.pkl": bytes(size)}, compression)
+    source.write_bytes(data.replace(size.to_bytes(4, "little"), (100).to_bytes(4, "little")))
+    tracemalloc.start()
+    check_refused(source, tmp_path / "out.json", capsys, "is a zip file, but not one of torch's")
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 2**22
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (np.zeros(1, "V8"), "an array of dtype V8; only bools, integers and floats"),
+        (np.complex64(1), "an array of dtype c8;"),
+        (np.array(["1"]), "an array of dtype U1;"),
+        (np.array([1], object), "an array of dtype O8;"),
+        (np.zeros(1, [("a", "f4")]), "an array of dtype V4;"),
+        (torch.tensor(1j), "a tensor of torch.ComplexFloatStorage, not a number; save tensor.item"),
+        (torch.tensor(1, dtype=torch.uint16), "a tensor of torch.storage.UntypedStorage"),
+    ],
+    ids=["void", "complex", "text", "object", "record", "complex tensor", "untyped tensor"],
+)
+def test_a_file_with_an_unknown_dtype_is_refused_and_the_dtype_named(
+    value, dtype, tmp_path, capsys
+):
+    source = tmp_path / "in.pt"
+    torch.save({"scale": value}, source)
+    check_refused(source, tmp_path / "out.json", capsys, f"in.pt: refused: it holds {dtype}")
 
 
 # The scaler itself.

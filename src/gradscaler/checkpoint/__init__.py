@@ -19,13 +19,13 @@ dict has both.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from gradscaler.checkpoint.formats import LAYOUTS, OPTIONAL, Layout, Rule, Values
-from gradscaler.policies import DynamicScale, FixedScale, ScaleState, checks
+from gradscaler.checkpoint.losses import losses
+from gradscaler.policies import DynamicScale, FixedScale, ScaleState
 from gradscaler.state_dicts import count_in, number_in
 
 StateDict = dict[str, Any]
@@ -37,26 +37,28 @@ FORMATS = tuple(dict.fromkeys(layout.format for layout in LAYOUTS))
 def convert(state_dict: Values, to: str, *, lossy: bool = False) -> StateDict:
     """A state dict in another format.
 
+    Where the format has no place for a value that is some framework's default, such as Keras'
+    floor of 1 or Paddle's hysteresis of 2, the default of the format's own framework takes over.
+
     Args:
-        state_dict: a state dict in any format, which its keys tell.
+        state_dict: a state dict in any format; its keys say in which.
         to: one of ``FORMATS``.
-        lossy: whether to warn of what the format cannot hold, such as a hysteresis in torch's, and
-            leave that out. If not, it is an error.
+        lossy: whether to warn of any other value that the format has no place for, such as a
+            ceiling in torch's, and leave that out. If not, it is an error.
 
     Raises:
-        TypeError: ``state_dict`` is no dict, or a value is not the kind of number it should be.
+        TypeError: ``state_dict`` is not a dict, or a value is not the kind of number it should be.
         ValueError: its keys are those of no format, a value is out of range, or the format cannot
             hold it; the message names what it is about.
 
-    >>> from gradscaler import DynamicScale
-    >>> policy = DynamicScale.paddle(incr_every_n_steps=500)
+    >>> policy = DynamicScale.paddle(decr_every_n_nan_or_inf=3)
     >>> saved = write(policy, policy.init(), "paddle")
-    >>> convert(saved, to="torch")
+    >>> convert(saved, to="torch")  # doctest: +NORMALIZE_WHITESPACE
     Traceback (most recent call last):
-    ValueError: torch's format has no place for hysteresis=2; lossy=True leaves that out
+    ValueError: torch's format has no place for a hysteresis of 3 (torch's scaler backs off at
+        every overflow); lossy=True leaves that out
     """
-    policy, state = read(state_dict)
-    return write(policy, state, to, lossy=lossy)
+    return _write(*read(state_dict), to, lossy)
 
 
 def read(state_dict: Values) -> tuple[Rule, ScaleState]:
@@ -80,13 +82,12 @@ def read(state_dict: Values) -> tuple[Rule, ScaleState]:
 
 
 def write(policy: Rule, state: ScaleState, to: str, *, lossy: bool = False) -> StateDict:
-    """The state dict of a rule and a state in one format.
+    """The state dict of a rule and a state in one format; what it loses is as in :func:`convert`.
 
     Raises:
         TypeError: the rule is neither a ``DynamicScale`` nor a ``FixedScale``.
-        ValueError: there is no such format, or it cannot hold all; the message names what.
+        ValueError: the format is unknown, or cannot hold all of it; the message names what.
 
-    >>> from gradscaler import DynamicScale
     >>> policy = DynamicScale(growth_interval=100)
     >>> for key, value in write(policy, policy.init(), "torch").items():
     ...     print(key, value)
@@ -96,6 +97,10 @@ def write(policy: Rule, state: ScaleState, to: str, *, lossy: bool = False) -> S
     growth_interval 100
     _growth_tracker 0
     """
+    return _write(policy, state, to, lossy)
+
+
+def _write(policy: Rule, state: ScaleState, to: str, lossy: bool) -> StateDict:
     if to not in FORMATS:
         raise ValueError(f"there is no format {to!r}; there are {', '.join(FORMATS)}")
     if not isinstance(policy, (DynamicScale, FixedScale)):
@@ -107,13 +112,14 @@ def write(policy: Rule, state: ScaleState, to: str, *, lossy: bool = False) -> S
     written = policy if isinstance(policy, layout.rules) else DynamicScale(float(state.scale))
     try:
         state_dict = dict(zip(layout.keys, layout.write(written, state), strict=True))
-        lost = _differences((policy, state), layout.read(_numbers(layout, state_dict)))
+        kept, _ = layout.read(_numbers(layout, state_dict))
     except ValueError as error:
         raise ValueError(f"{to}'s format cannot hold this: {error}") from None
+    lost = " and ".join(losses(policy, kept, to))
     if lost and not lossy:
         raise ValueError(f"{to}'s format has no place for {lost}; lossy=True leaves that out")
     if lost:
-        warnings.warn(f"{to}'s format has no place for {lost}", stacklevel=2)
+        warnings.warn(f"{to}'s format has no place for {lost}", stacklevel=3)
     return state_dict
 
 
@@ -121,7 +127,7 @@ def detect(state_dict: Values) -> str | None:
     """The format of a state dict by its keys, or None; ``"torch"`` for TensorPlay's too.
 
     Raises:
-        TypeError: it is no dict.
+        TypeError: it is not a dict.
     """
     layout = _layout_of(state_dict)
     return layout and layout.format
@@ -142,7 +148,7 @@ def _unrecognised(state_dict: Values) -> str:
         return "the state dict is empty, as that of a disabled scaler is"
     closest = max(LAYOUTS, key=lambda layout: len(state_dict.keys() & set(layout.keys)))
     missing = [key for key in closest.keys if key not in state_dict]
-    held = ", ".join(map(str, list(state_dict)[:12]))
+    held = ", ".join(f"{key!s:.80}" for key in list(state_dict)[:12])
     if len(missing) == len(closest.keys):
         return f"a state dict with these keys is in no format that is known: {held}"
     return f"missing from the state dict for {closest.format}'s format: {', '.join(missing)}"
@@ -155,34 +161,3 @@ def _numbers(layout: Layout, state_dict: Values) -> StateDict:
         for key, value in state_dict.items()
         if key in layout.keys or key in OPTIONAL
     }
-
-
-def _differences(left: tuple[Rule, ScaleState], right: tuple[Rule, ScaleState]) -> str:
-    """What the one has and the other has not, in words; where a rule started does not count."""
-    (policy, state), (other_policy, other_state) = left, right
-    if type(policy) is not type(other_policy):
-        return f"a {type(policy).__name__}"
-    if isinstance(policy, FixedScale):  # whose counts mean nothing
-        state, other_state = ScaleState(state.scale, 0, 0), ScaleState(other_state.scale, 0, 0)
-    pairs: Iterable[tuple[str, Any, Any]] = [
-        *(
-            (name, getattr(policy, name), getattr(other_policy, name))
-            for name in _parameters(policy)
-        ),
-        *zip(ScaleState._fields, state, other_state, strict=True),
-    ]
-    return ", ".join(f"{name}={mine!r}" for name, mine, other in pairs if not _same(mine, other))
-
-
-def _parameters(policy: Rule) -> list[str]:
-    """The names of those that a rule goes on by."""
-    irrelevant = {"init_scale"}
-    if getattr(policy, "hysteresis", 1) == 1:
-        irrelevant.add("hysteresis_reset")  # nothing is counted
-    return [field.name for field in dataclasses.fields(policy) if field.name not in irrelevant]
-
-
-def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, float) and isinstance(right, float):
-        return checks.in_float32(left) == checks.in_float32(right)
-    return bool(left == right)

@@ -20,19 +20,20 @@ TORCH_SUFFIXES = (".pt", ".pth")
 PADDLE_SUFFIXES = (".pdparams", ".pdopt", ".pdstates")
 
 _MOST_BYTES = 2**20  # the state of a loss scale is a few hundred
+_MOST_DIGITS = 400  # the largest float64 has 309
 _TORCH_MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle in a file of torch before 1.6
 _PADDLE_NAMES = "StructuredToParameterName@@"  # beside tensors
 
 
 class FileError(ValueError):
-    """A file that cannot be read or written; the message is one line."""
+    """A file that cannot be read or written."""
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The dict in a file, whose first bytes tell of what kind it is: numbers and texts by name.
+    """The dict of numbers and texts in a file, whose first bytes say what kind of file it is.
 
     Raises:
-        FileError: there is none, or it is damaged, too large, or holds anything else.
+        FileError: the file is missing, damaged or too large, or holds anything else.
     """
     try:
         if path.exists() and not path.is_file():
@@ -48,6 +49,8 @@ def load(path: Path) -> dict[str, Any]:
         raise FileError(str(error)) from None
     except OSError as error:
         raise FileError(error.strerror or str(error)) from None
+    except RecursionError:
+        raise FileError("is nested too deeply for a state dict") from None
     except Exception as error:  # a damaged file may fail anywhere on the way
         reason = str(error).partition("\n")[0].strip()[:200]
         raise FileError(f"damaged, or no state dict: {reason or type(error).__name__}") from None
@@ -65,7 +68,7 @@ def _parse(data: bytes) -> Any:
     if data.startswith(b"PK\x03\x04"):
         return pickles.load(io.BytesIO(_pickle_in_zip(data)))
     if not data.startswith(b"\x80"):
-        return json.loads(data)
+        return json.loads(data, parse_int=_integer)
     file = io.BytesIO(data)
     loaded = pickles.load(file)
     if loaded == _TORCH_MAGIC:
@@ -74,14 +77,21 @@ def _parse(data: bytes) -> Any:
     return loaded
 
 
+def _integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:  # some versions of Python take long for these, others raise
+        raise FileError(f"holds a number of {len(digits)} digits")
+    return int(digits)
+
+
 def _pickle_in_zip(data: bytes) -> bytes:
-    """The pickle in a file of torch's, its checksum verified."""
+    """The pickle in a file of torch's, its checksum verified.
+
+    Torch compresses nothing, so nothing that is read is larger than the file.
+    """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         names = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
-        if len(names) != 1:
+        if len(names) != 1 or names[0].compress_type != zipfile.ZIP_STORED:
             raise FileError("is a zip file, but not one of torch's")
-        if names[0].file_size > _MOST_BYTES:
-            raise FileError("is too large for the state of a loss scale")
         return archive.read(names[0])
 
 
@@ -89,24 +99,26 @@ def save(path: Path, state_dict: Mapping[str, Any]) -> None:
     """Write a dict to a file of the kind that its suffix says, whole or not at all.
 
     Raises:
-        FileError: the suffix is none of those, or the file cannot be written.
+        FileError: the suffix is not one of those, or the file cannot be written.
     """
     plain = {
         key: value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
         for key, value in state_dict.items()
     }
+    data = io.BytesIO()
+    if path.suffix == ".json":
+        data.write(json.dumps(plain, indent=2).encode() + b"\n")
+    elif path.suffix in TORCH_SUFFIXES:
+        _torch().save(plain, data)
+    elif path.suffix in PADDLE_SUFFIXES:
+        arrays = {k: v for k, v in state_dict.items() if isinstance(v, np.ndarray)}
+        pickle.dump({**plain, **arrays}, data, protocol=4)
+    else:
+        suffixes = ", ".join((".json", *TORCH_SUFFIXES, *PADDLE_SUFFIXES))
+        raise FileError(f"the name must end in one of {suffixes}")
     try:
         with replacing(path) as file:
-            if path.suffix == ".json":
-                file.write(json.dumps(plain, indent=2).encode() + b"\n")
-            elif path.suffix in TORCH_SUFFIXES:
-                _torch().save(plain, file)
-            elif path.suffix in PADDLE_SUFFIXES:
-                arrays = {k: v for k, v in state_dict.items() if isinstance(v, np.ndarray)}
-                pickle.dump({**plain, **arrays}, file, protocol=4)
-            else:
-                suffixes = ", ".join((".json", *TORCH_SUFFIXES, *PADDLE_SUFFIXES))
-                raise FileError(f"the name must end in one of {suffixes}")
+            file.write(data.getbuffer())
     except OSError as error:
         raise FileError(error.strerror or str(error)) from None
 

@@ -151,7 +151,7 @@ def _write_keras(policy: DynamicScale, state: ScaleState) -> tuple[Any, ...]:
     return (
         np.float32(state.scale),
         np.int32(state.finite_steps),
-        policy.init_scale,
+        max(policy.init_scale, 1.0),  # the floor
         policy.growth_interval,
     )
 
@@ -181,7 +181,7 @@ def _write_tf_keras(policy: DynamicScale, state: ScaleState) -> tuple[Any, ...]:
     return (
         np.float32(state.scale),
         np.int64(state.finite_steps),
-        policy.init_scale,
+        max(policy.init_scale, 1.0),
         policy.growth_interval,
     )
 

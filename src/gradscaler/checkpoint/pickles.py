@@ -1,7 +1,7 @@
 """Reading pickles of plain numbers without unpickling them: nothing that is in one is ever called.
 
 The opcodes are interpreted here, over values that are numbers, texts, and names of what the pickle
-would call. Of those names a few are known, from which pickles of NumPy's arrays are made.
+would call. A few of those names are known: the ones that pickles of NumPy's arrays are made of.
 """
 
 from __future__ import annotations
@@ -10,6 +10,11 @@ import pickletools
 from typing import IO, Any
 
 import numpy as np
+
+_MOST_OPCODES = 10_000  # the state of a loss scale takes about a hundred
+_LONGEST_TUPLE = 16  # NumPy describes a dtype by 8 values
+_LONGEST_NAME = 100  # of a module and of what is in it
+_LARGEST_NUMBER = 8  # bytes
 
 
 class RefusedError(ValueError):
@@ -33,15 +38,27 @@ _MARK = object()
 def load(file: IO[bytes]) -> Any:
     """The value of the next pickle in a file: a dict of numbers and texts, or one of those.
 
+    A dict in that dict comes back empty. Work and memory stay in proportion to the pickle: it can
+    put one value on the stack many times, so only short values are compared, copied or printed.
+
     Raises:
-        RefusedError: there is anything else in it.
-        Exception: it is damaged.
+        RefusedError: it holds anything else, or too much.
+        ValueError: it is damaged.
     """
+    try:
+        return _run(file)
+    except LookupError:  # nothing on the stack, or nothing in the memo
+        raise ValueError("the pickle uses what it does not hold") from None
+
+
+def _run(file: IO[bytes]) -> Any:
     stack: list[Any] = []
     memo: dict[int, Any] = {}
     argument: Any
-    for opcode, argument, _ in pickletools.genops(file):
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(file)):
         name = opcode.name
+        if count == _MOST_OPCODES:
+            raise RefusedError("refused: it holds too much for the state of a loss scale")
         if name in _LITERALS:
             stack.append(argument)
         elif name in _CONSTANTS:
@@ -51,13 +68,12 @@ def load(file: IO[bytes]) -> Any:
         elif name == "MARK":
             stack.append(_MARK)
         elif name in ("SETITEM", "SETITEMS"):
-            items = [stack.pop(), stack.pop()][::-1] if name == "SETITEM" else _marked(stack)
+            items = _taken(stack, 2) if name == "SETITEM" else _marked(stack)
             _set_items(stack[-1], items)
         elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
-            count = int(name[-1])
-            stack[-count:] = [tuple(stack[-count:])]
+            stack.append(_tuple(_taken(stack, int(name[-1]))))
         elif name == "TUPLE":
-            stack.append(tuple(_marked(stack)))
+            stack.append(_tuple(_marked(stack)))
         elif name in ("BINPUT", "LONG_BINPUT"):
             memo[argument] = stack[-1]
         elif name == "MEMOIZE":
@@ -65,22 +81,20 @@ def load(file: IO[bytes]) -> Any:
         elif name in ("BINGET", "LONG_BINGET"):
             stack.append(memo[argument])
         elif name == "GLOBAL":
-            stack.append(_Name(argument.replace(" ", ".")))
+            stack.append(_name(*argument.split(" ", 1)))
         elif name == "STACK_GLOBAL":
-            attribute, module = stack.pop(), stack.pop()
-            stack.append(_Name(f"{module}.{attribute}" if type(module) is str else ""))
+            stack.append(_name(*_taken(stack, 2)))
         elif name == "REDUCE":
-            arguments, called = stack.pop(), stack.pop()
-            stack.append(_call(called, arguments))
+            stack.append(_call(*_taken(stack, 2)))
         elif name == "BUILD":
             state = stack.pop()
             _build(stack[-1], state)
-        elif name == "STOP":
-            (value,) = stack
-            return value.value if isinstance(value, _Number) else value
-        elif name not in ("PROTO", "FRAME"):
+        elif name == "BINPERSID":
+            raise RefusedError(_tensor(stack[-1]))
+        elif name not in ("PROTO", "FRAME", "STOP"):
             raise RefusedError(f"refused: it holds more than numbers ({name})")
-    raise EOFError("the pickle has no end")
+    (value,) = stack
+    return value if type(value) is dict else _plain(value)
 
 
 _LITERALS = {
@@ -90,80 +104,114 @@ _LITERALS = {
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 
 
+def _taken(stack: list[Any], count: int) -> list[Any]:
+    """So many values off the top of the stack."""
+    return [stack.pop() for _ in range(count)][::-1]
+
+
 def _marked(stack: list[Any]) -> list[Any]:
-    """What was put on the stack since the last mark."""
-    start = len(stack) - 1
-    while stack[start] is not _MARK:
-        start -= 1
-    items = stack[start + 1 :]
-    del stack[start:]
-    return items
+    """The values since the last mark, off the stack with it."""
+    items = []
+    while (item := stack.pop()) is not _MARK:
+        items.append(item)
+    return items[::-1]
+
+
+def _tuple(items: list[Any]) -> tuple[Any, ...]:
+    """A tuple no longer and no deeper than those around an array's bytes: it cannot double."""
+    if len(items) > _LONGEST_TUPLE or any(
+        type(part) is tuple for item in items if type(item) is tuple for part in item
+    ):
+        raise RefusedError("refused: it holds more than numbers (long or nested tuples)")
+    return tuple(items)
 
 
 def _set_items(target: Any, items: list[Any]) -> None:
     for key, value in zip(items[::2], items[1::2], strict=True):
-        if type(key) is not str:
+        if type(target) is not dict or type(key) is not str:
             raise RefusedError("refused: it holds more than numbers by name")
-        target[key] = value.value if isinstance(value, _Number) else value
+        target[key] = {} if type(value) is dict else _plain(value)  # a dict may hold itself
+
+
+def _plain(value: Any) -> Any:
+    """A number, a text, or None; an array of one number as that number."""
+    if type(value) is _Number and value.value is not None:
+        value = value.value
+    if type(value) not in (int, float, bool, str, type(None)):
+        raise RefusedError("refused: it holds more than numbers")
+    return value
+
+
+def _name(module: Any, attribute: Any) -> _Name:
+    for text in (module, attribute):
+        if type(text) is not str or len(text) > _LONGEST_NAME:
+            raise RefusedError("refused: it would import something")
+    return _Name(f"{module}.{attribute}")
 
 
 def _call(called: Any, arguments: Any) -> Any:
+    if type(called) is not _Name or type(arguments) is not tuple:
+        raise RefusedError("refused: it would call something")
     # NumPy 1 and Python 2 had other names.
-    name = str(called).replace("numpy.core.", "numpy._core.").replace("__builtin__.", "builtins.")
-    if not isinstance(called, _Name) or not isinstance(arguments, tuple):
-        name = "something"
+    name = called.replace("numpy.core.", "numpy._core.").replace("__builtin__.", "builtins.")
     made = _Number()
-    if name == "numpy.dtype" and isinstance(arguments[0], str):
+    if name == "numpy.dtype":
         made.dtype = _dtype(arguments[0])
         return made
     if name == "numpy._core.multiarray._reconstruct":
         return made
     if name == "numpy._core.multiarray.scalar":
-        made.value = _item(*arguments)
+        dtype, data = arguments
+        made.value = _item(dtype, data)
         return made
-    if name == "_codecs.encode" and arguments[1:] == ("latin1",):
-        return str(arguments[0]).encode("latin1")
-    if name == "builtins.tuple" and isinstance(arguments[0], tuple):
+    if name == "_codecs.encode":
+        text, codec = arguments
+        if type(text) is str and codec == "latin1":
+            return text[: _LARGEST_NUMBER + 1].encode("latin1")  # one more than fits says enough
+    if name == "builtins.tuple" and type(arguments[0]) is tuple:
         return arguments[0][-1]  # of a Paddle tensor's name and its array
-    raise RefusedError(f"refused: it would call {name[:80]}")
+    raise RefusedError(f"refused: it would call {name}")
 
 
 def _build(target: Any, state: Any) -> None:
-    if not isinstance(target, _Number) or not isinstance(state, tuple):
+    if type(target) is not _Number or type(state) is not tuple:
         raise RefusedError("refused: it holds more than numbers")
-    if target.dtype is not None:
-        _, order, *rest = state
-        if any(part is not None for part in rest[:3]):
-            raise RefusedError("refused: an array of more than numbers")
-        target.dtype = target.dtype.newbyteorder(order)
-    else:
+    if target.dtype is None:
         _, _, dtype, _, data = state
         target.value = _item(dtype, data)
-
-
-def _dtype(code: str) -> Any:
-    if code.lstrip("<>|=") not in (
-        "b1",
-        "i1",
-        "i2",
-        "i4",
-        "i8",
-        "u1",
-        "u2",
-        "u4",
-        "u8",
-        "f2",
-        "f4",
-        "f8",
-    ):
+        return
+    _, order, *_ = state
+    if order not in _ORDERS:
         raise RefusedError("refused: an array of more than numbers")
+    target.dtype = target.dtype.newbyteorder(order)
+
+
+_ORDERS = ("<", ">", "|", "=")
+_DTYPES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
+
+
+def _dtype(code: Any) -> Any:
+    if not isinstance(code, str) or len(code) > 2 * _LONGEST_NAME:
+        raise RefusedError("refused: an array of more than numbers")
+    if code not in _DTYPES:
+        raise RefusedError(
+            f"refused: it holds an array of dtype {code}; only bools, integers and floats of up to "
+            "64 bits are read"
+        )
     return np.dtype(code)
 
 
 def _item(dtype: Any, data: Any) -> Any:
     """The one number in the bytes of an array."""
-    if not isinstance(dtype, _Number) or dtype.dtype is None or not isinstance(data, bytes):
+    if type(dtype) is not _Number or dtype.dtype is None or type(data) is not bytes:
         raise RefusedError("refused: an array of more than numbers")
     if len(data) != dtype.dtype.itemsize:
         raise RefusedError("refused: an array of more than one number")
     return np.frombuffer(data, dtype.dtype)[0].item()
+
+
+def _tensor(storage: Any) -> str:
+    """Why a tensor of torch's, whose bytes are elsewhere in the file, is refused."""
+    kind = storage[1] if type(storage) is tuple and len(storage) > 1 else None
+    named = f" of {kind}" if type(kind) is _Name else ""
+    return f"refused: it holds a tensor{named}, not a number; save tensor.item()"

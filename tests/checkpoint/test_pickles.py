@@ -1,0 +1,277 @@
+"""The reader of pickles, on what a hostile one may hold."""
+
+import faulthandler
+import io
+import pickle
+import sys
+import tracemalloc
+import types
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradscaler.__main__ import main
+from gradscaler.checkpoint import pickles
+
+
+@pytest.fixture(autouse=True)
+def alarm():
+    """Ends a process that hangs: no Python code runs in the repr of a tuple."""
+    faulthandler.dump_traceback_later(300, exit=True, file=sys.__stderr__)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+def load(data):
+    return pickles.load(io.BytesIO(data))
+
+
+def text(letters):
+    return b"X" + len(letters).to_bytes(4, "little") + letters.encode()
+
+
+def named(module, attribute):
+    return f"c{module}\n{attribute}\n".encode()
+
+
+def doubled(levels=29):
+    """A value of 2**levels parts in few bytes: each tuple holds the one before it twice."""
+    pairs = (b"h%ch%c\x86q%c" % (level, level, level + 1) for level in range(levels))
+    return b")q\x00" + b"".join(pairs)
+
+
+# Where a value ends up that must not be looked into.
+ENCODE, DTYPE = named("_codecs", "encode"), named("numpy", "dtype")
+SCALAR, TUPLE = named("numpy.core.multiarray", "scalar"), named("builtins", "tuple")
+FLOAT = DTYPE + text("f4") + b"\x85R"
+PLACES = {
+    "called": (b"", b")R."),
+    "arguments": (DTYPE, b"R."),
+    "text": (ENCODE, text("latin1") + b"\x86R."),
+    "codec": (ENCODE + text("x"), b"\x86R."),
+    "dtype": (DTYPE, b"\x85R."),
+    "order": (FLOAT + b"K\x03", b"\x86b."),
+    "state of a dtype": (FLOAT, b"b."),
+    "scalar": (SCALAR + FLOAT, b"\x86R."),
+    "scalar's dtype": (SCALAR, b"C\x00\x86R."),
+    "tuple": (TUPLE, b"\x85R."),
+    "module": (b"", text("x") + b"\x93)R."),
+    "attribute": (text("x"), b"\x93)R."),
+    "key": (b"}", b"K\x01s."),
+    "value": (b"}" + text("scale"), b"s."),
+    "storage": (b"", b"Q."),
+    "pickle": (b"", b"."),
+}
+
+
+def test_the_small_file_that_took_all_time():
+    data = b"\x80\x02" + doubled() + b")R."
+    assert len(data) < 220
+    with pytest.raises(pickles.RefusedError, match="nested tuples"):
+        load(data)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("levels", [1, 29])
+def test_a_value_that_doubles_is_one_line_and_status_1_anywhere(place, levels, tmp_path, capsys):
+    before, after = PLACES[place]
+    source, target = tmp_path / "in.pt", tmp_path / "out.json"
+    source.write_bytes(b"\x80\x02" + before + doubled(levels) + after)
+    assert main(["convert", str(source), str(target), "--to", "torch"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith(f"{source}: ")
+    assert len(err) < 1000
+    assert not target.exists()
+
+
+def peak(data):
+    """The most memory that reading took, and what it gave, or the error."""
+    tracemalloc.start()
+    try:
+        value = load(data)
+    except ValueError as error:
+        value = error
+    finally:
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    return most, value
+
+
+@pytest.mark.parametrize(
+    "again", [ENCODE + b"h\x00" + text("latin1") + b"\x86R", b"h\x00h\x00\x93"]
+)
+def test_a_long_text_used_often_takes_no_more_memory(again):
+    data = b"\x80\x02" + text("<" * 2**18) + b"q\x00" + again * 1000 + b"."
+    most, error = peak(data)
+    assert isinstance(error, ValueError)
+    assert most < 4 * len(data)
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (b"N" * 20_000, "too much for the state of a loss scale"),
+        (b"(" + b"N" * 17 + b"t", "long or nested tuples"),
+        (DTYPE + text("f" * 300) + b"\x85R", "an array of more than numbers"),
+        (named("x" * 101, "x"), "would import something"),
+    ],
+    ids=["opcodes", "tuple", "dtype", "name"],
+)
+def test_more_than_a_state_takes_is_refused(program, message):
+    with pytest.raises(pickles.RefusedError, match=message):
+        load(b"\x80\x02" + program + b".")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        FLOAT + b"(K\x03K\x01tb",
+        FLOAT + b"(K\x03" + text("x") + b"tb",
+        SCALAR + named("numpy.core.multiarray", "_reconstruct") + b")RC\x04\0\0\x80?\x86R",
+        SCALAR + FLOAT + text("1234") + b"\x86R",
+        b"}" + text("scale") + FLOAT + b"s",
+        b"}" + text("scale") + named("numpy.core.multiarray", "_reconstruct") + b")Rs",
+    ],
+    ids=["order", "unknown order", "no dtype", "no bytes", "dtype alone", "empty array"],
+)
+def test_what_is_nearly_an_array_of_one_number_is_refused(program):
+    with pytest.raises(pickles.RefusedError):
+        load(b"\x80\x02" + program + b".")
+
+
+def test_a_dict_that_holds_itself_comes_back_empty_inside():
+    assert load(b"\x80\x02}q\x00" + text("a") + b"h\x00s.") == {"a": {}}
+
+
+# What pickle writes.
+
+NUMBERS = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**80), 2**80), st.floats(allow_nan=False), st.text()
+)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.text(), NUMBERS), st.integers(2, pickle.HIGHEST_PROTOCOL))
+def test_numbers_and_texts_are_read_as_pickle_reads_them(values, protocol):
+    assert load(pickle.dumps(values, protocol)) == values
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4])
+@pytest.mark.parametrize("code", [*"?bhilqBHILQefd", ">f4", ">i8"])
+def test_an_array_of_one_number_is_read_as_that_number(code, protocol):
+    for value in (np.array([3], code), np.array(3, code), np.array([3], code)[0]):
+        read = load(pickle.dumps(value, protocol))
+        assert (read, type(read)) == (value.item(), type(value.item()))
+
+
+# What nobody writes: programs by a grammar, whole and damaged.
+
+
+@pytest.fixture(scope="module")
+def calls():
+    """The calls of a function that a pickle can name."""
+    made = []
+    trap = types.ModuleType("gradscaler_trap")
+    trap.spring = lambda *arguments: made.append(arguments)
+    sys.modules["gradscaler_trap"] = trap
+    yield made
+    del sys.modules["gradscaler_trap"]
+
+
+def joined(*parts):
+    return st.tuples(*(st.just(part) if isinstance(part, bytes) else part for part in parts)).map(
+        b"".join
+    )
+
+
+SLOTS = st.integers(0, 2).map(lambda slot: bytes([slot]))
+NAMES = [
+    "scale",
+    "x",
+    "latin1",
+    "f4",
+    "i8",
+    "<",
+    "V8",
+    "c16",
+    "numpy",
+    "ndarray",
+    "gradscaler_trap",
+]
+TEXTS = st.sampled_from(NAMES).map(text)
+LITERALS = st.one_of(
+    st.sampled_from(
+        [b"N", b"\x88", b"\x89", b")", b"}", b"]", b"K\x01", b"M\x01\x02", b"J\0\0\0\0"]
+    ),
+    st.sampled_from(
+        [b"G?\xf0\0\0\0\0\0\0", b"\x8a\x02\x01\x02", b"\x8a\xff" + b"\x7f" * 255, b"("]
+    ),
+    st.sampled_from([b"C\x04\0\0\x80?", b"C\x01b", b"B\x08\0\0\0" + b"\0" * 8, b"U\x01x", b"I1\n"]),
+    TEXTS,
+    st.sampled_from(["", "f" * 300]).map(text),
+    st.integers(1, 29).map(doubled),
+)
+GLOBALS = st.sampled_from(
+    [
+        *(ENCODE, DTYPE, SCALAR, TUPLE, named("numpy._core.multiarray", "_reconstruct")),
+        *(named("numpy", "ndarray"), named("gradscaler_trap", "spring"), named("torch", "x")),
+        *(text("gradscaler_trap") + text("spring") + b"\x93", named("__builtin__", "tuple")),
+    ]
+)
+VALUES = st.deferred(
+    lambda: st.one_of(
+        LITERALS,
+        GLOBALS,
+        st.sampled_from([FLOAT, FLOAT + b"(K\x03" + text("<") + b"NNNJ\xff\xff\xff\xffK\0K\0tb"]),
+        joined(b"h", SLOTS),
+        joined(VALUES, b"q", SLOTS),
+        joined(VALUES, b"\x94"),
+        joined(VALUES, b"\x85"),
+        joined(VALUES, VALUES, b"\x86"),
+        joined(VALUES, VALUES, VALUES, b"\x87"),
+        joined(b"(", st.lists(VALUES, max_size=20).map(b"".join), b"t"),
+        joined(b"}", VALUES, VALUES, b"s"),
+        joined(b"}(", st.lists(joined(TEXTS, VALUES)).map(b"".join), b"u"),
+        joined(VALUES, VALUES, b"\x93"),
+        joined(VALUES, VALUES, b"R"),
+        joined(GLOBALS, VALUES, b"\x85R"),
+        joined(GLOBALS, VALUES, VALUES, b"\x86R"),
+        joined(GLOBALS, VALUES, VALUES, VALUES, b"\x87R"),
+        joined(VALUES, VALUES, b"b"),
+        joined(VALUES, b"Q"),
+        joined(VALUES, VALUES, b"\x81"),
+    )
+)  # fmt: skip
+STARTS = st.sampled_from(
+    [b"\x80\x02", b"\x80\x04", b"\x80\x04\x95\xff\0\0\0\0\0\0\0", b"\x80\xff", b""]
+)
+ARRAYS = joined(SCALAR + FLOAT, b"q", SLOTS, b"C\x04\0\0\x80?\x86R")
+ITEMS = joined(TEXTS, st.one_of(ARRAYS, LITERALS, joined(LITERALS, b"q", SLOTS), VALUES))
+STATES = joined(b"}(", st.lists(ITEMS, max_size=5).map(b"".join), b"u")
+PROGRAMS = joined(STARTS, st.one_of(STATES, VALUES), b".")
+
+
+@st.composite
+def damaged(draw):
+    """A program without a piece, or with another in its place."""
+    data = draw(PROGRAMS)
+    start = draw(st.integers(0, len(data)))
+    piece = draw(st.one_of(st.binary(max_size=5), VALUES))
+    return data[:start] + piece + data[start + draw(st.integers(0, 5)) :]
+
+
+@settings(max_examples=500, deadline=None)
+@given(data=st.one_of(PROGRAMS, damaged(), st.binary(max_size=40)))
+def test_any_bytes_give_plain_values_or_a_value_error_and_call_nothing(data, calls):
+    most, value = peak(data)
+    assert most < 2**19 + 100 * len(data)
+    assert calls == []
+    if isinstance(value, ValueError):
+        assert len(str(value)) < 1000
+        return
+    inside = value.values() if type(value) is dict else [value]
+    assert all(type(part) in (int, float, bool, str, type(None)) or part == {} for part in inside)
