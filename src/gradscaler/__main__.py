@@ -6,11 +6,11 @@ import argparse
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
 
-from gradscaler import checkpoint
+from gradscaler import __version__, checkpoint
 from gradscaler.checkpoint import files
 from gradscaler.diagnose import read_run
 
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m gradscaler", description="Loss scaling for mixed-precision training."
     )
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands)
     _add_convert(commands)
@@ -34,29 +34,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _version() -> str:
-    try:
-        return version("gradscaler")
-    except PackageNotFoundError:  # run from its sources
-        return "unknown"
-
-
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     demo = commands.add_parser(
         "demo",
         help="train one network in fp32, in fp16, and in fp16 with loss scaling",
-        description="Train a deep sigmoid network on scikit-learn's handwritten digits three times "
-        "from the same seed: in fp32, in fp16 without loss scaling, and in fp16 with gradscaler. "
-        "Print a table, draw a picture of what happened, and write a report on the last run.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Train a deep autoencoder on scikit-learn's two photographs three times from "
+        "the same seed: in fp32, in fp16 without loss scaling, and in fp16 with gradscaler. Repeat "
+        "that with other seeds. Print a table, draw a picture of what happened, and write a report "
+        "on the first run with gradscaler.",
     )
-    demo.add_argument("--seed", type=int, default=0, help="of weights and batches")
-    demo.add_argument("--steps", type=_positive, default=800, help="training steps of each run")
+    demo.add_argument(
+        "--seed", type=int, default=0, help="the first, of weights and batches (%(default)s)"
+    )
+    demo.add_argument(
+        "--seeds", type=_positive, default=3, help="how many seeds to train with (%(default)s)"
+    )
+    demo.add_argument(
+        "--steps", type=_positive, default=250, help="training steps of each run (%(default)s)"
+    )
+    demo.add_argument(
+        "--threads",
+        type=_positive,
+        nargs="+",
+        default=(),
+        metavar="N",
+        help="repeat everything with each of these numbers of threads; "
+        "PyTorch's own choice, if left out",
+    )
     demo.add_argument(
         "--output",
         type=_writable,
         default="gradscaler-demo.png",
-        help="the picture; the report goes beside it",
+        help="the picture; the report goes beside it (%(default)s)",
     )
     demo.add_argument(
         "--device", choices=("cpu", "cuda"), help="cuda where there is one, if left out"
@@ -75,7 +84,8 @@ def _demo(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     if parsed.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: there is no CUDA device here")
     device = parsed.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    run(parsed.seed, parsed.steps, parsed.output, device)
+    seeds = range(parsed.seed, parsed.seed + parsed.seeds)
+    run(seeds, parsed.steps, parsed.output, device, parsed.threads)
     return 0
 
 
@@ -102,14 +112,16 @@ def _convert(parsed: argparse.Namespace) -> int:
         state_dict = files.load(place)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            converted = checkpoint.convert(state_dict, parsed.to, lossy=parsed.lossy)
+            converted = checkpoint.convert(state_dict, parsed.to, lossy=True)
+        if warned and not parsed.lossy:
+            raise ValueError(f"{warned[0].message}; --lossy leaves that out")
         place = parsed.target
         files.save(place, converted)
     except (TypeError, ValueError) as error:
-        print(_one_line(f"{place}: {error}"), file=sys.stderr)
+        _say(f"{place}: {error}")
         return 1
     for warning in warned:
-        print(_one_line(f"{parsed.source}: {warning.message}"), file=sys.stderr)
+        _say(f"{parsed.source}: {warning.message}")
     return 0
 
 
@@ -172,13 +184,22 @@ def _fail(place: Path, error: Exception) -> int:
         message = f"{place}: {error.strerror or error}"
     else:
         message = str(error)
-    print(_one_line(message), file=sys.stderr)
+    _say(message)
     return 1
 
 
+def _say(text: str) -> None:
+    """Print a line on stderr, if that is there to be written."""
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(_one_line(text), file=sys.stderr)
+
+
 def _one_line(text: str) -> str:
-    """Whatever a file holds, as a line that a terminal only shows."""
-    shown = (letter if letter.isprintable() else " " for letter in text[:600])
+    """Whatever a file holds, as a line that a terminal only shows; without its middle if long."""
+    if len(text) > 600:
+        text = f"{text[:300]} ... {text[-300:]}"
+    shown = (letter if letter.isprintable() else " " for letter in text)
     return " ".join("".join(shown).split())
 
 

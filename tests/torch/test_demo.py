@@ -1,7 +1,11 @@
 """The demo command, through the entry point that a user calls."""
 
+import re
+
+import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_sample_images
 
 from gradscaler.__main__ import main
 from gradscaler.demo import training
@@ -9,21 +13,46 @@ from gradscaler.diagnose import read_run
 
 
 @pytest.fixture(scope="module")
-def digits():
-    return training.Digits.load("cpu")
+def photographs():
+    return training.Photographs.load("cpu")
 
 
-def train(digits, mode, seed=0, steps=3):
-    return training.train(mode, digits, seed, steps, lambda loss: None)
+def train(photographs, mode, seed=0, steps=3):
+    return training.train(mode, photographs, seed, steps, lambda loss: None)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.usefixtures("own_random_numbers_and_one_thread")
+def test_fp16_learns_nothing_and_with_gradscaler_as_much_as_fp32(photographs, seed):
+    fp32, fp16, scaled = (train(photographs, mode, seed, 250) for mode in training.MODES)
+    assert fp32.explained > 0.7
+    assert fp16.explained < fp32.explained - 0.2
+    assert abs(scaled.explained - fp32.explained) < 0.015
+    assert scaled.skipped > 0  # the scale found its limit
+
+
+class Restoring(torch.nn.Module):
+    """What restores patches by a function, and has a parameter to train without effect."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.function = function
+
+    def forward(self, patches):
+        return self.function(patches) + 0 * self.weight
 
 
 def test_a_short_demo_prints_the_table_and_writes_a_png_and_a_report(tmp_path, capsys):
     output = tmp_path / "out.png"
+    arguments = ["--seeds", "2", "--threads", "1", "2", "--steps", "3", "--device", "cpu"]
     for _ in range(2):  # the second begins a new run
-        assert main(["demo", "--steps", "3", "--device", "cpu", "--output", str(output)]) == 0
+        assert main(["demo", *arguments, "--output", str(output)]) == 0
     assert output.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     printed = capsys.readouterr().out
     assert all(mode in printed for mode in training.MODES)
+    rows = re.findall(r"│ +(\d) │ +(\d) │", printed)
+    assert rows == [("0", "1"), ("1", "1"), ("0", "2"), ("1", "2")] * 2
     recorded = read_run(tmp_path / "out.jsonl")
     assert recorded.num_steps == 3
     assert {sample.step for sample in recorded.samples} == {1, 2, 3}
@@ -37,6 +66,8 @@ def test_a_short_demo_prints_the_table_and_writes_a_png_and_a_report(tmp_path, c
         (["--steps", "0"], "--steps"),
         (["--steps", "many"], "whole number"),
         (["--seed", "x"], "--seed"),
+        (["--seeds", "0"], "--seeds"),
+        (["--threads", "0"], "--threads"),
         (["--output", "nowhere/out.png"], "no folder"),
         (["--output", "out.txt"], ".png"),
         (["--device", "abacus"], "abacus"),
@@ -89,16 +120,34 @@ def test_all_runs_start_from_the_same_weights():
     assert all(map(torch.equal, first.parameters(), second.parameters()))
 
 
-def test_one_seed_gives_one_result_and_another_another(digits):
+def test_one_seed_gives_one_result_and_another_another(photographs):
     mode = training.MODES[2]
-    runs = [train(digits, mode, seed).losses for seed in (1, 1, 2)]
+    runs = [train(photographs, mode, seed).losses for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
 
 
-def test_measuring_changes_nothing_in_the_training(digits, monkeypatch):
-    measured = train(digits, training.MODES[1]).losses
+def test_measuring_changes_nothing_in_the_training(photographs, monkeypatch):
+    measured = train(photographs, training.MODES[1]).losses
     monkeypatch.setattr(training, "_measure", lambda *_: None)
-    assert train(digits, training.MODES[1]).losses == measured
+    assert train(photographs, training.MODES[1]).losses == measured
+
+
+def test_the_held_out_square_is_a_part_of_the_photograph_and_not_trained_on(photographs):
+    image = load_sample_images().images[0] / 255
+    square = training.picture(photographs.held_out.numpy())
+    assert np.allclose(square, image[96:256, 224:384], atol=1e-7)
+    patches = sum(
+        photo.shape[0] // 4 * (photo.shape[1] // 4) for photo in load_sample_images().images
+    )
+    assert len(photographs.patches) == patches - len(photographs.held_out)
+
+
+def test_explained_is_1_for_a_perfect_copy_and_0_for_the_mean_patch(photographs, monkeypatch):
+    mean = photographs.patches.mean(dim=0)
+    for restore, explained in ((lambda x: x, 1.0), (lambda x: x * 0 + mean, 0.0)):
+        monkeypatch.setattr(training, "make_network", lambda _, f=restore: Restoring(f))
+        monkeypatch.setattr(training, "_measure", lambda *_: None)
+        assert train(photographs, training.MODES[0]).explained == pytest.approx(explained, abs=1e-6)
 
 
 def test_the_flushed_share_counts_what_fp16_cannot_hold():
@@ -107,7 +156,7 @@ def test_the_flushed_share_counts_what_fp16_cannot_hold():
     assert training.flushed_share(torch.zeros(2), torch.zeros(2)) == 0.0
 
 
-def test_without_scaling_fp16_flushes_gradients_that_scaling_keeps(digits):
-    unscaled, scaled = (train(digits, mode, steps=60) for mode in training.MODES[1:])
+def test_without_scaling_fp16_flushes_gradients_that_scaling_keeps(photographs):
+    unscaled, scaled = (train(photographs, mode, steps=60) for mode in training.MODES[1:])
     assert unscaled.flushed_share > 0.3
     assert scaled.flushed_share < 0.01

@@ -1,34 +1,40 @@
-"""The picture of the demo: losses, the scale, and gradient exponents against fp16's range."""
+"""The picture of the demo: restored photographs, losses, the scale, and gradient exponents."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from gradscaler.demo.training import Run
+from gradscaler.demo.training import MODES, Run, picture
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 GREY, RED, BLUE = "#555555", "#D55E00", "#0072B2"
-COLOURS = (GREY, RED, BLUE)
+COLOURS = dict(zip(MODES, (GREY, RED, BLUE), strict=True))
 
 SMALLEST = -24  # log2 of fp16's smallest subnormal
 SMALLEST_NORMAL = -14
 LARGEST = 16  # fp16 ends just below 2**16
 
 
-def draw(runs: list[Run], output: Path) -> None:
-    """Draw three panels from the runs in fp32, in fp16, and in fp16 with loss scaling."""
-    figure = Figure(figsize=(11, 3.6), dpi=200, layout="constrained")
+def draw(runs: list[Run], held_out: np.ndarray, output: Path) -> None:
+    """Draw what became of the held-out patches, and three panels on how it came about.
+
+    Args:
+        runs: for each seed one run in each mode, in the order of ``MODES``.
+        held_out: the patches before encoding and decoding.
+        output: the file to write.
+    """
+    figure = Figure(figsize=(11, 6.4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    losses, scale, exponents = figure.subplots(1, 3, width_ratios=(1, 1, 1.25))
+    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(1, 1.25))[:, 0]
+    _draw_pictures(above.subplots(1, 1 + len(MODES)), runs[: len(MODES)], held_out)
+    losses, scale, exponents = below.subplots(1, 3, width_ratios=(1, 1, 1.25))
     _draw_losses(losses, runs)
-    _draw_scale(scale, runs[2])
+    _draw_scale(scale, [run for run in runs if run.scales])
     _draw_exponents(exponents, runs[1], np.log2(runs[2].scales[0]))
     for letter, axes in zip("abc", (losses, scale, exponents), strict=True):
         axes.set_title(f"$\\bf{{{letter}}}$  {axes.get_title(loc='left')}", loc="left", fontsize=10)
@@ -37,24 +43,46 @@ def draw(runs: list[Run], output: Path) -> None:
     figure.savefig(output)
 
 
+def _draw_pictures(all_axes: np.ndarray, runs: list[Run], held_out: np.ndarray) -> None:
+    pictures = [
+        (held_out, "held-out photograph", "black"),
+        *((run.restored, f"{run.mode}: {run.explained:.0%}", COLOURS[run.mode]) for run in runs),
+    ]
+    for axes, (patches, title, colour) in zip(all_axes, pictures, strict=True):
+        axes.imshow(picture(patches))
+        axes.set_title(title, fontsize=9, color=colour, fontweight="bold")
+        axes.set_axis_off()
+
+
 def _draw_losses(axes: Axes, runs: list[Run]) -> None:
-    for run, colour in zip(runs, COLOURS, strict=True):
-        smooth = _running_mean(run.losses)
-        axes.plot(smooth, color=colour, linewidth=1.6, label=f"{run.mode}: {run.accuracy:.0%}")
-    axes.set_title("Training loss", loc="left")
+    for mode, colour in COLOURS.items():
+        losses = np.array([_running_mean(run.losses) for run in runs if run.mode == mode])
+        axes.fill_between(
+            range(losses.shape[1]), losses.min(0), losses.max(0), color=colour, alpha=0.25
+        )
+        dashed = "--" if mode == MODES[2] else "-"  # it lies upon fp32's
+        axes.plot(losses.mean(0), dashed, color=colour, linewidth=1.6, label=mode)
+    seeds = len(runs) // len(MODES)
+    axes.set_title("Training loss" + (f", {seeds} seeds" if seeds > 1 else ""), loc="left")
     axes.set_xlabel("step", fontsize=9)
-    axes.set_ylim(0, 1.25 * max(max(run.losses[:1], default=1.0) for run in runs))
-    axes.legend(
-        title="test accuracy", fontsize=7.5, title_fontsize=7.5, frameon=False, loc="upper right"
-    )
+    axes.set_ylim(0)
+    axes.legend(fontsize=7.5, frameon=False, loc="center right")
 
 
-def _draw_scale(axes: Axes, run: Run) -> None:
-    axes.step(range(len(run.scales)), run.scales, where="post", color=BLUE, linewidth=1.6)
+def _draw_scale(axes: Axes, runs: list[Run]) -> None:
+    for i, run in enumerate(runs):
+        axes.step(
+            range(len(run.scales)),
+            run.scales,
+            where="post",
+            color=BLUE,
+            linewidth=1.6,
+            alpha=0.3 if i else 1.0,
+        )
     axes.set_yscale("log", base=2)
-    low, high = min(run.scales), max(run.scales)
+    low, high = (f(f(run.scales) for run in runs) for f in (min, max))
     axes.set_ylim(low / 4, high * 8)
-    skipped = f"{run.skipped} step{'' if run.skipped == 1 else 's'} skipped"
+    skipped = f"{runs[0].skipped} step{'' if runs[0].skipped == 1 else 's'} skipped"
     axes.text(0.97, 0.95, skipped, transform=axes.transAxes, ha="right", va="top", fontsize=8)
     axes.set_title("Loss scale", loc="left")
     axes.set_xlabel("step", fontsize=9)

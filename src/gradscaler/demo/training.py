@@ -1,4 +1,4 @@
-"""One network, trained in fp32, in fp16, and in fp16 with loss scaling."""
+"""One autoencoder of photographs, trained in fp32, in fp16, and in fp16 with loss scaling."""
 
 from __future__ import annotations
 
@@ -6,52 +6,65 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
+from sklearn.datasets import load_sample_images
 from torch import nn
 
 from gradscaler.diagnose import Monitor
 from gradscaler.torch import GradScaler
 
 MODES = ("fp32", "fp16", "fp16 + gradscaler")
-LAYERS, WIDTH, BATCH, LEARNING_RATE = 6, 64, 512, 1e-2
-GROWTH_INTERVAL = 100  # the default, 2000, is longer than the whole run
+SIDE = 4  # pixels of a patch
+WIDTHS = (3 * SIDE**2, 128, 64, 32, 16, 32, 64, 128, 3 * SIDE**2)
+BATCH, LEARNING_RATE = 1024, 1e-2
+HELD_OUT = slice(24, 64), slice(56, 96)  # rows and columns of the first photograph's patches
+GROWTH_INTERVAL = 10  # the default, 2000, is longer than the whole run
 MEASUREMENTS = 10
 SAMPLES = 40  # by the monitor
 
 
 @dataclass
-class Digits:
-    """1,797 images of 8x8, standardised; three quarters to train on."""
+class Photographs:
+    """Two photographs in patches of 4x4 pixels, a row each, colours from 0 to 1.
 
-    inputs: torch.Tensor
-    targets: torch.Tensor
-    test_inputs: torch.Tensor
-    test_targets: torch.Tensor
+    Attributes:
+        patches: shape (N, 48), float32: what to train on.
+        held_out: shape (1600, 48), float32: a square of the first photograph, row by row.
+    """
+
+    patches: torch.Tensor
+    held_out: torch.Tensor
 
     @classmethod
-    def load(cls, device: str) -> Digits:
+    def load(cls, device: str) -> Photographs:
         """Read them from scikit-learn, where they are part of the package."""
-        images, labels = load_digits(return_X_y=True)
-        train, test, targets, test_targets = train_test_split(
-            images, labels, test_size=0.25, random_state=0, stratify=labels
-        )
-        mean, deviation = train.mean(axis=0), np.maximum(train.std(axis=0), 1e-6)
+        first, second = map(_patches, load_sample_images().images)
+        inside = np.zeros(first.shape[:2], dtype=bool)
+        inside[HELD_OUT] = True
+        train = np.concatenate([first[~inside], second.reshape(-1, WIDTHS[0])])
 
         def tensor(pixels: np.ndarray) -> torch.Tensor:
-            standard = (pixels - mean) / deviation
-            return torch.tensor(standard, dtype=torch.float32, device=device)
+            return torch.tensor(pixels / 255, dtype=torch.float32, device=device)
 
-        return cls(
-            tensor(train),
-            torch.tensor(targets, device=device),
-            tensor(test),
-            torch.tensor(test_targets, device=device),
-        )
+        return cls(tensor(train), tensor(first[inside]))
+
+
+def _patches(image: np.ndarray) -> np.ndarray:
+    """An image as rows and columns of patches, each flat."""
+    rows, columns = image.shape[0] // SIDE, image.shape[1] // SIDE
+    whole = image[: rows * SIDE, : columns * SIDE].reshape(rows, SIDE, columns, SIDE, 3)
+    return np.asarray(whole.swapaxes(1, 2).reshape(rows, columns, -1))
+
+
+def picture(patches: np.ndarray) -> np.ndarray:
+    """The image, shape (height, width, 3), of a square of patches."""
+    rows = int(len(patches) ** 0.5)
+    grid = patches.reshape(rows, rows, SIDE, SIDE, 3).swapaxes(1, 2)
+    return np.asarray(grid.reshape(rows * SIDE, rows * SIDE, 3))
 
 
 @dataclass
@@ -60,22 +73,29 @@ class Run:
 
     Attributes:
         mode: one of ``MODES``.
+        seed: of the weights and the batches.
+        threads: that PyTorch computed with.
         losses: of each step.
         scales: of each step; empty without loss scaling.
         skipped: steps that overflowed.
         flushed: at each measurement, the share of weight gradients that fp16 flushed to zero.
         exponents: at all measurements, log2 of the magnitudes of the true weight gradients.
-        accuracy: on the test images, in the run's own precision.
+        restored: the held-out patches after encoding and decoding, in the run's own precision.
+        explained: ``1 - error / error of the mean training patch``, both errors squared and
+            summed over the held-out patches: 1 is a perfect copy, 0 is no better than that mean.
         seconds: of training, measurements excluded.
     """
 
     mode: str
+    seed: int
+    threads: int
     losses: list[float] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     skipped: int = 0
     flushed: list[float] = field(default_factory=list)
     exponents: np.ndarray = field(default_factory=lambda: np.empty(0))
-    accuracy: float = 0.0
+    restored: np.ndarray = field(default_factory=lambda: np.empty(0))
+    explained: float = 0.0
     seconds: float = 0.0
 
     @property
@@ -85,51 +105,55 @@ class Run:
 
 
 def make_network(seed: int) -> nn.Sequential:
-    """A deep sigmoid network with PyTorch's own initialisation."""
+    """A sigmoid autoencoder of eight layers with PyTorch's own initialisation."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
-    for _ in range(LAYERS):
-        layers += [nn.Linear(WIDTH, WIDTH), nn.Sigmoid()]
-    return nn.Sequential(*layers, nn.Linear(WIDTH, 10))
+    for inputs, outputs in pairwise(WIDTHS):
+        layers += [nn.Linear(inputs, outputs), nn.Sigmoid()]
+    return nn.Sequential(*layers)
 
 
 def train(
     mode: str,
-    digits: Digits,
+    photographs: Photographs,
     seed: int,
     steps: int,
     advance: Callable[[float], None],
     record: Path | None = None,
 ) -> Run:
-    """Train a network for a number of steps.
+    """Train an autoencoder for a number of steps.
 
     Args:
         mode: one of ``MODES``.
-        digits: to train and to test on.
+        photographs: to train and to test on.
         seed: of weights and batches.
         steps: how many.
         advance: called with the loss of each.
         record: where a monitor writes what it sees, if there is to be one.
     """
-    device = digits.inputs.device
+    device = photographs.patches.device
     network = make_network(seed).to(device)
     optimizer = torch.optim.Adam(network.parameters(), lr=LEARNING_RATE)
     scaler = GradScaler(growth_interval=GROWTH_INTERVAL, enabled=mode == MODES[2])
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / (0.2 * steps), (steps - step) / (0.3 * steps))
+        optimizer, lambda step: min(1.0, (step + 1) / (0.1 * steps), (steps - step) / (0.3 * steps))
     )
     batches = torch.Generator().manual_seed(seed)
-    run = Run(mode)
+    run = Run(mode, seed, torch.get_num_threads())
+
+    def restore(patches: torch.Tensor, half: bool) -> torch.Tensor:
+        with torch.autocast(device.type, torch.float16, enabled=half):
+            restored: torch.Tensor = network(patches)
+        return restored.float()
 
     def loss_on(batch: torch.Tensor, half: bool) -> torch.Tensor:
-        with torch.autocast(device.type, torch.float16, enabled=half):
-            outputs = network(digits.inputs[batch])
-        return nn.functional.cross_entropy(outputs.float(), digits.targets[batch])
+        return nn.functional.mse_loss(restore(batch, half), batch)
 
     every = max(1, steps // SAMPLES)
     with Monitor(scaler, network, every, record) if record else nullcontext():
         for step in range(steps):
-            batch = torch.randint(len(digits.inputs), (BATCH,), generator=batches).to(device)
+            chosen = torch.randint(len(photographs.patches), (BATCH,), generator=batches)
+            batch = photographs.patches[chosen.to(device)]
             if step % max(1, steps // MEASUREMENTS) == 0:
                 _measure(run, network, loss_on, batch, scaler)
             start = time.perf_counter()
@@ -147,9 +171,12 @@ def train(
             if outcome.applied:
                 scheduler.step()
             advance(run.losses[-1])
-    with torch.no_grad(), torch.autocast(device.type, torch.float16, enabled=mode != MODES[0]):
-        predicted = network(digits.test_inputs).argmax(dim=1)
-    run.accuracy = (predicted == digits.test_targets).float().mean().item()
+    true = photographs.held_out
+    with torch.no_grad():
+        restored = restore(true, mode != MODES[0])
+    run.restored = restored.cpu().numpy()
+    mean = photographs.patches.mean(dim=0)
+    run.explained = 1 - ((restored - true).square().sum() / (mean - true).square().sum()).item()
     return run
 
 
