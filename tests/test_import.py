@@ -1,4 +1,6 @@
+import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 
@@ -6,6 +8,7 @@ import pytest
 
 import gradscaler
 
+FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch")
 FRAMEWORKS = {
     "flax",
     "jax",
@@ -61,3 +64,19 @@ def test_importing_it_imports_nothing_but_numpy_and_the_standard_library(module)
 
 def test_every_public_name_is_there():
     assert [name for name in gradscaler.__all__ if not hasattr(gradscaler, name)] == []
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "diagnose", FRAMEWORK])
+def test_a_submodule_is_there_without_an_import_of_its_own(name):
+    code = f"import gradscaler; print(gradscaler.{name}.__name__)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.split()[-1:] == [f"gradscaler.{name}"], result.stderr
+
+
+def test_another_name_is_missing_as_from_any_module():
+    with pytest.raises(AttributeError, match="module 'gradscaler' has no attribute 'nothing'"):
+        _ = gradscaler.nothing
+
+
+def test_the_version_is_the_distribution_s():
+    assert gradscaler.__version__ == importlib.metadata.version("gradscaler")

@@ -1,13 +1,18 @@
 """Loss scaling for mixed-precision training, one rule in every framework's own API.
 
 This package's top level knows no framework: it holds the policies (what the next loss scale is),
-the record of a step, and the errors. The scalers are in ``gradscaler.torch`` and its siblings.
+the record of a step, and the errors. The scalers are in ``gradscaler.torch`` and its siblings, each
+imported with its framework when it is first used.
 """
+
+from importlib import import_module
+from types import ModuleType
 
 from gradscaler.errors import CallOrderError, ParameterError
 from gradscaler.outcome import NonfiniteGradient, StepOutcome
 from gradscaler.policies import DynamicScale, FixedScale, Policy, ScaleState
 
+__version__ = "0.1.0"
 __all__ = [
     "CallOrderError",
     "DynamicScale",
@@ -18,3 +23,13 @@ __all__ = [
     "ScaleState",
     "StepOutcome",
 ]
+
+_FRAMEWORKS = ("torch", "tensorplay", "paddle", "mindspore", "jax", "keras", "tf_keras")
+_SUBMODULES = (*_FRAMEWORKS, "checkpoint", "diagnose")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import a submodule when it is first used."""
+    if name in _SUBMODULES:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar, overload
 from weakref import ref
 
 from gradscaler.errors import CallOrderError
@@ -54,7 +54,11 @@ class OptimizerRecord:
         self.interrupted = False
 
 
-class EagerScaler(ABC):
+TensorT = TypeVar("TensorT")
+OptimizerT = TypeVar("OptimizerT", bound=Any)
+
+
+class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     """Loss scaling for one training loop; an adapter adds its framework's spelling.
 
     Per optimizer and iteration: READY, UNSCALED once its gradients are, STEPPED, and READY again
@@ -78,6 +82,18 @@ class EagerScaler(ABC):
         self._start_records()
 
     # The five calls of a training loop.
+
+    @overload
+    def scale(self, outputs: TensorT) -> TensorT: ...
+
+    @overload
+    def scale(self, outputs: list[TensorT]) -> list[TensorT]: ...
+
+    @overload
+    def scale(self, outputs: tuple[TensorT, ...]) -> tuple[TensorT, ...]: ...
+
+    @overload
+    def scale(self, outputs: Iterable[TensorT]) -> Iterable[TensorT]: ...
 
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss by the loss scale: ``scaled = outputs * scale``.
@@ -115,7 +131,7 @@ class EagerScaler(ABC):
             return type(outputs)(map(self.scale, outputs))
         return map(self.scale, outputs)
 
-    def unscale_(self, optimizer: Optimizer) -> None:
+    def unscale_(self, optimizer: OptimizerT) -> None:
         """Divide the optimizer's gradients by the loss scale, in place, and check them.
 
         Optional: ``step`` does it where you did not. Call it once per optimizer and iteration,
@@ -157,7 +173,7 @@ class EagerScaler(ABC):
             raise
 
     def step(
-        self, optimizer: Optimizer, *args: Any, max_retries: int | None = None, **kwargs: Any
+        self, optimizer: OptimizerT, *args: Any, max_retries: int | None = None, **kwargs: Any
     ) -> Any:
         """Unscale the gradients if ``unscale_`` did not, then step, or skip on overflow.
 
@@ -250,7 +266,7 @@ class EagerScaler(ABC):
         self._records.clear()
         self._raised_steps.clear()
 
-    def minimize(self, optimizer: Optimizer, scaled_loss: Tensor | None = None) -> Any:
+    def minimize(self, optimizer: OptimizerT, scaled_loss: TensorT | None = None) -> Any:
         """``step(optimizer)`` and ``update()`` in one call, after the backward pass.
 
         Args:
@@ -268,11 +284,11 @@ class EagerScaler(ABC):
 
     def clip_grad_norm_(
         self,
-        optimizer: Optimizer,
+        optimizer: OptimizerT,
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
-    ) -> Tensor:
+    ) -> TensorT:
         """Clip the unscaled gradients of an optimizer by their total norm.
 
         They are multiplied by ``min(1, max_norm / (norm + 1e-6))`` in ``step``, if that is not
@@ -310,7 +326,7 @@ class EagerScaler(ABC):
             self._clip(record)
             record.stage = Stage.UNSCALED
             record.unscaled_to_clip = True
-        norm = None
+        norm: Any = None
         if self._enabled and record.stage is Stage.READY:
             if norm_type == 2 and record.inv_scale is None:
                 norm = self._measure(record)
@@ -333,7 +349,7 @@ class EagerScaler(ABC):
             self._operations.multiply_gradients_(optimizer, coefficient)
         return norm
 
-    def last_step(self, optimizer: Optimizer) -> StepOutcome:
+    def last_step(self, optimizer: OptimizerT) -> StepOutcome:
         """What happened in the optimizer's latest step through this scaler.
 
         Raises:
@@ -396,6 +412,16 @@ class EagerScaler(ABC):
             return optimizer.step(*args, **kwargs)
         return None
 
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        if not self._enabled:
+            return f"{name}(disabled)"
+        state = self._host_state()
+        return (
+            f"{name}(scale={float(state.scale)!r}, finite_steps={int(state.finite_steps)}, "
+            f"nonfinite_steps={int(state.nonfinite_steps)}, policy={self._policy!r})"
+        )
+
     # Pickling and copying.
 
     def __getstate__(self) -> dict[str, Any]:
@@ -434,8 +460,8 @@ class EagerScaler(ABC):
         record = self._records.get(id(optimizer)) or self._record_type()
         if record.interrupted:
             raise CallOrderError(
-                "a call was interrupted in this iteration, and some gradients may be unscaled: call "
-                "optimizer.zero_grad() and scaler.update(), then repeat the iteration"
+                "a call was interrupted in this iteration, and some gradients may be unscaled: "
+                "clear the gradients, call scaler.update(), and repeat the iteration"
             )
         record.optimizer = optimizer
         return record

@@ -24,7 +24,7 @@ class _RetriesExhaustedError(Exception):
 
 
 def step_with_closure(
-    scaler: EagerScaler,
+    scaler: EagerScaler[Any, Any],
     optimizer: Optimizer,
     closure: Callable[[], Any],
     max_retries: int,
@@ -73,7 +73,10 @@ def step_with_closure(
 
 
 def _evaluate(
-    scaler: EagerScaler, optimizer: Optimizer, closure: Callable[[], Any], max_retries: int
+    scaler: EagerScaler[Any, Any],
+    optimizer: Optimizer,
+    closure: Callable[[], Any],
+    max_retries: int,
 ) -> tuple[Any, OptimizerRecord]:
     """The unscaled loss of an evaluation that left finite, unscaled gradients."""
     operations = scaler._operations
@@ -104,7 +107,7 @@ def _evaluate(
     raise _RetriesExhaustedError(record)
 
 
-def _back_off(scaler: EagerScaler, record: OptimizerRecord) -> bool:
+def _back_off(scaler: EagerScaler[Any, Any], record: OptimizerRecord) -> bool:
     """Lower the scale that closures use until update(); False where the policy will not.
 
     The scaler's own state waits: other optimizers' gradients were made with its scale.

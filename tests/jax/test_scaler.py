@@ -471,3 +471,8 @@ def test_importing_it_imports_neither_flax_nor_optax_nor_jmp():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_a_scale_given_as_the_policy_is_refused_with_what_to_write():
+    with pytest.raises(TypeError, match=r"DynamicScale\(init_scale="):
+        GradScaler(1024.0)

@@ -334,3 +334,10 @@ def test_a_scale_that_cannot_be_is_not_set(scale):
     assert manager.get_loss_scale() == 2**24
     manager.loss_scale = 8
     assert manager.get_loss_scale() == 8
+
+
+def test_the_repr_shows_scale_counts_and_policy():
+    manager = ours.DynamicLossScaleManager(init_loss_scale=8)
+    manager.update_loss_scale(True)
+    text = "DynamicLossScaleManager(loss_scale=4.0, cur_iter=2, last_overflow_iter=1, policy=Dyn"
+    assert repr(manager).startswith(text)

@@ -409,3 +409,8 @@ def test_many_gradients_of_many_shapes_are_checked():
     gradients = tuple(Tensor(np.ones((i % 7 + 1, i % 5 + 1), np.float32)) for i in range(120))
     assert ours.all_finite(gradients)
     assert not ours.all_finite((*gradients, Tensor(np.float32("nan"))))
+
+
+def test_the_repr_shows_scale_counts_and_policy():
+    scaler = ours.DynamicLossScaler(scale_value=8, scale_factor=2, scale_window=10)
+    assert repr(scaler).startswith("DynamicLossScaler(scale_value=8.0, counter=0, policy=Dyn")

@@ -751,3 +751,12 @@ def test_a_policy_beside_a_parameter_is_refused(parameter):
 def test_a_policy_that_is_none_of_ours_is_refused():
     with pytest.raises(TypeError, match="policy"):
         GradScaler(policy=object())
+
+
+def test_a_scale_given_as_enable_is_refused_by_its_right_name():
+    with pytest.raises(TypeError, match=r"init_loss_scaling=1024\.0"):
+        GradScaler(1024.0)
+
+
+def test_the_repr_shows_scale_counts_and_policy():
+    assert repr(GradScaler()).startswith("GradScaler(scale=32768.0, finite_steps=0, ")

@@ -470,3 +470,12 @@ def test_disabled_copies_go_through():
 
 def test_disabled_a_closure_is_the_optimizer_s_own(parameters):
     assert GradScaler(enabled=False).step(tp.optim.SGD(parameters), lambda: 5.0) == 5.0
+
+
+def test_a_scale_given_as_the_device_is_refused_by_its_right_name():
+    with pytest.raises(TypeError, match=r"init_scale=1024\.0"):
+        GradScaler(1024.0)
+
+
+def test_the_repr_shows_scale_counts_and_policy():
+    assert repr(GradScaler()).startswith("GradScaler(scale=65536.0, finite_steps=0, ")

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from gradscaler import FixedScale
+from gradscaler import DynamicScale, FixedScale
 from gradscaler.torch import GradScaler, OptState
 
 KEYS = ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
@@ -406,3 +406,26 @@ def test_a_policy_beside_a_parameter_is_refused():
 def test_a_policy_that_is_none_of_ours_is_refused():
     with pytest.raises(TypeError, match="policy"):
         GradScaler(policy=8.0)
+
+
+@pytest.mark.parametrize("device", [1024.0, 65536, True, 2.0**16])
+def test_a_scale_given_as_the_device_is_refused_by_its_right_name(device):
+    with pytest.raises(TypeError, match=f"init_scale={device!r}"):
+        GradScaler(device)
+
+
+def test_a_device_may_be_a_torch_device():
+    scaler = GradScaler(torch.device("cpu"))
+    scaled = scaler.scale(torch.ones(()))
+    scaler.update(torch.tensor(8.0))
+    assert scaled == 65536.0
+    assert scaler.get_scale() == 8.0
+
+
+def test_the_repr_shows_scale_counts_and_policy():
+    policy = DynamicScale(init_scale=8.0)
+    scaler = GradScaler(policy=policy)
+    assert repr(scaler) == f"GradScaler(scale=8.0, finite_steps=0, nonfinite_steps=0, {policy=!r})"
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 4.0, "_growth_tracker": 7})
+    assert repr(scaler).startswith("GradScaler(scale=4.0, finite_steps=7, nonfinite_steps=0, ")
+    assert repr(GradScaler(enabled=False)) == "GradScaler(disabled)"

@@ -1,17 +1,24 @@
 import importlib.util
+import os
+import random
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+
+from gradscaler.torch import GradScaler
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "torch_digits.py"
 spec = importlib.util.spec_from_file_location("torch_digits", SCRIPT)
 torch_digits = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(torch_digits)
 
+KILLS = 30
 
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
 
@@ -30,11 +37,13 @@ def same_bits(a, b):
     return type(a) is type(b) and a == b
 
 
+def soon_growing(device, growth_interval, enabled):
+    """A scaler that skips steps soon, so that what is compared includes skips."""
+    return GradScaler(device, growth_interval=2, enabled=enabled)
+
+
 def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path, monkeypatch):
-    growing = torch_digits.GradScaler
-    monkeypatch.setattr(  # so soon that both halves skip steps, too
-        torch_digits, "GradScaler", lambda growth_interval: growing(growth_interval=3)
-    )
+    monkeypatch.setattr(torch_digits, "GradScaler", soon_growing)
     train("--steps", 60, "--checkpoint", tmp_path / "whole.pt")
     train("--steps", 31, "--checkpoint", tmp_path / "half.pt")
     torch.manual_seed(1)
@@ -50,10 +59,67 @@ def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path, monk
     assert whole.keys() == resumed.keys()
 
 
-def test_it_learns(capsys):
-    train("--steps", 400)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are forked")
+def test_a_run_killed_again_and_again_ends_with_the_bits_of_an_uninterrupted_one(tmp_path):
+    killing = subprocess.run(
+        [sys.executable, __file__, tmp_path],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert killing.returncode == 0, killing.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"run.pt", "whole.pt"}
+    run, whole = (torch.load(tmp_path / name) for name in ("run.pt", "whole.pt"))
+    assert whole["skipped"] > 0
+    assert same_bits(run, whole)
+
+
+def kill_again_and_again(folder):
+    """Kill one run ``KILLS`` times, and complete it; then train as long without a stop.
+
+    A test calls this in a process of its own. A run takes seconds to start, most of them to import
+    PyTorch, so that this process imports it once and forks each run; pytest's may have threads,
+    which a fork does not survive. Every other kill comes when the file of a save appears, the
+    others at a random moment after a save. No moment makes the outcome another.
+    """
+    torch.set_num_threads(1)
+    torch_digits.GradScaler = soon_growing
+    delays = random.Random(0)
+    checkpoint, temporary = folder / "run.pt", folder / "run.tmp.pt"
+    command = ("--save-every", 1, "--checkpoint", checkpoint, "--resume")
+    kills = kills_in_a_save = 0
+    while kills < KILLS or kills_in_a_save < KILLS // 3:
+        awaited, delay = (temporary, 0) if kills % 2 else (checkpoint, delays.uniform(0, 0.2))
+        before = written(awaited), written(temporary)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # it outlives nobody
+            train("--steps", 10**9, *command)
+        while written(awaited) in (None, before[0]):
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), "the run ended by itself"
+        time.sleep(delay)
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        kills += 1
+        kills_in_a_save += written(temporary) not in (None, before[1])
+    steps = torch.load(checkpoint)["step"] + 3
+    train("--steps", steps, *command)
+    train("--steps", steps, "--checkpoint", folder / "whole.pt")
+
+
+def written(path):
+    """When a file was last written to; None if there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+@pytest.mark.parametrize(("option", "low", "high"), [(None, 80, 100), ("--no-scaling", 0, 20)])
+def test_it_learns_with_loss_scaling_alone(option, low, high, capsys):
+    train("--steps", 200, *filter(None, [option]))
     accuracies = re.findall(r"([\d.]+)%", capsys.readouterr().out)
-    assert float(accuracies[-1]) > 30  # chance is 10
+    assert low <= float(accuracies[-1]) <= high  # chance is 10
 
 
 def test_it_runs_as_a_script(tmp_path):
@@ -104,7 +170,20 @@ def test_a_missing_checkpoint_is_refused_by_name(tmp_path):
         train("--steps", 2, "--resume", tmp_path / "none.pt")
 
 
-def test_a_place_that_cannot_be_written_to_is_refused_before_training(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--checkpoint", "none/out.pt"], "there is no folder none"),
+        (["--checkpoint", "."], r"\. is a folder"),
+        (["--save-every", 0, "--checkpoint", "out.pt"], "at least 1, got 0"),
+        (["--resume"], "name a FILE, or a --checkpoint"),
+    ],
+)
+def test_a_command_that_cannot_work_is_refused_before_training(arguments, message, capsys):
     with pytest.raises(SystemExit):
-        train("--steps", 10**9, "--checkpoint", tmp_path / "none" / "out.pt")
-    assert "there is no folder" in capsys.readouterr().err
+        train("--steps", 10**9, *arguments)
+    assert re.search(message, capsys.readouterr().err)
+
+
+if __name__ == "__main__":
+    kill_again_and_again(Path(sys.argv[1]))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,15 @@ from gradscaler.policies import DynamicScale, Policy
 
 if TYPE_CHECKING:
     import optax
+
+    class Transformation(Protocol):
+        """An ``optax.GradientTransformation``, also where optax's own types are not read."""
+
+        @property
+        def init(self) -> Callable[..., Any]: ...
+
+        @property
+        def update(self) -> Callable[..., Any]: ...
 
 
 class LossScaledState(NamedTuple):
@@ -30,7 +40,7 @@ class LossScaledState(NamedTuple):
 
 
 def loss_scaled(
-    optimizer: optax.GradientTransformation,
+    optimizer: Transformation,
     policy: Policy = DynamicScale(),  # noqa: B008 # immutable
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:

@@ -165,7 +165,10 @@ class GradScaler:
 def check_policy(policy: object) -> None:
     """TypeError unless it is a policy."""
     if isinstance(policy, type) or not (hasattr(policy, "init") and hasattr(policy, "update")):
-        raise TypeError(f"policy must be a DynamicScale or a FixedScale, got {policy!r}")
+        raise TypeError(
+            "policy must be a DynamicScale or a FixedScale, such as "
+            f"DynamicScale(init_scale=1024.0), got {policy!r}"
+        )
 
 
 trees.register(GradScaler, static=["policy"])

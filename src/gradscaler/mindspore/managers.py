@@ -106,6 +106,12 @@ class DynamicLossScaleManager(mindspore.amp.DynamicLossScaleManager):  # type: i
         self.bad_step_max = 1000
         self._nonfinite_steps = 0  # counted towards a hysteresis
 
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(loss_scale={self.loss_scale!r}, cur_iter={self.cur_iter}, "
+            f"last_overflow_iter={self.last_overflow_iter}, policy={self._policy!r})"
+        )
+
     increase_ratio = _parameter(
         "growth_factor", "increase_ratio", "What growth multiplies the scale by."
     )

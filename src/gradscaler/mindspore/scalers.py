@@ -145,6 +145,12 @@ class DynamicLossScaler(_Scaling, mindspore.amp.DynamicLossScaler):  # type: ign
         self._policy = policy
         self._constants = tuple(policy._constants)  # a class is compiled anew at each call
 
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(scale_value={self.scale_value.asnumpy().item()!r}, "
+            f"counter={self.counter.asnumpy().item()!r}, policy={self._policy!r})"
+        )
+
     @property
     def scale_window(self) -> int:
         """Finite steps in a row before the scale grows. A compiled ``adjust`` keeps its own."""

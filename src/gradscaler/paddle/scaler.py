@@ -64,7 +64,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.
-        TypeError: a parameter is not the kind of number it should be.
+        TypeError: a parameter is not the kind of number it should be, or ``enable`` is not a bool.
 
     >>> import paddle
     >>> model = paddle.nn.Linear(2, 1)
@@ -94,6 +94,11 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
         policy: Policy | None = None,
         max_retries: int = DEFAULT_MAX_RETRIES,
     ) -> None:
+        if enable not in (True, False):
+            raise TypeError(
+                f"enable must be True or False, got {enable!r}; for the scale before the first "
+                f"step, write init_loss_scaling={enable!r}"
+            )
         given = (
             init_loss_scaling,
             incr_ratio,

@@ -46,7 +46,7 @@ class PaddleRecord(OptimizerRecord):
         self.stage = next(stage for stage, state in _STAGES.items() if state is value)
 
 
-class PaddleSpelling(EagerScaler):
+class PaddleSpelling(EagerScaler[paddle.Tensor, paddle.optimizer.Optimizer]):
     """An eager scaler whose state goes by Paddle's names."""
 
     _policy: DynamicScale

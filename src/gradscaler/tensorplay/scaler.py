@@ -21,7 +21,9 @@ class _Record(TorchLikeRecord):
     opt_state: ClassVar[type[Enum]] = OptState
 
 
-class GradScaler(TorchLikeScaler, tensorplay.amp.GradScaler):
+class GradScaler(
+    TorchLikeScaler[tensorplay.Tensor, tensorplay.optim.Optimizer], tensorplay.amp.GradScaler
+):
     """Loss scaling for TensorPlay: a drop-in for ``tensorplay.amp.GradScaler``.
 
     The rule is PyTorch's. Beyond TensorPlay's own: closures (its LBFGS needs one), clipping that
@@ -42,7 +44,7 @@ class GradScaler(TorchLikeScaler, tensorplay.amp.GradScaler):
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.
-        TypeError: a parameter is not the kind of number it should be.
+        TypeError: a parameter is not the kind of number it should be, or ``device`` is a number.
 
     >>> import tensorplay
     >>> model = tensorplay.nn.Linear(2, 1)
@@ -71,6 +73,11 @@ class GradScaler(TorchLikeScaler, tensorplay.amp.GradScaler):
         allow_fp16_gradients: bool = False,
         max_retries: int = DEFAULT_MAX_RETRIES,
     ) -> None:
+        if isinstance(device, (int, float)):
+            raise TypeError(
+                f"device must be the name of a device, got {device!r}; for the scale before the "
+                f"first step, write init_scale={device!r}"
+            )
         if enabled and device == "cuda" and not tensorplay.cuda.is_available():
             warnings.warn(
                 "GradScaler(device='cuda') is enabled, but CUDA is not available. Disabling.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from enum import Enum
 from importlib.util import find_spec
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -22,7 +22,7 @@ class _Record(TorchLikeRecord):
     opt_state: ClassVar[type[Enum]] = OptState
 
 
-class GradScaler(TorchLikeScaler, torch.amp.GradScaler):
+class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp.GradScaler):
     """Loss scaling for PyTorch: a drop-in for ``torch.amp.GradScaler``.
 
     Scaling and unscaling, skipping and moving the scale are torch's, to the bit where float32
@@ -31,7 +31,7 @@ class GradScaler(TorchLikeScaler, torch.amp.GradScaler):
     not freeze, and a scale that stays between 2**-126 and the largest float32.
 
     Args:
-        device: the type of device to work on. None takes the device of the first scaled tensor.
+        device: the type of device to work on, such as ``"cuda"``, or a device of it. None takes the device of the first scaled tensor.
             ``"cuda"`` without CUDA warns and disables the scaler, as torch does.
         init_scale: the scale before the first step.
         growth_factor: multiplies the scale when it grows, > 1.
@@ -47,7 +47,8 @@ class GradScaler(TorchLikeScaler, torch.amp.GradScaler):
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.
-        TypeError: a parameter is not the kind of number it should be.
+        TypeError: a parameter is not the kind of number it should be, or ``device`` is a number,
+            as in ``torch.cuda.amp.GradScaler(1024.0)``.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -60,12 +61,22 @@ class GradScaler(TorchLikeScaler, torch.amp.GradScaler):
     StepOutcome(applied, reason='finite', scale=65536.0)
     """
 
+    if TYPE_CHECKING:
+
+        def step(
+            self,
+            optimizer: torch.optim.Optimizer,
+            *args: Any,
+            max_retries: int | None = None,
+            **kwargs: Any,
+        ) -> float | None: ...
+
     _operations: ClassVar[TorchOperations] = TorchOperations()
     _record_type: ClassVar[type[OptimizerRecord]] = _Record
 
     def __init__(
         self,
-        device: str | None = None,
+        device: str | torch.device | None = None,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -76,6 +87,13 @@ class GradScaler(TorchLikeScaler, torch.amp.GradScaler):
         allow_fp16_gradients: bool = False,
         max_retries: int = DEFAULT_MAX_RETRIES,
     ) -> None:
+        if device is not None and not isinstance(device, (str, torch.device)):
+            raise TypeError(
+                f"device must be the name of a device or None, got {device!r}; for the scale before "
+                f"the first step, write init_scale={device!r}"
+            )
+        if isinstance(device, torch.device):
+            device = device.type
         if enabled and device == "cuda" and not _cuda_may_be_available():
             warnings.warn(
                 "GradScaler(device='cuda') is enabled, but CUDA is not available. Disabling. "

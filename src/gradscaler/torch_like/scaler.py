@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from gradscaler import checkpoint
-from gradscaler.engine import EagerScaler, OptimizerRecord, Stage
+from gradscaler.engine import EagerScaler, OptimizerRecord, OptimizerT, Stage, TensorT
 from gradscaler.errors import ParameterError
 from gradscaler.operations import FoundInf, Optimizer, Tensor
 from gradscaler.policies import DynamicScale, FixedScale, Policy, ScaleState, checks
@@ -26,7 +26,7 @@ _KNOWN_STEPS: WeakKeyDictionary[FunctionType, bool] = WeakKeyDictionary()
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
-class TorchLikeScaler(TorchSpelling):
+class TorchLikeScaler(TorchSpelling[TensorT, OptimizerT]):
     """An eager scaler with the methods and private names of ``torch.amp.GradScaler``."""
 
     def __init__(

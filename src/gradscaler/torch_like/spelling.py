@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gradscaler.engine import EagerScaler, OptimizerRecord, Stage
+from gradscaler.engine import EagerScaler, OptimizerRecord, OptimizerT, Stage, TensorT
 from gradscaler.errors import CallOrderError
 from gradscaler.operations import FoundInf, Optimizer, Tensor
 from gradscaler.policies import DynamicScale, ScaleState
@@ -40,7 +40,7 @@ class TorchLikeRecord(OptimizerRecord):
             raise KeyError(key)
 
 
-class TorchSpelling(EagerScaler):
+class TorchSpelling(EagerScaler[TensorT, OptimizerT]):
     """An eager scaler whose state goes by torch's names."""
 
     _operations: ClassVar[TorchLikeOperations]

@@ -1,0 +1,33 @@
+"""What a type checker says of a user's code."""
+
+import re
+import subprocess
+import sys
+
+CODE = """
+import jax
+import jax.numpy as jnp
+import optax  # import-untyped
+from gradscaler import DynamicScale
+from gradscaler.jax import GradScaler, loss_scaled
+
+scaler = GradScaler()
+loss: jax.Array = scaler.scale(jnp.float32(1.0))
+optimizer = loss_scaled(optax.sgd(0.1), DynamicScale())
+optimizer.init(jnp.zeros(3))
+scaler.adjust()  # call-arg
+loss_scaled()  # call-arg
+loss_scaled(optax.sgd(0.1), 1024.0)  # arg-type
+loss_scaled(1024.0)  # arg-type
+GradScaler(1024.0)  # arg-type
+"""
+
+
+def test_every_wrong_call_is_an_error_and_no_right_one(tmp_path):
+    (tmp_path / "script.py").write_text(CODE)
+    command = [sys.executable, "-m", "mypy", "--strict", "script.py"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    lines = enumerate(CODE.splitlines(), start=1)
+    expected = {number: line.partition("  # ")[2] for number, line in lines if "  # " in line}
+    errors = re.findall(r"script.py:(\d+): error: .*\[([a-z-]+)\]", result.stdout)
+    assert {int(line): code for line, code in errors} == expected, result.stdout
