@@ -8,7 +8,7 @@ from io import StringIO
 
 import pytest
 
-from gradscaler.diagnose import runs
+from gradscaler.diagnose import runs, summary
 from gradscaler.diagnose.run_file import RunFile
 
 pytest.importorskip("rich", reason="the terminal is written to with it")
@@ -73,6 +73,16 @@ def test_exponents_stand_above_the_range_of_the_format(made_up_run):
     assert bars[flushed - 2 : flushed].strip()  # a few are below it
     assert bars[flushed:kept].strip("▁▂▃▄▅▆▇█") == ""
     assert not bars[ruler.index("|2¹⁶") :].strip()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3", "float8_e5m2"])
+def test_an_exponent_above_the_chart_is_whole_or_left_out(made_up_run, dtype):
+    run = made_up_run(dtype=dtype)
+    ruler = line_of(explained(run), "step 1,000")
+    *_, subnormal, normal, overflow = map(str.strip, ruler.split("|"))
+    edges = [summary.power(2, int(zone.start)) for zone in summary.spectrum(run).zones[1:]]
+    assert subnormal in ("", edges[0])
+    assert [normal, overflow] == edges[1:]
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

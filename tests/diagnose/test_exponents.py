@@ -18,6 +18,8 @@ DTYPES = {
     "float8_e4m3": ml_dtypes.float8_e4m3fn,
     "float8_e5m2": ml_dtypes.float8_e5m2,
 }
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* of the finite nonzero gradients overflow")
 each_format = pytest.mark.parametrize("dtype", DTYPES)
 
 
@@ -268,6 +270,64 @@ def test_the_table_has_a_line_for_each_array():
         "a          50.00%     0.00%     0.00%    50.00%     0.00%     0.00%",
         "layer.b     0.00%   100.00%     0.00%     0.00%     0.00%     0.00%",
     ]
+
+
+# Gradients that are multiplied by the scale twice.
+
+
+def trained(scale=2.0**16, factor=1.0):
+    """A model after a scaled backward pass, whose true gradients are ``factor``, and the rest."""
+    torch = pytest.importorskip("torch")
+    from gradscaler.torch import GradScaler
+
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = GradScaler(init_scale=scale)
+    scaler.scale(factor * model(torch.ones(3)).sum()).backward()
+    return model, optimizer, scaler
+
+
+def test_gradients_of_a_scaled_loss_are_told_from_true_ones():
+    model, _, scaler = trained()
+    with pytest.warns(UserWarning, match="100% .* overflow float16 at scale 65536") as caught:
+        found = exponents(model, scale=scaler.get_scale())
+    assert caught[0].filename == __file__
+    message = str(caught[0].message)
+    assert "pass scale=1.0" in message
+    assert str(found).splitlines()[-1] == message
+
+
+@pytest.mark.parametrize("advice", ["scale=1.0", "unscale_"])
+def test_what_the_warning_advises_ends_it(advice, recwarn):
+    model, optimizer, scaler = trained(factor=0.01)
+    if advice == "unscale_":
+        scaler.unscale_(optimizer)
+    found = exponents(model, scale=1.0 if advice == "scale=1.0" else scaler.get_scale())
+    assert found.total.normal == 1.0
+    assert "overflow float16" not in str(found)
+    assert not recwarn.list
+
+
+def test_true_gradients_at_too_large_a_scale_are_told_that_it_is():
+    model, optimizer, scaler = trained(factor=8.0)
+    scaler.unscale_(optimizer)
+    with pytest.warns(UserWarning, match="If they are not, this scale is too large for them"):
+        exponents(model, scale=scaler.get_scale())
+
+
+@pytest.mark.parametrize(
+    ("gradients", "scale"),
+    [
+        ([1.0, 2.0, 1e-3, 1e-3], 65536.0),  # half of them overflow, and no more
+        ([1e6, 1e6], 1.0),  # not multiplied by anything
+        ([math.inf, math.nan, 1e-3], 65536.0),
+        ([0.0, 0.0], 65536.0),
+        ([], 65536.0),
+    ],
+)
+def test_other_calls_are_not_doubted(gradients, scale, recwarn):
+    assert "If they are already" not in str(exponents(np.float32(gradients), scale=scale))
+    assert not recwarn.list
 
 
 # What it is asked for.

@@ -213,6 +213,13 @@ def test_the_norm_is_that_of_the_unscaled_unclipped_gradients(call, fused, path)
     assert sample.loss == pytest.approx(training.backward().item(), rel=0.1)
 
 
+def test_a_sample_at_a_scale_that_is_too_large_is_no_warning(path):
+    training = Training(scaler=GradScaler(init_scale=2.0**40), every=1, path=path)
+    training.step()
+    (sample,) = read_run(path).samples
+    assert sample.shares.overflow > 0.5
+
+
 def test_shares_are_of_all_gradients_though_few_elements_are_looked_at(path):
     scaler = GradScaler(init_scale=2.0)
     large, small = (torch.nn.Parameter(torch.zeros(size)) for size in (30_000, 10_000))

@@ -399,10 +399,11 @@ def test_parameters_are_looked_at_when_it_is_stuck_alone(record):
     assert (monitor.verdict.kind, monitor.verdict.where) == ("parameter", "dense.kernel")
 
 
-def test_parameters_that_are_no_arrays_are_refused_and_nothing_is_recorded(record):
+@pytest.mark.parametrize("what", ["parameters", "gradients"])
+def test_what_is_no_array_is_refused_and_nothing_is_recorded(record, what):
     monitor, record = record
     with pytest.raises(TypeError, match="kernel is 'w'"):
-        record(finite=True, parameters={"kernel": "w"})
+        record(finite=True, **{what: {"kernel": "w"}})
     assert monitor.history == ()
 
 

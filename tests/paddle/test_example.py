@@ -58,10 +58,29 @@ def test_a_resumed_run_ends_with_the_same_bits(run, script, tmp_path, monkeypatc
     paddle.seed(1)
     assert run("--steps", 60, "--resume", half, "--checkpoint", resumed)[-1] == rows[-1]
     assert 0 < middle["skipped"] < rows[-1]["skipped"]
-    contents = [paddle.load(str(path)) for path in (whole, resumed, half)]
-    for each in contents:
-        each["rng"] = [re.sub(r"0x\w+", "address", str(state)) for state in each["rng"]]
-    assert exact(contents[0]) == exact(contents[1]) != exact(contents[2])
+    contents = [exact(content(path)) for path in (whole, resumed, half)]
+    assert contents[0] == contents[1] != contents[2]
+
+
+def test_a_run_killed_in_a_save_goes_on_from_the_one_before(
+    run, tmp_path, exact, killed_in_its_second_save
+):
+    path, first, whole = (tmp_path / f"{name}.pdckpt" for name in ("run", "first", "whole"))
+    command = ("--steps", 6, "--save-every", 2, "--checkpoint", path, "--resume")
+    killed_in_its_second_save(SCRIPT, *command)
+    run("--steps", 2, "--checkpoint", first)
+    assert exact(content(path)) == exact(content(first))
+    run(*command)
+    run("--steps", 6, "--checkpoint", whole)
+    assert exact(content(path)) == exact(content(whole))
+    assert set(tmp_path.iterdir()) == {path, first, whole}
+
+
+def content(path):
+    """A checkpoint, without the addresses of the random generators."""
+    checkpoint = paddle.load(str(path))
+    checkpoint["rng"] = [re.sub(r"0x\w+", "address", str(state)) for state in checkpoint["rng"]]
+    return checkpoint
 
 
 def test_it_runs_as_a_script(tmp_path):
@@ -91,9 +110,22 @@ def test_a_checkpoint_without_a_part_is_refused_by_name(run, script, tmp_path):
         script.main(["--resume", str(path)])
 
 
-def test_where_no_checkpoint_can_be_saved_is_told_before_training(script, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--checkpoint", "none/out.pdckpt"], "there is no folder none"),
+        (["--checkpoint", "folder.pdckpt"], r"folder\.pdckpt is a folder"),
+        (["--save-every", 0, "--checkpoint", "out.pdckpt"], "at least 1, got 0"),
+        (["--resume"], "name a FILE, or a --checkpoint"),
+    ],
+)
+def test_a_command_that_cannot_work_is_refused_before_training(
+    arguments, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("folder.pdckpt").mkdir()
     with pytest.raises(SystemExit):
-        script.main(["--checkpoint", str(tmp_path / "nowhere" / "half.pdckpt")])
+        script.main([str(argument) for argument in arguments])
     printed = capsys.readouterr()
-    assert "there is no folder" in printed.err
+    assert re.search(message, printed.err)
     assert printed.out == ""

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,20 @@ def test_a_resumed_run_ends_with_the_same_bits(run, whole, tmp_path, exact):
     assert exact(tp.load(resumed)) == exact(tp.load(whole[1]))
 
 
+def test_a_run_killed_in_a_save_goes_on_from_the_one_before(
+    run, tmp_path, exact, killed_in_its_second_save
+):
+    path, first, whole = (tmp_path / f"{name}.pt" for name in ("run", "first", "whole"))
+    command = ("--steps", 6, "--save-every", 2, "--checkpoint", path, "--resume")
+    killed_in_its_second_save(SCRIPT, *command)
+    run("--steps", 2, "--checkpoint", first)
+    assert exact(tp.load(path)) == exact(tp.load(first))
+    run(*command)
+    run("--steps", 6, "--checkpoint", whole)
+    assert exact(tp.load(path)) == exact(tp.load(whole))
+    assert set(tmp_path.iterdir()) == {path, first, whole}
+
+
 def test_without_scaling_it_learns_next_to_nothing(run, whole):
     scaled = next(row for row in whole[0] if row["step"] == 100)
     unscaled = run("--steps", 100, "--no-scaling")[-1]
@@ -76,10 +91,23 @@ def test_a_checkpoint_that_cannot_be_read_is_named(main, tmp_path, content):
         main(["--resume", str(path)])
 
 
-@pytest.mark.parametrize("name", ["nowhere/half.pt", "half"], ids=["no folder", "no suffix"])
-def test_where_no_checkpoint_can_be_saved_is_told_before_training(main, tmp_path, capsys, name):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--checkpoint", "none/out.pt"], "there is no folder none"),
+        (["--checkpoint", "folder.pt"], r"folder\.pt is a folder"),
+        (["--checkpoint", "out"], "ends in .pt"),
+        (["--save-every", 0, "--checkpoint", "out.pt"], "at least 1, got 0"),
+        (["--resume"], "name a FILE, or a --checkpoint"),
+    ],
+)
+def test_a_command_that_cannot_work_is_refused_before_training(
+    arguments, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("folder.pt").mkdir()
     with pytest.raises(SystemExit):
-        main(["--checkpoint", str(tmp_path / name)])
+        main([str(argument) for argument in arguments])
     printed = capsys.readouterr()
-    assert "--checkpoint" in printed.err
+    assert re.search(message, printed.err)
     assert printed.out == ""

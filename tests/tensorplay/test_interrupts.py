@@ -46,7 +46,7 @@ def test_a_step_that_raised_can_be_taken_again(raised):
 
 def test_an_iteration_repeated_without_update_is_refused(raised):
     raised.begin()
-    with pytest.raises(CallOrderError, match="clear the gradients, call scaler.update"):
+    with pytest.raises(CallOrderError, match=r"clear the gradients, call scaler\.update"):
         raised.step()
     assert raised.weight.tolist() == [0.0, 0.0]
     raised.scaler.update()

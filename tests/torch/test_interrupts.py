@@ -151,7 +151,7 @@ def test_a_repeated_iteration_after_an_optimizer_raised_is_refused_until_update(
         training.step()
     hook.remove()
     training.begin()
-    with pytest.raises(CallOrderError, match="clear the gradients, call scaler.update"):
+    with pytest.raises(CallOrderError, match=r"clear the gradients, call scaler\.update"):
         training.step()
     training.scaler.update()
     training.begin()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -10,9 +11,28 @@ from typing import Any
 from gradscaler.diagnose.forensics import inspect
 from gradscaler.diagnose.journal import Journal, StuckError
 from gradscaler.diagnose.locate import Located, Watch, is_locating, watching
-from gradscaler.diagnose.sampling import Measured
+from gradscaler.diagnose.sampling import Measured, fields, measure
 from gradscaler.engine import HISTORY_LENGTH, EagerScaler
 from gradscaler.outcome import NonfiniteGradient, StepOutcome
+
+
+class Iteration:
+    """What is known of an iteration.
+
+    Attributes:
+        number: of the step that it makes, if an optimizer had gradients.
+        optimizers: those that stepped, by id.
+        outcomes: of their steps, by the same ids.
+        losses: those that were scaled, without their graphs.
+        measured: what was found of each optimizer's gradients, by its id.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.optimizers: dict[int, Any] = {}
+        self.outcomes: dict[int, StepOutcome] = {}
+        self.losses: list[Any] = []
+        self.measured: dict[int, Measured] = {}
 
 
 class EagerObserver:
@@ -22,18 +42,22 @@ class EagerObserver:
     and losses that may be on a device are read at once only if skips are looked into; else when
     there is a sample to take, or at :meth:`read`.
 
+    An interrupt may come anywhere, and the call that it stopped may be made again. So each change
+    is one assignment, and can be made twice: an iteration ends where the next one is appended,
+    the journal adds each number once, and a step that was not observed is found in the scaler.
+
     Args:
-        scaler: whose calls these are.
+        scaler: the one to observe; the caller appends this to its observers.
         model: what gives the parameters their names, or None.
         journal: what the steps are written down in.
         every: steps from one sample to the next.
-        forensics: look into each skip of which this is the number, or its multiple; 0: into none.
+        forensics: inspect every n-th skipped step; 0 disables.
         dtype: the format for samples.
     """
 
     def __init__(
         self,
-        scaler: EagerScaler,
+        scaler: EagerScaler[Any, Any],
         model: Any,
         journal: Journal,
         every: int,
@@ -46,21 +70,14 @@ class EagerObserver:
         self._every = every
         self._forensics = forensics
         self._dtype = dtype
-        self._optimizers: list[Any] = []  # of the latest iteration
+        self._optimizers: list[Any] = []  # of the latest iteration that ended
         self._watch: Watch | None = None
         with suppress(TypeError):  # Paddle's layers cannot be watched, and None cannot
             self._watch = watching(model)
-        self._is_looking = False  # into this iteration, whatever `forensics` says
-        self._unread: list[tuple[dict[int, StepOutcome], list[Any]]] = []
-        self._start()
-        scaler._observers.append(self)
-
-    def _start(self) -> None:
-        """Begin an iteration."""
-        self._outcomes: dict[int, tuple[Any, StepOutcome]] = {}  # by the optimizer's id
-        self._losses: list[Any] = []
-        self._measured: Measured | None = None
-        self._measured_of: set[int] = set()  # the optimizers' ids
+        self._looked_into = 0  # the latest iteration that was, whatever `forensics` says
+        self._iterations = deque([Iteration(journal.step + 1)])  # the last one goes on
+        self._concluded = journal.step  # the last step whose `updating` came to its end
+        self._noted = dict(scaler._outcomes._by_id)  # the latest step of each optimizer
 
     # The observer.
 
@@ -69,7 +86,7 @@ class EagerObserver:
         if is_locating.get():
             return
         loss = outputs.detach()
-        self._losses.append(loss if loss.ndim == 0 else loss.mean())
+        self._iterations[-1].losses.append(loss if loss.ndim == 0 else loss.mean())
 
     def unscaling(self, optimizer: Any, scale: Any, /) -> None:
         """Look at the gradients if it is time to, before anything clips them."""
@@ -77,39 +94,47 @@ class EagerObserver:
 
     def stepping(self, optimizer: Any, scale: Any, /) -> None:
         """Look at the gradients if it is time to, and that was not done in ``unscale_``."""
-        if id(optimizer) in self._outcomes:
+        self._note_steps()
+        if id(optimizer) in self._iterations[-1].outcomes:
             self.updating()
-        if self._is_due() and id(optimizer) not in self._measured_of:
-            self._measure(optimizer, scaled=scale is not None)
+        self._measure_if_due(optimizer, scaled=scale is not None)
 
     def stepped(self, optimizer: Any, outcome: StepOutcome, /) -> None:
         """Look into the gradients if they are not finite."""
         if outcome._reason == "no_gradients":  # asking `reason` may wait for the device
             return
-        if (
-            self._is_due() and id(optimizer) not in self._measured_of
-        ):  # a closure made the gradients
-            self._measure(optimizer, scaled=False)
-        if (self._forensics or self._is_looking) and outcome.skipped:
+        self._note(optimizer, outcome)
+        self._measure_if_due(optimizer, scaled=False)  # a closure made the gradients
+        is_looking = self._looked_into == self._iterations[-1].number
+        if (self._forensics or is_looking) and outcome.skipped:
             number = self._journal.num_skipped + 1
-            if self._is_looking or number % self._forensics == 0:
+            if is_looking or number % self._forensics == 0:
                 outcome.nonfinite = inspect(self._gradients(optimizer))
-        self._outcomes[id(optimizer)] = optimizer, outcome
 
     def updating(self) -> None:
         """End the iteration, and say so if there were too many skips."""
-        was_looking = self._is_looking
-        if self._end():
+        self._note_steps()
+        self._end()
+        ended = self._iterations[-1].number - 1
+        if ended == self._concluded:
+            return
+        was_looking = self._looked_into == ended
+        try:
+            if self._forensics or was_looking or self._is_to_read():
+                self.read()
             row = self._journal.row
             is_unseen = row is not None and not row.skips[-1].nonfinite and not was_looking
             is_late = is_unseen and self._journal.is_to_judge  # flags were read after the step
             self._look(self._journal.is_about_to_check or is_late)
-            if is_late:
-                return
-            try:
+            if not is_late:
                 self._journal.check()
-            except StuckError as error:
-                raise StuckError(f"{error} To go on all the same, call update() again.") from None
+        except StuckError as error:
+            self._concluded = ended
+            raise StuckError(f"{error} To go on all the same, call update() again.") from None
+        except Exception:  # the next call goes on; after an interrupt it tries again
+            self._concluded = ended
+            raise
+        self._concluded = ended
 
     def close(self) -> None:
         """See no more, and take down the iterations that wait for it."""
@@ -117,39 +142,59 @@ class EagerObserver:
             self._scaler._observers.remove(self)
         if self._watch is not None:
             self._watch.stop()
+        self._note_steps()
         self._end()
         self.read()
 
+    # Steps that were taken.
+
+    def _note(self, optimizer: Any, outcome: StepOutcome) -> None:
+        iteration = self._iterations[-1]
+        iteration.optimizers[id(optimizer)] = optimizer
+        iteration.outcomes[id(optimizer)] = outcome
+
+    def _note_steps(self) -> None:
+        """Note each step that an interrupt kept from :meth:`stepped`."""
+        latest = dict(self._scaler._outcomes._by_id)
+        for key, step in latest.items():
+            alive, outcome = step
+            optimizer = alive()
+            is_new = step is not self._noted.get(key) and optimizer is not None
+            if is_new and outcome._reason not in ("no_gradients", "disabled"):
+                self._note(optimizer, outcome)
+        self._noted = latest
+
+    def _end(self) -> None:
+        """End the iteration if there were steps in it; else forget it."""
+        iteration = self._iterations[-1]
+        if not iteration.outcomes:
+            self._iterations[-1] = Iteration(iteration.number)
+            return
+        self._optimizers = list(iteration.optimizers.values())
+        self._iterations.append(Iteration(iteration.number + 1))
+        iteration.optimizers = {}  # which need not live until it is read
+
     # Reading late.
 
-    def _end(self) -> bool:
-        """End the iteration; whether there were steps in it."""
-        outcomes, losses, measured = self._outcomes, self._losses, self._measured
-        self._start()
-        if not outcomes:
-            return False
-        self._optimizers = [optimizer for optimizer, _ in outcomes.values()]
-        self._unread.append(({key: outcome for key, (_, outcome) in outcomes.items()}, losses))
-        is_due = self._forensics or self._is_looking or measured is not None
-        if is_due or len(self._unread) == HISTORY_LENGTH:
-            loss = self.read()
-            if measured is not None:
-                self._journal.sample(loss, **measured.fields())
-        return True
+    def _is_to_read(self) -> bool:
+        """Whether the iteration that ended is a sample, or too many wait."""
+        waiting = len(self._iterations) - 1
+        return waiting >= HISTORY_LENGTH or (waiting > 0 and bool(self._iterations[-2].measured))
 
-    def read(self) -> float | None:
-        """Take down the iterations that wait for it; the latest loss."""
-        unread, self._unread = self._unread, []
-        loss = None
-        for outcomes, losses in unread:
-            skipped = {optimizer: outcome.skipped for optimizer, outcome in outcomes.items()}
+    def read(self) -> None:
+        """Take down the iterations that ended."""
+        while len(self._iterations) > 1:
+            iteration = self._iterations[0]
+            skipped = {key: outcome.skipped for key, outcome in iteration.outcomes.items()}
             is_skip = any(skipped.values())
-            loss = _loss(losses) if is_skip or losses is unread[-1][1] else None
-            *_, last = outcomes.values()
-            found = [o.nonfinite for o in outcomes.values() if o.nonfinite is not None]
+            loss = _loss(iteration.losses) if is_skip or len(self._iterations) == 2 else None
+            *_, last = iteration.outcomes.values()
+            found = [o.nonfinite for o in iteration.outcomes.values() if o.nonfinite is not None]
             nonfinite = tuple(chain(*found)) if found else None
-            self._journal.add(last.scale, is_skip, loss, nonfinite, skipped)
-        return loss
+            self._journal.add(iteration.number, last.scale, is_skip, loss, nonfinite, skipped)
+            self._iterations.popleft()
+            if iteration.measured:
+                self._journal.sample(loss, **fields(iteration.measured.values()))
 
     # Evidence.
 
@@ -169,9 +214,10 @@ class EagerObserver:
 
     def _look(self, is_to_look: bool) -> None:
         """Look into the next iteration, which may make the skips in a row too many, or do not."""
-        if self._watch is not None and is_to_look != self._is_looking:
+        if self._watch is not None:
             self._watch.start() if is_to_look else self._watch.stop()
-        self._is_looking = is_to_look
+        if is_to_look:
+            self._looked_into = self._iterations[-1].number
 
     @property
     def located(self) -> Located | None:
@@ -196,24 +242,22 @@ class EagerObserver:
         }
 
     def _gradients(self, optimizer: Any) -> dict[str, Any]:
-        named = self._named(optimizer, len(self._outcomes))
+        others = self._iterations[-1].optimizers.keys() - {id(optimizer)}
+        named = self._named(optimizer, len(others))
         return {name: grad for name, p in named.items() if (grad := p.grad) is not None}
 
-    # Samples.
-
-    def _is_due(self) -> bool:
-        return (self._journal.step + len(self._unread) + 1) % self._every == 0
-
-    def _measure(self, optimizer: Any, scaled: bool) -> None:
+    def _measure_if_due(self, optimizer: Any, scaled: bool) -> None:
+        """Measure the gradients for a sample, unless that was done."""
+        iteration = self._iterations[-1]
+        if iteration.number % self._every or id(optimizer) in iteration.measured:
+            return
         gradients = self._gradients(optimizer)
         if not gradients:
             return
-        self._measured_of.add(id(optimizer))
-        if self._measured is None:
-            self._measured = Measured(self._dtype)
         norm = float(self._scaler._operations.total_norm(optimizer, 2.0))
+        known = norm if math.isfinite(norm) else None
         scale = float(self._scaler._host_state().scale)
-        self._measured.add(gradients, scale, scaled, norm if math.isfinite(norm) else None)
+        iteration.measured[id(optimizer)] = measure(gradients, self._dtype, scale, scaled, known)
 
 
 def _loss(losses: list[Any]) -> float | None:

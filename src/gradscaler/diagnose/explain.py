@@ -18,7 +18,7 @@ from gradscaler.diagnose.runs import Run
 LEVELS = {"good": "green", "warning": "yellow", "bad": "red"}
 COLOURS = {"flushed": "red", "subnormal": "yellow", "normal": "blue", "overflow": "magenta"}
 
-_WIDTH, _WIDEST = 36, 56  # of the charts: all is within 80 columns then
+_WIDTH, _WIDEST = 36, 57  # of the charts: all is within 80 columns then
 _LONGEST_NAME = 20
 _BLOCKS, _PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 
@@ -110,20 +110,22 @@ def _by_size(run: Run, blocks: str) -> Table:
     chart = Table.grid(padding=(0, 2))
     if (spectrum := summary.spectrum(run)) is None:
         return chart
-    group = math.ceil(spectrum.exponents.size / _WIDEST)
-    starts = np.arange(0, spectrum.exponents.size, group)
-    styles = [
-        next(COLOURS[zone.name] for zone in spectrum.zones if zone.start <= exponent < zone.stop)
-        for exponent in spectrum.exponents[starts]
-    ]
-    ruler = [" "] * starts.size
-    for zone in spectrum.zones[1:]:
-        label = f"|{summary.power(2, int(zone.start))}"
-        column = int(zone.start - spectrum.exponents[0]) // group
-        ruler[column : column + len(label)] = label
+    group = math.ceil(spectrum.exponents.size / (_WIDEST - 3))
+    starts: list[int] = []  # of the columns; each zone has its own, which may be 3 more in all
+    styles: list[str] = []
+    ruler = ""
+    for zone in spectrum.zones:
+        columns = np.flatnonzero(spectrum.within(zone))[::group].tolist()
+        if starts:
+            label = f"|{summary.power(2, int(zone.start))}"
+            is_last = zone is spectrum.zones[-1]
+            ruler += label if is_last or len(label) <= len(columns) else "|"
+        starts += columns
+        styles += [COLOURS[zone.name]] * len(columns)
+        ruler = ruler.ljust(len(starts))
     rows = {name: row for row, name in enumerate(spectrum.names, 1)}
     worst = {name: rows[name] for name in spectrum.worst}
-    chart.add_row(f"step {spectrum.step:,}", "".join(ruler[:_WIDEST]))
+    chart.add_row(f"step {spectrum.step:,}", ruler[:_WIDEST])
     for name, row in {"all gradients": 0, **worst}.items():
         bars = _bars(np.add.reduceat(spectrum.shares[row], starts), blocks)
         line = Text.assemble(*zip(bars, styles, strict=True))

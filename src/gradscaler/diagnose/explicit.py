@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import deque
+from typing import Any, NamedTuple
 
 from gradscaler.diagnose import arrays, readings
 from gradscaler.diagnose.forensics import inspect
 from gradscaler.diagnose.journal import Journal
 from gradscaler.diagnose.locate import Located
 from gradscaler.diagnose.readings import Reading
-from gradscaler.diagnose.sampling import Measured
+from gradscaler.diagnose.sampling import fields, measure
 from gradscaler.engine import HISTORY_LENGTH
 from gradscaler.outcome import NonfiniteGradient
+
+
+class Told(NamedTuple):
+    """What the monitor was told after a step."""
+
+    step: int
+    reading: Reading
+    loss: Any = None
 
 
 class Recorder:
@@ -24,7 +33,7 @@ class Recorder:
         model: what gives the parameters their names, or None.
         journal: what the steps are written down in.
         every: steps from one sample to the next.
-        forensics: look into each skip of which this is the number, or its multiple; 0: into none.
+        forensics: inspect every n-th skipped step; 0 disables.
         dtype: the format for samples.
     """
 
@@ -39,10 +48,10 @@ class Recorder:
         self._dtype = dtype
         policy = readings.policy_of(scaler)
         self._growth_interval = getattr(policy, "growth_interval", getattr(policy, "period", 1))
-        self._before = readings.read(scaler)
         self.located: Located | None = None  # there are no hooks here to locate by
         self._parameters: Any = None  # of the latest step
-        self._unread: list[tuple[Reading, Any]] = []
+        # The first is of a step that was taken down, or of the start; the others wait.
+        self._told = deque([Told(journal.step, readings.read(scaler))])
 
     def record(self, scaler: Any, finite: Any, gradients: Any, loss: Any, parameters: Any) -> None:
         """Take down one step; see :meth:`gradscaler.diagnose.Monitor.record`."""
@@ -51,43 +60,46 @@ class Recorder:
         reading = readings.read(self._scaler if scaler is None else scaler)
         if finite is not None:
             reading = reading._replace(finite=finite)
-        self._parameters = parameters
-        self._unread.append((reading, loss))
-        is_due = (self._journal.step + len(self._unread)) % self._every == 0
+        step = self._told[-1].step + 1
+        is_due = step % self._every == 0
         is_to_look = self._forensics > 0 and gradients is not None
-        if not (is_due or is_to_look or len(self._unread) == HISTORY_LENGTH):
+        named = None
+        if gradients is not None and (is_due or is_to_look):
+            named = self._named(gradients)
+        self._parameters = parameters
+        self._told.append(Told(step, reading, loss))  # it counts now, whatever interrupts the rest
+        if not (is_due or is_to_look or len(self._told) > HISTORY_LENGTH):
             return
-        scale, latest_loss = self.read(gradients)
+        scale, latest_loss = self.read(named)
         if is_due:
-            measured = Measured(self._dtype)
-            if gradients is not None:
-                measured.add(self._named(gradients), scale, scaled=False)
-            self._journal.sample(latest_loss, **measured.fields())
+            measured = [] if named is None else [measure(named, self._dtype, scale, scaled=False)]
+            self._journal.sample(latest_loss, **fields(measured))
         self._journal.check()
 
-    def read(self, gradients: Any = None) -> tuple[float, float | None]:
+    def read(self, gradients: dict[str, Any] | None = None) -> tuple[float, float | None]:
         """Take down the steps that wait for it.
 
         Args:
-            gradients: of the last of them.
+            gradients: of the last of them, by name.
 
         Returns:
             The scale and the loss of the last of them.
         """
-        unread, self._unread = self._unread, []
-        before, number = self._before.on_host(), None
-        scale = before.scale
-        for position, (reading, loss) in enumerate(unread, 1):
+        before = self._told[0].reading.on_host()
+        scale, number = before.scale, None
+        while len(self._told) > 1:
+            step, reading, loss = self._told[1]
             after = reading.on_host()
             skipped = not after.was_finite(before, self._growth_interval)
             nonfinite = None
-            has_gradients = position == len(unread) and gradients is not None
+            has_gradients = len(self._told) == 2 and gradients is not None
             if skipped and has_gradients and self._looks_into_the_next():
-                nonfinite = inspect(self._named(gradients))
+                nonfinite = inspect(gradients)
             number = None if loss is None else readings.number(loss)
-            self._journal.add(before.scale, skipped, number, nonfinite)
+            self._journal.add(step, before.scale, skipped, number, nonfinite)
+            self._told[1] = Told(step, after)
+            self._told.popleft()
             scale, before = before.scale, after
-        self._before = before
         return scale, number
 
     def close(self) -> None:

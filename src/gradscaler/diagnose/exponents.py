@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from fractions import Fraction
@@ -152,7 +153,22 @@ class Exponents:
         for name, histogram in rows.items():
             shares = (f"{getattr(histogram, column):9.2%}" for column in columns)
             lines.append(" ".join([f"{name:<{width}}", *shares]))
+        if doubt := self._doubt():
+            lines.append(doubt)
         return "\n".join(lines)
+
+    def _doubt(self) -> str:
+        """What may be wrong with the call if most gradients overflow; else nothing."""
+        total = self.total
+        finite = total.num_flushed + total.num_subnormal + total.num_normal + total.num_overflow
+        if self.scale <= 1 or 2 * total.num_overflow <= finite:
+            return ""
+        return (
+            f"{total.num_overflow / finite:.0%} of the finite nonzero gradients overflow "
+            f"{self.dtype} at scale {self.scale:g}. If they are already multiplied by the loss "
+            "scale, as after scaler.scale(loss).backward(), pass scale=1.0, or call exponents "
+            "after scaler.unscale_(optimizer). If they are not, this scale is too large for them."
+        )
 
 
 def exponents(gradients: Any, dtype: str = "float16", scale: float = 1.0) -> Exponents:
@@ -164,10 +180,15 @@ def exponents(gradients: Any, dtype: str = "float16", scale: float = 1.0) -> Exp
         gradients: arrays of any framework, in any structure that :func:`~.arrays.named` takes.
         dtype: ``"float16"``, ``"bfloat16"``, ``"float8_e4m3"`` (the OCP one without infinities,
             where what is beyond 464 becomes NaN) or ``"float8_e5m2"``.
-        scale: a loss scale; the gradients are to be the true ones, without it.
+        scale: a loss scale. Gradients of a scaled loss are already multiplied by theirs: pass 1.0
+            for them, or unscale them first.
 
     Returns:
         The histograms, of each array and of all.
+
+    Warns:
+        UserWarning: most of the gradients overflow at this scale, as they do where they are
+            multiplied by it twice.
 
     Raises:
         ValueError: ``dtype`` is another, or ``scale`` cannot be a loss scale.
@@ -185,11 +206,19 @@ def exponents(gradients: Any, dtype: str = "float16", scale: float = 1.0) -> Exp
     """
     form = formats.named(dtype)
     scale = checks.loss_scale("scale", scale)
-    parameters = {
+    parameters = histograms_of(gradients, form, scale)
+    found = Exponents(form.name, scale, sum(parameters.values(), start=_EMPTY), parameters)
+    if doubt := found._doubt():
+        warnings.warn(doubt, stacklevel=2)
+    return found
+
+
+def histograms_of(gradients: Any, form: formats.Format, scale: float) -> dict[str, Histogram]:
+    """The histogram of each array, by its name, as in :func:`exponents`."""
+    return {
         name: _histogram(arrays.to_numpy(array), form, scale)
         for name, array in arrays.named(gradients).items()
     }
-    return Exponents(form.name, scale, sum(parameters.values(), start=_EMPTY), parameters)
 
 
 _EMPTY = Histogram(0, 0, 0, 0, 0, 0, 0, 0, 0.0, math.inf, 0, np.zeros(0, np.int64))

@@ -16,9 +16,18 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from gradscaler.diagnose import summary
 from gradscaler.diagnose.runs import Run, Shares
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
-BLUE, GREY, RED, YELLOW, PURPLE = "#0072B2", "#999999", "#D55E00", "#E69F00", "#AA4499"
-COLOURS = {"flushed": RED, "subnormal": YELLOW, "normal": BLUE, "overflow": PURPLE}
+COLOURS = {
+    "flushed": "#A03200",
+    "subnormal": "#DB9500",
+    "overflow": "#420F50",
+    "zero": "#C6C6C6",
+    "normal": "#3382C0",
+}
+"""The colours of what a format makes of gradients, Inf and NaN with ``"overflow"``.
+
+They differ in grey, too, and for colour-blind readers. Nothing is drawn over them.
+"""
+LINE, SKIP, SHADE, GRID = "#0072B2", "#1B1B1B", "#FAE8E0", "#D8D8D8"
 LEVELS = {"good": "#00664B", "warning": "#8A5A00", "bad": "#A93B00"}  # readable on white
 
 SETTINGS: dict[Any, Any] = {
@@ -75,7 +84,7 @@ def drawings(run: Run) -> list[Drawing]:
     """The figures for which the run has anything to show."""
     made = []
     if panels := _panels_over_time(run):
-        caption = "The loss scale that each step used; a red mark is a step that was skipped."
+        caption = "The loss scale that each step used; a mark below it is a skipped step."
         first, last = summary.longest_skips(run)
         if last - first + 1 >= _STUCK:
             caption += f" Shaded: {last - first + 1:,} skips in a row, from step {first:,} on."
@@ -120,12 +129,12 @@ def _over_time(figure: FigureBase, run: Run, panels: list[Panel]) -> None:
     first, last = summary.longest_skips(run)
     for axes, panel in zip(column, panels, strict=True):
         panel.draw(axes)
-        axes.yaxis.grid(color="#E5E5E5")
+        axes.yaxis.grid(color=GRID)
         axes.set_axisbelow(True)
         if last - first + 1 >= _STUCK:
-            axes.axvspan(first - 0.5, last + 0.5, color=RED, alpha=0.15, linewidth=1)
+            axes.axvspan(first - 0.5, last + 0.5, color=SHADE, linewidth=0, zorder=0)
         stop = 2 * last - panel.start if panel.start else run.num_steps
-        axes.set_xlim(panel.start, min(stop, run.num_steps) + 0.5)
+        axes.set_xlim(max(1, panel.start) - 0.5, min(stop, run.num_steps) + 0.5)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     for axes, panel, below in zip(column, panels, panels[1:], strict=False):
@@ -137,9 +146,11 @@ def _draw_scale(axes: Axes, title: str, run: Run, start: int = 0) -> None:
     steps, scales = (np.array(values, float) for values in run.scales)
     usable = np.isfinite(scales) & (scales > 0)
     exponents = np.log2(scales, out=np.full(scales.shape, np.nan), where=usable)
-    axes.step([*steps, run.num_steps], [*exponents, exponents[-1]], where="post", color=BLUE)
+    edges = [*(steps - 0.5), run.num_steps + 0.5]
+    axes.step(edges, [*exponents, exponents[-1]], where="post", color=LINE)
     if usable.any():
-        axes.set_ylim(np.nanmin(exponents) - 2.5, np.nanmax(exponents) + 1.5)
+        lowest, highest = np.nanmin(exponents), np.nanmax(exponents)
+        axes.set_ylim(lowest - 2.5 - (highest - lowest) / 8, highest + 1.5)  # marks go below
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda exponent, _: _power(2, exponent)))
     axes.set_title(title)
@@ -160,7 +171,7 @@ def _draw_curve(axes: Axes, title: str, points: Mapping[int, float]) -> None:
         return
     finite = np.isfinite(values)
     steps, values = steps[finite], values[finite].clip(-1e100, 1e100)  # leaves room for margins
-    axes.plot(steps, values, marker="." if steps.size <= 50 else "", color=BLUE, linewidth=1.2)
+    axes.plot(steps, values, marker="." if steps.size <= 50 else "", color=LINE, linewidth=1.2)
     if 0 < 100 * values.min() < values.max():
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(
@@ -174,23 +185,23 @@ def _draw_curve(axes: Axes, title: str, points: Mapping[int, float]) -> None:
 def _draw_shares(axes: Axes, title: str, shares: Mapping[int, Shares]) -> None:
     """Stack the shares of each sample, drawn from the sample before it on."""
     groups = np.array_split(sorted(shares), min(len(shares), _MOST_POINTS))
-    layers: dict[str, tuple[str, Callable[[Shares], float]]] = {
-        "flushed": (RED, lambda share: share.flushed),
-        "subnormal": (YELLOW, lambda share: share.subnormal),
-        "overflow, Inf, NaN": (PURPLE, lambda share: share.overflow + share.nonfinite),
-        "zero": ("#CCCCCC", lambda share: share.zero),
-        "normal": ("#DCEAF4", lambda share: share.normal),
+    layers: dict[str, Callable[[Shares], float]] = {
+        "flushed": lambda share: share.flushed,
+        "subnormal": lambda share: share.subnormal,
+        "overflow, Inf, NaN": lambda share: share.overflow + share.nonfinite,
+        "zero": lambda share: share.zero,
+        "normal": lambda share: share.normal,
     }
     stack = [
         [100 * np.mean([share(shares[step]) for step in group]) for group in groups]
-        for _, share in layers.values()
+        for share in layers.values()
     ]
     axes.stackplot(
-        [0, *(group[-1] for group in groups)],
+        [0.5, *(group[-1] + 0.5 for group in groups)],
         [[layer[0], *layer] for layer in stack],
         step="pre",
         labels=list(layers),
-        colors=[colour for colour, _ in layers.values()],
+        colors=[COLOURS[name.partition(",")[0]] for name in layers],
     )
     axes.set_title(title)
     axes.set_ylim(0, 100)
@@ -216,11 +227,11 @@ def _mark(axes: Axes, steps: Iterable[int], height: float, note: str) -> None:
         positions[seen],
         np.full(seen.size, height),
         "|",
-        color=RED,
+        color=SKIP,
         markersize=7,
         transform=axes.get_xaxis_transform(),
     )
-    axes.set_title(note, loc="right", color=LEVELS["bad"], fontsize=8, fontweight="normal")
+    axes.set_title(note, loc="right", color=SKIP, fontsize=8, fontweight="normal")
 
 
 def _by_size(figure: FigureBase, spectrum: summary.Spectrum) -> None:
@@ -231,23 +242,23 @@ def _by_size(figure: FigureBase, spectrum: summary.Spectrum) -> None:
     if spectrum.names:
         column[1].set_title("Each parameter")
         _draw_heat_map(column[1], spectrum)
-    axes, (left, right) = column[-1], _ends(spectrum)
-    axes.set_xlim(left - 3, right + 3)
+    axes, (left, right), outer = column[-1], _ends(spectrum), _outer(spectrum)
+    axes.set_xlim(left - outer - 1, right + outer + 1)
     every = 8 if right - left <= 100 else 32
     margin = 2 + (right - left) // 20  # so that no label touches the outer ones
     exponents = [e for e in range(left + margin, right + 1 - margin) if e % every == 0]
     axes.set_xticks(
-        [left - 2, *exponents, right + 2],
+        [left - 1 - outer / 2, *exponents, right + 1 + outer / 2],
         ["0", *(_power(2, exponent) for exponent in exponents), "NaN"],
     )
     axes.set_xlabel(f"magnitude times the scale, {summary.number(spectrum.scale)}")
 
 
 def _draw_histogram(axes: Axes, spectrum: summary.Spectrum) -> None:
-    left, right = _ends(spectrum)
+    (left, right), outer = _ends(spectrum), _outer(spectrum)
     shares = 100 * spectrum.shares[0]
-    outer = 100 * spectrum.zero[0], 100 * spectrum.nonfinite[0]
-    top = 1.45 * max(4.0, shares.max(), *outer)
+    zero, nonfinite = 100 * spectrum.zero[0], 100 * spectrum.nonfinite[0]
+    top = 1.45 * max(4.0, shares.max(), zero, nonfinite)
     for zone in spectrum.zones:
         start, stop = max(zone.start, left), min(zone.stop, right)
         inside = spectrum.within(zone)
@@ -257,34 +268,35 @@ def _draw_histogram(axes: Axes, spectrum: summary.Spectrum) -> None:
         if stop - start > 0.07 * (right - left):
             text = f"{zone.name}\n{summary.percent(spectrum.share(zone))}"
             axes.text((start + stop) / 2, 0.97 * top, text, ha="center", va="top", fontsize=8)
-    for place, share, colour in zip((left - 3, right + 1), outer, (GREY, PURPLE), strict=True):
-        axes.bar(place, share, 2, align="edge", color=colour)
-        if share:
-            text = summary.percent(share / 100)
-            axes.text(place + 1, share, text, ha="center", va="bottom", fontsize=7)
+    for share, name, side, edge, width in (
+        (zero, "zero", "left", left - 1 - outer, outer),
+        (nonfinite, "overflow", "right", right + 1 + outer, -outer),
+    ):
+        axes.bar(edge, share, width, align="edge", color=COLOURS[name])
+        if share:  # within the panel, however narrow the column
+            axes.text(edge, share, summary.percent(share / 100), ha=side, va="bottom", fontsize=7)
     axes.set_ylim(0, top)
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_formatter(_percent)
 
 
 def _draw_heat_map(axes: Axes, spectrum: summary.Spectrum) -> None:
-    left, right = _ends(spectrum)
-    rows = len(spectrum.names)
-    colours = np.array([to_rgb(GREY)] * 3 + [to_rgb(PURPLE)] * (right - left + 3))
+    (left, right), outer = _ends(spectrum), _outer(spectrum)
+    rows, inner = len(spectrum.names), slice(outer + 1, -outer - 1)
+    image = np.zeros((rows, right - left + 2 * outer + 2, 4))
+    image[:, :outer, :3] = to_rgb(COLOURS["zero"])
+    image[:, -outer:, :3] = to_rgb(COLOURS["overflow"])
     for zone in spectrum.zones:
-        colours[3:-3][spectrum.within(zone)] = to_rgb(COLOURS[zone.name])
-    image = np.zeros((rows, *colours.shape[:1], 4))
-    image[..., :3] = colours
-    image[:, :2, 3] = spectrum.zero[1:, None]
-    image[:, 3:-3, 3] = spectrum.shares[1:]
-    image[:, -2:, 3] = spectrum.nonfinite[1:, None]
+        image[:, inner][:, spectrum.within(zone), :3] = to_rgb(COLOURS[zone.name])
+    image[:, :outer, 3] = spectrum.zero[1:, None]
+    image[:, inner, 3] = spectrum.shares[1:]
+    image[:, -outer:, 3] = spectrum.nonfinite[1:, None]
     opacity = image[..., 3]
     opacity[:] = np.sqrt(opacity / max(opacity.max(), 1e-9))  # so that a few are seen, too
-    axes.imshow(
-        image, aspect="auto", interpolation="nearest", extent=(left - 3, right + 3, rows, 0)
-    )
+    extent = left - outer - 1, right + outer + 1, rows, 0
+    axes.imshow(image, aspect="auto", interpolation="nearest", extent=extent)
     for zone in spectrum.zones[1:]:
-        axes.axvline(zone.start, color=GREY, linewidth=0.8)
+        axes.axvline(zone.start, color="#999999", linewidth=0.8)
     named = range(0, rows, math.ceil(rows / _MOST_NAMES))
     names = [summary.shown(spectrum.names[row], 22) for row in named]
     axes.set_yticks([row + 0.5 for row in named], names, fontsize=7.5)
@@ -297,6 +309,11 @@ def _height_of_heat_map(spectrum: summary.Spectrum) -> float:
 
 def _ends(spectrum: summary.Spectrum) -> tuple[int, int]:
     return int(spectrum.exponents[0]), int(spectrum.exponents[-1]) + 1
+
+
+def _outer(spectrum: summary.Spectrum) -> int:
+    """How many columns wide the outer ones are, for zeros and for Inf and NaN."""
+    return math.ceil(spectrum.exponents.size / 30)
 
 
 def _power(base: int, exponent: float) -> str:

@@ -46,25 +46,47 @@ class Step(NamedTuple):
     nonfinite: tuple[NonfiniteGradient, ...] | None = None
 
 
-class Row:
-    """Skips of one optimizer, without a step of its between them.
+class Row(NamedTuple):
+    """A streak of consecutive skipped steps of one optimizer.
 
     Attributes:
         number: how many there are.
         first_scale: the scale of the first.
         skips: the latest.
-        judged: the kind of the verdict on them, if there is one.
+        judged: the verdict on them, if there is one.
     """
 
-    def __init__(self, scale: float, length: int) -> None:
-        self.number = 0
-        self.first_scale = scale
-        self.skips: deque[Skip] = deque(maxlen=length)
-        self.judged: str | None = None
+    number: int
+    first_scale: float
+    skips: tuple[Skip, ...]
+    judged: Judgement | None = None
+
+
+class Tally(NamedTuple):
+    """What a journal has counted; one assignment replaces it, so an interrupt leaves it whole.
+
+    Attributes:
+        step: the number of the last step.
+        num_skipped: how many of the steps were skipped.
+        rows: the streaks of skips, by optimizer.
+        written: the step of the last sample.
+        scales: since then, the steps that used another scale than the one before, with that scale.
+        skips: the steps since then that were skipped.
+    """
+
+    step: int
+    num_skipped: int
+    rows: Mapping[int, Row]
+    written: int
+    scales: tuple[tuple[int, float], ...] = ()
+    skips: tuple[int, ...] = ()
 
 
 class Journal:
     """Steps, in their order.
+
+    An interrupt may stop any method. The same call again goes on from there, and counts nothing
+    twice.
 
     Args:
         sinks: what lines are written to.
@@ -74,9 +96,6 @@ class Journal:
 
     Attributes:
         history: the latest steps.
-        step: the number of the last.
-        num_steps: how many were added.
-        num_skipped: how many of those were skipped.
         latest: the latest sample with shares.
     """
 
@@ -89,77 +108,94 @@ class Journal:
         judge: Callable[[Journal], Verdict],
     ) -> None:
         self.history: deque[Step] = deque(maxlen=HISTORY_LENGTH)
-        self.step = step
-        self.num_steps = 0
-        self.num_skipped = 0
         self.latest: Sample | None = None
         self._sinks = sinks
+        self._step_before = step
         self._on_stuck = on_stuck
         self._stuck_after = stuck_after
         self._judge = judge
-        self._rows: dict[int, Row] = {}  # by the optimizer
-        self._written = step
-        self._scales: list[tuple[int, float]] = []
-        self._skips: list[int] = []
+        self._tally = Tally(step, 0, {}, step)
+
+    @property
+    def step(self) -> int:
+        """The number of the last step."""
+        return self._tally.step
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps were added."""
+        return self._tally.step - self._step_before
+
+    @property
+    def num_skipped(self) -> int:
+        """How many of those were skipped."""
+        return self._tally.num_skipped
 
     def add(
         self,
+        step: int,
         scale: float,
         skipped: bool,
         loss: float | None = None,
         nonfinite: tuple[NonfiniteGradient, ...] | None = None,
         optimizers: Mapping[int, bool] | None = None,
     ) -> None:
-        """Take down a step; :meth:`check` says what comes of it.
+        """Add a step; :meth:`check` gives the verdict.
 
         Args:
-            scale: that it used.
+            step: its number, one more than the last; it is added once.
+            scale: the loss scale that it used.
             skipped: whether any optimizer's step was.
             loss: the unscaled one.
             nonfinite: the gradients that were.
             optimizers: by id, whether its step was skipped; None if there is one.
         """
-        self.step += 1
-        self.num_steps += 1
-        self.history.append(Step(self.step, scale, skipped, loss, nonfinite))
-        if not self._scales or self._scales[-1][1] != scale:
-            self._scales.append((self.step, scale))
+        tally = self._tally
+        if step <= tally.step:
+            return
         found = nonfinite or ()
         skip = Skip(
-            self.step, scale, loss, found[:_MOST_NONFINITE], max(len(found) - _MOST_NONFINITE, 0)
+            step, scale, loss, found[:_MOST_NONFINITE], max(len(found) - _MOST_NONFINITE, 0)
         )
-        self._continue_rows(skip, optimizers or {0: skipped})
-        if not skipped:
-            return
-        self.num_skipped += 1
-        self._skips.append(self.step)
-        if nonfinite is not None:
+        has_moved = not tally.scales or tally.scales[-1][1] != scale
+        after = tally._replace(
+            step=step,
+            num_skipped=tally.num_skipped + skipped,
+            rows=self._continued(tally.rows, skip, optimizers or {0: skipped}),
+            scales=(*tally.scales, (step, scale)) if has_moved else tally.scales,
+            skips=(*tally.skips, step) if skipped else tally.skips,
+        )
+        if not self.history or self.history[-1].step < step:
+            self.history.append(Step(step, scale, skipped, loss, nonfinite))
+        self._tally = after
+        if skipped and nonfinite is not None:
             logger.info("%s", _in_one_line(skip))
             self._write(skip)
 
     def sample(self, loss: float | None = None, **measured: Any) -> None:
         """Write what happened since the last sample, and what was measured at the last step."""
-        if self.step == self._written:
+        tally = self._tally
+        if tally.step == tally.written:
             return
         sample = Sample(
-            step=self.step,
+            step=tally.step,
             scale=self.history[-1].scale,
-            scales=tuple(self._scales),
-            steps=self.step - self._written,
-            skips=tuple(self._skips),
+            scales=tally.scales,
+            steps=tally.step - tally.written,
+            skips=tally.skips,
             loss=loss,
             **measured,
         )
         if measured:
             self.latest = sample
-        self._written = self.step
-        self._scales, self._skips = [], []
         self._write(sample)
+        self._tally = tally._replace(written=tally.step, scales=(), skips=())
 
     def check(self) -> None:
         """Give the verdict if ``stuck_after`` steps in a row were skipped, once in that row.
 
-        As long as a lower scale may cure them nobody is told, and it is judged anew at each skip.
+        While a lower scale may cure them, nothing is said, and each further skip is judged again.
+        A second call after the same step repeats what an interrupt may have kept from the user.
 
         Raises:
             StuckError: if that was asked for.
@@ -167,46 +203,60 @@ class Journal:
         row = self.row
         if row is None or not self.is_to_judge:
             return
-        verdict = self._judge(self)
-        if verdict.kind == row.judged:
-            return
-        row.judged = verdict.kind
-        self.sample()
-        self._write(Judgement(self.step, verdict.kind, verdict.text, verdict.where))
-        if verdict.kind == "normal":
+        judged = row.judged
+        if judged is None or judged.step < self.step:
+            verdict = self._judge(self)
+            if judged is not None and judged.verdict == verdict.kind:
+                return
+            judged = Judgement(self.step, verdict.kind, verdict.text, verdict.where)
+            self.sample()
+            self._write(judged)
+            rows = {
+                optimizer: row._replace(judged=judged) if other is row else other
+                for optimizer, other in self._tally.rows.items()
+            }
+            self._tally = self._tally._replace(rows=rows)
+        if judged.verdict == "normal":
             return
         if self._on_stuck == "raise":
-            raise StuckError(verdict.text)
+            raise StuckError(judged.text)
         if self._on_stuck == "warn":
-            warnings.warn(StuckWarning(verdict.text), stacklevel=4)
+            warnings.warn(StuckWarning(judged.text), stacklevel=4)
 
     @property
     def row(self) -> Row | None:
         """The longest row of skips, if it is too long."""
-        row = max(self._rows.values(), key=lambda row: row.number, default=None)
+        row = max(self._tally.rows.values(), key=lambda row: row.number, default=None)
         return row if row is not None and row.number >= self._stuck_after else None
 
     @property
     def is_to_judge(self) -> bool:
-        """Whether there is such a row, and no verdict on it that is final."""
+        """Whether there is such a row, and no earlier verdict on it that is final."""
         row = self.row
-        return row is not None and row.judged in (None, "normal")
+        judged = None if row is None else row.judged
+        is_final = judged is not None and judged.verdict != "normal" and judged.step < self.step
+        return row is not None and not is_final
 
     @property
     def is_about_to_check(self) -> bool:
         """Whether another skip may bring the verdict."""
-        return any(0 < row.number == self._stuck_after - 1 for row in self._rows.values())
+        return any(0 < row.number == self._stuck_after - 1 for row in self._tally.rows.values())
 
-    def _continue_rows(self, skip: Skip, optimizers: Mapping[int, bool]) -> None:
+    def _continued(
+        self, rows: Mapping[int, Row], skip: Skip, optimizers: Mapping[int, bool]
+    ) -> dict[int, Row]:
         """End the rows of optimizers that stepped, or were left out for long; lengthen others."""
-        for optimizer, row in list(self._rows.items()):
-            is_old = skip.step - row.skips[-1].step > self._stuck_after
-            if is_old or not optimizers.get(optimizer, True):
-                del self._rows[optimizer]
+        kept = {
+            optimizer: row
+            for optimizer, row in rows.items()
+            if skip.step - row.skips[-1].step <= self._stuck_after
+            and optimizers.get(optimizer, True)
+        }
         for optimizer in (optimizer for optimizer, skipped in optimizers.items() if skipped):
-            row = self._rows.setdefault(optimizer, Row(skip.scale, self._stuck_after))
-            row.number += 1
-            row.skips.append(skip)
+            row = kept.get(optimizer, Row(0, skip.scale, ()))
+            skips = (*row.skips, skip)[-self._stuck_after :]
+            kept[optimizer] = row._replace(number=row.number + 1, skips=skips)
+        return kept
 
     def close(self) -> None:
         """Write what is left to write."""

@@ -8,7 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -98,12 +98,14 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
     is_lazy = getattr(getattr(watch._framework.nn, "parameter", None), "is_lazy", None)
     if is_lazy and any(map(is_lazy, chain(model.parameters(), model.buffers()))):
         raise ValueError("model has lazy modules: call it once before, so that they get a shape")
-    token = is_locating.set(True)
-    try:
-        with _left_as_it_was(model), watch:
-            closure()
-    finally:
-        is_locating.reset(token)
+    context = copy_context()  # of its own: an interrupt leaves nothing set
+    context.run(is_locating.set, True)
+    with _left_as_it_was(model):
+        try:
+            watch.start()
+            context.run(closure)
+        finally:
+            watch.stop()
     return watch.located
 
 
@@ -136,19 +138,24 @@ class Watch:
         self._calls: defaultdict[str, list[_Call]] = defaultdict(list)
 
     def start(self) -> None:
-        """Add the hooks."""
+        """Add the hooks, all or none."""
         self.stop()
         self.located = None
+        try:
+            self._add_hooks()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _add_hooks(self) -> None:
         jit = getattr(self._framework, "jit", None)
         compiled: Any = getattr(jit, "ScriptModule", ())  # these take no such hooks
         for name, module in self._model.named_modules():
             if isinstance(module, compiled):
                 continue
             enter, leave = (self._hook(partial(hook, name)) for hook in (self._enter, self._leave))
-            self._handles += (
-                module.register_forward_pre_hook(enter, with_kwargs=True),
-                module.register_forward_hook(leave),
-            )
+            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(leave))
         if self._backward:
             for parameter in self._model.parameters():
                 if parameter.requires_grad:

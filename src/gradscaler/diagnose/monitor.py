@@ -40,6 +40,9 @@ class Monitor:
     gradients to look into. Without, a verdict waits for the next sample; scalers that tell of
     their steps are then looked into for one step more.
 
+    An interrupt (Ctrl-C) costs the sample of its step at most. Do not repeat a :meth:`record` that
+    it stopped, which may have counted the step.
+
     Args:
         scaler: any of gradscaler's; of JAX the one before the first step, or an optax state that
             holds one; of MindSpore a manager, a functional scaler or a train step.
@@ -110,6 +113,8 @@ class Monitor:
         arguments = scaler, model, self._journal, every, forensics, self._dtype
         self._source = EagerObserver(*arguments) if is_eager else Recorder(*arguments)
         self._is_open = True
+        if isinstance(self._source, EagerObserver):  # last: an interrupt before leaves no observer
+            scaler._observers.append(self._source)
 
     def record(
         self,
@@ -183,11 +188,10 @@ class Monitor:
 
     def close(self) -> None:
         """Watch no more, write what is left, and close the files."""
-        if not self._is_open:
-            return
+        if self._is_open:
+            self._source.close()
+            self._journal.close()
         self._is_open = False
-        self._source.close()
-        self._journal.close()
 
     def __enter__(self) -> Monitor:
         return self

@@ -68,9 +68,11 @@ class RunFile:
         try:
             if self._file.write(data) != len(data):
                 raise OSError("only a part of a line could be written")
-        except OSError as error:
+        except BaseException as error:  # an interrupt leaves no part of a line, either
             self._file.truncate(end)
-            raise OSError(f"{self._file.name}: {error}") from error
+            if isinstance(error, OSError):
+                raise OSError(f"{self._file.name}: {error}") from error
+            raise
 
 
 def _end_of_last_line(path: Path) -> int:

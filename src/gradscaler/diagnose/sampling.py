@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from gradscaler.diagnose import arrays
-from gradscaler.diagnose.exponents import Histogram, exponents
+from gradscaler.diagnose import arrays, formats
+from gradscaler.diagnose.exponents import Histogram, histograms_of
 from gradscaler.diagnose.runs import Bins, ParameterSample, Shares
 
 _MOST_ELEMENTS = 2**14  # of one parameter
@@ -19,68 +20,73 @@ _MOST_WORST = 5
 _SMALL = 0.05  # of the gradients
 
 
+@dataclass(frozen=True)
 class Measured:
-    """What is found of a step's gradients, of one optimizer after the other.
+    """What is found of a step's gradients, of one optimizer.
 
-    Args:
-        dtype: the format whose range the shares are told for.
+    Attributes:
+        norm: of them all, unscaled.
+        sizes: how many elements each has, by the parameters' names.
+        histograms: of a part of each.
     """
 
-    def __init__(self, dtype: str) -> None:
-        self._dtype = dtype
-        self._norm = 0.0
-        self._sizes: dict[str, int] = {}
-        self._histograms: dict[str, Histogram] = {}
+    norm: float
+    sizes: Mapping[str, int]
+    histograms: Mapping[str, Histogram]
 
-    def add(
-        self, gradients: Mapping[str, Any], scale: float, scaled: bool, norm: float | None = None
-    ) -> None:
-        """Look at gradients.
 
-        Args:
-            gradients: by the parameters' names.
-            scale: the loss scale in use.
-            scaled: whether they are still multiplied by it.
-            norm: of them all, if it is known.
-        """
-        divisor = scale if scaled else 1.0
-        if norm is None:
-            norm = math.hypot(*map(_norm_of, gradients.values()))
-        self._norm = math.hypot(self._norm, norm / divisor)
-        parts = {name: _part(array) / np.float32(divisor) for name, array in gradients.items()}
-        self._histograms |= exponents(parts, self._dtype, scale).parameters
-        self._sizes |= {name: math.prod(arrays.shape_of(a)) for name, a in gradients.items()}
+def measure(
+    gradients: Mapping[str, Any],
+    dtype: str,
+    scale: float,
+    scaled: bool,
+    norm: float | None = None,
+) -> Measured:
+    """Look at gradients.
 
-    def fields(self) -> dict[str, Any]:
-        """What a :class:`~gradscaler.diagnose.runs.Sample` says of them."""
-        parameters = {
-            name: ParameterSample(
-                found.zero, found.flushed, found.subnormal, found.nonfinite, _bins(found)
-            )
-            for name, found in self._histograms.items()
-        }
-        if not parameters:
-            return {}
-        weights = {
-            name: self._sizes[name] / found.size
-            for name, found in self._histograms.items()
-            if found.size
-        }
-        size = sum(self._sizes[name] for name in weights) or 1
-        shares = {
-            share: sum(
-                getattr(self._histograms[name], share) * self._sizes[name] for name in weights
-            )
-            / size
-            for share in (field.name for field in dataclasses.fields(Shares))
-        }
-        return {
-            "norm": self._norm,
-            "shares": Shares(**{name: min(share, 1.0) for name, share in shares.items()}),
-            "histogram": _total(self._histograms, weights),
-            "parameters": parameters,
-            "worst": _worst(parameters, shares["flushed"] + shares["subnormal"]),
-        }
+    Args:
+        gradients: by the parameters' names.
+        dtype: the format whose range the shares are told for.
+        scale: the loss scale in use.
+        scaled: whether they are still multiplied by it.
+        norm: of them all, if it is known.
+    """
+    divisor = scale if scaled else 1.0
+    if norm is None:
+        norm = math.hypot(*map(_norm_of, gradients.values()))
+    parts = {name: _part(array) / np.float32(divisor) for name, array in gradients.items()}
+    sizes = {name: math.prod(arrays.shape_of(array)) for name, array in gradients.items()}
+    return Measured(norm / divisor, sizes, histograms_of(parts, formats.named(dtype), scale))
+
+
+def fields(measured: Iterable[Measured]) -> dict[str, Any]:
+    """What a :class:`~gradscaler.diagnose.runs.Sample` says of the gradients of all optimizers."""
+    norm, sizes, histograms = 0.0, dict[str, int](), dict[str, Histogram]()
+    for one in measured:
+        norm = math.hypot(norm, one.norm)
+        sizes |= one.sizes
+        histograms |= one.histograms
+    parameters = {
+        name: ParameterSample(
+            found.zero, found.flushed, found.subnormal, found.nonfinite, _bins(found)
+        )
+        for name, found in histograms.items()
+    }
+    if not parameters:
+        return {}
+    weights = {name: sizes[name] / found.size for name, found in histograms.items() if found.size}
+    size = sum(sizes[name] for name in weights) or 1
+    shares = {
+        share: sum(getattr(histograms[name], share) * sizes[name] for name in weights) / size
+        for share in (field.name for field in dataclasses.fields(Shares))
+    }
+    return {
+        "norm": norm,
+        "shares": Shares(**{name: min(share, 1.0) for name, share in shares.items()}),
+        "histogram": _total(histograms, weights),
+        "parameters": parameters,
+        "worst": _worst(parameters, shares["flushed"] + shares["subnormal"]),
+    }
 
 
 def _part(array: Any) -> np.ndarray[Any, Any]:

@@ -25,7 +25,7 @@ class Verdict:
 
     Attributes:
         kind: ``"normal"``: overflows that lower scales cure. ``"underflow"``: the scale is too
-            small. The rest no lower scale cures. ``"parameter"``: a parameter or a buffer is
+            small. No lower scale cures the rest. ``"parameter"``: a parameter or a buffer is
             itself not finite. ``"activations"``: a module makes Inf or NaN of finite inputs.
             ``"loss"``: the unscaled loss is not finite. ``"nan"``: a gradient is NaN at every
             scale, also at one of 1 or less. ``"floor"``: the scale falls no further, or is below
@@ -94,9 +94,9 @@ def _of_skips(evidence: Evidence) -> Verdict:
     if parameter is not None:
         return Verdict(
             "parameter",
-            f"The model's {parameter} is itself Inf or NaN, so {fell}. No loss scale "
-            "mends that: go back to a checkpoint from before, and look for the step that wrote it "
-            "(a learning rate too large, weights changed without the scaler).",
+            f"The model's {parameter} is itself Inf or NaN, so {fell}. Changing the loss scale "
+            "won't fix this: go back to a checkpoint from before, and look for the step that wrote "
+            "it (a learning rate too large, weights changed without the scaler).",
             parameter,
         )
     if located is not None and located.kind == "forward":
@@ -105,24 +105,25 @@ def _of_skips(evidence: Evidence) -> Verdict:
             "activations",
             f"The forward pass of {module} makes {located.num_inf} Inf and {located.num_nan} NaN "
             f"in {located.dtype} of inputs that are finite and at most {located.largest_input:g}, "
-            f"so {fell}. No loss scale mends that: run this module in bfloat16 or float32, as a "
-            "model trained in those may need, or lower its inputs.",
+            f"so {fell}. Changing the loss scale won't fix this: run this module in bfloat16 or "
+            "float32, as a model trained in those may need, or lower its inputs.",
             module,
         )
     if losses and not any(map(math.isfinite, losses)):
         return Verdict(
             "loss",
-            f"The unscaled loss is itself {losses[-1]:g}, so {fell}. No loss scale mends that: "
-            "look for Inf or NaN in the batch, and for a logarithm, a division or a power in the "
-            "loss that float16 or a value of 0 makes infinite.",
+            f"The unscaled loss is itself {losses[-1]:g}, so {fell}. Changing the loss scale won't "
+            "fix this: look for Inf or NaN in the batch, and for a logarithm, a division or a "
+            "power in the loss that float16 or a value of 0 makes infinite.",
         )
     name = _nan_in_all(evidence.skips)
     if name is not None:
         return Verdict(
             "nan",
             f"The gradient of {name} is NaN at every loss scale though the loss is finite: {fell}. "
-            "No loss scale mends that: look in its backward pass for 0 * Inf or 0 / 0, such as the "
-            "square root or norm of 0, and anomaly detection names the operation.",
+            "Changing the loss scale won't fix this: look in its backward pass for 0 * Inf or "
+            "0 / 0, such as the square root or norm of 0, and let anomaly detection name the "
+            "operation.",
             name,
         )
     gradients = [gradient.name for gradient in last.nonfinite]
@@ -147,7 +148,7 @@ def _of_skips(evidence: Evidence) -> Verdict:
     return Verdict(
         "normal",
         f"The {overflow}, and {fell}. It is still falling, and a lower scale may cure that: "
-        "start from a lower init_scale to come there sooner.",
+        "start from a lower init_scale to get there sooner.",
         where,
     )
 
@@ -214,7 +215,7 @@ def _normal(evidence: Evidence) -> Verdict:
     if not evidence.skipped:
         return Verdict(
             "normal",
-            f"None of {evidence.steps} steps was skipped. There is nothing to mend.",
+            f"None of {evidence.steps} steps was skipped. Nothing needs fixing.",
         )
     were = "was" if evidence.skipped == 1 else "were"
     scale = evidence.scale
@@ -229,5 +230,5 @@ def _normal(evidence: Evidence) -> Verdict:
     return Verdict(
         "normal",
         f"{evidence.skipped} of {evidence.steps} steps {were} skipped, as the loss scale found its "
-        "place, and a lower scale cured each overflow. There is nothing to mend.",
+        "place, and a lower scale cured each overflow. Nothing needs fixing.",
     )

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
         """An ``optax.GradientTransformation``, also where optax's own types are not read."""
 
         @property
-        def init(self) -> Callable[..., Any]: ...
+        def init(self) -> Callable[..., Any]: ...  # noqa: D102 # optax's
 
         @property
-        def update(self) -> Callable[..., Any]: ...
+        def update(self) -> Callable[..., Any]: ...  # noqa: D102 # optax's
 
 
 class LossScaledState(NamedTuple):

@@ -31,8 +31,9 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
     not freeze, and a scale that stays between 2**-126 and the largest float32.
 
     Args:
-        device: the type of device to work on, such as ``"cuda"``, or a device of it. None takes the device of the first scaled tensor.
-            ``"cuda"`` without CUDA warns and disables the scaler, as torch does.
+        device: the type of device to work on, such as ``"cuda"``, or a device of that type. None
+            takes the device of the first scaled tensor. ``"cuda"`` without CUDA warns and disables
+            the scaler, as torch does.
         init_scale: the scale before the first step.
         growth_factor: multiplies the scale when it grows, > 1.
         backoff_factor: multiplies the scale when it backs off, in (0, 1).
@@ -63,7 +64,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
 
     if TYPE_CHECKING:
 
-        def step(
+        def step(  # noqa: D102 # the engine's, with torch's type of what it returns
             self,
             optimizer: torch.optim.Optimizer,
             *args: Any,
@@ -89,8 +90,8 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
     ) -> None:
         if device is not None and not isinstance(device, (str, torch.device)):
             raise TypeError(
-                f"device must be the name of a device or None, got {device!r}; for the scale before "
-                f"the first step, write init_scale={device!r}"
+                f"device must be the name of a device or None, got {device!r}; for the scale "
+                f"before the first step, write init_scale={device!r}"
             )
         if isinstance(device, torch.device):
             device = device.type
