@@ -1,8 +1,14 @@
-# Each framework has an environment of its own under .venv/, made from the package index on first
-# use and again whenever its requirements change. PYTHON chooses the interpreter.
+# The environments under .venv/ are made from the package index on first use, and again whenever
+# their requirements change. PYTHON chooses the interpreter. Frameworks that agree on their
+# dependencies share an environment; the others have one of their own.
 
 PYTHON ?= python3
 FRAMEWORKS := torch tensorplay paddle mindspore jax keras tf-keras
+tensorplay_ENVIRONMENT := paddle
+jax_ENVIRONMENT := keras
+tf-keras_ENVIRONMENT := keras
+keras_NO_DEPS := 'tf-keras==2.21.*' # it depends on TensorFlow for GPUs; that for CPUs is there
+venv = .venv/$(or $($(1)_ENVIRONMENT),$(1))
 
 CORE := $(filter-out src/gradscaler/__main__.py,$(wildcard src/gradscaler/*.py)) \
 	src/gradscaler/policies src/gradscaler/checkpoint
@@ -18,6 +24,7 @@ keras_RUNS := KERAS_BACKEND=tensorflow KERAS_BACKEND=jax KERAS_BACKEND=torch
 torch_TESTS := $(CORE) $(wildcard tests/*.py) tests/policies tests/checkpoint tests/diagnose
 EVERYWHERE := $(wildcard tests/diagnose/test_*frameworks.py)
 
+.SECONDEXPANSION:
 .NOTPARALLEL: # what is timed is to be alone, and the tests take all cores themselves
 .PHONY: demo test lint conformance mutants bench bench-gpu clean $(foreach framework,$(FRAMEWORKS),test-$(framework) bench-$(framework))
 
@@ -32,22 +39,22 @@ lint: .venv/torch/.ready
 
 # Strict types, doctests and tests, every warning an error. The core's run with PyTorch's, but for
 # those that read each framework's arrays and scalers. Keras is one backend a process.
-$(addprefix test-,$(FRAMEWORKS)): test-%: .venv/%/.ready
-	.venv/$*/bin/mypy $(CORE) $($*_SOURCES) examples/$(name)_*.py benchmarks/$(name)_*.py
+$(addprefix test-,$(FRAMEWORKS)): test-%: $$(call venv,$$*)/.ready
+	$(call venv,$*)/bin/mypy $(CORE) $($*_SOURCES) examples/$(name)_*.py benchmarks/$(name)_*.py
 	set -e; for run in $(or $($*_RUNS),''); do env $$run TF_CPP_MIN_LOG_LEVEL=2 \
-		GRADSCALER_FRAMEWORK=$(name) .venv/$*/bin/python -m pytest -n auto \
+		GRADSCALER_FRAMEWORK=$(name) $(call venv,$*)/bin/python -m pytest -n auto \
 		$(or $($*_TESTS),$(EVERYWHERE)) $($*_SOURCES) tests/$(name) tests/conformance; done
 
 # Every scaler, ours and the frameworks' own, on the same recorded traces: one table.
-conformance: $(foreach framework,$(FRAMEWORKS),.venv/$(framework)/.ready)
+conformance: $(sort $(foreach framework,$(FRAMEWORKS),$(call venv,$(framework))/.ready))
 	rm -f .venv/conformance.jsonl
 	$(foreach framework,$(FRAMEWORKS),set -e; for run in $(or $($(framework)_RUNS),''); do \
-		env $$run TF_CPP_MIN_LOG_LEVEL=2 .venv/$(framework)/bin/python \
+		env $$run TF_CPP_MIN_LOG_LEVEL=2 $(call venv,$(framework))/bin/python \
 		tests/conformance/replay.py $(subst -,_,$(framework)) >>.venv/conformance.jsonl \
 		2>.venv/conformance.log || { cat .venv/conformance.log; exit 1; }; done;)
 	.venv/torch/bin/python tests/conformance/table.py <.venv/conformance.jsonl
 
-# Changes the rule and the engine in a thousand small ways; lists what no test notices. Half an hour.
+# Changes the rule and the engine in a thousand small ways; lists what no test notices. An hour.
 mutants: .venv/mutants/.ready
 	OMP_NUM_THREADS=1 .venv/mutants/bin/mutmut run # it forks, and OpenMP's threads do not
 	.venv/mutants/bin/mutmut results
@@ -56,12 +63,12 @@ mutants: .venv/mutants/.ready
 bench: $(addprefix bench-,$(FRAMEWORKS))
 	.venv/torch/bin/python benchmarks/report.py
 
-$(addprefix bench-,$(FRAMEWORKS)): bench-%: .venv/%/.ready
+$(addprefix bench-,$(FRAMEWORKS)): bench-%: $$(call venv,$$*)/.ready
 	mkdir -p benchmarks/results
 	set -e; for benchmark in $(filter-out torch_gpu,$(basename $(notdir $(wildcard benchmarks/$(name)_*.py)))); do \
-		.venv/$*/bin/python benchmarks/$$benchmark.py $(if $(QUICK),--quick) \
+		$(call venv,$*)/bin/python benchmarks/$$benchmark.py $(if $(QUICK),--quick) \
 		--json benchmarks/results/$$benchmark.json; done
-	.venv/$*/bin/python benchmarks/imports.py $(name) $(if $(QUICK),--quick) \
+	$(call venv,$*)/bin/python benchmarks/imports.py $(name) $(if $(QUICK),--quick) \
 		--json benchmarks/results/imports_$(name).json
 
 # What a GPU changes: no waiting for it, CUDA graphs, kernel launches, time. Says so where there is none.
@@ -76,6 +83,7 @@ name = $(subst -,_,$*)
 .venv/%/.ready: requirements/%.txt requirements/test.txt pyproject.toml
 	$(PYTHON) -m venv --clear .venv/$*
 	.venv/$*/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/$*.txt
+	$(if $($*_NO_DEPS),.venv/$*/bin/python -m pip install --quiet --no-deps $($*_NO_DEPS))
 	touch $@
 
 clean:
