@@ -11,15 +11,15 @@ keras_NO_DEPS := 'tf-keras==2.21.*' # it depends on TensorFlow for GPUs; that fo
 venv = .venv/$(or $($(1)_ENVIRONMENT),$(1))
 
 CORE := $(filter-out src/gradscaler/__main__.py,$(wildcard src/gradscaler/*.py)) \
-	src/gradscaler/policies src/gradscaler/checkpoint
-torch_SOURCES := src/gradscaler/torch_like src/gradscaler/torch src/gradscaler/diagnose \
+	src/gradscaler/_eager src/gradscaler/policies src/gradscaler/checkpoint
+torch_SOURCES := src/gradscaler/_torch_like src/gradscaler/torch src/gradscaler/diagnose \
 	src/gradscaler/demo src/gradscaler/__main__.py
-tensorplay_SOURCES := src/gradscaler/torch_like src/gradscaler/tensorplay
+tensorplay_SOURCES := src/gradscaler/_torch_like src/gradscaler/tensorplay
 paddle_SOURCES := src/gradscaler/paddle
 mindspore_SOURCES := src/gradscaler/mindspore
 jax_SOURCES := src/gradscaler/jax
-keras_SOURCES := src/gradscaler/keras_like src/gradscaler/keras
-tf-keras_SOURCES := src/gradscaler/keras_like src/gradscaler/tf_keras
+keras_SOURCES := src/gradscaler/_keras_like src/gradscaler/keras
+tf-keras_SOURCES := src/gradscaler/_keras_like src/gradscaler/tf_keras
 keras_RUNS := KERAS_BACKEND=tensorflow KERAS_BACKEND=jax KERAS_BACKEND=torch
 torch_TESTS := $(CORE) $(wildcard tests/*.py) tests/policies tests/checkpoint tests/diagnose
 EVERYWHERE := $(wildcard tests/diagnose/test_*frameworks.py)

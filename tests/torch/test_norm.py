@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gradscaler.torch_like.norm import norm_on_cpu
+from gradscaler._torch_like.norm import norm_on_cpu
 
 SHAPES = {
     "none": [],

@@ -268,7 +268,7 @@ def test_an_optimizer_that_is_handed_the_scaler_is_reported_too(
 
 
 def test_history_holds_the_outcomes_of_all_optimizers_in_order_and_is_bounded(monkeypatch):
-    monkeypatch.setattr("gradscaler.engine.HISTORY_LENGTH", 3)
+    monkeypatch.setattr("gradscaler._eager.scaler.HISTORY_LENGTH", 3)
     scaler = GradScaler(init_scale=8.0)
     first, second = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in "ab")
     seen = []

@@ -25,8 +25,8 @@ from typing import Any
 
 from gradscaler.checkpoint.formats import LAYOUTS, OPTIONAL, Layout, Rule, Values
 from gradscaler.checkpoint.losses import losses
+from gradscaler.checkpoint.state_dicts import count_in, number_in
 from gradscaler.policies import DynamicScale, FixedScale, ScaleState
-from gradscaler.state_dicts import count_in, number_in
 
 StateDict = dict[str, Any]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gradscaler.atomic import replacing
+from gradscaler._atomic import replacing
 from gradscaler.checkpoint import pickles
 
 TORCH_SUFFIXES = (".pt", ".pth")

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gradscaler.checkpoint.state_dicts import count_in
 from gradscaler.policies import DynamicScale, FixedScale, ScaleState, checks
-from gradscaler.state_dicts import count_in
 
 Values = Mapping[str, Any]
 Rule = DynamicScale | FixedScale

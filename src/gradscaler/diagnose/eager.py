@@ -8,11 +8,11 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any
 
+from gradscaler._eager.scaler import HISTORY_LENGTH, EagerScaler
 from gradscaler.diagnose.forensics import inspect
 from gradscaler.diagnose.journal import Journal, StuckError
 from gradscaler.diagnose.locate import Located, Watch, is_locating, watching
 from gradscaler.diagnose.sampling import Measured, fields, measure
-from gradscaler.engine import HISTORY_LENGTH, EagerScaler
 from gradscaler.outcome import NonfiniteGradient, StepOutcome
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
+from gradscaler._eager.scaler import HISTORY_LENGTH
 from gradscaler.diagnose import arrays, readings
 from gradscaler.diagnose.forensics import inspect
 from gradscaler.diagnose.journal import Journal
 from gradscaler.diagnose.locate import Located
 from gradscaler.diagnose.readings import Reading
 from gradscaler.diagnose.sampling import fields, measure
-from gradscaler.engine import HISTORY_LENGTH
 from gradscaler.outcome import NonfiniteGradient
 
 

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from gradscaler._eager.scaler import HISTORY_LENGTH
 from gradscaler.diagnose.runs import Judgement, Sample, Sink, Skip
 from gradscaler.diagnose.verdict import Verdict
-from gradscaler.engine import HISTORY_LENGTH
 from gradscaler.outcome import NonfiniteGradient
 
 OnStuck = Literal["warn", "raise", "continue"]

@@ -8,6 +8,7 @@ from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from gradscaler._eager.scaler import EagerScaler
 from gradscaler.diagnose import formats, readings
 from gradscaler.diagnose.eager import EagerObserver
 from gradscaler.diagnose.explicit import Recorder
@@ -16,7 +17,6 @@ from gradscaler.diagnose.run_file import RunFile, now
 from gradscaler.diagnose.runs import Sink, Start
 from gradscaler.diagnose.tensorboard import Events, load_writer
 from gradscaler.diagnose.verdict import Evidence, Verdict, judge
-from gradscaler.engine import EagerScaler
 from gradscaler.policies import FixedScale, checks
 
 _FRAMEWORKS = ("torch", "tensorplay", "paddle", "jax", "keras", "tf_keras", "mindspore")

@@ -13,7 +13,7 @@ from string import Template
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from gradscaler.atomic import replacing
+from gradscaler._atomic import replacing
 from gradscaler.diagnose import figure, picture, summary
 from gradscaler.diagnose.runs import Run
 

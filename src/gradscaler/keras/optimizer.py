@@ -8,11 +8,11 @@ from typing import Any
 
 import keras
 
+from gradscaler._keras_like import arguments
+from gradscaler._keras_like.arguments import ScalePolicy
+from gradscaler._keras_like.delegation import OPTIONS, Delegating
 from gradscaler.keras import operations
 from gradscaler.keras.scale import Scale
-from gradscaler.keras_like import arguments
-from gradscaler.keras_like.arguments import ScalePolicy
-from gradscaler.keras_like.delegation import OPTIONS, Delegating
 
 Tensor = Any
 Variable = Any

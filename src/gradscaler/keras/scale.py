@@ -8,10 +8,10 @@ from typing import Any
 import keras
 from keras import ops
 
+from gradscaler._keras_like import arguments
+from gradscaler._keras_like.arguments import ScalePolicy
+from gradscaler._keras_like.where import where_or_choose
 from gradscaler.keras import operations
-from gradscaler.keras_like import arguments
-from gradscaler.keras_like.arguments import ScalePolicy
-from gradscaler.keras_like.where import where_or_choose
 from gradscaler.policies import FixedScale, ScaleState
 
 Tensor = Any

@@ -19,9 +19,9 @@ import numpy as np
 import paddle
 from paddle.base import core
 
-from gradscaler.operations import FoundInf
+from gradscaler._eager.operations import FoundInf
+from gradscaler._eager.small_tensors import batches_of_small
 from gradscaler.policies import Policy, ScaleState
-from gradscaler.small_tensors import batches_of_small
 
 Tensor = Any
 

@@ -9,15 +9,15 @@ import numpy as np
 import paddle
 
 from gradscaler import checkpoint
-from gradscaler.engine import OptimizerRecord, Stage
+from gradscaler._eager.closure import DEFAULT_MAX_RETRIES
+from gradscaler._eager.operations import FoundInf, Operations
+from gradscaler._eager.record import OptimizerRecord, Stage
+from gradscaler.checkpoint.state_dicts import count_in, state_values
 from gradscaler.errors import ParameterError
-from gradscaler.operations import FoundInf, Operations
 from gradscaler.outcome import Reason, StepOutcome
 from gradscaler.paddle import operations
 from gradscaler.paddle.spelling import PaddleRecord, PaddleSpelling, spelled
 from gradscaler.policies import DynamicScale, FixedScale, Policy, ScaleState
-from gradscaler.replay import DEFAULT_MAX_RETRIES
-from gradscaler.state_dicts import count_in, state_values
 
 logger = logging.getLogger(__name__)
 
@@ -159,11 +159,10 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
         if record is not None and not isinstance(record, PaddleRecord):  # a wrapper's own dict
             del self._records[id(optimizer)]
         record = self._record(optimizer)
-        if record.stage is Stage.UNSCALED and record.unscaled_to_clip:
-            record.unscaled_to_clip = False
+        after = record.after("unscale_")  # a wrapper's _unscale may not look at the order
+        if not record.is_scaled:
+            record.stage = after
             return
-        if record.stage is not Stage.READY and "_unscale" in vars(self):
-            super().unscale_(optimizer)  # raises: a wrapper's _unscale may not look at the order
         if self._observers:
             self._announce_unscale(optimizer, self._host_state())
         self._unscale(optimizer)
@@ -194,7 +193,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
         record = self._record_to_step(optimizer)
         self._announce_step(optimizer, record, self._host_state())
         try:
-            record = self._checked(record)
+            record = self._unscaled(record)
             result = self._step_if_finite(optimizer, record, args, kwargs, "minimize")
             if not record.found_inf or operations.any_set(record.found_inf):
                 result = _skipped_minimize(optimizer, args, kwargs)
@@ -219,8 +218,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
         if not self._use_dynamic_loss_scaling:
             for observer in self._observers:
                 observer.updating()
-            self._records.clear()
-            self._raised_steps.clear()
+            self._end_iteration()
             return
         before = self._host_state().scale
         super().update()
@@ -337,7 +335,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
         self._cache_found_inf = operations.any_set(record.found_inf)
         result = None
         if not self._cache_found_inf:
-            self._clip(record)
+            self._apply_pending(record)
             shares_flag = hasattr(optimizer, "_set_auxiliary_var")
             if shares_flag:
                 optimizer._set_auxiliary_var("found_inf", self._unset_flag_for(optimizer))

@@ -12,15 +12,16 @@ import numpy as np
 import paddle
 from paddle.amp.grad_scaler import OptimizerState
 
-from gradscaler.engine import EagerScaler, OptimizerRecord, Stage
+from gradscaler._eager.operations import Tensor
+from gradscaler._eager.record import FRAMEWORK_STAGES, OptimizerRecord
+from gradscaler._eager.scaler import EagerScaler
 from gradscaler.errors import ParameterError
-from gradscaler.operations import Tensor
 from gradscaler.policies import DynamicScale, ScaleState, checks
 
 _STAGES = {
-    Stage.READY: OptimizerState.INIT,
-    Stage.UNSCALED: OptimizerState.UNSCALED,
-    Stage.STEPPED: OptimizerState.STEPPED,
+    "READY": OptimizerState.INIT,
+    "UNSCALED": OptimizerState.UNSCALED,
+    "STEPPED": OptimizerState.STEPPED,
 }
 
 
@@ -38,12 +39,13 @@ class PaddleRecord(OptimizerRecord):
     def __getitem__(self, key: str) -> OptimizerState:
         if key != "state":
             raise KeyError(key)
-        return _STAGES[self.stage]
+        return _STAGES[self.framework_stage]
 
     def __setitem__(self, key: str, value: OptimizerState) -> None:
         if key != "state":
             raise KeyError(key)
-        self.stage = next(stage for stage, state in _STAGES.items() if state is value)
+        name = next(name for name, state in _STAGES.items() if state is value)
+        self.stage = FRAMEWORK_STAGES[name]
 
 
 class PaddleSpelling(EagerScaler[paddle.Tensor, paddle.optimizer.Optimizer]):

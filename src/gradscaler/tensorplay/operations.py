@@ -7,7 +7,7 @@ from typing import Any
 import tensorplay
 from tensorplay.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from gradscaler.torch_like.operations import TorchLikeOperations, parameters_of
+from gradscaler._torch_like.operations import TorchLikeOperations, parameters_of
 
 
 class TensorPlayOperations(TorchLikeOperations):

@@ -9,9 +9,9 @@ import tensorflow as tf
 import tf_keras
 from tf_keras.src.mixed_precision import loss_scale_optimizer as native
 
-from gradscaler.keras_like import arguments
-from gradscaler.keras_like.arguments import ScalePolicy
-from gradscaler.keras_like.delegation import Delegating
+from gradscaler._keras_like import arguments
+from gradscaler._keras_like.arguments import ScalePolicy
+from gradscaler._keras_like.delegation import Delegating
 from gradscaler.policies import FixedScale
 from gradscaler.tf_keras.state import VARIABLES, DynamicState, FixedState
 

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 from tf_keras.src.mixed_precision import loss_scale_optimizer as native
 
-from gradscaler.keras_like.where import where_or_choose
+from gradscaler._keras_like.where import where_or_choose
 from gradscaler.policies import DynamicScale, FixedScale, ScaleState
 
 Tensor = Any

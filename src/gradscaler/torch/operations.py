@@ -8,9 +8,9 @@ from typing import Any, TypeGuard
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from gradscaler.operations import FoundInf
+from gradscaler._eager.operations import FoundInf
+from gradscaler._torch_like.operations import TorchLikeOperations, is_cpu, parameters_of
 from gradscaler.policies import DynamicScale, Policy, ScaleState, checks
-from gradscaler.torch_like.operations import TorchLikeOperations, is_cpu, parameters_of
 
 
 class TorchOperations(TorchLikeOperations):

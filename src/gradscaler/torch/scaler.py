@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.amp.grad_scaler import OptState
 
-from gradscaler.engine import OptimizerRecord
+from gradscaler._eager.closure import DEFAULT_MAX_RETRIES
+from gradscaler._eager.record import OptimizerRecord
+from gradscaler._torch_like.scaler import TorchLikeScaler
+from gradscaler._torch_like.spelling import TorchLikeRecord
 from gradscaler.policies import Policy
-from gradscaler.replay import DEFAULT_MAX_RETRIES
 from gradscaler.torch.operations import TorchOperations
-from gradscaler.torch_like.scaler import TorchLikeScaler
-from gradscaler.torch_like.spelling import TorchLikeRecord
 
 
 class _Record(TorchLikeRecord):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from gradscaler.operations import Tensor
+from gradscaler._eager.operations import Tensor
 
 _SMALL = 2**13  # elements
 _LONGEST_BATCH = 2**17  # elements

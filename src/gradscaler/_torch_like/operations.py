@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import Any
 
-from gradscaler.operations import FoundInf, Optimizer, Tensor
+from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
+from gradscaler._torch_like.norm import norm_on_cpu
 from gradscaler.policies import Policy, ScaleState
-from gradscaler.torch_like.norm import norm_on_cpu
 
 Device = Any
 
@@ -20,7 +20,7 @@ _FEW = 32  # tensors, that are compared sooner than grouped
 
 
 class TorchLikeOperations:
-    """Satisfies :class:`gradscaler.operations.Operations`, where each is documented.
+    """Satisfies :class:`gradscaler._eager.operations.Operations`, where each is documented.
 
     Args:
         framework: the module that has ``Tensor``, ``full``, ``where``, ``_foreach_mul_``, ...

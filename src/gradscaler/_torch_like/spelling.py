@@ -12,28 +12,29 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gradscaler.engine import EagerScaler, OptimizerRecord, OptimizerT, Stage, TensorT
+from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
+from gradscaler._eager.record import FRAMEWORK_STAGES, OptimizerRecord
+from gradscaler._eager.scaler import EagerScaler, OptimizerT, TensorT
+from gradscaler._torch_like.operations import TorchLikeOperations
 from gradscaler.errors import CallOrderError
-from gradscaler.operations import FoundInf, Optimizer, Tensor
 from gradscaler.policies import DynamicScale, ScaleState
-from gradscaler.torch_like.operations import TorchLikeOperations
 
 
 class TorchLikeRecord(OptimizerRecord):
     """A record that also reads and writes like the dict that torch keeps."""
 
-    opt_state: ClassVar[type[Enum]] = Stage  # the framework's own enum, of the same names
+    opt_state: ClassVar[type[Enum]]  # the framework's own
 
     def __getitem__(self, key: str) -> Any:
         if key == "stage":
-            return self.opt_state[self.stage.name]
+            return self.opt_state[self.framework_stage]
         if key == "found_inf_per_device":
             return {} if self.found_inf is None else self.found_inf
         raise KeyError(key)
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "stage":
-            self.stage = Stage[value.name]
+            self.stage = FRAMEWORK_STAGES[value.name]
         elif key == "found_inf_per_device":
             self.found_inf = value
         else:
@@ -103,7 +104,7 @@ class TorchSpelling(EagerScaler[TensorT, OptimizerT]):
 
     @_scale.setter
     def _scale(self, scale: Tensor | None) -> None:
-        self._closure_state = None
+        self._closures.backed_off = None
         if scale is None:
             self._state = None
         else:

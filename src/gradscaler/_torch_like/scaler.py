@@ -14,13 +14,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from gradscaler import checkpoint
-from gradscaler.engine import EagerScaler, OptimizerRecord, OptimizerT, Stage, TensorT
+from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
+from gradscaler._eager.record import OptimizerRecord, Stage
+from gradscaler._eager.scaler import EagerScaler, OptimizerT, TensorT
+from gradscaler._torch_like.operations import is_cpu
+from gradscaler._torch_like.spelling import TorchSpelling
+from gradscaler.checkpoint.state_dicts import count_in, state_values
 from gradscaler.errors import ParameterError
-from gradscaler.operations import FoundInf, Optimizer, Tensor
 from gradscaler.policies import DynamicScale, FixedScale, Policy, ScaleState, checks
-from gradscaler.state_dicts import count_in, state_values
-from gradscaler.torch_like.operations import is_cpu
-from gradscaler.torch_like.spelling import TorchSpelling
 
 _KNOWN_STEPS: WeakKeyDictionary[FunctionType, bool] = WeakKeyDictionary()
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -101,7 +102,7 @@ class TorchLikeScaler(TorchSpelling[TensorT, OptimizerT]):
             policy, state = checkpoint.read(state_dict)
         self._policy = policy
         self._initial_state = state
-        self._closure_state = None
+        self._closures.backed_off = None
         if self._state is not None:
             self._operations.assign(self._state, state)
 
@@ -184,7 +185,7 @@ class TorchLikeScaler(TorchSpelling[TensorT, OptimizerT]):
     ) -> Any:
         found_inf = record.found_inf or {}
         if record.clip_coefficient is not None and not self._operations.any_set(found_inf):
-            self._clip(record)  # here, for subclasses replace _maybe_opt_step
+            self._apply_pending(record)  # here, for subclasses replace _maybe_opt_step
         return self._maybe_opt_step(optimizer, record, *args, **kwargs)
 
     def _unscales_by_itself(self, optimizer: Optimizer) -> bool:
@@ -210,12 +211,12 @@ class TorchLikeScaler(TorchSpelling[TensorT, OptimizerT]):
             record.scale = state.scale.clone()
             self._conclude(optimizer, record)
             return result
-        on_cpu = is_cpu(state.scale)
-        if record.inv_scale is not None and on_cpu and not self._is_finite(record):
+        is_measured = record.stage is Stage.MEASURED
+        if is_measured and is_cpu(state.scale) and self._operations.any_set(record.found_inf or {}):
             self.unscale_(optimizer)  # for the optimizer will skip, and leave them scaled
             record.clip_coefficient = None
-        if record.stage is Stage.READY:
-            if record.inv_scale is None:
+        if record.is_scaled:
+            if not is_measured:
                 self._check_inf_per_device(optimizer)
                 record = self._record(optimizer)
             grad_scale = record.scale = state.scale.clone()
@@ -234,8 +235,8 @@ class TorchLikeScaler(TorchSpelling[TensorT, OptimizerT]):
                 del optimizer.grad_scale  # which is for one step alone
             self._conclude(optimizer, record)
             return None
-        if record.stage is Stage.UNSCALED:
-            self._clip(record)
+        if not record.is_scaled:
+            self._apply_pending(record)
         flag = self._operations.found_inf_for(optimizer, found_inf, state.scale.device)
         try:
             result = _step_with(optimizer, grad_scale, flag, args, kwargs)

@@ -6,52 +6,20 @@ import math
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from enum import Enum
 from typing import Any, ClassVar, Generic, TypeVar, overload
 from weakref import ref
 
+from gradscaler._eager.closure import ClosureRun, Closures
+from gradscaler._eager.operations import FoundInf, Operations, Optimizer, Tensor
+from gradscaler._eager.record import OptimizerRecord, Stage
 from gradscaler.errors import CallOrderError
-from gradscaler.operations import FoundInf, Operations, Optimizer, Tensor
 from gradscaler.outcome import Observer, Reason, StepOutcome
 from gradscaler.policies import Policy, ScaleState
-from gradscaler.replay import step_with_closure
+
+_KNOWN = (Stage.MEASURED, Stage.UNSCALED_TO_CLIP, Stage.UNSCALED)
 
 HISTORY_LENGTH = 1000
 """Steps that ``history`` goes back."""
-
-
-class Stage(Enum):
-    """How far an optimizer has come in the current iteration."""
-
-    READY = 0
-    UNSCALED = 1
-    STEPPED = 2
-
-
-class OptimizerRecord:
-    """What is known of one optimizer in the current iteration.
-
-    Attributes:
-        optimizer: kept alive until the iteration ends, so that its id stays its own.
-        stage: how far it has come.
-        found_inf: its own flags; None until its gradients were checked.
-        scale: the scale that its gradients were unscaled by.
-        clip_coefficient: what its gradients have still to be multiplied by, if they are.
-        inv_scale: what they have still to be multiplied by besides, where only checked so far.
-        unscaled_to_clip: it was clipping that unscaled them; the user may still ask for it.
-        interrupted: True once a call was interrupted on the way, so that the gradients may be
-            unscaled in part, or a loss was scaled since a step raised.
-    """
-
-    def __init__(self) -> None:
-        self.optimizer: Optimizer = None
-        self.stage = Stage.READY
-        self.found_inf: FoundInf | None = None
-        self.scale: Any = None
-        self.clip_coefficient: Tensor | None = None
-        self.inv_scale: Tensor | None = None
-        self.unscaled_to_clip = False
-        self.interrupted = False
 
 
 TensorT = TypeVar("TensorT")
@@ -61,8 +29,8 @@ OptimizerT = TypeVar("OptimizerT", bound=Any)
 class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     """Loss scaling for one training loop; an adapter adds its framework's spelling.
 
-    Per optimizer and iteration: READY, UNSCALED once its gradients are, STEPPED, and READY again
-    after ``update``. Gradients are unscaled by the scale that their loss was scaled by, for that
+    Each optimizer has a record, whose stage says what is true of its gradients, until ``update``
+    ends the iteration. Gradients are unscaled by the scale that their loss was scaled by, for that
     moves in ``update`` alone; found_inf is each optimizer's own, and any of them moves the scale.
     """
 
@@ -75,9 +43,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         self._max_retries = _check_retries(max_retries)
         self._initial_state = policy.init()
         self._state: ScaleState | None = None  # placed where the first scaled tensor lives
-        self._closure_state: ScaleState | None = None  # backed off by closures, until update()
-        self._in_closure = False
-        self._scaled_in_closure: list[tuple[Tensor, Tensor]] = []
+        self._closures = Closures()
         self._records: defaultdict[int, OptimizerRecord] = defaultdict(self._record_type)
         self._start_records()
 
@@ -118,8 +84,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             for observer in self._observers:
                 observer.scaled(outputs)
             scaled = self._operations.multiply(outputs, self._scale_in_use(state))
-            if self._in_closure:
-                self._scaled_in_closure.append((scaled, outputs))
+            if self._closures.losses is not None:
+                self._closures.losses.append((scaled, outputs))
             return scaled
         if isinstance(outputs, (str, bytes, Mapping)) or not isinstance(outputs, Iterable):
             raise ValueError(
@@ -146,27 +112,18 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             return
         state = self._placed_state("unscale_")
         record = self._record(optimizer)
-        if record.stage is Stage.UNSCALED:
-            if record.unscaled_to_clip:
-                record.unscaled_to_clip = False
-                return
-            raise CallOrderError(
-                "unscale_() has already been called on this optimizer since the last update(): "
-                "call update() once per iteration, after step(optimizer)"
-            )
-        if record.stage is Stage.STEPPED:
-            raise CallOrderError(
-                "unscale_() is being called after step(): call update() first, or unscale_() "
-                "before step()"
-            )
+        after = record.after("unscale_")
+        if not record.is_scaled:  # clip_grad_norm_() has done it
+            record.stage = after
+            return
         if self._observers:
             self._announce_unscale(optimizer, state)
         try:
             record.scale, record.found_inf = self._unscale_and_check(
                 optimizer, self._scale_in_use(state)
             )
-            record.stage = Stage.UNSCALED
             record.inv_scale = None
+            record.stage = after
             self._records[id(optimizer)] = record
         except BaseException as error:
             self._note_interrupt(record, error)
@@ -213,14 +170,14 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
                     "gradients anew: call it in the closure, after the backward pass"
                 )
             retries = self._max_retries if max_retries is None else _check_retries(max_retries)
-            return step_with_closure(self, optimizer, closure, retries, args, kwargs)
+            return self._step_with_closure(optimizer, closure, retries, args, kwargs)
         state = self._placed_state("step")
         if self._observers:
             self._announce_step(optimizer, record, state)
         try:
             if self._unscales_by_itself(optimizer):
                 return self._step_on_device(optimizer, record, state, args, kwargs)
-            record = self._checked(record)
+            record = self._unscaled(record)
             result = self._step_if_finite(optimizer, record, args, kwargs)
             self._conclude(optimizer, record)
         except BaseException:
@@ -243,7 +200,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """
         if not self._enabled:
             return
-        self._refuse_in_closure("update")
+        self._closures.refuse("update")
         state = self._placed_state("update")
         for observer in self._observers:
             observer.updating()
@@ -252,19 +209,20 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         else:
             records = self._records.values()
             found_infs = [record.found_inf for record in records if record.found_inf]
-            unchecked = all(r.found_inf is None and not r.interrupted for r in records)
-            if not found_infs and unchecked:
+            is_nothing_known = all(
+                record.found_inf is None and record.stage is not Stage.INTERRUPTED
+                for record in records
+            )
+            if not found_infs and is_nothing_known:
                 raise CallOrderError(
                     "No inf checks were recorded prior to update(): call step(optimizer) or "
                     "unscale_(optimizer) before update()"
                 )
-            if self._closure_state is not None:
-                self._state = state = self._closure_state
+            if self._closures.backed_off is not None:
+                self._state = state = self._closures.backed_off
             if found_infs:
                 self._state = self._operations.advance(self._policy, state, found_infs)
-        self._closure_state = None
-        self._records.clear()
-        self._raised_steps.clear()
+        self._end_iteration()
 
     def minimize(self, optimizer: OptimizerT, scaled_loss: TensorT | None = None) -> Any:
         """``step(optimizer)`` and ``update()`` in one call, after the backward pass.
@@ -318,22 +276,17 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if self._enabled:
             self._placed_state("clip_grad_norm_")
         record = self._record(optimizer)
-        if record.stage is Stage.STEPPED:
-            raise CallOrderError(
-                "clip_grad_norm_() is being called after step(): call it before step(optimizer)"
-            )
+        after = record.after("clip_grad_norm_")
         if record.clip_coefficient is not None:  # of an earlier call
-            self._clip(record)
-            record.stage = Stage.UNSCALED
-            record.unscaled_to_clip = True
-        norm: Any = None
-        if self._enabled and record.stage is Stage.READY:
-            if norm_type == 2 and record.inv_scale is None:
-                norm = self._measure(record)
-            if norm is None:
-                self.unscale_(optimizer)
-                record = self._record(optimizer)
-                record.unscaled_to_clip = True
+            self._apply_pending(record)
+            record.stage = after
+        norm: Tensor | None = None
+        if self._enabled and record.stage is Stage.SCALED and norm_type == 2:
+            norm = self._measure(record)
+        if self._enabled and norm is None and record.is_scaled:
+            self.unscale_(optimizer)
+            record = self._record(optimizer)
+            record.stage = Stage.UNSCALED_TO_CLIP
         if norm is None:
             norm = self._operations.total_norm(optimizer, float(norm_type))
         if error_if_nonfinite and not math.isfinite(float(norm)):
@@ -347,7 +300,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             self._records[id(optimizer)] = record
         else:  # step() is not ours then: clip at once
             self._operations.multiply_gradients_(optimizer, coefficient)
-        return norm
+        return norm  # type: ignore[no-any-return] # the operations' Tensor is Any
 
     def last_step(self, optimizer: OptimizerT) -> StepOutcome:
         """What happened in the optimizer's latest step through this scaler.
@@ -408,7 +361,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     ) -> Any:
         """Step an optimizer, its gradients unscaled, if it has any and they are finite."""
         if record.found_inf and not self._operations.any_set(record.found_inf):
-            self._clip(record)
+            self._apply_pending(record)
             return optimizer.step(*args, **kwargs)
         return None
 
@@ -458,31 +411,45 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def _record(self, optimizer: Optimizer) -> OptimizerRecord:
         """The optimizer's record, or a new one that is not kept yet."""
         record = self._records.get(id(optimizer)) or self._record_type()
-        if record.interrupted:
-            raise CallOrderError(
-                "a call was interrupted in this iteration, and some gradients may be unscaled: "
-                "clear the gradients, call scaler.update(), and repeat the iteration"
-            )
         record.optimizer = optimizer
         return record
 
     def _record_to_step(self, optimizer: Optimizer) -> OptimizerRecord:
         """The record of an optimizer that has not stepped in this iteration."""
-        self._refuse_in_closure("step")
+        self._closures.refuse("step")
         record = self._record(optimizer)
-        if record.stage is Stage.STEPPED:
-            raise CallOrderError(
-                "step() has already been called since the last update(): call update() once per "
-                "iteration, after step(optimizer)"
-            )
+        record.after("step")
         return record
 
-    def _refuse_in_closure(self, caller: str) -> None:
-        if self._in_closure:
-            raise CallOrderError(
-                f"{caller}() was called in a closure: call scaler.step(optimizer, closure) and "
-                "scaler.update() outside of it"
-            )
+    def _end_iteration(self) -> None:
+        """Forget what is known of the gradients."""
+        self._closures.backed_off = None
+        self._records.clear()
+        self._raised_steps.clear()
+
+    def _step_with_closure(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        max_retries: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        run = ClosureRun(
+            optimizer,
+            closure,
+            max_retries,
+            self._operations,
+            self._records,
+            self._closures,
+            lambda: self._placed_state("step"),
+            self._policy if self._scale_moves() else None,
+            self.unscale_,
+            self._apply_pending,
+        )
+        result, record, reason = run.step(args, kwargs)
+        self._conclude(optimizer, record, reason)
+        return result
 
     def _note_interrupt(self, record: OptimizerRecord, error: BaseException) -> None:
         """Refuse to go on with gradients that may be unscaled in part.
@@ -490,23 +457,24 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         An adapter refuses gradients before it changes one, by a ValueError or NotImplementedError.
         """
         if not isinstance(error, (ValueError, NotImplementedError)):
-            record.interrupted = True
+            record.stage = Stage.INTERRUPTED
             self._records[id(record.optimizer)] = record
 
     def _note_raised_step(self, optimizer: Optimizer) -> None:
         """Let a step that raised be taken again, as long as no other loss is scaled."""
         record = self._records.get(id(optimizer))
-        if record is not None and (record.stage is Stage.UNSCALED or record.inv_scale is not None):
+        if record is not None and record.stage in _KNOWN:
             self._raised_steps.append(record)
 
     def _give_up_raised_steps(self) -> None:
         """Refuse steps that raised: what is known of their gradients is not true of new ones."""
         for record in self._raised_steps:
-            record.interrupted = record.stage is not Stage.STEPPED
+            if record.stage is not Stage.STEPPED:
+                record.stage = Stage.INTERRUPTED
         self._raised_steps.clear()
 
     def _announce_unscale(self, optimizer: Optimizer, state: ScaleState) -> None:
-        if not self._in_closure:  # whose gradients may yet be made anew
+        if self._closures.losses is None:  # a closure may be called again
             for observer in self._observers:
                 observer.unscaling(optimizer, state.scale)
 
@@ -514,7 +482,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         self, optimizer: Optimizer, record: OptimizerRecord, state: ScaleState
     ) -> None:
         for observer in self._observers:
-            observer.stepping(optimizer, None if record.stage is Stage.UNSCALED else state.scale)
+            observer.stepping(optimizer, state.scale if record.is_scaled else None)
 
     def _placed_state(self, caller: str) -> ScaleState:
         if self._state is None:
@@ -526,9 +494,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
     def _scale_in_use(self, state: ScaleState) -> Tensor:
         """The scale that backward passes use: a closure's may be backed off before update()."""
-        if self._in_closure and self._closure_state is not None:
-            return self._closure_state.scale
-        return state.scale
+        in_closure = self._closures.losses is not None
+        return ((self._closures.backed_off if in_closure else None) or state).scale
 
     def _measure(self, record: OptimizerRecord) -> Tensor | None:
         """The norm that the gradients will have once unscaled, if one reading of them can tell."""
@@ -537,31 +504,28 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if measured is None:
             return None
         norm, record.scale, record.inv_scale, record.found_inf = measured
+        record.stage = Stage.MEASURED
         return norm
 
-    def _checked(self, record: OptimizerRecord) -> OptimizerRecord:
-        """The record of gradients that are checked and unscaled."""
-        if record.stage is Stage.READY and self._is_finite(record):
-            self._clip(record)
-        elif record.stage is Stage.READY:
+    def _unscaled(self, record: OptimizerRecord) -> OptimizerRecord:
+        """The record of gradients that are unscaled."""
+        if record.stage is Stage.MEASURED and not self._operations.any_set(record.found_inf or {}):
+            self._apply_pending(record)
+        elif record.is_scaled:
             self.unscale_(record.optimizer)
             record = self._record(record.optimizer)
         return record
 
-    def _is_finite(self, record: OptimizerRecord) -> bool:
-        """Whether gradients that are still scaled were checked, and found finite."""
-        return record.inv_scale is not None and not self._operations.any_set(record.found_inf or {})
-
-    def _clip(self, record: OptimizerRecord) -> None:
-        """Multiply the gradients by what they are still to be multiplied by."""
-        factors = [f for f in (record.clip_coefficient, record.inv_scale) if f is not None]
-        if not factors:
+    def _apply_pending(self, record: OptimizerRecord) -> None:
+        """Multiply the gradients by what they still have to be multiplied by."""
+        factor = record.pending()
+        if factor is None:
             return
-        factor = math.prod(factors[1:], start=factors[0])
         try:
             self._operations.multiply_gradients_(record.optimizer, factor)
             record.clip_coefficient = record.inv_scale = None
-            record.stage = Stage.UNSCALED
+            if record.is_scaled:
+                record.stage = Stage.UNSCALED
         except BaseException as error:
             self._note_interrupt(record, error)
             raise

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradscaler.operations import Tensor
-from gradscaler.small_tensors import batches_of_small
+from gradscaler._eager.operations import Tensor
+from gradscaler._eager.small_tensors import batches_of_small
 
 _ROW = 2**14  # elements
 _MANY_ROWS = 16 * _ROW  # so many that reading them row by row is worth the calls

@@ -1,0 +1,169 @@
+"""A step with a closure: an evaluation that overflows is repeated at a backed-off scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gradscaler._eager.operations import FoundInf, Operations, Optimizer, Tensor
+from gradscaler._eager.record import OptimizerRecord
+from gradscaler.errors import CallOrderError
+from gradscaler.outcome import Reason
+from gradscaler.policies import Policy, ScaleState
+
+DEFAULT_MAX_RETRIES = 16
+"""From the usual first scale, 2**16, this many halvings reach 1."""
+
+
+class Closures:
+    """What a scaler knows of the closures that it ran since the last ``update``.
+
+    Attributes:
+        backed_off: the state that evaluations use, if one overflowed. The scaler's own state
+            waits for ``update``: other optimizers' gradients were made with its scale.
+        losses: while a closure runs, the losses that it scaled, each scaled and unscaled; else
+            None.
+    """
+
+    def __init__(self) -> None:
+        self.backed_off: ScaleState | None = None
+        self.losses: list[tuple[Tensor, Tensor]] | None = None
+
+    def refuse(self, call: str) -> None:
+        """Raise if a closure runs.
+
+        Raises:
+            CallOrderError: ``call`` has no place in a closure.
+        """
+        if self.losses is not None:
+            raise CallOrderError(
+                f"{call}() was called in a closure: call scaler.step(optimizer, closure) and "
+                "scaler.update() outside of it"
+            )
+
+
+class _RetriesExhaustedError(Exception):
+    """Carries a skip out of ``optimizer.step``, through whatever called the closure."""
+
+    def __init__(self, record: OptimizerRecord) -> None:
+        super().__init__()
+        self.record = record
+
+
+@dataclass
+class ClosureRun:
+    """One ``optimizer.step(closure)`` whose evaluations are unscaled and finite.
+
+    Attributes:
+        optimizer: the optimizer to step.
+        closure: the user's; it makes scaled gradients, and returns the loss.
+        max_retries: how often an evaluation that overflows is repeated.
+        operations: the framework's.
+        records: the scaler's, by the optimizer's id.
+        closures: the scaler's.
+        state: returns the scaler's, once a loss was scaled.
+        policy: what backs off; None if the scale does not move.
+        unscale: unscales the gradients of an optimizer, and keeps its record.
+        apply_pending: multiplies the gradients by what a record says.
+    """
+
+    optimizer: Optimizer
+    closure: Callable[[], Any]
+    max_retries: int
+    operations: Operations
+    records: dict[int, OptimizerRecord]
+    closures: Closures
+    state: Callable[[], ScaleState]
+    policy: Policy | None
+    unscale: Callable[[Optimizer], None]
+    apply_pending: Callable[[OptimizerRecord], None]
+
+    def step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, OptimizerRecord, Reason | None]:
+        """Step the optimizer, or skip.
+
+        The first evaluation is made before ``optimizer.step``, so most skips never enter it. One
+        that overflows for good later, in an optimizer that evaluates repeatedly, rolls the step
+        back. If anything else raises, all is as before.
+
+        Returns:
+            What ``optimizer.step`` returned, the record of the last evaluation, and the reason of
+            a skip that found_inf does not tell.
+        """
+        backed_off = self.closures.backed_off
+        record_before = self.records.get(id(self.optimizer))
+        restore: Callable[[], None] | None = None
+        try:
+            loss, record = self._evaluate()
+            if not record.found_inf:
+                return None, record, None
+            restore = self.operations.snapshot(self.optimizer)
+            first = [loss]
+
+            def evaluate() -> Any:
+                nonlocal record
+                if first:
+                    return first.pop()
+                loss, record = self._evaluate()
+                return loss
+
+            result = self.optimizer.step(evaluate, *args, **kwargs)
+        except _RetriesExhaustedError as exhausted:
+            if restore is not None:
+                restore()
+            return None, exhausted.record, "retries_exhausted"
+        except BaseException:
+            if restore is not None:
+                restore()
+            self.records.pop(id(self.optimizer), None)
+            if record_before is not None:
+                self.records[id(self.optimizer)] = record_before
+            self.closures.backed_off = backed_off
+            raise
+        return result, record, None
+
+    def _evaluate(self) -> tuple[Any, OptimizerRecord]:
+        """The unscaled loss of an evaluation that left finite, unscaled gradients."""
+        for retries_left in reversed(range(self.max_retries + 1)):
+            loss, record = self._evaluate_once()
+            if not (record.found_inf and self.operations.any_set(record.found_inf)):
+                self.apply_pending(record)
+                return loss, record
+            if retries_left == 0 or not self._back_off(record.found_inf):
+                break
+            self.operations.clear_gradients(self.optimizer)
+        raise _RetriesExhaustedError(record)
+
+    def _evaluate_once(self) -> tuple[Any, OptimizerRecord]:
+        """The unscaled loss, and the record of gradients that are unscaled."""
+        key = id(self.optimizer)
+        self.records.pop(key, None)
+        try:
+            self.closures.losses = []
+            with self.operations.enable_grad():
+                loss = self.closure()
+            if not self.closures.losses:
+                raise CallOrderError(
+                    "the closure scaled no loss: call scaler.scale(loss).backward() in it"
+                )
+            if key not in self.records:  # unless the closure unscaled, to clip
+                self.unscale(self.optimizer)
+        finally:
+            losses, self.closures.losses = self.closures.losses, None
+        unscaled = [outputs for scaled, outputs in losses or () if scaled is loss]
+        return (unscaled[0] if unscaled else loss), self.records[key]
+
+    def _back_off(self, found_inf: FoundInf) -> bool:
+        """Lower the scale that evaluations use; False where the policy will not."""
+        if self.policy is None:
+            return False
+        state = self.operations.copy(self.closures.backed_off or self.state())
+        before = float(state.scale)
+        for _ in range(getattr(self.policy, "hysteresis", 1)):
+            state = self.operations.advance(self.policy, state, [found_inf])
+            if float(state.scale) < before:
+                self.closures.backed_off = state
+                return True
+        return False

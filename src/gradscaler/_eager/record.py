@@ -1,0 +1,122 @@
+"""What is known of one optimizer's gradients in the current iteration."""
+
+from __future__ import annotations
+
+import math
+from enum import Enum, auto
+from typing import Any
+
+from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
+from gradscaler.errors import CallOrderError
+
+
+class Stage(Enum):
+    """What is true of an optimizer's gradients."""
+
+    SCALED = auto()
+    """They are as the backward pass left them."""
+    MEASURED = auto()
+    """They are still scaled; their norm and found_inf are known."""
+    UNSCALED_TO_CLIP = auto()
+    """``clip_grad_norm_`` divided them by the scale; ``unscale_`` may still be called."""
+    UNSCALED = auto()
+    """They are divided by the scale, and found_inf is known."""
+    STEPPED = auto()
+    """The optimizer has stepped, or skipped its step."""
+    INTERRUPTED = auto()
+    """A call ended on the way: some may be unscaled, and some not."""
+
+
+_INTERRUPTED = (
+    "a call was interrupted in this iteration, and some gradients may be unscaled: clear the "
+    "gradients, call scaler.update(), and repeat the iteration"
+)
+
+TRANSITIONS: dict[tuple[Stage, str], Stage | str] = {
+    (Stage.SCALED, "unscale_"): Stage.UNSCALED,
+    (Stage.SCALED, "clip_grad_norm_"): Stage.MEASURED,  # UNSCALED_TO_CLIP where that cannot tell
+    (Stage.SCALED, "step"): Stage.STEPPED,
+    (Stage.MEASURED, "unscale_"): Stage.UNSCALED,
+    (Stage.MEASURED, "clip_grad_norm_"): Stage.UNSCALED_TO_CLIP,
+    (Stage.MEASURED, "step"): Stage.STEPPED,
+    (Stage.UNSCALED_TO_CLIP, "unscale_"): Stage.UNSCALED,
+    (Stage.UNSCALED_TO_CLIP, "clip_grad_norm_"): Stage.UNSCALED_TO_CLIP,
+    (Stage.UNSCALED_TO_CLIP, "step"): Stage.STEPPED,
+    (Stage.UNSCALED, "unscale_"): (
+        "unscale_() has already been called on this optimizer since the last update(): call "
+        "update() once per iteration, after step(optimizer)"
+    ),
+    (Stage.UNSCALED, "clip_grad_norm_"): Stage.UNSCALED,
+    (Stage.UNSCALED, "step"): Stage.STEPPED,
+    (Stage.STEPPED, "unscale_"): (
+        "unscale_() is being called after step(): call update() first, or unscale_() before step()"
+    ),
+    (Stage.STEPPED, "clip_grad_norm_"): (
+        "clip_grad_norm_() is being called after step(): call it before step(optimizer)"
+    ),
+    (Stage.STEPPED, "step"): (
+        "step() has already been called since the last update(): call update() once per iteration, "
+        "after step(optimizer)"
+    ),
+    (Stage.INTERRUPTED, "unscale_"): _INTERRUPTED,
+    (Stage.INTERRUPTED, "clip_grad_norm_"): _INTERRUPTED,
+    (Stage.INTERRUPTED, "step"): _INTERRUPTED,
+}
+"""The stage after a user's call that runs to its end, or the error that the call raises."""
+
+
+FRAMEWORK_STAGES = {
+    "READY": Stage.SCALED,
+    "UNSCALED": Stage.UNSCALED,
+    "STEPPED": Stage.STEPPED,
+}
+"""The three stages that frameworks know."""
+
+
+class OptimizerRecord:
+    """The state of one optimizer in one iteration.
+
+    Attributes:
+        optimizer: kept alive until the iteration ends, so that its id stays its own.
+        stage: what is true of its gradients.
+        found_inf: its own flags; None until its gradients were checked.
+        scale: the scale that its gradients are unscaled by.
+        inv_scale: 1/scale if the gradients are MEASURED, else None.
+        clip_coefficient: what clipping still has to multiply the gradients by, or None.
+    """
+
+    def __init__(self) -> None:
+        self.optimizer: Optimizer = None
+        self.stage = Stage.SCALED
+        self.found_inf: FoundInf | None = None
+        self.scale: Any = None
+        self.inv_scale: Tensor | None = None
+        self.clip_coefficient: Tensor | None = None
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the gradients are still multiplied by the loss scale."""
+        return self.stage in (Stage.SCALED, Stage.MEASURED)
+
+    @property
+    def framework_stage(self) -> str:
+        """The name of the stage that frameworks know: READY, UNSCALED or STEPPED."""
+        if self.is_scaled:
+            return "READY"
+        return "STEPPED" if self.stage is Stage.STEPPED else "UNSCALED"
+
+    def after(self, call: str) -> Stage:
+        """The stage after a call of the user's.
+
+        Raises:
+            CallOrderError: it may not come now; the message names the call that is missing.
+        """
+        after = TRANSITIONS[self.stage, call]
+        if isinstance(after, str):
+            raise CallOrderError(after)
+        return after
+
+    def pending(self) -> Tensor | None:
+        """What the gradients still have to be multiplied by; None if nothing."""
+        factors = [f for f in (self.clip_coefficient, self.inv_scale) if f is not None]
+        return math.prod(factors[1:], start=factors[0]) if factors else None
