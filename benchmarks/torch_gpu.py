@@ -83,7 +83,7 @@ def check_a_graph(clip: bool) -> None:
         )
         for _ in range(2)
     )
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch leaves it so
+    side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         captured.step()

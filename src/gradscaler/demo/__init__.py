@@ -101,13 +101,18 @@ def _summary(runs: list[Run]) -> Table:
         alike = [run for run in runs if run.mode == mode]
         table.add_row(
             mode,
-            _range([100 * run.explained for run in alike], "{:.1f} %"),
-            f"{np.mean([run.flushed_share for run in alike]):.1%}",
+            _range([_percent(run.explained) for run in alike], "{:.1f} %"),
+            f"{_percent(np.mean([run.flushed_share for run in alike]).item()):.1f} %",
             _range([run.scales[-1] for run in alike if run.scales], "{:,.0f}"),
             _range([run.skipped for run in alike if run.scales], "{:.0f}"),
             f"{np.mean([run.seconds for run in alike]):.1f}",
         )
     return table
+
+
+def _percent(share: float) -> float:
+    """In percent to one digit, without a minus before zero."""
+    return round(100 * share, 1) + 0.0
 
 
 def _range(values: Sequence[float], form: str) -> str:
@@ -123,6 +128,6 @@ def _every_run(runs: list[Run]) -> Table:
         table.add_column(heading, justify="right")
     for i in range(0, len(runs), len(MODES)):
         alike = runs[i : i + len(MODES)]
-        shares = [f"{run.explained:.1%}" for run in alike]
+        shares = [f"{_percent(run.explained):.1f} %" for run in alike]
         table.add_row(str(alike[0].seed), str(alike[0].threads), *shares)
     return table

@@ -73,7 +73,8 @@ class GradScaler(
         allow_fp16_gradients: bool = False,
         max_retries: int = DEFAULT_MAX_RETRIES,
     ) -> None:
-        if isinstance(device, (int, float)):
+        given: object = device
+        if isinstance(given, (int, float)):
             raise TypeError(
                 f"device must be the name of a device, got {device!r}; for the scale before the "
                 f"first step, write init_scale={device!r}"
