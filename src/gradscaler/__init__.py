@@ -7,6 +7,7 @@ imported with its framework when it is first used.
 
 from importlib import import_module
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from gradscaler.errors import CallOrderError, ParameterError
 from gradscaler.outcome import NonfiniteGradient, StepOutcome
@@ -28,8 +29,10 @@ _FRAMEWORKS = ("torch", "tensorplay", "paddle", "mindspore", "jax", "keras", "tf
 _SUBMODULES = (*_FRAMEWORKS, "checkpoint", "diagnose")
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Import a submodule when it is first used."""
-    if name in _SUBMODULES:
-        return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # type checkers would take any name for a module's
+
+    def __getattr__(name: str) -> ModuleType:
+        """Import a submodule when it is first used."""
+        if name in _SUBMODULES:
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

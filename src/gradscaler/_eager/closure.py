@@ -121,6 +121,7 @@ class ClosureRun:
             if record_before is not None:
                 self.records[id(self.optimizer)] = record_before
             self.closures.backed_off = backed_off
+            self.closures.losses = None  # an interrupt may have come before it was
             raise
         return result, record, None
 

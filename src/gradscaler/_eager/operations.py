@@ -63,6 +63,9 @@ class Operations(Protocol):
     def multiply_gradients_(self, optimizer: Optimizer, factor: Tensor, /) -> None:
         """Multiply the optimizer's gradients in place."""
 
+    def current_gradients(self, optimizer: Optimizer, /) -> list[Tensor]:
+        """The dense tensors that hold the optimizer's gradients now, each with a ``data_ptr``."""
+
     def clear_gradients(self, optimizer: Optimizer, /) -> None:
         """Leave the optimizer's parameters without gradients."""
 

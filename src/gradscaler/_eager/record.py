@@ -27,9 +27,9 @@ class Stage(Enum):
     """A call ended on the way: some may be unscaled, and some not."""
 
 
-_INTERRUPTED = (
-    "a call was interrupted in this iteration, and some gradients may be unscaled: clear the "
-    "gradients, call scaler.update(), and repeat the iteration"
+UNKNOWN_GRADIENTS = (
+    "a call raised in this iteration, or a loss was scaled after it, so some gradients may be "
+    "unscaled: clear the gradients, call scaler.update(), and repeat the iteration"
 )
 
 TRANSITIONS: dict[tuple[Stage, str], Stage | str] = {
@@ -58,9 +58,9 @@ TRANSITIONS: dict[tuple[Stage, str], Stage | str] = {
         "step() has already been called since the last update(): call update() once per iteration, "
         "after step(optimizer)"
     ),
-    (Stage.INTERRUPTED, "unscale_"): _INTERRUPTED,
-    (Stage.INTERRUPTED, "clip_grad_norm_"): _INTERRUPTED,
-    (Stage.INTERRUPTED, "step"): _INTERRUPTED,
+    (Stage.INTERRUPTED, "unscale_"): UNKNOWN_GRADIENTS,
+    (Stage.INTERRUPTED, "clip_grad_norm_"): UNKNOWN_GRADIENTS,
+    (Stage.INTERRUPTED, "step"): UNKNOWN_GRADIENTS,
 }
 """The stage after a user's call that runs to its end, or the error that the call raises."""
 
@@ -83,6 +83,8 @@ class OptimizerRecord:
         scale: the scale that its gradients are unscaled by.
         inv_scale: 1/scale if the gradients are MEASURED, else None.
         clip_coefficient: what clipping still has to multiply the gradients by, or None.
+        losses: how many losses had been scaled when the gradients were clipped, or None.
+        stale: the gradients when a call of this optimizer raised, or None.
     """
 
     def __init__(self) -> None:
@@ -92,6 +94,8 @@ class OptimizerRecord:
         self.scale: Any = None
         self.inv_scale: Tensor | None = None
         self.clip_coefficient: Tensor | None = None
+        self.losses: int | None = None
+        self.stale: list[Tensor] | None = None
 
     @property
     def is_scaled(self) -> bool:

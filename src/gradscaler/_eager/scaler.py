@@ -11,7 +11,7 @@ from weakref import ref
 
 from gradscaler._eager.closure import ClosureRun, Closures
 from gradscaler._eager.operations import FoundInf, Operations, Optimizer, Tensor
-from gradscaler._eager.record import OptimizerRecord, Stage
+from gradscaler._eager.record import UNKNOWN_GRADIENTS, OptimizerRecord, Stage
 from gradscaler.errors import CallOrderError
 from gradscaler.outcome import Observer, Reason, StepOutcome
 from gradscaler.policies import Policy, ScaleState
@@ -43,7 +43,6 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         self._max_retries = _check_retries(max_retries)
         self._initial_state = policy.init()
         self._state: ScaleState | None = None  # placed where the first scaled tensor lives
-        self._closures = Closures()
         self._records: defaultdict[int, OptimizerRecord] = defaultdict(self._record_type)
         self._start_records()
 
@@ -78,8 +77,9 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if not self._enabled:
             return outputs
         if self._operations.is_tensor(outputs):
-            if self._raised_steps:
-                self._give_up_raised_steps()
+            self._num_losses += 1
+            if self._raised:
+                self._give_up_raised()
             state = self._state or self._place(outputs.device)
             for observer in self._observers:
                 observer.scaled(outputs)
@@ -181,11 +181,11 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             result = self._step_if_finite(optimizer, record, args, kwargs)
             self._conclude(optimizer, record)
         except BaseException:
-            self._note_raised_step(optimizer)
+            self._note_raised(optimizer)
             raise
         return result
 
-    def update(self, new_scale: Any = None) -> None:
+    def update(self, new_scale: float | TensorT | None = None) -> None:
         """Move the scale by the policy, from what this iteration's checks found.
 
         Any optimizer's overflow makes it a non-finite step. Where no optimizer had gradients, it
@@ -209,11 +209,10 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         else:
             records = self._records.values()
             found_infs = [record.found_inf for record in records if record.found_inf]
-            is_nothing_known = all(
+            if not found_infs and all(
                 record.found_inf is None and record.stage is not Stage.INTERRUPTED
                 for record in records
-            )
-            if not found_infs and is_nothing_known:
+            ):
                 raise CallOrderError(
                     "No inf checks were recorded prior to update(): call step(optimizer) or "
                     "unscale_(optimizer) before update()"
@@ -275,32 +274,11 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             raise ValueError(f"max_norm must be >= 0, got {max_norm!r}")
         if self._enabled:
             self._placed_state("clip_grad_norm_")
-        record = self._record(optimizer)
-        after = record.after("clip_grad_norm_")
-        if record.clip_coefficient is not None:  # of an earlier call
-            self._apply_pending(record)
-            record.stage = after
-        norm: Tensor | None = None
-        if self._enabled and record.stage is Stage.SCALED and norm_type == 2:
-            norm = self._measure(record)
-        if self._enabled and norm is None and record.is_scaled:
-            self.unscale_(optimizer)
-            record = self._record(optimizer)
-            record.stage = Stage.UNSCALED_TO_CLIP
-        if norm is None:
-            norm = self._operations.total_norm(optimizer, float(norm_type))
-        if error_if_nonfinite and not math.isfinite(float(norm)):
-            raise RuntimeError(
-                f"the total norm of order {norm_type} of the gradients is {float(norm)}, so they "
-                "cannot be clipped; with error_if_nonfinite=False the step is skipped instead"
-            )
-        coefficient = self._operations.clip_coefficient(float(max_norm), norm)
-        if self._enabled:
-            record.clip_coefficient = coefficient
-            self._records[id(optimizer)] = record
-        else:  # step() is not ours then: clip at once
-            self._operations.multiply_gradients_(optimizer, coefficient)
-        return norm  # type: ignore[no-any-return] # the operations' Tensor is Any
+        try:
+            return self._clip(optimizer, float(max_norm), norm_type, error_if_nonfinite)
+        except BaseException:
+            self._note_raised(optimizer)
+            raise
 
     def last_step(self, optimizer: OptimizerT) -> StepOutcome:
         """What happened in the optimizer's latest step through this scaler.
@@ -383,7 +361,9 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
                 "a scaler may only be pickled or copied at the beginning of an iteration, or at "
                 "the end: call update() first"
             )
-        left_out = dict.fromkeys(("_state", "_outcomes", "_history", "_observers"))
+        left_out = dict.fromkeys(
+            ("_state", "_outcomes", "_history", "_observers", "_closures", "_raised")
+        )
         return {**self.__dict__, **left_out, "_initial_state": self._host_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -397,7 +377,9 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         self._outcomes = _Outcomes()
         self._history: deque[StepOutcome] = deque(maxlen=HISTORY_LENGTH)
         self._observers: list[Observer] = []
-        self._raised_steps: list[OptimizerRecord] = []  # in this iteration; may be taken again
+        self._closures = Closures()
+        self._num_losses = 0
+        self._raised: list[OptimizerRecord] = []  # what raised in this iteration, to be repeated
 
     def _host_state(self) -> ScaleState:
         """The state in host scalars; waits for the device."""
@@ -411,6 +393,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def _record(self, optimizer: Optimizer) -> OptimizerRecord:
         """The optimizer's record, or a new one that is not kept yet."""
         record = self._records.get(id(optimizer)) or self._record_type()
+        if record.stage is Stage.INTERRUPTED and self._are_new(record.stale, optimizer):
+            record = self._record_type()
         record.optimizer = optimizer
         return record
 
@@ -421,11 +405,45 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         record.after("step")
         return record
 
+    def _clip(
+        self, optimizer: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> Any:
+        """Measure the norm, and have the gradients multiplied in ``step``."""
+        record = self._record(optimizer)
+        after = record.after("clip_grad_norm_")
+        if record.losses not in (None, self._num_losses):
+            raise CallOrderError(UNKNOWN_GRADIENTS)
+        if record.clip_coefficient is not None:  # of an earlier call
+            self._apply_pending(record)
+            record.stage = after
+        norm: Tensor | None = None
+        if self._enabled and record.stage is Stage.SCALED and norm_type == 2:
+            norm = self._measure(record)
+        if self._enabled and norm is None and record.is_scaled:
+            self.unscale_(optimizer)
+            record = self._record(optimizer)
+            record.stage = Stage.UNSCALED_TO_CLIP
+        if norm is None:
+            norm = self._operations.total_norm(optimizer, float(norm_type))
+        if error_if_nonfinite and not math.isfinite(float(norm)):
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the gradients is {float(norm)}, so they "
+                "cannot be clipped; with error_if_nonfinite=False the step is skipped instead"
+            )
+        coefficient = self._operations.clip_coefficient(max_norm, norm)
+        if self._enabled:
+            record.clip_coefficient = coefficient
+            record.losses = self._num_losses
+            self._records[id(optimizer)] = record
+        else:  # step() is not ours then: clip at once
+            self._operations.multiply_gradients_(optimizer, coefficient)
+        return norm
+
     def _end_iteration(self) -> None:
         """Forget what is known of the gradients."""
         self._closures.backed_off = None
         self._records.clear()
-        self._raised_steps.clear()
+        self._raised.clear()
 
     def _step_with_closure(
         self,
@@ -452,26 +470,34 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         return result
 
     def _note_interrupt(self, record: OptimizerRecord, error: BaseException) -> None:
-        """Refuse to go on with gradients that may be unscaled in part.
+        """Remember gradients that may be unscaled in part.
 
-        An adapter refuses gradients before it changes one, by a ValueError or NotImplementedError.
+        An adapter refuses gradients before it changes one, by an error of these types.
         """
-        if not isinstance(error, (ValueError, NotImplementedError)):
+        if not isinstance(error, (ValueError, NotImplementedError, AttributeError)):
             record.stage = Stage.INTERRUPTED
+            record.stale = self._operations.current_gradients(record.optimizer)
             self._records[id(record.optimizer)] = record
 
-    def _note_raised_step(self, optimizer: Optimizer) -> None:
-        """Let a step that raised be taken again, as long as no other loss is scaled."""
+    def _note_raised(self, optimizer: Optimizer) -> None:
+        """Let a call that raised be repeated, as long as no other loss is scaled."""
         record = self._records.get(id(optimizer))
         if record is not None and record.stage in _KNOWN:
-            self._raised_steps.append(record)
+            self._raised.append(record)
 
-    def _give_up_raised_steps(self) -> None:
-        """Refuse steps that raised: what is known of their gradients is not true of new ones."""
-        for record in self._raised_steps:
-            if record.stage is not Stage.STEPPED:
+    def _give_up_raised(self) -> None:
+        """What is known of gradients when a call raised is not true of those of another loss."""
+        for record in self._raised:
+            if record.stage in _KNOWN:
                 record.stage = Stage.INTERRUPTED
-        self._raised_steps.clear()
+                record.stale = self._operations.current_gradients(record.optimizer)
+        self._raised.clear()
+
+    def _are_new(self, stale: list[Tensor] | None, optimizer: Optimizer) -> bool:
+        """Whether no gradient lies where one did when a call raised: all come from another loss."""
+        places = {gradient.data_ptr() for gradient in stale or ()}
+        gradients = self._operations.current_gradients(optimizer)
+        return places.isdisjoint(gradient.data_ptr() for gradient in gradients)
 
     def _announce_unscale(self, optimizer: Optimizer, state: ScaleState) -> None:
         if self._closures.losses is None:  # a closure may be called again

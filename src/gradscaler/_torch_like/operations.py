@@ -283,6 +283,10 @@ class TorchLikeOperations:
             for device, grads in self.grouped(self.gradients(optimizer)):
                 self.framework._foreach_mul_(grads, self.on_device(factor, device))
 
+    def current_gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        grads = [grad for p in parameters_of(optimizer) if (grad := p.grad) is not None]
+        return [grad._values() if grad.is_sparse else grad for grad in grads]
+
     def clear_gradients(self, optimizer: Optimizer) -> None:
         for parameter in parameters_of(optimizer):
             parameter.grad = None

@@ -257,20 +257,16 @@ def _step_with(
 ) -> Any:
     """``optimizer.step`` with the two attributes, which an interrupt does not leave behind."""
     try:
-        try:
-            optimizer.grad_scale = grad_scale
-            optimizer.found_inf = found_inf
-            return optimizer.step(*args, **kwargs)
-        finally:
-            _forget(optimizer)
-    finally:  # once more, for an interrupt may have come in between
-        _forget(optimizer)
-
-
-def _forget(optimizer: Optimizer) -> None:
-    for name in ("grad_scale", "found_inf"):
-        if hasattr(optimizer, name):
-            delattr(optimizer, name)
+        optimizer.grad_scale = grad_scale
+        optimizer.found_inf = found_inf
+        result = optimizer.step(*args, **kwargs)
+        del optimizer.grad_scale, optimizer.found_inf
+    except BaseException:
+        for name in ("grad_scale", "found_inf"):
+            if hasattr(optimizer, name):
+                delattr(optimizer, name)
+        raise
+    return result
 
 
 def _takes_grad_scaler(step: Callable[..., Any]) -> bool:

@@ -135,5 +135,6 @@ def _norm_of(array: Any) -> float:
     if jax is not None and isinstance(array, jax.Array):  # found where the array is
         return float(jax.numpy.linalg.norm(array.astype("float32").ravel()))
     flat = arrays.to_numpy(array).ravel()
-    norm = float(np.linalg.norm(flat if flat.dtype.itemsize > 2 else flat.astype(np.float32)))
+    with np.errstate(over="ignore"):  # finite numbers may have squares that are not
+        norm = float(np.linalg.norm(flat if flat.dtype.itemsize > 2 else flat.astype(np.float32)))
     return norm if math.isfinite(norm) else float(np.linalg.norm(flat.astype(np.float64)))

@@ -184,6 +184,11 @@ def multiply_gradients_(optimizer: Any, factor: Tensor) -> None:
         _multiply_(grads, factor.item())
 
 
+def current_gradients(optimizer: Any) -> list[Tensor]:
+    grads = [grad for p in parameters_of(optimizer) if (grad := p._grad_ivar()) is not None]
+    return [grad for grad in grads if not grad.is_selected_rows()]
+
+
 def clear_gradients(optimizer: Any) -> None:
     for parameter in parameters_of(optimizer):
         parameter.clear_gradient(False)

@@ -145,7 +145,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
             return var
         return super().scale(var)
 
-    def unscale_(self, optimizer: Any) -> None:
+    def unscale_(self, optimizer: paddle.optimizer.Optimizer) -> None:
         """Divide the optimizer's gradients by the loss scale, in place, and check them.
 
         Optional: ``step`` and ``minimize`` do it where you did not.
@@ -175,7 +175,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
             record.found_inf = {"found_inf": self._found_inf}
         record.stage = Stage.UNSCALED
 
-    def minimize(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def minimize(self, optimizer: paddle.optimizer.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale the gradients, ``optimizer.minimize(*args, **kwargs)`` or skip, and ``update``.
 
         Args:
@@ -199,7 +199,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
                 result = _skipped_minimize(optimizer, args, kwargs)
             self._conclude(optimizer, record)
         except BaseException:
-            self._note_raised_step(optimizer)
+            self._note_raised(optimizer)
             raise
         self.update()
         return result

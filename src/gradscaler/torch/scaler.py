@@ -90,8 +90,8 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
     ) -> None:
         if device is not None and not isinstance(device, (str, torch.device)):
             raise TypeError(
-                f"device must be the name of a device or None, got {device!r}; for the scale "
-                f"before the first step, write init_scale={device!r}"
+                f"device must be the name of a device or None, got {device!r}; give the scale "
+                "before the first step by name: init_scale=65536.0"
             )
         if isinstance(device, torch.device):
             device = device.type
