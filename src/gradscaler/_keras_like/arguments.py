@@ -7,18 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from gradscaler.errors import ParameterError
-from gradscaler.policies import DynamicScale, FixedScale
-
-ScalePolicy = DynamicScale | FixedScale
+from gradscaler.policies import DynamicScale, FixedScale, Rule
+from gradscaler.policies.spelling import changed, check_alone, check_policy
 
 
 def policy_from(
     dynamic: object,
     initial_scale: object = None,
     dynamic_growth_steps: object = None,
-    policy: object = None,
-) -> ScalePolicy:
+    policy: Rule | None = None,
+) -> Rule:
     """The policy that the arguments ask for.
 
     Raises:
@@ -31,17 +29,17 @@ def policy_from(
             f"but got: {dynamic!r}. If it is the scale, write initial_scale={dynamic!r}"
         )
     if policy is not None:
-        if (dynamic, initial_scale, dynamic_growth_steps) != (True, None, None):
-            raise ParameterError(
-                "policy= already says how the scale moves: leave out dynamic, initial_scale and "
-                f"dynamic_growth_steps, got {(dynamic, initial_scale, dynamic_growth_steps)!r} "
-                f"beside {policy!r}"
-            )
-        if not isinstance(policy, (DynamicScale, FixedScale)):
-            raise TypeError(f"policy must be a DynamicScale or a FixedScale, got {policy!r}")
+        check_alone(
+            policy,
+            (True, None, None),
+            dynamic=dynamic,
+            initial_scale=initial_scale,
+            dynamic_growth_steps=dynamic_growth_steps,
+        )
+        check_policy(policy, Rule)
         return policy
     if dynamic:
-        rule: ScalePolicy = DynamicScale.keras()
+        rule: Rule = DynamicScale.keras()
         if initial_scale is not None:
             rule = with_initial_scale(rule, initial_scale)
         if dynamic_growth_steps is not None:
@@ -58,13 +56,13 @@ def policy_from(
     )
 
 
-def with_initial_scale(policy: ScalePolicy, initial_scale: Any) -> ScalePolicy:
+def with_initial_scale(policy: Rule, initial_scale: Any) -> Rule:
     """The policy with another scale to start from; ValueError or TypeError if it cannot have it."""
     field = "init_scale" if isinstance(policy, DynamicScale) else "scale"
-    return _replaced(policy, field, "initial_scale", initial_scale)
+    return changed(policy, {"initial_scale": field}, initial_scale=initial_scale)
 
 
-def with_growth_steps(policy: ScalePolicy, dynamic_growth_steps: Any) -> ScalePolicy:
+def with_growth_steps(policy: Rule, dynamic_growth_steps: Any) -> Rule:
     """The policy with another growth interval; ValueError or TypeError if it cannot have it."""
     if isinstance(policy, FixedScale):
         if dynamic_growth_steps is None:
@@ -75,28 +73,21 @@ def with_growth_steps(policy: ScalePolicy, dynamic_growth_steps: Any) -> ScalePo
         )
     if isinstance(dynamic_growth_steps, float) and dynamic_growth_steps.is_integer():
         dynamic_growth_steps = int(dynamic_growth_steps)  # Keras takes 2000.0, too
-    return _replaced(policy, "growth_interval", "dynamic_growth_steps", dynamic_growth_steps)
+    fields = {"dynamic_growth_steps": "growth_interval"}
+    return changed(policy, fields, dynamic_growth_steps=dynamic_growth_steps)
 
 
-def _replaced(policy: ScalePolicy, field: str, keras_name: str, value: object) -> ScalePolicy:
-    try:
-        changes: dict[str, Any] = {field: value}
-        return dataclasses.replace(policy, **changes)
-    except (TypeError, ValueError) as error:
-        raise type(error)(str(error).replace(field, keras_name, 1)) from None
-
-
-def initial_scale_of(policy: ScalePolicy) -> float:
+def initial_scale_of(policy: Rule) -> float:
     """The scale before the first step."""
     return policy.init_scale if isinstance(policy, DynamicScale) else policy.scale
 
 
-def growth_steps_of(policy: ScalePolicy) -> int | None:
+def growth_steps_of(policy: Rule) -> int | None:
     """Finite steps in a row before the scale doubles; None if it never moves."""
     return policy.growth_interval if isinstance(policy, DynamicScale) else None
 
 
-def config_of(policy: ScalePolicy) -> dict[str, Any]:
+def config_of(policy: Rule) -> dict[str, Any]:
     """The arguments that :func:`policy_from` makes the policy of, in what JSON can hold."""
     if isinstance(policy, DynamicScale) and _bounds_and_factors(policy) != _KERAS:
         return {"policy": dataclasses.asdict(policy)}

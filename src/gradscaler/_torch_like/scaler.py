@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable
@@ -11,20 +10,20 @@ from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from gradscaler import checkpoint
 from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
 from gradscaler._eager.record import OptimizerRecord, Stage
 from gradscaler._eager.scaler import EagerScaler, OptimizerT, TensorT
 from gradscaler._torch_like.operations import is_cpu
 from gradscaler._torch_like.spelling import TorchSpelling
-from gradscaler.checkpoint.state_dicts import count_in, state_values
+from gradscaler.checkpoint.formats import TORCH_KEYS, read_torch
+from gradscaler.checkpoint.state_dicts import state_values
 from gradscaler.errors import ParameterError
-from gradscaler.policies import DynamicScale, FixedScale, Policy, ScaleState, checks
+from gradscaler.policies import DynamicScale, Policy, ScaleState, checks
+from gradscaler.policies.spelling import check_alone, check_policy
 
+_dynamic_scale = lru_cache(typed=True)(DynamicScale)  # checking takes longest of all in a scaler
 _KNOWN_STEPS: WeakKeyDictionary[FunctionType, bool] = WeakKeyDictionary()
-_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 class TorchLikeScaler(TorchSpelling[TensorT, OptimizerT]):
@@ -45,16 +44,17 @@ class TorchLikeScaler(TorchSpelling[TensorT, OptimizerT]):
         given = (init_scale, growth_factor, backoff_factor, growth_interval)
         if policy is None:
             plain = all(isinstance(value, (int, float)) for value in given)
-            policy = (_dynamic_scale if plain else _dynamic_scale.__wrapped__)(*given)
-        elif given != (2.0**16, 2.0, 0.5, 2000):
-            raise ParameterError(
-                "policy= already says how the scale moves: leave out init_scale, growth_factor, "
-                f"backoff_factor and growth_interval, got {given!r} beside {policy!r}"
+            policy = (_dynamic_scale if plain else DynamicScale)(*given)
+        else:
+            check_alone(
+                policy,
+                (2.0**16, 2.0, 0.5, 2000),
+                init_scale=init_scale,
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                growth_interval=growth_interval,
             )
-        elif isinstance(policy, type) or not (
-            hasattr(policy, "init") and hasattr(policy, "update")
-        ):
-            raise TypeError(f"policy must be a DynamicScale or a FixedScale, got {policy!r}")
+            check_policy(policy)
         super().__init__(policy, enabled, max_retries)
 
     # State.
@@ -77,7 +77,7 @@ class TorchLikeScaler(TorchSpelling[TensorT, OptimizerT]):
             self.get_growth_interval(),
             int(state.finite_steps),
         )
-        state_dict: dict[str, Any] = dict(zip(_KEYS, values, strict=True))
+        state_dict: dict[str, Any] = dict(zip(TORCH_KEYS, values, strict=True))
         if getattr(self._policy, "hysteresis", 1) > 1:
             state_dict["_nonfinite_steps"] = int(state.nonfinite_steps)
         return state_dict
@@ -97,7 +97,9 @@ class TorchLikeScaler(TorchSpelling[TensorT, OptimizerT]):
         if not self._enabled:
             return
         if checkpoint.detect(state_dict) in (None, "torch"):
-            policy, state = self._read_own(state_dict)
+            values = {**state_dict, **state_values(state_dict, TORCH_KEYS)}
+            own = self._policy if isinstance(self._policy, DynamicScale) else DynamicScale()
+            policy, state = read_torch(values, own)
         else:
             policy, state = checkpoint.read(state_dict)
         self._policy = policy
@@ -105,26 +107,6 @@ class TorchLikeScaler(TorchSpelling[TensorT, OptimizerT]):
         self._closures.backed_off = None
         if self._state is not None:
             self._operations.assign(self._state, state)
-
-    def _read_own(self, state_dict: dict[str, Any]) -> tuple[DynamicScale | FixedScale, ScaleState]:
-        values = state_values(state_dict, _KEYS)
-        scale, growth_factor, backoff_factor, growth_interval, finite_steps = values.values()
-        policy: DynamicScale | FixedScale
-        if growth_factor == backoff_factor == 1.0:
-            policy = FixedScale(checks.loss_scale("scale", scale))
-        else:
-            policy = dataclasses.replace(
-                self._policy if isinstance(self._policy, DynamicScale) else DynamicScale(),
-                growth_factor=growth_factor,
-                backoff_factor=backoff_factor,
-                growth_interval=growth_interval,
-            )
-        state = ScaleState(
-            np.float32(_check_scale("scale", scale, policy)),
-            count_in("_growth_tracker", finite_steps),
-            count_in("_nonfinite_steps", state_dict.get("_nonfinite_steps", 0)),
-        )
-        return policy, state
 
     # How torch does what the engine asks for.
 
@@ -170,7 +152,9 @@ class TorchLikeScaler(TorchSpelling[TensorT, OptimizerT]):
                     f"requires_grad=False, got {new_scale!r}"
                 )
             new_scale = new_scale.item()
-        scale.fill_(_check_scale("new_scale", new_scale, self._policy))
+        lowest = getattr(self._policy, "min_scale", checks.SMALLEST_SCALE)
+        highest = getattr(self._policy, "max_scale", checks.LARGEST_SCALE)
+        scale.fill_(checks.loss_scale("new_scale", new_scale, lowest, highest))
 
     def _place(self, device: Any) -> ScaleState:
         self._lazy_init_scale_growth_tracker(device)
@@ -278,22 +262,3 @@ def _takes_grad_scaler(step: Callable[..., Any]) -> bool:
         if isinstance(function, FunctionType):
             _KNOWN_STEPS[function] = takes
     return takes
-
-
-def _check_scale(name: str, scale: object, policy: Policy) -> float:
-    return checks.loss_scale(
-        name,
-        scale,
-        getattr(policy, "min_scale", checks.SMALLEST_SCALE),
-        getattr(policy, "max_scale", checks.LARGEST_SCALE),
-    )
-
-
-@lru_cache(typed=True)  # checking the parameters takes longer than all else a scaler is made of
-def _dynamic_scale(
-    init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int
-) -> DynamicScale:
-    try:
-        return DynamicScale(init_scale, growth_factor, backoff_factor, growth_interval)
-    except ValueError as error:  # torch raises AssertionError for some of these
-        raise ParameterError(str(error)) from None

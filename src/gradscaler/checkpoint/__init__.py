@@ -23,10 +23,11 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from gradscaler.checkpoint.formats import LAYOUTS, OPTIONAL, Layout, Rule, Values
+from gradscaler.checkpoint.formats import LAYOUTS, OPTIONAL, Layout, Values
 from gradscaler.checkpoint.losses import losses
 from gradscaler.checkpoint.state_dicts import count_in, number_in
-from gradscaler.policies import DynamicScale, FixedScale, ScaleState
+from gradscaler.policies import DynamicScale, Rule, ScaleState
+from gradscaler.policies.spelling import check_policy
 
 StateDict = dict[str, Any]
 
@@ -103,8 +104,7 @@ def write(policy: Rule, state: ScaleState, to: str, *, lossy: bool = False) -> S
 def _write(policy: Rule, state: ScaleState, to: str, lossy: bool) -> StateDict:
     if to not in FORMATS:
         raise ValueError(f"there is no format {to!r}; there are {', '.join(FORMATS)}")
-    if not isinstance(policy, (DynamicScale, FixedScale)):
-        raise TypeError(f"policy must be a DynamicScale or a FixedScale, got {policy!r}")
+    check_policy(policy, Rule)
     scale, *counts = (number_in(name, value) for name, value in state._asdict().items())
     state = ScaleState(scale, *map(count_in, ScaleState._fields[1:], counts))
     layouts = [layout for layout in LAYOUTS if layout.format == to]

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradscaler.checkpoint.state_dicts import count_in
-from gradscaler.policies import DynamicScale, FixedScale, ScaleState, checks
+from gradscaler.policies import DynamicScale, FixedScale, Rule, ScaleState, checks
+from gradscaler.policies.presets import PADDLE
+from gradscaler.policies.spelling import changed, spelled
 
 Values = Mapping[str, Any]
-Rule = DynamicScale | FixedScale
-
-_dynamic_scale = DynamicScale._spelled  # from pairs of a format's own name and the value
 
 
 class Layout(NamedTuple):
@@ -58,19 +57,29 @@ def _flag(key: str, value: object) -> bool:
 
 # torch and TensorPlay. Both factors are 1.0 where the scale does not move.
 
-_TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+def read_torch(values: Values, policy: DynamicScale) -> tuple[Rule, ScaleState]:
+    """The rule and the state in ``values``; the bounds and the hysteresis are those of ``policy``.
+
+    ``_nonfinite_steps`` may be missing.
+    """
+    scale = checks.loss_scale("scale", values["scale"])
+    state = _state(
+        scale,
+        ("_growth_tracker", values["_growth_tracker"]),
+        ("_nonfinite_steps", values.get("_nonfinite_steps", 0)),
+    )
+    if values["growth_factor"] == values["backoff_factor"] == 1.0:
+        return FixedScale(scale), state
+    parameters = {key: values[key] for key in TORCH_KEYS[:4]}
+    return changed(policy, {"scale": "init_scale"}, **parameters), state
 
 
 def _read_torch(values: Values) -> tuple[Rule, ScaleState]:
-    scale = checks.loss_scale("scale", values["scale"])
     _no_hysteresis(values, "_nonfinite_steps")
-    state = _state(scale, ("_growth_tracker", values["_growth_tracker"]))
-    if values["growth_factor"] == values["backoff_factor"] == 1.0:
-        return FixedScale(scale), state
-    policy = DynamicScale(
-        scale, values["growth_factor"], values["backoff_factor"], values["growth_interval"]
-    )
-    return policy, state
+    return read_torch(values, DynamicScale())
 
 
 def _write_torch(policy: Rule, state: ScaleState) -> tuple[Any, ...]:
@@ -82,7 +91,7 @@ def _write_torch(policy: Rule, state: ScaleState) -> tuple[Any, ...]:
 
 # Paddle.
 
-_PADDLE = (
+PADDLE_KEYS = (
     "scale",
     "incr_ratio",
     "decr_ratio",
@@ -94,21 +103,23 @@ _PADDLE = (
 )
 
 
-def _read_paddle(values: Values) -> tuple[Rule, ScaleState]:
+def read_paddle(values: Values, policy: DynamicScale) -> tuple[DynamicScale, ScaleState, bool]:
+    """The rule, with the bounds of ``policy``; the state; and whether the scale moves."""
     scale = checks.loss_scale("scale", values["scale"])
     state = _state(scale, *((key, values[key]) for key in ("incr_count", "decr_count")))
-    policy: Rule = _dynamic_scale(
-        init_scale=("scale", scale),
-        growth_factor=("incr_ratio", values["incr_ratio"]),
-        backoff_factor=("decr_ratio", values["decr_ratio"]),
-        growth_interval=("incr_every_n_steps", values["incr_every_n_steps"]),
-        hysteresis=("decr_every_n_nan_or_inf", values["decr_every_n_nan_or_inf"]),
-    )
+    fields = {**PADDLE, "scale": "init_scale"}
+    parameters = {key: values[key] for key in PADDLE_KEYS if key in fields}
     dynamic = _flag("use_dynamic_loss_scaling", values["use_dynamic_loss_scaling"])
-    return policy if dynamic else FixedScale(scale), state
+    return changed(policy, fields, **parameters), state, dynamic
 
 
-def _write_paddle(policy: Rule, state: ScaleState) -> tuple[Any, ...]:
+def _read_paddle(values: Values) -> tuple[Rule, ScaleState]:
+    policy, state, dynamic = read_paddle(values, DynamicScale())
+    return policy if dynamic else FixedScale(policy.init_scale), state
+
+
+def write_paddle(policy: Rule, state: ScaleState) -> tuple[Any, ...]:
+    """The values of ``PADDLE_KEYS``."""
     dynamic = policy if isinstance(policy, DynamicScale) else DynamicScale()
     return (
         np.array([state.scale], dtype=np.float32),
@@ -214,15 +225,10 @@ _MINDSPORE = (
 
 
 def _read_mindspore(values: Values) -> tuple[Rule, ScaleState]:
-    policy = _dynamic_scale(
-        init_scale=("scale_sense", values["scale_sense"]),
-        growth_factor=("scale_factor", values["scale_factor"]),
-        backoff_factor=(
-            "scale_factor",
-            1 / checks.growth_factor("scale_factor", values["scale_factor"]),
-        ),
-        growth_interval=("scale_window", values["scale_window"]),
-        min_scale=1.0,
+    policy = spelled(
+        DynamicScale.mindspore,
+        {"scale_sense": "init_loss_scale"},
+        **{key: values[key] for key in ("scale_sense", "scale_factor", "scale_window")},
     )
     _no_hysteresis(values, "nonfinite_steps")
     step, overflowed = (
@@ -321,9 +327,9 @@ def _write_flax(policy: DynamicScale, state: ScaleState) -> tuple[Any, ...]:
 
 _BOTH = (DynamicScale, FixedScale)
 LAYOUTS = (
-    Layout("torch", _TORCH, _read_torch, _write_torch, _BOTH),
-    Layout("tensorplay", _TORCH, _read_torch, _write_torch, _BOTH),
-    Layout("paddle", _PADDLE, _read_paddle, _write_paddle, _BOTH),
+    Layout("torch", TORCH_KEYS, _read_torch, _write_torch, _BOTH),
+    Layout("tensorplay", TORCH_KEYS, _read_torch, _write_torch, _BOTH),
+    Layout("paddle", PADDLE_KEYS, _read_paddle, write_paddle, _BOTH),
     Layout("keras", _KERAS, _read_keras, _write_keras),
     Layout("keras", _STATIC_KERAS, _read_keras, _write_static_keras, (FixedScale,)),
     Layout("tf_keras", _TF_KERAS, _read_tf_keras, _write_tf_keras),

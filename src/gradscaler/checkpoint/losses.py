@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradscaler.checkpoint.formats import Rule
-from gradscaler.policies import DynamicScale, FixedScale, checks
+from gradscaler.policies import DynamicScale, FixedScale, Rule, checks
 
 _DEFAULTS = {
     "torch": DynamicScale.torch(),

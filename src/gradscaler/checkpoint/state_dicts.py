@@ -8,16 +8,13 @@ from typing import Any
 from gradscaler.policies import checks
 
 
-def state_values(state_dict: object, keys: tuple[str, ...]) -> dict[str, Any]:
+def state_values(state_dict: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
     """The values of ``keys``, in their order.
 
     Raises:
-        TypeError: ``state_dict`` is no dict.
         RuntimeError: it is empty, as one saved with scaling disabled is.
         KeyError: a key is missing; the message names it.
     """
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
     if not state_dict:
         raise RuntimeError(
             "The source state dict is empty, possibly because it was saved from a disabled "

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from gradscaler.jax import trees
 from gradscaler.jax.trees import AxisName, all_finite
 from gradscaler.policies import DynamicScale, Policy, ScaleState
+from gradscaler.policies.spelling import check_policy
 
 T = TypeVar("T")
 Array = Any
@@ -160,15 +161,6 @@ class GradScaler:
             return ScaledGradients(self.adjust(grads_finite), grads_finite, value, grads)
 
         return unscaled
-
-
-def check_policy(policy: object) -> None:
-    """TypeError unless it is a policy."""
-    if isinstance(policy, type) or not (hasattr(policy, "init") and hasattr(policy, "update")):
-        raise TypeError(
-            "policy must be a DynamicScale or a FixedScale, such as "
-            f"DynamicScale(init_scale=1024.0), got {policy!r}"
-        )
 
 
 trees.register(GradScaler, static=["policy"])

@@ -9,10 +9,10 @@ from typing import Any
 import keras
 
 from gradscaler._keras_like import arguments
-from gradscaler._keras_like.arguments import ScalePolicy
 from gradscaler._keras_like.delegation import OPTIONS, Delegating
 from gradscaler.keras import operations
 from gradscaler.keras.scale import Scale
+from gradscaler.policies import Rule
 
 Tensor = Any
 Variable = Any
@@ -69,7 +69,7 @@ class LossScaleOptimizer(Scale, Delegating, keras.optimizers.LossScaleOptimizer)
         initial_scale: float | None = None,
         dynamic_growth_steps: int | None = None,
         *,
-        policy: ScalePolicy | None = None,
+        policy: Rule | None = None,
         name: str | None = None,
         **kwargs: Any,
     ) -> None:

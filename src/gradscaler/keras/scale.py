@@ -9,10 +9,9 @@ import keras
 from keras import ops
 
 from gradscaler._keras_like import arguments
-from gradscaler._keras_like.arguments import ScalePolicy
 from gradscaler._keras_like.where import where_or_choose
 from gradscaler.keras import operations
-from gradscaler.policies import FixedScale, ScaleState
+from gradscaler.policies import FixedScale, Rule, ScaleState
 
 Tensor = Any
 Variable = Any
@@ -25,7 +24,7 @@ class Scale:
     too, so that one can load what the other saved.
     """
 
-    _policy: ScalePolicy
+    _policy: Rule
     built: bool
     name: str
     add_variable: Any

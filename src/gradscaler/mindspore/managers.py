@@ -11,6 +11,7 @@ import numpy as np
 from gradscaler.mindspore import spelling
 from gradscaler.mindspore.cells import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
 from gradscaler.policies import Policy, ScaleState, checks
+from gradscaler.policies.spelling import changed
 
 
 class FixedLossScaleManager(mindspore.amp.FixedLossScaleManager):  # type: ignore[misc] # untyped base
@@ -40,14 +41,14 @@ class FixedLossScaleManager(mindspore.amp.FixedLossScaleManager):  # type: ignor
         return FixedLossScaleUpdateCell(self._loss_scale)
 
 
-def _parameter(name: str, spelled: str, doc: str) -> property:
+def _parameter(name: str, own: str, doc: str) -> property:
     """A parameter of a manager's policy, read and written under MindSpore's name for it."""
 
     def get(manager: DynamicLossScaleManager) -> Any:
         return getattr(manager._policy, name)
 
     def set_(manager: DynamicLossScaleManager, value: Any) -> None:
-        manager._policy = spelling.replaced(manager._policy, **{name: (spelled, value)})
+        manager._policy = changed(manager._policy, {own: name}, **{own: value})
 
     return property(get, set_, doc=doc)
 

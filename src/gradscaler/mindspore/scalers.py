@@ -11,6 +11,7 @@ from gradscaler.mindspore import spelling
 from gradscaler.mindspore.gradients import as_flag, compiled, scaled, unscaled
 from gradscaler.policies import DynamicScale, Policy
 from gradscaler.policies.rule import Constants, next_values
+from gradscaler.policies.spelling import changed
 
 _map = ops.HyperMap()
 _partial = ops.Partial()
@@ -158,8 +159,8 @@ class DynamicLossScaler(_Scaling, mindspore.amp.DynamicLossScaler):  # type: ign
 
     @scale_window.setter
     def scale_window(self, scale_window: int) -> None:
-        window = ("scale_window", scale_window)
-        self._set_policy(spelling.replaced(self._policy, growth_interval=window))
+        fields = {"scale_window": "growth_interval"}
+        self._set_policy(changed(self._policy, fields, scale_window=scale_window))
 
     @property
     def scale_factor(self) -> float:

@@ -8,8 +8,8 @@ from typing import Any
 import mindspore
 from mindspore import Parameter, Tensor
 
-from gradscaler.errors import ParameterError
 from gradscaler.policies import DynamicScale, Policy, checks
+from gradscaler.policies.spelling import check_alone, spelled
 
 DEFAULTS = (2**24, 2, 2000)
 
@@ -27,16 +27,9 @@ def dynamic_policy(policy: Policy | None, **parameters: Any) -> DynamicScale:
         ParameterError: there are parameters beside a policy.
     """
     if policy is None:
-        try:
-            return DynamicScale.mindspore(*parameters.values())
-        except (TypeError, ValueError) as error:
-            message = str(error).replace("init_loss_scale", next(iter(parameters)))
-            raise type(error)(message) from None
-    if tuple(parameters.values()) != DEFAULTS:
-        raise ParameterError(
-            f"policy= already says how the scale moves: leave out {', '.join(parameters)}, "
-            f"got {tuple(parameters.values())!r} beside {policy!r}"
-        )
+        fields = {next(iter(parameters)): "init_loss_scale"}
+        return spelled(DynamicScale.mindspore, fields, **parameters)
+    check_alone(policy, DEFAULTS, **parameters)
     if not isinstance(policy, DynamicScale):
         raise TypeError(
             f"policy must be a DynamicScale, got {policy!r}; for a scale that never moves there "
@@ -45,15 +38,10 @@ def dynamic_policy(policy: Policy | None, **parameters: Any) -> DynamicScale:
     return policy
 
 
-def replaced(policy: DynamicScale, **changes: Any) -> DynamicScale:
-    """The policy with changes, each a pair of MindSpore's name for it and the value."""
-    return DynamicScale._spelled(**{**dataclasses.asdict(policy), **changes})
-
-
 def with_factor(policy: DynamicScale, scale_factor: float) -> DynamicScale:
     """The policy with MindSpore's one factor: growth multiplies by it, a backoff divides."""
     factor = checks.growth_factor("scale_factor", scale_factor)
-    return replaced(policy, growth_factor=factor, backoff_factor=1 / factor)
+    return dataclasses.replace(policy, growth_factor=factor, backoff_factor=1 / factor)
 
 
 def nonfinite_steps(policy: DynamicScale) -> Any:

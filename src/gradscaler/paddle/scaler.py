@@ -5,32 +5,22 @@ from __future__ import annotations
 import logging
 from typing import Any, ClassVar
 
-import numpy as np
 import paddle
 
 from gradscaler import checkpoint
 from gradscaler._eager.closure import DEFAULT_MAX_RETRIES
 from gradscaler._eager.operations import FoundInf, Operations
 from gradscaler._eager.record import OptimizerRecord, Stage
-from gradscaler.checkpoint.state_dicts import count_in, state_values
-from gradscaler.errors import ParameterError
+from gradscaler.checkpoint.formats import PADDLE_KEYS, read_paddle, write_paddle
+from gradscaler.checkpoint.state_dicts import state_values
 from gradscaler.outcome import Reason, StepOutcome
 from gradscaler.paddle import operations
-from gradscaler.paddle.spelling import PaddleRecord, PaddleSpelling, spelled
-from gradscaler.policies import DynamicScale, FixedScale, Policy, ScaleState
+from gradscaler.paddle.spelling import PaddleRecord, PaddleSpelling
+from gradscaler.policies import DynamicScale, FixedScale, Rule
+from gradscaler.policies.spelling import check_alone, check_policy
 
 logger = logging.getLogger(__name__)
 
-_KEYS = (
-    "scale",
-    "incr_ratio",
-    "decr_ratio",
-    "incr_every_n_steps",
-    "decr_every_n_nan_or_inf",
-    "incr_count",
-    "decr_count",
-    "use_dynamic_loss_scaling",
-)
 _FLAGS = (
     "_temp_found_inf_value_false",
     "_temp_found_inf_fp16",
@@ -91,7 +81,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
         decr_every_n_nan_or_inf: int = 2,
         use_dynamic_loss_scaling: bool = True,
         *,
-        policy: Policy | None = None,
+        policy: Rule | None = None,
         max_retries: int = DEFAULT_MAX_RETRIES,
     ) -> None:
         if enable not in (True, False):
@@ -99,24 +89,21 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
                 f"enable must be True or False, got {enable!r}; for the scale before the first "
                 f"step, write init_loss_scaling={enable!r}"
             )
-        given = (
-            init_loss_scaling,
-            incr_ratio,
-            decr_ratio,
-            incr_every_n_steps,
-            decr_every_n_nan_or_inf,
-        )
+        given: dict[str, Any] = {
+            "init_loss_scaling": init_loss_scaling,
+            "incr_ratio": incr_ratio,
+            "decr_ratio": decr_ratio,
+            "incr_every_n_steps": incr_every_n_steps,
+            "decr_every_n_nan_or_inf": decr_every_n_nan_or_inf,
+        }
         if policy is None:
-            policy = _paddle_policy(*given)
-        elif given != (2.0**15, 2.0, 0.5, 1000, 2) or not use_dynamic_loss_scaling:
-            raise ParameterError(
-                "policy= already says how the scale moves: leave out the parameters after enable, "
-                f"got {(*given, use_dynamic_loss_scaling)!r} beside {policy!r}"
-            )
-        elif isinstance(policy, FixedScale):
-            policy, use_dynamic_loss_scaling = _paddle_policy(policy.scale), False
-        elif not isinstance(policy, DynamicScale):
-            raise TypeError(f"policy must be a DynamicScale or a FixedScale, got {policy!r}")
+            policy = DynamicScale.paddle(**given)
+        else:
+            given["use_dynamic_loss_scaling"] = use_dynamic_loss_scaling
+            check_alone(policy, (2.0**15, 2.0, 0.5, 1000, 2, True), **given)
+            check_policy(policy, Rule)
+        if isinstance(policy, FixedScale):
+            policy, use_dynamic_loss_scaling = DynamicScale.paddle(policy.scale), False
         super().__init__(policy, enable, max_retries)
         self._use_dynamic_loss_scaling = use_dynamic_loss_scaling
         self._init_loss_scaling = policy.init_scale
@@ -236,16 +223,9 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
         if not self._enabled:
             return {}
         state = self._host_state()
-        return {
-            "scale": np.array([state.scale], dtype=np.float32),
-            "incr_ratio": self.get_incr_ratio(),
-            "decr_ratio": self.get_decr_ratio(),
-            "incr_every_n_steps": self.get_incr_every_n_steps(),
-            "decr_every_n_nan_or_inf": self.get_decr_every_n_nan_or_inf(),
-            "incr_count": int(state.finite_steps),
-            "decr_count": int(state.nonfinite_steps),
-            "use_dynamic_loss_scaling": self._use_dynamic_loss_scaling,
-        }
+        values = write_paddle(self._policy, state)
+        state_dict = dict(zip(PADDLE_KEYS, values, strict=True))
+        return {**state_dict, "use_dynamic_loss_scaling": self._use_dynamic_loss_scaling}
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Take everything from a state dict, Paddle's own or that of another framework's scaler.
@@ -261,34 +241,16 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
         if not self._enabled:
             return
         if checkpoint.detect(state_dict) in (None, "paddle"):
-            policy, state, dynamic = self._read_own(state_dict)
+            values = state_values(state_dict, PADDLE_KEYS)
+            policy, state, dynamic = read_paddle(values, self._policy)
         else:
             read, state = checkpoint.read(state_dict)
             dynamic = isinstance(read, DynamicScale)
-            policy = read if isinstance(read, DynamicScale) else _paddle_policy(read.scale)
+            policy = read if isinstance(read, DynamicScale) else DynamicScale.paddle(read.scale)
         self._policy = policy
         self._use_dynamic_loss_scaling = dynamic
         self._init_loss_scaling = float(state.scale)
         self._set_state(state)
-
-    def _read_own(self, state_dict: Any) -> tuple[DynamicScale, ScaleState, bool]:
-        values = state_values(state_dict, _KEYS)
-        dynamic = values["use_dynamic_loss_scaling"]
-        if not isinstance(dynamic, bool):
-            raise TypeError(f"use_dynamic_loss_scaling must be a bool, got {dynamic!r}")
-        policy = spelled(
-            self._policy,
-            growth_factor=values["incr_ratio"],
-            backoff_factor=values["decr_ratio"],
-            growth_interval=values["incr_every_n_steps"],
-            hysteresis=values["decr_every_n_nan_or_inf"],
-        )
-        state = ScaleState(
-            np.float32(self._check_scale("scale", values["scale"])),
-            count_in("incr_count", values["incr_count"]),
-            count_in("decr_count", values["decr_count"]),
-        )
-        return policy, state, dynamic
 
     def __getstate__(self) -> dict[str, Any]:
         tensors = dict.fromkeys((*_FLAGS, "_found_inf"))
@@ -377,13 +339,6 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
         for name in _FLAGS:
             setattr(self, name, paddle.zeros([1], dtype="bool"))
         self._found_inf = paddle.zeros([1], dtype="bool")
-
-
-def _paddle_policy(*parameters: Any) -> DynamicScale:
-    try:
-        return DynamicScale.paddle(*parameters)
-    except ValueError as error:  # Paddle raises AssertionError for some of these
-        raise ParameterError(str(error)) from None
 
 
 def _skipped_minimize(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

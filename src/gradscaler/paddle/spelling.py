@@ -5,7 +5,6 @@ The private names are those that Fleet, group-sharded training and PaddleNLP rea
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -15,21 +14,14 @@ from paddle.amp.grad_scaler import OptimizerState
 from gradscaler._eager.operations import Tensor
 from gradscaler._eager.record import FRAMEWORK_STAGES, OptimizerRecord
 from gradscaler._eager.scaler import EagerScaler
-from gradscaler.errors import ParameterError
 from gradscaler.policies import DynamicScale, ScaleState, checks
+from gradscaler.policies.presets import PADDLE
+from gradscaler.policies.spelling import changed
 
 _STAGES = {
     "READY": OptimizerState.INIT,
     "UNSCALED": OptimizerState.UNSCALED,
     "STEPPED": OptimizerState.STEPPED,
-}
-
-
-_PARAMETERS = {
-    "growth_factor": "incr_ratio",
-    "backoff_factor": "decr_ratio",
-    "growth_interval": "incr_every_n_steps",
-    "hysteresis": "decr_every_n_nan_or_inf",
 }
 
 
@@ -75,7 +67,8 @@ class PaddleSpelling(EagerScaler[paddle.Tensor, paddle.optimizer.Optimizer]):
         Raises:
             ValueError, TypeError: it cannot be a loss scale; nothing changes.
         """
-        scale = self._check_scale("new_init_loss_scaling", new_init_loss_scaling)
+        bounds = self._policy.min_scale, self._policy.max_scale
+        scale = checks.loss_scale("new_init_loss_scaling", new_init_loss_scaling, *bounds)
         self._init_loss_scaling = scale
         self._set_state(self._host_state()._replace(scale=np.float32(scale)))
 
@@ -85,7 +78,7 @@ class PaddleSpelling(EagerScaler[paddle.Tensor, paddle.optimizer.Optimizer]):
 
     def set_incr_ratio(self, new_incr_ratio: float) -> None:
         """Grow by ``new_incr_ratio``, > 1, from now on."""
-        self._change_policy(growth_factor=new_incr_ratio)
+        self._change_policy(incr_ratio=new_incr_ratio)
 
     def get_decr_ratio(self) -> float:
         """What a backoff multiplies the scale by."""
@@ -93,7 +86,7 @@ class PaddleSpelling(EagerScaler[paddle.Tensor, paddle.optimizer.Optimizer]):
 
     def set_decr_ratio(self, new_decr_ratio: float) -> None:
         """Back off by ``new_decr_ratio``, in (0, 1), from now on."""
-        self._change_policy(backoff_factor=new_decr_ratio)
+        self._change_policy(decr_ratio=new_decr_ratio)
 
     def get_incr_every_n_steps(self) -> int:
         """Finite steps in a row before growth."""
@@ -101,7 +94,7 @@ class PaddleSpelling(EagerScaler[paddle.Tensor, paddle.optimizer.Optimizer]):
 
     def set_incr_every_n_steps(self, new_incr_every_n_steps: int) -> None:
         """Grow after this many finite steps from now on, those already taken included."""
-        self._change_policy(growth_interval=new_incr_every_n_steps)
+        self._change_policy(incr_every_n_steps=new_incr_every_n_steps)
 
     def get_decr_every_n_nan_or_inf(self) -> int:
         """Non-finite steps before a backoff."""
@@ -109,7 +102,7 @@ class PaddleSpelling(EagerScaler[paddle.Tensor, paddle.optimizer.Optimizer]):
 
     def set_decr_every_n_nan_or_inf(self, new_decr_every_n_nan_or_inf: int) -> None:
         """Back off at this many non-finite steps from now on, those already taken included."""
-        self._change_policy(hysteresis=new_decr_every_n_nan_or_inf)
+        self._change_policy(decr_every_n_nan_or_inf=new_decr_every_n_nan_or_inf)
 
     # The private names.
 
@@ -165,20 +158,4 @@ class PaddleSpelling(EagerScaler[paddle.Tensor, paddle.optimizer.Optimizer]):
         self._initial_state = self._state = state
 
     def _change_policy(self, **changes: Any) -> None:
-        self._policy = spelled(self._policy, **changes)
-
-    def _check_scale(self, name: str, scale: object) -> float:
-        return checks.loss_scale(name, scale, self._policy.min_scale, self._policy.max_scale)
-
-
-def spelled(policy: DynamicScale, **changes: Any) -> DynamicScale:
-    """A policy with changes; an error names the parameter as Paddle does."""
-    try:
-        return dataclasses.replace(policy, **changes)
-    except (ValueError, TypeError) as error:
-        message = str(error)
-        for name, paddles in _PARAMETERS.items():
-            message = message.replace(name, paddles)
-        if isinstance(error, TypeError):
-            raise TypeError(message) from None
-        raise ParameterError(message) from None  # Paddle raises AssertionError for some of these
+        self._policy = changed(self._policy, PADDLE, **changes)

@@ -4,4 +4,7 @@ from gradscaler.policies.dynamic import DynamicScale
 from gradscaler.policies.fixed import FixedScale
 from gradscaler.policies.state import Policy, ScaleState
 
-__all__ = ["DynamicScale", "FixedScale", "Policy", "ScaleState"]
+Rule = DynamicScale | FixedScale
+"""The policies whose parameters every framework's format can describe."""
+
+__all__ = ["DynamicScale", "FixedScale", "Policy", "Rule", "ScaleState"]

@@ -8,6 +8,8 @@ from numbers import Integral, Real
 
 import numpy as np
 
+from gradscaler.errors import ParameterError
+
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal float32: the least scale whose reciprocal is finite and not flushed to 0."""
 
@@ -37,9 +39,9 @@ def loss_scale(
     """``value`` if a float32 loss scale can hold it, ``lowest <= value <= highest``."""
     scale = in_float32(number(name, value))
     if not math.isfinite(scale) or scale <= 0:
-        raise ValueError(f"{name} must be positive and finite in float32, got {value!r}")
+        raise ParameterError(f"{name} must be positive and finite in float32, got {value!r}")
     if not in_float32(lowest) <= scale <= in_float32(highest):
-        raise ValueError(f"{name} must lie between {lowest!r} and {highest!r}, got {value!r}")
+        raise ParameterError(f"{name} must lie between {lowest!r} and {highest!r}, got {value!r}")
     return float(number(name, value))
 
 
@@ -47,7 +49,7 @@ def growth_factor(name: str, value: object) -> float:
     """``value`` if it is finite and above 1 in float32."""
     factor = number(name, value)
     if not 1 < in_float32(factor) < math.inf:
-        raise ValueError(f"{name} must be > 1.0 and finite in float32, got {value!r}")
+        raise ParameterError(f"{name} must be > 1.0 and finite in float32, got {value!r}")
     return factor
 
 
@@ -55,7 +57,7 @@ def backoff_factor(name: str, value: object) -> float:
     """``value`` if it lies strictly between 0 and 1 in float32."""
     factor = number(name, value)
     if not 0 < in_float32(factor) < 1:
-        raise ValueError(f"{name} must be > 0.0 and < 1.0 in float32, got {value!r}")
+        raise ParameterError(f"{name} must be > 0.0 and < 1.0 in float32, got {value!r}")
     return factor
 
 
@@ -65,9 +67,9 @@ def count(name: str, value: object, least: int = 1, most: float = math.inf) -> i
         raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
     integer = int(value)
     if integer < least:
-        raise ValueError(f"{name} must be at least {least}, got {value!r}")
+        raise ParameterError(f"{name} must be at least {least}, got {value!r}")
     if integer > most:
-        raise ValueError(f"{name} must be at most {most}, got {value!r}")
+        raise ParameterError(f"{name} must be at most {most}, got {value!r}")
     return integer
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
+from gradscaler.errors import ParameterError
 from gradscaler.policies import checks
 from gradscaler.policies.presets import Presets
 from gradscaler.policies.rule import Constants, next_state
@@ -87,12 +87,12 @@ class DynamicScale(Presets):
         min_scale = checks.loss_scale("min_scale", self.min_scale)
         max_scale = checks.loss_scale("max_scale", self.max_scale)
         if checks.in_float32(min_scale) > checks.in_float32(max_scale):
-            raise ValueError(
+            raise ParameterError(
                 f"min_scale must not be above max_scale, got {self.min_scale!r} > "
                 f"{self.max_scale!r}"
             )
         if self.hysteresis_reset not in _RESETS:
-            raise ValueError(
+            raise ParameterError(
                 f"hysteresis_reset must be one of {', '.join(map(repr, _RESETS))}, "
                 f"got {self.hysteresis_reset!r}"
             )
@@ -164,16 +164,3 @@ class DynamicScale(Presets):
             scale * self.growth_factor < checks.LARGEST_SCALE / 2
             and scale * self.backoff_factor > checks.SMALLEST_SCALE * 2
         )
-
-    @classmethod
-    def _spelled(cls, **parameters: Any) -> DynamicScale:
-        spelling = {}
-        for name, value in parameters.items():
-            if isinstance(value, tuple):
-                spelling[name], parameters[name] = value
-        try:
-            return cls(**parameters)
-        except (TypeError, ValueError) as error:
-            rule, got, value = str(error).partition(", got")
-            rule = re.sub(r"\w+", lambda word: spelling.get(word[0], word[0]), rule)
-            raise type(error)(rule + got + value) from None

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from gradscaler.policies import checks
+from gradscaler.policies.spelling import spelled
 
 T = TypeVar("T", bound="Presets")
+
+PADDLE = {
+    "init_loss_scaling": "init_scale",
+    "incr_ratio": "growth_factor",
+    "decr_ratio": "backoff_factor",
+    "incr_every_n_steps": "growth_interval",
+    "decr_every_n_nan_or_inf": "hysteresis",
+}
+"""Paddle's names of a :class:`gradscaler.DynamicScale`'s parameters."""
 
 
 class Presets:
@@ -21,11 +31,6 @@ class Presets:
     """
 
     @classmethod
-    def _spelled(cls: type[T], **parameters: Any) -> T:
-        """Construct from values, or from pairs of the caller's spelling and the value."""
-        raise NotImplementedError
-
-    @classmethod
     def torch(
         cls: type[T],
         init_scale: float = 2.0**16,
@@ -34,7 +39,9 @@ class Presets:
         growth_interval: int = 2000,
     ) -> T:
         """``torch.amp.GradScaler`` (torch 2.13)."""
-        return cls._spelled(
+        return spelled(
+            cls,
+            {},
             init_scale=init_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
@@ -56,12 +63,14 @@ class Presets:
 
         Release 3.3.1 itself defaults to 2**16, 2000 and 1.
         """
-        return cls._spelled(
-            init_scale=("init_loss_scaling", init_loss_scaling),
-            growth_factor=("incr_ratio", incr_ratio),
-            backoff_factor=("decr_ratio", decr_ratio),
-            growth_interval=("incr_every_n_steps", incr_every_n_steps),
-            hysteresis=("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf),
+        return spelled(
+            cls,
+            PADDLE,
+            init_loss_scaling=init_loss_scaling,
+            incr_ratio=incr_ratio,
+            decr_ratio=decr_ratio,
+            incr_every_n_steps=incr_every_n_steps,
+            decr_every_n_nan_or_inf=decr_every_n_nan_or_inf,
         )
 
     @classmethod
@@ -70,9 +79,11 @@ class Presets:
 
         The floor is Keras 2's; Keras 3.15 dropped it.
         """
-        return cls._spelled(
-            init_scale=("initial_scale", initial_scale),
-            growth_interval=("dynamic_growth_steps", dynamic_growth_steps),
+        return spelled(
+            cls,
+            {"initial_scale": "init_scale", "dynamic_growth_steps": "growth_interval"},
+            initial_scale=initial_scale,
+            dynamic_growth_steps=dynamic_growth_steps,
             min_scale=1.0,
         )
 
@@ -85,11 +96,13 @@ class Presets:
     ) -> T:
         """``mindspore.amp.DynamicLossScaleManager`` (MindSpore 2.10), never below 1."""
         factor = checks.growth_factor("scale_factor", scale_factor)
-        return cls._spelled(
-            init_scale=("init_loss_scale", init_loss_scale),
+        return spelled(
+            cls,
+            {"init_loss_scale": "init_scale", "scale_window": "growth_interval"},
+            init_loss_scale=init_loss_scale,
             growth_factor=factor,
             backoff_factor=1 / factor,
-            growth_interval=("scale_window", scale_window),
+            scale_window=scale_window,
             min_scale=1.0,
         )
 
@@ -109,12 +122,14 @@ class Presets:
         """
         if minimum_scale is None:
             minimum_scale = checks.SMALLEST_SCALE
-        return cls._spelled(
-            init_scale=("scale", scale),
+        return spelled(
+            cls,
+            {"scale": "init_scale", "minimum_scale": "min_scale"},
+            scale=scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
             growth_interval=checks.count("growth_interval", growth_interval) + 1,
-            min_scale=("minimum_scale", minimum_scale),
+            minimum_scale=minimum_scale,
         )
 
     @classmethod
@@ -127,12 +142,18 @@ class Presets:
     ) -> T:
         """``jmp.DynamicLossScale`` (jmp 0.0.4), whose ``loss_scale`` has no default there."""
         ratio = checks.growth_factor("factor", factor)
-        return cls._spelled(
-            init_scale=("loss_scale", loss_scale),
+        return spelled(
+            cls,
+            {
+                "loss_scale": "init_scale",
+                "period": "growth_interval",
+                "min_loss_scale": "min_scale",
+            },
+            loss_scale=loss_scale,
             growth_factor=ratio,
             backoff_factor=1 / ratio,
-            growth_interval=("period", period),
-            min_scale=("min_loss_scale", min_loss_scale),
+            period=period,
+            min_loss_scale=min_loss_scale,
         )
 
     @classmethod
@@ -148,7 +169,9 @@ class Presets:
 
         The kernel has no defaults; these are PyTorch's, whose scaler it extends.
         """
-        return cls._spelled(
+        return spelled(
+            cls,
+            {},
             init_scale=init_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
@@ -168,8 +191,10 @@ class Presets:
         hysteresis: int = 2,
     ) -> T:
         """Megatron-LM's ``DynamicGradScaler``: only growth refills the hysteresis."""
-        return cls._spelled(
-            init_scale=("initial_scale", initial_scale),
+        return spelled(
+            cls,
+            {"initial_scale": "init_scale"},
+            initial_scale=initial_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
             growth_interval=growth_interval,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -37,6 +37,7 @@ class ScaleState(NamedTuple):
     nonfinite_steps: Scalar
 
 
+@runtime_checkable
 class Policy(Protocol):
     """A rule for the loss scale: immutable, and pure in both methods."""
 

@@ -10,9 +10,8 @@ import tf_keras
 from tf_keras.src.mixed_precision import loss_scale_optimizer as native
 
 from gradscaler._keras_like import arguments
-from gradscaler._keras_like.arguments import ScalePolicy
 from gradscaler._keras_like.delegation import Delegating
-from gradscaler.policies import FixedScale
+from gradscaler.policies import FixedScale, Rule
 from gradscaler.tf_keras.state import VARIABLES, DynamicState, FixedState
 
 Tensor = Any
@@ -80,14 +79,14 @@ class LossScaleOptimizer(Delegating, native.BaseLossScaleOptimizer):  # type: ig
         initial_scale: float | None = None,
         dynamic_growth_steps: int | None = None,
         *,
-        policy: ScalePolicy | None = None,
+        policy: Rule | None = None,
     ) -> None:
         policy = arguments.policy_from(dynamic, initial_scale, dynamic_growth_steps, policy)
         super().__init__(inner_optimizer, dynamic=False, initial_scale=1.0)  # creates no variables
         self._follow(policy)
 
     @tf.__internal__.tracking.no_automatic_dependency_tracking  # type: ignore[untyped-decorator]
-    def _follow(self, policy: ScalePolicy) -> None:
+    def _follow(self, policy: Rule) -> None:
         self._policy = policy
         if isinstance(policy, FixedScale):
             self._loss_scale = FixedState(policy)

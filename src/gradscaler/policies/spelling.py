@@ -1,0 +1,57 @@
+"""A policy's parameters under the names of a framework, and ``policy=`` in their place."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import UnionType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from gradscaler.errors import ParameterError
+from gradscaler.policies.state import Policy
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
+D = TypeVar("D", bound="DataclassInstance")
+
+
+def spelled(make: Callable[..., T], fields: Mapping[str, str], /, **parameters: Any) -> T:
+    """``make(**parameters)``, where ``fields`` maps the caller's names to those of ``make``.
+
+    An error of ``make`` names the parameter as the caller does. Names outside ``fields`` stay.
+    """
+    names = {fields.get(name, name): name for name in parameters}
+    try:
+        return make(**{field: parameters[name] for field, name in names.items()})
+    except (TypeError, ValueError) as error:
+        rule, got, value = str(error).partition(", got")
+        rule = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), rule)
+        raise type(error)(rule + got + value) from None
+
+
+def changed(policy: D, fields: Mapping[str, str], /, **changes: Any) -> D:
+    """``policy`` with these parameters, named and refused as in :func:`spelled`."""
+    return spelled(partial(dataclasses.replace, policy), fields, **changes)
+
+
+def check_alone(policy: object, defaults: tuple[Any, ...], /, **parameters: Any) -> None:
+    """ParameterError if a parameter beside ``policy`` is not at its default."""
+    given = tuple(parameters.values())
+    if given != defaults:
+        raise ParameterError(
+            f"policy= already says how the scale moves: leave out {', '.join(parameters)}, "
+            f"got {given!r} beside {policy!r}"
+        )
+
+
+def check_policy(policy: object, kind: type | UnionType = Policy) -> None:
+    """TypeError unless ``policy`` is of a kind: by default, whatever has a policy's methods."""
+    if isinstance(policy, type) or not isinstance(policy, kind):
+        raise TypeError(
+            f"policy must be a DynamicScale or a FixedScale, got {policy!r}; an example is "
+            "DynamicScale(init_scale=1024.0)"
+        )
