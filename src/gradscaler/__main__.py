@@ -44,7 +44,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "on the first run with gradscaler.",
     )
     demo.add_argument(
-        "--seed", type=int, default=0, help="the first, of weights and batches (%(default)s)"
+        "--seed", type=_seed, default=0, help="the first, of weights and batches (%(default)s)"
     )
     demo.add_argument(
         "--seeds", type=_positive, default=3, help="how many seeds to train with (%(default)s)"
@@ -54,12 +54,11 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     demo.add_argument(
         "--threads",
-        type=_positive,
+        type=_threads,
         nargs="+",
-        default=(),
+        default=(1,),
         metavar="N",
-        help="repeat everything with each of these numbers of threads; "
-        "PyTorch's own choice, if left out",
+        help="repeat everything with each of these numbers of threads, up to 256 (1)",
     )
     demo.add_argument(
         "--output",
@@ -211,6 +210,26 @@ def _positive(text: str) -> int:
         number = 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return number
+
+
+def _seed(text: str) -> int:
+    """A whole number that PyTorch's generators take, and some more after it."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if not 0 <= number < 2**32:
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number from 0 to 2**32 - 1, got {text!r}"
+        )
+    return number
+
+
+def _threads(text: str) -> int:
+    number = _positive(text)
+    if number > 256:
+        raise argparse.ArgumentTypeError(f"must be at most 256, got {text!r}")
     return number
 
 

@@ -24,8 +24,9 @@ class Training:
         error, self.error = self.error, None
         raise error
 
-    def begin(self):
-        self.optimizer.clear_grad()
+    def begin(self, clear=True):
+        if clear:
+            self.optimizer.clear_grad()
         self.loss = self.scaler.scale((self.weight * 3.0).sum())
         self.loss.backward()
 
@@ -53,8 +54,14 @@ def test_a_step_that_raised_can_be_taken_again(raised):
     assert raised.weight.tolist() == [-3.0, -3.0]
 
 
-def test_an_iteration_repeated_without_update_is_refused(raised):
+def test_an_iteration_repeated_with_new_gradients_is_right(raised):
     raised.begin()
+    raised.step()
+    assert raised.weight.tolist() == [-3.0, -3.0]
+
+
+def test_an_iteration_repeated_with_the_old_gradients_is_refused_until_update(raised):
+    raised.begin(clear=False)
     with pytest.raises(CallOrderError, match=r"clear the gradients, call scaler\.update"):
         raised.step()
     assert raised.weight.tolist() == [0.0, 0.0]

@@ -22,8 +22,9 @@ class Training:
         error, self.error = self.error, None
         raise error
 
-    def begin(self):
-        self.optimizer.zero_grad()
+    def begin(self, clear=True):
+        if clear:
+            self.optimizer.zero_grad()
         self.scaler.scale((self.weight * 3.0).sum()).backward()
 
     def step(self):
@@ -44,8 +45,14 @@ def test_a_step_that_raised_can_be_taken_again(raised):
     assert raised.weight.tolist() == [-3.0, -3.0]
 
 
-def test_an_iteration_repeated_without_update_is_refused(raised):
+def test_an_iteration_repeated_with_new_gradients_is_right(raised):
     raised.begin()
+    raised.step()
+    assert raised.weight.tolist() == [-3.0, -3.0]
+
+
+def test_an_iteration_repeated_with_the_old_gradients_is_refused_until_update(raised):
+    raised.begin(clear=False)
     with pytest.raises(CallOrderError, match=r"clear the gradients, call scaler\.update"):
         raised.step()
     assert raised.weight.tolist() == [0.0, 0.0]

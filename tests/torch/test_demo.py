@@ -51,7 +51,7 @@ def test_a_short_demo_prints_the_table_and_writes_a_png_and_a_report(tmp_path, c
     assert output.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     printed = capsys.readouterr().out
     assert all(mode in printed for mode in training.MODES)
-    rows = re.findall(r"│ +(\d) │ +(\d) │", printed)
+    rows = re.findall(r"│ +(\d) │ +(\d) │ +-?\d", printed)
     assert rows == [("0", "1"), ("1", "1"), ("0", "2"), ("1", "2")] * 2
     recorded = read_run(tmp_path / "out.jsonl")
     assert recorded.num_steps == 3
@@ -68,6 +68,9 @@ def test_a_short_demo_prints_the_table_and_writes_a_png_and_a_report(tmp_path, c
         (["--seed", "x"], "--seed"),
         (["--seeds", "0"], "--seeds"),
         (["--threads", "0"], "--threads"),
+        (["--threads", "100000"], "at most 256"),
+        (["--seed", "99999999999999999999"], "2**32"),
+        (["--seed", "-1"], "2**32"),
         (["--output", "nowhere/out.png"], "no folder"),
         (["--output", "out.txt"], ".png"),
         (["--device", "abacus"], "abacus"),

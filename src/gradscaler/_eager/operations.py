@@ -64,7 +64,10 @@ class Operations(Protocol):
         """Multiply the optimizer's gradients in place."""
 
     def current_gradients(self, optimizer: Optimizer, /) -> list[Tensor]:
-        """The dense tensors that hold the optimizer's gradients now, each with a ``data_ptr``."""
+        """The dense tensors that hold the optimizer's gradients now."""
+
+    def are_new(self, gradients: list[Tensor], stale: list[Tensor], /) -> bool:
+        """Whether no gradient can be a sum with one of ``stale``, which were there before."""
 
     def clear_gradients(self, optimizer: Optimizer, /) -> None:
         """Leave the optimizer's parameters without gradients."""

@@ -83,8 +83,9 @@ class OptimizerRecord:
         scale: the scale that its gradients are unscaled by.
         inv_scale: 1/scale if the gradients are MEASURED, else None.
         clip_coefficient: what clipping still has to multiply the gradients by, or None.
-        losses: how many losses had been scaled when the gradients were clipped, or None.
-        stale: the gradients when a call of this optimizer raised, or None.
+        has_raised: whether a call of this optimizer raised, and could be repeated.
+        is_outdated: whether a loss was scaled since clip_grad_norm_().
+        stale: the gradients when a call was interrupted, or a loss was scaled after it, or None.
     """
 
     def __init__(self) -> None:
@@ -94,7 +95,8 @@ class OptimizerRecord:
         self.scale: Any = None
         self.inv_scale: Tensor | None = None
         self.clip_coefficient: Tensor | None = None
-        self.losses: int | None = None
+        self.has_raised = False
+        self.is_outdated = False
         self.stale: list[Tensor] | None = None
 
     @property

@@ -77,9 +77,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if not self._enabled:
             return outputs
         if self._operations.is_tensor(outputs):
-            self._num_losses += 1
-            if self._raised:
-                self._give_up_raised()
+            if self._awaiting:
+                self._tell_of_another_loss()
             state = self._state or self._place(outputs.device)
             for observer in self._observers:
                 observer.scaled(outputs)
@@ -275,10 +274,11 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if self._enabled:
             self._placed_state("clip_grad_norm_")
         try:
-            return self._clip(optimizer, float(max_norm), norm_type, error_if_nonfinite)
+            norm: TensorT = self._clip(optimizer, float(max_norm), norm_type, error_if_nonfinite)
         except BaseException:
             self._note_raised(optimizer)
             raise
+        return norm
 
     def last_step(self, optimizer: OptimizerT) -> StepOutcome:
         """What happened in the optimizer's latest step through this scaler.
@@ -362,7 +362,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
                 "the end: call update() first"
             )
         left_out = dict.fromkeys(
-            ("_state", "_outcomes", "_history", "_observers", "_closures", "_raised")
+            ("_state", "_outcomes", "_history", "_observers", "_closures", "_awaiting")
         )
         return {**self.__dict__, **left_out, "_initial_state": self._host_state()}
 
@@ -378,8 +378,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         self._history: deque[StepOutcome] = deque(maxlen=HISTORY_LENGTH)
         self._observers: list[Observer] = []
         self._closures = Closures()
-        self._num_losses = 0
-        self._raised: list[OptimizerRecord] = []  # what raised in this iteration, to be repeated
+        self._awaiting: list[OptimizerRecord] = []  # those that another loss puts out of date
 
     def _host_state(self) -> ScaleState:
         """The state in host scalars; waits for the device."""
@@ -393,8 +392,10 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def _record(self, optimizer: Optimizer) -> OptimizerRecord:
         """The optimizer's record, or a new one that is not kept yet."""
         record = self._records.get(id(optimizer)) or self._record_type()
-        if record.stage is Stage.INTERRUPTED and self._are_new(record.stale, optimizer):
-            record = self._record_type()
+        if record.stage is Stage.INTERRUPTED and self._operations.are_new(
+            self._operations.current_gradients(optimizer), record.stale or []
+        ):
+            record = self._record_type()  # they come from another loss alone
         record.optimizer = optimizer
         return record
 
@@ -411,7 +412,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """Measure the norm, and have the gradients multiplied in ``step``."""
         record = self._record(optimizer)
         after = record.after("clip_grad_norm_")
-        if record.losses not in (None, self._num_losses):
+        if record.is_outdated:
             raise CallOrderError(UNKNOWN_GRADIENTS)
         if record.clip_coefficient is not None:  # of an earlier call
             self._apply_pending(record)
@@ -433,8 +434,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         coefficient = self._operations.clip_coefficient(max_norm, norm)
         if self._enabled:
             record.clip_coefficient = coefficient
-            record.losses = self._num_losses
             self._records[id(optimizer)] = record
+            self._awaiting.append(record)
         else:  # step() is not ours then: clip at once
             self._operations.multiply_gradients_(optimizer, coefficient)
         return norm
@@ -443,7 +444,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """Forget what is known of the gradients."""
         self._closures.backed_off = None
         self._records.clear()
-        self._raised.clear()
+        self._awaiting.clear()
 
     def _step_with_closure(
         self,
@@ -483,21 +484,17 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """Let a call that raised be repeated, as long as no other loss is scaled."""
         record = self._records.get(id(optimizer))
         if record is not None and record.stage in _KNOWN:
-            self._raised.append(record)
+            record.has_raised = True
+            self._awaiting.append(record)
 
-    def _give_up_raised(self) -> None:
-        """What is known of gradients when a call raised is not true of those of another loss."""
-        for record in self._raised:
-            if record.stage in _KNOWN:
+    def _tell_of_another_loss(self) -> None:
+        """What is known of gradients is not true of those of another loss."""
+        for record in self._awaiting:
+            record.is_outdated = True
+            if record.has_raised and record.stage in _KNOWN:
                 record.stage = Stage.INTERRUPTED
                 record.stale = self._operations.current_gradients(record.optimizer)
-        self._raised.clear()
-
-    def _are_new(self, stale: list[Tensor] | None, optimizer: Optimizer) -> bool:
-        """Whether no gradient lies where one did when a call raised: all come from another loss."""
-        places = {gradient.data_ptr() for gradient in stale or ()}
-        gradients = self._operations.current_gradients(optimizer)
-        return places.isdisjoint(gradient.data_ptr() for gradient in gradients)
+        self._awaiting.clear()
 
     def _announce_unscale(self, optimizer: Optimizer, state: ScaleState) -> None:
         if self._closures.losses is None:  # a closure may be called again

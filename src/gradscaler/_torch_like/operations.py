@@ -287,6 +287,10 @@ class TorchLikeOperations:
         grads = [grad for p in parameters_of(optimizer) if (grad := p.grad) is not None]
         return [grad._values() if grad.is_sparse else grad for grad in grads]
 
+    def are_new(self, gradients: list[Tensor], stale: list[Tensor]) -> bool:
+        places = {grad.data_ptr() for grad in stale}  # where a backward pass adds to a gradient
+        return places.isdisjoint(grad.data_ptr() for grad in gradients)
+
     def clear_gradients(self, optimizer: Optimizer) -> None:
         for parameter in parameters_of(optimizer):
             parameter.grad = None

@@ -24,7 +24,7 @@ from gradscaler.diagnose import read_run, report
 
 
 def run(
-    seeds: Sequence[int], steps: int, output: Path, device: str, threads: Sequence[int] = ()
+    seeds: Sequence[int], steps: int, output: Path, device: str, threads: Sequence[int]
 ) -> list[Run]:
     """Train in each mode, print the tables, write the picture and the report.
 
@@ -33,14 +33,12 @@ def run(
         steps: of each training.
         output: the picture. The report on the first training with loss scaling goes beside it.
         device: ``"cpu"`` or ``"cuda"``.
-        threads: repeat everything with each of these numbers of threads. If empty, train once
-            with PyTorch's own choice.
+        threads: repeat everything with each of these numbers of threads.
     """
     console = Console()
     record, page = output.with_suffix(".jsonl"), output.with_suffix(".html")
     record.unlink(missing_ok=True)  # a monitor would append to it
     photographs = Photographs.load(device)
-    counts = threads or [torch.get_num_threads()]
     columns = (
         TextColumn("{task.description:<17}"),
         BarColumn(),
@@ -50,9 +48,9 @@ def run(
     )
     runs: list[Run] = []
     with Progress(*columns, console=console) as progress:
-        total = steps * len(seeds) * len(counts)
+        total = steps * len(seeds) * len(threads)
         tasks = {mode: progress.add_task(mode, total=total, loss=float("nan")) for mode in MODES}
-        for count in counts:
+        for count in threads:
             with _torch_threads(count):
                 for seed in seeds:
                     for mode in MODES:
@@ -94,8 +92,8 @@ def _torch_threads(count: int) -> Iterator[None]:
 def _summary(runs: list[Run]) -> Table:
     """A row for each mode, over all its runs."""
     table = Table(title="Photographs, a sigmoid autoencoder of 8 layers")
-    table.add_column("")
-    for heading in ("explained", "flushed to zero", "final scale", "skipped steps", "seconds"):
+    table.add_column("", no_wrap=True)
+    for heading in ("explained", "flushed to zero", "last scale", "skipped steps", "seconds"):
         table.add_column(heading, justify="right")
     for mode in MODES:
         alike = [run for run in runs if run.mode == mode]
@@ -103,7 +101,7 @@ def _summary(runs: list[Run]) -> Table:
             mode,
             _range([_percent(run.explained) for run in alike], "{:.1f} %"),
             f"{_percent(np.mean([run.flushed_share for run in alike]).item()):.1f} %",
-            _range([run.scales[-1] for run in alike if run.scales], "{:,.0f}"),
+            _range([np.log2(run.scales[-1]) for run in alike if run.scales], "2^{:.0f}"),
             _range([run.skipped for run in alike if run.scales], "{:.0f}"),
             f"{np.mean([run.seconds for run in alike]):.1f}",
         )

@@ -46,7 +46,10 @@ def draw(runs: list[Run], held_out: np.ndarray, output: Path) -> None:
 def _draw_pictures(all_axes: np.ndarray, runs: list[Run], held_out: np.ndarray) -> None:
     pictures = [
         (held_out, "held-out photograph", "black"),
-        *((run.restored, f"{run.mode}: {run.explained:.0%}", COLOURS[run.mode]) for run in runs),
+        *(
+            (run.restored, f"{run.mode}: {round(100 * run.explained) + 0} %", COLOURS[run.mode])
+            for run in runs
+        ),
     ]
     for axes, (patches, title, colour) in zip(all_axes, pictures, strict=True):
         axes.imshow(picture(patches))
@@ -61,7 +64,8 @@ def _draw_losses(axes: Axes, runs: list[Run]) -> None:
             range(losses.shape[1]), losses.min(0), losses.max(0), color=colour, alpha=0.25
         )
         dashed = "--" if mode == MODES[2] else "-"  # it lies upon fp32's
-        axes.plot(losses.mean(0), dashed, color=colour, linewidth=1.6, label=mode)
+        dot = "." if losses.shape[1] == 1 else None  # a line of one point is none
+        axes.plot(losses.mean(0), dashed, marker=dot, color=colour, linewidth=1.6, label=mode)
     seeds = len(runs) // len(MODES)
     axes.set_title("Training loss" + (f", {seeds} seeds" if seeds > 1 else ""), loc="left")
     axes.set_xlabel("step", fontsize=9)
@@ -77,12 +81,15 @@ def _draw_scale(axes: Axes, runs: list[Run]) -> None:
             where="post",
             color=BLUE,
             linewidth=1.6,
+            marker="." if len(run.scales) == 1 else None,
             alpha=0.3 if i else 1.0,
         )
     axes.set_yscale("log", base=2)
     low, high = (f(f(run.scales) for run in runs) for f in (min, max))
     axes.set_ylim(low / 4, high * 8)
     skipped = f"{runs[0].skipped} step{'' if runs[0].skipped == 1 else 's'} skipped"
+    if len(runs) > 1:
+        skipped += f", seed {runs[0].seed}"
     axes.text(0.97, 0.95, skipped, transform=axes.transAxes, ha="right", va="top", fontsize=8)
     axes.set_title("Loss scale", loc="left")
     axes.set_xlabel("step", fontsize=9)

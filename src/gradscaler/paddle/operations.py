@@ -189,6 +189,11 @@ def current_gradients(optimizer: Any) -> list[Tensor]:
     return [grad for grad in grads if not grad.is_selected_rows()]
 
 
+def are_new(gradients: list[Tensor], stale: list[Tensor]) -> bool:
+    places = {grad.data_ptr() for grad in stale}  # where a backward pass adds to a gradient
+    return places.isdisjoint(grad.data_ptr() for grad in gradients)
+
+
 def clear_gradients(optimizer: Any) -> None:
     for parameter in parameters_of(optimizer):
         parameter.clear_gradient(False)

@@ -54,6 +54,10 @@ class TensorPlayOperations(TorchLikeOperations):
             self.framework._foreach_mul_(grads, inv_scale)
             flag.fill_(1.0)
 
+    def are_new(self, gradients: list[Any], stale: list[Any]) -> bool:
+        """Whether there were none before: a sum of two gradients is a tensor of its own."""
+        return not stale
+
     def scalar(self, value: float, device: Any) -> Any:
         """A float32 scalar, by what is fastest here."""
         return tensorplay.full((), value, dtype=tensorplay.float32, device=device)
