@@ -1,17 +1,24 @@
 """Train on handwritten digits in fp16; stop, and resume as if nothing had happened.
 
+    python examples/jax_digits.py --checkpoint run.msgpack --resume
+
+This saves every 50 steps. If it is killed, even while it saves, the same command goes on from the
+last save. One run can also go on from another's:
+
     python examples/jax_digits.py --steps 150 --checkpoint half.msgpack
     python examples/jax_digits.py --steps 300 --resume half.msgpack
 
-These two end with the same bits as one run of 300 steps. The loss is a mean of squares and the
-units are sigmoids, so most gradients are too small for fp16: with --no-scaling the network learns
-nothing at all.
+Either way, training ends with the same bits as if it had never stopped.
+
+The loss is a mean of squares and the units are sigmoids, so most gradients are too small for fp16:
+with --no-scaling the network learns nothing at all.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,9 +33,9 @@ from sklearn.utils import shuffle
 from gradscaler import DynamicScale, FixedScale
 from gradscaler.jax import loss_scaled
 
-BATCH = 512
+BATCH = 500
 WIDTH = 64
-HIDDEN_LAYERS = 5
+HIDDEN_LAYERS = 4
 TRAINING_IMAGES = 1500  # of 1797
 
 Params = list[dict[str, jax.Array]]
@@ -68,13 +75,13 @@ def main(argv: list[str] | None = None) -> None:
     print("  step    loss  accuracy     scale  skipped")
     while state.step < arguments.steps:
         loss, state = train_step(optimizer, state, images[:TRAINING_IMAGES], labels)
-        if state.step % 50 == 0 or state.step == arguments.steps:
+        last = state.step == arguments.steps
+        if state.step % 50 == 0 or last:
             right = accuracy(state.params, images[TRAINING_IMAGES:], labels[TRAINING_IMAGES:])
             scale = state.optimizer.scaler.loss_scale
             print(f"{state.step:6} {loss:7.4f} {right:9.1%} {scale:9.0f} {state.skipped:8}")
-
-    if arguments.checkpoint:
-        arguments.checkpoint.write_bytes(serialization.to_bytes(state))
+        if arguments.checkpoint and (state.step % arguments.save_every == 0 or last):
+            save(arguments.checkpoint, state)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -96,12 +103,12 @@ def train_step(optimizer: Any, state: State, images: Any, labels: Any) -> tuple[
 
 
 def init(key: Any) -> Params:
-    """Uniform weights, as wide as the inputs are many, and biases of zero."""
+    """Weights uniform in ±1 / sqrt(inputs), and biases of zero."""
     sizes = [WIDTH] * (HIDDEN_LAYERS + 1) + [10]  # an image has 64 pixels, too
     keys = jax.random.split(key, len(sizes) - 1)
     return [
         {
-            "weight": jax.random.uniform(key, shape, minval=-1, maxval=1) * (6 / sum(shape)) ** 0.5,
+            "weight": jax.random.uniform(key, shape, minval=-1, maxval=1) / shape[0] ** 0.5,
             "bias": jnp.zeros(shape[1]),
         }
         for key, *shape in zip(keys, sizes[:-1], sizes[1:], strict=True)
@@ -123,6 +130,19 @@ def accuracy(params: Params, images: Any, labels: Any) -> Any:
     return (forward(params, images).argmax(1) == labels).mean()
 
 
+def save(path: Path, state: State) -> None:
+    """Write the state.
+
+    The new file replaces the old one only once it is complete, so a kill leaves one of them whole.
+    """
+    temporary = path.with_stem(f"{path.stem}.tmp")
+    with temporary.open("wb") as file:
+        file.write(serialization.to_bytes(state))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
 def load(path: Path, state: State) -> State:
     """The state in a checkpoint; ``state`` says what it is made of."""
     try:
@@ -141,14 +161,36 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=int, default=300, help="train up to this step (%(default)s)"
     )
-    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="save here at the end")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on from this checkpoint")
+    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="save the run here")
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        default=50,
+        metavar="N",
+        help="save after every N steps, and at the end (%(default)s)",
+    )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        nargs="?",
+        const=True,
+        metavar="FILE",
+        help="go on from FILE; without FILE, from --checkpoint if it exists",
+    )
     parser.add_argument(
         "--no-scaling", dest="scaling", action="store_false", help="leave the loss as it is"
     )
     arguments = parser.parse_args(argv)
+    if arguments.save_every < 1:
+        parser.error(f"--save-every must be at least 1, got {arguments.save_every}")
+    if arguments.checkpoint and arguments.checkpoint.is_dir():
+        parser.error(f"--checkpoint: {arguments.checkpoint} is a folder")
     if arguments.checkpoint and not arguments.checkpoint.absolute().parent.is_dir():
         parser.error(f"--checkpoint: there is no folder {arguments.checkpoint.parent}")
+    if arguments.resume is True:
+        if not arguments.checkpoint:
+            parser.error("--resume: name a FILE, or a --checkpoint to go on from")
+        arguments.resume = arguments.checkpoint if arguments.checkpoint.exists() else None
     return arguments
 
 

@@ -1,7 +1,14 @@
 """Train on handwritten digits in fp16 with MindSpore, on any of its devices; save, and go on.
 
-    python examples/mindspore_digits.py --epochs 10 --checkpoint half.ckpt
-    python examples/mindspore_digits.py --epochs 10 --resume half.ckpt
+    python examples/mindspore_digits.py --checkpoint run.ckpt --resume
+
+This saves every 10 epochs. If it is killed, even while it saves, the same command goes on from the
+last save. One run can also go on from another's:
+
+    python examples/mindspore_digits.py --epochs 50 --checkpoint half.ckpt
+    python examples/mindspore_digits.py --epochs 100 --resume half.ckpt
+
+Either way, training ends with the same bits as if it had never stopped.
 
 The loss is a mean of squares and the units are sigmoids, so most gradients are too small for fp16:
 with ``--scale 1`` the network learns nothing at all. ``mindspore.Model`` trains what
@@ -12,6 +19,7 @@ of functions, which unscales and checks the gradients itself.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,18 +41,18 @@ from gradscaler.mindspore import (
     build_train_network,
 )
 
-BATCH = 50
+BATCH = 500
 WIDTH = 64
-HIDDEN_LAYERS = 6
+HIDDEN_LAYERS = 4
 TRAINING_IMAGES = 1500  # of 1797
 SCALE = 2.0**24, 2, 50  # and its factor and window: a short run is to grow it soon
 
-Outputs = list[tuple[float, bool, float]]
-"""Of each step: the loss, whether a gradient overflowed, and the loss scale."""
+Outputs = list[tuple[float, float]]
+"""The loss and the loss scale of each step."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train for a number of epochs, from the start or from a checkpoint."""
+    """Train up to a number of epochs, from the start or from a checkpoint."""
     arguments = parse(argv)
     mindspore.set_seed(0)
     mindspore.set_context(mode=mindspore.GRAPH_MODE)
@@ -56,28 +64,26 @@ def main(argv: list[str] | None = None) -> None:
 
     layers: list[Any] = []
     for _ in range(HIDDEN_LAYERS):
-        layers += [
-            nn.Dense(WIDTH, WIDTH, "xavier_uniform"),
-            nn.Sigmoid(),
-        ]  # an image has 64 pixels, too
-    network = nn.SequentialCell(*layers, nn.Dense(WIDTH, 10, "xavier_uniform"), nn.Softmax())
+        layers += [nn.Dense(WIDTH, WIDTH), nn.Sigmoid()]  # an image has 64 pixels, too
+    network = nn.SequentialCell(*layers, nn.Dense(WIDTH, 10), nn.Softmax())
     optimizer = nn.Adam(network.trainable_params(), learning_rate=0.01)
     train = looped if arguments.loop else modelled
     epoch_of, parameters = train(network, optimizer, arguments.scale)
-    if arguments.resume:
-        load(arguments.resume, parameters)
+    epoch = load(arguments.resume, parameters) if arguments.resume else 0
 
-    print(" epoch    loss  accuracy     scale  skipped")
-    for epoch in range(1, arguments.epochs + 1):
-        losses, overflows, scales = zip(*epoch_of(data), strict=True)
-        guesses = network(Tensor(images[TRAINING_IMAGES:])).asnumpy().argmax(1)
-        right = (guesses == digits[TRAINING_IMAGES:]).mean()
-        loss = np.mean(losses)
-        print(f"{epoch:6} {loss:7.4f} {right:9.1%} {scales[-1]:9.0f} {sum(overflows):8}")
-
-    if arguments.checkpoint:
-        saved = [{"name": parameter.name, "data": parameter} for parameter in parameters]
-        mindspore.save_checkpoint(saved, str(arguments.checkpoint))
+    print(" epoch    loss  accuracy     scale  steps")
+    while epoch < arguments.epochs:
+        losses, scales = zip(*epoch_of(data), strict=True)
+        epoch += 1
+        last = epoch == arguments.epochs
+        if epoch % 10 == 0 or last:
+            guesses = network(Tensor(images[TRAINING_IMAGES:])).asnumpy().argmax(1)
+            right = (guesses == digits[TRAINING_IMAGES:]).mean()
+            steps = int(optimizer.global_step.asnumpy()[0])  # skipped ones do not count
+            loss = np.mean(losses)
+            print(f"{epoch:6} {loss:7.4f} {right:9.1%} {scales[-1]:9.0f} {steps:6}")
+        if arguments.checkpoint and (epoch % arguments.save_every == 0 or last):
+            save(arguments.checkpoint, parameters, epoch)
 
 
 class Record(mindspore.train.Callback):  # type: ignore[misc] # untyped base
@@ -89,8 +95,8 @@ class Record(mindspore.train.Callback):  # type: ignore[misc] # untyped base
 
     def on_train_step_end(self, run_context: Any) -> None:
         """Called after each step."""
-        loss, overflow, scale = run_context.original_args().net_outputs
-        self.outputs.append((float(loss), bool(overflow), float(scale)))
+        loss, _, scale = run_context.original_args().net_outputs
+        self.outputs.append((float(loss), float(scale)))
 
 
 def modelled(
@@ -133,25 +139,39 @@ def looped(
         if finite:
             optimizer(gradients)
         scaler.adjust(finite)
-        return loss, finite
+        return loss
 
     def epoch(data: Any) -> Outputs:
         outputs = []
         for images, targets in data.create_tuple_iterator():
-            loss, finite = step(images, targets)
-            outputs.append((float(loss), not finite, float(scaler.scale_value)))
+            loss = step(images, targets)
+            outputs.append((float(loss), float(scaler.scale_value)))
         return outputs
 
     state = [scaler.scale_value, scaler.counter] if scale is None else []
     return epoch, [*optimizer.get_parameters(), *state]
 
 
-def load(path: Path, parameters: list[Any]) -> None:
-    """Put back what a checkpoint has of each parameter."""
+def save(path: Path, parameters: list[Any], epoch: int) -> None:
+    """Write the parameters, and the number of epochs they were trained for.
+
+    The new file replaces the old one only once it is complete, so a kill leaves one of them whole.
+    """
+    saved = [{"name": parameter.name, "data": parameter} for parameter in parameters]
+    temporary = path.with_stem(f"{path.stem}.tmp")
+    mindspore.save_checkpoint(saved, str(temporary), append_dict={"epoch": epoch})
+    with temporary.open("rb") as file:  # MindSpore's files are read-only
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def load(path: Path, parameters: list[Any]) -> int:
+    """Put back the parameters that ``save`` wrote; the number of epochs they were trained for."""
     try:
         values = mindspore.load_checkpoint(str(path))
         for parameter in parameters:
             parameter.set_data(values[parameter.name])
+        return int(values["epoch"])
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         sys.exit(f"{path} is missing, damaged, or no checkpoint of such a run: {error!r}")
 
@@ -159,18 +179,44 @@ def load(path: Path, parameters: list[Any]) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train on handwritten digits in fp16.")
-    parser.add_argument("--epochs", type=int, default=20, help="to train for (%(default)s)")
+    parser.add_argument(
+        "--epochs", type=int, default=100, help="train up to this epoch (%(default)s)"
+    )
     parser.add_argument("--scale", type=float, help="a fixed loss scale, in place of a moving one")
     parser.add_argument("--loop", action="store_true", help="train by a loop, not by Model.train")
-    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="save here, as .ckpt")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on from this checkpoint")
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="FILE", help="save the run here, as .ckpt"
+    )
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        default=10,
+        metavar="N",
+        help="save after every N epochs, and at the end (%(default)s)",
+    )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        nargs="?",
+        const=True,
+        metavar="FILE",
+        help="go on from FILE; without FILE, from --checkpoint if it exists",
+    )
     arguments = parser.parse_args(argv)
     if arguments.scale is not None and not 1 <= arguments.scale < 2.0**128:
-        parser.error(f"--scale must be at least 1, got {arguments.scale}")
+        parser.error(f"--scale must be at least 1 and less than 2**128, got {arguments.scale}")
     if arguments.checkpoint and arguments.checkpoint.suffix != ".ckpt":
         parser.error("--checkpoint: the name of a checkpoint ends in .ckpt")
+    if arguments.save_every < 1:
+        parser.error(f"--save-every must be at least 1, got {arguments.save_every}")
+    if arguments.checkpoint and arguments.checkpoint.is_dir():
+        parser.error(f"--checkpoint: {arguments.checkpoint} is a folder")
     if arguments.checkpoint and not arguments.checkpoint.absolute().parent.is_dir():
         parser.error(f"--checkpoint: there is no folder {arguments.checkpoint.parent}")
+    if arguments.resume is True:
+        if not arguments.checkpoint:
+            parser.error("--resume: name a FILE, or a --checkpoint to go on from")
+        arguments.resume = arguments.checkpoint if arguments.checkpoint.exists() else None
     return arguments
 
 

@@ -1,17 +1,25 @@
 """Train on handwritten digits in fp16; stop, and resume as if nothing had happened.
 
+    python examples/paddle_digits.py --checkpoint run.pdckpt --resume
+
+This saves every 50 steps. If it is killed, even while it saves, the same command goes on from the
+last save. One run can also go on from another's:
+
     python examples/paddle_digits.py --steps 150 --checkpoint half.pdckpt
     python examples/paddle_digits.py --steps 300 --resume half.pdckpt
 
-These two end with the same bits as one run of 300 steps. Paddle cannot compute in fp16 on the CPU,
-so the layers below compute in float32 on numbers rounded to fp16, and so are their gradients on the
-way back. The loss is a mean of squares and the units are sigmoids, so most gradients are too small
-for that: with --no-scaling the network learns nothing at all.
+Either way, training ends with the same bits as if it had never stopped.
+
+Paddle cannot compute in fp16 on the CPU, so the layers below compute in float32 on numbers rounded
+to fp16, and round the gradients on the way back. The loss is a mean of squares and the units are
+sigmoids, so most gradients are too small for that: with --no-scaling the network learns nothing at
+all.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,9 +31,9 @@ from sklearn.utils import shuffle
 
 from gradscaler.paddle import GradScaler
 
-BATCH = 512
+BATCH = 500
 WIDTH = 64
-HIDDEN_LAYERS = 5
+HIDDEN_LAYERS = 4
 TRAINING_IMAGES = 1500  # of 1797
 
 
@@ -52,10 +60,11 @@ def main(argv: list[str] | None = None) -> None:
     labels = paddle.to_tensor(digits)
     targets = nn.functional.one_hot(labels, 10)
 
+    weights = nn.initializer.Uniform(-(WIDTH**-0.5), WIDTH**-0.5)
     layers: list[nn.Layer] = []
     for _ in range(HIDDEN_LAYERS):
-        layers += [HalfLinear(WIDTH, WIDTH), nn.Sigmoid()]  # an image has 64 pixels, too
-    model = nn.Sequential(*layers, HalfLinear(WIDTH, 10))
+        layers += [HalfLinear(WIDTH, WIDTH, weights), nn.Sigmoid()]  # an image has 64 pixels, too
+    model = nn.Sequential(*layers, HalfLinear(WIDTH, 10, weights))
 
     schedule = paddle.optimizer.lr.ExponentialDecay(0.01, gamma=0.999)
     optimizer = paddle.optimizer.AdamW(schedule, parameters=model.parameters())
@@ -79,13 +88,13 @@ def main(argv: list[str] | None = None) -> None:
             skipped += 1
 
         step += 1
-        if step % 50 == 0 or step == arguments.steps:
+        last = step == arguments.steps
+        if step % 50 == 0 or last:
             right = accuracy(model, images[TRAINING_IMAGES:], labels[TRAINING_IMAGES:])
             scale = scaler.scale(paddle.ones([])).item()
             print(f"{step:6} {loss.item():7.4f} {right:9.1%} {scale:9.0f} {skipped:8}")
-
-    if arguments.checkpoint:
-        save(arguments.checkpoint, parts, step, skipped)
+        if arguments.checkpoint and (step % arguments.save_every == 0 or last):
+            save(arguments.checkpoint, parts, step, skipped)
 
 
 def accuracy(model: Any, images: Any, labels: Any) -> float:
@@ -95,10 +104,17 @@ def accuracy(model: Any, images: Any, labels: Any) -> float:
 
 
 def save(path: Path, parts: dict[str, Any], step: int, skipped: int) -> None:
-    """Write all that the next step depends on, the random numbers to come included."""
+    """Write all that the next step depends on, the random numbers to come included.
+
+    The new file replaces the old one only once it is complete, so a kill leaves one of them whole.
+    """
     checkpoint: dict[str, Any] = {name: part.state_dict() for name, part in parts.items()}
     checkpoint.update(rng=paddle.get_rng_state(), step=step, skipped=skipped)
-    paddle.save(checkpoint, str(path))
+    temporary = path.with_stem(f"{path.stem}.tmp")
+    paddle.save(checkpoint, str(temporary))
+    with temporary.open("rb+") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)
 
 
 def load(path: Path, parts: dict[str, Any]) -> tuple[int, int]:
@@ -119,14 +135,36 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=int, default=300, help="train up to this step (%(default)s)"
     )
-    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="save here at the end")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on from this checkpoint")
+    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="save the run here")
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        default=50,
+        metavar="N",
+        help="save after every N steps, and at the end (%(default)s)",
+    )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        nargs="?",
+        const=True,
+        metavar="FILE",
+        help="go on from FILE; without FILE, from --checkpoint if it exists",
+    )
     parser.add_argument(
         "--no-scaling", dest="scaling", action="store_false", help="leave the loss as it is"
     )
     arguments = parser.parse_args(argv)
+    if arguments.save_every < 1:
+        parser.error(f"--save-every must be at least 1, got {arguments.save_every}")
+    if arguments.checkpoint and arguments.checkpoint.is_dir():
+        parser.error(f"--checkpoint: {arguments.checkpoint} is a folder")
     if arguments.checkpoint and not arguments.checkpoint.absolute().parent.is_dir():
         parser.error(f"--checkpoint: there is no folder {arguments.checkpoint.parent}")
+    if arguments.resume is True:
+        if not arguments.checkpoint:
+            parser.error("--resume: name a FILE, or a --checkpoint to go on from")
+        arguments.resume = arguments.checkpoint if arguments.checkpoint.exists() else None
     return arguments
 
 

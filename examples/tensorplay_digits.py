@@ -1,16 +1,24 @@
 """Train on handwritten digits in fp16; stop, and resume as if nothing had happened.
 
+    python examples/tensorplay_digits.py --checkpoint run.pt --resume
+
+This saves every 50 steps. If it is killed, even while it saves, the same command goes on from the
+last save. One run can also go on from another's:
+
     python examples/tensorplay_digits.py --steps 150 --checkpoint half.pt
     python examples/tensorplay_digits.py --steps 300 --resume half.pt
 
-These two end with the same bits as one run of 300 steps. TensorPlay's autocast computes in fp16 on
-the CPU, too. The loss is a mean of squares and the units are sigmoids, so most gradients are too
-small for fp16: with --no-scaling the network learns nothing at all.
+Either way, training ends with the same bits as if it had never stopped.
+
+TensorPlay's autocast computes in fp16 on the CPU, too. The loss is a mean of squares and the
+units are sigmoids, so most gradients are too small for fp16: with --no-scaling the network learns
+nothing at all.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +30,7 @@ from tensorplay import nn
 
 from gradscaler.tensorplay import GradScaler
 
-BATCH = 256
+BATCH = 500
 WIDTH = 64
 HIDDEN_LAYERS = 4
 TRAINING_IMAGES = 1500  # of 1797
@@ -68,12 +76,12 @@ def main(argv: list[str] | None = None) -> None:
             skipped += 1
 
         step += 1
-        if step % 50 == 0 or step == arguments.steps:
+        last = step == arguments.steps
+        if step % 50 == 0 or last:
             right = accuracy(model, images[TRAINING_IMAGES:], labels[TRAINING_IMAGES:])
             print(f"{step:6} {loss.item():7.4f} {right:9.1%} {scaler.get_scale():9.0f} {skipped:8}")
-
-    if arguments.checkpoint:
-        save(arguments.checkpoint, parts, step, skipped)
+        if arguments.checkpoint and (step % arguments.save_every == 0 or last):
+            save(arguments.checkpoint, parts, step, skipped)
 
 
 def accuracy(model: Any, images: Any, labels: Any) -> float:
@@ -84,10 +92,18 @@ def accuracy(model: Any, images: Any, labels: Any) -> float:
 
 
 def save(path: Path, parts: dict[str, Any], step: int, skipped: int) -> None:
-    """Write all that the next step depends on, the random numbers to come included."""
+    """Write all that the next step depends on, the random numbers to come included.
+
+    The new file replaces the old one only once it is complete, so a kill leaves one of them whole.
+    """
     states = {name: part.state_dict() for name, part in parts.items()}
     rng = tensorplay.get_rng_state()
-    tensorplay.save({**states, "rng": rng, "step": step, "skipped": skipped}, path)
+    temporary = path.with_stem(f"{path.stem}.tmp")
+    with temporary.open("wb") as file:
+        tensorplay.save({**states, "rng": rng, "step": step, "skipped": skipped}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
 
 
 def load(path: Path, parts: dict[str, Any]) -> tuple[int, int]:
@@ -110,16 +126,38 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=int, default=300, help="train up to this step (%(default)s)"
     )
-    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="save here at the end")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on from this checkpoint")
+    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="save the run here")
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        default=50,
+        metavar="N",
+        help="save after every N steps, and at the end (%(default)s)",
+    )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        nargs="?",
+        const=True,
+        metavar="FILE",
+        help="go on from FILE; without FILE, from --checkpoint if it exists",
+    )
     parser.add_argument(
         "--no-scaling", dest="scaling", action="store_false", help="leave the loss as it is"
     )
     arguments = parser.parse_args(argv)
     if arguments.checkpoint and arguments.checkpoint.suffix != ".pt":
         parser.error("--checkpoint: TensorPlay wants a name that ends in .pt")
+    if arguments.save_every < 1:
+        parser.error(f"--save-every must be at least 1, got {arguments.save_every}")
+    if arguments.checkpoint and arguments.checkpoint.is_dir():
+        parser.error(f"--checkpoint: {arguments.checkpoint} is a folder")
     if arguments.checkpoint and not arguments.checkpoint.absolute().parent.is_dir():
         parser.error(f"--checkpoint: there is no folder {arguments.checkpoint.parent}")
+    if arguments.resume is True:
+        if not arguments.checkpoint:
+            parser.error("--resume: name a FILE, or a --checkpoint to go on from")
+        arguments.resume = arguments.checkpoint if arguments.checkpoint.exists() else None
     return arguments
 
 

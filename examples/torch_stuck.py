@@ -126,9 +126,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, help="keep the run files in this folder")
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.names) - set(TRAININGS):
-        parser.error(f"there is no training {min(unknown)!r}: choose of {', '.join(TRAININGS)}")
+        parser.error(f"there is no training {min(unknown)!r}: choose from {', '.join(TRAININGS)}")
     if arguments.runs:
-        arguments.runs.mkdir(parents=True, exist_ok=True)
+        try:
+            arguments.runs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--runs: cannot make the folder {arguments.runs}: {error.strerror}")
     with tempfile.TemporaryDirectory() as temporary:
         for name in arguments.names or TRAININGS:
             path = (arguments.runs or Path(temporary)) / f"{name}.jsonl"

@@ -1,6 +1,8 @@
 """What holds for all tests."""
 
 import os
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -16,6 +18,24 @@ SEEDING = {
     "paddle": "seed",
     "mindspore": "set_seed",
 }
+
+KILLED_IN_ITS_SECOND_SAVE = """
+import os, runpy, signal, sys
+
+saves = 0
+
+
+def fsync(descriptor):
+    global saves
+    saves += 1
+    if saves == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+os.fsync = fsync
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -36,3 +56,19 @@ def own_random_numbers_and_one_thread():
     with torch.random.fork_rng(devices=[]):
         yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def killed_in_its_second_save(tmp_path):
+    """Run an example in its own process and kill it just before its second save is on disk.
+
+    The kill is real, so Python flushes no file and runs no exit handler. Its moment is fixed, so
+    the test does not depend on how busy the machine is.
+    """
+
+    def run(script, *arguments):
+        command = [sys.executable, "-c", KILLED_IN_ITS_SECOND_SAVE, script, *map(str, arguments)]
+        process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert process.returncode == -signal.SIGKILL, process.stderr
+
+    return run

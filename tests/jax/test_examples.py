@@ -41,8 +41,20 @@ def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path, monk
     assert 0 < skipped[0] < skipped[1]
 
 
+def test_a_run_killed_in_a_save_goes_on_from_the_one_before(tmp_path, killed_in_its_second_save):
+    run, first, whole = (tmp_path / name for name in ("run.msgpack", "first", "whole"))
+    command = ("--steps", 6, "--save-every", 2, "--checkpoint", run, "--resume")
+    killed_in_its_second_save(jax_digits.__file__, *command)
+    train("--steps", 2, "--checkpoint", first)
+    assert run.read_bytes() == first.read_bytes()
+    train(*command)
+    train("--steps", 6, "--checkpoint", whole)
+    assert run.read_bytes() == whole.read_bytes()
+    assert set(tmp_path.iterdir()) == {run, first, whole}
+
+
 @pytest.mark.parametrize(("option", "low", "high"), [(None, 80, 100), ("--no-scaling", 0, 20)])
-def test_it_learns_with_loss_scaling_alone(option, low, high, capsys):
+def test_it_learns_only_with_loss_scaling(option, low, high, capsys):
     train("--steps", 200, *filter(None, [option]))
     accuracies = re.findall(r"([\d.]+)%", capsys.readouterr().out)
     assert low <= float(accuracies[-1]) <= high  # chance is 10
@@ -53,8 +65,30 @@ def test_a_damaged_checkpoint_is_named_and_not_used(damage, tmp_path):
     checkpoint = tmp_path / "damaged"
     train("--steps", 1, "--checkpoint", checkpoint)
     checkpoint.write_bytes(damage(checkpoint.read_bytes()))
-    with pytest.raises(SystemExit, match="damaged"):
-        train("--resume", checkpoint)
+    for resume in (["--resume", checkpoint], ["--checkpoint", checkpoint, "--resume"]):
+        with pytest.raises(SystemExit, match="damaged"):
+            train(*resume)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--checkpoint", "none/out.msgpack"], "there is no folder none"),
+        (["--checkpoint", "folder.msgpack"], r"folder\.msgpack is a folder"),
+        (["--save-every", 0, "--checkpoint", "out.msgpack"], "at least 1, got 0"),
+        (["--resume"], "name a FILE, or a --checkpoint"),
+    ],
+)
+def test_a_command_that_cannot_work_is_refused_before_training(
+    arguments, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("folder.msgpack").mkdir()
+    with pytest.raises(SystemExit):
+        train(*arguments)
+    printed = capsys.readouterr()
+    assert re.search(message, printed.err)
+    assert printed.out == ""
 
 
 def test_it_runs_as_a_script(tmp_path):

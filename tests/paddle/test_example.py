@@ -91,6 +91,13 @@ def test_it_runs_as_a_script(tmp_path):
     assert path.exists()
 
 
+def test_resume_without_a_file_reads_the_checkpoint(script, tmp_path):
+    path = tmp_path / "run.pdckpt"
+    path.write_bytes(b"no checkpoint")
+    with pytest.raises(SystemExit, match=r"run\.pdckpt is missing, damaged"):
+        script.main(["--checkpoint", str(path), "--resume"])
+
+
 @pytest.mark.parametrize("content", [None, b"", b"no checkpoint"], ids=["none", "empty", "other"])
 def test_a_checkpoint_that_cannot_be_read_is_named(script, tmp_path, content):
     path = tmp_path / "half.pdckpt"
@@ -120,7 +127,7 @@ def test_a_checkpoint_without_a_part_is_refused_by_name(run, script, tmp_path):
     ],
 )
 def test_a_command_that_cannot_work_is_refused_before_training(
-    arguments, message, tmp_path, monkeypatch, capsys
+    script, arguments, message, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     Path("folder.pdckpt").mkdir()

@@ -82,6 +82,13 @@ def test_without_scaling_it_learns_next_to_nothing(run, whole):
     assert unscaled["accuracy"] < 30.0 < 60.0 < scaled["accuracy"]
 
 
+def test_resume_without_a_file_reads_the_checkpoint(main, tmp_path):
+    path = tmp_path / "run.pt"
+    path.write_bytes(b"no checkpoint")
+    with pytest.raises(SystemExit, match=r"run\.pt is damaged"):
+        main(["--checkpoint", str(path), "--resume"])
+
+
 @pytest.mark.parametrize("content", [None, b"", b"no checkpoint"], ids=["none", "empty", "other"])
 def test_a_checkpoint_that_cannot_be_read_is_named(main, tmp_path, content):
     path = tmp_path / "half.pt"
@@ -102,7 +109,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named(main, tmp_path, content):
     ],
 )
 def test_a_command_that_cannot_work_is_refused_before_training(
-    arguments, message, tmp_path, monkeypatch, capsys
+    main, arguments, message, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     Path("folder.pt").mkdir()

@@ -38,7 +38,7 @@ def same_bits(a, b):
 
 
 def soon_growing(device, growth_interval, enabled):
-    """A scaler that skips steps soon, so that what is compared includes skips."""
+    """A scaler that skips steps soon, so the comparison includes skips."""
     return GradScaler(device, growth_interval=2, enabled=enabled)
 
 
@@ -75,15 +75,15 @@ def test_a_run_killed_again_and_again_ends_with_the_bits_of_an_uninterrupted_one
 
 
 def kill_again_and_again(folder):
-    """Kill one run ``KILLS`` times, and complete it; then train as long without a stop.
+    """Kill one run ``KILLS`` times and complete it; then train as long without a stop.
 
-    A test calls this in a process of its own. A run takes seconds to start, most of them to import
-    PyTorch, so that this process imports it once and forks each run; pytest's may have threads,
-    which a fork does not survive. Every other kill comes when the file of a save appears, the
-    others at a random moment after a save. No moment makes the outcome another.
+    A test runs this in its own process. A run takes seconds to start, most of them to import
+    PyTorch, so this process imports it once and forks each run. It has a single thread: pytest may
+    have more, and they do not survive a fork. Every other kill comes when the file of a save
+    appears, the others at a random moment after a save. The outcome never depends on the moment.
     """
     torch.set_num_threads(1)
-    train("--steps", 1)  # which imports what is imported late
+    train("--steps", 1)  # PyTorch imports some modules only when they are used
     torch_digits.GradScaler = soon_growing
     delays = random.Random(0)
     checkpoint, temporary = folder / "run.pt", folder / "run.tmp.pt"
@@ -94,7 +94,7 @@ def kill_again_and_again(folder):
         before = written(awaited), written(temporary)
         child = os.fork()
         if child == 0:
-            signal.alarm(60)  # it outlives nobody
+            signal.alarm(60)  # it never outlives the test
             train("--steps", 10**9, *command)
         while written(awaited) in (None, before[0]):
             assert os.waitpid(child, os.WNOHANG) == (0, 0), "the run ended by itself"
@@ -118,7 +118,7 @@ def written(path):
 
 
 @pytest.mark.parametrize(("option", "low", "high"), [(None, 80, 100), ("--no-scaling", 0, 20)])
-def test_it_learns_with_loss_scaling_alone(option, low, high, capsys):
+def test_it_learns_only_with_loss_scaling(option, low, high, capsys):
     train("--steps", 200, *filter(None, [option]))
     accuracies = re.findall(r"([\d.]+)%", capsys.readouterr().out)
     assert low <= float(accuracies[-1]) <= high  # chance is 10
@@ -163,8 +163,9 @@ def write_one_without_a_scaler(path):
 def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, write):
     path = tmp_path / "broken.pt"
     write(path)
-    with pytest.raises(SystemExit, match=r"broken\.pt is damaged, or no checkpoint of this script"):
-        train("--steps", 2, "--resume", path)
+    for resume in (["--resume", path], ["--checkpoint", path, "--resume"]):
+        with pytest.raises(SystemExit, match=r"broken\.pt is damaged, or no checkpoint of this"):
+            train("--steps", 2, *resume)
 
 
 def test_a_missing_checkpoint_is_refused_by_name(tmp_path):
