@@ -47,7 +47,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--seed", type=_seed, default=0, help="the first, of weights and batches (%(default)s)"
     )
     demo.add_argument(
-        "--seeds", type=_positive, default=3, help="how many seeds to train with (%(default)s)"
+        "--seeds", type=_positive, default=2, help="how many seeds to train with (%(default)s)"
     )
     demo.add_argument(
         "--steps", type=_positive, default=250, help="training steps of each run (%(default)s)"
