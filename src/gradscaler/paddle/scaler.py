@@ -15,7 +15,7 @@ from gradscaler.checkpoint.formats import PADDLE_KEYS, read_paddle, write_paddle
 from gradscaler.checkpoint.state_dicts import state_values
 from gradscaler.outcome import Reason, StepOutcome
 from gradscaler.paddle import operations
-from gradscaler.paddle.spelling import PaddleRecord, PaddleSpelling
+from gradscaler.paddle.spelling import PaddleOptimizer, PaddleRecord, PaddleSpelling
 from gradscaler.policies import DynamicScale, FixedScale, Rule
 from gradscaler.policies.spelling import check_alone, check_policy
 
@@ -113,7 +113,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
 
     # The calls of a training loop.
 
-    def scale(self, var: Any) -> Any:
+    def scale(self, var: paddle.Tensor) -> paddle.Tensor:  # type: ignore[override] # a tensor alone
         """Multiply a loss by the loss scale: ``scaled = var * scale``.
 
         Args:
@@ -132,7 +132,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
             return var
         return super().scale(var)
 
-    def unscale_(self, optimizer: paddle.optimizer.Optimizer) -> None:
+    def unscale_(self, optimizer: PaddleOptimizer) -> None:
         """Divide the optimizer's gradients by the loss scale, in place, and check them.
 
         Optional: ``step`` and ``minimize`` do it where you did not.
@@ -162,7 +162,9 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
             record.found_inf = {"found_inf": self._found_inf}
         record.stage = Stage.UNSCALED
 
-    def minimize(self, optimizer: paddle.optimizer.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def minimize(  # type: ignore[override] # wider than Paddle's, whose own optimizers are untyped
+        self, optimizer: PaddleOptimizer, *args: Any, **kwargs: Any
+    ) -> Any:
         """Unscale the gradients, ``optimizer.minimize(*args, **kwargs)`` or skip, and ``update``.
 
         Args:

@@ -5,7 +5,7 @@ The private names are those that Fleet, group-sharded training and PaddleNLP rea
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import paddle
@@ -40,7 +40,17 @@ class PaddleRecord(OptimizerRecord):
         self.stage = FRAMEWORK_STAGES[name]
 
 
-class PaddleSpelling(EagerScaler[paddle.Tensor, paddle.optimizer.Optimizer]):
+class PaddleOptimizer(Protocol):
+    """An optimizer of Paddle's, or a wrapper around one, such as Fleet's."""
+
+    def step(self) -> Any:
+        """Update the parameters."""
+
+    def minimize(self, *args: Any, **kwargs: Any) -> Any:
+        """Collect the gradients, and update the parameters."""
+
+
+class PaddleSpelling(EagerScaler[paddle.Tensor, PaddleOptimizer]):
     """An eager scaler whose state goes by Paddle's names."""
 
     _policy: DynamicScale
