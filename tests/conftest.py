@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,3 +73,19 @@ def killed_in_its_second_save(tmp_path):
         assert process.returncode == -signal.SIGKILL, process.stderr
 
     return run
+
+
+@pytest.fixture
+def check_types(tmp_path):
+    """Compare mypy's errors in a script with the comments that name them; no other may be there."""
+
+    def check(code):
+        (tmp_path / "script.py").write_text(code)
+        command = [sys.executable, "-m", "mypy", "--strict", "script.py"]
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        lines = enumerate(code.splitlines(), start=1)
+        expected = {number: line.partition("  # ")[2] for number, line in lines if "  # " in line}
+        errors = re.findall(r"script.py:(\d+): error: .*\[([a-z-]+)\]", result.stdout)
+        assert {int(number): error for number, error in errors} == expected, result.stdout
+
+    return check
