@@ -30,17 +30,13 @@ class Closures:
         self.backed_off: ScaleState | None = None
         self.losses: list[tuple[Tensor, Tensor]] | None = None
 
-    def refuse(self, call: str) -> None:
-        """Raise if a closure runs.
-
-        Raises:
-            CallOrderError: ``call`` has no place in a closure.
-        """
-        if self.losses is not None:
-            raise CallOrderError(
-                f"{call}() was called in a closure: call scaler.step(optimizer, closure) and "
-                "scaler.update() outside of it"
-            )
+    @staticmethod
+    def refusal(call: str) -> CallOrderError:
+        """The error that ``call`` raises in a closure."""
+        return CallOrderError(
+            f"{call}() was called in a closure: call scaler.step(optimizer, closure) and "
+            "scaler.update() outside of it"
+        )
 
 
 class _RetriesExhaustedError(Exception):

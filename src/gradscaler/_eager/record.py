@@ -26,6 +26,8 @@ class Stage(Enum):
     INTERRUPTED = auto()
     """A call ended on the way: some may be unscaled, and some not."""
 
+    __hash__ = object.__hash__  # Enum's takes as long as the rest of a look-up
+
 
 UNKNOWN_GRADIENTS = (
     "a call raised in this iteration, or a loss was scaled after it, so some gradients may be "

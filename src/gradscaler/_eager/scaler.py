@@ -199,7 +199,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """
         if not self._enabled:
             return
-        self._closures.refuse("update")
+        if self._closures.losses is not None:
+            raise self._closures.refusal("update")
         state = self._placed_state("update")
         for observer in self._observers:
             observer.updating()
@@ -401,7 +402,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
     def _record_to_step(self, optimizer: Optimizer) -> OptimizerRecord:
         """The record of an optimizer that has not stepped in this iteration."""
-        self._closures.refuse("step")
+        if self._closures.losses is not None:
+            raise self._closures.refusal("step")
         record = self._record(optimizer)
         record.after("step")
         return record

@@ -76,7 +76,10 @@ def _is_torch_s(policy: Policy) -> TypeGuard[DynamicScale]:
 
 def _are_contiguous(grads: list[torch.Tensor]) -> bool:
     """Whether gradients are all dense, each in one piece of memory."""
-    return not any(grad.is_sparse for grad in grads) and all(map(torch.Tensor.is_contiguous, grads))
+    for grad in grads:  # noqa: SIM110 # a generator takes longer for few of them
+        if grad.is_sparse or not grad.is_contiguous():
+            return False
+    return True
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
