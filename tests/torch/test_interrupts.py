@@ -196,6 +196,18 @@ def test_a_repeated_iteration_after_an_optimizer_raised_is_refused_until_update(
     assert training.takes_a_true_step(training.step)
 
 
+def test_a_step_whose_hook_raised_after_it_is_refused_or_right(fused):
+    training = Training(fused)
+    hook = training.optimizer.register_step_post_hook(lambda *_: 1 / 0)
+    training.begin()
+    with pytest.raises(ZeroDivisionError):
+        training.step()
+    hook.remove()
+    assert training.takes_a_true_step(training.step) is not fused
+    training.begin()
+    assert training.takes_a_true_step(training.step) is fused
+
+
 def test_a_raised_step_of_one_optimizer_leaves_the_other_alone():
     first, second = Training(), Training()
     second.scaler = first.scaler

@@ -165,8 +165,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if closure is not None:
             if record.clip_coefficient is not None:
                 raise CallOrderError(
-                    "clip_grad_norm_() was called before step(optimizer, closure), which makes the "
-                    "gradients anew: call it in the closure, after the backward pass"
+                    "clip_grad_norm_() was called before step(optimizer, closure), whose closure "
+                    "makes new gradients: call it in the closure, after the backward pass"
                 )
             retries = self._max_retries if max_retries is None else _check_retries(max_retries)
             return self._step_with_closure(optimizer, closure, retries, args, kwargs)
@@ -601,7 +601,7 @@ class _Outcomes:
 def _take_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[[], Any] | None, tuple[Any, ...], dict[str, Any]]:
-    """Split off a closure given by position or by name; None is none."""
+    """Split off a closure given by position or by name; None stands for no closure."""
     if "closure" in kwargs:
         kwargs = dict(kwargs)
         return kwargs.pop("closure"), args, kwargs

@@ -226,7 +226,7 @@ class TorchLikeScaler(TorchSpelling[TensorT, OptimizerT]):
             result = _step_with(optimizer, grad_scale, flag, args, kwargs)
             self._conclude(optimizer, record)
         except BaseException as error:
-            if not isinstance(error, Exception):  # an Exception comes before the kernel has run
+            if not isinstance(error, Exception) or _may_raise_after_its_kernel(optimizer):
                 self._note_interrupt(record, error)
             raise
         return result
@@ -251,6 +251,12 @@ def _step_with(
                 delattr(optimizer, name)
         raise
     return result
+
+
+def _may_raise_after_its_kernel(optimizer: Optimizer) -> bool:
+    """Whether an Exception of ``step`` may come after a kernel unscaled gradients."""
+    hooks = getattr(optimizer, "_optimizer_step_post_hooks", ())
+    return bool(hooks) or len(optimizer.param_groups) > 1
 
 
 def _takes_grad_scaler(step: Callable[..., Any]) -> bool:

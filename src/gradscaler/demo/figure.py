@@ -64,7 +64,7 @@ def _draw_losses(axes: Axes, runs: list[Run]) -> None:
             range(losses.shape[1]), losses.min(0), losses.max(0), color=colour, alpha=0.25
         )
         dashed = "--" if mode == MODES[2] else "-"  # it lies upon fp32's
-        dot = "." if losses.shape[1] == 1 else None  # a line of one point is none
+        dot = "." if losses.shape[1] == 1 else None  # a line of one point shows nothing
         axes.plot(losses.mean(0), dashed, marker=dot, color=colour, linewidth=1.6, label=mode)
     seeds = len(runs) // len(MODES)
     axes.set_title("Training loss" + (f", {seeds} seeds" if seeds > 1 else ""), loc="left")
