@@ -2,8 +2,8 @@
 
     python examples/jax_digits.py --checkpoint run.msgpack --resume
 
-This saves every 50 steps. If it is killed, even while it saves, the same command goes on from the
-last save. One run can also go on from another's:
+The script saves every 50 steps. If you kill it, even while it saves, the same command resumes from
+the last save. One run can also resume from the file of another:
 
     python examples/jax_digits.py --steps 150 --checkpoint half.msgpack
     python examples/jax_digits.py --steps 300 --resume half.msgpack
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
     pixels, digits = shuffle(*load_digits(return_X_y=True), random_state=0)
     images, labels = jnp.array(pixels / 16, dtype=jnp.float32), jnp.array(digits)
 
-    # A short run: try a higher scale soon.
+    # The run is short, so the scale should grow soon.
     policy = DynamicScale(growth_interval=20) if arguments.scaling else FixedScale(1.0)
     schedule = optax.exponential_decay(0.01, transition_steps=1, decay_rate=0.999)
     optimizer = loss_scaled(optax.adamw(schedule), policy)
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
 
 @functools.partial(jax.jit, static_argnums=0)
 def train_step(optimizer: Any, state: State, images: Any, labels: Any) -> tuple[Any, State]:
-    """The loss of one batch, and the state after its step, or without it."""
+    """Return the loss of one batch, and the state after its step or skip."""
     key = jax.random.fold_in(jax.random.key(1), state.step)
     batch = jax.random.randint(key, (BATCH,), 0, len(images))
 
@@ -116,7 +116,7 @@ def init(key: Any) -> Params:
 
 
 def forward(params: Params, images: Any) -> Any:
-    """The network in fp16: what it makes of images, before the softmax."""
+    """The network's outputs in fp16, before the softmax."""
     values = images.astype(jnp.float16)
     *hidden, last = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), params)
     for layer in hidden:
@@ -144,19 +144,19 @@ def save(path: Path, state: State) -> None:
 
 
 def load(path: Path, state: State) -> State:
-    """The state in a checkpoint; ``state`` says what it is made of."""
+    """Return the state in a checkpoint, which has the structure of ``state``."""
     try:
         restored: State = serialization.from_bytes(state, path.read_bytes())
         shapes = (jax.tree.map(jnp.shape, tree) for tree in (restored, state))
         if len(set(map(str, shapes))) > 1:
-            raise ValueError("the shapes are others")
-    except Exception as error:  # a damaged file may fail anywhere on the way
-        sys.exit(f"{path} is missing, damaged, or no checkpoint of such a run: {error!r}")
+            raise ValueError("the shapes differ")
+    except Exception as error:  # a damaged file may fail anywhere
+        sys.exit(f"{path} is missing, damaged, or not a checkpoint of such a run: {error!r}")
     return restored
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train on handwritten digits in fp16.")
     parser.add_argument(
         "--steps", type=int, default=300, help="train up to this step (%(default)s)"
@@ -175,10 +175,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="?",
         const=True,
         metavar="FILE",
-        help="go on from FILE; without FILE, from --checkpoint if it exists",
+        help="resume from FILE; without FILE, from --checkpoint if it exists",
     )
     parser.add_argument(
-        "--no-scaling", dest="scaling", action="store_false", help="leave the loss as it is"
+        "--no-scaling", dest="scaling", action="store_false", help="do not scale the loss"
     )
     arguments = parser.parse_args(argv)
     if arguments.save_every < 1:
@@ -189,7 +189,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--checkpoint: there is no folder {arguments.checkpoint.parent}")
     if arguments.resume is True:
         if not arguments.checkpoint:
-            parser.error("--resume: name a FILE, or a --checkpoint to go on from")
+            parser.error("--resume: name a FILE, or a --checkpoint to resume from")
         arguments.resume = arguments.checkpoint if arguments.checkpoint.exists() else None
     return arguments
 

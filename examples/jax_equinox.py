@@ -19,7 +19,7 @@ OPTIMIZER = loss_scaled(optax.adam(0.01))
 
 
 def half(tree: Any) -> Any:
-    """The same with its float arrays in fp16."""
+    """The tree with its float arrays in fp16."""
     return jax.tree.map(
         lambda leaf: leaf.astype(jnp.float16) if eqx.is_inexact_array(leaf) else leaf, tree
     )
@@ -27,7 +27,7 @@ def half(tree: Any) -> Any:
 
 @eqx.filter_jit
 def train_step(model: eqx.nn.MLP, state: Any, images: Any, labels: Any) -> tuple[Any, Any, Any]:
-    """The model and the state after a step, or without it, and the loss."""
+    """Return the model and the state after a step or a skip, and the loss."""
 
     @eqx.filter_grad(has_aux=True)
     def gradients(model: eqx.nn.MLP) -> tuple[Any, Any]:
@@ -41,7 +41,7 @@ def train_step(model: eqx.nn.MLP, state: Any, images: Any, labels: Any) -> tuple
 
 
 def main(steps: int = 100) -> float:
-    """Train on all digits at once; the last loss."""
+    """Train on all digits at once, and return the last loss."""
     pixels, labels = load_digits(return_X_y=True)
     images = jnp.array(pixels / 16, dtype=jnp.float32)
     model = eqx.nn.MLP(64, 10, width_size=64, depth=1, key=jax.random.key(0))

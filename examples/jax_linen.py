@@ -35,7 +35,7 @@ class Network(nn.Module):
 
 @jax.jit
 def train_step(state: Any, images: Any, labels: Any) -> tuple[Any, Any]:
-    """The state after a step, or without it, and the loss."""
+    """Return the state after a step or a skip, and the loss."""
 
     def loss_fn(params: Any) -> Any:
         logits = state.apply_fn({"params": params}, images).astype(jnp.float32)
@@ -47,7 +47,7 @@ def train_step(state: Any, images: Any, labels: Any) -> tuple[Any, Any]:
 
 
 def main(steps: int = 100) -> float:
-    """Train on all digits at once; the last loss."""
+    """Train on all digits at once, and return the last loss."""
     pixels, labels = load_digits(return_X_y=True)
     images = jnp.array(pixels / 16, dtype=jnp.float32)
     network = Network()

@@ -1,4 +1,4 @@
-"""flax NNX in fp16: the scaler is an argument of the step, and a result of it.
+"""flax NNX in fp16: the step takes the scaler and returns it.
 
 python examples/jax_nnx.py
 """
@@ -32,7 +32,7 @@ class Network(nnx.Module):
 def train_step(
     model: Network, optimizer: nnx.Optimizer[Any], scaler: GradScaler, images: Any, labels: Any
 ) -> tuple[GradScaler, Any]:
-    """Step model and optimizer, or leave both; the scaler after that, and the loss."""
+    """Step the model and the optimizer, or neither; return the new scaler and the loss."""
     split: Any = nnx.split
     graph, params, rest = split(model, nnx.Param, ...)
 
@@ -41,14 +41,14 @@ def train_step(
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     scaler, finite, loss, grads = scaler.value_and_grad(loss_fn)(params)
-    before = jax.tree.map(jnp.copy, nnx.state((model, optimizer)))  # which refers to variables
+    before = jax.tree.map(jnp.copy, nnx.state((model, optimizer)))  # the state refers to variables
     optimizer.update(model, grads)
     nnx.update((model, optimizer), select_tree(finite, nnx.state((model, optimizer)), before))
     return scaler, loss
 
 
 def main(steps: int = 100) -> float:
-    """Train on all digits at once; the last loss."""
+    """Train on all digits at once, and return the last loss."""
     pixels, labels = load_digits(return_X_y=True)
     images = jnp.array(pixels / 16, dtype=jnp.float32)
     model = Network(nnx.Rngs(0))

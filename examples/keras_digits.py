@@ -1,9 +1,9 @@
-"""Train on handwritten digits in fp16, on any backend of Keras; save, and go on from there.
+"""Train on handwritten digits in fp16, on any backend of Keras; stop, and resume.
 
     KERAS_BACKEND=jax python examples/keras_digits.py --checkpoint run.keras --resume
 
-This saves every 10 epochs. If it is killed, even while it saves, the same command goes on from the
-last save. One run can also go on from another's:
+The script saves every 10 epochs. If you kill it, even while it saves, the same command resumes from
+the last save. One run can also resume from the file of another:
 
     KERAS_BACKEND=jax python examples/keras_digits.py --epochs 50 --checkpoint half.keras
     KERAS_BACKEND=jax python examples/keras_digits.py --epochs 100 --resume half.keras
@@ -12,8 +12,8 @@ Either way, training ends with the same bits as if it had never stopped.
 
 The loss is a mean of squares and the units are sigmoids, so most gradients are too small for fp16:
 with ``--scale 1`` the network learns nothing at all. ``model.fit`` needs no change but the
-optimizer. ``--loop`` does without ``fit``: a step by hand, as one writes it for each backend, which
-ends with the same numbers.
+optimizer. ``--loop`` replaces ``fit`` by a step that is written by hand for each backend. It ends
+with the same numbers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
 
     print(" epoch    loss  accuracy     scale  steps")
     while epoch < arguments.epochs:
-        # The order depends on the epoch alone, so a resumed run sees the same one.
+        # The order depends only on the epoch, so a resumed run sees the same one.
         order = np.random.default_rng(epoch).permutation(TRAINING_IMAGES)
         training = images[order], targets[order]
         if step is None:
@@ -71,14 +71,14 @@ def main(argv: list[str] | None = None) -> None:
             guesses = model.predict(images[TRAINING_IMAGES:], verbose=0).argmax(1)
             right = float((guesses == digits[TRAINING_IMAGES:]).mean())
             scale = float(model.optimizer.loss_scale)
-            steps = int(model.optimizer.iterations.numpy())  # skipped ones do not count
+            steps = int(model.optimizer.iterations.numpy())  # without skipped steps
             print(f"{epoch:6} {loss:7.4f} {right:9.1%} {scale:9.0f} {steps:6}")
         if arguments.checkpoint and (epoch % arguments.save_every == 0 or last):
             save(arguments.checkpoint, model, epoch)
 
 
 def new_model(scale: float | None) -> Any:
-    """A network, and an optimizer that scales its loss; by a fixed factor, if there is one."""
+    """A network and an optimizer that scales the loss, by ``scale`` if it is given."""
     hidden = [dense(WIDTH, "sigmoid") for _ in range(HIDDEN_LAYERS)]  # an image has 64 pixels, too
     guess = dense(10, "softmax", "float32")
     model = keras.Sequential([keras.Input((WIDTH,)), *hidden, guess])
@@ -99,7 +99,7 @@ def dense(size: int, activation: str, dtype: str | None = None) -> Any:
 
 
 def looped_epoch(step: Step, images: Any, targets: Any) -> float:
-    """Train on all images once; the mean loss."""
+    """Train on all images once, and return the mean loss."""
     losses = [
         float(step(images[start : start + BATCH], targets[start : start + BATCH]))
         for start in range(0, len(images), BATCH)
@@ -108,10 +108,10 @@ def looped_epoch(step: Step, images: Any, targets: Any) -> float:
 
 
 def tensorflow_step(model: Any) -> Step:
-    """A graph that is traced once."""
+    """A step in a graph that is traced once."""
     import tensorflow as tf
 
-    @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator] # TensorFlow's is not
+    @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator] # TensorFlow is untyped
     def step(images: Any, targets: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = mean_square(targets, model(images, training=True))
@@ -126,7 +126,7 @@ def tensorflow_step(model: Any) -> Step:
 
 
 def jax_step(model: Any) -> Step:
-    """A compiled pure function of all variables' values, which are put back after each step."""
+    """A step in a compiled pure function, whose results are then assigned to the variables."""
     import jax
 
     parameters, state = model.trainable_variables, model.optimizer.variables
@@ -155,7 +155,7 @@ def jax_step(model: Any) -> Step:
 
 
 def torch_step(model: Any) -> Step:
-    """Backward, and then ``apply``, which unscales."""
+    """A step of ``backward`` and then ``apply``, which unscales."""
     import torch
 
     def step(images: Any, targets: Any) -> Any:
@@ -180,7 +180,7 @@ def save(path: Path, model: Any, epoch: int) -> None:
     """
     temporary = path.with_stem(f"{path.stem}.tmp")
     model.save(temporary)
-    with zipfile.ZipFile(temporary, "a") as archive:  # a .keras file is one
+    with zipfile.ZipFile(temporary, "a") as archive:  # a .keras file is a zip file
         archive.writestr("epoch", str(epoch))
     with temporary.open("rb+") as file:
         os.fsync(file.fileno())
@@ -195,13 +195,13 @@ def load(path: Path) -> tuple[Any, int]:
         model = keras.models.load_model(path)
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         sys.exit(f"cannot read the checkpoint {path}: {error.strerror}")
-    except Exception as error:  # a damaged file may fail anywhere on the way
-        sys.exit(f"{path} is damaged, or no model of this script: {type(error).__name__}")
+    except Exception as error:  # a damaged file may fail anywhere
+        sys.exit(f"{path} is damaged, or not a model of this script: {type(error).__name__}")
     return model, epoch
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train on handwritten digits in fp16.")
     parser.add_argument(
         "--epochs", type=int, default=100, help="train up to this epoch (%(default)s)"
@@ -209,11 +209,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--scale",
         type=float,
-        help="a fixed loss scale, in place of a moving one (a resumed run keeps its own)",
+        help="use this fixed loss scale (a resumed run keeps its own)",
     )
-    parser.add_argument("--loop", action="store_true", help="train by a loop, not by model.fit")
+    parser.add_argument("--loop", action="store_true", help="train with a loop, not model.fit")
     parser.add_argument(
-        "--checkpoint", type=Path, metavar="FILE", help="save the run here, as .keras"
+        "--checkpoint", type=Path, metavar="FILE", help="save the run here, in a .keras file"
     )
     parser.add_argument(
         "--save-every",
@@ -228,7 +228,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="?",
         const=True,
         metavar="FILE",
-        help="go on from FILE; without FILE, from --checkpoint if it exists",
+        help="resume from FILE; without FILE, from --checkpoint if it exists",
     )
     arguments = parser.parse_args(argv)
     if arguments.scale is not None and not 1 <= arguments.scale < 2.0**128:
@@ -243,7 +243,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--checkpoint: there is no folder {arguments.checkpoint.parent}")
     if arguments.resume is True:
         if not arguments.checkpoint:
-            parser.error("--resume: name a FILE, or a --checkpoint to go on from")
+            parser.error("--resume: name a FILE, or a --checkpoint to resume from")
         arguments.resume = arguments.checkpoint if arguments.checkpoint.exists() else None
     return arguments
 

@@ -1,9 +1,9 @@
-"""Train on handwritten digits in fp16 with MindSpore, on any of its devices; save, and go on.
+"""Train on handwritten digits in fp16 with MindSpore, on any of its devices; stop, and resume.
 
     python examples/mindspore_digits.py --checkpoint run.ckpt --resume
 
-This saves every 10 epochs. If it is killed, even while it saves, the same command goes on from the
-last save. One run can also go on from another's:
+The script saves every 10 epochs. If you kill it, even while it saves, the same command resumes from
+the last save. One run can also resume from the file of another:
 
     python examples/mindspore_digits.py --epochs 50 --checkpoint half.ckpt
     python examples/mindspore_digits.py --epochs 100 --resume half.ckpt
@@ -12,8 +12,8 @@ Either way, training ends with the same bits as if it had never stopped.
 
 The loss is a mean of squares and the units are sigmoids, so most gradients are too small for fp16:
 with ``--scale 1`` the network learns nothing at all. ``mindspore.Model`` trains what
-``build_train_network`` returns, on the CPU too. ``--loop`` does without ``Model``: a compiled step
-of functions, which unscales and checks the gradients itself.
+``build_train_network`` returns, on the CPU too. ``--loop`` does not use ``Model``. It compiles a
+step that unscales and checks the gradients itself.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BATCH = 500
 WIDTH = 64
 HIDDEN_LAYERS = 4
 TRAINING_IMAGES = 1500  # of 1797
-SCALE = 2.0**24, 2, 50  # and its factor and window: a short run is to grow it soon
+SCALE = 2.0**24, 2, 50  # scale, factor, window: the run is short, so the scale should grow soon
 
 Outputs = list[tuple[float, float]]
 """The loss and the loss scale of each step."""
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
         layers += [nn.Dense(WIDTH, WIDTH), nn.Sigmoid()]  # an image has 64 pixels, too
     network = nn.SequentialCell(*layers, nn.Dense(WIDTH, 10), nn.Softmax())
     optimizer = nn.Adam(network.trainable_params(), learning_rate=0.01)
-    train = looped if arguments.loop else modelled
+    train = with_loop if arguments.loop else with_model
     epoch_of, parameters = train(network, optimizer, arguments.scale)
     epoch = load(arguments.resume, parameters) if arguments.resume else 0
 
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
         if epoch % 10 == 0 or last:
             guesses = network(Tensor(images[TRAINING_IMAGES:])).asnumpy().argmax(1)
             right = (guesses == digits[TRAINING_IMAGES:]).mean()
-            steps = int(optimizer.global_step.asnumpy()[0])  # skipped ones do not count
+            steps = int(optimizer.global_step.asnumpy()[0])  # without skipped steps
             loss = np.mean(losses)
             print(f"{epoch:6} {loss:7.4f} {right:9.1%} {scales[-1]:9.0f} {steps:6}")
         if arguments.checkpoint and (epoch % arguments.save_every == 0 or last):
@@ -99,10 +99,10 @@ class Record(mindspore.train.Callback):  # type: ignore[misc] # untyped base
         self.outputs.append((float(loss), float(scale)))
 
 
-def modelled(
+def with_model(
     network: Any, optimizer: Any, scale: float | None
 ) -> tuple[Callable[[Any], Outputs], list[Any]]:
-    """Training by ``mindspore.Model``: an epoch, and all parameters that a checkpoint keeps."""
+    """Train with ``mindspore.Model``: return one epoch, and what a checkpoint keeps."""
     manager = DynamicLossScaleManager(*SCALE) if scale is None else FixedLossScaleManager(scale)
     step = build_train_network(
         network, optimizer, nn.MSELoss(), level="O2", loss_scale_manager=manager
@@ -114,15 +114,15 @@ def modelled(
         model.train(1, data, callbacks=record, dataset_sink_mode=False)
         return record.outputs
 
-    # A fixed scale is the command line's, and not the checkpoint's.
+    # A fixed scale comes from the command line, not from the checkpoint.
     kept = step if scale is None else optimizer
     return epoch, list(kept.get_parameters())
 
 
-def looped(
+def with_loop(
     network: Any, optimizer: Any, scale: float | None
 ) -> tuple[Callable[[Any], Outputs], list[Any]]:
-    """The same by a loop of one's own."""
+    """Train with a loop: return the same two."""
     scaler = DynamicLossScaler(*SCALE) if scale is None else StaticLossScaler(scale)
     half, mean_square = amp.auto_mixed_precision(network, "O2"), nn.MSELoss()
 
@@ -166,26 +166,26 @@ def save(path: Path, parameters: list[Any], epoch: int) -> None:
 
 
 def load(path: Path, parameters: list[Any]) -> int:
-    """Put back the parameters that ``save`` wrote; the number of epochs they were trained for."""
+    """Restore the parameters that ``save`` wrote, and return their number of epochs."""
     try:
         values = mindspore.load_checkpoint(str(path))
         for parameter in parameters:
             parameter.set_data(values[parameter.name])
         return int(values["epoch"])
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        sys.exit(f"{path} is missing, damaged, or no checkpoint of such a run: {error!r}")
+        sys.exit(f"{path} is missing, damaged, or not a checkpoint of such a run: {error!r}")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train on handwritten digits in fp16.")
     parser.add_argument(
         "--epochs", type=int, default=100, help="train up to this epoch (%(default)s)"
     )
-    parser.add_argument("--scale", type=float, help="a fixed loss scale, in place of a moving one")
-    parser.add_argument("--loop", action="store_true", help="train by a loop, not by Model.train")
+    parser.add_argument("--scale", type=float, help="use this fixed loss scale")
+    parser.add_argument("--loop", action="store_true", help="train with a loop, not Model.train")
     parser.add_argument(
-        "--checkpoint", type=Path, metavar="FILE", help="save the run here, as .ckpt"
+        "--checkpoint", type=Path, metavar="FILE", help="save the run here, in a .ckpt file"
     )
     parser.add_argument(
         "--save-every",
@@ -200,7 +200,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="?",
         const=True,
         metavar="FILE",
-        help="go on from FILE; without FILE, from --checkpoint if it exists",
+        help="resume from FILE; without FILE, from --checkpoint if it exists",
     )
     arguments = parser.parse_args(argv)
     if arguments.scale is not None and not 1 <= arguments.scale < 2.0**128:
@@ -215,7 +215,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--checkpoint: there is no folder {arguments.checkpoint.parent}")
     if arguments.resume is True:
         if not arguments.checkpoint:
-            parser.error("--resume: name a FILE, or a --checkpoint to go on from")
+            parser.error("--resume: name a FILE, or a --checkpoint to resume from")
         arguments.resume = arguments.checkpoint if arguments.checkpoint.exists() else None
     return arguments
 

@@ -2,17 +2,17 @@
 
     python examples/paddle_digits.py --checkpoint run.pdckpt --resume
 
-This saves every 50 steps. If it is killed, even while it saves, the same command goes on from the
-last save. One run can also go on from another's:
+The script saves every 50 steps. If you kill it, even while it saves, the same command resumes from
+the last save. One run can also resume from the file of another:
 
     python examples/paddle_digits.py --steps 150 --checkpoint half.pdckpt
     python examples/paddle_digits.py --steps 300 --resume half.pdckpt
 
 Either way, training ends with the same bits as if it had never stopped.
 
-Paddle cannot compute in fp16 on the CPU, so the layers below compute in float32 on numbers rounded
-to fp16, and round the gradients on the way back. The loss is a mean of squares and the units are
-sigmoids, so most gradients are too small for that: with --no-scaling the network learns nothing at
+Paddle cannot compute in fp16 on the CPU, so the layers below round numbers to fp16 and compute in
+float32. The backward pass rounds the gradients too. The loss is a mean of squares and the units are
+sigmoids, so most gradients are too small for fp16: with --no-scaling the network learns nothing at
 all.
 """
 
@@ -38,7 +38,7 @@ TRAINING_IMAGES = 1500  # of 1797
 
 
 def half(tensor: Any) -> Any:
-    """Round to fp16; on the way back, the gradient is rounded too."""
+    """Round to fp16; the backward pass rounds the gradient too."""
     return tensor.astype("float16").astype("float32")
 
 
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
 
     schedule = paddle.optimizer.lr.ExponentialDecay(0.01, gamma=0.999)
     optimizer = paddle.optimizer.AdamW(schedule, parameters=model.parameters())
-    scaler = GradScaler(arguments.scaling, incr_every_n_steps=20)  # a short run: grow soon
+    scaler = GradScaler(arguments.scaling, incr_every_n_steps=20)  # a short run: grow it soon
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     step, skipped = load(arguments.resume, parts) if arguments.resume else (0, 0)
 
@@ -104,7 +104,7 @@ def accuracy(model: Any, images: Any, labels: Any) -> float:
 
 
 def save(path: Path, parts: dict[str, Any], step: int, skipped: int) -> None:
-    """Write all that the next step depends on, the random numbers to come included.
+    """Write all that the next step depends on, with the state of the random numbers.
 
     The new file replaces the old one only once it is complete, so a kill leaves one of them whole.
     """
@@ -118,19 +118,19 @@ def save(path: Path, parts: dict[str, Any], step: int, skipped: int) -> None:
 
 
 def load(path: Path, parts: dict[str, Any]) -> tuple[int, int]:
-    """Put back what ``save`` wrote; the steps taken, and how many of them were skipped."""
+    """Restore what ``save`` wrote; return the steps taken and how many of them were skipped."""
     try:
         checkpoint = paddle.load(str(path))
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
         paddle.set_rng_state(checkpoint["rng"])
         return int(checkpoint["step"]), int(checkpoint["skipped"])
-    except Exception as error:  # a damaged file may fail anywhere on the way
-        sys.exit(f"{path} is missing, damaged, or no checkpoint of such a run: {error!r}")
+    except Exception as error:  # a damaged file may fail anywhere
+        sys.exit(f"{path} is missing, damaged, or not a checkpoint of such a run: {error!r}")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train on handwritten digits in fp16.")
     parser.add_argument(
         "--steps", type=int, default=300, help="train up to this step (%(default)s)"
@@ -149,10 +149,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="?",
         const=True,
         metavar="FILE",
-        help="go on from FILE; without FILE, from --checkpoint if it exists",
+        help="resume from FILE; without FILE, from --checkpoint if it exists",
     )
     parser.add_argument(
-        "--no-scaling", dest="scaling", action="store_false", help="leave the loss as it is"
+        "--no-scaling", dest="scaling", action="store_false", help="do not scale the loss"
     )
     arguments = parser.parse_args(argv)
     if arguments.save_every < 1:
@@ -163,7 +163,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--checkpoint: there is no folder {arguments.checkpoint.parent}")
     if arguments.resume is True:
         if not arguments.checkpoint:
-            parser.error("--resume: name a FILE, or a --checkpoint to go on from")
+            parser.error("--resume: name a FILE, or a --checkpoint to resume from")
         arguments.resume = arguments.checkpoint if arguments.checkpoint.exists() else None
     return arguments
 

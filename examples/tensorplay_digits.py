@@ -2,8 +2,8 @@
 
     python examples/tensorplay_digits.py --checkpoint run.pt --resume
 
-This saves every 50 steps. If it is killed, even while it saves, the same command goes on from the
-last save. One run can also go on from another's:
+The script saves every 50 steps. If you kill it, even while it saves, the same command resumes from
+the last save. One run can also resume from the file of another:
 
     python examples/tensorplay_digits.py --steps 150 --checkpoint half.pt
     python examples/tensorplay_digits.py --steps 300 --resume half.pt
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
 
     optimizer = tensorplay.optim.AdamW(model.parameters(), lr=0.01)  # type: ignore[no-untyped-call]
     scheduler = tensorplay.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.999)
-    # A short run: try a higher scale soon.
+    # The run is short, so the scale should grow soon.
     scaler = GradScaler(device.type, growth_interval=20, enabled=arguments.scaling)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     step, skipped = load(arguments.resume, parts) if arguments.resume else (0, 0)
@@ -92,7 +92,7 @@ def accuracy(model: Any, images: Any, labels: Any) -> float:
 
 
 def save(path: Path, parts: dict[str, Any], step: int, skipped: int) -> None:
-    """Write all that the next step depends on, the random numbers to come included.
+    """Write all that the next step depends on, with the state of the random numbers.
 
     The new file replaces the old one only once it is complete, so a kill leaves one of them whole.
     """
@@ -107,7 +107,7 @@ def save(path: Path, parts: dict[str, Any], step: int, skipped: int) -> None:
 
 
 def load(path: Path, parts: dict[str, Any]) -> tuple[int, int]:
-    """Put back what ``save`` wrote; the steps taken, and how many of them were skipped."""
+    """Restore what ``save`` wrote; return the steps taken and how many of them were skipped."""
     try:
         checkpoint = tensorplay.load(path, map_location="cpu", weights_only=True)
         for name, part in parts.items():
@@ -116,12 +116,12 @@ def load(path: Path, parts: dict[str, Any]) -> tuple[int, int]:
         return int(checkpoint["step"]), int(checkpoint["skipped"])
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         sys.exit(f"cannot read the checkpoint {path}: {error}")
-    except Exception as error:  # a damaged file may fail anywhere on the way
-        sys.exit(f"{path} is damaged, or no checkpoint of this script: {error!r}")
+    except Exception as error:  # a damaged file may fail anywhere
+        sys.exit(f"{path} is damaged, or not a checkpoint of this script: {error!r}")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train on handwritten digits in fp16.")
     parser.add_argument(
         "--steps", type=int, default=300, help="train up to this step (%(default)s)"
@@ -140,14 +140,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="?",
         const=True,
         metavar="FILE",
-        help="go on from FILE; without FILE, from --checkpoint if it exists",
+        help="resume from FILE; without FILE, from --checkpoint if it exists",
     )
     parser.add_argument(
-        "--no-scaling", dest="scaling", action="store_false", help="leave the loss as it is"
+        "--no-scaling", dest="scaling", action="store_false", help="do not scale the loss"
     )
     arguments = parser.parse_args(argv)
     if arguments.checkpoint and arguments.checkpoint.suffix != ".pt":
-        parser.error("--checkpoint: TensorPlay wants a name that ends in .pt")
+        parser.error("--checkpoint: TensorPlay needs a name that ends in .pt")
     if arguments.save_every < 1:
         parser.error(f"--save-every must be at least 1, got {arguments.save_every}")
     if arguments.checkpoint and arguments.checkpoint.is_dir():
@@ -156,11 +156,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--checkpoint: there is no folder {arguments.checkpoint.parent}")
     if arguments.resume is True:
         if not arguments.checkpoint:
-            parser.error("--resume: name a FILE, or a --checkpoint to go on from")
+            parser.error("--resume: name a FILE, or a --checkpoint to resume from")
         arguments.resume = arguments.checkpoint if arguments.checkpoint.exists() else None
     return arguments
 
 
 if __name__ == "__main__":
-    tensorplay.set_num_threads(1)  # the matrices are too small to share out
+    tensorplay.set_num_threads(1)  # the matrices are too small for more
     main()

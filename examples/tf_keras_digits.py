@@ -1,9 +1,9 @@
-"""Train on handwritten digits in fp16 with Keras 2; save, and go on from there.
+"""Train on handwritten digits in fp16 with Keras 2; stop, and resume.
 
     python examples/tf_keras_digits.py --checkpoint run.keras --resume
 
-This saves every 10 epochs. If it is killed, even while it saves, the same command goes on from the
-last save. One run can also go on from another's:
+The script saves every 10 epochs. If you kill it, even while it saves, the same command resumes from
+the last save. One run can also resume from the file of another:
 
     python examples/tf_keras_digits.py --epochs 50 --checkpoint half.keras
     python examples/tf_keras_digits.py --epochs 100 --resume half.keras
@@ -12,7 +12,7 @@ Either way, training ends with the same bits as if it had never stopped.
 
 The loss is a mean of squares and the units are sigmoids, so most gradients are too small for fp16:
 with ``--scale 1`` the network learns nothing at all. ``model.fit`` needs no change but the
-optimizer. ``--loop`` does without ``fit``: a step by hand, which ends with the same numbers.
+optimizer. ``--loop`` replaces ``fit`` by a step written by hand. It ends with the same numbers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
 
     print(" epoch    loss  accuracy     scale  steps")
     while epoch < arguments.epochs:
-        # The order depends on the epoch alone, so a resumed run sees the same one.
+        # The order depends only on the epoch, so a resumed run sees the same one.
         order = np.random.default_rng(epoch).permutation(TRAINING_IMAGES)
         training = images[order], targets[order]
         if step is None:
@@ -69,14 +69,14 @@ def main(argv: list[str] | None = None) -> None:
             guesses = model.predict(images[TRAINING_IMAGES:], verbose=0).argmax(1)
             right = float((guesses == digits[TRAINING_IMAGES:]).mean())
             scale = float(model.optimizer.loss_scale)
-            steps = int(model.optimizer.iterations)  # in Keras 2, skipped ones count
+            steps = int(model.optimizer.iterations)  # in Keras 2, skipped steps count
             print(f"{epoch:6} {loss:7.4f} {right:9.1%} {scale:9.0f} {steps:6}")
         if arguments.checkpoint and (epoch % arguments.save_every == 0 or last):
             save(arguments.checkpoint, model, epoch)
 
 
 def new_model(scale: float | None) -> Any:
-    """A network, and an optimizer that scales its loss; by a fixed factor, if there is one."""
+    """A network and an optimizer that scales the loss, by ``scale`` if it is given."""
     hidden = [dense(WIDTH, "sigmoid") for _ in range(HIDDEN_LAYERS)]  # an image has 64 pixels, too
     guess = dense(10, "softmax", "float32")
     model = tf_keras.Sequential([tf_keras.Input((WIDTH,)), *hidden, guess])
@@ -96,9 +96,9 @@ def dense(size: int, activation: str, dtype: str | None = None) -> Any:
 
 
 def compiled_step(model: Any) -> Any:
-    """A step on a batch of images and targets, which returns the loss; a graph, traced once."""
+    """A step on a batch of images and targets, in a graph traced once; it returns the loss."""
 
-    @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator] # TensorFlow's is not typed
+    @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator] # TensorFlow is untyped
     def step(images: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
             loss = mean_square(targets, model(images, training=True))
@@ -119,7 +119,7 @@ def save(path: Path, model: Any, epoch: int) -> None:
     """
     temporary = path.with_stem(f"{path.stem}.tmp")
     model.save(temporary)
-    with zipfile.ZipFile(temporary, "a") as archive:  # a .keras file is one
+    with zipfile.ZipFile(temporary, "a") as archive:  # a .keras file is a zip file
         archive.writestr("epoch", str(epoch))
     with temporary.open("rb+") as file:
         os.fsync(file.fileno())
@@ -134,13 +134,13 @@ def load(path: Path) -> tuple[Any, int]:
         model = tf_keras.models.load_model(path)
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         sys.exit(f"cannot read the checkpoint {path}: {error.strerror}")
-    except Exception as error:  # a damaged file may fail anywhere on the way
-        sys.exit(f"{path} is damaged, or no model of this script: {type(error).__name__}")
+    except Exception as error:  # a damaged file may fail anywhere
+        sys.exit(f"{path} is damaged, or not a model of this script: {type(error).__name__}")
     return model, epoch
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train on handwritten digits in fp16.")
     parser.add_argument(
         "--epochs", type=int, default=100, help="train up to this epoch (%(default)s)"
@@ -148,11 +148,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--scale",
         type=float,
-        help="a fixed loss scale, in place of a moving one (a resumed run keeps its own)",
+        help="use this fixed loss scale (a resumed run keeps its own)",
     )
-    parser.add_argument("--loop", action="store_true", help="train by a loop, not by model.fit")
+    parser.add_argument("--loop", action="store_true", help="train with a loop, not model.fit")
     parser.add_argument(
-        "--checkpoint", type=Path, metavar="FILE", help="save the run here, as .keras"
+        "--checkpoint", type=Path, metavar="FILE", help="save the run here, in a .keras file"
     )
     parser.add_argument(
         "--save-every",
@@ -167,7 +167,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="?",
         const=True,
         metavar="FILE",
-        help="go on from FILE; without FILE, from --checkpoint if it exists",
+        help="resume from FILE; without FILE, from --checkpoint if it exists",
     )
     arguments = parser.parse_args(argv)
     if arguments.scale is not None and not 1 <= arguments.scale < 2.0**128:
@@ -182,7 +182,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--checkpoint: there is no folder {arguments.checkpoint.parent}")
     if arguments.resume is True:
         if not arguments.checkpoint:
-            parser.error("--resume: name a FILE, or a --checkpoint to go on from")
+            parser.error("--resume: name a FILE, or a --checkpoint to resume from")
         arguments.resume = arguments.checkpoint if arguments.checkpoint.exists() else None
     return arguments
 

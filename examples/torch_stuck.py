@@ -4,8 +4,8 @@
     python examples/torch_stuck.py nan --runs runs
     python -m gradscaler report runs/nan.jsonl -o nan.html
 
-Six make a mistake that people make, and their loss scale would fall for ever, or is too small; one
-makes none. docs/stuck.md walks through them.
+Six make a common mistake: their loss scale would fall forever, or is too small. One makes none.
+docs/stuck.md explains each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FEATURES = 32
 
 
 class Training(NamedTuple):
-    """What differs from one training to another; ``loss`` is told the step, and a batch."""
+    """What differs from one training to another; ``loss`` takes the step and a batch."""
 
     model: nn.Module
     loss: Callable[[int, Tensor], Tensor]
@@ -49,7 +49,7 @@ def normal() -> Training:
 
 
 def loss() -> Training:
-    """The logarithm of a probability that fp16 rounds to 0 or 1; logits have a loss for this."""
+    """The logarithm of a probability that fp16 rounds to 0 or 1; a loss of logits avoids this."""
     model = network(squash=nn.Sigmoid())
 
     def cross_entropy(step: int, inputs: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def parameter() -> Training:
 
 
 def activations() -> Training:
-    """Weights as bfloat16 allows them: what they make of the inputs is beyond 65504."""
+    """Weights that suit bfloat16: with them, the outputs go beyond 65504."""
     model = network()
     with torch.no_grad():
         for name in ("hidden.weight", "output.weight"):
@@ -86,7 +86,7 @@ def activations() -> Training:
 
 
 def nan() -> Training:
-    """The distance of a point to itself is 0, and the gradient of its root 0 times Inf."""
+    """The distance of a point to itself is 0, and the gradient of the root is 0 times Inf."""
     model = network()
 
     def distances(step: int, inputs: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def nan() -> Training:
 
 
 def floor() -> Training:
-    """A sum of squares, not their mean, of large numbers, and a scale that is at least 1."""
+    """The sum, not the mean, of squares of large numbers, and a scale that is at least 1."""
     model = network()
     policy = DynamicScale(init_scale=2.0**8, min_scale=1.0)
     return Training(
@@ -120,8 +120,8 @@ TRAININGS["underflow"] = underflow
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train as often as asked for, and print each verdict."""
-    parser = argparse.ArgumentParser(description="What gradscaler says of trainings gone wrong.")
+    """Run the named trainings, or all, and print each verdict."""
+    parser = argparse.ArgumentParser(description="What gradscaler says about failing trainings.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(TRAININGS))
     parser.add_argument("--runs", type=Path, help="keep the run files in this folder")
     arguments = parser.parse_args(argv)
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(make: Callable[[], Training], path: Path) -> tuple[int, Verdict]:
-    """Train until it is over or stuck; the steps that were taken, and the verdict."""
+    """Train to the end or until stuck; return the number of steps and the verdict."""
     torch.manual_seed(0)
     model, loss_of, scaler = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -95,7 +95,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(damage, tmp_path):
     train("--epochs", 1, "--checkpoint", path)
     path.write_bytes(damage(path.read_bytes()))
     for resume in (["--resume", path], ["--checkpoint", path, "--resume"]):
-        with pytest.raises(SystemExit, match=r"broken\.keras is damaged, or no model of this"):
+        with pytest.raises(SystemExit, match=r"broken\.keras is damaged, or not a model of this"):
             train(*resume)
 
 

@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, write):
     path = tmp_path / "broken.pt"
     write(path)
     for resume in (["--resume", path], ["--checkpoint", path, "--resume"]):
-        with pytest.raises(SystemExit, match=r"broken\.pt is damaged, or no checkpoint of this"):
+        with pytest.raises(SystemExit, match=r"broken\.pt is damaged, or not a checkpoint of this"):
             train("--steps", 2, *resume)
 
 
