@@ -1,9 +1,9 @@
-"""What the benchmarks of the eager frameworks share: gradients to unscale, and the workloads.
+"""The part that eager frameworks' benchmarks share: gradients to unscale, and workloads.
 
-Both scalers do the calls of a training loop on the same gradients, by turns. With an optimizer
-whose step does nothing, the time is the scaler's own; with a real one it is the whole step's. A
-call ends with unscaled gradients; they are scaled again outside the measured time, so every call
-reads the same bits.
+Both scalers take turns to do the calls of a training loop on the same gradients. With an optimizer
+whose step does nothing, the time is the scaler's own; with a real optimizer it is that of the whole
+step. A call ends with unscaled gradients. They are scaled again outside the measured time, so every
+call reads the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import paired
 Shape = tuple[int, ...]
 
 SCALE = 2.0**16
-NEVER = 2**30  # the growth interval: the scale stays what the gradients are scaled by
+NEVER = 2**30  # the growth interval: the scale stays at what the gradients are scaled by
 
 LAYER: list[Shape] = [  # of GPT-2 small: shapes of one transformer block
     *[(768,), (768,)],  # ln_1: weight, bias
@@ -37,9 +37,9 @@ class Workload:
     """Parameters to make gradients for.
 
     Attributes:
-        name: for the table.
+        name: what the table calls it.
         shapes: one for each parameter.
-        calls: calls of a scaler to one measurement.
+        calls: calls of a scaler in one measurement.
     """
 
     name: str
@@ -60,12 +60,12 @@ def run(
     comparisons: Sequence[Callable[[Workload, int], paired.Comparison]],
     workloads: Sequence[Workload] = WORKLOADS,
 ) -> None:
-    """Make every comparison of every workload; print a table, and write JSON where asked.
+    """Make every comparison of every workload; print a table, and write JSON if asked.
 
     Args:
-        arguments: the command line's.
+        arguments: the parsed command line.
         setting: what the numbers depend on, by name.
-        comparisons: from a workload and a number of repetitions.
+        comparisons: each compares on a workload, with a number of repetitions.
         workloads: what to compare on.
     """
     results = [

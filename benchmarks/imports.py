@@ -1,9 +1,9 @@
-"""What importing an adapter, and constructing a scaler, cost beyond the framework and its own.
+"""What it costs to import an adapter and to construct a scaler, beside the framework's own.
 
     python benchmarks/imports.py torch
 
-Each measurement is a new process that imports the framework with the module of its own scaler,
-"native", and then the adapter: "ours" is both together. Of scalers, "native" is the framework's.
+Each measurement is a new process. It imports the framework with the module of its own scaler
+("native") and then the adapter ("ours" is both together). For scalers, "native" is the framework's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TIMED = (
 
 
 def compare_imports(framework: str, repetitions: int) -> paired.Comparison:
-    """Time importing the framework, and then the adapter, in one new process after the other."""
+    """Time the imports of the framework and then the adapter, each time in a new process."""
     own = SCALERS[framework][1].rpartition(".")[0]  # for JAX, flax's module
     statements = TIMED.format(f"import {framework}, {own}", f"import gradscaler.{framework}")
     command = [sys.executable, "-W", "ignore", "-c", statements]
@@ -51,7 +51,7 @@ def compare_imports(framework: str, repetitions: int) -> paired.Comparison:
 
 
 def compare_construction(framework: str, repetitions: int) -> paired.Comparison:
-    """Time making a scaler with its defaults."""
+    """Time the constructor of a scaler with its defaults."""
     name, native = SCALERS[framework]
     module, _, native_name = native.rpartition(".")
     scalers = {
@@ -60,8 +60,8 @@ def compare_construction(framework: str, repetitions: int) -> paired.Comparison:
     }
     arguments: Callable[[], tuple[Any, ...]] = tuple
     if framework in ("torch", "tensorplay"):
-        arguments = lambda: ("cpu",)  # noqa: E731 # without it, their own look for CUDA
-    if framework == "paddle":  # whose own disables itself on the CPU
+        arguments = lambda: ("cpu",)  # noqa: E731 # without it, theirs look for CUDA
+    if framework == "paddle":  # its own scaler disables itself on the CPU
         import_module("paddle_scaler").switch_native_on()
     if name == "LossScaleOptimizer":
         optimizers = import_module(f"{framework}.optimizers")
@@ -74,7 +74,7 @@ def compare_construction(framework: str, repetitions: int) -> paired.Comparison:
 
 
 def main() -> None:
-    """Time both for the framework named."""
+    """Time both for the named framework."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("framework", choices=SCALERS)
     arguments = paired.parse(parser)

@@ -2,10 +2,10 @@
 
     python benchmarks/jax_scaler.py
 
-All train the same network on the same batch by turns, in a step compiled by XLA: scale,
-differentiate, unscale, check, step or skip, and move the scale. They compute in float32 and batches
-are small, so that all this is much of the step. A second table has the times that
-XLA takes to compile the steps.
+All take turns to train the same network on the same batch, in a step compiled by XLA: scale,
+differentiate, unscale, check, step or skip, and move the scale. They compute in float32 on small
+batches, so loss scaling is a large part of the step. A second table shows how long XLA takes to
+compile the steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import gradscaler.jax
 
 OPTIMIZER = optax.adam(1e-4)
 LOSS_SCALED = gradscaler.jax.loss_scaled(OPTIMIZER)
-COMPILATIONS = 6  # of each step: the fewest that give an interval
+COMPILATIONS = 6  # of each step; fewer give no interval
 
 Params = Any
 LossFn = Callable[[Params], Any]
@@ -42,11 +42,11 @@ class Workload:
     """A network to train.
 
     Attributes:
-        name: for the table.
+        name: what the table calls it.
         init: makes its parameters.
         loss_fn: the loss of a batch.
-        batch: what it is trained on.
-        calls: steps to one measurement.
+        batch: what the network trains on.
+        calls: steps in one measurement.
     """
 
     name: str
@@ -63,14 +63,14 @@ def init_mlp(width: int, layers: int) -> Params:
 
 
 def mlp_loss(params: Params, values: Any) -> Any:
-    """The mean square of what the network puts out."""
+    """The mean square of the network's outputs."""
     for weight, bias in params:
         values = jnp.tanh(values @ weight + bias)
     return (values**2).mean()
 
 
 def init_transformer(vocabulary: int, length: int, width: int, blocks: int) -> Params:
-    """Embeddings of tokens and places, and the weights of some blocks."""
+    """Embeddings of tokens and positions, and the weights of the blocks."""
     shapes = {
         "token": (vocabulary, width),
         "place": (length, width),
@@ -95,7 +95,7 @@ def init_transformer(vocabulary: int, length: int, width: int, blocks: int) -> P
 
 
 def transformer_loss(params: Params, tokens: Any, heads: int = 4) -> Any:
-    """The cross-entropy of each next token, by causal attention to those before."""
+    """The cross-entropy of each next token, with causal attention to the earlier tokens."""
     values = params["token"][tokens] + params["place"]
     *batch, width = values.shape
     for block in params["blocks"]:
@@ -136,7 +136,7 @@ WORKLOADS = [
 
 
 def unscaled(loss_fn: LossFn, state: State) -> State:
-    """Neither scaled nor checked."""
+    """A step without loss scaling."""
     params, opt_state, _ = state
     grads = jax.grad(loss_fn)(params)
     updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
@@ -144,7 +144,7 @@ def unscaled(loss_fn: LossFn, state: State) -> State:
 
 
 def ours(loss_fn: LossFn, state: State) -> State:
-    """With ``gradscaler.jax.GradScaler``."""
+    """A step with ``gradscaler.jax.GradScaler``."""
     params, opt_state, scaler = state
     scaler, finite, _, grads = scaler.value_and_grad(loss_fn)(params)
     updates, new_opt_state = OPTIMIZER.update(grads, opt_state, params)
@@ -153,7 +153,7 @@ def ours(loss_fn: LossFn, state: State) -> State:
 
 
 def wrapped(loss_fn: LossFn, state: State) -> State:
-    """With ``gradscaler.jax.loss_scaled``."""
+    """A step with ``gradscaler.jax.loss_scaled``."""
     params, opt_state, _ = state
     grads = jax.grad(lambda params: opt_state.scaler.scale(loss_fn(params)))(params)
     updates, opt_state = LOSS_SCALED.update(grads, opt_state, params)
@@ -161,7 +161,7 @@ def wrapped(loss_fn: LossFn, state: State) -> State:
 
 
 def flax(loss_fn: LossFn, state: State) -> State:
-    """With flax's ``DynamicScale``, as its examples use it."""
+    """A step with flax's ``DynamicScale``, as its examples use it."""
     params, opt_state, scale = state
     scale, finite, _, grads = scale.value_and_grad(loss_fn)(params)
     updates, new_opt_state = OPTIMIZER.update(grads, opt_state, params)
@@ -171,7 +171,7 @@ def flax(loss_fn: LossFn, state: State) -> State:
 
 
 def with_jmp(loss_fn: LossFn, state: State) -> State:
-    """With jmp's ``DynamicLossScale``, as its documentation has it."""
+    """A step with jmp's ``DynamicLossScale``, as its documentation shows it."""
     params, opt_state, scale = state
     grads = jax.grad(lambda params: scale.scale(loss_fn(params)))(params)
     grads = scale.unscale(grads)
@@ -181,7 +181,7 @@ def with_jmp(loss_fn: LossFn, state: State) -> State:
     return *jmp.select_tree(finite, new, (params, opt_state)), scale.adjust(finite)
 
 
-STEPS: dict[str, tuple[Step, Callable[[], Any]]] = {  # and what makes their loss scales
+STEPS: dict[str, tuple[Step, Callable[[], Any]]] = {  # with what makes their loss scale
     "GradScaler": (ours, gradscaler.jax.GradScaler),
     "loss_scaled": (wrapped, tuple),
     "unscaled": (unscaled, tuple),
@@ -194,7 +194,7 @@ PAIRS = [
 
 
 def start(name: str, workload: Workload) -> State:
-    """What the first step is given."""
+    """The state for the first step."""
     params = workload.init()
     optimizer = LOSS_SCALED if name == "loss_scaled" else OPTIMIZER
     return params, optimizer.init(params), STEPS[name][1]()
@@ -211,7 +211,7 @@ def jitted(name: str, workload: Workload) -> Any:
 
 
 def time_steps(workload: Workload, repetitions: int) -> list[paired.Comparison]:
-    """Time all steps by turns; they end with the same parameters, or an error says so."""
+    """Time all steps by turns; raise an error if they end with different parameters."""
     states = {name: start(name, workload) for name in STEPS}
     steps = {name: jitted(name, workload) for name in STEPS}
 
@@ -224,7 +224,7 @@ def time_steps(workload: Workload, repetitions: int) -> list[paired.Comparison]:
     trained = [jax.tree.leaves(states[name][0]) for name in STEPS]
     for leaves in zip(*trained, strict=True):
         if not all(jnp.allclose(leaf, leaves[0], atol=1e-3) for leaf in leaves):
-            raise RuntimeError(f"{workload.name}: the steps end with other parameters")
+            raise RuntimeError(f"{workload.name}: the steps end with different parameters")
     return pairs(workload.name, seconds)
 
 
@@ -242,7 +242,7 @@ def time_compilation(workload: Workload) -> list[paired.Comparison]:
 
 
 def pairs(what: str, seconds: dict[str, list[float]]) -> list[paired.Comparison]:
-    """Each of ours beside each of the others."""
+    """Compare each of gradscaler's steps with each of the others."""
     return [
         paired.Comparison(f"{what}: {mine} to {rival}", seconds[mine], seconds[rival])
         for mine, rival in PAIRS
@@ -250,7 +250,7 @@ def pairs(what: str, seconds: dict[str, list[float]]) -> list[paired.Comparison]
 
 
 def main() -> None:
-    """Time every step of every workload, and how long they take to compile."""
+    """Time every step of every workload, and its compilation."""
     arguments = paired.parse(
         argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     )

@@ -1,10 +1,10 @@
-"""What a training step costs: gradscaler.keras.LossScaleOptimizer beside Keras' own.
+"""What a training step costs with gradscaler.keras.LossScaleOptimizer and with Keras' own.
 
     python benchmarks/keras_optimizer.py
 
-Both wrap the same optimizer of the same model, and train on the same batch by turns: Keras' own
-``train_step``, compiled by XLA, as a TensorFlow graph, or as PyTorch runs it. Batches are small, so
-that the optimizer is much of the step. Each backend runs in a process of its own.
+Both wrap the same optimizer of the same model, and take turns to train on the same batch. The step
+is Keras' own ``train_step``, compiled by XLA, as a TensorFlow graph, or as PyTorch runs it. Batches
+are small, so the optimizer is a large part of the step. Each backend runs in its own process.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Workload:
     """A multilayer perceptron to train.
 
     Attributes:
-        name: for the table.
+        name: what the table calls it.
         width: units in a layer, and values in an input.
         layers: how many of them.
-        calls: steps to one measurement.
+        calls: steps in one measurement.
     """
 
     name: str
@@ -50,7 +50,7 @@ WORKLOADS = [
 
 
 def compare(workload: Workload, jit_compile: bool, repetitions: int) -> paired.Comparison:
-    """Time a step under both wrappers; they end with the same weights, or an error says so."""
+    """Time a step under both wrappers; raise an error if they end with different weights."""
     import keras
 
     import gradscaler.keras
@@ -79,7 +79,7 @@ def compare(workload: Workload, jit_compile: bool, repetitions: int) -> paired.C
         steps[name], weights[name] = make_step(net, data, jit_compile)
     seconds = paired.interleave(steps, lambda: None, repetitions, workload.calls)
     if not all(map(np.array_equal, weights["ours"](), weights["native"]())):
-        raise RuntimeError(f"{workload.name}: the wrappers did not end with the same weights")
+        raise RuntimeError(f"{workload.name}: the wrappers end with different weights")
     compiled = {"tensorflow": "XLA" if jit_compile else "graph", "jax": "XLA", "torch": "eager"}
     backend = keras.backend.backend()
     return paired.Comparison(f"{backend}, {compiled[backend]}: {workload.name}", **seconds)
@@ -88,7 +88,7 @@ def compare(workload: Workload, jit_compile: bool, repetitions: int) -> paired.C
 def tensorflow_step(
     model: Any, data: tuple[Any, Any], jit_compile: bool
 ) -> tuple[Callable[[], object], Callable[[], list[Any]]]:
-    """A step of a model, and what returns its weights."""
+    """Return a step of a model, and a function that returns its weights."""
     import tensorflow as tf
 
     batch = tuple(map(tf.constant, data))
@@ -99,7 +99,7 @@ def tensorflow_step(
 def jax_step(
     model: Any, data: tuple[Any, Any], jit_compile: bool
 ) -> tuple[Callable[[], object], Callable[[], list[Any]]]:
-    """The same, on a state that the step replaces."""
+    """Return the same, for a state that the step replaces."""
     import jax
 
     batch = tuple(map(jax.numpy.asarray, data))
@@ -123,7 +123,7 @@ def jax_step(
 def torch_step(
     model: Any, data: tuple[Any, Any], jit_compile: bool
 ) -> tuple[Callable[[], object], Callable[[], list[Any]]]:
-    """The same, in place and not compiled: ``torch.compile`` takes minutes for such a step."""
+    """Return the same, in place and uncompiled: ``torch.compile`` takes minutes for this step."""
     import torch
 
     batch = tuple(map(torch.tensor, data))
@@ -131,7 +131,7 @@ def torch_step(
 
 
 def main() -> None:
-    """Run every workload on every backend that was asked for; print tables, and write JSON."""
+    """Run every workload on every requested backend; print tables, and write JSON."""
     arguments = parse()
     if len(arguments.backends) > 1:
         for backend in arguments.backends:
@@ -148,7 +148,7 @@ def main() -> None:
         return
     (backend,) = arguments.backends
     os.environ["KERAS_BACKEND"] = backend
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or it talks of GPUs that there are not
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or it warns about missing GPUs
     import keras
 
     comparisons = [
@@ -161,7 +161,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "backends",

@@ -2,9 +2,9 @@
 
     python benchmarks/mindspore_scaler.py
 
-Both sides do one functional training step by turns: scale the loss, take the gradients, unscale
-and check them, step the optimizer unless one overflowed, and adjust the scale. It is called from
-Python in PyNative mode, or compiled as a whole by mindspore.jit. Beside the whole step there are
+Both sides take turns to do one functional training step: scale the loss, take the gradients,
+unscale and check them, step the optimizer unless one overflowed, and adjust the scale. Python calls
+the step in PyNative mode, or mindspore.jit compiles it as a whole. A second measurement times only
 the scaler's own calls, on gradients that are ready.
 """
 
@@ -27,7 +27,7 @@ import gradscaler.mindspore
 SCALE = 2.0**10
 Rivals = dict[str, Callable[[Any], Any]]
 
-NEVER = 2**30  # the growth interval: the scale stays what the gradients are scaled by
+NEVER = 2**30  # the growth interval: the scale stays at what the gradients are scaled by
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ WORKLOADS = [
 
 
 class Network(nn.Cell):  # type: ignore[misc] # untyped base
-    """Layers of sigmoids, and the mean square of what comes out: a loss."""
+    """Layers of sigmoids; the loss is the mean square of their output."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Network(nn.Cell):  # type: ignore[misc] # untyped base
 
 @mindspore.jit_class
 class Training:
-    """One side: a scaler, with a network and an optimizer of its own."""
+    """One side: a scaler with its own network and optimizer."""
 
     def __init__(self, workload: Workload, scaler: Any, all_finite: Callable[..., Any]) -> None:
         network = Network(workload)
@@ -88,7 +88,7 @@ class Training:
         return self.scaler.scale(self.network(inputs))
 
     def step(self, inputs: Any) -> Any:
-        """The loss of a whole step."""
+        """Do a whole step, and return the loss."""
         loss, grads = self.value_and_grad(inputs)
         grads = self.scaler.unscale(grads)
         finite = self.all_finite(grads)
@@ -98,7 +98,7 @@ class Training:
         return self.scaler.unscale(loss)
 
     def calls(self, grads: Any) -> Any:
-        """Whether the gradients were finite, after the scaler's own part of a step."""
+        """Do the scaler's part of a step, and return whether the gradients are finite."""
         finite = self.all_finite(self.scaler.unscale(grads))
         self.scaler.adjust(finite)
         return finite
@@ -125,10 +125,10 @@ def calls_of(training: Training) -> Callable[[Any], Any]:
 
 
 def compare(workload: Workload, compiled: bool, repetitions: int) -> list[paired.Comparison]:
-    """Time both sides' whole step, and both sides' own calls.
+    """Time both sides' whole step, and both scalers' own calls.
 
     Raises:
-        RuntimeError: the two did not end with the same parameters.
+        RuntimeError: the two end with different parameters.
     """
     ours = Training(
         workload,
@@ -161,18 +161,18 @@ def compare(workload: Workload, compiled: bool, repetitions: int) -> list[paired
         comparisons.append(paired.Comparison(f"{workload.name}, {way}, {part}", **seconds))
     pairs = zip(ours.optimizer.parameters, native.optimizer.parameters, strict=True)
     if not all(np.array_equal(a.asnumpy(), b.asnumpy()) for a, b in pairs):
-        raise RuntimeError(f"{workload.name}, {way}: the two trained to other parameters")
+        raise RuntimeError(f"{workload.name}, {way}: the two end with different parameters")
     return comparisons
 
 
 def finished(function: Callable[[Any], Any], argument: Any, scale: Any) -> None:
-    """Call, and wait for all that the call has begun, of which the scale comes last."""
+    """Call, and wait for all that the call has started; the scale comes last."""
     function(argument).asnumpy()
     scale.asnumpy()
 
 
 def main() -> None:
-    """Run every workload in both ways; print a table, and write JSON where asked."""
+    """Run every workload in both modes; print a table, and write JSON if asked."""
     arguments = paired.parse(
         argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     )

@@ -2,9 +2,9 @@
 
     python benchmarks/paddle_scaler.py
 
-Paddle's scaler switches itself off on the CPU. Here it is told that it is on a GPU and under
-float16 autocast, which changes nothing else that it does. The optimizer is either one whose step
-does nothing or SGD.
+Paddle's scaler switches itself off on the CPU. This script tells it that it is on a GPU and under
+float16 autocast, which changes nothing else that it does. The optimizer is SGD, or one whose step
+does nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def compare(
 ) -> paired.Comparison:
     """Time both scalers around one optimizer, on one set of gradients.
 
-    Clipping is to a norm of inf, so that gradients come out as they were, too.
+    Clipping is to a norm of inf, so gradients come out unchanged.
     """
     paddle.seed(0)
     zeros = paddle.nn.initializer.Constant(0.0)
@@ -97,7 +97,7 @@ def compare(
 
 
 def switch_native_on() -> None:
-    """Have Paddle's own scaler take the CPU for a GPU, and any code for its float16 autocast."""
+    """Make Paddle's own scaler believe that it is on a GPU and under float16 autocast."""
     module: Any = sys.modules["paddle.amp.grad_scaler"]
     on_gpu = SimpleNamespace(_expected_place=SimpleNamespace(is_gpu_place=lambda: True))
     module._dygraph_tracer = lambda: on_gpu

@@ -1,7 +1,7 @@
-"""Rivals timed side by side in one run, and what that says about their ratio.
+"""Time rivals side by side in one run, and say what that shows about their ratio.
 
-Every benchmark here times gradscaler ("ours") and a framework's own scaler ("native") on the same
-tensors, by turns, so that whatever else the machine does falls on both.
+In every benchmark here, gradscaler ("ours") and a framework's own scaler ("native") take turns on
+the same tensors, so any other load on the machine affects both.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two rivals took for the same work.
+    """The times that two rivals take for the same work.
 
     Attributes:
         workload: what the work was.
-        ours: seconds of one call of ours, a mean for each repetition.
-        native: the same for the framework's own, repetition by repetition beside ours.
+        ours: seconds of one call of gradscaler, the mean of each repetition.
+        native: the same for the framework's own scaler, in the same repetitions.
     """
 
     workload: str
@@ -36,7 +36,7 @@ class Comparison:
 
     @property
     def ratios(self) -> list[float]:
-        """Ours to native in each repetition; below 1, ours is faster."""
+        """Ours / native in each repetition; below 1, gradscaler is faster."""
         return [ours / native for ours, native in zip(self.ours, self.native, strict=True)]
 
     @property
@@ -63,9 +63,9 @@ class Comparison:
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
     """A confidence interval of the median that assumes nothing about the distribution.
 
-    From the k-th smallest to the k-th largest value, with the largest k for which this holds the
-    median with at least that probability, ``1 - 2 * P(Binomial(n, 1/2) < k)``. (Hahn and Meeker,
-    "Statistical Intervals", 1991, section 5.2.)
+    It runs from the k-th smallest to the k-th largest value. k is the largest for which the
+    interval holds the median with at least that probability, ``1 - 2 * P(Binomial(n, 1/2) < k)``.
+    (Hahn and Meeker, "Statistical Intervals", 1991, section 5.2.)
 
     Raises:
         ValueError: there are too few values for any such interval; 95 % takes 6.
@@ -88,18 +88,18 @@ def interleave(
     calls: int = 1,
     warm_up: int = 2,
 ) -> dict[str, list[float]]:
-    """Time rivals by turns, in the opposite order at every other repetition.
+    """Time rivals by turns, in the opposite order in every second repetition.
 
     Args:
         rivals: what to time, by name.
         prepare: called before each call of a rival, outside the measured time.
         repetitions: how many measurements to make of each rival.
-        calls: calls in a measurement; of short ones it takes many to smooth the clock.
+        calls: calls in a measurement; short calls need many to smooth the clock.
         warm_up: repetitions before those that count.
 
     Returns:
         By name, the mean seconds of a call in each repetition. The garbage collector is off
-        meanwhile, as it is in ``timeit``.
+        during the measurements, as in ``timeit``.
     """
     seconds: dict[str, list[float]] = {name: [] for name in rivals}
     order = list(rivals)
@@ -122,7 +122,7 @@ def interleave(
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on that every framework shares."""
+    """The part of the setting that every framework shares."""
     described: dict[str, Any] = {
         "platform": platform.platform(),
         "processor": _processor(),
@@ -135,14 +135,14 @@ def machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")  # Linux, where the platform module does not know the model
+    cpuinfo = Path("/proc/cpuinfo")  # on Linux the platform module does not know the model
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor()
 
 
 def table(comparisons: Sequence[Comparison]) -> str:
-    """The comparisons as a Markdown table: median times, median ratio, its interval."""
+    """Return the comparisons as a Markdown table: median times, median ratio, interval."""
     rows: list[tuple[str, ...]] = [("workload", "ours", "native", "ratio", "95 % interval")]
     for comparison in comparisons:
         low, high = comparison.interval
@@ -172,7 +172,7 @@ def duration(seconds: float) -> str:
 
 
 def write_json(path: Path, setting: Mapping[str, Any], comparisons: Sequence[Comparison]) -> None:
-    """Every measurement, under what it was made with."""
+    """Write every measurement and the setting that it was made in."""
     results = [comparison.as_dict() for comparison in comparisons]
     path.write_text(json.dumps({"setting": dict(setting), "results": results}, indent=2) + "\n")
 
@@ -180,7 +180,7 @@ def write_json(path: Path, setting: Mapping[str, Any], comparisons: Sequence[Com
 def report(
     arguments: argparse.Namespace, setting: Mapping[str, Any], comparisons: Sequence[Comparison]
 ) -> None:
-    """Print what the numbers depend on and a table of them, and write JSON where asked."""
+    """Print the setting and a table of the numbers, and write JSON if asked."""
     setting = {**machine(), **setting, "repetitions": arguments.repetitions}
     print(*(f"{name}: {value}" for name, value in setting.items()), sep="\n", end="\n\n")
     print(table(comparisons), end="\n\n", flush=True)
@@ -189,7 +189,7 @@ def report(
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command line: what every benchmark takes, and what ``parser`` has already."""
+    """Parse the command line: the options of ``parser``, and those of every benchmark."""
     parser.add_argument(
         "--repetitions",
         type=int,

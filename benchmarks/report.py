@@ -1,8 +1,8 @@
-"""Gathers the JSON of all benchmarks into ``RESULTS.md``, a chart of the ratios, and one of curves.
+"""Gather the JSON of all benchmarks in ``RESULTS.md``, a chart of ratios and a chart of curves.
 
     python benchmarks/report.py
 
-``make bench`` and ``make bench-gpu`` run it at the end. Needs Matplotlib.
+``make bench`` and ``make bench-gpu`` run it at the end. It needs Matplotlib.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ HERE = Path(__file__).parent
 CURVES = "torch_curves"
 HEAD = """# Benchmarks
 
-gradscaler beside each framework's own scaler: the same gradients or the same network, by turns, in
-one run. A ratio below 1 means that gradscaler takes less time. Median of the paired repetitions,
-and the interval that holds the true median with 95 % confidence. `make bench` makes all of it anew.
+gradscaler ("ours") and each framework's own scaler ("native") take turns on the same gradients or
+the same network, in one run. A ratio below 1 means that gradscaler takes less time. The table shows
+the median of the paired repetitions, and the interval that holds the true median with 95 %
+confidence. `make bench` makes all of it again.
 
-"Added to fused AdamW" is the time beyond the median of its bare step, ours to theirs. Of
-`torch_monitor`, "native" is our scaler without a monitor; of an import, the framework and the
-module of its own scaler, and ours is both. "Clipping" is by the norm, with both.
+"Added to fused AdamW" is the time beyond the median of its bare step. For `torch_monitor`, "native"
+is gradscaler without a monitor. For an import, "native" is the framework and the module of its own
+scaler, and "ours" is that and the adapter. "Clipping" is by the norm, in both.
 
 ![Median ratios, with intervals](results.png)
 
@@ -41,14 +42,14 @@ What scaling and clipping add to a fused step, by the number of tensors and by t
 NOT_RUN = """
 ## GPU
 
-Not run: there was no GPU at hand. Nothing here says anything about one; `make bench-gpu` does.
+Not run, because there was no GPU. Nothing here applies to a GPU; `make bench-gpu` measures one.
 """
 
 Results = dict[str, tuple[dict[str, Any], list[paired.Comparison]]]
 
 
 def read_results() -> Results:
-    """By benchmark, what it was made with and what it measured."""
+    """Return the setting and the measurements of each benchmark."""
     results: Results = {}
     for path in sorted((HERE / "results").glob("*.json")):
         measured = json.loads(path.read_text())
@@ -61,7 +62,7 @@ def read_results() -> Results:
 
 
 def draw_ratios(results: Results, path: Path) -> None:
-    """A point for each ratio, and a line for its interval."""
+    """Draw a point for each ratio, and a line for its interval."""
     rows = [
         (name, each)
         for name, (_, comparisons) in results.items()
@@ -87,7 +88,7 @@ def draw_ratios(results: Results, path: Path) -> None:
 
 
 def draw_curves(comparisons: list[paired.Comparison], path: Path) -> None:
-    """Time against the number of tensors, and against bytes."""
+    """Draw time against the number of tensors, and against bytes."""
     figure, (counts, sizes) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     points = []
     for each in comparisons:
@@ -113,7 +114,7 @@ def _draw_curve(axes: Axes, points: list[tuple[int, paired.Comparison]], label: 
 
 
 def imports(results: Results) -> str:
-    """What the adapters add to the import of their frameworks, as a table."""
+    """Return a table of what the adapters add to the import of their frameworks."""
     lines = ["## Beyond the framework's own import", ""]
     lines += ["| adapter | median difference, ms | 95 % interval |", "| --- | ---: | ---: |"]
     for _, comparisons in results.values():

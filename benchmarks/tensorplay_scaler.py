@@ -2,7 +2,7 @@
 
     python benchmarks/tensorplay_scaler.py
 
-The optimizer is either one whose step does nothing or SGD.
+The optimizer is SGD, or one whose step does nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def compare(
 ) -> paired.Comparison:
     """Time both scalers around one optimizer, on one set of gradients.
 
-    Clipping is to a norm of inf, so that gradients come out as they were, too.
+    Clipping is to a norm of inf, so gradients come out unchanged.
     """
     tp.manual_seed(0)
     parameters = [tp.nn.Parameter(tp.zeros(shape)) for shape in workload.shapes]

@@ -1,10 +1,10 @@
-"""What a training step costs: gradscaler.tf_keras.LossScaleOptimizer beside tf-keras' own.
+"""What a training step costs with gradscaler.tf_keras.LossScaleOptimizer and with tf-keras' own.
 
     python benchmarks/tf_keras_optimizer.py
 
-Both wrap the same optimizer of the same model, and train on the same batch by turns: Keras' own
-``train_step`` as a TensorFlow graph, with an optimizer of either family. Batches are small, so that
-the optimizer is much of the step.
+Both wrap the same optimizer of the same model, and take turns to train on the same batch. The step
+is Keras' own ``train_step`` as a TensorFlow graph, with an optimizer of either family. Batches are
+small, so the optimizer is a large part of the step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import paired
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or it talks of GPUs that there are not
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # or it warns about missing GPUs
 
 import tensorflow as tf
 import tf_keras
@@ -34,10 +34,10 @@ class Workload:
     """A multilayer perceptron to train.
 
     Attributes:
-        name: for the table.
+        name: what the table calls it.
         width: units in a layer, and values in an input.
         layers: how many of them.
-        calls: steps to one measurement.
+        calls: steps in one measurement.
     """
 
     name: str
@@ -54,7 +54,7 @@ WORKLOADS = [
 
 
 def compare(workload: Workload, family: Any, repetitions: int) -> paired.Comparison:
-    """Time a step under both wrappers; they end with the same weights, or an error says so."""
+    """Time a step under both wrappers; raise an error if they end with different weights."""
 
     def model(wrapper: Any) -> Any:
         tf_keras.utils.set_random_seed(0)
@@ -78,13 +78,13 @@ def compare(workload: Workload, family: Any, repetitions: int) -> paired.Compari
     seconds = paired.interleave(steps, lambda: None, repetitions, workload.calls)
     weights = [net.get_weights() for net in models.values()]
     if not all(map(np.array_equal, *weights)):
-        raise RuntimeError(f"{workload.name}: the wrappers did not end with the same weights")
+        raise RuntimeError(f"{workload.name}: the wrappers end with different weights")
     name = "legacy" if family is tf_keras.optimizers.legacy else "new"
     return paired.Comparison(f"{name} Adam: {workload.name}", **seconds)
 
 
 def main() -> None:
-    """Run every workload with both families; print a table, and write JSON where asked."""
+    """Run every workload with both families; print a table, and write JSON if asked."""
     arguments = paired.parse(
         argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     )

@@ -1,9 +1,10 @@
-"""How the cost of loss scaling grows with the number of tensors, and with their bytes.
+"""How the cost of loss scaling grows with the number of tensors and with their bytes.
 
     python benchmarks/torch_curves.py
 
-Scaling and clipping beside PyTorch's own, as they add to a bare step of fused AdamW. The number of
-tensors goes from 10 to 10,000 at 64 MB in all; the bytes from 1 MB to 1 GB in 100 tensors.
+The times are what scaling and clipping add to a bare step of fused AdamW, beside PyTorch's own. The
+number of tensors goes from 10 to 10,000 at 64 MB in all, and the bytes from 1 MB to 1 GB in 100
+tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SIZES = (1, 10, 100, 1000)
 
 
 def workload(tensors: int, megabytes: int) -> eager.Workload:
-    """Float32 gradients of so many bytes in all."""
+    """Return float32 gradients of ``megabytes`` in all."""
     shape = (megabytes * MB // 4 // tensors,)
     name = f"{tensors:,} tensors, {megabytes:,} MB"
     return eager.Workload(name, [shape] * tensors, calls=max(1, 20 // megabytes))

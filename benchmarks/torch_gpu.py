@@ -1,9 +1,9 @@
-"""Loss scaling on a CUDA device: no waiting for it, whole steps in a CUDA graph, launches and time.
+"""Loss scaling on a CUDA device: no waits for it, steps in a CUDA graph, launches and time.
 
     python benchmarks/torch_gpu.py
 
-Without a CUDA device it says so and measures nothing. What must not wait for the device, or must
-come out of a graph as it does without one, is checked and raises if it does not.
+Without a CUDA device, the script says so and measures nothing. It raises an error if an iteration
+waits for the device, or if a graph of an iteration gives other results than the iteration itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CLIPPING = {False: "scaling", True: "scaling and clipping"}
 
 
 class Training:
-    """A scaler, fused AdamW, and parameters whose gradients are the scaled ones of ``factor``."""
+    """A scaler, fused AdamW, and parameters with scaled gradients in proportion to ``factor``."""
 
     def __init__(self, scaler: torch.amp.GradScaler, shapes: list[eager.Shape], clip: bool) -> None:
         torch.manual_seed(0)
@@ -39,7 +39,7 @@ class Training:
         self.clip = clip
 
     def step(self) -> None:
-        """Make gradients, and one iteration of loss scaling."""
+        """Make gradients, and do one iteration of loss scaling."""
         for parameter, direction in zip(self.parameters, self.directions, strict=True):
             parameter.grad = self.scaler.scale(self.factor) * direction
         scale_and_step(self.scaler, self.optimizer, self.clip)
@@ -48,7 +48,7 @@ class Training:
 def scale_and_step(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, clip: bool
 ) -> None:
-    """Clip where asked, step, update: what a training loop calls after its backward pass."""
+    """Clip if asked, step and update, as a training loop does after its backward pass."""
     if clip and isinstance(scaler, gradscaler.torch.GradScaler):
         scaler.clip_grad_norm_(optimizer, 1.0)
     elif clip:
@@ -59,9 +59,9 @@ def scale_and_step(
 
 
 def check_that_nothing_waits(clip: bool) -> None:
-    """Iterations in which any waiting for the device is an error."""
+    """Run iterations in which any wait for the device is an error."""
     training = Training(gradscaler.torch.GradScaler(DEVICE), SHAPES, clip)
-    training.step()  # places the scale, and makes the optimizer's state
+    training.step()  # places the scale and makes the optimizer's state
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
@@ -71,9 +71,9 @@ def check_that_nothing_waits(clip: bool) -> None:
 
 
 def check_a_graph(clip: bool) -> None:
-    """The scales and parameters of replayed iterations are those of plain ones, to the bit.
+    """Check that replayed iterations give the scales and parameters of plain ones, to the bit.
 
-    Through finite steps, growth, an overflow, and growth again.
+    They go through finite steps, growth, an overflow, and growth again.
     """
     plain, captured = (
         Training(
@@ -134,7 +134,7 @@ def compare(clip: bool, workload: eager.Workload, repetitions: int) -> paired.Co
 
 
 def launches(prepare: Callable[[], object], iteration: Callable[[], object]) -> int:
-    """Kernels that one iteration launches."""
+    """Count the kernels that one iteration launches."""
     for _ in range(2):
         prepare()
         iteration()
@@ -150,12 +150,12 @@ def main() -> None:
         argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     )
     if not torch.cuda.is_available():
-        print("There is no CUDA device here: nothing was run.")
+        print("There is no CUDA device here, so nothing runs.")
         return
     for clip, what in CLIPPING.items():
         check_that_nothing_waits(clip)
         check_a_graph(clip)
-        print(f"{what}: no step waits for the device, and a graph of one does what it does")
+        print(f"{what}: no step waits for the device, and a graph of it gives the same results")
     setting = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
     eager.run(arguments, setting, [partial(compare, clip) for clip in CLIPPING])
 

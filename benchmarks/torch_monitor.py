@@ -1,9 +1,9 @@
-"""What a monitor adds to a training with PyTorch: steps with one beside steps without.
+"""What a monitor adds to training with PyTorch: steps with and without one.
 
     python benchmarks/torch_monitor.py
 
-A measurement is 100 steps, of which the monitor samples one, and writes that to a file. "ours" is
-with it, "native" the same scaler without; a ratio of 1.02 is 2 % more time.
+A measurement is 100 steps. The monitor samples one of them and writes it to a file. "ours" is with
+the monitor, "native" is the same scaler without it; a ratio of 1.02 is 2 % more time.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ EVERY = 100
 
 
 def perceptron() -> tuple[torch.nn.Module, torch.Tensor]:
-    """A small model, whose step takes about a millisecond, and its input."""
+    """A small model whose step takes about a millisecond, and its input."""
     layers = [torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.ReLU()) for _ in range(4)]
     return torch.nn.Sequential(*layers), torch.randn(256, 128)
 
 
 def transformer() -> tuple[torch.nn.Module, torch.Tensor]:
-    """A model of many parameters, most of them small, and its input."""
+    """A model with many parameters, most of them small, and its input."""
     layer = torch.nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
     encoder = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
     return encoder, torch.randn(4, 16, 128)
@@ -45,7 +45,7 @@ def compare(
     repetitions: int,
     folder: Path,
 ) -> paired.Comparison:
-    """Time a training with and without a monitor."""
+    """Time training with and without a monitor."""
 
     def training(monitored: bool) -> Callable[[], None]:
         torch.manual_seed(0)

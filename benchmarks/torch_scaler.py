@@ -2,8 +2,8 @@
 
     python benchmarks/torch_scaler.py
 
-The optimizer is either one whose step does nothing or fused AdamW, which unscales in its own pass.
-Of the latter there is also what scaling, and scaling and clipping, add to its bare step.
+The optimizer is one whose step does nothing, or fused AdamW, which unscales in its own pass. For
+fused AdamW there is also what scaling, with and without clipping, adds to its bare step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def compare(
 ) -> paired.Comparison:
     """Time both scalers around one optimizer, on one set of gradients.
 
-    Clipping is to a norm of inf, so that gradients come out as they were, too.
+    Clipping is to a norm of inf, so gradients come out unchanged.
     """
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in workload.shapes]
@@ -116,7 +116,7 @@ def compare_added(clip: bool, workload: eager.Workload, repetitions: int) -> pai
         repetitions=repetitions,
         calls=workload.calls,
     )
-    bare = statistics.median(seconds["bare"])  # less noise than each repetition's own
+    bare = statistics.median(seconds["bare"])  # less noisy than each repetition's own
     added = {name: [each - bare for each in seconds[name]] for name in ("ours", "native")}
     what = "scaling and clipping" if clip else "scaling"
     return paired.Comparison(f"{workload.name}, {what}, added to fused AdamW", **added)
@@ -125,7 +125,7 @@ def compare_added(clip: bool, workload: eager.Workload, repetitions: int) -> pai
 def main() -> None:
     """Time every workload with both optimizers."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--threads", type=int, help="of torch; as many as it likes by default")
+    parser.add_argument("--threads", type=int, help="of torch; by default torch chooses")
     arguments = paired.parse(parser)
     if arguments.threads is not None:
         if arguments.threads < 1:
