@@ -1,16 +1,14 @@
 """What several test modules need, handed to them as fixtures: they cannot import one another."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorplay as tp
+from libraries import library
 
 from gradscaler.tensorplay import GradScaler
-
-tp.set_num_threads(1)  # the tensors of these tests are too small to share out
 
 INF = float("inf")
 SHAPES = [(2, 3), (4,), ()]
@@ -55,41 +53,6 @@ KINDS = {
 KINDS["Muon"] = Kind(tp.optim.Muon, OPTIONS["Muon"], MATRICES)
 
 
-def _exact(value):
-    """Something that compares equal if and only if two values are the same to the bit."""
-    if isinstance(value, tp.Tensor):
-        value = value.detach()
-        return (str(value.dtype), tuple(value.shape), repr(value.tolist()))
-    if isinstance(value, Mapping):
-        return {key: _exact(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_exact(item) for item in value]
-    return repr(value)
-
-
-def _stepped(optimizer):
-    """All that a step may change in an optimizer."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {"parameters": _exact(parameters), "state": _exact(optimizer.state_dict())}
-
-
-def _everything(scaler, *optimizers):
-    """All that a call which raises must leave alone."""
-    records = {
-        key: (record["stage"], _exact(record["found_inf_per_device"]))
-        for key, record in scaler._per_optimizer_states.items()
-    }
-    gradients = [
-        _exact(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
-    ]
-    stepped = [_stepped(optimizer) for optimizer in optimizers]
-    return _exact(scaler.state_dict()), records, gradients, stepped
-
-
 def _randn(seed, *shapes):
     """Standard normal float32 tensors, without touching TensorPlay's own random numbers."""
     generator = np.random.default_rng(seed)
@@ -99,25 +62,19 @@ def _randn(seed, *shapes):
     ]
 
 
-def _backward(scaler, parameters, gradients):
-    """A backward pass whose unscaled gradients are ``gradients``; None for a parameter left out."""
-    used = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
-    scaler.scale(sum((p * g).sum() for p, g in used)).backward()
-
-
 @pytest.fixture(scope="session")
 def exact():
-    return _exact
+    return library.exact
 
 
 @pytest.fixture(scope="session")
 def stepped():
-    return _stepped
+    return library.kept
 
 
 @pytest.fixture(scope="session")
 def everything():
-    return _everything
+    return library.everything
 
 
 @pytest.fixture(scope="session")
@@ -127,7 +84,7 @@ def randn():
 
 @pytest.fixture(scope="session")
 def backward():
-    return _backward
+    return library.backward
 
 
 @pytest.fixture(scope="session")

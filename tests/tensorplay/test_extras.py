@@ -56,6 +56,19 @@ def test_steps_that_are_skipped_might_as_well_not_have_been(kind, randn, stepped
     assert after[0] == after[1]
 
 
+def test_unscaling_before_a_step_changes_nothing_of_it(kind, randn, backward, stepped):
+    after = []
+    for explicit in (False, True):
+        parameters = [tp.nn.Parameter(value) for value in randn(0, *kind.shapes)]
+        optimizer, scaler = kind(parameters), GradScaler()
+        backward(scaler, parameters, randn(1, *kind.shapes))
+        if explicit:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        after.append(stepped(optimizer))
+    assert after[0] == after[1]
+
+
 @pytest.mark.parametrize("overflowed", ["first", "second"])
 def test_an_overflow_skips_its_own_optimizer_alone(overflowed, parameters):
     optimizers = {

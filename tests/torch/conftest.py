@@ -1,53 +1,12 @@
 """What several test modules need, handed to them as fixtures: they cannot import one another."""
 
-import sys
-from collections.abc import Mapping
-
 import pytest
 import torch
+from libraries import library
 
 from gradscaler.torch import GradScaler
 
 INF = float("inf")
-
-
-def _exact(value):
-    """Something that compares equal if and only if two values are the same to the bit."""
-    if isinstance(value, torch.Tensor):
-        value = value.detach()
-        if value.is_sparse:
-            return ("sparse", _exact(value._indices()), _exact(value._values()))
-        return (str(value.dtype), tuple(value.shape), repr(value.tolist()))
-    if isinstance(value, Mapping):
-        return {key: _exact(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_exact(item) for item in value]
-    return repr(value)
-
-
-def _everything(scaler, *optimizers):
-    """All that a call which raises must leave alone."""
-    records = {
-        key: (record["stage"], _exact(record["found_inf_per_device"]))
-        for key, record in scaler._per_optimizer_states.items()
-    }
-    return _exact(scaler.state_dict()), records, [_stepped(optimizer) for optimizer in optimizers]
-
-
-def _stepped(optimizer):
-    """All that a step may change in an optimizer, and the gradients."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {
-        "parameters": _exact(parameters),
-        "gradients": _exact([parameter.grad for parameter in parameters]),
-        "state": _exact(optimizer.state_dict()),
-    }
-
-
-def _backward(scaler, parameters, gradients):
-    """A backward pass whose unscaled gradients are ``gradients``; None for a parameter left out."""
-    used = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
-    scaler.scale(sum((p * torch.as_tensor(g)).sum() for p, g in used)).backward()
 
 
 class _AskingOptimizer(torch.optim.SGD):
@@ -72,22 +31,22 @@ class _AskingOptimizer(torch.optim.SGD):
 
 @pytest.fixture(scope="session")
 def exact():
-    return _exact
+    return library.exact
 
 
 @pytest.fixture(scope="session")
 def everything():
-    return _everything
+    return library.everything
 
 
 @pytest.fixture(scope="session")
 def stepped():
-    return _stepped
+    return library.stepped
 
 
 @pytest.fixture(scope="session")
 def backward():
-    return _backward
+    return library.backward
 
 
 @pytest.fixture(scope="session")
@@ -122,8 +81,4 @@ def scaler():
 @pytest.fixture
 def off_the_host(monkeypatch):
     """Run CPU tensors through the code that is meant for accelerators, which reads nothing back."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("gradscaler.")]
-    asking = [module for module in modules if hasattr(module, "is_cpu")]
-    assert asking
-    for module in asking:
-        monkeypatch.setattr(module, "is_cpu", lambda device: False)
+    library.on_accelerator(monkeypatch)

@@ -108,7 +108,7 @@ def test_torch_s_kernel_between_bounds_is_the_rule(
     placed = operations.place(state, cpu)
     assert _is_torch_s(policy)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gradscaler.torch.operations.is_cpu", lambda tensor: False)
+        patch.setattr(operations, "on_host", lambda tensor: False)
         moved = operations.advance(policy, placed, [{cpu: operations.scalar(found_inf, cpu)}])
     assert operations.read(moved) == policy.update(state, found_inf)
 

@@ -68,6 +68,10 @@ class TorchLikeOperations:
         """``tensor`` on ``device``; comparing costs less than a ``to`` that has nothing to do."""
         return tensor if tensor.device == device else tensor.to(device=device, non_blocking=True)
 
+    def on_host(self, tensor: Tensor) -> bool:
+        """Whether reading a tensor is free; asking it takes a third of comparing its device."""
+        return bool(tensor.is_cpu)
+
     def scalar(self, value: float, device: Device) -> Tensor:
         """A float32 scalar."""
         return self.framework.scalar_tensor(value, dtype=self.framework.float32, device=device)
@@ -91,7 +95,7 @@ class TorchLikeOperations:
         return ScaleState(*(tensor.clone() for tensor in state))
 
     def advance(self, policy: Policy, state: ScaleState, found_infs: list[FoundInf]) -> ScaleState:
-        if is_cpu(state.scale):  # reading costs nothing here, and a tensor operation does
+        if self.on_host(state.scale):  # reading costs nothing here, and a tensor operation does
             values = self.read(state)
             moved = policy.update(values, any(map(self.any_set, found_infs)))
             for tensor, before, value in zip(state, values, moved, strict=True):
@@ -176,14 +180,14 @@ class TorchLikeOperations:
         """
         flag = self.combine([found_inf], device)
         own = type(optimizer).__module__.startswith(f"{self.framework.__name__}.optim.")
-        return None if own and is_cpu(flag) and not flag.item() else flag
+        return None if own and self.on_host(flag) and not flag.item() else flag
 
     def inverse(self, scale: Tensor) -> tuple[Any, Tensor]:
         """A copy of the scale for the record, and 1/scale as a float32 scalar on its device.
 
         Taken in float64 and rounded once: some builds divide float32 inexactly.
         """
-        if is_cpu(scale):
+        if self.on_host(scale):
             used = scale.item()
             return used, self.scalar(1.0 / used, scale.device)
         if scale.device.type == "mps":  # has no float64
@@ -200,7 +204,7 @@ class TorchLikeOperations:
             if len(groups) > 1 or device != scale.device or not self.can_measure(grads):
                 return None
             used, inv_scale = self.inverse(scale)
-            if is_cpu(scale) and used < 1:  # squares of scaled gradients might underflow
+            if self.on_host(scale) and used < 1:  # squares of scaled gradients might underflow
                 return None
             norm_and_flag = self.norm_and_flag(grads)
             if norm_and_flag is None:
@@ -214,7 +218,7 @@ class TorchLikeOperations:
 
         None if they are finite and the norm is not.
         """
-        if not grads or is_cpu(grads[0]):
+        if not grads or self.on_host(grads[0]):
             norm = norm_on_cpu(self.framework, grads)
             finite = math.isfinite(norm.item())
             if not finite and all(map(_is_finite, grads)):
@@ -233,7 +237,7 @@ class TorchLikeOperations:
 
     def nonfinite_flag(self, grads: list[Tensor]) -> Tensor:
         """Whether one of float32 tensors is not finite, from one reading."""
-        if not is_cpu(grads[0]):
+        if not self.on_host(grads[0]):
             return _nonfinite(self.norm_on_device(grads))
         # A finite sum proves it, and takes less time than a norm.
         total = self.framework.stack([grad.sum() for grad in grads]).sum().item()
@@ -322,11 +326,6 @@ class TorchLikeOperations:
                 group.update(params=of_group, **saved)
 
         return restore
-
-
-def is_cpu(tensor: Tensor) -> bool:
-    """Whether a tensor is on the host; asking it takes a third of comparing its device."""
-    return bool(tensor.is_cpu)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

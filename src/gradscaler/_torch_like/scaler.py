@@ -14,7 +14,6 @@ from gradscaler import checkpoint
 from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
 from gradscaler._eager.record import OptimizerRecord, Stage
 from gradscaler._eager.scaler import EagerScaler, OptimizerT, TensorT
-from gradscaler._torch_like.operations import is_cpu
 from gradscaler._torch_like.spelling import TorchSpelling
 from gradscaler.checkpoint.formats import TORCH_KEYS, read_torch
 from gradscaler.checkpoint.state_dicts import state_values
@@ -196,7 +195,11 @@ class TorchLikeScaler(TorchSpelling[TensorT, OptimizerT]):
             self._conclude(optimizer, record)
             return result
         is_measured = record.stage is Stage.MEASURED
-        if is_measured and is_cpu(state.scale) and self._operations.any_set(record.found_inf or {}):
+        if (
+            is_measured
+            and self._operations.on_host(state.scale)
+            and self._operations.any_set(record.found_inf or {})
+        ):
             self.unscale_(optimizer)  # for the optimizer will skip, and leave them scaled
             record.clip_coefficient = None
         if record.is_scaled:

@@ -9,7 +9,7 @@ import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradscaler._eager.operations import FoundInf
-from gradscaler._torch_like.operations import TorchLikeOperations, is_cpu, parameters_of
+from gradscaler._torch_like.operations import TorchLikeOperations, parameters_of
 from gradscaler.policies import DynamicScale, Policy, ScaleState, checks
 
 
@@ -44,7 +44,7 @@ class TorchOperations(TorchLikeOperations):
 
     def advance(self, policy: Policy, state: ScaleState, found_infs: list[FoundInf]) -> ScaleState:
         """One step of the policy: by torch's kernel on a device, where that knows the rule."""
-        if is_cpu(state.scale) or not _is_torch_s(policy):
+        if self.on_host(state.scale) or not _is_torch_s(policy):
             return super().advance(policy, state, found_infs)
         # The kernel grows when a count is equal to the interval, and lets the scale sink to 0.
         growth_interval = checks.as_counter_limit(policy.growth_interval)

@@ -1,0 +1,181 @@
+"""What each framework's library has, and all of it that needs no framework."""
+
+import importlib
+from collections.abc import Mapping
+
+import numpy as np
+
+SHAPES = (2, 3), (4,)
+
+
+def normal(seed, *shapes):
+    """Standard normal float32 arrays; no framework's random numbers are used up."""
+    random = np.random.default_rng(seed)
+    return [random.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+class Library:
+    """One framework.
+
+    Attributes:
+        name: of its module, and of ours for it.
+        framework: its module: ``library.framework.no_grad()``, ``nn.utils.clip_grad_norm_``, ...
+        GradScaler: ours.
+        places: where the code runs: "host", and "accelerator" if there is code for that alone.
+        fused: the values of ``fused`` that its optimizers take.
+        optimizers: by name, what makes an optimizer of parameters.
+        closure_optimizers: the same, of optimizers whose ``step`` takes a closure.
+        spelling: its names of the parameters of :meth:`scaler`, which are PyTorch's. ``hysteresis``
+            is one where it can be set. Its getters and setters have these names too.
+        state_keys: its keys of a state dict, by the same names; ``scale`` and ``finite_steps`` too.
+    """
+
+    places = ("host",)
+    fused = (False,)
+
+    def __init__(self, name):
+        self.name = name
+        self.framework = importlib.import_module(name)
+        self.GradScaler = importlib.import_module(f"gradscaler.{name}").GradScaler
+
+    # Tensors.
+
+    def is_tensor(self, value):
+        return isinstance(value, self.framework.Tensor)
+
+    def tensor(self, values, dtype="float32"):
+        """A tensor of an array or a nested list; a tensor is returned as it is."""
+        raise NotImplementedError
+
+    def numpy(self, tensor):
+        """A tensor's values in float64, which holds those of every real dtype."""
+        raise NotImplementedError
+
+    def exact(self, value):
+        """Something that compares equal if and only if two values are the same to the bit.
+
+        Tensors, arrays, and mappings and lists of them.
+        """
+        if self.is_tensor(value):
+            return self.exact_tensor(value)
+        if isinstance(value, np.ndarray):
+            return (str(value.dtype), value.shape, repr(value.tolist()))
+        if isinstance(value, Mapping):
+            return {key: self.exact(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.exact(item) for item in value]
+        return repr(value)
+
+    def exact_tensor(self, tensor):
+        raise NotImplementedError
+
+    def expanded(self, value, size):
+        """A tensor of ``size`` elements that are all one number in memory."""
+        raise NotImplementedError
+
+    def through_float16(self, tensor):
+        """The tensor, cast to float16 and back: its gradients overflow as float16's do."""
+        raise NotImplementedError
+
+    # Parameters and gradients.
+
+    def make_parameters(self, *arrays):
+        """Parameters of these values, with the same names each time."""
+        raise NotImplementedError
+
+    def parameters(self, *shapes, seed=0):
+        """Parameters of these shapes, else two of ``SHAPES``; the same each time."""
+        return self.make_parameters(*normal(seed, *(shapes or SHAPES)))
+
+    def model(self):
+        """Linear(4, 3), Tanh, Linear(3, 1): the same weights each time."""
+        raise NotImplementedError
+
+    def backward(self, scaler, parameters, gradients):
+        """A backward pass whose unscaled gradients are ``gradients``; the scaled loss.
+
+        None for a parameter left out.
+        """
+        used = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
+        scaled = scaler.scale(sum((p * self.tensor(g, p.dtype)).sum() for p, g in used))
+        scaled.backward()
+        return scaled
+
+    def set_gradients(self, parameters, gradients):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = self.tensor(gradient, parameter.dtype)
+
+    def clear_gradients(self, optimizer):
+        """What a loop calls before a backward pass, such as ``optimizer.zero_grad()``."""
+        raise NotImplementedError
+
+    # Optimizers.
+
+    def sgd(self, parameters, lr=0.1, momentum=0.0, fused=False):
+        """An optimizer of parameters or of groups; its ``step`` takes a closure."""
+        raise NotImplementedError
+
+    def adamw(self, parameters, lr=0.1, fused=False):
+        raise NotImplementedError
+
+    def owned(self, optimizer):
+        """The optimizer's parameters, groups flattened."""
+        raise NotImplementedError
+
+    def state(self, optimizer):
+        """What the optimizer keeps, by names that do not depend on when it was made."""
+        raise NotImplementedError
+
+    def kept(self, optimizer):
+        """All that a skipped step leaves as it is: parameters and state, for ``==``."""
+        return {
+            "parameters": self.exact(self.owned(optimizer)),
+            "state": self.exact(self.state(optimizer)),
+        }
+
+    def stepped(self, optimizer):
+        """All that a step may change: the same, and the gradients."""
+        gradients = [parameter.grad for parameter in self.owned(optimizer)]
+        return {**self.kept(optimizer), "gradients": self.exact(gradients)}
+
+    def everything(self, scaler, *optimizers):
+        """All that a call which raises leaves alone, for ``==``."""
+        state = self.exact(scaler.state_dict())
+        return state, self.records(scaler), [self.stepped(optimizer) for optimizer in optimizers]
+
+    # Scalers.
+
+    def scaler(self, **options):
+        """Our scaler, its parameters as PyTorch spells them and with PyTorch's defaults.
+
+        So in each framework the first scale is 2**16, and the first overflow halves it. Under
+        ``policy=`` every parameter is the policy's.
+        """
+        return self.GradScaler(**self.spelled(options))
+
+    def native(self, monkeypatch):
+        """What makes the framework's own scaler, enabled on the CPU, of the same parameters."""
+        raise NotImplementedError
+
+    def spelled(self, options):
+        return {self.spelling.get(name, name): value for name, value in options.items()}
+
+    def records(self, scaler):
+        """What a scaler knows of each optimizer in this iteration, for ``==``."""
+        raise NotImplementedError
+
+    def scale_of(self, scaler):
+        """The loss scale, as a float."""
+        return float(np.asarray(scaler.state_dict()[self.state_keys["scale"]]).item())
+
+    def finite_steps_of(self, scaler):
+        """The finite steps since the scale last moved."""
+        return scaler.state_dict()[self.state_keys["finite_steps"]]
+
+    def set_scale(self, scaler, value):
+        """By the framework's own call for it."""
+        raise NotImplementedError
+
+    def on_accelerator(self, monkeypatch):
+        """Send CPU tensors through the code for accelerators, which reads nothing back."""
+        raise NotImplementedError

@@ -1,0 +1,14 @@
+"""TensorPlay."""
+
+from libraries.torch_like import TorchLike
+
+
+class TensorPlay(TorchLike):
+    def exact_tensor(self, tensor):
+        if tensor.is_sparse:
+            return ("sparse", self.exact(tensor.to_dense()))
+        return super().exact_tensor(tensor)
+
+
+library = TensorPlay("tensorplay")
+library.framework.set_num_threads(1)  # the tests' tensors are too small to share among threads

@@ -1,0 +1,5 @@
+"""PyTorch."""
+
+from libraries.torch_like import TorchLike
+
+library = TorchLike("torch")
