@@ -341,7 +341,8 @@ def compiled(functional):
 
 
 Functional = jit_class(Functional)
-# MindSpore keeps what it compiled by the ids of objects, which later ones may have again.
+# MindSpore finds what it compiled of a method by the id of its object. A later object may have the
+# same id, and then computes with the scale of the earlier one, MindSpore's own scaler too.
 KEPT = []
 
 
@@ -357,6 +358,7 @@ def test_a_functional_loop_trains_as_with_mindspores_scaler(
         network = line()
         optimizer = make_optimizer(network.trainable_params())
         functional = Functional(network, scaler, all_finite, optimizer)
+        KEPT.append(functional)
         sides.append((functional, compiled(functional) if in_jit else functional.step))
     for seed, overflow in enumerate([None, None, INF, None, math.nan, None, None, None]):
         results = []
