@@ -45,6 +45,18 @@ class Operations(Protocol):
     def any_set(self, found_inf: FoundInf, /) -> bool:
         """Whether any flag is set, read on the host."""
 
+    def inverse(self, scale: Tensor, /) -> tuple[Any, Any]:
+        """A copy of the scale for the record, and 1/scale in the form that ``unscale_`` takes.
+
+        That is the scale itself where the framework's kernel divides.
+        """
+
+    def unscale_(self, optimizer: Optimizer, inv_scale: Any, /) -> FoundInf:
+        """Divide the optimizer's gradients in place, and flag each device's non-finite ones.
+
+        All are divided, whatever is found.
+        """
+
     def measure(
         self, optimizer: Optimizer, scale: Tensor, /
     ) -> tuple[Tensor, Any, Tensor, FoundInf] | None:

@@ -34,9 +34,6 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     moves in ``update`` alone; found_inf is each optimizer's own, and any of them moves the scale.
     """
 
-    _operations: ClassVar[Operations]
-    _record_type: ClassVar[type[OptimizerRecord]] = OptimizerRecord
-
     def __init__(self, policy: Policy, enabled: bool, max_retries: int) -> None:
         self._policy = policy
         self._enabled = enabled
@@ -118,9 +115,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if self._observers:
             self._announce_unscale(optimizer, state)
         try:
-            record.scale, record.found_inf = self._unscale_and_check(
-                optimizer, self._scale_in_use(state)
-            )
+            record.scale, inv_scale = self._operations.inverse(self._scale_in_use(state))
+            record.found_inf = self._unscale_gradients(optimizer, inv_scale)
             record.inv_scale = None
             record.stage = after
             self._records[id(optimizer)] = record
@@ -302,11 +298,11 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """
         return tuple(self._history)
 
-    # What adapters override.
+    # What an adapter supplies or may override: two class attributes, one method, and what a
+    # framework does in its own way. Nothing else of the engine is overridden.
 
-    @abstractmethod
-    def _unscale_and_check(self, optimizer: Optimizer, scale: Tensor) -> tuple[Any, FoundInf]:
-        """Divide gradients by ``scale`` in place; the scale for the record, and the flags."""
+    _operations: ClassVar[Operations]
+    _record_type: ClassVar[type[OptimizerRecord]] = OptimizerRecord
 
     @abstractmethod
     def _set_scale(self, new_scale: Any) -> None:
@@ -315,6 +311,38 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def _scale_moves(self) -> bool:
         """Whether the policy is asked for the next scale at all."""
         return True
+
+    def _place(self, device: Any) -> ScaleState:
+        """Put the state on the device of the first scaled tensor."""
+        self._state = self._operations.place(self._initial_state, device)
+        return self._state
+
+    def _unscale_gradients(self, optimizer: Optimizer, inv_scale: Any) -> FoundInf:
+        """Divide gradients by the scale in place, and flag those that are not finite."""
+        return self._operations.unscale_(optimizer, inv_scale)
+
+    def _measure(self, record: OptimizerRecord) -> Tensor | None:
+        """The norm that the gradients will have once unscaled, if one reading of them can tell."""
+        scale = self._scale_in_use(self._placed_state("clip_grad_norm_"))
+        measured = self._operations.measure(record.optimizer, scale)
+        if measured is None:
+            return None
+        norm, record.scale, record.inv_scale, record.found_inf = measured
+        record.stage = Stage.MEASURED
+        return norm
+
+    def _step_if_finite(
+        self,
+        optimizer: Optimizer,
+        record: OptimizerRecord,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Step an optimizer, its gradients unscaled, if it has any and they are finite."""
+        if record.found_inf and not self._operations.any_set(record.found_inf):
+            self._apply_pending(record)
+            return optimizer.step(*args, **kwargs)
+        return None
 
     def _unscales_by_itself(self, optimizer: Optimizer) -> bool:
         """Whether ``_step_on_device`` is the way to step this optimizer."""
@@ -331,18 +359,24 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """Step an optimizer that unscales and skips by itself."""
         raise NotImplementedError
 
-    def _step_if_finite(
-        self,
-        optimizer: Optimizer,
-        record: OptimizerRecord,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Step an optimizer, its gradients unscaled, if it has any and they are finite."""
-        if record.found_inf and not self._operations.any_set(record.found_inf):
-            self._apply_pending(record)
-            return optimizer.step(*args, **kwargs)
-        return None
+    def _conclude(
+        self, optimizer: Optimizer, record: OptimizerRecord, reason: Reason | None = None
+    ) -> None:
+        """Record what happened, once nothing can raise any more."""
+        found_inf = record.found_inf
+        if found_inf is not None and not found_inf:
+            reason = "no_gradients"
+        scale = record.scale
+        if scale is None:  # a subclass has an unscale_ of its own
+            scale = self._operations.copy(self._placed_state("step")).scale
+        flag = (lambda: self._operations.any_set(found_inf)) if found_inf else False
+        record.stage = Stage.STEPPED
+        self._records[id(optimizer)] = record
+        outcome = StepOutcome(scale, flag, reason)
+        self._outcomes.put(optimizer, outcome)
+        self._history.append(outcome)
+        for observer in self._observers:
+            observer.stepped(optimizer, outcome)
 
     def __repr__(self) -> str:
         name = type(self).__name__
@@ -384,11 +418,6 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def _host_state(self) -> ScaleState:
         """The state in host scalars; waits for the device."""
         return self._initial_state if self._state is None else self._operations.read(self._state)
-
-    def _place(self, device: Any) -> ScaleState:
-        """Put the state on the device of the first scaled tensor."""
-        self._state = self._operations.place(self._initial_state, device)
-        return self._state
 
     def _record(self, optimizer: Optimizer) -> OptimizerRecord:
         """The optimizer's record, or a new one that is not kept yet."""
@@ -522,16 +551,6 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         in_closure = self._closures.losses is not None
         return ((self._closures.backed_off if in_closure else None) or state).scale
 
-    def _measure(self, record: OptimizerRecord) -> Tensor | None:
-        """The norm that the gradients will have once unscaled, if one reading of them can tell."""
-        scale = self._scale_in_use(self._placed_state("clip_grad_norm_"))
-        measured = self._operations.measure(record.optimizer, scale)
-        if measured is None:
-            return None
-        norm, record.scale, record.inv_scale, record.found_inf = measured
-        record.stage = Stage.MEASURED
-        return norm
-
     def _unscaled(self, record: OptimizerRecord) -> OptimizerRecord:
         """The record of gradients that are unscaled."""
         if record.stage is Stage.MEASURED and not self._operations.any_set(record.found_inf or {}):
@@ -554,25 +573,6 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         except BaseException as error:
             self._note_interrupt(record, error)
             raise
-
-    def _conclude(
-        self, optimizer: Optimizer, record: OptimizerRecord, reason: Reason | None = None
-    ) -> None:
-        """Put on record what happened, once nothing can raise any more."""
-        found_inf = record.found_inf
-        if found_inf is not None and not found_inf:
-            reason = "no_gradients"
-        scale = record.scale
-        if scale is None:  # a subclass has an unscale_ of its own
-            scale = self._operations.copy(self._placed_state("step")).scale
-        flag = (lambda: self._operations.any_set(found_inf)) if found_inf else False
-        record.stage = Stage.STEPPED
-        self._records[id(optimizer)] = record
-        outcome = StepOutcome(scale, flag, reason)
-        self._outcomes.put(optimizer, outcome)
-        self._history.append(outcome)
-        for observer in self._observers:
-            observer.stepped(optimizer, outcome)
 
 
 class _Outcomes:

@@ -138,12 +138,25 @@ class TorchLikeOperations:
         return context
 
     def unscale_(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        self,
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor | None = None,
+        allow_fp16: bool = True,
     ) -> dict[Device, Tensor]:
         """Multiply the gradients by ``inv_scale`` in place, and flag each device's non-finite ones.
 
-        ``found_inf`` is what the flags start from.
+        Args:
+            optimizer: the optimizer that owns the gradients.
+            inv_scale: 1/scale, a float32 scalar.
+            found_inf: what the flags start from; None for 0.
+            allow_fp16: whether float16 gradients are unscaled rather than refused.
+
+        Raises:
+            ValueError: a gradient is float16 and ``allow_fp16`` is False.
         """
+        if found_inf is None:
+            found_inf = self.scalar(0.0, inv_scale.device)
         flags: dict[Device, Tensor] = {}
         gradients = self.gradients(optimizer, allow_fp16)
         with self.without_graph(gradients):

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 import warnings
-from collections.abc import Callable
+from collections import defaultdict
 from functools import lru_cache
-from types import FunctionType
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, ClassVar
+
+import numpy as np
 
 from gradscaler import checkpoint
 from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
 from gradscaler._eager.record import OptimizerRecord, Stage
 from gradscaler._eager.scaler import EagerScaler, OptimizerT, TensorT
-from gradscaler._torch_like.spelling import TorchSpelling
+from gradscaler._torch_like.fused import (
+    may_raise_after_its_kernel,
+    step_with,
+    takes_grad_scaler,
+)
+from gradscaler._torch_like.operations import TorchLikeOperations
 from gradscaler.checkpoint.formats import TORCH_KEYS, read_torch
 from gradscaler.checkpoint.state_dicts import state_values
-from gradscaler.errors import ParameterError
+from gradscaler.errors import CallOrderError, ParameterError
 from gradscaler.policies import DynamicScale, Policy, ScaleState, checks
 from gradscaler.policies.spelling import check_alone, check_policy
 
 _dynamic_scale = lru_cache(typed=True)(DynamicScale)  # checking takes longest of all in a scaler
-_KNOWN_STEPS: WeakKeyDictionary[FunctionType, bool] = WeakKeyDictionary()
 
 
-class TorchLikeScaler(TorchSpelling[TensorT, OptimizerT]):
-    """An eager scaler with the methods and private names of ``torch.amp.GradScaler``."""
+class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
+    """An eager scaler with the methods and private names of ``torch.amp.GradScaler``.
+
+    The private names are those that the frameworks' own code and their users' subclasses reach
+    for.
+    """
+
+    _operations: ClassVar[TorchLikeOperations]
+    _device: Any  # the type of device that the user named, or None
 
     def __init__(
         self,
@@ -55,6 +66,55 @@ class TorchLikeScaler(TorchSpelling[TensorT, OptimizerT]):
             )
             check_policy(policy)
         super().__init__(policy, enabled, max_retries)
+
+    # Getters and setters.
+
+    def is_enabled(self) -> bool:
+        """Whether loss scaling is on; if not, every call passes through."""
+        return self._enabled
+
+    def get_scale(self) -> float:
+        """The loss scale, or 1.0 if scaling is disabled. Waits for the device."""
+        return float(self._host_state().scale) if self._enabled else 1.0
+
+    def get_growth_factor(self) -> float:
+        """What growth multiplies the scale by; 1.0 under a fixed scale."""
+        return float(getattr(self._policy, "growth_factor", 1.0))
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Grow by ``new_factor`` from now on.
+
+        Raises:
+            ValueError: it is not above 1.
+            TypeError: it is not a number, or the scale is fixed.
+        """
+        self._change_policy(growth_factor=new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """What a backoff multiplies the scale by; 1.0 under a fixed scale."""
+        return float(getattr(self._policy, "backoff_factor", 1.0))
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Back off by ``new_factor`` from now on.
+
+        Raises:
+            ValueError: it is not between 0 and 1.
+            TypeError: it is not a number, or the scale is fixed.
+        """
+        self._change_policy(backoff_factor=new_factor)
+
+    def get_growth_interval(self) -> int:
+        """Finite steps in a row before growth; 2000, which does nothing, under a fixed scale."""
+        return int(getattr(self._policy, "growth_interval", 2000))
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Grow after ``new_interval`` finite steps from now on, those already taken included.
+
+        Raises:
+            ValueError: it is below 1.
+            TypeError: it is not an integer, or the scale is fixed.
+        """
+        self._change_policy(growth_interval=new_interval)
 
     # State.
 
@@ -107,16 +167,97 @@ class TorchLikeScaler(TorchSpelling[TensorT, OptimizerT]):
         if self._state is not None:
             self._operations.assign(self._state, state)
 
+    # The private names.
+
+    @property
+    def _scale(self) -> Tensor | None:
+        return self._state and self._state.scale
+
+    @_scale.setter
+    def _scale(self, scale: Tensor | None) -> None:
+        self._closures.backed_off = None
+        if scale is None:
+            self._state = None
+        else:
+            self._state = self._state_on(scale.device)._replace(scale=scale)
+
+    @property
+    def _growth_tracker(self) -> Tensor | None:
+        return self._state and self._state.finite_steps
+
+    @_growth_tracker.setter
+    def _growth_tracker(self, tracker: Tensor | None) -> None:
+        if tracker is None:
+            self._state = None
+        else:
+            self._state = self._state_on(tracker.device)._replace(finite_steps=tracker)
+
+    @property
+    def _init_scale(self) -> float:
+        return float(self._initial_state.scale)
+
+    @_init_scale.setter
+    def _init_scale(self, scale: float) -> None:
+        self._initial_state = self._initial_state._replace(scale=np.float32(scale))
+
+    @property
+    def _init_growth_tracker(self) -> int:
+        return int(self._initial_state.finite_steps)
+
+    @_init_growth_tracker.setter
+    def _init_growth_tracker(self, tracker: int) -> None:
+        self._initial_state = self._initial_state._replace(finite_steps=tracker)
+
+    _growth_factor = property(get_growth_factor, set_growth_factor)
+    _backoff_factor = property(get_backoff_factor, set_backoff_factor)
+    _growth_interval = property(get_growth_interval, set_growth_interval)
+
+    @property
+    def _per_optimizer_states(self) -> Any:
+        return self._records
+
+    @_per_optimizer_states.setter
+    def _per_optimizer_states(self, states: Any) -> None:
+        self._records = defaultdict(self._record_type)
+        for key, state in states.items():
+            for name in ("stage", "found_inf_per_device"):
+                self._per_optimizer_states[key][name] = state[name]
+
+    def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
+        if self._state is not None:
+            raise CallOrderError("the scale was placed on a device before")
+        self._state = self._operations.place(self._initial_state, dev)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        state = self._placed_state(funcname)
+        return state.scale, state.finite_steps
+
+    def _get_scale_async(self) -> Tensor | None:
+        return self._scale
+
+    def _get_growth_tracker(self) -> int:
+        return int(self._host_state().finite_steps) if self._enabled else 0
+
+    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
+        return dict(self._record(optimizer).found_inf or {})
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
+        self._placed_state("_check_inf_per_device")
+        record = self._record(optimizer)
+        record.found_inf = self._check(optimizer)
+        self._records[id(optimizer)] = record
+        return dict(record.found_inf)
+
+    def _maybe_opt_step(
+        self, optimizer: Optimizer, optimizer_state: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return super()._step_if_finite(optimizer, optimizer_state, args, kwargs)
+
     # How torch does what the engine asks for.
 
-    def _unscale_and_check(self, optimizer: Optimizer, scale: Tensor) -> tuple[Any, FoundInf]:
-        used, inv_scale = self._operations.inverse(scale)
-        return used, self._unscale_grads_(
-            optimizer,
-            inv_scale,
-            self._operations.scalar(0.0, scale.device),
-            self._allow_fp16_gradients,
-        )
+    def _unscale_gradients(self, optimizer: Optimizer, inv_scale: Tensor) -> FoundInf:
+        zero = self._operations.scalar(0.0, inv_scale.device)
+        return self._unscale_grads_(optimizer, inv_scale, zero, self._allow_fp16_gradients)
 
     def _measure(self, record: OptimizerRecord) -> Tensor | None:
         return super()._measure(record) if self._unscales_plainly() else None
@@ -182,7 +323,7 @@ class TorchLikeScaler(TorchSpelling[TensorT, OptimizerT]):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if _takes_grad_scaler(optimizer.step):
+        if takes_grad_scaler(optimizer.step):
             warnings.warn(
                 "an optimizer whose step() takes grad_scaler= is handed the scaler for now; let it "
                 "read its attributes grad_scale and found_inf instead, as torch asks",
@@ -226,48 +367,20 @@ class TorchLikeScaler(TorchSpelling[TensorT, OptimizerT]):
             self._apply_pending(record)
         flag = self._operations.found_inf_for(optimizer, found_inf, state.scale.device)
         try:
-            result = _step_with(optimizer, grad_scale, flag, args, kwargs)
+            result = step_with(optimizer, grad_scale, flag, args, kwargs)
             self._conclude(optimizer, record)
         except BaseException as error:
-            if not isinstance(error, Exception) or _may_raise_after_its_kernel(optimizer):
+            if not isinstance(error, Exception) or may_raise_after_its_kernel(optimizer):
                 self._note_interrupt(record, error)
             raise
         return result
 
+    # Shared.
 
-def _step_with(
-    optimizer: Optimizer,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """``optimizer.step`` with the two attributes, which an interrupt does not leave behind."""
-    try:
-        optimizer.grad_scale = grad_scale
-        optimizer.found_inf = found_inf
-        result = optimizer.step(*args, **kwargs)
-        del optimizer.grad_scale, optimizer.found_inf
-    except BaseException:
-        for name in ("grad_scale", "found_inf"):
-            if hasattr(optimizer, name):
-                delattr(optimizer, name)
-        raise
-    return result
+    def _state_on(self, device: Any) -> ScaleState:
+        return self._state or self._operations.place(self._initial_state, device)
 
-
-def _may_raise_after_its_kernel(optimizer: Optimizer) -> bool:
-    """Whether an Exception of ``step`` may come after a kernel unscaled gradients."""
-    hooks = getattr(optimizer, "_optimizer_step_post_hooks", ())
-    return bool(hooks) or len(optimizer.param_groups) > 1
-
-
-def _takes_grad_scaler(step: Callable[..., Any]) -> bool:
-    """Whether a step method has a parameter of that name; inspecting takes as long as a step."""
-    function = getattr(step, "__func__", step)
-    takes = _KNOWN_STEPS.get(function) if isinstance(function, FunctionType) else None
-    if takes is None:
-        takes = "grad_scaler" in inspect.signature(step).parameters
-        if isinstance(function, FunctionType):
-            _KNOWN_STEPS[function] = takes
-    return takes
+    def _change_policy(self, **changes: Any) -> None:
+        if not isinstance(self._policy, DynamicScale):
+            raise TypeError(f"{self._policy!r} has no {', '.join(changes)} to set")
+        self._policy = dataclasses.replace(self._policy, **changes)

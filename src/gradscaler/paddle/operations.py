@@ -91,6 +91,10 @@ def gradients(optimizer: Any) -> list[list[Tensor]]:
     return by_dtype
 
 
+def inverse(scale: np.float32) -> tuple[np.float32, np.float32]:
+    return scale, scale  # Paddle's kernel divides
+
+
 def unscale_(optimizer: Any, scale: np.float32) -> dict[str, Any]:
     """Divide the gradients by ``scale`` in place; one flag, or none where there are no gradients.
 

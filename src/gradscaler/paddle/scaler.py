@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 from typing import Any, ClassVar
 
+import numpy as np
 import paddle
 
 from gradscaler import checkpoint
 from gradscaler._eager.closure import DEFAULT_MAX_RETRIES
-from gradscaler._eager.operations import FoundInf, Operations
+from gradscaler._eager.operations import FoundInf, Operations, Tensor
 from gradscaler._eager.record import OptimizerRecord, Stage
+from gradscaler._eager.scaler import EagerScaler
 from gradscaler.checkpoint.formats import PADDLE_KEYS, read_paddle, write_paddle
 from gradscaler.checkpoint.state_dicts import state_values
 from gradscaler.outcome import Reason, StepOutcome
 from gradscaler.paddle import operations
-from gradscaler.paddle.spelling import PaddleOptimizer, PaddleRecord, PaddleSpelling
-from gradscaler.policies import DynamicScale, FixedScale, Rule
-from gradscaler.policies.spelling import check_alone, check_policy
+from gradscaler.paddle.record import PaddleOptimizer, PaddleRecord
+from gradscaler.policies import DynamicScale, FixedScale, Rule, ScaleState, checks
+from gradscaler.policies.presets import PADDLE
+from gradscaler.policies.spelling import changed, check_alone, check_policy
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +32,7 @@ _FLAGS = (
 )
 
 
-class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
+class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradScaler):
     """Loss scaling for Paddle's dynamic graph: a drop-in for ``paddle.amp.GradScaler``.
 
     It scales on every device and under every autocast dtype; Paddle's switches itself off on the
@@ -69,6 +72,7 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
 
     _operations: ClassVar[Operations] = operations
     _record_type: ClassVar[type[OptimizerRecord]] = PaddleRecord
+    _policy: DynamicScale
     _cache_found_inf: bool | None  # type: ignore[assignment] # Paddle's has the type of its None
 
     def __init__(
@@ -215,6 +219,63 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
         if after < before:
             logger.info("non-finite gradients: loss scale %g, now %g", before, after)
 
+    # Getters and setters.
+
+    def is_enable(self) -> bool:
+        """Whether loss scaling is on; if not, every call passes through."""
+        return self._enabled
+
+    def is_use_dynamic_loss_scaling(self) -> bool:
+        """Whether the scale moves."""
+        return self._enabled and self._use_dynamic_loss_scaling
+
+    def get_init_loss_scaling(self) -> float:
+        """The initial scale, or the one that was set or loaded last; 1.0 if scaling is disabled."""
+        return self._init_loss_scaling if self._enabled else 1.0
+
+    def set_init_loss_scaling(self, new_init_loss_scaling: float) -> None:
+        """Set the scale itself.
+
+        Raises:
+            ValueError, TypeError: it cannot be a loss scale; nothing changes.
+        """
+        bounds = self._policy.min_scale, self._policy.max_scale
+        scale = checks.loss_scale("new_init_loss_scaling", new_init_loss_scaling, *bounds)
+        self._init_loss_scaling = scale
+        self._set_state(self._host_state()._replace(scale=np.float32(scale)))
+
+    def get_incr_ratio(self) -> float:
+        """What growth multiplies the scale by."""
+        return self._policy.growth_factor
+
+    def set_incr_ratio(self, new_incr_ratio: float) -> None:
+        """Grow by ``new_incr_ratio``, > 1, from now on."""
+        self._change_policy(incr_ratio=new_incr_ratio)
+
+    def get_decr_ratio(self) -> float:
+        """What a backoff multiplies the scale by."""
+        return self._policy.backoff_factor
+
+    def set_decr_ratio(self, new_decr_ratio: float) -> None:
+        """Back off by ``new_decr_ratio``, in (0, 1), from now on."""
+        self._change_policy(decr_ratio=new_decr_ratio)
+
+    def get_incr_every_n_steps(self) -> int:
+        """Finite steps in a row before growth."""
+        return self._policy.growth_interval
+
+    def set_incr_every_n_steps(self, new_incr_every_n_steps: int) -> None:
+        """Grow after this many finite steps from now on, those already taken included."""
+        self._change_policy(incr_every_n_steps=new_incr_every_n_steps)
+
+    def get_decr_every_n_nan_or_inf(self) -> int:
+        """Non-finite steps before a backoff."""
+        return self._policy.hysteresis
+
+    def set_decr_every_n_nan_or_inf(self, new_decr_every_n_nan_or_inf: int) -> None:
+        """Back off at this many non-finite steps from now on, those already taken included."""
+        self._change_policy(decr_every_n_nan_or_inf=new_decr_every_n_nan_or_inf)
+
     # State.
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override] # Paddle's says Tensor
@@ -263,19 +324,67 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
         self._set_state(self._initial_state)
         self._reset_flags()
 
+    # The private names.
+
+    @property
+    def _enable(self) -> bool:
+        return self._enabled
+
+    @_enable.setter
+    def _enable(self, enable: bool) -> None:
+        self._enabled = enable
+
+    @property
+    def _scale(self) -> Tensor:
+        scale = self._scale_in_use(self._host_state())
+        return paddle.full([1], float(scale), dtype="float32")
+
+    @_scale.setter
+    def _scale(self, scale: Tensor) -> None:
+        self._set_state(self._host_state()._replace(scale=np.float32(scale.item())))
+
+    @property
+    def _incr_count(self) -> int:
+        return int(self._host_state().finite_steps)
+
+    @_incr_count.setter
+    def _incr_count(self, count: int) -> None:
+        self._set_state(self._host_state()._replace(finite_steps=count))
+
+    @property
+    def _decr_count(self) -> int:
+        return int(self._host_state().nonfinite_steps)
+
+    @_decr_count.setter
+    def _decr_count(self, count: int) -> None:
+        self._set_state(self._host_state()._replace(nonfinite_steps=count))
+
+    _incr_ratio = property(get_incr_ratio, set_incr_ratio)
+    _decr_ratio = property(get_decr_ratio, set_decr_ratio)
+    _incr_every_n_steps = property(get_incr_every_n_steps, set_incr_every_n_steps)
+    _decr_every_n_nan_or_inf = property(get_decr_every_n_nan_or_inf, set_decr_every_n_nan_or_inf)
+
+    @property
+    def _optimizer_states(self) -> Any:
+        return self._records
+
+    @_optimizer_states.setter
+    def _optimizer_states(self, records: Any) -> None:
+        self._records = records
+
     # How Paddle does what the engine asks for.
 
     def _unscale(self, optimizer: Any) -> None:
         """What Fleet and group-sharded training put a method of their own in place of."""
         super().unscale_(optimizer)
 
-    def _unscale_and_check(self, optimizer: Any, scale: Any) -> tuple[Any, FoundInf]:
-        found_inf = operations.unscale_(optimizer, scale)
+    def _unscale_gradients(self, optimizer: Any, inv_scale: Any) -> FoundInf:
+        found_inf = super()._unscale_gradients(optimizer, inv_scale)
         flag = found_inf.get("found_inf", False)
         if isinstance(flag, bool):
             flag = paddle.ones([1], "bool") if flag else self._temp_found_inf_value_false
         self._found_inf = flag
-        return scale, found_inf
+        return found_inf
 
     def _measure(self, record: OptimizerRecord) -> Any:
         if "_unscale" in vars(self):  # a wrapper's own, which may reduce found_inf over processes
@@ -341,6 +450,14 @@ class GradScaler(PaddleSpelling, paddle.amp.GradScaler):
         for name in _FLAGS:
             setattr(self, name, paddle.zeros([1], dtype="bool"))
         self._found_inf = paddle.zeros([1], dtype="bool")
+
+    # Shared.
+
+    def _set_state(self, state: ScaleState) -> None:
+        self._initial_state = self._state = state
+
+    def _change_policy(self, **changes: Any) -> None:
+        self._policy = changed(self._policy, PADDLE, **changes)
 
 
 def _skipped_minimize(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,8 +11,8 @@ from tensorplay.amp.grad_scaler import OptState
 
 from gradscaler._eager.closure import DEFAULT_MAX_RETRIES
 from gradscaler._eager.record import OptimizerRecord
+from gradscaler._torch_like.record import TorchLikeRecord
 from gradscaler._torch_like.scaler import TorchLikeScaler
-from gradscaler._torch_like.spelling import TorchLikeRecord
 from gradscaler.policies import Policy
 from gradscaler.tensorplay.operations import TensorPlayOperations
 

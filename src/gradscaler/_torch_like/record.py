@@ -1,0 +1,29 @@
+"""A record of the engine's, in the form of the dict that ``torch.amp.GradScaler`` keeps."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, ClassVar
+
+from gradscaler._eager.record import FRAMEWORK_STAGES, OptimizerRecord
+
+
+class TorchLikeRecord(OptimizerRecord):
+    """A record that also reads and writes like the dict that torch keeps."""
+
+    opt_state: ClassVar[type[Enum]]  # the framework's own
+
+    def __getitem__(self, key: str) -> Any:
+        if key == "stage":
+            return self.opt_state[self.framework_stage]
+        if key == "found_inf_per_device":
+            return {} if self.found_inf is None else self.found_inf
+        raise KeyError(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "stage":
+            self.stage = FRAMEWORK_STAGES[value.name]
+        elif key == "found_inf_per_device":
+            self.found_inf = value
+        else:
+            raise KeyError(key)

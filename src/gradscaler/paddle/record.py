@@ -1,0 +1,40 @@
+"""What the scaler keeps of an optimizer, in the form of Paddle's dict, and what it asks of one."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from paddle.amp.grad_scaler import OptimizerState
+
+from gradscaler._eager.record import FRAMEWORK_STAGES, OptimizerRecord
+
+_STAGES = {
+    "READY": OptimizerState.INIT,
+    "UNSCALED": OptimizerState.UNSCALED,
+    "STEPPED": OptimizerState.STEPPED,
+}
+
+
+class PaddleRecord(OptimizerRecord):
+    """A record that also reads and writes like the dict that Paddle keeps."""
+
+    def __getitem__(self, key: str) -> OptimizerState:
+        if key != "state":
+            raise KeyError(key)
+        return _STAGES[self.framework_stage]
+
+    def __setitem__(self, key: str, value: OptimizerState) -> None:
+        if key != "state":
+            raise KeyError(key)
+        name = next(name for name, state in _STAGES.items() if state is value)
+        self.stage = FRAMEWORK_STAGES[name]
+
+
+class PaddleOptimizer(Protocol):
+    """An optimizer of Paddle's, or a wrapper around one, such as Fleet's."""
+
+    def step(self) -> Any:
+        """Update the parameters."""
+
+    def minimize(self, *args: Any, **kwargs: Any) -> Any:
+        """Collect the gradients, and update the parameters."""
