@@ -324,7 +324,7 @@ def test_other_attributes_are_not():
     ids=lambda value: type(value).__name__,
 )
 def test_each_optimizer_has_the_hyperparameters_of_keras_2(inner, names):
-    from gradscaler._keras_like.delegation import HYPERPARAMETERS
+    from gradscaler._keras_like.wrapper import HYPERPARAMETERS
 
     optimizer = LossScaleOptimizer(inner)
     assert {name for name in HYPERPARAMETERS if hasattr(optimizer, name)} == names

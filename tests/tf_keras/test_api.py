@@ -300,7 +300,7 @@ def test_the_classes_of_the_families_can_be_subclassed():
 
 
 def test_the_class_of_both_families_cannot(family):
-    with pytest.raises(TypeError, match=r"OfNoFamily is of no family: subclass .*V3, for"):
+    with pytest.raises(TypeError, match=r"OfNoFamily belongs to neither family: subclass .*V3, for"):
         OfNoFamily(family.SGD())
 
 
