@@ -1,0 +1,3 @@
+from keras_like import family, variables
+
+__all__ = ["family", "variables"]
