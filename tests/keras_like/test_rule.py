@@ -78,7 +78,7 @@ def test_any_policy_moves_as_on_the_host(family, reset, variables, tmp_path):
         hysteresis=2,
         hysteresis_reset=reset,
     )
-    pattern = np.random.default_rng(0).random(30) < 0.4
+    pattern = [*(np.random.default_rng(0).random(30) < 0.4), False, True]
     state, expected = policy.init(), []
     for found_inf in pattern:
         state = policy.update(state, bool(found_inf))
@@ -87,6 +87,7 @@ def test_any_policy_moves_as_on_the_host(family, reset, variables, tmp_path):
     steps = [OVERFLOW if found_inf else FINITE for found_inf in pattern]
     assert drive(optimizer, variables, steps) == expected
     assert len(set(expected)) > 5
+    assert state.nonfinite_steps == 1
     assert int(optimizer.dynamic_counter) == state.finite_steps
     if KERAS_3:
         assert int(optimizer.nonfinite_counter) == state.nonfinite_steps
