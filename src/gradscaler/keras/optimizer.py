@@ -118,8 +118,6 @@ class LossScaleOptimizer(Scale, keras.optimizers.LossScaleOptimizer):  # type: i
         """Whether no gradient holds an Inf or a NaN, a boolean scalar tensor."""
         return on_backend.all_finite(list(grads))
 
-    # Steps.
-
     def minimize(self, loss: Any, var_list: Any, tape: Any = None) -> None:
         """One step: scale the loss, differentiate, unscale, apply or skip, and move the scale.
 
@@ -228,8 +226,6 @@ class LossScaleOptimizer(Scale, keras.optimizers.LossScaleOptimizer):  # type: i
         keras.optimizers.Optimizer.build(self, variables)
         for option in off:
             del self.__dict__[option]
-
-    # State.
 
     def set_weights(self, weights: list[Any]) -> None:
         """Set the values of ``variables``, in their order, until either list ends.
