@@ -26,6 +26,8 @@ torch_TESTS := $(CORE) $(wildcard tests/*.py) tests/policies tests/checkpoint te
 	tests/eager
 tensorplay_TESTS := $(EVERYWHERE) tests/eager
 paddle_TESTS := $(EVERYWHERE) tests/eager
+keras_TESTS := $(EVERYWHERE) tests/keras_like
+tf-keras_TESTS := $(keras_TESTS)
 
 .SECONDEXPANSION:
 .NOTPARALLEL: # what is timed is to be alone, and the tests take all cores themselves

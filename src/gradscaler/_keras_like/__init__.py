@@ -1,1 +1,1 @@
-"""What Keras 3 and Keras 2 share, without importing either: arguments and hyperparameters."""
+"""What Keras 3 and Keras 2 share, without importing either."""

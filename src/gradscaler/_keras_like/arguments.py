@@ -1,8 +1,7 @@
-"""The arguments of a ``LossScaleOptimizer``: to a policy, to its config, and back."""
+"""The arguments of a ``LossScaleOptimizer``, as a policy."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,7 @@ from gradscaler.policies.spelling import changed, check_alone, check_policy
 
 
 def policy_from(
-    dynamic: object,
-    initial_scale: object = None,
-    dynamic_growth_steps: object = None,
-    policy: Rule | None = None,
+    dynamic: object, initial_scale: object, dynamic_growth_steps: object, policy: Rule | None
 ) -> Rule:
     """The policy that the arguments ask for.
 
@@ -38,22 +34,18 @@ def policy_from(
         )
         check_policy(policy, Rule)
         return policy
-    if dynamic:
-        rule: Rule = DynamicScale.keras()
-        if initial_scale is not None:
-            rule = with_initial_scale(rule, initial_scale)
-        if dynamic_growth_steps is not None:
-            rule = with_growth_steps(rule, dynamic_growth_steps)
-        return rule
-    if initial_scale is None:
+    if not dynamic and initial_scale is None:
         raise ValueError(
             '"initial_scale" must be specified if "dynamic" is False: it is the loss scale for '
             "good. (For a constant factor and no skipped steps, use no LossScaleOptimizer; in "
             "Keras 3, set `loss_scale_factor` on the inner optimizer)"
         )
-    return with_growth_steps(
-        with_initial_scale(FixedScale(1.0), initial_scale), dynamic_growth_steps
-    )
+    rule: Rule = DynamicScale.keras() if dynamic else FixedScale(1.0)
+    if initial_scale is not None:
+        rule = with_initial_scale(rule, initial_scale)
+    if dynamic_growth_steps is not None:
+        rule = with_growth_steps(rule, dynamic_growth_steps)
+    return rule
 
 
 def with_initial_scale(policy: Rule, initial_scale: Any) -> Rule:
@@ -72,43 +64,6 @@ def with_growth_steps(policy: Rule, dynamic_growth_steps: Any) -> Rule:
             f"but got: {dynamic_growth_steps!r}"
         )
     if isinstance(dynamic_growth_steps, float) and dynamic_growth_steps.is_integer():
-        dynamic_growth_steps = int(dynamic_growth_steps)  # Keras takes 2000.0, too
+        dynamic_growth_steps = int(dynamic_growth_steps)  # Keras accepts 2000.0, too
     fields = {"dynamic_growth_steps": "growth_interval"}
     return changed(policy, fields, dynamic_growth_steps=dynamic_growth_steps)
-
-
-def initial_scale_of(policy: Rule) -> float:
-    """The scale before the first step."""
-    return policy.init_scale if isinstance(policy, DynamicScale) else policy.scale
-
-
-def growth_steps_of(policy: Rule) -> int | None:
-    """Finite steps in a row before the scale doubles; None if it never moves."""
-    return policy.growth_interval if isinstance(policy, DynamicScale) else None
-
-
-def config_of(policy: Rule) -> dict[str, Any]:
-    """The arguments that :func:`policy_from` makes the policy of, in what JSON can hold."""
-    if isinstance(policy, DynamicScale) and _bounds_and_factors(policy) != _KERAS:
-        return {"policy": dataclasses.asdict(policy)}
-    return {
-        "dynamic": isinstance(policy, DynamicScale),
-        "initial_scale": initial_scale_of(policy),
-        "dynamic_growth_steps": growth_steps_of(policy),
-    }
-
-
-def _bounds_and_factors(policy: DynamicScale) -> dict[str, Any]:
-    """All that no argument but ``policy`` can change."""
-    changeable = ("init_scale", "growth_interval")
-    fields = dataclasses.asdict(policy).items()
-    return {name: value for name, value in fields if name not in changeable}
-
-
-_KERAS = _bounds_and_factors(DynamicScale.keras())
-
-
-def with_policy(config: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a config whose policy, if it has one, is an object again."""
-    policy = config.get("policy")
-    return {**config, "policy": DynamicScale(**policy)} if isinstance(policy, dict) else {**config}

@@ -1,29 +1,39 @@
-"""``keras.optimizers.LossScaleOptimizer`` with all that Keras 2's had, on every backend."""
+"""``keras.optimizers.LossScaleOptimizer`` with everything that Keras 2's had, on every backend."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import keras
 
 from gradscaler._keras_like import arguments
-from gradscaler._keras_like.delegation import OPTIONS, Delegating
-from gradscaler.keras import operations
+from gradscaler._keras_like.wrapper import OPTIONS
+from gradscaler.keras.operations import on_backend
 from gradscaler.keras.scale import Scale
 from gradscaler.policies import Rule
 
 Tensor = Any
 Variable = Any
 
+_NEVER_SCALED = (
+    "The loss was never scaled, but gradients are divided by the loss scale. Call "
+    "get_scaled_loss(loss) or scale_loss(loss) before differentiating."
+)
+_NEVER_UNSCALED = (
+    "get_unscaled_gradients() was never called, so apply_gradients() divides the gradients by the "
+    "loss scale. Call it first, or scale the loss by scale_loss()."
+)
+
 
 @keras.saving.register_keras_serializable("gradscaler")
-class LossScaleOptimizer(Scale, Delegating, keras.optimizers.LossScaleOptimizer):  # type: ignore[misc] # untyped base
+class LossScaleOptimizer(Scale, keras.optimizers.LossScaleOptimizer):  # type: ignore[misc] # untyped base
     """Loss scaling for Keras 3, with the API of Keras 2: wraps any optimizer, on any backend.
 
-    A drop-in for ``keras.optimizers.LossScaleOptimizer``, ``model.compile`` and ``model.fit``
-    included. Beyond it: a scale that does not move (``dynamic=False``), one that stays between 1
+    A drop-in for ``keras.optimizers.LossScaleOptimizer``, also in ``model.compile`` and
+    ``model.fit``. It adds a scale that does not move (``dynamic=False``), one that stays between 1
     and the largest float32, Keras 2's methods and properties, and JAX outside ``stateless_apply``.
 
     With a loss scale ``s``, ``minimize`` and ``apply_gradients`` do::
@@ -34,24 +44,24 @@ class LossScaleOptimizer(Scale, Delegating, keras.optimizers.LossScaleOptimizer)
 
     Args:
         inner_optimizer: the optimizer to wrap. Its ``loss_scale_factor`` is set to None.
-        dynamic: whether the scale moves. If not, non-finite gradients are still skipped.
-        initial_scale: the scale before the first step, by default 2**15; if not ``dynamic``, the
-            scale, and without a default.
+        dynamic: whether the scale moves. If not, steps with non-finite gradients are still skipped.
+        initial_scale: the scale before the first step, by default 2**15. Required if not
+            ``dynamic``: it is the scale of all steps.
         dynamic_growth_steps: finite steps in a row before the scale doubles, by default 2000; None
             if not ``dynamic``.
-        policy: the rule as a whole, in place of the three before: a
+        policy: the whole rule, in place of the three arguments before: a
             :class:`gradscaler.DynamicScale`, with any factors, bounds and hysteresis, or a
             :class:`gradscaler.FixedScale`.
-        name: of the optimizer.
-        kwargs: what Keras accepts to load old models: other optimizers' arguments at their
-            defaults.
+        name: the optimizer's name.
+        kwargs: other optimizers' arguments at their defaults, which Keras accepts in order to load
+            old models.
 
     Raises:
-        TypeError: an argument is of the wrong type, as when ``inner_optimizer`` is none.
+        TypeError: an argument is of the wrong type, or ``inner_optimizer`` is not an optimizer.
         ValueError: an argument is out of range, or two contradict each other.
 
-    Hyperparameters are the inner optimizer's, to get and to set: ``lr``, ``beta_1``, ``momentum``
-    and whatever else Keras 2 lets a schedule change, and what every optimizer takes (``clipnorm``,
+    Hyperparameters are read and set on the inner optimizer: ``lr``, ``beta_1``, ``momentum`` and
+    whatever else Keras 2 lets a schedule change, and what every optimizer takes (``clipnorm``,
     ``use_ema``, ...). Other attributes, such as ``epsilon``, are not.
 
     >>> import keras
@@ -83,14 +93,12 @@ class LossScaleOptimizer(Scale, Delegating, keras.optimizers.LossScaleOptimizer)
                 '"inner_optimizer" must be an instance of `keras.optimizers.Optimizer`, '
                 f"but got: {inner_optimizer!r}"
             )
-        policy = arguments.policy_from(dynamic, initial_scale, dynamic_growth_steps, policy)
-        self.__dict__["_policy"] = policy  # the base's constructor sets what is a property of it
+        # Bypass setattr, which needs the base's constructor; that in turn sets the policy's fields.
+        self.__dict__["_policy"] = arguments.policy_from(
+            dynamic, initial_scale, dynamic_growth_steps, policy
+        )
         super().__init__(
-            inner_optimizer,
-            arguments.initial_scale_of(policy),
-            arguments.growth_steps_of(policy),
-            name=name,
-            **kwargs,
+            inner_optimizer, self.initial_scale, self.dynamic_growth_steps, name=name, **kwargs
         )
         for option in OPTIONS:
             del self.__dict__[option]  # it is the inner optimizer's from now on
@@ -108,37 +116,40 @@ class LossScaleOptimizer(Scale, Delegating, keras.optimizers.LossScaleOptimizer)
 
     def check_finite(self, grads: Iterable[Tensor | None]) -> Tensor:
         """Whether no gradient holds an Inf or a NaN, a boolean scalar tensor."""
-        return operations.all_finite(list(grads))
-
-    # Steps.
+        return on_backend.all_finite(list(grads))
 
     def minimize(self, loss: Any, var_list: Any, tape: Any = None) -> None:
         """One step: scale the loss, differentiate, unscale, apply or skip, and move the scale.
 
         Args:
-            loss: a function without arguments that returns the loss; on PyTorch also the loss
-                itself, and on TensorFlow with the tape that recorded it.
+            loss: a function without arguments that returns the loss. On PyTorch also the loss
+                itself; on TensorFlow also the loss, with the tape that recorded it.
             var_list: the variable or variables to step, or a function that returns them.
-            tape: a ``tf.GradientTape``, on TensorFlow alone.
+            tape: a ``tf.GradientTape``, only on TensorFlow.
 
         Raises:
             TypeError: ``var_list`` holds something else.
             ValueError: the backend cannot differentiate such a loss, or has no tapes.
         """
-        self.apply(*operations.gradients(loss, self.scale_loss, var_list, tape))
+        self.apply(*on_backend.gradients(loss, self.scale_loss, partial(_flat, var_list), tape))
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Tensor | None, Variable]]) -> Tensor:
-        """``apply`` pairs of gradient and variable; how many steps the inner optimizer has taken.
+        """``apply`` pairs of gradient and variable; returns the inner optimizer's step count.
 
-        Gradients are taken as they are, not divided, once ``get_unscaled_gradients`` has been
-        called; except in the step after a ``scale_loss`` that came after it. It warns, once, if
-        loss or gradients did not go through this optimizer before.
+        Once ``get_unscaled_gradients`` has been called, gradients are taken as they are and not
+        divided, except in the step after a later ``scale_loss``. It warns, once, if the loss or the
+        gradients did not go through this optimizer before.
         """
-        self._warn_of_scaling()
+        unscales = self._gradients_have_been_unscaled or self._next_step_unscales
+        if not (self._calls_are_checked or (self._loss_has_been_scaled and unscales)):
+            warnings.warn(
+                _NEVER_UNSCALED if self._loss_has_been_scaled else _NEVER_SCALED, stacklevel=2
+            )
+        self._calls_are_checked = True
         pairs = list(grads_and_vars)
         grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
         if self._gradients_have_been_unscaled and not self._next_step_unscales:
-            self._step(grads, variables, _as_they_are)
+            self._step(grads, variables, lambda grads, variables: grads)
         else:
             self.apply(grads, variables)
         return self.iterations
@@ -146,19 +157,19 @@ class LossScaleOptimizer(Scale, Delegating, keras.optimizers.LossScaleOptimizer)
     def apply(
         self, grads: Iterable[Tensor | None], trainable_variables: Iterable[Variable] | None = None
     ) -> None:
-        """Apply gradients or, if any is not finite, none of them; and move the scale.
+        """Apply all gradients, or none if any is not finite, and move the scale.
 
         Args:
-            grads: gradients of the scaled loss, which are divided by the scale here.
-            trainable_variables: one to each; by default those that the optimizer was built with.
+            grads: gradients of the scaled loss; ``apply`` divides them by the scale.
+            trainable_variables: one for each gradient; by default those that the optimizer was
+                built with.
 
         Raises:
             ValueError: the two do not match, all gradients are None, or the optimizer does not know
                 the variables; or the call is in a cross-replica context of ``tf.distribute``.
         """
         self._step(list(grads), trainable_variables, self._unscaled)
-        if self._next_step_unscales:
-            self._next_step_unscales = False
+        self._next_step_unscales = False
 
     def _step(
         self,
@@ -167,21 +178,26 @@ class LossScaleOptimizer(Scale, Delegating, keras.optimizers.LossScaleOptimizer)
         unscale: Callable[..., list[Any]],
     ) -> None:
         if trainable_variables is not None:
-            trainable_variables = list(trainable_variables)
+            variables = list(trainable_variables)
             if not self.built:
                 with keras.name_scope(self.name, caller=self):
-                    self.build(trainable_variables)
-        elif not self.built:
+                    self.build(variables)
+        elif self.built:
+            variables = self._trainable_variables
+        else:
             raise ValueError(
                 "apply(grads) needs variables: pass trainable_variables, or call "
                 "optimizer.build(trainable_variables) first"
             )
         if not grads:
             return
-        stepped = self._trainable_variables if trainable_variables is None else trainable_variables
-        if len(grads) != len(stepped):
-            raise ValueError(f"got {len(grads)} gradients for {len(stepped)} trainable variables")
-        operations.apply_if_finite(self, grads, trainable_variables, unscale, self._update)
+        if len(grads) != len(variables):
+            raise ValueError(f"got {len(grads)} gradients for {len(variables)} trainable variables")
+
+        def apply(grads: list[Tensor | None], variables: list[Variable]) -> None:
+            self.inner_optimizer.apply(unscale(grads, variables), variables)
+
+        on_backend.apply_if_finite(self, apply, grads, variables, self._update)
 
     def stateless_apply(
         self,
@@ -194,27 +210,25 @@ class LossScaleOptimizer(Scale, Delegating, keras.optimizers.LossScaleOptimizer)
         Raises:
             ValueError: the optimizer is not built, lists do not match, or it is TensorFlow.
         """
-        # Keras' wrapper has its own; every other optimizer calls `apply` on values for variables.
+        # Skip the one of Keras' wrapper: that of other optimizers calls `apply` on the values.
         new: tuple[list[Tensor], list[Tensor]] = keras.optimizers.Optimizer.stateless_apply(
             self, optimizer_variables, grads, trainable_variables
         )
         return new
 
     def build(self, variables: list[Variable]) -> None:
-        """Create the inner optimizer's variables, for these to be stepped."""
+        """Create the inner optimizer's variables for the variables that it will step."""
         if self.built:
             return
         self.inner_optimizer.build(variables)
         off = {"use_ema": False, "gradient_accumulation_steps": None}
-        self.__dict__.update(off)  # or the base would average and accumulate here, too
+        self.__dict__.update(off)  # or the base would average and accumulate a second time
         keras.optimizers.Optimizer.build(self, variables)
         for option in off:
             del self.__dict__[option]
 
-    # State.
-
     def set_weights(self, weights: list[Any]) -> None:
-        """Set the values of all ``variables``, in their order; as many as there are of both.
+        """Set the values of ``variables``, in their order, until either list ends.
 
         Raises:
             ValueError: the optimizer is not built, or shapes do not match.
@@ -243,44 +257,24 @@ class LossScaleOptimizer(Scale, Delegating, keras.optimizers.LossScaleOptimizer)
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
     def get_config(self) -> dict[str, Any]:
-        """Name, inner optimizer, and what says how the scale moves.
+        """The name, the inner optimizer, and the arguments that say how the scale moves.
 
         Where Keras' own class can do the same, it can be made from this config, too.
         """
-        config = arguments.config_of(self._policy)
+        config = self._policy_config()
         if config.get("dynamic"):
             del config["dynamic"]
         inner_optimizer = keras.saving.serialize_keras_object(self.inner_optimizer)
         return {"name": self.name, "inner_optimizer": inner_optimizer, **config}
 
-    @classmethod
-    def from_config(
-        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-    ) -> LossScaleOptimizer:
-        """The optimizer of a config, of Keras' own class too."""
-        optimizer: LossScaleOptimizer = super().from_config(
-            arguments.with_policy(config), custom_objects
-        )
-        return optimizer
 
-    def _warn_of_scaling(self) -> None:
-        if self._calls_are_checked:
-            return
-        self._calls_are_checked = True
-        if self._loss_has_been_scaled:
-            if self._gradients_have_been_unscaled or self._next_step_unscales:
-                return
-            problem = (
-                "get_unscaled_gradients() was never called, so apply_gradients() divides the "
-                "gradients by the loss scale. Call it first, or scale the loss by scale_loss()."
+def _flat(var_list: Any) -> list[Variable]:
+    """A flat list of the variable or variables, or of what a function returns."""
+    variables: list[Variable] = keras.tree.flatten(var_list() if callable(var_list) else var_list)
+    for variable in variables:
+        if not hasattr(variable, "assign"):
+            raise TypeError(
+                "var_list must be a variable, variables or a function that returns them, "
+                f"but holds: {variable!r}"
             )
-        else:
-            problem = (
-                "The loss was never scaled, but gradients are divided by the loss scale. Call "
-                "get_scaled_loss(loss) or scale_loss(loss) before differentiating."
-            )
-        warnings.warn(problem, stacklevel=3)
-
-
-def _as_they_are(grads: list[Any], variables: list[Variable] | None) -> list[Any]:
-    return grads
+    return variables

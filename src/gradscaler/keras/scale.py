@@ -9,26 +9,23 @@ import keras
 from keras import ops
 
 from gradscaler._keras_like import arguments
-from gradscaler._keras_like.where import where_or_choose
-from gradscaler.keras import operations
-from gradscaler.policies import FixedScale, Rule, ScaleState
+from gradscaler._keras_like.wrapper import Wrapper, next_values
+from gradscaler.keras.operations import on_backend
 
 Tensor = Any
 Variable = Any
 
 
-class Scale:
-    """Mixin of an optimizer: a policy, and the variables that it moves.
+class Scale(Wrapper):
+    """Mixin of an optimizer: the variables that the policy moves.
 
-    They go by the names that Keras' own wrapper has for them, and are there in a static optimizer,
+    They have the names that Keras' own wrapper gives them. An optimizer with a fixed scale has them
     too, so that one can load what the other saved.
     """
 
-    _policy: Rule
     built: bool
     name: str
     add_variable: Any
-    _trainable_variables: list[Variable]
     _overwrite_variable_with_gradient: Any
 
     def _create_variables(self) -> None:
@@ -44,36 +41,20 @@ class Scale:
         if getattr(self._policy, "hysteresis", 1) > 1:
             self.nonfinite_counter = self.add_variable((), dtype="int", name="nonfinite_counter")
         self._loss_has_been_scaled = False
-        # Compiled code sets these when it is traced alone, so the first is never taken back.
+        # Compiled code sets these only when it is traced, so the first is never taken back.
         self._gradients_have_been_unscaled = False
         self._next_step_unscales = False
 
-    @property
-    def dynamic(self) -> bool:
-        """Whether the scale moves."""
-        return not isinstance(self._policy, FixedScale)
-
-    @property
-    def initial_scale(self) -> float:
-        """The scale before the first step; the scale itself if it does not move."""
-        return arguments.initial_scale_of(self._policy)
-
-    @initial_scale.setter
+    @Wrapper.initial_scale.setter  # type: ignore[attr-defined,untyped-decorator] # inherited
     def initial_scale(self, initial_scale: float) -> None:
+        """Set the scale itself, too, if the optimizer is not built yet."""
         self._policy = arguments.with_initial_scale(self._policy, initial_scale)
         if hasattr(self, "dynamic_scale") and not self.built:
             self.dynamic_scale.assign(self.initial_scale)
 
-    @property
-    def dynamic_growth_steps(self) -> int | None:
-        """Finite steps in a row before the scale grows; None if it does not move.
-
-        A compiled training step keeps the number that it was compiled with.
-        """
-        return arguments.growth_steps_of(self._policy)
-
-    @dynamic_growth_steps.setter
+    @Wrapper.dynamic_growth_steps.setter  # type: ignore[attr-defined,untyped-decorator] # inherited
     def dynamic_growth_steps(self, dynamic_growth_steps: int | None) -> None:
+        """Set the policy's growth interval."""
         self._policy = arguments.with_growth_steps(self._policy, dynamic_growth_steps)
 
     @property
@@ -94,23 +75,17 @@ class Scale:
         self._next_step_unscales = True
         return self._scaled(loss)
 
-    def get_scaled_loss(self, loss: Any) -> Any:
-        """The loss times the scale, in float32 at least; of a callable, one that returns it."""
-        if callable(loss):
-            return lambda: self._scaled(loss())
-        return self._scaled(loss)
-
     def get_unscaled_gradients(self, grads: Iterable[Tensor | None]) -> list[Tensor | None]:
-        """The gradients divided by the scale, each of the dtype and kind that it was; None is None.
+        """The gradients divided by the scale, each in its own dtype and kind; None stays None.
 
-        ``apply_gradients`` takes gradients as they are from then on. Only in the step after
-        ``scale_loss``, and in ``apply``, they are divided.
+        From then on ``apply_gradients`` takes gradients as they are. They are divided only in
+        ``apply``, and in the step after ``scale_loss``.
         """
         self._gradients_have_been_unscaled = True
         self._next_step_unscales = False
         scale = self._scale
         return [
-            None if g is None else ops.cast(operations.divide(g, scale), g.dtype) for g in grads
+            None if g is None else ops.cast(on_backend.divide(g, scale), g.dtype) for g in grads
         ]
 
     @property
@@ -121,27 +96,24 @@ class Scale:
 
     def _scaled(self, loss: Tensor) -> Tensor:
         self._loss_has_been_scaled = True
-        return operations.multiply(loss, self._scale)
+        return on_backend.multiply(loss, self._scale)
 
-    def _unscaled(self, grads: list[Any], variables: list[Variable] | None) -> list[Any]:
+    def _unscaled(self, grads: list[Any], variables: list[Variable]) -> list[Any]:
         scale = self._scale
-        variables = self._trainable_variables if variables is None else variables
         return [
             grad
             if grad is None or self._overwrite_variable_with_gradient(variable)
-            else operations.divide(grad, scale)
+            else on_backend.divide(grad, scale)
             for grad, variable in zip(grads, variables, strict=True)
         ]
 
-    def _update(self, found_inf: Tensor, known: bool | None = None) -> None:
+    def _update(self, found_inf: Tensor) -> None:
         if not self.dynamic:
             return
         kept = [self.dynamic_scale, self.step_counter]
         if hasattr(self, "nonfinite_counter"):
             kept.append(self.nonfinite_counter)
-        values = [ops.copy(variable) for variable in kept]  # read once
-        state = ScaleState(*values, *[0] * (len(ScaleState._fields) - len(kept)))
-        where = where_or_choose(operations.where, found_inf, known)
-        moved = self._policy.update(state, found_inf, where)
+        values = [ops.copy(variable) for variable in kept]
+        moved = next_values(self._policy, values, found_inf)
         for variable, value in zip(kept, moved, strict=False):
             variable.assign(value)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import tensorflow as tf
@@ -10,20 +11,27 @@ import tf_keras
 from tf_keras.src.mixed_precision import loss_scale_optimizer as native
 
 from gradscaler._keras_like import arguments
-from gradscaler._keras_like.delegation import Delegating
+from gradscaler._keras_like.wrapper import Wrapper
 from gradscaler.policies import FixedScale, Rule
 from gradscaler.tf_keras.state import VARIABLES, DynamicState, FixedState
 
 Tensor = Any
 Gradient = Any  # a tensor or IndexedSlices
+Pairs = list[tuple[Gradient | None, tf.Variable]]
 
 
-class LossScaleOptimizer(Delegating, native.BaseLossScaleOptimizer):  # type: ignore[misc] # untyped base
+def _of_inner(name: str, doc: str) -> property:
+    """An attribute or method of the inner optimizer, as a property."""
+    get = attrgetter(f"_optimizer.{name}")
+    return property(get, lambda self, value: setattr(self._optimizer, name, value), doc=doc)
+
+
+class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignore[misc] # untyped base
     """Loss scaling for Keras 2: a drop-in for ``tf_keras.mixed_precision.LossScaleOptimizer``.
 
-    It wraps optimizers of both families, ``tf_keras.optimizers`` and its ``legacy``, and makes an
-    object of the class for each: ``LossScaleOptimizerV3`` and ``LossScaleOptimizerV2``, which can
-    be subclassed. With a loss scale ``s``, ``minimize`` does::
+    It wraps optimizers of both families. For ``tf_keras.optimizers`` it makes a
+    ``LossScaleOptimizerV3``, and for ``tf_keras.optimizers.legacy`` a ``LossScaleOptimizerV2``;
+    these two can be subclassed. With a loss scale ``s``, ``minimize`` does::
 
         g = gradients of (s * loss) / s
         finite:      inner_optimizer.apply_gradients(g)
@@ -32,22 +40,22 @@ class LossScaleOptimizer(Delegating, native.BaseLossScaleOptimizer):  # type: ig
 
     Args:
         inner_optimizer: the optimizer to wrap.
-        dynamic: whether the scale moves. If not, non-finite gradients are still skipped.
-        initial_scale: the scale before the first step, by default 2**15; if not ``dynamic``, the
-            scale, and without a default.
+        dynamic: whether the scale moves. If not, steps with non-finite gradients are still skipped.
+        initial_scale: the scale before the first step, by default 2**15. Required if not
+            ``dynamic``: it is the scale of all steps.
         dynamic_growth_steps: finite steps in a row before the scale doubles, by default 2000; None
             if not ``dynamic``.
-        policy: the rule as a whole, in place of the three before: a
+        policy: the whole rule, in place of the three arguments before: a
             :class:`gradscaler.DynamicScale`, with any factors, bounds and hysteresis, or a
             :class:`gradscaler.FixedScale`.
 
     Raises:
-        TypeError: an argument is of the wrong type, as when ``inner_optimizer`` is none.
+        TypeError: an argument is of the wrong type, or ``inner_optimizer`` is not an optimizer.
         ValueError: an argument is out of range, two contradict each other, ``inner_optimizer`` is
-            wrapped already, or the ``tf.distribute`` strategy keeps one variable for many replicas.
+            already wrapped, or the ``tf.distribute`` strategy keeps one variable for many replicas.
 
-    Hyperparameters are the inner optimizer's, to get and to set: ``lr``, ``beta_1``, ``momentum``
-    and whatever else a legacy optimizer registers, and what every optimizer takes (``clipnorm``,
+    Hyperparameters are read and set on the inner optimizer: ``lr``, ``beta_1``, ``momentum`` and
+    whatever else a legacy optimizer registers, and what every optimizer takes (``clipnorm``,
     ``use_ema``, ...). Other attributes, such as ``epsilon``, are not.
 
     >>> import tensorflow as tf, tf_keras
@@ -66,7 +74,7 @@ class LossScaleOptimizer(Delegating, native.BaseLossScaleOptimizer):  # type: ig
             cls = _class_for(inner_optimizer)
         elif not issubclass(cls, LossScaleOptimizerV2 | LossScaleOptimizerV3):
             raise TypeError(
-                f"{cls.__name__} is of no family: subclass LossScaleOptimizerV3, for "
+                f"{cls.__name__} belongs to neither family: subclass LossScaleOptimizerV3, for "
                 "tf_keras.optimizers, or LossScaleOptimizerV2, for tf_keras.optimizers.legacy"
             )
         optimizer: LossScaleOptimizer = super().__new__(cls)
@@ -95,11 +103,6 @@ class LossScaleOptimizer(Delegating, native.BaseLossScaleOptimizer):  # type: ig
             self._track_trackable(self._loss_scale, "loss_scale")
 
     @property
-    def dynamic(self) -> bool:
-        """Whether the scale moves."""
-        return isinstance(self._loss_scale, DynamicState)
-
-    @property
     def dynamic_counter(self) -> Tensor | None:
         """Finite steps since the scale moved or a step was skipped; None if the scale is fixed.
 
@@ -107,43 +110,27 @@ class LossScaleOptimizer(Delegating, native.BaseLossScaleOptimizer):  # type: ig
         """
         return self._loss_scale.counter if self.dynamic else None
 
-    @property
-    def initial_scale(self) -> float:
-        """The scale before the first step; the scale itself if it does not move."""
-        return arguments.initial_scale_of(self._policy)
-
-    @property
-    def dynamic_growth_steps(self) -> int | None:
-        """Finite steps in a row before the scale grows; None if it does not move."""
-        return arguments.growth_steps_of(self._policy)
-
-    def get_scaled_loss(self, loss: Tensor | Callable[[], Tensor]) -> Any:
-        """The loss times the scale, in float32 at least; of a callable, one that returns it."""
-        self._loss_has_been_scaled = True
-        if callable(loss):
-            return lambda: self._scaled(loss())
-        return self._scaled(loss)
-
     def _scaled(self, loss: Tensor) -> Tensor:
+        self._loss_has_been_scaled = True
         if loss.dtype.size < 4:  # its largest value may be less than the scale
             loss = tf.cast(loss, tf.float32)
         return loss * tf.cast(self.loss_scale, loss.dtype)
 
     def get_unscaled_gradients(self, grads: Iterable[Gradient | None]) -> list[Gradient | None]:
-        """The gradients divided by the scale, of the dtype and kind that they had; None is None."""
+        """The gradients divided by the scale, each in its own dtype and kind; None stays None."""
         self._gradients_have_been_unscaled = True
         inv_scale = 1.0 / self.loss_scale
         return [None if grad is None else _multiplied(grad, inv_scale) for grad in grads]
 
     def apply_gradients(self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-        """Apply gradients or, if any is not finite, none of them; and move the scale.
+        """Apply all gradients, or none if any is not finite, and move the scale.
 
-        It warns, once, if loss or gradients did not go through this optimizer before.
+        It warns, once, if the loss or the gradients did not go through this optimizer before.
 
         Args:
             grads_and_vars: pairs of unscaled gradient and variable.
-            args: what the inner optimizer's ``apply_gradients`` takes beside them.
-            kwargs: the same.
+            args: further arguments of the inner optimizer's ``apply_gradients``.
+            kwargs: the same, by name.
 
         Raises:
             ValueError: there is no gradient, or the call is in a cross-replica context.
@@ -153,44 +140,41 @@ class LossScaleOptimizer(Delegating, native.BaseLossScaleOptimizer):  # type: ig
         return result
 
     def get_config(self) -> dict[str, Any]:
-        """The inner optimizer, and what says how the scale moves.
+        """The inner optimizer, and the arguments that say how the scale moves.
 
         Where tf-keras' own class can do the same, it can be made from this config, too.
         """
         inner_optimizer = super().get_config()["inner_optimizer"]
-        return {"inner_optimizer": inner_optimizer, **arguments.config_of(self._policy)}
+        return {"inner_optimizer": inner_optimizer, **self._policy_config()}
 
     @classmethod
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> LossScaleOptimizer:
-        """The optimizer of a config, of tf-keras' own class too."""
+        """The optimizer of a config, also one of tf-keras' own class."""
         if cls is LossScaleOptimizer:
             return _class_of_config(config).from_config(config, custom_objects)
-        optimizer: LossScaleOptimizer = super().from_config(
-            arguments.with_policy(config), custom_objects
-        )
-        return optimizer
+        return super().from_config(config, custom_objects)
 
 
 @tf_keras.saving.register_keras_serializable("gradscaler")
 class LossScaleOptimizerV2(LossScaleOptimizer, native.LossScaleOptimizer):  # type: ignore[misc] # untyped base
-    """Of ``tf_keras.optimizers.legacy``."""
+    """The wrapper of optimizers from ``tf_keras.optimizers.legacy``."""
 
 
 @tf_keras.saving.register_keras_serializable("gradscaler")
 class LossScaleOptimizerV3(LossScaleOptimizer, native.LossScaleOptimizerV3):  # type: ignore[misc] # untyped base
-    """Of ``tf_keras.optimizers``."""
+    """The wrapper of optimizers from ``tf_keras.optimizers``."""
 
     def compute_gradients(
         self, loss: Any, var_list: Any, tape: tf.GradientTape | None = None
-    ) -> list[tuple[Gradient | None, tf.Variable]]:
+    ) -> Pairs:
         """Pairs of unscaled gradient and variable.
 
         Args:
             loss: a function without arguments that returns the loss, or the loss.
             var_list: the variable or variables, or a function that returns them.
-            tape: what recorded the loss, if it is not a function.
+            tape: the tape that recorded the loss, if that is not a function.
 
         Raises:
             ValueError: there is neither a function nor a tape.
@@ -201,62 +185,39 @@ class LossScaleOptimizerV3(LossScaleOptimizer, native.LossScaleOptimizerV3):  # 
             )
         if not callable(var_list):
             var_list = tf.nest.flatten(var_list)
-        pairs: list[tuple[Gradient | None, tf.Variable]] = super().compute_gradients(
-            loss, var_list, tape
-        )
+        pairs: Pairs = super().compute_gradients(loss, var_list, tape)
         return pairs
 
     # tf-keras leaves these to a base class whose constructor it does not call.
-
-    def set_weights(self, weights: list[Any]) -> None:
-        """Set the inner optimizer's variables, in the order of ``variables``."""
-        self._optimizer.set_weights(weights)
-
-    def exclude_from_weight_decay(
-        self, var_list: list[tf.Variable] | None = None, var_names: list[str] | None = None
-    ) -> None:
-        """Have the inner optimizer exclude variables from weight decay."""
-        self._optimizer.exclude_from_weight_decay(var_list, var_names)
-
-    @property
-    def name(self) -> str:
-        """The inner optimizer's name."""
-        name: str = self._optimizer.name
-        return name
-
-    @name.setter
-    def name(self, name: str) -> None:
-        self._optimizer.name = name
-
-    def add_variable(self, *args: Any, **kwargs: Any) -> tf.Variable:
-        """Add a variable to the inner optimizer's."""
-        return self._optimizer.add_variable(*args, **kwargs)
-
-    def add_variable_from_reference(self, *args: Any, **kwargs: Any) -> tf.Variable:
-        """Add one like a variable of the model to the inner optimizer's."""
-        return self._optimizer.add_variable_from_reference(*args, **kwargs)
-
-    def update_step(self, gradient: Gradient, variable: tf.Variable) -> None:
-        """The inner optimizer's step of one variable, by an unscaled gradient."""
-        self._optimizer.update_step(gradient, variable)
-
-    def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> Any:
-        """Sum the gradients over the replicas."""
-        return self._optimizer.aggregate_gradients(grads_and_vars)
+    name = _of_inner("name", "The inner optimizer's name.")
+    set_weights = _of_inner("set_weights", "Set the inner optimizer's variables, in their order.")
+    add_variable = _of_inner("add_variable", "Add a variable to the inner optimizer's.")
+    add_variable_from_reference = _of_inner(
+        "add_variable_from_reference",
+        "Add a variable like one of the model to the inner optimizer's.",
+    )
+    exclude_from_weight_decay = _of_inner(
+        "exclude_from_weight_decay", "Have the inner optimizer exclude variables from weight decay."
+    )
+    update_step = _of_inner(
+        "update_step", "The inner optimizer's step of one variable, by an unscaled gradient."
+    )
+    aggregate_gradients = _of_inner("aggregate_gradients", "Sum the gradients over the replicas.")
 
     def save_own_variables(self, store: Any) -> None:
         """Put the inner optimizer's variables into a store, and the scale's by name."""
         self._optimizer.save_own_variables(store)
-        for name, variable in self._loss_scale.by_name().items():
+        for name, variable in self._loss_scale.variables.items():
             store[name] = variable.numpy()
 
     def load_own_variables(self, store: Any) -> None:
-        """Take them out of one; the scale's may be missing, as they are from tf-keras' own."""
-        kept = self._loss_scale.by_name()
-        for name in kept.keys() & set(store.keys()):
-            kept[name].assign(store[name])
-        inner = [name for name in store.keys() if name not in VARIABLES]  # noqa: SIM118 # no mapping
-        self._optimizer.load_own_variables({name: store[name] for name in inner})
+        """Take them out of a store; tf-keras' own class does not put the scale's into it."""
+        stored = {name: store[name] for name in store.keys()}  # noqa: SIM118 # not a mapping
+        for name in VARIABLES:
+            value = stored.pop(name, None)
+            if value is not None and name in self._loss_scale.variables:
+                self._loss_scale.variables[name].assign(value)
+        self._optimizer.load_own_variables(stored)
 
 
 def _class_for(inner_optimizer: object) -> type[LossScaleOptimizer]:

@@ -7,13 +7,13 @@ from typing import Any
 import tensorflow as tf
 from tf_keras.src.mixed_precision import loss_scale_optimizer as native
 
-from gradscaler._keras_like.where import where_or_choose
-from gradscaler.policies import DynamicScale, FixedScale, ScaleState
+from gradscaler._keras_like.wrapper import next_values
+from gradscaler.policies import DynamicScale, FixedScale
 
 Tensor = Any
 
 VARIABLES = ("current_loss_scale", "good_steps", "bad_steps")
-"""The names in a checkpoint of what :class:`gradscaler.ScaleState` has, field by field."""
+"""The names in a checkpoint of the fields of :class:`gradscaler.ScaleState`, in their order."""
 
 
 class DynamicState(native._DynamicLossScaleState):  # type: ignore[misc] # untyped base
@@ -25,21 +25,15 @@ class DynamicState(native._DynamicLossScaleState):  # type: ignore[misc] # untyp
     def __init__(self, policy: DynamicScale) -> None:
         super().__init__(policy.init_scale, policy.growth_interval, policy.growth_factor)
         self._policy = policy
-        self._variables = [self.current_loss_scale, self.counter]
+        self.variables = {"current_loss_scale": self.current_loss_scale, "good_steps": self.counter}
         if policy.hysteresis > 1:
-            self._variables.append(self._add_weight("bad_steps", 0, tf.int64))
-
-    def by_name(self) -> dict[str, tf.Variable]:
-        """The variables."""
-        return dict(zip(VARIABLES, self._variables, strict=False))
+            self.variables["bad_steps"] = self._add_weight("bad_steps", 0, tf.int64)
 
     def update(self, grads: Any) -> tuple[Any, Tensor]:
         """Move the scale; the operations that do, and whether to apply the gradients."""
         finite = _all_finite(tf.nest.flatten(grads))
-        kept = self._variables
-        values = [tf.convert_to_tensor(variable) for variable in kept]  # read once
-        state = ScaleState(*values, *[0] * (len(ScaleState._fields) - len(kept)))
-        moved = self._policy.update(state, ~finite, where_or_choose(tf.where))
+        kept = self.variables.values()
+        moved = next_values(self._policy, list(map(tf.convert_to_tensor, kept)), ~finite)
         assigned = [variable.assign(value) for variable, value in zip(kept, moved, strict=False)]
         return tf.group(*assigned), finite
 
@@ -51,10 +45,7 @@ class FixedState(native._DynamicLossScaleState):  # type: ignore[misc] # untyped
         tf.__internal__.tracking.Trackable.__init__(self)
         self._current_loss_scale = policy.scale
         self._weights: dict[Any, Any] = {}
-
-    def by_name(self) -> dict[str, tf.Variable]:
-        """No variables."""
-        return {}
+        self.variables: dict[str, tf.Variable] = {}
 
     def update(self, grads: Any) -> tuple[Any, Tensor]:
         """Leave the scale; no operation, and whether to apply the gradients."""

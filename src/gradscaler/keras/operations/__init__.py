@@ -1,56 +1,30 @@
 """What Keras has no operation for, on the backend in use; no other backend is imported.
 
-The module of each backend has the same functions:
+:data:`on_backend` is the module of that backend. Each has the same functions:
 
 ``all_finite(gradients)``
     A boolean scalar tensor. A gradient of None counts as finite.
-``apply_if_finite(optimizer, gradients, variables, unscale, update)``
-    ``optimizer.inner_optimizer.apply(unscale(gradients), variables)``, without any effect unless
-    all gradients of all replicas are finite; then ``update(found_inf, known)``, ``known`` being
-    its value within a branch on it.
+``apply_if_finite(optimizer, apply, gradients, variables, update)``
+    ``apply(gradients, variables)``, without any effect unless all gradients of all replicas are
+    finite; then ``update(found_inf)``.
 ``divide(gradient, scale)``
     Computed in float32 at least.
-``gradients(loss, scale_loss, var_list, tape)``
-    The gradients of the scaled loss, and the variables, both as lists.
+``gradients(loss, scale_loss, variables, tape)``
+    The gradients of the scaled loss, and the variables, both as lists. ``variables`` is called
+    after ``loss``, which may create them, where the backend can compute the loss without them.
 ``multiply(loss, scale)``
     In float32 at least.
-``where(condition, a, b)``
-    The backend's own, of tensors and numbers.
 """
+
+from importlib import import_module
 
 import keras
 
-if keras.backend.backend() == "tensorflow":
-    from gradscaler.keras.operations.on_tensorflow import (
-        all_finite,
-        apply_if_finite,
-        divide,
-        gradients,
-        multiply,
-        where,
-    )
-elif keras.backend.backend() == "jax":
-    from gradscaler.keras.operations.on_jax import (
-        all_finite,
-        apply_if_finite,
-        divide,
-        gradients,
-        multiply,
-        where,
-    )
-elif keras.backend.backend() == "torch":
-    from gradscaler.keras.operations.on_torch import (
-        all_finite,
-        apply_if_finite,
-        divide,
-        gradients,
-        multiply,
-        where,
-    )
-else:
+BACKEND = keras.backend.backend()
+
+if BACKEND not in ("tensorflow", "jax", "torch"):
     raise NotImplementedError(
-        "gradscaler.keras needs Keras on TensorFlow, JAX or PyTorch, not on "
-        f"{keras.backend.backend()!r}"
+        f"gradscaler.keras needs Keras on TensorFlow, JAX or PyTorch, not on {BACKEND!r}"
     )
 
-__all__ = ["all_finite", "apply_if_finite", "divide", "gradients", "multiply", "where"]
+on_backend = import_module(f"gradscaler.keras.operations.on_{BACKEND}")

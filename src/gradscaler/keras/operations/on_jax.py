@@ -9,9 +9,6 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from gradscaler.keras.operations.variables import variables_of
-
-where = jnp.where
 multiply, divide = keras.ops.multiply, keras.ops.divide
 
 
@@ -22,10 +19,10 @@ def all_finite(gradients: list[Any]) -> Any:
 
 def apply_if_finite(
     optimizer: Any,
+    apply: Callable[[list[Any], list[Any]], None],
     gradients: list[Any],
-    variables: list[Any] | None,
-    unscale: Callable[..., list[Any]],
-    update: Callable[..., None],
+    variables: list[Any],
+    update: Callable[[Any], None],
 ) -> None:
     """Branch on the host where the flag is known, and in XLA where it is traced."""
     finite = all_finite(gradients)
@@ -35,7 +32,7 @@ def apply_if_finite(
     def applied() -> list[Any]:
         pairs = list(zip(changing, before, strict=True))
         with keras.StatelessScope(state_mapping=pairs) as scope:  # keeps the branch's values in it
-            optimizer.inner_optimizer.apply(unscale(gradients, variables), variables)
+            apply(gradients, variables)
         return [scope.get_current_value(variable) for variable in changing]
 
     if isinstance(finite, jax.core.Tracer):
@@ -43,39 +40,37 @@ def apply_if_finite(
     else:
         after = applied() if finite else before
     for variable, value in zip(changing, after, strict=True):
-        if value is not variable.value:
-            variable.assign(value)
+        variable.assign(value)
     update(~finite)
 
 
 def gradients(
-    loss: Any, scale_loss: Callable[[Any], Any], var_list: Any, tape: Any
+    loss: Any, scale_loss: Callable[[Any], Any], variables: Callable[[], list[Any]], tape: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Of a function that reads the variables; what it changes, such as statistics, is assigned."""
+    """The loss is a function; what it changes, such as statistics, is assigned."""
     if tape is not None or not callable(loss):
         raise ValueError(
             "JAX differentiates functions: pass a loss without arguments to call, and no tape"
         )
-    variables = variables_of(var_list)
-
+    found = variables()
     changed: list[Any] = []
 
     def scaled_loss(values: list[Any]) -> tuple[Any, list[Any]]:
-        with _LossScope(state_mapping=list(zip(variables, values, strict=True))) as scope:
+        with _LossScope(state_mapping=list(zip(found, values, strict=True))) as scope:
             value = loss()
         changed.extend(scope.changed.values())
         after = [scope.get_current_value(variable) for variable in changed]
         return jnp.sum(scale_loss(value)), after
 
-    values = [variable.value for variable in variables]
+    values = [variable.value for variable in found]
     gradients, after = jax.grad(scaled_loss, has_aux=True)(values)
     for variable, value in zip(changed, after, strict=True):
         variable.assign(value)
-    return gradients, variables
+    return gradients, found
 
 
 class _LossScope(keras.StatelessScope):  # type: ignore[misc] # untyped base
-    """Keeps which variables change, and has the values of all others."""
+    """Records which variables change, and reads the values of all others."""
 
     def __init__(self, state_mapping: list[tuple[Any, Any]]) -> None:
         super().__init__(state_mapping, collect_losses=True)

@@ -8,9 +8,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from gradscaler.keras.operations.variables import variables_of
-
-where = tf.where
 multiply, divide = keras.ops.multiply, keras.ops.divide
 
 
@@ -23,12 +20,12 @@ def all_finite(gradients: list[Any]) -> Any:
 
 def apply_if_finite(
     optimizer: Any,
+    apply: Callable[[list[Any], list[Any]], None],
     gradients: list[Any],
-    variables: list[Any] | None,
-    unscale: Callable[..., list[Any]],
-    update: Callable[..., None],
+    variables: list[Any],
+    update: Callable[[Any], None],
 ) -> None:
-    """Apply in every replica or in none: the gradients are not summed yet when they are checked."""
+    """Apply in every replica or in none: the gradients are checked before they are summed."""
     replica = tf.distribute.get_replica_context()
     if replica is None:
         raise ValueError("apply() must be called in a replica context.")
@@ -37,35 +34,25 @@ def apply_if_finite(
         count = replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(finite, tf.float32))
         finite = count >= replica.num_replicas_in_sync
 
-    def apply(gradients: list[Any], variables: list[Any] | None) -> None:
-        optimizer.inner_optimizer.apply(unscale(gradients, variables), variables)
-
-    def branch(finite: Any, apply: Callable[[], object]) -> None:
-        tf.cond(finite, apply, lambda: None)
-        update(~finite)
-
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        branch(finite, lambda: apply(gradients, variables))
+        tf.cond(finite, lambda: apply(gradients, variables), lambda: None)
+        update(~finite)
         return
 
-    # The step merges the replicas, which cannot be done within a branch of one of them.
-    def across_replicas(
-        strategy: tf.distribute.Strategy,
-        gradients: list[Any],
-        variables: list[Any] | None,
-        finite: Any,
-    ) -> None:
+    # The step merges the replicas, which cannot happen within a branch of one of them.
+    def across_replicas(strategy: tf.distribute.Strategy, finite: Any, *arguments: Any) -> None:
         finite = strategy.experimental_local_results(finite)[0]  # they are all the same
         run = strategy.extended.call_for_each_replica
-        branch(finite, lambda: run(apply, args=(gradients, variables)))
+        tf.cond(finite, lambda: run(apply, args=arguments), lambda: None)
+        update(~finite)
 
-    replica.merge_call(across_replicas, args=(gradients, variables, finite))
+    replica.merge_call(across_replicas, args=(finite, gradients, variables))
 
 
 def gradients(
-    loss: Any, scale_loss: Callable[[Any], Any], var_list: Any, tape: Any
+    loss: Any, scale_loss: Callable[[Any], Any], variables: Callable[[], list[Any]], tape: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Of a function, or of a tensor and the tape that recorded it."""
+    """The loss is a function, or a tensor with the tape that recorded it."""
     if tape is None:
         if not callable(loss):
             raise ValueError(
@@ -74,5 +61,5 @@ def gradients(
         tape = tf.GradientTape()
     with tape:
         scaled_loss = scale_loss(loss() if callable(loss) else loss)
-    variables = variables_of(var_list)
-    return tape.gradient(scaled_loss, variables), variables
+    found = variables()
+    return tape.gradient(scaled_loss, found), found

@@ -8,10 +8,6 @@ from typing import Any
 import keras
 import torch
 
-from gradscaler.keras.operations.variables import variables_of
-
-where = torch.where
-
 
 def all_finite(gradients: list[Any]) -> Any:
     """Whether no gradient holds an Inf or a NaN."""
@@ -27,42 +23,39 @@ def multiply(loss: Any, scale: Any) -> Any:
 
 
 def divide(gradient: Any, scale: Any) -> Any:
-    """The gradient divided by the scale, of the dtype that it was."""
+    """The gradient divided by the scale, in its own dtype."""
     gradient = keras.ops.convert_to_tensor(gradient)
     return torch.divide(_widened(gradient), scale).to(gradient.dtype)
 
 
 def _widened(tensor: Any) -> Any:
-    """Not in 16 bits, to which PyTorch would cast the scale: in float16 it may be inf."""
+    """In 32 bits at least: PyTorch would cast the scale to float16, where it may be inf."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def apply_if_finite(
     optimizer: Any,
+    apply: Callable[[list[Any], list[Any]], None],
     gradients: list[Any],
-    variables: list[Any] | None,
-    unscale: Callable[..., list[Any]],
-    update: Callable[..., None],
+    variables: list[Any],
+    update: Callable[[Any], None],
 ) -> None:
-    """Apply or not, by one look at the flag from the host."""
+    """Apply or not: the host reads the flag once."""
     finite = all_finite(gradients)
-    found_inf = ~finite
     if finite:
-        optimizer.inner_optimizer.apply(unscale(gradients, variables), variables)
-        update(found_inf, False)
-    else:
-        update(found_inf, True)
+        apply(gradients, variables)
+    update(~finite)
 
 
 def gradients(
-    loss: Any, scale_loss: Callable[[Any], Any], var_list: Any, tape: Any
+    loss: Any, scale_loss: Callable[[Any], Any], variables: Callable[[], list[Any]], tape: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Of a function or a tensor."""
+    """The loss is a function or a tensor."""
     if tape is not None:
         raise ValueError("PyTorch records gradients without a tape: leave tape out")
     scaled_loss = scale_loss(loss() if callable(loss) else loss).sum()
-    variables = variables_of(var_list)
-    values = [variable.value for variable in variables]
-    if not values:
+    found = variables()
+    if not found:
         return [], []
-    return list(torch.autograd.grad(scaled_loss, values, allow_unused=True)), variables
+    values = [variable.value for variable in found]
+    return list(torch.autograd.grad(scaled_loss, values, allow_unused=True)), found

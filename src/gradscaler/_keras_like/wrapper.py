@@ -1,0 +1,121 @@
+"""What a ``LossScaleOptimizer`` does in the same way in Keras 3 and Keras 2."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from gradscaler.policies import DynamicScale, FixedScale, Rule, ScaleState
+
+Tensor = Any
+T = TypeVar("T", bound="Wrapper")
+
+HYPERPARAMETERS = frozenset(
+    {
+        "beta",
+        "beta_1",
+        "beta_2",
+        "decay",
+        "l1_regularization_strength",
+        "l2_regularization_strength",
+        "learning_rate_power",
+        "momentum",
+        "rho",
+    }
+)
+"""What optimizers of Keras 2 call ``_set_hyper`` on (tf-keras 2.21), except the learning rate."""
+
+OPTIONS = frozenset(
+    {
+        "clipnorm",
+        "clipvalue",
+        "ema_momentum",
+        "ema_overwrite_frequency",
+        "global_clipnorm",
+        "gradient_accumulation_steps",
+        "use_ema",
+        "weight_decay",
+    }
+)
+"""What every optimizer's constructor takes, and only the wrapped optimizer acts on."""
+
+DELEGATED = HYPERPARAMETERS | OPTIONS
+
+
+def next_values(policy: Rule, values: list[Tensor], found_inf: Tensor) -> ScaleState:
+    """The next scale and counters; ``values`` has two, or three if the policy has a hysteresis."""
+    scale, finite_steps, *nonfinite_steps = values
+    state = ScaleState(scale, finite_steps, *(nonfinite_steps or [finite_steps * 0]))
+    return policy.update(state, found_inf)
+
+
+class Wrapper:
+    """Mixin of a ``LossScaleOptimizer``: its policy, and attributes of the inner optimizer."""
+
+    _inner_name = "inner_optimizer"
+    _policy: Rule
+    _scaled: Callable[[Tensor], Tensor]
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale moves."""
+        return not isinstance(self._policy, FixedScale)
+
+    @property
+    def initial_scale(self) -> float:
+        """The scale before the first step; the scale itself if it does not move."""
+        policy = self._policy
+        return policy.init_scale if isinstance(policy, DynamicScale) else policy.scale
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """Finite steps in a row before the scale grows; None if it does not move.
+
+        It can be set in Keras 3. A compiled training step keeps the number it was compiled with.
+        """
+        return self._policy.growth_interval if isinstance(self._policy, DynamicScale) else None
+
+    def get_scaled_loss(self, loss: Tensor | Callable[[], Tensor]) -> Any:
+        """The loss times the scale, in float32 at least; of a callable, one that returns it."""
+        return (lambda: self._scaled(loss())) if callable(loss) else self._scaled(loss)
+
+    def _policy_config(self) -> dict[str, Any]:
+        """The arguments that make the policy, as JSON can hold them."""
+        fields = dataclasses.asdict(self._policy)
+        changeable = {name: fields.get(name) for name in ("init_scale", "growth_interval")}
+        if self.dynamic and fields != {**dataclasses.asdict(DynamicScale.keras()), **changeable}:
+            return {"policy": fields}
+        return {
+            "dynamic": self.dynamic,
+            "initial_scale": self.initial_scale,
+            "dynamic_growth_steps": self.dynamic_growth_steps,
+        }
+
+    @classmethod
+    def from_config(
+        cls: type[T], config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> T:
+        """The optimizer of a config, also one of the framework's own class."""
+        config = dict(config)
+        if isinstance(config.get("policy"), dict):
+            config["policy"] = DynamicScale(**config["policy"])
+        optimizer: T = super().from_config(config, custom_objects)  # type: ignore[misc] # Keras'
+        return optimizer
+
+    def _delegates(self, name: str) -> bool:
+        return name in DELEGATED and hasattr(vars(self).get(self._inner_name), name)
+
+    def __getattr__(self, name: str) -> Any:  # if the wrapper itself has no such attribute
+        if self._delegates(name):
+            return getattr(vars(self)[self._inner_name], name)
+        raise AttributeError(f"'LossScaleOptimizer' object has no attribute '{name}'")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._delegates(name):
+            setattr(vars(self)[self._inner_name], name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *filter(self._delegates, DELEGATED)})

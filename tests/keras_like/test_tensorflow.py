@@ -1,0 +1,168 @@
+"""What only TensorFlow has: tapes, compiled functions, sparse gradients and replicas."""
+
+import keras_like
+import numpy as np
+import pytest
+from keras_like import BACKEND, KERAS_3, NATIVE, LossScaleOptimizer, keras
+
+if BACKEND != "tensorflow":
+    pytest.skip("of TensorFlow", allow_module_level=True)
+
+import tensorflow as tf
+
+
+def test_a_compiled_step_is_traced_once_though_the_scale_moves(family):
+    variable = tf.Variable([1.0, 2.0])
+    optimizer = LossScaleOptimizer(family.SGD(0.25), initial_scale=8.0, dynamic_growth_steps=1)
+    _ = optimizer.iterations, optimizer.learning_rate  # legacy optimizers create these when asked
+    traces = []
+
+    @tf.function
+    def step():
+        traces.append(0)
+        with tf.GradientTape() as tape:
+            scaled = optimizer.get_scaled_loss(tf.reduce_sum(variable**2))
+        grads = optimizer.get_unscaled_gradients(tape.gradient(scaled, [variable]))
+        optimizer.apply_gradients(zip(grads, [variable], strict=True))
+        return scaled
+
+    assert [float(step()) for _ in range(3)] == [8 * 5, 16 * 1.25, 32 * 0.3125]
+    assert variable.numpy().tolist() == [0.125, 0.25]
+    before = len(traces)
+    step()
+    assert len(traces) == before <= (1 if KERAS_3 else 2)
+
+
+def test_minimize_takes_a_loss_with_its_tape():
+    variable = tf.Variable(1.0)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.25))
+    with tf.GradientTape() as tape:
+        loss = variable**2
+    with pytest.raises(ValueError, match="`tape` is required"):
+        optimizer.minimize(loss, [variable])
+    optimizer.minimize(loss, (lambda: [variable]) if KERAS_3 else [variable], tape)
+    assert float(variable) == 0.5
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_sparse_gradients_are_unscaled_as_such(family, dtype):
+    optimizer = LossScaleOptimizer(family.SGD(), initial_scale=2.0)
+    slices = tf.IndexedSlices(
+        tf.constant([[4.0, 2.0], [8.0, 5.0]], dtype), tf.constant([1, 3]), tf.constant([5, 2])
+    )
+    (sparse,) = optimizer.get_unscaled_gradients([slices])
+    assert isinstance(sparse, tf.IndexedSlices)
+    assert sparse.values.dtype == dtype
+    assert sparse.values.numpy().tolist() == [[2.0, 1.0], [4.0, 2.5]]
+    assert sparse.indices.numpy().tolist() == [1, 3]
+    assert sparse.dense_shape.numpy().tolist() == [5, 2]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("bad", [1.0, np.nan])
+def test_sparse_gradients_are_checked_and_applied(family, bad, compiled):
+    optimizer = LossScaleOptimizer(family.SGD(1.0), initial_scale=4.0)
+    table = tf.Variable(np.zeros((5, 2), "float32"))
+    weights = tf.constant([[1.0, bad], [1.0, 1.0]])
+
+    def step():
+        optimizer.minimize(lambda: tf.reduce_sum(tf.gather(table, [1, 3]) * weights), [table])
+
+    (tf.function(step) if compiled else step)()
+    assert float(tf.reduce_sum(table)) == (-4.0 if bad == 1.0 else 0.0)
+    assert float(optimizer.loss_scale) == (4.0 if bad == 1.0 else 2.0)
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+def in_each(strategy, variable):
+    variable = variable.value if isinstance(variable, keras_like.Variable) and KERAS_3 else variable
+    return [value.numpy().tolist() for value in strategy.experimental_local_results(variable)]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("overflowing", [0, 1])
+@pytest.mark.parametrize("how", ["variables", "no variables"] if KERAS_3 else ["summed", "single"])
+def test_an_overflow_in_one_replica_skips_the_step_of_all(
+    strategy, family, compiled, dynamic, overflowing, how
+):
+    """In Keras' wrappers the first replica's gradients decide for all."""
+    with strategy.scope():
+        variable = keras_like.Variable([1.0, 2.0])
+        arguments = {"dynamic_growth_steps": 2} if dynamic else {"dynamic": False}
+        inner = family.SGD(0.5, momentum=0.9)
+        optimizer = LossScaleOptimizer(inner, initial_scale=8.0, **arguments)
+        if KERAS_3:
+            optimizer.build([variable])
+        else:
+            optimizer.get_scaled_loss(tf.constant(1.0))
+            optimizer.get_unscaled_gradients([])
+
+    def step(overflow):
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        bad = tf.where((replica == overflowing) & overflow, np.inf, 1.0)
+        grad = tf.stack([1.0, bad])
+        if KERAS_3:
+            grad = grad * tf.convert_to_tensor(optimizer.loss_scale)
+            optimizer.apply([grad], [variable] if how == "variables" else None)
+        elif how == "summed":
+            optimizer.apply_gradients([(grad, variable)])
+        else:
+            skip = {"skip_gradients_aggregation": True}
+            legacy = {"experimental_aggregate_gradients": False}
+            arguments = skip if family is keras.optimizers else legacy
+            optimizer.apply_gradients([(grad, variable)], **arguments)
+
+    def run(overflow):
+        strategy.run(step, args=(overflow,))
+
+    run = tf.function(run) if compiled else run
+    seen = []
+    for overflow in (False, False, True, False):
+        run(tf.constant(overflow))
+        counts = [optimizer.iterations, *([optimizer.dynamic_counter] if dynamic else [])]
+        if KERAS_3:
+            counts.append(optimizer.dynamic_scale)
+        values, *others = (in_each(strategy, each) for each in (variable, *counts))
+        assert values[0] == values[1]
+        assert all(first == second for first, second in others)
+        seen.append((values[0][1], float(optimizer.loss_scale), *(first for first, _ in others)))
+    values, scales, iterations, *counters = zip(*seen, strict=True)
+    assert np.allclose(
+        values, [1.5, 0.55, 0.55, -0.805] if how == "single" else [1.0, -0.9, -0.9, -3.61]
+    )
+    assert values[1] == values[2]
+    assert scales == ((8.0, 16.0, 8.0, 8.0) if dynamic else (8.0,) * 4)
+    assert iterations == ((1, 2, 2, 3) if KERAS_3 else (1, 2, 3, 4))  # Keras 2 counts skipped steps
+    assert not dynamic or counters[0] == (1, 0, 0, 1)
+    assert not KERAS_3 or counters[-1] == scales
+
+
+def test_fit_under_a_strategy_ends_as_with_the_framework_s_wrapper(strategy, family):
+    images = np.random.default_rng(0).random((32, 4)).astype("float32")
+    ends = []
+    for wrapper in (LossScaleOptimizer, NATIVE):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            optimizer = wrapper(family.Adam(0.1), initial_scale=8.0, dynamic_growth_steps=2)
+            model.compile(optimizer, loss="mse")
+        model.fit(images, images.sum(1), batch_size=8, shuffle=False, verbose=0)
+        scale = optimizer.dynamic_scale if KERAS_3 else optimizer.loss_scale
+        ends.append((model.get_weights()[0].tolist(), in_each(strategy, scale)))
+    assert ends[0] == ends[1]
+    assert ends[0][1][0] == 32.0
+
+
+def test_a_step_belongs_in_a_replica(strategy, family):
+    with strategy.scope():
+        variable = keras_like.Variable(1.0)
+        optimizer = LossScaleOptimizer(family.SGD())
+        optimizer.get_scaled_loss(tf.constant(1.0))
+        optimizer.get_unscaled_gradients([])
+        with pytest.raises(ValueError, match="replica context"):
+            optimizer.apply_gradients([(tf.constant(1.0), variable)])
