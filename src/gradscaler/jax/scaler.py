@@ -50,7 +50,7 @@ class GradScaler:
         state: where it stands: a float32 and two int32 scalars. By default ``policy.init()``.
 
     Raises:
-        TypeError: the policy or the state is none.
+        TypeError: `policy` is not a policy, or `state` is not a ScaleState.
         ValueError: the scale in the state is not above 0.
 
     >>> import jax
@@ -82,8 +82,8 @@ class GradScaler:
     def scale(self, tree: T) -> T:
         """Multiply a loss, or every leaf of a pytree, by the loss scale.
 
-        Leaves narrower than float32 become float32, for the largest float16 is less than most
-        scales. Leaves of other than floating or complex dtypes stay as they are.
+        Leaves narrower than float32 become float32, because most scales are above the largest
+        float16. Leaves that are neither floating nor complex stay as they are.
         """
         return trees.map_inexact(lambda leaf: jnp.multiply(*self._beside(leaf)), tree)
 
@@ -109,7 +109,7 @@ class GradScaler:
             grads_finite: whether the step's gradients were finite, a boolean scalar.
 
         Raises:
-            ValueError: it is none.
+            ValueError: `grads_finite` is not a boolean scalar.
         """
         found_inf = ~trees.as_flag("grads_finite", grads_finite)
         return trees.replaced(self, state=self.policy.update(self.state, found_inf, jnp.where))
@@ -156,7 +156,7 @@ class GradScaler:
             (_, value), grads = differentiated(*args, **kwargs)
             grads = self.unscale(grads)
             if axis_name is not None:
-                grads = trees.mean(grads, axis_name)
+                grads = trees.lax.pmean(grads, axis_name)
             grads_finite = all_finite(grads)
             return ScaledGradients(self.adjust(grads_finite), grads_finite, value, grads)
 
@@ -164,4 +164,3 @@ class GradScaler:
 
 
 trees.register(GradScaler, static=["policy"])
-trees.serialise(GradScaler, "state")

@@ -1,4 +1,4 @@
-"""Functions of whole pytrees, and how a class of ours becomes one."""
+"""Functions on whole pytrees, and the registration of our classes as pytrees."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 Array = Any
 AxisName = Hashable | Sequence[Hashable]
 
-_lax: Any = jax.lax  # typed in part
+lax: Any = jax.lax  # partly untyped
 
 _unknown_to_flax: dict[type, tuple[str, ...]] = {}
 
@@ -28,12 +28,12 @@ _unknown_to_flax: dict[type, tuple[str, ...]] = {}
 def all_finite(tree: Any, axis_name: AxisName | None = None) -> Array:
     """Whether no leaf of a pytree holds an Inf or a NaN, a boolean scalar.
 
-    Leaves of other than floating or complex dtypes count as finite, and so does an empty tree.
+    Leaves that are neither floating nor complex count as finite, and so does an empty tree.
 
     Args:
         tree: any pytree of arrays.
         axis_name: one or more named axes (of ``pmap``, ``shard_map`` or ``vmap``) to reduce over:
-            one device's Inf is then everyone's.
+            an Inf on one device then counts on all.
 
     Raises:
         TypeError: a leaf is neither an array nor a number.
@@ -43,22 +43,16 @@ def all_finite(tree: Any, axis_name: AxisName | None = None) -> Array:
     everywhere = functools.reduce(operator.and_, finite, jnp.array(True))
     if axis_name is None:
         return everywhere
-    return _lax.pmin(everywhere.astype(jnp.int32), axis_name) == 1
+    return lax.pmin(everywhere.astype(jnp.int32), axis_name) == 1
 
 
 def varying(tree: T, axis_name: AxisName) -> T:
-    """The same tree, of which ``shard_map`` does not know that it is the same on all devices.
+    """The same tree, in a form that ``shard_map`` takes to differ between devices.
 
-    It sums the gradients of what it knows to be, before they can be averaged.
+    It sums the gradients of a replicated tree, before they can be averaged.
     """
-    here = _lax.axis_index(axis_name) >= 0  # true, which only we know
-    return map_inexact(lambda leaf: jnp.where(here, leaf, _lax.stop_gradient(leaf)), tree)
-
-
-def mean(tree: T, axis_name: AxisName) -> T:
-    """The mean of every leaf over named axes."""
-    averaged: T = _lax.pmean(tree, axis_name)
-    return averaged
+    here = lax.axis_index(axis_name) >= 0  # always true, but JAX does not know that
+    return map_inexact(lambda leaf: jnp.where(here, leaf, lax.stop_gradient(leaf)), tree)
 
 
 def select_tree(pred: Any, a: T, b: T) -> T:
@@ -80,7 +74,7 @@ def select_tree(pred: Any, a: T, b: T) -> T:
 def check_scale(name: str, value: Any) -> None:
     """ValueError unless a loss scale, or each of an array of them, is positive and finite.
 
-    What is traced has no value yet, and passes. TypeError for what is no number.
+    A traced value is not known yet, and passes. TypeError for anything but a number.
     """
     if isinstance(value, jax.core.Tracer):
         return
@@ -93,9 +87,9 @@ def check_scale(name: str, value: Any) -> None:
 
 
 def strong(value: Any, dtype: Any = None) -> Array:
-    """A number or an array as an array of a dtype of its own, which jit does not trace twice."""
+    """A number or an array as an array of a strong dtype, which jit does not trace twice."""
     if isinstance(value, (jax.Array, jax.core.Tracer)):
-        return _lax.convert_element_type(value, dtype or value.dtype)
+        return lax.convert_element_type(value, dtype or value.dtype)
     return np.asarray(value, dtype or jnp.result_type(value))
 
 
@@ -110,7 +104,7 @@ def as_flag(name: str, value: Any) -> Array:
 
 
 def map_inexact(function: Callable[[Array], Array], tree: T) -> T:
-    """Apply a function to the leaves of floating or complex dtypes."""
+    """Apply a function to the floating and complex leaves."""
     mapped: T = jax.tree_util.tree_map_with_path(
         lambda path, leaf: function(leaf) if _is_inexact(path, leaf) else leaf, tree
     )
@@ -120,17 +114,19 @@ def map_inexact(function: Callable[[Array], Array], tree: T) -> T:
 def register(cls: type[Any], static: Sequence[str]) -> None:
     """Make a dataclass a pytree; the fields named ``static`` are compared, and never traced.
 
-    JAX rebuilds it without a call of its constructor, which checks what a user passes.
+    JAX rebuilds it without calling its constructor, which checks what a user passes. flax saves
+    the other fields.
     """
     data = [field.name for field in dataclasses.fields(cls) if field.name not in static]
     names, keys = [*data, *static], [jax.tree_util.GetAttrKey(name) for name in data]
-    leaves_of, metadata_of = _getter(data), _getter(static)
 
     def flatten(instance: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return leaves_of(instance), metadata_of(instance)
+        value_of = vars(instance).__getitem__
+        return tuple(map(value_of, data)), tuple(map(value_of, static))
 
     def flatten_with_keys(instance: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        return list(zip(keys, leaves_of(instance), strict=True)), metadata_of(instance)
+        leaves, metadata = flatten(instance)
+        return list(zip(keys, leaves, strict=True)), metadata
 
     def unflatten(metadata: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
         instance = object.__new__(cls)
@@ -139,10 +135,11 @@ def register(cls: type[Any], static: Sequence[str]) -> None:
         return instance
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    serialise(cls, *data)
 
 
 def replaced(instance: T, **changes: Any) -> T:
-    """A copy of a dataclass with other values, whose constructor is not called either."""
+    """A copy of a dataclass with other values, made without calling its constructor."""
     changed = copy.copy(instance)
     vars(changed).update(changes)
     return changed
@@ -151,14 +148,12 @@ def replaced(instance: T, **changes: Any) -> T:
 def serialise(cls: type[Any] | None = None, *names: str) -> None:
     """Let ``flax.serialization`` save and restore these fields of a class.
 
-    It asks for that at import, which would take longer than all else here. So this is called with
-    every instance that is made, and does something when its user has imported flax.
+    flax must be told, but importing it takes longer than all else here. So every new instance calls
+    this, and the first one after the user has imported flax registers the classes.
     """
     if cls is not None:
         _unknown_to_flax[cls] = names
-    if not _unknown_to_flax or "flax.serialization" not in sys.modules:
-        return
-    while _unknown_to_flax:
+    while _unknown_to_flax and "flax.serialization" in sys.modules:
         _serialise(sys.modules["flax.serialization"], *_unknown_to_flax.popitem())
 
 
@@ -178,14 +173,9 @@ def _serialise(flax: Any, cls: type[Any], names: Sequence[str]) -> None:
     flax.register_serialization_state(cls, to_state_dict, from_state_dict)
 
 
-def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    get = operator.attrgetter(*names)  # of one name it returns the value, of several a tuple
-    return get if len(names) > 1 else lambda instance: (get(instance),)
-
-
 def _is_inexact(path: Any, leaf: Any) -> bool:
     try:
-        if isinstance(leaf, (str, type, np.dtype)):  # which name a dtype
+        if isinstance(leaf, (str, type, np.dtype)):  # names of dtypes, to result_type
             raise TypeError
         return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
     except TypeError:
