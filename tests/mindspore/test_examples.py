@@ -39,7 +39,7 @@ def test_model_and_loop_learn_the_same(capsys):
 
 
 @WAYS
-def test_without_scaling_nothing_is_learnt(way, capsys):
+def test_without_scaling_it_learns_nothing(way, capsys):
     train("--epochs", 70, "--scale", 1, *way)
     assert float(re.findall(r"([\d.]+)%", capsys.readouterr().out)[-1]) < 20  # chance is 10
 
