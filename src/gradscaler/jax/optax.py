@@ -96,15 +96,11 @@ def loss_scaled(
         grads = jax.tree.map(jnp.asarray, state.scaler.unscale(updates), dtypes)
         grads_finite = all_finite(grads, axis_name)
         updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
+        updates = select_tree(grads_finite, updates, jax.tree.map(jnp.zeros_like, updates))
         inner_state = jax.tree.map(_in_dtype_of, inner_state, state.inner_state)
-        return (
-            select_tree(grads_finite, updates, jax.tree.map(jnp.zeros_like, updates)),
-            LossScaledState(
-                state.scaler.adjust(grads_finite),
-                grads_finite,
-                select_tree(grads_finite, inner_state, state.inner_state),
-            ),
-        )
+        inner_state = select_tree(grads_finite, inner_state, state.inner_state)
+        scaler = state.scaler.adjust(grads_finite)
+        return updates, LossScaledState(scaler, grads_finite, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -81,13 +81,10 @@ class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):  # type: ignore
     @compiled
     def construct(self, loss_scale: Any, overflow: Any) -> Any:
         """Assign the next loss scale to ``loss_scale``, and return ``overflow``."""
+        finite_steps = self.cur_iter - 1 - self.last_overflow_iter
+        state = loss_scale, finite_steps, self.nonfinite_steps
         scale, finite_steps, nonfinite_steps = next_values(
-            self._constants,
-            loss_scale,
-            self.cur_iter - 1 - self.last_overflow_iter,
-            self.nonfinite_steps,
-            as_flag(overflow),
-            ops.where,
+            self._constants, *state, as_flag(overflow), ops.where
         )
         ops.assign(loss_scale, scale)
         ops.assign(self.last_overflow_iter, self.cur_iter - finite_steps)
