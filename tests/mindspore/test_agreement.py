@@ -23,6 +23,7 @@ POLICIES = {
     "largest": DynamicScale(2.0**126, growth_interval=1),
     "smallest": DynamicScale(2.0**-125, growth_interval=3),
     "hysteresis": DynamicScale(64.0, growth_interval=2, hysteresis=2),
+    "ratios": DynamicScale(64.0, 4.0, 0.25, growth_interval=2, hysteresis=2),
     "apex": DynamicScale.apex(64.0, growth_interval=2, hysteresis=3),
     "megatron": DynamicScale.megatron(64.0, growth_interval=2, hysteresis=3),
 }
@@ -43,6 +44,7 @@ def test_all_three_move_the_scale_as_the_policy_does(mode, policy):
 
     @given(overflows=st.lists(st.booleans(), max_size=15))
     @example([False, False, True, False, False, False, False, True, True])
+    @example([True, True, False, True, False, False, False, True, True, True])
     @settings(max_examples=10, deadline=None)
     def compare(overflows):
         for parameter, value in zip(owned, initial, strict=True):

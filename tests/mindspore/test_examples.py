@@ -106,13 +106,8 @@ def test_a_command_that_cannot_work_is_refused_before_training(
 
 
 def test_it_runs_as_a_script(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-W", "error", SCRIPT, "--epochs", "2"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = [sys.executable, "-W", "error", SCRIPT, "--epochs", "2"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert result.stdout.splitlines()[-1].split()[0] == "2"
     assert "Error" not in result.stderr
     assert not list(tmp_path.iterdir())
