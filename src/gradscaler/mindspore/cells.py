@@ -6,7 +6,7 @@ from typing import Any
 
 from mindspore import nn, ops
 
-from gradscaler.mindspore.gradients import as_flag, compiled
+from gradscaler.mindspore.operations import as_flag, compiled
 from gradscaler.mindspore.spelling import dynamic_policy, nonfinite_steps
 from gradscaler.policies import DynamicScale, checks
 from gradscaler.policies.rule import next_values

@@ -7,8 +7,8 @@ from typing import Any
 import mindspore
 from mindspore import Tensor, amp, nn, ops
 
-from gradscaler.mindspore.gradients import every_finite, on_cpu, unscale_all
 from gradscaler.mindspore.managers import DynamicLossScaleManager
+from gradscaler.mindspore.operations import every_finite, on_cpu, unscale_all
 from gradscaler.policies import checks
 
 

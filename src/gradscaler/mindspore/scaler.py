@@ -7,7 +7,7 @@ from typing import Any
 import mindspore
 from mindspore import Parameter, Tensor, mutable, ops
 
-from gradscaler.mindspore.gradients import as_flag, compiled, scaled, unscaled
+from gradscaler.mindspore.operations import as_flag, compiled, scaled, unscaled
 from gradscaler.mindspore.spelling import WindowAndFactor, dynamic_policy, nonfinite_steps
 from gradscaler.policies import DynamicScale, checks
 from gradscaler.policies.rule import Constants, next_values
