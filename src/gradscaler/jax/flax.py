@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradscaler.jax import trees
+from gradscaler.jax import operations, trees
+from gradscaler.jax.operations import AxisName
 from gradscaler.jax.scaler import GradScaler
-from gradscaler.jax.trees import AxisName
 from gradscaler.policies import DynamicScale as DynamicPolicy
 from gradscaler.policies import ScaleState, checks
 
@@ -69,10 +69,10 @@ class DynamicScale:
     minimum_scale: float | None = checks.SMALLEST_SCALE
 
     def __post_init__(self) -> None:
-        trees.check_scale("scale", self.scale)
+        operations.check_scale("scale", self.scale)
         # With weak types, jit would compile the second call again.
-        object.__setattr__(self, "fin_steps", trees.strong(self.fin_steps, np.int32))
-        object.__setattr__(self, "scale", trees.strong(self.scale, np.float32))
+        object.__setattr__(self, "fin_steps", operations.strong(self.fin_steps, np.int32))
+        object.__setattr__(self, "scale", operations.strong(self.scale, np.float32))
         trees.serialise()
 
     def replace(self, **changes: Any) -> DynamicScale:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradscaler.jax import trees
+from gradscaler.jax import operations, trees
 from gradscaler.policies import ScaleState, checks
 from gradscaler.policies.rule import Constants, next_state
 
@@ -50,12 +50,12 @@ class StaticLossScale:
 
     def scale(self, tree: T) -> T:
         """Multiply every leaf by the loss scale."""
-        trees.check_scale("loss_scale", self.loss_scale)
+        operations.check_scale("loss_scale", self.loss_scale)
         return _multiplied(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
         """Multiply every leaf by 1 / the loss scale."""
-        trees.check_scale("loss_scale", self.loss_scale)
+        operations.check_scale("loss_scale", self.loss_scale)
         return _multiplied(tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> StaticLossScale:
@@ -102,7 +102,7 @@ class DynamicLossScale:
 
     def __post_init__(self) -> None:
         for name in ("loss_scale", "min_loss_scale"):
-            trees.check_scale(name, getattr(self, name))
+            operations.check_scale(name, getattr(self, name))
             dtype = jnp.result_type(getattr(self, name))
             if not _is_floating(dtype):
                 warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=3)
@@ -112,7 +112,7 @@ class DynamicLossScale:
         if not isinstance(floor, jax.core.Tracer) and jnp.ndim(floor) == 0:
             object.__setattr__(self, "min_loss_scale", np.asarray(floor)[()])
         for name in ("loss_scale", "counter"):
-            object.__setattr__(self, name, trees.strong(getattr(self, name)))
+            object.__setattr__(self, name, operations.strong(getattr(self, name)))
         trees.serialise()
 
     def tree_flatten(self) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
@@ -151,7 +151,7 @@ class DynamicLossScale:
         Raises:
             ValueError: `grads_finite` is not a boolean scalar.
         """
-        found_inf = ~trees.as_flag("grads_finite", grads_finite)
+        found_inf = ~operations.as_flag("grads_finite", grads_finite)
         dtype = jnp.result_type(self.loss_scale)
         constants = Constants(
             growth_factor=self.factor,

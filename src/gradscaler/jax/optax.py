@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from gradscaler.jax.operations import AxisName, all_finite, select_tree
 from gradscaler.jax.scaler import GradScaler
-from gradscaler.jax.trees import AxisName, all_finite, select_tree
 from gradscaler.policies import DynamicScale, Policy
 from gradscaler.policies.spelling import check_policy
 
