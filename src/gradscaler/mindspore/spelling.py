@@ -67,7 +67,7 @@ class WindowAndFactor:
 
 
 def nonfinite_steps(policy: DynamicScale) -> Any:
-    """The count towards a hysteresis: a Parameter, or a constant where the policy has none.
+    """The count towards a hysteresis: a Parameter, or a constant if the policy has none.
 
     A checkpoint then holds what MindSpore's own would.
     """
