@@ -20,9 +20,25 @@ def _is_key(leaf):
     return jax.numpy.issubdtype(jax.numpy.result_type(leaf), jax.dtypes.prng_key)
 
 
+def _jit(function):
+    """``jax.jit(function)``, and a list that grows by one with each trace of it."""
+    traces = []
+
+    def traced(*args):
+        traces.append(args)
+        return function(*args)
+
+    return jax.jit(traced), traces
+
+
 @pytest.fixture(scope="session")
 def exact():
     return _exact
+
+
+@pytest.fixture(scope="session")
+def counted_jit():
+    return _jit
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,7 @@ from flax.training import dynamic_scale as flax
 import gradscaler.jax as ours
 from gradscaler import checkpoint
 
-TRACE = [True, False, False, False, True, False, False, False, False, False]
+FOUND_INF = [True, False, False, False, True, False, False, False, False, False]
 TORCH = {
     "scale": 1024.0,
     "growth_factor": 2.0,
@@ -19,53 +19,48 @@ TORCH = {
     "growth_interval": 3,
     "_growth_tracker": 2,
 }
+AS_JMP, AS_FLAX = (checkpoint.convert(TORCH, framework) for framework in ("jmp", "flax"))
 
 
-def scales_of_the_host():
+def adjusted(scaler, found_inf):
+    return jax.jit(lambda scaler, finite: scaler.adjust(finite))(scaler, jnp.bool_(not found_inf))
+
+
+def adjusted_outside_jit(scale, found_inf):
+    return scale.adjust(jnp.bool_(not found_inf))
+
+
+def differentiated(scale, found_inf):
+    value = jnp.float32("inf" if found_inf else 1)
+    return scale.value_and_grad(lambda weight, x: weight * x)(1.0, value).dynamic_scale
+
+
+@pytest.mark.parametrize(
+    ("make", "step", "name"),
+    [
+        (lambda: ours.GradScaler(*checkpoint.read(TORCH)), adjusted, "loss_scale"),
+        (lambda: ours.DynamicLossScale(**AS_JMP), adjusted_outside_jit, "loss_scale"),
+        (lambda: jmp.DynamicLossScale(**AS_JMP), adjusted_outside_jit, "loss_scale"),
+        (lambda: ours.DynamicScale(**AS_FLAX), differentiated, "scale"),
+        (lambda: flax.DynamicScale(**AS_FLAX), differentiated, "scale"),
+    ],
+    ids=["GradScaler", "ours as jmp", "jmp", "ours as flax", "flax"],
+)
+def test_it_goes_on_from_another_frameworks_state(make, step, name):
+    scaler = make()
     policy, state = checkpoint.read(TORCH)
-    scales = []
-    for found_inf in TRACE:
+    for found_inf in FOUND_INF:
         state = policy.update(state, found_inf)
-        scales.append(float(state.scale))
-    return scales
+        scaler = step(scaler, found_inf)
+        assert getattr(scaler, name) == state.scale
 
 
-def test_the_native_scaler_goes_on_from_a_policy_and_a_state():
-    scaler = ours.GradScaler(*checkpoint.read(TORCH))
-    scales = []
-    for found_inf in TRACE:
-        scaler = jax.jit(ours.GradScaler.adjust)(scaler, not found_inf)
-        scales.append(float(scaler.loss_scale))
-    assert scales == scales_of_the_host()
-
-
-@pytest.mark.parametrize("module", [ours, jmp])
-def test_jmp_s_classes_go_on_from_its_format(module):
-    scale = module.DynamicLossScale(**checkpoint.convert(TORCH, "jmp"))
-    scales = []
-    for found_inf in TRACE:
-        scale = scale.adjust(jnp.bool_(not found_inf))
-        scales.append(float(scale.loss_scale))
-    assert scales == scales_of_the_host()
-
-
-@pytest.mark.parametrize("module", [ours, flax])
-def test_flax_s_classes_go_on_from_its_format(module):
-    scale = module.DynamicScale(**checkpoint.convert(TORCH, "flax"))
-    scales = []
-    for found_inf in TRACE:
-        value = jnp.float32("inf" if found_inf else 1)
-        scale = scale.value_and_grad(lambda weight, x: weight * x)(1.0, value).dynamic_scale
-        scales.append(float(scale.scale))
-    assert scales == scales_of_the_host()
-
-
-def test_their_fields_are_read():
-    scale = ours.GradScaler(*checkpoint.read(TORCH))
-    as_flax = ours.DynamicScale(growth_interval=2, fin_steps=2, scale=1024.0)
-    as_jmp = ours.DynamicLossScale(jnp.float32(1024), jnp.int32(2), 3, 2, jnp.float32(2.0**-126))
-    for each in (as_flax, as_jmp):
-        assert checkpoint.read(dataclasses.asdict(each)) == (
-            scale.policy,
-            checkpoint.read(TORCH)[1],
-        )
+@pytest.mark.parametrize(
+    "scale",
+    [
+        ours.DynamicScale(growth_interval=2, fin_steps=2, scale=1024.0),
+        ours.DynamicLossScale(jnp.float32(1024), jnp.int32(2), 3, 2, jnp.float32(2.0**-126)),
+    ],
+)
+def test_the_fields_of_flax_s_and_jmp_s_classes_are_read(scale):
+    assert checkpoint.read(dataclasses.asdict(scale)) == checkpoint.read(TORCH)

@@ -92,13 +92,8 @@ def test_a_command_that_cannot_work_is_refused_before_training(
 
 
 def test_it_runs_as_a_script(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLES / "jax_digits.py", "--steps", "2"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = [sys.executable, "-W", "error", jax_digits.__file__, "--steps", "2"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert result.stderr == ""
     assert result.stdout.splitlines()[-1].split()[0] == "2"
 
@@ -108,8 +103,7 @@ def test_the_small_examples_learn_and_skip_what_overflows(name, monkeypatch, cap
     module = load(name)
     policy = DynamicScale(init_scale=2.0**30)
     if name == "jax_equinox":
-        optimizer = loss_scaled(module.optax.adam(0.01), policy)
-        monkeypatch.setattr(module, "OPTIMIZER", optimizer)
+        monkeypatch.setattr(module, "OPTIMIZER", loss_scaled(module.optax.adam(0.01), policy))
     else:
         monkeypatch.setattr(module, "GradScaler", lambda: GradScaler(policy))
     assert module.main(steps=60) < 0.3  # chance is 2.3

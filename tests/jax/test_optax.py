@@ -41,14 +41,22 @@ def gradients(step):
     return jax.tree.map(lambda p: jnp.sin(p * (step + 1)), params())
 
 
+def start(optimizer):
+    """An optimizer, parameters, and its state for them."""
+    weights = params()
+    return optimizer, weights, optimizer.init(weights)
+
+
+def pairs(*trees):
+    return zip(*map(jax.tree.leaves, trees), strict=True)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @settings(max_examples=4, deadline=None)
 @given(overflows=st.lists(st.booleans(), min_size=6, max_size=6))
-def test_finite_steps_are_the_optimizer_s_and_others_are_none(name, overflows, exact):
-    bare = OPTIMIZERS[name]()
-    scaled = loss_scaled(OPTIMIZERS[name](), POLICY)
-    mine, theirs = params(), params()
-    state, inner = scaled.init(mine), bare.init(theirs)
+def test_it_steps_like_the_bare_optimizer_and_skips_what_overflows(name, overflows, exact):
+    bare, theirs, inner = start(OPTIMIZERS[name]())
+    scaled, mine, state = start(loss_scaled(OPTIMIZERS[name](), POLICY))
     update, bare_update = jax.jit(scaled.update), jax.jit(bare.update)
     host = POLICY.init()
     for step, overflow in enumerate(overflows):
@@ -67,15 +75,14 @@ def test_finite_steps_are_the_optimizer_s_and_others_are_none(name, overflows, e
         else:
             updates, inner = bare_update(gradients(step), inner, theirs)
             theirs = optax.apply_updates(theirs, updates)
-        for ours, other in zip(*map(jax.tree.leaves, (mine, theirs)), strict=True):
+        for ours, other in pairs(mine, theirs):
             np.testing.assert_allclose(ours, other, rtol=1e-6, atol=1e-7)
     assert exact(state.inner_state)[0] == exact(inner)[0]
 
 
 def test_by_a_power_of_two_a_run_is_the_bare_optimizer_s_to_the_bit(exact):
-    bare, scaled = optax.adam(0.1), loss_scaled(optax.adam(0.1), POLICY)
-    mine, theirs = params(), params()
-    state, inner = scaled.init(mine), bare.init(theirs)
+    bare, theirs, inner = start(optax.adam(0.1))
+    scaled, mine, state = start(loss_scaled(optax.adam(0.1), POLICY))
     for step in range(8):  # grows twice
         updates, state = scaled.update(state.scaler.scale(gradients(step)), state, mine)
         mine = optax.apply_updates(mine, updates)
@@ -100,17 +107,15 @@ NESTINGS = {
 
 @pytest.mark.parametrize("name", NESTINGS)
 def test_the_scaler_is_found_however_deep_it_is(name):
-    state = NESTINGS[name]().init(params())
+    _, _, state = start(NESTINGS[name]())
     scaler = optax.tree_utils.tree_get(state, "scaler")
     assert isinstance(scaler, GradScaler)
     assert scaler.scale(1.0) == 2.0**10
 
 
-def test_of_accumulated_gradients_an_overflow_loses_its_own_alone():
-    optimizer, weights = NESTINGS["MultiSteps"](), params()
-    state = optimizer.init(weights)
-    bare = optax.MultiSteps(optax.adam(0.1), 2)
-    inner = bare.init(weights)
+def test_an_overflow_discards_its_own_gradients_and_no_accumulated_ones():
+    optimizer, weights, state = start(NESTINGS["MultiSteps"]())
+    bare, _, inner = start(optax.MultiSteps(optax.adam(0.1), 2))
     for step, overflow in enumerate([False, True, False, False, False]):
         grads = state.scaler.scale(gradients(step))
         if overflow:
@@ -120,7 +125,7 @@ def test_of_accumulated_gradients_an_overflow_loses_its_own_alone():
             assert not any(update.any() for update in jax.tree.leaves(updates))
         else:
             expected, inner = bare.update(gradients(step), inner, weights)
-            for mine, theirs in zip(*map(jax.tree.leaves, (updates, expected)), strict=True):
+            for mine, theirs in pairs(updates, expected):
                 np.testing.assert_array_equal(mine, theirs)
     assert state.scaler.loss_scale == 2.0**10  # down, and up again after three finite ones
 
@@ -160,21 +165,19 @@ def test_a_gradient_may_be_a_number():
 
 
 def test_extra_arguments_reach_the_optimizer():
-    optimizer = loss_scaled(optax.contrib.reduce_on_plateau(patience=1), POLICY)
-    state = optimizer.init(params())
-    _, state = optimizer.update(gradients(0), state, params(), value=jnp.float32(3.0))
+    plateau = optax.contrib.reduce_on_plateau(patience=1)
+    optimizer, weights, state = start(loss_scaled(plateau, POLICY))
+    _, state = optimizer.update(gradients(0), state, weights, value=jnp.float32(3.0))
     assert state.inner_state.best_value == 3.0
 
 
 def test_gradients_keep_their_dtypes():
     weights = {"half": jnp.ones(2, jnp.float16), "brain": jnp.ones(2, jnp.bfloat16)}
     optimizer = loss_scaled(optax.adam(0.1), FixedScale(8.0))
-    grads = jax.tree.map(lambda w: w * 8, weights)
-    updates, state = optimizer.update(grads, optimizer.init(weights), weights)
     before = optimizer.init(weights)
-    for mine, theirs in ((updates, weights), (state, before)):
-        dtypes = [list(map(jnp.result_type, jax.tree.leaves(tree))) for tree in (mine, theirs)]
-        assert dtypes[0] == dtypes[1]
+    updates, state = optimizer.update(jax.tree.map(lambda w: w * 8, weights), before, weights)
+    for mine, theirs in pairs((updates, state), (weights, before)):
+        assert jnp.result_type(mine) == jnp.result_type(theirs)
 
 
 def test_a_whole_run_can_be_scanned():
@@ -186,9 +189,9 @@ def test_a_whole_run_can_be_scanned():
         updates, state = optimizer.update(grad, state, weight)
         return (optax.apply_updates(weight, updates), state), state.scaler.loss_scale
 
-    start = jnp.float32(0.0)
+    zero = jnp.float32(0.0)
     inputs = jnp.array([1.0, 2.0, jnp.inf, 4.0])
-    (weight, _), scales = jax.lax.scan(step, (start, optimizer.init(start)), inputs)
+    (weight, _), scales = jax.lax.scan(step, (zero, optimizer.init(zero)), inputs)
     assert weight == -0.5 * (1 + 2 + 4)
     assert scales.tolist() == [2.0**10, 2.0**11, 2.0**10, 2.0**10]
 
@@ -210,16 +213,14 @@ def test_devices_that_did_not_average_their_gradients_decide_together():
 def test_flax_serialises_the_whole_state(exact):
     from flax import serialization
 
-    optimizer = NESTINGS["chain"]()
-    state = optimizer.init(params())
-    _, state = optimizer.update(gradients(0), state, params())
-    target = optimizer.init(params())
+    optimizer, weights, target = start(NESTINGS["chain"]())
+    _, state = optimizer.update(gradients(0), target, weights)
     assert exact(serialization.from_bytes(target, serialization.to_bytes(state))) == exact(state)
 
 
 @pytest.mark.parametrize(
     ("arguments", "name"), [((0.1,), "optimizer"), ((optax.sgd(0.1), 2.0**16), "policy")]
 )
-def test_what_is_no_optimizer_or_policy_is_refused(arguments, name):
+def test_anything_but_an_optimizer_and_a_policy_is_refused(arguments, name):
     with pytest.raises(TypeError, match=f"{name} must be"):
         loss_scaled(*arguments)

@@ -1,4 +1,4 @@
-"""What a type checker says of a user's code."""
+"""Type checking of a user's code."""
 
 CODE = """
 import jax
@@ -19,5 +19,5 @@ GradScaler(1024.0)  # arg-type
 """
 
 
-def test_every_wrong_call_is_an_error_and_no_right_one(check_types):
+def test_wrong_calls_are_type_errors_and_right_ones_are_not(check_types):
     check_types(CODE)

@@ -7,14 +7,13 @@ from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, nn, ops
 
 import gradscaler.mindspore as ours
-from gradscaler import DynamicScale, FixedScale, ParameterError
+from gradscaler import DynamicScale
 
 TRACES = st.lists(st.booleans(), max_size=20)
-FACTORS = [2, 4, 1.5]
 
 
 class Step(nn.Cell):
-    """A train step, as far as an update cell can tell: it owns the scale that the cell moves."""
+    """What an update cell needs of a train step: the scale that the cell moves."""
 
     def __init__(self, cell, shape=()):
         super().__init__(auto_prefix=False)
@@ -39,7 +38,7 @@ def rewound(step):
     return step
 
 
-@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("factor", [2, 4, 1.5])
 @pytest.mark.parametrize("scale", [1.0, 3.0, 2**24])
 def test_the_dynamic_cell_goes_through_every_trace_as_mindspores_does(mode, scale, factor):
     steps = [
@@ -58,8 +57,8 @@ def test_the_dynamic_cell_goes_through_every_trace_as_mindspores_does(mode, scal
     compare()
 
 
-def test_a_counter_runs_on_through_bool_flags(mode):
-    """MindSpore's documentation has a bool here; its own cell takes a Tensor alone."""
+def test_the_flag_may_be_a_bool(mode):
+    """As MindSpore documents it; its own cell takes only a Tensor."""
     step = Step(ours.DynamicLossScaleUpdateCell(64, 2, 2))
     for overflow in [True, False, False]:
         assert step(overflow) is overflow
@@ -88,9 +87,7 @@ def test_a_cell_of_ours_has_the_parameters_of_mindspores(bits):
     )
     assert bits(cell) == bits(native)
     for name in ("scale_window", "scale_factor", "loss_scale_value"):
-        mine, theirs = getattr(cell, name), getattr(native, name)
-        assert mine == theirs
-    assert isinstance(cell, nn.DynamicLossScaleUpdateCell)
+        assert getattr(cell, name) == getattr(native, name)
 
 
 def test_a_hysteresis_adds_a_parameter():
@@ -124,33 +121,8 @@ def test_the_cell_compiles_once_while_the_scale_moves(mode, count_compilations):
     assert step.scale_sense.asnumpy() == 256
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "named"),
-    [
-        ((0.5, 2, 3), ValueError, "loss_scale_value"),
-        (("1", 2, 3), TypeError, "loss_scale_value"),
-        ((float("nan"), 2, 3), ValueError, "loss_scale_value"),
-        ((64, 1, 3), ValueError, "scale_factor"),
-        ((64, None, 3), TypeError, "scale_factor"),
-        ((64, 2, 0), ValueError, "scale_window"),
-        ((64, 2, 2.5), TypeError, "scale_window"),
-    ],
-)
-def test_a_bad_parameter_is_named(arguments, error, named):
-    with pytest.raises(error, match=f"{named} must"):
-        ours.DynamicLossScaleUpdateCell(*arguments)
-
-
-def test_a_policy_beside_parameters_is_refused():
-    with pytest.raises(ParameterError, match="leave out loss_scale_value, scale_factor"):
-        ours.DynamicLossScaleUpdateCell(64, 2, 3, policy=DynamicScale())
-    with pytest.raises(TypeError, match="FixedLossScaleUpdateCell"):
-        ours.DynamicLossScaleUpdateCell(policy=FixedScale(2.0))
-
-
 def test_the_fixed_cell_returns_the_flag_and_leaves_the_scale(mode):
     step = Step(ours.FixedLossScaleUpdateCell(2**12))
-    assert isinstance(step.cell, nn.FixedLossScaleUpdateCell)
     for overflow in [True, False]:
         assert step(Tensor(overflow)).asnumpy() == overflow
     assert step.scale_sense.asnumpy() == 2**12 == step.cell.get_loss_scale()

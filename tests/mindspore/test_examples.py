@@ -39,7 +39,7 @@ def test_model_and_loop_learn_the_same(capsys):
 
 
 @WAYS
-def test_without_scaling_nothing_is_learnt(way, capsys):
+def test_without_scaling_it_learns_nothing(way, capsys):
     train("--epochs", 70, "--scale", 1, *way)
     assert float(re.findall(r"([\d.]+)%", capsys.readouterr().out)[-1]) < 20  # chance is 10
 
@@ -106,13 +106,8 @@ def test_a_command_that_cannot_work_is_refused_before_training(
 
 
 def test_it_runs_as_a_script(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-W", "error", SCRIPT, "--epochs", "2"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = [sys.executable, "-W", "error", SCRIPT, "--epochs", "2"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert result.stdout.splitlines()[-1].split()[0] == "2"
     assert "Error" not in result.stderr
     assert not list(tmp_path.iterdir())

@@ -14,7 +14,7 @@ SCALE = ("scale_sense", "current_iterator_step", "last_overflow_iterator_step")
 
 
 class NativeStep(nn.TrainOneStepWithLossScaleCell):
-    """MindSpore's own, but for its check, which is an Ascend kernel that the CPU does not have."""
+    """MindSpore's own, except for its check, an Ascend kernel that the CPU does not have."""
 
     def get_overflow_status(self, status, compute_output):
         return ops.logical_not(amp.all_finite(compute_output))
@@ -31,11 +31,20 @@ def make_step(line, make_optimizer):
     return make_step
 
 
+@pytest.fixture
+def make_sgd_step(line):
+    def make_step(scale_sense, step=ours.TrainOneStepWithLossScaleCell, **options):
+        network = line(options.pop("dtype", mindspore.float32))
+        return step(network, nn.SGD(network.trainable_params(), **options), scale_sense)
+
+    return make_step
+
+
 def host(outputs):
     return [(str(o.dtype), o.shape, o.asnumpy().tolist()) for o in outputs]
 
 
-def test_it_trains_as_mindspores_does_where_that_runs(mode, make_step, inputs, bits):
+def test_it_trains_as_mindspores_does(mode, make_step, inputs, bits):
     mine = make_step()
     native = make_step(NativeStep, nn.DynamicLossScaleUpdateCell(2**10, 2, 2))
     assert bits(mine) == bits(native)
@@ -58,12 +67,11 @@ def test_a_step_that_overflows_leaves_parameters_and_optimizer_alone(
     after = bits(step)
     assert bool(found)
     assert step.scale_sense.asnumpy() == 2**10
-    changed = {name for name in before if before[name] != after[name]}
-    assert changed == set(SCALE)
+    assert {name for name in before if before[name] != after[name]} == set(SCALE)
 
 
-def test_training_goes_on_after_a_skip_as_if_it_had_not_been(mode, make_step, inputs, bits):
-    """But for the scale, which for these powers of two does not show in the gradients."""
+def test_training_goes_on_after_a_skip_as_without_it(mode, make_step, inputs, bits):
+    """The scales differ, but as powers of two they do not change the gradients."""
     interrupted, whole = make_step(), make_step()
     for seed in range(4):
         whole(inputs(seed))
@@ -74,12 +82,9 @@ def test_training_goes_on_after_a_skip_as_if_it_had_not_been(mode, make_step, in
     assert ends[0] == ends[1]
 
 
-def test_an_overflow_of_the_scaled_gradients_alone_is_found(mode, line, inputs):
+def test_an_overflow_of_the_scaled_gradients_alone_is_found(mode, make_sgd_step, inputs):
     """The loss and its gradients are finite, and times the scale they are not."""
-    network = line()
-    optimizer = nn.SGD(network.trainable_params())
-    step = ours.TrainOneStepWithLossScaleCell(network, optimizer, Tensor(2.0**127))
-    loss, overflow, _ = step(inputs(0) * 64)
+    loss, overflow, _ = make_sgd_step(Tensor(2.0**127))(inputs(0) * 64)
     assert np.isfinite(loss.asnumpy())
     assert bool(overflow)
 
@@ -116,39 +121,27 @@ def test_a_scale_that_is_a_tensor_can_be_set(mode, make_step, inputs, count_comp
         (Tensor(math.nan), ValueError),
     ],
 )
-def test_a_scale_that_cannot_be_is_refused_and_changes_nothing(line, sens, error):
-    network = line()
-    optimizer = nn.SGD(network.trainable_params())
-    step = ours.TrainOneStepWithLossScaleCell(network, optimizer, Tensor(8.0))
+def test_a_bad_scale_is_refused_and_changes_nothing(make_sgd_step, sens, error):
+    step = make_sgd_step(Tensor(8.0))
     with pytest.raises(error, match="sens must"):
         step.set_sense_scale(sens)
     assert step.scale_sense.asnumpy() == 8.0
     with pytest.raises(error, match="scale_sense"):
-        ours.TrainOneStepWithLossScaleCell(network, optimizer, sens)
+        make_sgd_step(sens)
 
 
-def test_it_works_with_mindspores_update_cells(mode, make_step, inputs, bits):
-    mine = make_step()
-    mixed = make_step(scale_sense=nn.DynamicLossScaleUpdateCell(2**10, 2, 2))
+def test_update_cells_and_train_steps_of_ours_and_of_mindspores_mix(mode, make_step, inputs, bits):
+    native_cell = nn.DynamicLossScaleUpdateCell(2**10, 2, 2)
+    mine, *mixed = make_step(), make_step(scale_sense=native_cell), make_step(NativeStep)
     fixed = make_step(scale_sense=nn.FixedLossScaleUpdateCell(2**10))
     for seed, overflow in enumerate([None, None, INF, None]):
-        for step in (mine, mixed, fixed):
+        for step in (mine, *mixed, fixed):
             step(inputs(seed, overflow))
-        assert bits(mixed) == bits(mine)
+        assert [bits(step) for step in mixed] == [bits(mine)] * 2
     assert fixed.scale_sense.asnumpy() == 2**10
 
 
-def test_our_update_cells_work_with_mindspores_train_step(mode, make_step, inputs, bits):
-    mine, mixed = make_step(), make_step(NativeStep)
-    for seed, overflow in enumerate([None, None, INF, None]):
-        for step in (mine, mixed):
-            step(inputs(seed, overflow))
-        assert bits(mixed) == bits(mine)
-
-
-def test_nothing_is_compiled_anew_while_the_scale_moves(
-    mode, make_step, inputs, count_compilations
-):
+def test_nothing_compiles_again_while_the_scale_moves(mode, make_step, inputs, count_compilations):
     step = make_step()
     step(inputs(0))
     step(inputs(0, INF))  # in PyNative, the first call of each kind compiles
@@ -158,33 +151,29 @@ def test_nothing_is_compiled_anew_while_the_scale_moves(
     assert compiled == []
 
 
+class FromFloat16(nn.Cell):
+    """A loss in float32: float16 could not hold the scale that its gradient begins with."""
+
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network = network
+
+    def construct(self, x):
+        return self.network(x.astype(mindspore.float16)).astype(mindspore.float32) * 2.0**-14
+
+
+@pytest.mark.parametrize(
+    ("cell", "trains"), [(ours.TrainOneStepWithLossScaleCell, True), (NativeStep, False)]
+)
 def test_float16_parameters_are_trained_at_a_scale_whose_reciprocal_float16_cannot_hold(
-    mode, line, inputs
+    mode, make_sgd_step, inputs, cell, trains
 ):
-    """MindSpore casts 2**-26 to float16, which makes it 0, and with it every gradient."""
-
-    def step(cell):
-        network = line(mindspore.float16)
-        optimizer = nn.SGD(network.trainable_params(), learning_rate=256.0)
-        step = cell(network, optimizer, Tensor(2.0**26))
-        # a loss in float32: float16 could not hold the scale that its gradient begins with
-        step.network = Scaled(network)
-        return step
-
-    class Scaled(nn.Cell):
-        def __init__(self, network):
-            super().__init__(auto_prefix=False)
-            self.network = network
-
-        def construct(self, x):
-            return self.network(x.astype(mindspore.float16)).astype(mindspore.float32) * 2.0**-14
-
-    mine, native = step(ours.TrainOneStepWithLossScaleCell), step(NativeStep)
-    before = mine.network.network.bias.asnumpy().copy()
-    for one in (mine, native):
-        assert not bool(one(inputs(0))[1])
-    assert (mine.network.network.bias.asnumpy() != before).all()
-    assert (native.network.network.bias.asnumpy() == before).all()
+    """MindSpore casts 2**-26 to float16, which makes it and every gradient 0."""
+    step = make_sgd_step(Tensor(2.0**26), cell, dtype=mindspore.float16, learning_rate=256.0)
+    network, before = step.network, step.network.bias.asnumpy().copy()
+    step.network = FromFloat16(network)
+    assert not bool(step(inputs(0))[1])
+    assert ((network.bias.asnumpy() != before) == trains).all()
 
 
 class Embedded(nn.Cell):
@@ -200,43 +189,37 @@ class Embedded(nn.Cell):
         return (self.embedding(tokens) * factor).mean() + self.scale
 
 
-def test_sparse_gradients_are_unscaled_and_checked(bits):
-    """In graph mode, where alone MindSpore has them."""
-    mindspore.set_context(mode=mindspore.GRAPH_MODE)
-    try:
-        steps = []
-        for cell in (ours.TrainOneStepWithLossScaleCell, nn.TrainOneStepCell):
-            network = Embedded()
-            optimizer = nn.LazyAdam(network.trainable_params(), learning_rate=0.1)
-            scaled = {"scale_sense": Tensor(8.0)} if cell is not nn.TrainOneStepCell else {}
-            steps.append(cell(network, optimizer, **scaled).set_train())
-        mine, unscaled = steps
-        tokens = Tensor([1, 3, 1])
-        for _ in range(3):
-            mine(tokens, Tensor(1.0))
-            unscaled(tokens, Tensor(1.0))
-        before = bits(mine)
-        assert {k: v for k, v in before.items() if k != "scale_sense"} == bits(unscaled)
-        assert bool(mine(tokens, Tensor(INF))[1])
-        assert bits(mine) == before
-    finally:
-        mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
+@pytest.mark.parametrize("mode", ["graph"], indirect=True)  # only there MindSpore has them
+def test_sparse_gradients_are_unscaled_and_checked(mode, bits):
+    def make_step(cell, *scale_sense):
+        network = Embedded()
+        optimizer = nn.LazyAdam(network.trainable_params(), learning_rate=0.1)
+        return cell(network, optimizer, *scale_sense).set_train()
+
+    mine = make_step(ours.TrainOneStepWithLossScaleCell, Tensor(8.0))
+    unscaled = make_step(nn.TrainOneStepCell)
+    tokens = Tensor([1, 3, 1])
+    for _ in range(3):
+        mine(tokens, Tensor(1.0))
+        unscaled(tokens, Tensor(1.0))
+    before = bits(mine)
+    assert {k: v for k, v in before.items() if k != "scale_sense"} == bits(unscaled)
+    assert bool(mine(tokens, Tensor(INF))[1])
+    assert bits(mine) == before
 
 
-def test_a_train_step_of_ones_own_can_use_its_methods(mode, line, inputs):
-    """As MindSpore's model zoo does: its own construct, and the base's check and update."""
-    network = line()
-    optimizer = nn.SGD(network.trainable_params(), learning_rate=0.1)
-    step = Own(network, optimizer, ours.DynamicLossScaleUpdateCell(64, 2, 2))
-    before = network.bias.asnumpy().copy()
+def test_a_custom_train_step_can_use_its_methods(mode, make_sgd_step, inputs):
+    """As MindSpore's model zoo does: a construct of its own, and the base's check and update."""
+    step = make_sgd_step(ours.DynamicLossScaleUpdateCell(64, 2, 2), Custom)
+    before = step.network.bias.asnumpy().copy()
     assert bool(step(inputs(0, INF)))
-    assert (network.bias.asnumpy() == before).all()
+    assert (step.network.bias.asnumpy() == before).all()
     assert not bool(step(inputs(0)))
-    assert (network.bias.asnumpy() != before).all()
+    assert (step.network.bias.asnumpy() != before).all()
     assert step.scale_sense.asnumpy() == 32
 
 
-class Own(ours.TrainOneStepWithLossScaleCell):
+class Custom(ours.TrainOneStepWithLossScaleCell):
     def construct(self, x):
         loss = self.network(x)
         status, scale = self.start_overflow_check(loss, self.scale_sense)
@@ -251,39 +234,23 @@ def divided(scale, grad):
     return grad / scale
 
 
-def test_it_is_mindspores_to_isinstance(line):
-    network = line()
-    optimizer = nn.SGD(network.trainable_params())
-    step = ours.TrainOneStepWithLossScaleCell(network, optimizer, Tensor(8.0))
-    assert isinstance(step, nn.TrainOneStepWithLossScaleCell)
-
-
-def test_a_scale_sense_that_is_neither_cell_nor_tensor_is_refused(line):
-    network = line()
-    optimizer = nn.SGD(network.trainable_params())
-    with pytest.raises(TypeError, match="scale_sense"):
-        ours.TrainOneStepWithLossScaleCell(
-            network, optimizer, ours.DynamicLossScaleManager(init_loss_scale=8)
-        )
-
-
-def test_a_manager_or_another_cell_is_refused_with_what_to_do(line):
-    network = line()
-    optimizer = nn.SGD(network.trainable_params())
-    for wrong, message in (
+@pytest.mark.parametrize(
+    ("scale_sense", "message"),
+    [
         (ours.DynamicLossScaleManager(), r"pass what get_update_cell\(\) of this"),
         (nn.ReLU(), r"got a ReLU, which has no get_loss_scale\(\)"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            ours.TrainOneStepWithLossScaleCell(network, optimizer, wrong)
+    ],
+)
+def test_a_manager_or_another_cell_is_refused_with_what_to_do(make_sgd_step, scale_sense, message):
+    with pytest.raises(TypeError, match=f"scale_sense must be an update cell or .*{message}"):
+        make_sgd_step(scale_sense)
 
 
 @pytest.mark.parametrize("dtype", [mindspore.int32, mindspore.float16, mindspore.float32])
-def test_a_scale_of_any_dtype_is_kept_in_float32_and_apart(line, dtype):
-    network = line()
+def test_a_scale_of_any_dtype_is_kept_in_a_float32_copy(make_sgd_step, dtype):
     given = Tensor(8, dtype)
-    optimizer = nn.SGD(network.trainable_params())
-    step = ours.TrainOneStepWithLossScaleCell(network, optimizer, given)
+    step = make_sgd_step(given)
+    assert isinstance(step, nn.TrainOneStepWithLossScaleCell)
     assert step.scale_sense.dtype == mindspore.float32
     for value in (Tensor(0.5), Tensor(2.0**20)):
         step.set_sense_scale(value)

@@ -2,9 +2,9 @@
 
 from gradscaler.jax.flax import DynamicScale, DynamicScaleResult
 from gradscaler.jax.jmp import DynamicLossScale, NoOpLossScale, StaticLossScale
+from gradscaler.jax.operations import all_finite, select_tree
 from gradscaler.jax.optax import LossScaledState, loss_scaled
 from gradscaler.jax.scaler import GradScaler, ScaledGradients
-from gradscaler.jax.trees import all_finite, select_tree
 
 __all__ = [
     "DynamicLossScale",

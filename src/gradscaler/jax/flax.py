@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradscaler.jax import trees
+from gradscaler.jax import operations, trees
+from gradscaler.jax.operations import AxisName
 from gradscaler.jax.scaler import GradScaler
-from gradscaler.jax.trees import AxisName
 from gradscaler.policies import DynamicScale as DynamicPolicy
 from gradscaler.policies import ScaleState, checks
 
@@ -38,7 +38,7 @@ class DynamicScaleResult(NamedTuple):
 
 @dataclass(frozen=True)
 class DynamicScale:
-    """A drop-in for ``flax.training.dynamic_scale.DynamicScale``, and no less a pytree.
+    """A drop-in for ``flax.training.dynamic_scale.DynamicScale``, and a pytree as flax's is.
 
     The scale grows at the step after ``growth_interval`` finite ones, as flax's does.
 
@@ -69,10 +69,10 @@ class DynamicScale:
     minimum_scale: float | None = checks.SMALLEST_SCALE
 
     def __post_init__(self) -> None:
-        trees.check_scale("scale", self.scale)
-        # Or jit would compile the call after the first anew.
-        object.__setattr__(self, "fin_steps", trees.strong(self.fin_steps, np.int32))
-        object.__setattr__(self, "scale", trees.strong(self.scale, np.float32))
+        operations.check_scale("scale", self.scale)
+        # With weak types, jit would compile the second call again.
+        object.__setattr__(self, "fin_steps", operations.strong(self.fin_steps, np.int32))
+        object.__setattr__(self, "scale", operations.strong(self.scale, np.float32))
         trees.serialise()
 
     def replace(self, **changes: Any) -> DynamicScale:
@@ -86,27 +86,12 @@ class DynamicScale:
         has_aux: bool = False,
         axis_name: AxisName | None = None,
     ) -> Callable[..., DynamicScaleResult]:
-        """``jax.value_and_grad`` of the scaled function, unscaled and checked.
-
-        Args:
-            fun: returns a scalar, or a pair of a scalar and anything.
-            argnums: what to differentiate with respect to.
-            has_aux: whether ``fun`` returns a pair.
-            axis_name: named axes to average the gradients over.
-
-        Returns:
-            A function with the arguments of ``fun`` that returns :class:`DynamicScaleResult`.
-        """
+        """:meth:`GradScaler.value_and_grad`, but its results are :class:`DynamicScaleResult`."""
         floor = checks.SMALLEST_SCALE if self.minimum_scale is None else self.minimum_scale
         policy = DynamicPolicy.flax(
             self.growth_factor, self.backoff_factor, self.growth_interval, floor, floor
         )
-        state = ScaleState(
-            jnp.asarray(self.scale, jnp.float32),
-            jnp.asarray(self.fin_steps, jnp.int32),
-            jnp.zeros((), jnp.int32),
-        )
-        scaler = GradScaler(policy, state)
+        scaler = GradScaler(policy, ScaleState(self.scale, self.fin_steps, 0))
         differentiated = scaler.value_and_grad(fun, argnums, has_aux, axis_name)
 
         @functools.wraps(fun)
@@ -114,8 +99,8 @@ class DynamicScale:
             moved, finite, aux, grad = differentiated(*args, **kwargs)
             scale, fin_steps, _ = moved.state
             grad = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grad)
-            moved_scale = trees.replaced(self, fin_steps=fin_steps, scale=scale)
-            return DynamicScaleResult(moved_scale, finite, aux, grad)
+            dynamic_scale = trees.replaced(self, fin_steps=fin_steps, scale=scale)
+            return DynamicScaleResult(dynamic_scale, finite, aux, grad)
 
         return unscaled
 
@@ -123,4 +108,3 @@ class DynamicScale:
 trees.register(
     DynamicScale, static=["growth_factor", "backoff_factor", "growth_interval", "minimum_scale"]
 )
-trees.serialise(DynamicScale, "fin_steps", "scale")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradscaler.jax import trees
+from gradscaler.jax import operations, trees
 from gradscaler.policies import ScaleState, checks
 from gradscaler.policies.rule import Constants, next_state
 
@@ -21,12 +21,9 @@ Array = Any
 
 @dataclass(frozen=True)
 class NoOpLossScale:
-    """No loss scaling: everything passes through."""
+    """No loss scaling: everything passes through, and ``loss_scale`` is 1."""
 
-    @property
-    def loss_scale(self) -> int:
-        """1."""
-        return 1
+    loss_scale: ClassVar[int] = 1
 
     def scale(self, tree: T) -> T:
         """``tree``."""
@@ -53,12 +50,12 @@ class StaticLossScale:
 
     def scale(self, tree: T) -> T:
         """Multiply every leaf by the loss scale."""
-        trees.check_scale("loss_scale", self.loss_scale)
+        operations.check_scale("loss_scale", self.loss_scale)
         return _multiplied(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
         """Multiply every leaf by 1 / the loss scale."""
-        trees.check_scale("loss_scale", self.loss_scale)
+        operations.check_scale("loss_scale", self.loss_scale)
         return _multiplied(tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> StaticLossScale:
@@ -68,7 +65,7 @@ class StaticLossScale:
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """A loss scale that moves: a drop-in for ``jmp.DynamicLossScale``, whose floor survives jit.
+    """A loss scale that moves: a drop-in for ``jmp.DynamicLossScale`` whose floor survives jit.
 
     ``adjust`` does::
 
@@ -85,7 +82,7 @@ class DynamicLossScale:
             from its leaves, as at every jit.
 
     Raises:
-        TypeError: the period or the factor is no number.
+        TypeError: the period or the factor is not a number.
         ValueError: a parameter cannot work; the message names it.
 
     >>> import jax
@@ -105,19 +102,21 @@ class DynamicLossScale:
 
     def __post_init__(self) -> None:
         for name in ("loss_scale", "min_loss_scale"):
-            trees.check_scale(name, getattr(self, name))
-            _warn_if_not_floating(name, getattr(self, name))
+            operations.check_scale(name, getattr(self, name))
+            dtype = jnp.result_type(getattr(self, name))
+            if not _is_floating(dtype):
+                warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=3)
         checks.count("period", self.period)
         checks.growth_factor("factor", self.factor)
         floor = self.min_loss_scale
         if not isinstance(floor, jax.core.Tracer) and jnp.ndim(floor) == 0:
             object.__setattr__(self, "min_loss_scale", np.asarray(floor)[()])
         for name in ("loss_scale", "counter"):
-            object.__setattr__(self, name, trees.strong(getattr(self, name)))
+            object.__setattr__(self, name, operations.strong(getattr(self, name)))
         trees.serialise()
 
     def tree_flatten(self) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
-        """The arrays, and what is static: a floor that is a number is."""
+        """The arrays, and what is static, such as a floor that is a number."""
         if isinstance(self.min_loss_scale, np.generic):
             leaves = self.loss_scale, self.counter
             return leaves, (self.period, self.factor, self.min_loss_scale)
@@ -127,17 +126,11 @@ class DynamicLossScale:
     def tree_unflatten(
         cls, metadata: tuple[Any, ...], leaves: tuple[Array, ...]
     ) -> DynamicLossScale:
-        """The loss scale again, of what ``tree_flatten`` returned."""
+        """The loss scale again, from what ``tree_flatten`` returned."""
         (loss_scale, counter, *floor), (period, factor, *static_floor) = leaves, metadata
-        rebuilt = object.__new__(cls)  # for a tree may be rebuilt with anything for leaves
-        (min_loss_scale,) = floor or static_floor
-        vars(rebuilt).update(
-            loss_scale=loss_scale,
-            counter=counter,
-            period=period,
-            factor=factor,
-            min_loss_scale=min_loss_scale,
-        )
+        values = loss_scale, counter, period, factor, *floor, *static_floor
+        rebuilt = object.__new__(cls)  # unchecked: JAX may put anything in place of leaves
+        vars(rebuilt).update(zip(cls.__match_args__, values, strict=True))
         trees.serialise()
         return rebuilt
 
@@ -156,9 +149,9 @@ class DynamicLossScale:
             grads_finite: whether the step's gradients were finite, a boolean scalar.
 
         Raises:
-            ValueError: it is none.
+            ValueError: `grads_finite` is not a boolean scalar.
         """
-        found_inf = ~trees.as_flag("grads_finite", grads_finite)
+        found_inf = ~operations.as_flag("grads_finite", grads_finite)
         dtype = jnp.result_type(self.loss_scale)
         constants = Constants(
             growth_factor=self.factor,
@@ -177,7 +170,7 @@ class DynamicLossScale:
 
 @dataclass(frozen=True)
 class _Reciprocal:
-    """A factor that divides: jmp's backoff is exact where 1/factor would be rounded."""
+    """A factor that divides, like jmp's backoff: exact where 1/factor would be rounded."""
 
     divisor: Any
 
@@ -188,12 +181,6 @@ class _Reciprocal:
 def _multiplied(tree: T, factor: Any) -> T:
     product: T = jax.tree.map(lambda leaf: leaf * factor, tree)
     return product
-
-
-def _warn_if_not_floating(name: str, value: Any) -> None:
-    dtype = jnp.result_type(value)
-    if not _is_floating(dtype):
-        warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=4)
 
 
 def _largest(dtype: Any) -> float:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from gradscaler.jax.operations import AxisName, all_finite, select_tree
 from gradscaler.jax.scaler import GradScaler
-from gradscaler.jax.trees import AxisName, all_finite, select_tree
 from gradscaler.policies import DynamicScale, Policy
 from gradscaler.policies.spelling import check_policy
 
@@ -30,8 +30,8 @@ class LossScaledState(NamedTuple):
     """The state of :func:`loss_scaled`.
 
     Attributes:
-        scaler: what the next loss is to be scaled with.
-        grads_finite: whether the latest gradients were finite, so that a step was taken.
+        scaler: scales the next loss.
+        grads_finite: whether the latest gradients were finite, and so the step was taken.
         inner_state: the optimizer's own state.
     """
 
@@ -47,26 +47,26 @@ def loss_scaled(
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap an optax optimizer so that it takes gradients of a scaled loss.
 
-    Where they are finite, the optimizer sees them divided by the scale. Where they are not, the
-    updates are zero, and the optimizer's state stays bit for bit as it was, step counts included.
-    Either way the scale moves by the policy's rule. The scale is in the state, however deeply that
-    is nested: ``optax.tree_utils.tree_get(state, "scaler").scale(loss)``.
+    If they are finite, the optimizer sees them divided by the scale. If not, the updates are zero,
+    and the optimizer's state stays bit for bit as it was, step counts included. Either way the
+    scale moves by the policy's rule. The state holds the scale, however deeply it is nested:
+    ``optax.tree_utils.tree_get(state, "scaler").scale(loss)``.
 
     The optimizer gets gradients in their own dtype or the parameters', whichever is wider: pass
     ``params`` to ``update``, or float16 gradients of float32 parameters underflow again. Extra
-    arguments reach it as they are: a ``value`` is to be unscaled.
+    arguments reach it as they are: pass an unscaled ``value``.
 
-    Wrap ``MultiSteps`` and ``apply_if_finite`` in this, and not this in them: the former adds an
-    Inf to what it accumulates for good, and the latter hides it from the scale.
+    Wrap ``MultiSteps`` and ``apply_if_finite`` in this, and not this in them. ``MultiSteps`` would
+    accumulate an Inf for good, and ``apply_if_finite`` would hide it from the scale.
 
     Args:
         optimizer: any optax transformation.
         policy: the rule: a :class:`gradscaler.DynamicScale` or a :class:`gradscaler.FixedScale`.
-        axis_name: named axes whose devices are to take one decision, where the gradients were not
+        axis_name: named axes whose devices take one decision. Needed if the gradients were not
             averaged over them before.
 
     Raises:
-        TypeError: the optimizer or the policy is none.
+        TypeError: `optimizer` is not an optax transformation, or `policy` is not a policy.
 
     >>> import jax, optax
     >>> optimizer = loss_scaled(optax.sgd(0.5), DynamicScale(init_scale=1024.0))
@@ -77,43 +77,32 @@ def loss_scaled(
     >>> float(grads), float(optax.apply_updates(weight, updates)), bool(state.grads_finite)
     (2048.0, 0.0, True)
     """
-    import optax  # here, for gradscaler.jax does not need it otherwise
+    import optax  # here, because the rest of gradscaler.jax does not need it
 
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise TypeError(f"optimizer must be an optax transformation, got {optimizer!r}")
     check_policy(policy)
     inner = optax.with_extra_args_support(optimizer)
 
-    def init(params: optax.Params) -> LossScaledState:
+    def init(params: Any) -> LossScaledState:
         return LossScaledState(GradScaler(policy), jnp.array(True), inner.init(params))
 
     def update(
-        updates: optax.Updates,
-        state: LossScaledState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, LossScaledState]:
-        dtypes = jax.tree.map(jnp.result_type, updates)
-        if params is not None and _structure(params) == _structure(updates):
-            dtypes = jax.tree.map(jnp.result_type, updates, params)
+        updates: Any, state: LossScaledState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, LossScaledState]:
+        structure: Any = jax.tree.structure
+        alike = structure(params) == structure(updates)
+        dtypes = jax.tree.map(jnp.result_type, updates, *([params] if alike else []))
         grads = jax.tree.map(jnp.asarray, state.scaler.unscale(updates), dtypes)
         grads_finite = all_finite(grads, axis_name)
         updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
+        updates = select_tree(grads_finite, updates, jax.tree.map(jnp.zeros_like, updates))
         inner_state = jax.tree.map(_in_dtype_of, inner_state, state.inner_state)
-        return (
-            select_tree(grads_finite, updates, jax.tree.map(jnp.zeros_like, updates)),
-            LossScaledState(
-                state.scaler.adjust(grads_finite),
-                grads_finite,
-                select_tree(grads_finite, inner_state, state.inner_state),
-            ),
-        )
+        inner_state = select_tree(grads_finite, inner_state, state.inner_state)
+        scaler = state.scaler.adjust(grads_finite)
+        return updates, LossScaledState(scaler, grads_finite, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _structure(tree: Any) -> Any:
-    return jax.tree.structure(tree)
 
 
 def _in_dtype_of(new: Any, old: Any) -> Any:

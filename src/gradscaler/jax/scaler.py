@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from gradscaler.jax import trees
-from gradscaler.jax.trees import AxisName, all_finite
+from gradscaler.jax import operations, trees
+from gradscaler.jax.operations import AxisName, all_finite
 from gradscaler.policies import DynamicScale, Policy, ScaleState
 from gradscaler.policies.spelling import check_policy
 
@@ -50,7 +50,7 @@ class GradScaler:
         state: where it stands: a float32 and two int32 scalars. By default ``policy.init()``.
 
     Raises:
-        TypeError: the policy or the state is none.
+        TypeError: `policy` is not a policy, or `state` is not a ScaleState.
         ValueError: the scale in the state is not above 0.
 
     >>> import jax
@@ -68,7 +68,7 @@ class GradScaler:
         state = self.policy.init() if self.state is None else self.state
         if not isinstance(state, ScaleState):
             raise TypeError(f"state must be a ScaleState, got {state!r}")
-        trees.check_scale("the scale in state", state.scale)
+        operations.check_scale("the scale in state", state.scale)
         scale, *counts = state
         arrays = jnp.asarray(scale, jnp.float32), *(jnp.asarray(n, jnp.int32) for n in counts)
         object.__setattr__(self, "state", ScaleState(*arrays))
@@ -82,10 +82,10 @@ class GradScaler:
     def scale(self, tree: T) -> T:
         """Multiply a loss, or every leaf of a pytree, by the loss scale.
 
-        Leaves narrower than float32 become float32, for the largest float16 is less than most
-        scales. Leaves of other than floating or complex dtypes stay as they are.
+        Leaves narrower than float32 become float32, because most scales are above the largest
+        float16. Leaves that are neither floating nor complex stay as they are.
         """
-        return trees.map_inexact(lambda leaf: jnp.multiply(*self._beside(leaf)), tree)
+        return operations.map_inexact(lambda leaf: jnp.multiply(*self._beside(leaf)), tree)
 
     def unscale(self, tree: T) -> T:
         """Divide the gradients by the loss scale.
@@ -93,7 +93,7 @@ class GradScaler:
         As in ``scale``, leaves narrower than float32 become float32: in their own dtype they would
         underflow again.
         """
-        return trees.map_inexact(lambda leaf: jnp.divide(*self._beside(leaf)), tree)
+        return operations.map_inexact(lambda leaf: jnp.divide(*self._beside(leaf)), tree)
 
     def _beside(self, leaf: Any) -> tuple[Array, Array]:
         """A leaf in float32 at least, and the scale in its precision."""
@@ -109,9 +109,9 @@ class GradScaler:
             grads_finite: whether the step's gradients were finite, a boolean scalar.
 
         Raises:
-            ValueError: it is none.
+            ValueError: `grads_finite` is not a boolean scalar.
         """
-        found_inf = ~trees.as_flag("grads_finite", grads_finite)
+        found_inf = ~operations.as_flag("grads_finite", grads_finite)
         return trees.replaced(self, state=self.policy.update(self.state, found_inf, jnp.where))
 
     def value_and_grad(
@@ -150,13 +150,13 @@ class GradScaler:
                 places = (argnums,) if isinstance(argnums, int) else argnums
                 chosen = {place % len(args) for place in places}
                 args = tuple(
-                    trees.varying(arg, axis_name) if place in chosen else arg
+                    operations.varying(arg, axis_name) if place in chosen else arg
                     for place, arg in enumerate(args)
                 )
             (_, value), grads = differentiated(*args, **kwargs)
             grads = self.unscale(grads)
             if axis_name is not None:
-                grads = trees.mean(grads, axis_name)
+                grads = operations.lax.pmean(grads, axis_name)
             grads_finite = all_finite(grads)
             return ScaledGradients(self.adjust(grads_finite), grads_finite, value, grads)
 
@@ -164,4 +164,3 @@ class GradScaler:
 
 
 trees.register(GradScaler, static=["policy"])
-trees.serialise(GradScaler, "state")

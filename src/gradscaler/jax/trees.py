@@ -1,136 +1,36 @@
-"""Functions of whole pytrees, and how a class of ours becomes one."""
+"""The registration of our classes as pytrees, with JAX and with flax."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
-import operator
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-
-from gradscaler.errors import ParameterError
 
 T = TypeVar("T")
-Array = Any
-AxisName = Hashable | Sequence[Hashable]
-
-_lax: Any = jax.lax  # typed in part
 
 _unknown_to_flax: dict[type, tuple[str, ...]] = {}
-
-
-def all_finite(tree: Any, axis_name: AxisName | None = None) -> Array:
-    """Whether no leaf of a pytree holds an Inf or a NaN, a boolean scalar.
-
-    Leaves of other than floating or complex dtypes count as finite, and so does an empty tree.
-
-    Args:
-        tree: any pytree of arrays.
-        axis_name: one or more named axes (of ``pmap``, ``shard_map`` or ``vmap``) to reduce over:
-            one device's Inf is then everyone's.
-
-    Raises:
-        TypeError: a leaf is neither an array nor a number.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    finite = [jnp.isfinite(leaf).all() for path, leaf in leaves if _is_inexact(path, leaf)]
-    everywhere = functools.reduce(operator.and_, finite, jnp.array(True))
-    if axis_name is None:
-        return everywhere
-    return _lax.pmin(everywhere.astype(jnp.int32), axis_name) == 1
-
-
-def varying(tree: T, axis_name: AxisName) -> T:
-    """The same tree, of which ``shard_map`` does not know that it is the same on all devices.
-
-    It sums the gradients of what it knows to be, before they can be averaged.
-    """
-    here = _lax.axis_index(axis_name) >= 0  # true, which only we know
-    return map_inexact(lambda leaf: jnp.where(here, leaf, _lax.stop_gradient(leaf)), tree)
-
-
-def mean(tree: T, axis_name: AxisName) -> T:
-    """The mean of every leaf over named axes."""
-    averaged: T = _lax.pmean(tree, axis_name)
-    return averaged
-
-
-def select_tree(pred: Any, a: T, b: T) -> T:
-    """``a`` if ``pred``, else ``b``, leaf by leaf; not a bit of either is changed.
-
-    Args:
-        pred: a boolean scalar.
-        a: any pytree.
-        b: another of the same structure, shapes and dtypes.
-
-    Raises:
-        ValueError: ``pred`` is not a boolean scalar, or the trees do not match.
-    """
-    pred = as_flag("pred", pred)
-    selected: T = jax.tree_util.tree_map_with_path(functools.partial(_select, pred), a, b)
-    return selected
-
-
-def check_scale(name: str, value: Any) -> None:
-    """ValueError unless a loss scale, or each of an array of them, is positive and finite.
-
-    What is traced has no value yet, and passes. TypeError for what is no number.
-    """
-    if isinstance(value, jax.core.Tracer):
-        return
-    try:
-        scale = np.asarray(value, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number, got {value!r}") from None
-    if not np.all((scale > 0) & np.isfinite(scale)):
-        raise ParameterError(f"{name} must be positive and finite, got {value}")
-
-
-def strong(value: Any, dtype: Any = None) -> Array:
-    """A number or an array as an array of a dtype of its own, which jit does not trace twice."""
-    if isinstance(value, (jax.Array, jax.core.Tracer)):
-        return _lax.convert_element_type(value, dtype or value.dtype)
-    return np.asarray(value, dtype or jnp.result_type(value))
-
-
-def as_flag(name: str, value: Any) -> Array:
-    """A boolean scalar, or ValueError."""
-    flag = jnp.asarray(value)
-    if flag.ndim or flag.dtype != jnp.bool_:
-        raise ParameterError(
-            f"{name} must be a boolean scalar, got {flag.dtype} of shape {flag.shape}"
-        )
-    return flag
-
-
-def map_inexact(function: Callable[[Array], Array], tree: T) -> T:
-    """Apply a function to the leaves of floating or complex dtypes."""
-    mapped: T = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: function(leaf) if _is_inexact(path, leaf) else leaf, tree
-    )
-    return mapped
 
 
 def register(cls: type[Any], static: Sequence[str]) -> None:
     """Make a dataclass a pytree; the fields named ``static`` are compared, and never traced.
 
-    JAX rebuilds it without a call of its constructor, which checks what a user passes.
+    JAX rebuilds it without calling its constructor, which checks what a user passes. flax saves
+    the other fields.
     """
     data = [field.name for field in dataclasses.fields(cls) if field.name not in static]
     names, keys = [*data, *static], [jax.tree_util.GetAttrKey(name) for name in data]
-    leaves_of, metadata_of = _getter(data), _getter(static)
 
     def flatten(instance: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return leaves_of(instance), metadata_of(instance)
+        value_of = vars(instance).__getitem__
+        return tuple(map(value_of, data)), tuple(map(value_of, static))
 
     def flatten_with_keys(instance: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        return list(zip(keys, leaves_of(instance), strict=True)), metadata_of(instance)
+        leaves, metadata = flatten(instance)
+        return list(zip(keys, leaves, strict=True)), metadata
 
     def unflatten(metadata: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
         instance = object.__new__(cls)
@@ -139,10 +39,11 @@ def register(cls: type[Any], static: Sequence[str]) -> None:
         return instance
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    serialise(cls, *data)
 
 
 def replaced(instance: T, **changes: Any) -> T:
-    """A copy of a dataclass with other values, whose constructor is not called either."""
+    """A copy of a dataclass with other values, made without calling its constructor."""
     changed = copy.copy(instance)
     vars(changed).update(changes)
     return changed
@@ -151,14 +52,12 @@ def replaced(instance: T, **changes: Any) -> T:
 def serialise(cls: type[Any] | None = None, *names: str) -> None:
     """Let ``flax.serialization`` save and restore these fields of a class.
 
-    It asks for that at import, which would take longer than all else here. So this is called with
-    every instance that is made, and does something when its user has imported flax.
+    flax has a registry, but importing it takes longer than all else here. So every new instance
+    calls this, and the first one after the user has imported flax registers the classes.
     """
     if cls is not None:
         _unknown_to_flax[cls] = names
-    if not _unknown_to_flax or "flax.serialization" not in sys.modules:
-        return
-    while _unknown_to_flax:
+    while _unknown_to_flax and "flax.serialization" in sys.modules:
         _serialise(sys.modules["flax.serialization"], *_unknown_to_flax.popitem())
 
 
@@ -176,31 +75,3 @@ def _serialise(flax: Any, cls: type[Any], names: Sequence[str]) -> None:
         return dataclasses.replace(target, **restored)
 
     flax.register_serialization_state(cls, to_state_dict, from_state_dict)
-
-
-def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    get = operator.attrgetter(*names)  # of one name it returns the value, of several a tuple
-    return get if len(names) > 1 else lambda instance: (get(instance),)
-
-
-def _is_inexact(path: Any, leaf: Any) -> bool:
-    try:
-        if isinstance(leaf, (str, type, np.dtype)):  # which name a dtype
-            raise TypeError
-        return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
-    except TypeError:
-        raise TypeError(f"{_place(path)} is neither an array nor a number: {leaf!r}") from None
-
-
-def _select(pred: Array, path: Any, a: Any, b: Any) -> Array:
-    a, b = jnp.asarray(a), jnp.asarray(b)
-    if a.shape != b.shape or a.dtype != b.dtype:
-        raise ParameterError(
-            f"{_place(path)}: cannot choose between {a.dtype}{list(a.shape)} and "
-            f"{b.dtype}{list(b.shape)}"
-        )
-    return jax.lax.select(pred, a, b)
-
-
-def _place(path: Any) -> str:
-    return f"leaf {jax.tree_util.keystr(path)}" if path else "the tree"

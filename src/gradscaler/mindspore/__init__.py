@@ -6,9 +6,9 @@ The names are those of ``mindspore.amp`` and ``mindspore.nn``, and stand in for 
 from mindspore.amp import LossScaleManager, LossScaler
 
 from gradscaler.mindspore.cells import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
-from gradscaler.mindspore.gradients import all_finite
 from gradscaler.mindspore.managers import DynamicLossScaleManager, FixedLossScaleManager
-from gradscaler.mindspore.scalers import DynamicLossScaler, StaticLossScaler
+from gradscaler.mindspore.operations import all_finite
+from gradscaler.mindspore.scaler import DynamicLossScaler, StaticLossScaler
 from gradscaler.mindspore.train import TrainOneStepWithLossScaleCell, build_train_network
 
 __all__ = [

@@ -6,9 +6,9 @@ from typing import Any
 
 from mindspore import nn, ops
 
-from gradscaler.mindspore import spelling
-from gradscaler.mindspore.gradients import as_flag, compiled
-from gradscaler.policies import Policy
+from gradscaler.mindspore.operations import as_flag, compiled
+from gradscaler.mindspore.spelling import dynamic_policy, nonfinite_steps
+from gradscaler.policies import DynamicScale, checks
 from gradscaler.policies.rule import next_values
 
 
@@ -29,15 +29,15 @@ class FixedLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):  # type: ignore[mis
     """
 
     def __init__(self, loss_scale_value: float) -> None:
-        spelling.loss_scale("loss_scale_value", loss_scale_value)
+        checks.loss_scale("loss_scale_value", loss_scale_value, lowest=1.0)
         super().__init__(loss_scale_value)
 
 
 class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):  # type: ignore[misc] # untyped base
     """A loss scale that moves: a drop-in for ``mindspore.nn.DynamicLossScaleUpdateCell``.
 
-    Called by a train step, with the loss scale to move, a Parameter of shape () or (1,) and
-    float32, and whether the step overflowed, a bool or a bool Tensor of shape () or (1,). It
+    A train step calls it with the loss scale, a float32 Parameter of shape () or (1,), and whether
+    the step overflowed, a bool or a bool Tensor of shape () or (1,). It moves the former and
     returns the latter. It is compiled in either mode. Its parameters are those of MindSpore's cell,
     and so are its checkpoints.
 
@@ -69,28 +69,22 @@ class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):  # type: ignore
         scale_factor: float = 2,
         scale_window: int = 2000,
         *,
-        policy: Policy | None = None,
+        policy: DynamicScale | None = None,
     ) -> None:
-        policy = spelling.dynamic_policy(
-            policy,
-            loss_scale_value=loss_scale_value,
-            scale_factor=scale_factor,
-            scale_window=scale_window,
+        policy = dynamic_policy(
+            policy, "loss_scale_value", loss_scale_value, scale_factor, scale_window
         )
         super().__init__(policy.init_scale, policy.growth_factor, policy.growth_interval)
         self._constants = policy._constants
-        self.nonfinite_steps = spelling.nonfinite_steps(policy)
+        self.nonfinite_steps = nonfinite_steps(policy)
 
     @compiled
     def construct(self, loss_scale: Any, overflow: Any) -> Any:
-        """Assign the next loss scale to ``loss_scale``; ``overflow`` as it is."""
+        """Assign the next loss scale to ``loss_scale``, and return ``overflow``."""
+        finite_steps = self.cur_iter - 1 - self.last_overflow_iter
+        state = loss_scale, finite_steps, self.nonfinite_steps
         scale, finite_steps, nonfinite_steps = next_values(
-            self._constants,
-            loss_scale,
-            self.cur_iter - 1 - self.last_overflow_iter,
-            self.nonfinite_steps,
-            as_flag(overflow),
-            ops.where,
+            self._constants, *state, as_flag(overflow), ops.where
         )
         ops.assign(loss_scale, scale)
         ops.assign(self.last_overflow_iter, self.cur_iter - finite_steps)

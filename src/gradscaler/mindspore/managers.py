@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import mindspore
 import numpy as np
 
-from gradscaler.mindspore import spelling
 from gradscaler.mindspore.cells import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
-from gradscaler.policies import Policy, ScaleState, checks
-from gradscaler.policies.spelling import changed
+from gradscaler.mindspore.spelling import WindowAndFactor, dynamic_policy, parameter
+from gradscaler.policies import DynamicScale, ScaleState, checks
 
 
 class FixedLossScaleManager(mindspore.amp.FixedLossScaleManager):  # type: ignore[misc] # untyped base
@@ -19,8 +17,8 @@ class FixedLossScaleManager(mindspore.amp.FixedLossScaleManager):  # type: ignor
 
     Args:
         loss_scale: the loss scale, 1 at least.
-        drop_overflow_update: whether an overflow skips its step. If not, the optimizer is to be
-            told the scale, by its own ``loss_scale``.
+        drop_overflow_update: whether an overflow skips its step. If not, give the scale to the
+            optimizer too, as its own ``loss_scale``.
 
     Raises:
         ValueError: ``loss_scale`` is below 1, or not finite in float32.
@@ -31,7 +29,7 @@ class FixedLossScaleManager(mindspore.amp.FixedLossScaleManager):  # type: ignor
     """
 
     def __init__(self, loss_scale: float = 128.0, drop_overflow_update: bool = True) -> None:
-        spelling.loss_scale("loss_scale", loss_scale)
+        checks.loss_scale("loss_scale", loss_scale, lowest=1.0)
         super().__init__(loss_scale, drop_overflow_update)
 
     def get_update_cell(self) -> FixedLossScaleUpdateCell | None:
@@ -41,19 +39,7 @@ class FixedLossScaleManager(mindspore.amp.FixedLossScaleManager):  # type: ignor
         return FixedLossScaleUpdateCell(self._loss_scale)
 
 
-def _parameter(name: str, own: str, doc: str) -> property:
-    """A parameter of a manager's policy, read and written under MindSpore's name for it."""
-
-    def get(manager: DynamicLossScaleManager) -> Any:
-        return getattr(manager._policy, name)
-
-    def set_(manager: DynamicLossScaleManager, value: Any) -> None:
-        manager._policy = changed(manager._policy, {own: name}, **{own: value})
-
-    return property(get, set_, doc=doc)
-
-
-class DynamicLossScaleManager(mindspore.amp.DynamicLossScaleManager):  # type: ignore[misc] # untyped base
+class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleManager):  # type: ignore[misc] # untyped base
     """A loss scale that moves: a drop-in for ``mindspore.amp.DynamicLossScaleManager``.
 
     The scale backs off to ``max(loss_scale / scale_factor, 1)`` at each overflow, and grows to
@@ -68,7 +54,7 @@ class DynamicLossScaleManager(mindspore.amp.DynamicLossScaleManager):  # type: i
 
     Attributes:
         loss_scale: the scale now.
-        cur_iter: the number of the step to come, from 1.
+        cur_iter: the number of the next step, from 1.
         last_overflow_iter: the number of the last step that overflowed; 0 before there is one.
         bad_step: how many steps in a row have overflowed.
         bad_step_max: how many may; 1000.
@@ -92,13 +78,10 @@ class DynamicLossScaleManager(mindspore.amp.DynamicLossScaleManager):  # type: i
         scale_factor: float = 2,
         scale_window: int = 2000,
         *,
-        policy: Policy | None = None,
+        policy: DynamicScale | None = None,
     ) -> None:
-        self._policy = spelling.dynamic_policy(
-            policy,
-            init_loss_scale=init_loss_scale,
-            scale_factor=scale_factor,
-            scale_window=scale_window,
+        self._policy = dynamic_policy(
+            policy, "init_loss_scale", init_loss_scale, scale_factor, scale_window
         )
         self._loss_scale: float = self._policy.init_scale
         self.cur_iter = 1
@@ -113,14 +96,11 @@ class DynamicLossScaleManager(mindspore.amp.DynamicLossScaleManager):  # type: i
             f"last_overflow_iter={self.last_overflow_iter}, policy={self._policy!r})"
         )
 
-    increase_ratio = _parameter(
-        "growth_factor", "increase_ratio", "What growth multiplies the scale by."
+    increase_ratio = parameter(
+        "increase_ratio", "growth_factor", "What growth multiplies the scale by."
     )
-    decrease_ratio = _parameter(
-        "backoff_factor", "decrease_ratio", "What a backoff multiplies the scale by."
-    )
-    scale_window = _parameter(
-        "growth_interval", "scale_window", "Finite steps in a row before the scale grows."
+    decrease_ratio = parameter(
+        "decrease_ratio", "backoff_factor", "What a backoff multiplies the scale by."
     )
 
     @property
@@ -132,15 +112,6 @@ class DynamicLossScaleManager(mindspore.amp.DynamicLossScaleManager):  # type: i
     def loss_scale(self, loss_scale: float) -> None:
         bounds = self._policy.min_scale, self._policy.max_scale
         self._loss_scale = checks.loss_scale("loss_scale", loss_scale, *bounds)
-
-    @property
-    def scale_factor(self) -> float:
-        """What growth multiplies the scale by, and a backoff divides it by."""
-        return self._policy.growth_factor
-
-    @scale_factor.setter
-    def scale_factor(self, scale_factor: float) -> None:
-        self._policy = spelling.with_factor(self._policy, scale_factor)
 
     def update_loss_scale(self, overflow: bool) -> None:
         """Move the scale after a step.
@@ -155,8 +126,8 @@ class DynamicLossScaleManager(mindspore.amp.DynamicLossScaleManager):  # type: i
         bad_step = self.bad_step + 1 if overflow else 0
         if bad_step > self.bad_step_max:
             raise RuntimeError(
-                f"Continuous overflow: {bad_step} steps in a row, of which bad_step_max allows "
-                f"{self.bad_step_max}, down to a loss scale of {self.loss_scale}. Gradients that "
+                f"Continuous overflow: {bad_step} steps in a row, down to a loss scale of "
+                f"{self.loss_scale}; bad_step_max allows {self.bad_step_max}. Gradients that "
                 "overflow at every scale come from Inf or NaN in the weights, the data or the loss"
             )
         finite_steps = (self.cur_iter - 1 - self.last_overflow_iter) % self.scale_window

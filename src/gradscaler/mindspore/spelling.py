@@ -8,44 +8,66 @@ from typing import Any
 import mindspore
 from mindspore import Parameter, Tensor
 
-from gradscaler.policies import DynamicScale, Policy, checks
-from gradscaler.policies.spelling import check_alone, spelled
+from gradscaler.policies import DynamicScale, checks
+from gradscaler.policies.spelling import changed, check_alone, check_policy, spelled
 
 DEFAULTS = (2**24, 2, 2000)
 
 
-def loss_scale(name: str, value: object) -> float:
-    """``value`` if it can be a loss scale of MindSpore's, which is 1 at least."""
-    return checks.loss_scale(name, value, lowest=1.0)
-
-
-def dynamic_policy(policy: Policy | None, **parameters: Any) -> DynamicScale:
-    """The policy, or MindSpore's rule with these: initial scale, factor and window, in order.
+def dynamic_policy(
+    policy: DynamicScale | None, name: str, loss_scale: Any, scale_factor: Any, scale_window: Any
+) -> DynamicScale:
+    """The policy, or MindSpore's rule with these parameters; ``name`` is the loss scale's.
 
     Raises:
         TypeError, ValueError: one of them cannot work; the message names it.
         ParameterError: there are parameters beside a policy.
     """
+    parameters = {name: loss_scale, "scale_factor": scale_factor, "scale_window": scale_window}
     if policy is None:
-        fields = {next(iter(parameters)): "init_loss_scale"}
-        return spelled(DynamicScale.mindspore, fields, **parameters)
+        return spelled(DynamicScale.mindspore, {name: "init_loss_scale"}, **parameters)
     check_alone(policy, DEFAULTS, **parameters)
-    if not isinstance(policy, DynamicScale):
-        raise TypeError(
-            f"policy must be a DynamicScale, got {policy!r}; for a scale that never moves there "
-            "are FixedLossScaleManager, FixedLossScaleUpdateCell and StaticLossScaler"
-        )
+    fixed = "FixedLossScaleManager, FixedLossScaleUpdateCell or StaticLossScaler"
+    check_policy(policy, DynamicScale, fixed)
     return policy
 
 
-def with_factor(policy: DynamicScale, scale_factor: float) -> DynamicScale:
-    """The policy with MindSpore's one factor: growth multiplies by it, a backoff divides."""
-    factor = checks.growth_factor("scale_factor", scale_factor)
-    return dataclasses.replace(policy, growth_factor=factor, backoff_factor=1 / factor)
+def parameter(own: str, field: str, doc: str) -> property:
+    """A field of an object's ``_policy``, read and written under MindSpore's name for it."""
+
+    def get(self: Any) -> Any:
+        return getattr(self._policy, field)
+
+    def set_(self: Any, value: Any) -> None:
+        self._policy = changed(self._policy, {own: field}, **{own: value})
+
+    return property(get, set_, doc=doc)
+
+
+class WindowAndFactor:
+    """The window and the factor of ``_policy``, of a manager or of a scaler."""
+
+    _policy: DynamicScale
+
+    scale_window = parameter(
+        "scale_window", "growth_interval", "Finite steps in a row before the scale grows."
+    )
+
+    @property
+    def scale_factor(self) -> float:
+        """What growth multiplies the scale by, and a backoff divides it by."""
+        return self._policy.growth_factor
+
+    @scale_factor.setter
+    def scale_factor(self, scale_factor: float) -> None:
+        factor = checks.growth_factor("scale_factor", scale_factor)
+        self._policy = dataclasses.replace(
+            self._policy, growth_factor=factor, backoff_factor=1 / factor
+        )
 
 
 def nonfinite_steps(policy: DynamicScale) -> Any:
-    """The count towards a hysteresis: a Parameter, or a constant where the policy has none.
+    """The count towards a hysteresis: a Parameter, or a constant if the policy has none.
 
     A checkpoint then holds what MindSpore's own would.
     """

@@ -7,18 +7,18 @@ from typing import Any
 import mindspore
 from mindspore import Tensor, amp, nn, ops
 
-from gradscaler.mindspore.gradients import every_finite, on_cpu, unscale_all
 from gradscaler.mindspore.managers import DynamicLossScaleManager
+from gradscaler.mindspore.operations import every_finite, on_cpu, unscale_all
 from gradscaler.policies import checks
 
 
 class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: ignore[misc] # untyped base
     """A train step with loss scaling: a drop-in for ``mindspore.nn.TrainOneStepWithLossScaleCell``.
 
-    Called with the network's inputs it returns the loss, whether a gradient overflowed, and the
-    loss scale: Tensors of the loss's shape, of () and bool, and of the scale's shape and float32,
-    in PyNative mode the Parameter itself, which moves on. A step that overflowed leaves the
-    parameters and the optimizer as they were. MindSpore's own needs an Ascend or a GPU.
+    Called with the network's inputs it returns three Tensors: the loss; whether a gradient
+    overflowed, a bool of shape (); and the float32 loss scale, in its own shape. In PyNative mode
+    that is the Parameter itself, which moves on. A step that overflowed leaves the parameters and
+    the optimizer as they were. MindSpore's own needs an Ascend or a GPU.
 
     Args:
         network: a cell that returns the loss.
@@ -59,7 +59,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
         """The loss, whether a gradient overflowed, and the loss scale."""
         loss = self.network(*inputs)
         scale = self.scale_sense
-        status = Tensor([0] * 8, mindspore.int32)  # only Ascend's float status has a use for it
+        status = Tensor([0] * 8, mindspore.int32)  # only Ascend's float status uses it
         sens = ops.ones_like(loss) * ops.cast(scale, loss.dtype)
         grads = self.grad(self.network, self.weights)(*inputs, sens)
         grads = self.grad_reducer(unscale_all(scale, *grads))
@@ -89,7 +89,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
             sens: a Tensor of one element, positive and finite.
 
         Raises:
-            TypeError: ``sens`` is no Tensor.
+            TypeError: ``sens`` is not a Tensor.
             ValueError: it cannot be a loss scale; nothing changes.
         """
         if not isinstance(sens, Tensor):
@@ -99,7 +99,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
 
 
 def _as_scale(name: str, scale: Any) -> Any:
-    """A float32 Tensor of its own, or ValueError."""
+    """A new float32 Tensor, or ValueError."""
     if scale.size != 1:
         raise ValueError(f"{name} must have the shape () or (1,), got {scale.shape}")
     value = scale.astype(mindspore.float32).asnumpy()
@@ -125,9 +125,9 @@ def build_train_network(
         optimizer: updates the network's parameters.
         loss_fn: a cell that makes a loss of the network's output and a label.
         level: of mixed precision: "O0", "O1", "O2", "O3" or "auto". "O2" scales the loss by a
-            ``DynamicLossScaleManager()`` where ``loss_scale_manager`` is left out.
+            ``DynamicLossScaleManager()`` if ``loss_scale_manager`` is left out.
         boost_level: of ``mindspore.boost``: "O0", "O1" or "O2"; on the CPU loss scaling that skips
-            steps takes "O0" alone.
+            steps takes only "O0".
         kwargs: ``loss_scale_manager``, ``cast_model_type`` and ``keep_batchnorm_fp32``, as
             MindSpore's own has them.
 
@@ -136,8 +136,8 @@ def build_train_network(
         that skips steps it returns loss, overflow and loss scale; else the loss.
 
     Raises:
-        ValueError, TypeError: an argument is none of those; or on the CPU, steps would be skipped
-            with ``boost_level``, or with gradients accumulated in MindSpore's own way.
+        ValueError, TypeError: an argument is not one of those; or on the CPU, steps would be
+            skipped with ``boost_level``, or with MindSpore's own accumulation of gradients.
 
     >>> from gradscaler.mindspore import DynamicLossScaleManager
     >>> network = nn.Dense(2, 1, weight_init="ones")
@@ -153,10 +153,11 @@ def build_train_network(
     update_cell = None
     if on_cpu() and isinstance(manager, amp.LossScaleManager):
         update_cell = manager.get_update_cell()
-    if update_cell is None:
-        return amp.build_train_network(network, optimizer, loss_fn, level, boost_level, **kwargs)
-    kwargs["loss_scale_manager"] = None
+    if update_cell is not None:
+        kwargs["loss_scale_manager"] = None
     step = amp.build_train_network(network, optimizer, loss_fn, level, boost_level, **kwargs)
+    if update_cell is None:
+        return step
     if type(step) is not nn.TrainOneStepCell:
         raise ValueError(
             f"On the CPU, {type(manager).__name__} cannot skip the steps of a "

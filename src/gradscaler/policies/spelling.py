@@ -48,10 +48,14 @@ def check_alone(policy: object, defaults: tuple[Any, ...], /, **parameters: Any)
         )
 
 
-def check_policy(policy: object, kind: type | UnionType = Policy) -> None:
-    """TypeError unless ``policy`` is of a kind: by default, whatever has a policy's methods."""
+def check_policy(policy: object, kind: type | UnionType = Policy, fixed: str = "") -> None:
+    """TypeError unless ``policy`` is of a kind: by default, whatever has a policy's methods.
+
+    A kind without FixedScale gives in ``fixed`` what to use for a scale that never moves.
+    """
     if isinstance(policy, type) or not isinstance(policy, kind):
+        also = f" (for a scale that never moves, use {fixed})" if fixed else " or a FixedScale"
         raise TypeError(
-            f"policy must be a DynamicScale or a FixedScale, got {policy!r}; an example is "
+            f"policy must be a DynamicScale{also}, got {policy!r}; an example is "
             "DynamicScale(init_scale=1024.0)"
         )

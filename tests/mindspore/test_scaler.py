@@ -1,6 +1,5 @@
 """The functional scalers beside MindSpore's, called from either mode and inside mindspore.jit."""
 
-import contextlib
 import gc
 import math
 
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from mindspore import Tensor, amp, jit_class
 
 import gradscaler.mindspore as ours
-from gradscaler import DynamicScale, FixedScale, ParameterError
 
 INF = float("inf")
 TRACES = st.lists(st.booleans(), max_size=20)
@@ -37,14 +35,6 @@ def rewound(scaler, scale):
     return scaler
 
 
-class Adjusting:
-    """A scaler's ``adjust``, from Python or from inside a compiled function."""
-
-    def __init__(self, scaler, compiled):
-        self.scaler = scaler
-        self.adjust = compile_adjust(scaler) if compiled else scaler.adjust
-
-
 def compile_adjust(scaler):
     @mindspore.jit
     def adjust(grads_finite):
@@ -58,19 +48,16 @@ def compile_adjust(scaler):
 def test_the_dynamic_scaler_goes_through_every_trace_as_mindspores_does(
     mode, scale, factor, compiled
 ):
-    mine, native = (
-        Adjusting(scaler(scale, factor, 3), compiled)
-        for scaler in (ours.DynamicLossScaler, amp.DynamicLossScaler)
-    )
+    scalers = [s(scale, factor, 3) for s in (ours.DynamicLossScaler, amp.DynamicLossScaler)]
+    adjusts = [compile_adjust(scaler) if compiled else scaler.adjust for scaler in scalers]
 
     @given(trace=TRACES)
     @settings(max_examples=8, deadline=None)
     def compare(trace):
-        for side in (mine, native):
-            rewound(side.scaler, scale)
+        mine, native = (rewound(scaler, scale) for scaler in scalers)
         for grads_finite in map(Tensor, trace):
-            assert mine.adjust(grads_finite) is native.adjust(grads_finite) is True
-            assert state(mine.scaler) == state(native.scaler)
+            assert [adjust(grads_finite) for adjust in adjusts] == [True, True]
+            assert state(mine) == state(native)
 
     compare()
 
@@ -107,17 +94,13 @@ def test_scaling_and_unscaling_are_mindspores_to_the_bit(mode, scalers, dtype):
         assert bits(mine.unscale(inputs)) == bits(native.unscale(inputs))
 
 
-def test_a_tuple_may_mix_dtypes_and_nest(mode):
+def test_tuples_lists_and_dicts_may_mix_dtypes_and_nest(mode):
     scaler = ours.StaticLossScaler(4)
     half, double = values_in(mindspore.float16, 1.0), values_in(mindspore.float64, 1.0)
     scaled = scaler.scale((half, (double, [half])))
     assert bits(scaled) == bits((half * 4, (double * 4, [half * 4])))
-
-
-def test_a_dict_keeps_its_keys(mode):
-    scaled = ours.StaticLossScaler(4).scale({"a": Tensor(2.0)})
-    assert list(scaled) == ["a"]
-    assert scaled["a"].asnumpy() == 8.0
+    scaled = scaler.scale({"a": Tensor(2.0)})
+    assert (list(scaled), scaled["a"].asnumpy()) == (["a"], 8.0)
 
 
 def test_gradients_flow_through_scale(mode):
@@ -129,39 +112,31 @@ def test_gradients_flow_through_scale(mode):
     assert mindspore.grad(loss)(Tensor([1.0, 2.0])).asnumpy().tolist() == [3 * 2**10] * 2
 
 
-def test_float16_gradients_survive_a_scale_whose_reciprocal_float16_cannot_hold(mode):
-    """MindSpore casts 2**-26 to float16, which makes it 0, and with it every gradient."""
-    grads = (values_in(mindspore.float16, 2.0**12),)
-    scaler, native = ours.StaticLossScaler(2.0**26), amp.StaticLossScaler(2.0**26)
-    assert scaler.unscale(grads)[0].asnumpy() == 2.0**-14
-    assert native.unscale(grads)[0].asnumpy() == 0
+@pytest.mark.parametrize(
+    ("method", "scale", "value", "mine", "native"),
+    [("unscale", 2.0**26, 2.0**12, 2.0**-14, 0), ("scale", 2.0**17, 2.0**-8, 2.0**9, INF)],
+)
+def test_float16_survives_scales_that_it_cannot_hold(mode, method, scale, value, mine, native):
+    """MindSpore casts the scale and its reciprocal to float16: 2**17 to inf, and 2**-26 to 0."""
+    value = values_in(mindspore.float16, value)
+    for module, expected in ((ours, mine), (amp, native)):
+        scaler = module.StaticLossScaler(scale)
+        assert getattr(scaler, method)(value).asnumpy() == expected
+        assert getattr(scaler, method)((value,))[0].asnumpy() == expected
 
 
-def test_a_float16_loss_survives_a_scale_that_float16_cannot_hold(mode):
-    """MindSpore casts the scale to float16, which makes it inf."""
-    loss = values_in(mindspore.float16, 2.0**-8)
-    scaler, native = ours.StaticLossScaler(2.0**17), amp.StaticLossScaler(2.0**17)
-    assert scaler.scale(loss).asnumpy() == 2.0**9
-    assert native.scale(loss).asnumpy() == INF
+STATIC = ours.StaticLossScaler(1.0)
 
 
 @pytest.mark.parametrize("dtype", [mindspore.float16, mindspore.bfloat16])
 @given(value=st.floats(-4, 4, width=16), scale=st.floats(1, 2**20, width=32))
 @settings(max_examples=60, deadline=None)
 def test_halves_are_unscaled_in_float32_and_rounded_once(dtype, value, scale):
-    scaler = rewound_static(scale)
+    STATIC.scale_value.set_data(Tensor(scale, mindspore.float32))
     value = values_in(dtype, value)
     reciprocal = np.float32(1) / np.float32(scale)
     expected = Tensor(value.astype(mindspore.float32).asnumpy() * reciprocal).astype(dtype)
-    assert bits(scaler.unscale(value)) == bits(expected)
-
-
-STATIC = ours.StaticLossScaler(1.0)
-
-
-def rewound_static(scale):
-    STATIC.scale_value.set_data(Tensor(scale, mindspore.float32))
-    return STATIC
+    assert bits(STATIC.unscale(value)) == bits(expected)
 
 
 def test_the_static_scaler_never_moves(mode):
@@ -177,8 +152,8 @@ def test_flags_may_be_bools_or_of_shape_1(mode):
     assert scaler.scale_value.asnumpy() == 32
 
 
-def test_a_scaler_is_never_taken_for_one_that_is_gone(mode):
-    """MindSpore keeps compiled methods by the id of their object: nothing here may be one."""
+def test_a_scaler_is_never_mistaken_for_one_that_is_gone(mode):
+    """MindSpore caches compiled methods by the id of their object: nothing here may be one."""
     seen = set()
     for i in range(1, 50):
         scaler = ours.DynamicLossScaler(4.0 * i, 2, 3)
@@ -190,7 +165,7 @@ def test_a_scaler_is_never_taken_for_one_that_is_gone(mode):
     assert len(seen) < 49  # or this has tested nothing
 
 
-def test_nothing_is_compiled_anew_while_the_scale_moves(mode, count_compilations):
+def test_nothing_compiles_again_while_the_scale_moves(mode, count_compilations):
     scaler = ours.DynamicLossScaler(64, 2, 1)
 
     def iterate(grads_finite):
@@ -205,60 +180,11 @@ def test_nothing_is_compiled_anew_while_the_scale_moves(mode, count_compilations
     assert compiled == []
 
 
-@pytest.mark.parametrize("scaler", [ours.StaticLossScaler(2), ours.DynamicLossScaler(2, 2, 2)])
-def test_the_scalers_are_mindspores_to_isinstance(scaler):
-    assert isinstance(scaler, (amp.StaticLossScaler, amp.DynamicLossScaler))
-    assert isinstance(scaler, ours.LossScaler)
-    assert isinstance(scaler, amp.LossScaler)
-
-
 def test_the_parameters_have_mindspores_names():
     mine, native = ours.DynamicLossScaler(64, 2, 3), amp.DynamicLossScaler(64, 2, 3)
     for name in ("scale_value", "counter"):
         assert getattr(mine, name).name == getattr(native, name).name
     assert (mine.scale_factor, mine.scale_window) == (native.scale_factor, native.scale_window)
-
-
-BAD = [
-    ((0.5, 2, 3), ValueError, "scale_value"),
-    ((True, 2, 3), TypeError, "scale_value"),
-    (("1", 2, 3), TypeError, "scale_value"),
-    ((math.nan, 2, 3), ValueError, "scale_value"),
-    ((INF, 2, 3), ValueError, "scale_value"),
-    ((64, 0, 3), ValueError, "scale_factor"),
-    ((64, 1, 3), ValueError, "scale_factor"),
-    ((64, "2", 3), TypeError, "scale_factor"),
-    ((64, 2, 0), ValueError, "scale_window"),
-    ((64, 2, 2.5), TypeError, "scale_window"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "error", "named"), BAD)
-def test_a_bad_parameter_is_named(arguments, error, named):
-    with pytest.raises(error, match=f"{named} must"):
-        ours.DynamicLossScaler(*arguments)
-    if named == "scale_value":
-        with pytest.raises(error, match=f"{named} must"):
-            ours.StaticLossScaler(arguments[0])
-
-
-def test_what_mindspore_refuses_is_refused_with_the_same_type():
-    compared = 0
-    for arguments, error, _ in BAD:
-        with contextlib.suppress(Exception):  # what it takes, and cannot work with
-            amp.DynamicLossScaler(*arguments)
-            continue
-        compared += 1
-        with pytest.raises(error):
-            amp.DynamicLossScaler(*arguments)
-    assert compared == 7
-
-
-def test_a_policy_beside_parameters_is_refused():
-    with pytest.raises(ParameterError, match="leave out scale_value, scale_factor"):
-        ours.DynamicLossScaler(64, 2, 3, policy=DynamicScale())
-    with pytest.raises(TypeError, match="StaticLossScaler"):
-        ours.DynamicLossScaler(policy=FixedScale(2.0))
 
 
 # all_finite
@@ -275,7 +201,7 @@ def test_all_finite_finds_every_inf_and_nan(mode, dtype, where, value):
     finite = ours.all_finite(tensors)
     assert (str(finite.dtype), finite.shape) == ("Bool", ())
     assert bool(finite) is (where is None)
-    if dtype != mindspore.bfloat16:  # of which MindSpore's own has no kernel on the CPU
+    if dtype != mindspore.bfloat16:  # MindSpore's own has no kernel for it on the CPU
         native = amp.all_finite(tensors)
         assert (str(native.dtype), native.shape, bool(native)) == ("Bool", (), where is None)
 
@@ -303,7 +229,7 @@ def test_all_finite_takes_any_number_of_tensors_of_any_kind(mode, inputs, finite
 @pytest.mark.parametrize(
     "inputs", [None, "gradients", 1.0, {"a": Tensor(1.0)}, (1.0,), (Tensor(1.0), None), ((), ())]
 )
-def test_all_finite_of_anything_else_is_an_error(mode, inputs):
+def test_all_finite_refuses_anything_else(mode, inputs):
     with pytest.raises(TypeError, match=r"^inputs must"):
         ours.all_finite(inputs)
 
@@ -376,15 +302,10 @@ def test_a_functional_loop_trains_as_with_mindspores_scaler(
         assert results[0] == results[1]
 
 
-def test_window_and_factor_can_be_set_and_bad_ones_change_nothing():
+def test_window_and_factor_can_be_set():
     scaler = ours.DynamicLossScaler(2**10, 2, 5)
     scaler.scale_window = 1
     scaler.scale_factor = 4
-    for bad, error in ((0, ValueError), (1.5, TypeError)):
-        with pytest.raises(error, match="scale_window"):
-            scaler.scale_window = bad
-    with pytest.raises(ValueError, match="scale_factor"):
-        scaler.scale_factor = 1
     assert (scaler.scale_window, scaler.scale_factor) == (1, 4)
     scales = []
     for finite in (True, False, False):
@@ -394,7 +315,7 @@ def test_window_and_factor_can_be_set_and_bad_ones_change_nothing():
 
 
 @pytest.mark.parametrize("flag", [1, None, "x", Tensor([True, False]), Tensor(1.0), Tensor(1)])
-def test_what_is_no_flag_is_refused_and_nothing_changes(flag):
+def test_anything_but_a_flag_is_refused_and_changes_nothing(flag):
     scaler = ours.DynamicLossScaler(2**10, 2, 1)
     with pytest.raises(TypeError, match="must be a bool, or a bool Tensor of shape"):
         scaler.adjust(flag)
@@ -402,7 +323,7 @@ def test_what_is_no_flag_is_refused_and_nothing_changes(flag):
 
 
 @pytest.mark.parametrize("method", ["scale", "unscale"])
-def test_a_number_is_no_tensor(method):
+def test_a_number_is_not_a_tensor(method):
     with pytest.raises(TypeError, match="inputs must be a tensor, or tensors in"):
         getattr(ours.DynamicLossScaler(2**10, 2, 1), method)(2.0)
 
@@ -411,8 +332,3 @@ def test_many_gradients_of_many_shapes_are_checked():
     gradients = tuple(Tensor(np.ones((i % 7 + 1, i % 5 + 1), np.float32)) for i in range(120))
     assert ours.all_finite(gradients)
     assert not ours.all_finite((*gradients, Tensor(np.float32("nan"))))
-
-
-def test_the_repr_shows_scale_counts_and_policy():
-    scaler = ours.DynamicLossScaler(scale_value=8, scale_factor=2, scale_window=10)
-    assert repr(scaler).startswith("DynamicLossScaler(scale_value=8.0, counter=0, policy=Dyn")

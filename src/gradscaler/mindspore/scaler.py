@@ -1,4 +1,4 @@
-"""``mindspore.amp``'s functional scalers, for training loops of one's own."""
+"""``mindspore.amp``'s functional scalers, for custom training loops."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import Any
 import mindspore
 from mindspore import Parameter, Tensor, mutable, ops
 
-from gradscaler.mindspore import spelling
-from gradscaler.mindspore.gradients import as_flag, compiled, scaled, unscaled
-from gradscaler.policies import DynamicScale, Policy
+from gradscaler.mindspore.operations import as_flag, compiled, scaled, unscaled
+from gradscaler.mindspore.spelling import WindowAndFactor, dynamic_policy, nonfinite_steps
+from gradscaler.policies import DynamicScale, checks
 from gradscaler.policies.rule import Constants, next_values
-from gradscaler.policies.spelling import changed
 
 _map = ops.HyperMap()
 _partial = ops.Partial()
 
 
-# Functions, and none of them a method: MindSpore keeps what it compiled of a method by the id of
-# the object, and takes it for that of a later object with the same id.
+# These are functions because MindSpore caches a compiled method by the id of its object, and would
+# use it for a later object with the same id.
 
 
 @compiled
@@ -93,13 +92,14 @@ class StaticLossScaler(_Scaling, mindspore.amp.StaticLossScaler):  # type: ignor
     """
 
     def __init__(self, scale_value: float) -> None:
-        super().__init__(spelling.loss_scale("scale_value", scale_value))
+        super().__init__(checks.loss_scale("scale_value", scale_value, lowest=1.0))
 
 
-class DynamicLossScaler(_Scaling, mindspore.amp.DynamicLossScaler):  # type: ignore[misc] # untyped base
+class DynamicLossScaler(WindowAndFactor, _Scaling, mindspore.amp.DynamicLossScaler):  # type: ignore[misc] # untyped base
     """A loss scale that moves: a drop-in for ``mindspore.amp.DynamicLossScaler``.
 
-    All methods work in either mode and inside ``mindspore.jit``.
+    All methods work in either mode and inside ``mindspore.jit``. A compiled ``adjust`` keeps the
+    window and the factor that it was compiled with.
 
     Args:
         scale_value: the scale before the first step, 1 at least.
@@ -130,46 +130,26 @@ class DynamicLossScaler(_Scaling, mindspore.amp.DynamicLossScaler):  # type: ign
         scale_factor: float = 2,
         scale_window: int = 2000,
         *,
-        policy: Policy | None = None,
+        policy: DynamicScale | None = None,
     ) -> None:
-        policy = spelling.dynamic_policy(
-            policy, scale_value=scale_value, scale_factor=scale_factor, scale_window=scale_window
-        )
+        policy = dynamic_policy(policy, "scale_value", scale_value, scale_factor, scale_window)
         self.scale_value = Parameter(
             Tensor(policy.init_scale, mindspore.float32), name="scale_value"
         )
-        self._set_policy(policy)
-        self.counter = Parameter(Tensor(0, mindspore.int32), name="counter")
-        self.nonfinite_steps = spelling.nonfinite_steps(policy)
-
-    def _set_policy(self, policy: DynamicScale) -> None:
         self._policy = policy
-        self._constants = tuple(policy._constants)  # a class is compiled anew at each call
+        self.counter = Parameter(Tensor(0, mindspore.int32), name="counter")
+        self.nonfinite_steps = nonfinite_steps(policy)
+
+    @property
+    def _constants(self) -> tuple[Any, ...]:
+        """A tuple, because a call with a named tuple compiles again each time."""
+        return tuple(self._policy._constants)
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(scale_value={self.scale_value.asnumpy().item()!r}, "
             f"counter={self.counter.asnumpy().item()!r}, policy={self._policy!r})"
         )
-
-    @property
-    def scale_window(self) -> int:
-        """Finite steps in a row before the scale grows. A compiled ``adjust`` keeps its own."""
-        return self._policy.growth_interval
-
-    @scale_window.setter
-    def scale_window(self, scale_window: int) -> None:
-        fields = {"scale_window": "growth_interval"}
-        self._set_policy(changed(self._policy, fields, scale_window=scale_window))
-
-    @property
-    def scale_factor(self) -> float:
-        """What growth multiplies the scale by. A compiled ``adjust`` keeps its own."""
-        return self._policy.growth_factor
-
-    @scale_factor.setter
-    def scale_factor(self, scale_factor: float) -> None:
-        self._set_policy(spelling.with_factor(self._policy, scale_factor))
 
     def adjust(self, grads_finite: Any) -> bool:
         """Move the scale after a step.

@@ -19,7 +19,7 @@ _LARGE = 2**16  # elements
 
 
 def compiled(function: F) -> F:
-    """The function as ``mindspore.jit`` compiles it, for the backend that every device has."""
+    """``mindspore.jit`` of the function, for the backend that every device has."""
     return mindspore.jit(function, backend="ms_backend")  # type: ignore[no-any-return]
 
 
@@ -58,15 +58,15 @@ _zero_if_finite = ops.MultitypeFuncGraph("zero_if_finite")
 
 @_zero_if_finite.register("Tensor")  # type: ignore[untyped-decorator]
 def _zero_if_all_finite(grad: Any) -> Any:
-    """0 if all elements are finite, and anything else if not, in float32."""
+    """0 in float32 if all elements are finite, and something else if not."""
     if grad.size == 0 or not grad.is_floating_point():
         return 1 - ops.isfinite(grad).all().astype(mindspore.float32)
     if grad.dtype in _HALF:
         grad = grad.astype(mindspore.float32)
-    zeros = grad - grad  # and NaN, where there was Inf or NaN
+    zeros = grad - grad  # NaN at every Inf and NaN
     if grad.size < _LARGE:
         return zeros.sum().astype(mindspore.float32)
-    # The only sum for which MindSpore's CPU takes all cores is a matrix product.
+    # On the CPU, the only sum that MindSpore computes on all cores is a matrix product.
     zeros = zeros.reshape((1, -1))
     return ops.matmul(zeros, zeros.reshape((-1, 1))).reshape(()).astype(mindspore.float32)
 
@@ -97,7 +97,7 @@ def every_finite(*grads: Any) -> Any:
 def all_finite(inputs: Any) -> Any:
     """Whether all elements of all tensors are finite: in place of ``mindspore.amp.all_finite``.
 
-    Off the CPU that is what is called: Ascend's float16 may saturate, and keeps a flag instead.
+    Off the CPU it calls that function: Ascend's float16 may saturate, and keeps a flag instead.
 
     Args:
         inputs: a tuple or list of tensors, of any real dtype and shape; or one tensor.
@@ -120,16 +120,12 @@ def all_finite(inputs: Any) -> Any:
         return mindspore.amp.all_finite(inputs)
     for value in inputs:
         if not isinstance(value, Tensor):
-            raise TypeError("inputs must hold tensors alone")
+            raise TypeError("inputs must hold only tensors")
     return every_finite(*inputs)
 
 
 def as_flag(value: Any) -> Any:
-    """A bool Tensor of shape (), from a bool or from one of shape (1,) too.
-
-    Raises:
-        TypeError: it is none of those.
-    """
+    """A bool Tensor of shape (), from a bool or a bool Tensor of shape () or (1,); or TypeError."""
     if isinstance(value, bool):
         return Tensor(value)
     if not isinstance(value, Tensor) or value.dtype != mindspore.bool_ or value.size != 1:

@@ -1,0 +1,129 @@
+"""Operations on whole pytrees, and checks of what they are given."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradscaler.errors import ParameterError
+
+T = TypeVar("T")
+Array = Any
+AxisName = Hashable | Sequence[Hashable]
+
+lax: Any = jax.lax  # partly untyped
+
+
+def all_finite(tree: Any, axis_name: AxisName | None = None) -> Array:
+    """Whether no leaf of a pytree holds an Inf or a NaN, a boolean scalar.
+
+    Leaves that are neither floating nor complex count as finite, and so does an empty tree.
+
+    Args:
+        tree: any pytree of arrays.
+        axis_name: one or more named axes (of ``pmap``, ``shard_map`` or ``vmap``) to reduce over:
+            an Inf on one device then counts on all.
+
+    Raises:
+        TypeError: a leaf is neither an array nor a number.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    finite = [jnp.isfinite(leaf).all() for path, leaf in leaves if _is_inexact(path, leaf)]
+    everywhere = functools.reduce(operator.and_, finite, jnp.array(True))
+    if axis_name is None:
+        return everywhere
+    return lax.pmin(everywhere.astype(jnp.int32), axis_name) == 1
+
+
+def varying(tree: T, axis_name: AxisName) -> T:
+    """The same tree, in a form that ``shard_map`` takes to differ between devices.
+
+    It sums the gradients of a replicated tree, before they can be averaged.
+    """
+    here = lax.axis_index(axis_name) >= 0  # always true, but JAX does not know that
+    return map_inexact(lambda leaf: jnp.where(here, leaf, lax.stop_gradient(leaf)), tree)
+
+
+def select_tree(pred: Any, a: T, b: T) -> T:
+    """``a`` if ``pred``, else ``b``, leaf by leaf; not a bit of either is changed.
+
+    Args:
+        pred: a boolean scalar.
+        a: any pytree.
+        b: another of the same structure, shapes and dtypes.
+
+    Raises:
+        ValueError: ``pred`` is not a boolean scalar, or the trees do not match.
+    """
+    pred = as_flag("pred", pred)
+    selected: T = jax.tree_util.tree_map_with_path(functools.partial(_select, pred), a, b)
+    return selected
+
+
+def check_scale(name: str, value: Any) -> None:
+    """ValueError unless a loss scale, or each of an array of them, is positive and finite.
+
+    A traced value is not known yet, and passes. TypeError for anything but a number.
+    """
+    if isinstance(value, jax.core.Tracer):
+        return
+    try:
+        scale = np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number, got {value!r}") from None
+    if not np.all((scale > 0) & np.isfinite(scale)):
+        raise ParameterError(f"{name} must be positive and finite, got {value}")
+
+
+def strong(value: Any, dtype: Any = None) -> Array:
+    """A number or an array as an array of a strong dtype, which jit does not trace twice."""
+    if isinstance(value, (jax.Array, jax.core.Tracer)):
+        return lax.convert_element_type(value, dtype or value.dtype)
+    return np.asarray(value, dtype or jnp.result_type(value))
+
+
+def as_flag(name: str, value: Any) -> Array:
+    """A boolean scalar, or ValueError."""
+    flag = jnp.asarray(value)
+    if flag.ndim or flag.dtype != jnp.bool_:
+        raise ParameterError(
+            f"{name} must be a boolean scalar, got {flag.dtype} of shape {flag.shape}"
+        )
+    return flag
+
+
+def map_inexact(function: Callable[[Array], Array], tree: T) -> T:
+    """Apply a function to the floating and complex leaves."""
+    mapped: T = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: function(leaf) if _is_inexact(path, leaf) else leaf, tree
+    )
+    return mapped
+
+
+def _is_inexact(path: Any, leaf: Any) -> bool:
+    try:
+        if isinstance(leaf, (str, type, np.dtype)):  # names of dtypes, to result_type
+            raise TypeError
+        return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
+    except TypeError:
+        raise TypeError(f"{_place(path)} is neither an array nor a number: {leaf!r}") from None
+
+
+def _select(pred: Array, path: Any, a: Any, b: Any) -> Array:
+    a, b = jnp.asarray(a), jnp.asarray(b)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise ParameterError(
+            f"{_place(path)}: cannot choose between {a.dtype}{list(a.shape)} and "
+            f"{b.dtype}{list(b.shape)}"
+        )
+    return jax.lax.select(pred, a, b)
+
+
+def _place(path: Any) -> str:
+    return f"leaf {jax.tree_util.keystr(path)}" if path else "the tree"
