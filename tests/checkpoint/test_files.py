@@ -134,20 +134,20 @@ def test_a_file_of_torch_s_that_would_run_code_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "damaged, or no state dict"),
-        (b"\x00\x01\x02", "damaged, or no state dict"),
-        (b"PK\x03\x04 and no more", "damaged, or no state dict"),
-        (b"\x80\x04\x95", "damaged, or no state dict"),
-        (b"\x80\x04}(X\xff\xff\xff\xff", "damaged, or no state dict"),
+        (b"", "damaged, or not a state dict"),
+        (b"\x00\x01\x02", "damaged, or not a state dict"),
+        (b"PK\x03\x04 and no more", "damaged, or not a state dict"),
+        (b"\x80\x04\x95", "damaged, or not a state dict"),
+        (b"\x80\x04}(X\xff\xff\xff\xff", "damaged, or not a state dict"),
         (b"\x80\x04}r\x00\x00\x00\x08.", "the state dict is empty"),  # a memo of 2**27
         (b"\x80\x04}(X\x0a\x00\x00\x00loss_scale)" + b"2\x86" * 60 + b"u.", "refused"),
         (b"\x80\x04" + b"(" * 200_000 + b")" + b"\x85" * 200_000 + b".", "too much"),
         (b"[1" + b"," * 2**20 + b"]", "too large"),
-        (b'{"\\u001b[2J": 1}', "in no format that is known: [2J"),
+        (b'{"\\u001b[2J": 1}', "do not match any known format: [2J"),
         (b"[" * 200_000, "is nested too deeply for a state dict"),
         (b"[1, 2]", "holds a list, not a dict"),
         (b"{}", "the state dict is empty"),
-        (b'{"a\\nb": 1}', "in no format that is known: a b"),
+        (b'{"a\\nb": 1}', "do not match any known format: a b"),
         (b'{"scale": NaN, "growth_factor": 2, "backoff_factor": 0.5, "growth_interval": 1, '
          b'"_growth_tracker": 0}', "scale must be positive"),
         (b'{"loss_scale": {"deep": [1]}}', "loss_scale is a dict, not a number"),
@@ -203,7 +203,7 @@ def test_without_torch_its_files_are_read_and_not_written(saved, tmp_path, monke
     monkeypatch.setitem(sys.modules, "torch", None)
     assert convert(saved, tmp_path / "out.json", "paddle") == 0
     assert convert(saved, tmp_path / "out.pt", "torch") == 1
-    assert "to write torch's files takes torch" in capsys.readouterr().err
+    assert "writing torch's files needs torch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -265,7 +265,7 @@ PICKLE = pickle.dumps({"loss_scale": 8.0}, protocol=2)
         (zipped({"a/data.pkl": PICKLE}, zipfile.ZIP_DEFLATED), "but not one of torch's"),
         (zipped({"a/data.pkl": zipped({"a/data.pkl": PICKLE})}), "in.pt: "),
         (zipped({f"{i}/data.pkl": b"" for i in range(9000)}), "but not one of torch's"),
-        (zipped({"a/data.pkl": PICKLE})[:-30], "damaged, or no state dict"),
+        (zipped({"a/data.pkl": PICKLE})[:-30], "damaged, or not a state dict"),
     ],
     ids=["empty", "other", "two", "compressed", "nested", "many", "torn"],
 )

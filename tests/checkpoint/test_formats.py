@@ -406,7 +406,7 @@ def test_paddle_s_format_holds_its_whole_rule_and_state(policy, counts):
     [
         ({}, ValueError, "empty"),
         ([1], TypeError, "must be a dict, got list"),
-        ({"model": 1, "optimizer": 2}, ValueError, "in no format that is known: model, optimizer"),
+        ({"model": 1, "optimizer": 2}, ValueError, "do not match any known format: model, optimizer"),
         ({**TORCH, "_growth_tracker": -1}, ValueError, "_growth_tracker must be at least 0"),
         ({**TORCH, "scale": "big"}, TypeError, "scale must be a number"),
         ({**TORCH, "scale": 0.0}, ValueError, "scale must be positive"),
@@ -444,7 +444,7 @@ def test_a_missing_key_is_named(name):
 
 
 def test_keys_in_a_message_are_cut():
-    with pytest.raises(ValueError, match=f"in no format that is known: {'x' * 80}, y$"):
+    with pytest.raises(ValueError, match=f"do not match any known format: {'x' * 80}, y$"):
         read({"x" * 1000: 1, "y": 2})
 
 
