@@ -11,29 +11,31 @@ from typing import NamedTuple
 
 
 class Framework(NamedTuple):
-    """What there is to know about a framework outside its adapter.
+    """What the rest of the project needs to know about a framework.
 
     Attributes:
         environment: where its tests run: ``.venv/ENVIRONMENT``, from
             ``requirements/ENVIRONMENT.txt``. Frameworks that agree on their dependencies share one.
         formats: the names of its checkpoint formats.
+        seed: its function that seeds all its random numbers; empty if seeds are arguments there.
         runs: an environment variable for each run of its tests; one run without any by default.
     """
 
     environment: str
     formats: tuple[str, ...]
+    seed: str = ""
     runs: tuple[str, ...] = ()
 
 
 KERAS_BACKENDS = ("KERAS_BACKEND=tensorflow", "KERAS_BACKEND=jax", "KERAS_BACKEND=torch")
 
 FRAMEWORKS = {
-    "torch": Framework("torch", ("torch",)),
-    "tensorplay": Framework("paddle", ("tensorplay",)),
-    "paddle": Framework("paddle", ("paddle",)),
-    "keras": Framework("keras", ("keras",), KERAS_BACKENDS),
+    "torch": Framework("torch", ("torch",), "manual_seed"),
+    "tensorplay": Framework("paddle", ("tensorplay",), "manual_seed"),
+    "paddle": Framework("paddle", ("paddle",), "seed"),
+    "keras": Framework("keras", ("keras",), runs=KERAS_BACKENDS),
     "tf_keras": Framework("keras", ("tf_keras",)),
-    "mindspore": Framework("mindspore", ("mindspore",)),
+    "mindspore": Framework("mindspore", ("mindspore",), "set_seed"),
     "jax": Framework("keras", ("jmp", "flax")),
 }
 """By the names of their packages, which are those of their adapters."""

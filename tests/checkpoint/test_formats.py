@@ -406,7 +406,11 @@ def test_paddle_s_format_holds_its_whole_rule_and_state(policy, counts):
     [
         ({}, ValueError, "empty"),
         ([1], TypeError, "must be a dict, got list"),
-        ({"model": 1, "optimizer": 2}, ValueError, "do not match any known format: model, optimizer"),
+        (
+            {"model": 1, "optimizer": 2},
+            ValueError,
+            "do not match any known format: model, optimizer",
+        ),
         ({**TORCH, "_growth_tracker": -1}, ValueError, "_growth_tracker must be at least 0"),
         ({**TORCH, "scale": "big"}, TypeError, "scale must be a number"),
         ({**TORCH, "scale": 0.0}, ValueError, "scale must be positive"),
