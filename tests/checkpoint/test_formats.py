@@ -431,7 +431,7 @@ def test_a_missing_key_is_named(name):
 
 def test_an_unknown_format_or_rule_is_refused():
     policy = DynamicScale()
-    with pytest.raises(ValueError, match="there is no format 'caffe'; there are torch, "):
+    with pytest.raises(ValueError, match="unknown format 'caffe'; the formats are torch, "):
         write(policy, policy.init(), "caffe")
     with pytest.raises(TypeError, match="policy must be"):
         write("dynamic", policy.init(), "torch")

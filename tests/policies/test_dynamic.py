@@ -144,56 +144,40 @@ def test_finite_steps_alone_double_the_scale_once_an_interval(interval, steps):
     assert scales(policy, "." * steps)[-1:] == [2.0 ** (steps // interval)] * (steps > 0)
 
 
-ONCE = {"hysteresis": 2, "hysteresis_reset": "finite_step_only"}
+ONLY = {"hysteresis": 2, "hysteresis_reset": "finite_step_only"}
 GROWTH = {"hysteresis": 2, "hysteresis_reset": "growth"}
+CEILING = {"growth_factor": 4.0, "growth_interval": 1}
+# The parameters; the scale to start from, and after each step, finite (.) or not (x).
 TRACES = {
-    "each non-finite step halves the scale by default": ({}, 8.0, "xxx", [4.0, 2.0, 1.0]),
-    "a non-finite step restarts the interval": (
-        {"growth_interval": 3}, 8.0, "..x...", [8.0, 8.0, 4.0, 4.0, 4.0, 8.0]
+    "each non-finite step halves the scale": ({}, "8 x4 x2 x1"),
+    "a non-finite step restarts the interval": ({"growth_interval": 3}, "8 .8 .8 x4 .4 .4 .8"),
+    "growth restarts the interval": ({"growth_interval": 2}, "8 .8 .16 .16 .32 .32"),
+    "finite_step: a finite step forgets": ({"hysteresis": 2}, "16 x16 .16 x16 .16 x16 .16"),
+    "finite_step: a backoff forgets": ({"hysteresis": 2}, "16 x16 x8 x8 x4 x4"),
+    "finite_step_only: a finite step forgets": (ONLY, "16 x16 .16 x16 .16 x16 .16"),
+    "finite_step_only: a backoff does not": ({**ONLY, "hysteresis": 3}, "16 x16 x16 x8 x4 x2"),
+    "finite_step_only: a finite step forgets after the backoff": (ONLY, "16 x16 x8 x4 .4 x4 x2"),
+    "growth: finite steps forget nothing": (
+        {**GROWTH, "growth_interval": 4},
+        "16 x16 .16 .16 .16 x8",
     ),
-    "growth restarts the interval": (
-        {"growth_interval": 2}, 8.0, ".....", [8.0, 16.0, 16.0, 32.0, 32.0]
+    "growth: every further non-finite step backs off": (
+        {**GROWTH, "growth_interval": 3},
+        "16 x16 x8 .8 x4 .4 .4 x2",
     ),
-    "finite_step: a finite step forgets the non-finite ones": (
-        {"hysteresis": 2}, 16.0, "x.x.x.", [16.0] * 6
-    ),
-    "finite_step: so does the backoff": (
-        {"hysteresis": 2}, 16.0, "xxxxx", [16.0, 8.0, 8.0, 4.0, 4.0]
-    ),
-    "finite_step_only: a finite step forgets the non-finite ones": (
-        ONCE, 16.0, "x.x.x.", [16.0] * 6
-    ),
-    "finite_step_only: every further non-finite step backs off": (
-        {**ONCE, "hysteresis": 3}, 16.0, "xxxxx", [16.0, 16.0, 8.0, 4.0, 2.0]
-    ),
-    "finite_step_only: a finite step after the backoff restores the tolerance": (
-        ONCE, 16.0, "xxx.xx", [16.0, 8.0, 4.0, 4.0, 4.0, 2.0]
-    ),
-    "growth: non-finite steps count however far apart they are": (
-        {**GROWTH, "growth_interval": 4}, 16.0, "x...x", [16.0, 16.0, 16.0, 16.0, 8.0]
-    ),
-    "growth: every further non-finite step backs off until the scale grows": (
-        {**GROWTH, "growth_interval": 3}, 16.0, "xx.x..x", [16.0, 8.0, 8.0, 4.0, 4.0, 4.0, 2.0]
-    ),
-    "growth: the growth restores the tolerance": (
-        {**GROWTH, "growth_interval": 2}, 16.0, "xx..xx", [16.0, 8.0, 8.0, 16.0, 16.0, 8.0]
-    ),
-    "growth stops below max_scale": (
-        {"growth_factor": 4.0, "growth_interval": 1, "max_scale": 31.0}, 8.0, "...", [8.0] * 3
-    ),
-    "growth reaches max_scale itself": (
-        {"growth_factor": 4.0, "growth_interval": 1, "max_scale": 32.0}, 8.0, "...", [32.0] * 3
-    ),
-    "backoff stops at min_scale": ({"min_scale": 3.0}, 16.0, "xxxx", [8.0, 4.0, 3.0, 3.0]),
-    "the scale grows again from the floor": (
-        {"growth_interval": 1, "min_scale": 3.0}, 4.0, "xx.", [3.0, 3.0, 6.0]
-    ),
-}  # fmt: skip
+    "growth: growth forgets": ({**GROWTH, "growth_interval": 2}, "16 x16 x8 .8 .16 x16 x8"),
+    "growth stops below max_scale": ({**CEILING, "max_scale": 31.0}, "8 .8 .8 .8"),
+    "growth reaches max_scale itself": ({**CEILING, "max_scale": 32.0}, "8 .32 .32 .32"),
+    "backoff stops at min_scale": ({"min_scale": 3.0}, "16 x8 x4 x3 x3"),
+    "growth from the floor": ({"growth_interval": 1, "min_scale": 3.0}, "4 x3 x3 .6"),
+}
 
 
-@pytest.mark.parametrize(("parameters", "start", "trace", "expected"), TRACES.values(), ids=TRACES)
-def test_the_scale_moves_as_the_parameters_say(parameters, start, trace, expected):
-    assert scales(DynamicScale(start, **parameters), trace) == expected
+@pytest.mark.parametrize(("parameters", "trace"), TRACES.values(), ids=TRACES)
+def test_the_scale_moves_as_the_parameters_say(parameters, trace):
+    start, *steps = trace.split()
+    policy = DynamicScale(float(start), **parameters)
+    assert scales(policy, [step[0] for step in steps]) == [float(step[1:]) for step in steps]
 
 
 def test_the_default_policy_doubles_two_to_the_16_at_the_2000th_finite_step():

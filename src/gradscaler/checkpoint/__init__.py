@@ -101,7 +101,7 @@ def write(policy: Rule, state: ScaleState, to: str, *, lossy: bool = False) -> S
 
 def _write(policy: Rule, state: ScaleState, to: str, lossy: bool) -> StateDict:
     if to not in FORMATS:
-        raise ValueError(f"there is no format {to!r}; there are {', '.join(FORMATS)}")
+        raise ValueError(f"unknown format {to!r}; the formats are {', '.join(FORMATS)}")
     check_policy(policy, Rule)
     scale, *counts = (number_in(name, value) for name, value in state._asdict().items())
     state = ScaleState(scale, *map(count_in, ScaleState._fields[1:], counts))
