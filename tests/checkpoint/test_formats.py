@@ -411,6 +411,7 @@ def test_paddle_s_format_holds_its_whole_rule_and_state(policy, counts):
             ValueError,
             "last_overflow_iterator_step must be below current_iterator_step, got 8 and 8",
         ),
+        ({"scale_sense": 0.5}, ValueError, "scale_sense must lie between 1.0 and"),
         ({**SAVED["jmp"], "factor": 1}, ValueError, "factor must be > 1.0"),
         ({**SAVED["flax"], "minimum_scale": -1.0}, ValueError, "minimum_scale must be positive"),
         ({"dynamic": True, "initial_scale": 8.0}, ValueError, "current_loss_scale, good_steps"),

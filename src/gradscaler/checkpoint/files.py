@@ -107,7 +107,11 @@ def save(path: Path, state_dict: Mapping[str, Any]) -> None:
     if path.suffix == ".json":
         data.write(json.dumps(plain, indent=2).encode() + b"\n")
     elif path.suffix in TORCH_SUFFIXES:
-        _torch().save(plain, data)
+        try:
+            importlib.import_module("torch").save(plain, data)
+        except ImportError:
+            message = "writing torch's files needs torch: pip install 'gradscaler[torch]'"
+            raise FileError(message) from None
     elif path.suffix in PADDLE_SUFFIXES:
         arrays = {k: v for k, v in state_dict.items() if isinstance(v, np.ndarray)}
         pickle.dump({**plain, **arrays}, data, protocol=4)
@@ -119,11 +123,3 @@ def save(path: Path, state_dict: Mapping[str, Any]) -> None:
             file.write(data.getbuffer())
     except OSError as error:
         raise FileError(error.strerror or str(error)) from None
-
-
-def _torch() -> Any:
-    try:
-        return importlib.import_module("torch")
-    except ImportError:
-        message = "writing torch's files needs torch: pip install 'gradscaler[torch]'"
-        raise FileError(message) from None

@@ -148,19 +148,19 @@ _read_tf_keras = partial(_read_keras, keys=_TF_KERAS, nonfinite="bad_steps")
 _write_tf_keras = partial(_write_keras, integer=np.int64)
 
 
-def _write_static_keras(policy: FixedScale, state: ScaleState) -> tuple[Any, ...]:
+def _write_fixed_keras(policy: FixedScale, state: ScaleState) -> tuple[Any, ...]:
     return np.float32(state.scale), np.int32(0), False, policy.scale
 
 
-def _read_static_tf_keras(values: Values) -> tuple[Rule, ScaleState]:
+def _read_fixed_tf_keras(values: Values) -> tuple[Rule, ScaleState]:
     if _flag("dynamic", values["dynamic"]):
         raise ValueError(
             "missing from the state dict for tf_keras's format: current_loss_scale, good_steps"
         )
-    return _read_static("initial_scale", values)
+    return _read_fixed(values, "initial_scale")
 
 
-def _write_static_tf_keras(policy: FixedScale, state: ScaleState) -> tuple[Any, ...]:
+def _write_fixed_tf_keras(policy: FixedScale, state: ScaleState) -> tuple[Any, ...]:
     return False, float(state.scale)
 
 
@@ -221,42 +221,38 @@ def _write_flax(policy: DynamicScale, state: ScaleState) -> tuple[Any, ...]:
 # A scale that does not move, as that one number.
 
 
-def _read_static(
-    key: str, values: Values, lowest: float = checks.SMALLEST_SCALE
+def _read_fixed(
+    values: Values, key: str, lowest: float = checks.SMALLEST_SCALE
 ) -> tuple[Rule, ScaleState]:
     policy = FixedScale(checks.loss_scale(key, values[key], lowest))
     return policy, policy.init()
 
 
-def _static(form: str, key: str, lowest: float = checks.SMALLEST_SCALE) -> Layout:
-    read = partial(_read_static, key, lowest=lowest)
-    return Layout(form, (key,), read, lambda _, state: (np.float32(state.scale),), (FixedScale,))
+def _write_fixed(policy: FixedScale, state: ScaleState) -> tuple[Any, ...]:
+    return (np.float32(state.scale),)
 
 
 FORMATS = tuple(name for framework in FRAMEWORKS.values() for name in framework.formats)
 """The formats, by the names of the adapters that replace what saves them."""
 
-_BOTH, _STATIC = (DynamicScale, FixedScale), (FixedScale,)
-_STATIC_KERAS = ("dynamic_scale", "step_counter", "dynamic", "initial_scale")
+_BOTH, _FIXED = (DynamicScale, FixedScale), (FixedScale,)
+_FIXED_MINDSPORE = partial(_read_fixed, key="scale_sense", lowest=1.0)
+_FIXED_JMP = partial(_read_fixed, key="loss_scale")
+_FIXED_TF_KERAS = ("dynamic", "initial_scale")
+_FIXED_KERAS = ("dynamic_scale", "step_counter", "dynamic", "initial_scale")
 _MINDSPORE = ("scale_sense", *_MINDSPORE_STEPS, *_MINDSPORE_RULE)
 LAYOUTS = (
     Layout("torch", TORCH_KEYS, _read_torch, _write_torch, _BOTH),
     Layout("tensorplay", TORCH_KEYS, _read_torch, _write_torch, _BOTH),
     Layout("paddle", PADDLE_KEYS, _read_paddle, write_paddle, _BOTH),
     Layout("keras", _KERAS, _read_keras, _write_keras),
-    Layout("keras", _STATIC_KERAS, _read_keras, _write_static_keras, _STATIC),
+    Layout("keras", _FIXED_KERAS, _read_keras, _write_fixed_keras, _FIXED),
     Layout("tf_keras", _TF_KERAS, _read_tf_keras, _write_tf_keras),
-    Layout(
-        "tf_keras",
-        ("dynamic", "initial_scale"),
-        _read_static_tf_keras,
-        _write_static_tf_keras,
-        _STATIC,
-    ),
+    Layout("tf_keras", _FIXED_TF_KERAS, _read_fixed_tf_keras, _write_fixed_tf_keras, _FIXED),
     Layout("mindspore", _MINDSPORE, _read_mindspore, _write_mindspore),
-    _static("mindspore", "scale_sense", lowest=1.0),
+    Layout("mindspore", ("scale_sense",), _FIXED_MINDSPORE, _write_fixed, _FIXED),
     Layout("jmp", _JMP, _read_jmp, _write_jmp),
-    _static("jmp", "loss_scale"),
+    Layout("jmp", ("loss_scale",), _FIXED_JMP, _write_fixed, _FIXED),
     Layout("flax", _FLAX, _read_flax, _write_flax),
 )
 
