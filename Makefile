@@ -37,7 +37,7 @@ $(addprefix test-,$(FRAMEWORKS)): test-%: $$(call venv,$$*)/.ready
 	set -e; for run in $(or $($*_RUNS),''); do env $$run TF_CPP_MIN_LOG_LEVEL=2 \
 		GRADSCALER_FRAMEWORK=$(name) $(call venv,$*)/bin/python -m pytest -n auto \
 		$(or $($*_TESTS),$(EVERYWHERE)) $(SOURCES) $($*_SOURCES) tests/$(name) \
-		$(dir $(wildcard tests/eager/on_$(name).py)) tests/conformance; done
+		$(if $(wildcard tests/eager/libraries/on_$(name).py),tests/eager) tests/conformance; done
 
 # Every scaler, ours and the frameworks' own, on the same recorded traces: one table.
 conformance: $(ENVIRONMENTS:%=.venv/%/.ready)
