@@ -3,29 +3,19 @@
 # dependencies share an environment; the others have one of their own.
 
 PYTHON ?= python3
-FRAMEWORKS := torch tensorplay paddle mindspore jax keras tf-keras
-tensorplay_ENVIRONMENT := paddle
-jax_ENVIRONMENT := keras
-tf-keras_ENVIRONMENT := keras
+# Sets FRAMEWORKS, and for each its ENVIRONMENT and its RUNS.
+$(foreach line,$(shell $(PYTHON) -I src/gradscaler/_frameworks.py),$(eval $(line)))
+$(if $(FRAMEWORKS),,$(error $(PYTHON) cannot list the frameworks))
+ENVIRONMENTS := $(sort $(foreach framework,$(FRAMEWORKS),$($(framework)_ENVIRONMENT)))
 keras_NO_DEPS := 'tf-keras==2.21.*' # it depends on TensorFlow for GPUs; that for CPUs is there
-venv = .venv/$(or $($(1)_ENVIRONMENT),$(1))
+venv = .venv/$($(1)_ENVIRONMENT)
 
 CORE := $(filter-out src/gradscaler/__main__.py,$(wildcard src/gradscaler/*.py)) \
 	src/gradscaler/_eager src/gradscaler/policies src/gradscaler/checkpoint
-torch_SOURCES := src/gradscaler/_torch_like src/gradscaler/torch src/gradscaler/diagnose \
-	src/gradscaler/demo src/gradscaler/__main__.py
-tensorplay_SOURCES := src/gradscaler/_torch_like src/gradscaler/tensorplay
-paddle_SOURCES := src/gradscaler/paddle
-mindspore_SOURCES := src/gradscaler/mindspore
-jax_SOURCES := src/gradscaler/jax
-keras_SOURCES := src/gradscaler/_keras_like src/gradscaler/keras
-tf-keras_SOURCES := src/gradscaler/_keras_like src/gradscaler/tf_keras
-keras_RUNS := KERAS_BACKEND=tensorflow KERAS_BACKEND=jax KERAS_BACKEND=torch
+SOURCES = $(wildcard src/gradscaler/_$(name)_like) src/gradscaler/$(name)
+torch_SOURCES := src/gradscaler/diagnose src/gradscaler/demo src/gradscaler/__main__.py
+torch_TESTS := $(CORE) $(wildcard tests/*.py) tests/policies tests/checkpoint tests/diagnose
 EVERYWHERE := $(wildcard tests/diagnose/test_*frameworks.py)
-torch_TESTS := $(CORE) $(wildcard tests/*.py) tests/policies tests/checkpoint tests/diagnose \
-	tests/eager
-tensorplay_TESTS := $(EVERYWHERE) tests/eager
-paddle_TESTS := $(EVERYWHERE) tests/eager
 keras_TESTS := $(EVERYWHERE) tests/keras_like
 tf-keras_TESTS := $(keras_TESTS)
 
@@ -45,13 +35,14 @@ lint: .venv/torch/.ready
 # Strict types, doctests and tests, every warning an error. The core's run with PyTorch's, but for
 # those that read each framework's arrays and scalers. Keras is one backend a process.
 $(addprefix test-,$(FRAMEWORKS)): test-%: $$(call venv,$$*)/.ready
-	$(call venv,$*)/bin/mypy $(CORE) $($*_SOURCES) examples/$(name)_*.py benchmarks/$(name)_*.py
+	$(call venv,$*)/bin/mypy $(CORE) $(SOURCES) $($*_SOURCES) examples/$(name)_*.py benchmarks/$(name)_*.py
 	set -e; for run in $(or $($*_RUNS),''); do env $$run TF_CPP_MIN_LOG_LEVEL=2 \
 		GRADSCALER_FRAMEWORK=$(name) $(call venv,$*)/bin/python -m pytest -n auto \
-		$(or $($*_TESTS),$(EVERYWHERE)) $($*_SOURCES) tests/$(name) tests/conformance; done
+		$(or $($*_TESTS),$(EVERYWHERE)) $(SOURCES) $($*_SOURCES) tests/$(name) \
+		$(if $(wildcard tests/eager/libraries/on_$(name).py),tests/eager) tests/conformance; done
 
 # Every scaler, ours and the frameworks' own, on the same recorded traces: one table.
-conformance: $(sort $(foreach framework,$(FRAMEWORKS),$(call venv,$(framework))/.ready))
+conformance: $(ENVIRONMENTS:%=.venv/%/.ready)
 	rm -f .venv/conformance.jsonl
 	$(foreach framework,$(FRAMEWORKS),set -e; for run in $(or $($(framework)_RUNS),''); do \
 		env $$run TF_CPP_MIN_LOG_LEVEL=2 $(call venv,$(framework))/bin/python \

@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Fixtures for all tests."""
 
 import os
 import re
@@ -9,16 +9,11 @@ import sys
 import pytest
 from hypothesis import Phase, settings
 
-if "MUTANT_UNDER_TEST" in os.environ:  # of `make mutants`, to which any failing example will do
+from gradscaler._frameworks import FRAMEWORKS
+
+if "MUTANT_UNDER_TEST" in os.environ:  # `make mutants` needs any failing example
     settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate])
     settings.load_profile("mutants")
-
-SEEDING = {
-    "torch": "manual_seed",
-    "tensorplay": "manual_seed",
-    "paddle": "seed",
-    "mindspore": "set_seed",
-}
 
 KILLED_IN_ITS_SECOND_SAVE = """
 import os, runpy, signal, sys
@@ -41,15 +36,15 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture(autouse=True)
 def _the_same_random_numbers_each_time():
-    """In whatever order tests run; JAX and Keras take their seeds as arguments."""
-    for framework, seed in SEEDING.items():
-        if framework in sys.modules:
-            getattr(sys.modules[framework], seed)(0)
+    """Tests may run in any order."""
+    for name, framework in FRAMEWORKS.items():
+        if framework.seed and name in sys.modules:
+            getattr(sys.modules[name], framework.seed)(0)
 
 
 @pytest.fixture
 def own_random_numbers_and_one_thread():
-    """For trainings with PyTorch: threads enough for a small network beside other tests."""
+    """For trainings with PyTorch: one thread is enough for a small network beside other tests."""
     import torch
 
     threads = torch.get_num_threads()
@@ -77,7 +72,7 @@ def killed_in_its_second_save(tmp_path):
 
 @pytest.fixture
 def check_types(tmp_path):
-    """Compare mypy's errors in a script with the comments that name them; no other may be there."""
+    """Compare mypy's errors in a script with the comments that name them; allow no others."""
 
     def check(code):
         (tmp_path / "script.py").write_text(code)

@@ -1,3 +1,5 @@
+"""The statistics and the tables of the benchmarks."""
+
 import importlib.util
 import itertools
 import json
@@ -14,12 +16,12 @@ spec.loader.exec_module(paired)
 
 
 def coverage(low, high, n):
-    """How often the median lies between two ranks: by trying every way to fall beside it."""
+    """How often the median lies between two ranks, by counting every case."""
     below = [sum(signs) for signs in itertools.product((0, 1), repeat=n)]
     return Fraction(sum(low <= count < high for count in below), len(below))
 
 
-# The ranks that tables of this interval give.
+# The ranks are those of published tables.
 @pytest.mark.parametrize(
     ("n", "low", "high"), [(6, 1, 6), (10, 2, 9), (20, 6, 15), (25, 8, 18), (50, 18, 33)]
 )

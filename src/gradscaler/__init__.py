@@ -9,6 +9,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from gradscaler._frameworks import FRAMEWORKS
 from gradscaler.errors import CallOrderError, ParameterError
 from gradscaler.outcome import NonfiniteGradient, StepOutcome
 from gradscaler.policies import DynamicScale, FixedScale, Policy, ScaleState
@@ -25,8 +26,7 @@ __all__ = [
     "StepOutcome",
 ]
 
-_FRAMEWORKS = ("torch", "tensorplay", "paddle", "mindspore", "jax", "keras", "tf_keras")
-_SUBMODULES = (*_FRAMEWORKS, "checkpoint", "diagnose")
+_SUBMODULES = (*FRAMEWORKS, "checkpoint", "diagnose")
 
 
 if not TYPE_CHECKING:  # type checkers would take any name for a module's

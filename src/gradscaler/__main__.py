@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -16,22 +18,27 @@ from gradscaler.diagnose import read_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status: 0, 1 for a failure, 2 for a wrong call, 130 for Ctrl-C."""
+    """Run one command. Exit status: 0, 1 for a failure, 2 for a wrong call, 130 for Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m gradscaler", description="Loss scaling for mixed-precision training."
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_demo(commands)
-    _add_convert(commands)
-    _add_report(commands)
-    _add_explain(commands)
+    for add in (_add_demo, _add_convert, _add_report, _add_explain):
+        add(commands)
     parsed = parser.parse_args(arguments)
     try:
-        status: int = parsed.run(parsed)
+        parsed.run(parsed)
     except KeyboardInterrupt:
         return 130
-    return status
+    except _FailedError as error:
+        _say(str(error))
+        return 1
+    return 0
+
+
+class _FailedError(Exception):
+    """A command failed; the message says why."""
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,7 +51,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "on the first run with gradscaler.",
     )
     demo.add_argument(
-        "--seed", type=_seed, default=0, help="the first, of weights and batches (%(default)s)"
+        "--seed", type=_seed, default=0, help="the first seed, of weights and batches (%(default)s)"
     )
     demo.add_argument(
         "--seeds", type=_positive, default=2, help="how many seeds to train with (%(default)s)"
@@ -52,40 +59,31 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo.add_argument(
         "--steps", type=_positive, default=250, help="training steps of each run (%(default)s)"
     )
+    threads = "repeat everything with each of these numbers of threads, up to 256 (1)"
     demo.add_argument(
-        "--threads",
-        type=_threads,
-        nargs="+",
-        default=(1,),
-        metavar="N",
-        help="repeat everything with each of these numbers of threads, up to 256 (1)",
+        "--threads", type=_threads, nargs="+", default=(1,), metavar="N", help=threads
     )
+    output, beside = "gradscaler-demo.png", "the picture; the report goes beside it (%(default)s)"
+    demo.add_argument("--output", type=_writable, default=output, help=beside)
     demo.add_argument(
-        "--output",
-        type=_writable,
-        default="gradscaler-demo.png",
-        help="the picture; the report goes beside it (%(default)s)",
-    )
-    demo.add_argument(
-        "--device", choices=("cpu", "cuda"), help="cuda where there is one, if left out"
+        "--device", choices=("cpu", "cuda"), help="the default is cuda if it is there"
     )
     demo.set_defaults(run=lambda parsed: _demo(demo, parsed))
 
 
-def _demo(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
+def _demo(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
     try:
         import torch
 
         from gradscaler.demo import run
     except ImportError as error:
-        print(f"the demo needs {error.name}: pip install 'gradscaler[torch,demo]'", file=sys.stderr)
-        return 1
+        message = f"the demo needs {error.name}: pip install 'gradscaler[torch,demo]'"
+        raise _FailedError(message) from None
     if parsed.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: there is no CUDA device here")
     device = parsed.device or ("cuda" if torch.cuda.is_available() else "cpu")
     seeds = range(parsed.seed, parsed.seed + parsed.seeds)
     run(seeds, parsed.steps, parsed.output, device, parsed.threads)
-    return 0
 
 
 def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -105,7 +103,7 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     convert.set_defaults(run=_convert)
 
 
-def _convert(parsed: argparse.Namespace) -> int:
+def _convert(parsed: argparse.Namespace) -> None:
     place = parsed.source
     try:
         state_dict = files.load(place)
@@ -117,11 +115,9 @@ def _convert(parsed: argparse.Namespace) -> int:
         place = parsed.target
         files.save(place, converted)
     except (TypeError, ValueError) as error:
-        _say(f"{place}: {error}")
-        return 1
+        raise _FailedError(f"{place}: {error}") from None
     for warning in warned:
         _say(f"{parsed.source}: {warning.message}")
-    return 0
 
 
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -137,7 +133,7 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     report.set_defaults(run=_report)
 
 
-def _report(parsed: argparse.Namespace) -> int:
+def _report(parsed: argparse.Namespace) -> None:
     place = parsed.source
     try:
         from gradscaler.diagnose import report
@@ -146,8 +142,7 @@ def _report(parsed: argparse.Namespace) -> int:
         place = parsed.output
         report.write(run, place)
     except (ImportError, OSError, ValueError) as error:
-        return _fail(place, error)
-    return 0
+        raise _failed(place, error) from None
 
 
 def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -161,7 +156,7 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     explain.set_defaults(run=_explain)
 
 
-def _explain(parsed: argparse.Namespace) -> int:
+def _explain(parsed: argparse.Namespace) -> None:
     try:
         from rich.console import Console
 
@@ -171,70 +166,52 @@ def _explain(parsed: argparse.Namespace) -> int:
             sys.stdout.reconfigure(errors="replace")  # a name may hold any letter
         explain.explain(read_run(parsed.source), Console())
     except (ImportError, OSError, ValueError) as error:
-        return _fail(parsed.source, error)
-    return 0
+        raise _failed(parsed.source, error) from None
 
 
-def _fail(place: Path, error: Exception) -> int:
-    """Say in one line what went wrong with a run, or with a report on it."""
+def _failed(place: Path, error: Exception) -> _FailedError:
+    """What went wrong with a run, or with a report on it."""
     if isinstance(error, ImportError):
-        message = f"this needs {error.name}: pip install 'gradscaler[diagnose]'"
-    elif isinstance(error, OSError):
-        message = f"{place}: {error.strerror or error}"
-    else:
-        message = str(error)
-    _say(message)
-    return 1
+        return _FailedError(f"this needs {error.name}: pip install 'gradscaler[diagnose]'")
+    if isinstance(error, OSError):
+        return _FailedError(f"{place}: {error.strerror or error}")
+    return _FailedError(str(error))
 
 
 def _say(text: str) -> None:
-    """Print a line on stderr, if that is there to be written."""
+    """Print a line on stderr, if stderr can be written."""
     if sys.stderr is not None:
         with suppress(OSError):
             print(_one_line(text), file=sys.stderr)
 
 
 def _one_line(text: str) -> str:
-    """Whatever a file holds, as a line that a terminal only shows; without its middle if long."""
+    """The text as one printable line, without its middle if it is long."""
     if len(text) > 600:
         text = f"{text[:300]} ... {text[-300:]}"
     shown = (letter if letter.isprintable() else " " for letter in text)
     return " ".join("".join(shown).split())
 
 
-def _positive(text: str) -> int:
-    """A whole number of at least 1."""
+def _whole_number(text: str, limits: str, least: int, most: float = math.inf) -> int:
+    """A whole number from ``least`` to ``most``, which is what ``limits`` says."""
     try:
         number = int(text)
     except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+        number = least - 1
+    if not least <= number <= most:
+        raise argparse.ArgumentTypeError(f"must be a whole number {limits}, got {text!r}")
     return number
 
 
-def _seed(text: str) -> int:
-    """A whole number that PyTorch's generators take, and some more after it."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = -1
-    if not 0 <= number < 2**32:
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number from 0 to 2**32 - 1, got {text!r}"
-        )
-    return number
-
-
-def _threads(text: str) -> int:
-    number = _positive(text)
-    if number > 256:
-        raise argparse.ArgumentTypeError(f"must be at most 256, got {text!r}")
-    return number
+_positive = partial(_whole_number, limits="of at least 1", least=1)
+_threads = partial(_whole_number, limits="of at least 1 and at most 256", least=1, most=256)
+# PyTorch's generators take the seed and some more after it.
+_seed = partial(_whole_number, limits="from 0 to 2**32 - 1", least=0, most=2**32 - 1)
 
 
 def _writable(text: str) -> Path:
-    """A path that a PNG and its run can be written to, tried before anything is trained."""
+    """A path for a PNG and its run, tried before the training starts."""
     path = Path(text)
     if path.suffix.lower() != ".png":
         raise argparse.ArgumentTypeError(f"must end in .png, got {text!r}")
@@ -250,7 +227,7 @@ def _writable(text: str) -> Path:
     record = path.with_suffix(".jsonl")
     try:
         if record.exists():
-            read_run(record)  # only a run is replaced
+            read_run(record)  # replace nothing but a run
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"would replace {str(record)!r}: {error}") from None
     return path

@@ -14,13 +14,13 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which takes the place of the one at ``path`` unless something raises.
+    """A file to write. It replaces the one at ``path`` unless something raises.
 
     Links are followed. The new file keeps the mode and the owner of the one that it replaces.
 
     Raises:
-        OSError: the file cannot be written there, what is there is not a file or may not be
-            written, or its owner cannot be kept.
+        OSError: the file cannot be written there, what is there is not a file or is read-only,
+            or its owner cannot be kept.
     """
     old = _old_file(path)
     target = path.resolve()
@@ -30,7 +30,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # some disks say only here that they are full
+            os.fsync(file.fileno())  # some disks report only here that they are full
         if old is None:
             temporary.chmod(0o666 & ~_umask())
         else:
@@ -41,7 +41,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _old_file(path: Path) -> os.stat_result | None:
-    """The file at ``path``, which may be written; None if nothing is there."""
+    """The file at ``path``, if it may be written; None if nothing is there."""
     try:
         old = path.stat()
     except FileNotFoundError:

@@ -10,7 +10,7 @@ import jmp
 import optax
 import rules
 from flax.training import dynamic_scale
-from replay import COMMON, INTERVAL, RATE, SCALE, Mode
+from replay import INTERVAL, RATE, SCALE, Mode, ours
 
 import gradscaler.jax
 from gradscaler import DynamicScale
@@ -154,6 +154,7 @@ OURS = {
     "jit": partial(Native, stepped, True),
     "loss_scaled, jit": Wrapped,
 }
+PRESET = DynamicScale(SCALE, growth_interval=INTERVAL)
 JMP = DynamicScale.jmp(SCALE, period=INTERVAL, min_loss_scale=4.0)
 FLAX = DynamicScale.flax(growth_interval=INTERVAL, scale=SCALE)
 ours_of_jmp, ours_of_flax = partial(Jmp, gradscaler.jax), partial(Flax, gradscaler.jax)
@@ -162,9 +163,8 @@ WRAPS = {"interval lowered": "a count past a lowered period starts again, withou
 NOT_UNDER_JIT = "under jit the floor is 1 again"
 
 MODES = [
-    *(Mode(f"gradscaler.jax, {name}", make, DynamicScale(SCALE, growth_interval=INTERVAL))
-      for name, make in OURS.items()),
-    *(Mode(f"gradscaler.jax, {name}, common rule", make, COMMON) for name, make in OURS.items()),
+    *(mode for name, make in OURS.items()
+      for mode in ours(f"gradscaler.jax, {name}", make, PRESET)),
     *(Mode(f"gradscaler.jax as jmp, {name}", partial(ours_of_jmp, name == "jit"), JMP)
       for name in ("eager", "jit")),
     Mode("gradscaler.jax as flax, jit", partial(ours_of_flax, True), FLAX, late=1),

@@ -5,8 +5,9 @@ from functools import partial
 
 import keras
 import numpy as np
+import replay
 import rules
-from replay import COMMON, INTERVAL, RATE, SCALE, Mode
+from replay import INTERVAL, RATE, SCALE, Mode
 
 from gradscaler import DynamicScale
 from gradscaler.keras import LossScaleOptimizer
@@ -40,7 +41,7 @@ class Driver:
     def set_interval(self, interval):
         self.policy = dataclasses.replace(self.policy, growth_interval=interval)
         self.optimizer.dynamic_growth_steps = interval
-        self.apply = applied(self.optimizer, [self.weight], self.compiled)  # compiled anew
+        self.apply = applied(self.optimizer, [self.weight], self.compiled)  # compiled again
 
     def resume(self):
         saved = {}
@@ -104,14 +105,11 @@ WAYS = {"eager": False, "compiled": True} if BACKEND != "torch" else {"eager": F
 if BACKEND == "jax":
     del WAYS["eager"]  # Keras' own leaks tracers; ours is in the list below
 MODES = [
-    Mode(f"gradscaler.keras, {BACKEND}, {way}", partial(Driver, ours, compiled), PRESET)
+    mode
     for way, compiled in {"eager": False, **WAYS}.items()
-]
-MODES += [
-    Mode(
-        f"gradscaler.keras, {BACKEND}, {way}, common rule", partial(Driver, ours, compiled), COMMON
+    for mode in replay.ours(
+        f"gradscaler.keras, {BACKEND}, {way}", partial(Driver, ours, compiled), PRESET
     )
-    for way, compiled in {"eager": False, **WAYS}.items()
 ]
 MODES += [
     Mode(f"keras, {BACKEND}, {way}", partial(Driver, native, compiled), PRESET, RULE, DIFFERS)

@@ -11,8 +11,9 @@ from unittest import mock
 
 import numpy as np
 import paddle
+import replay
 import rules
-from replay import COMMON, INTERVAL, RATE, SCALE, Mode
+from replay import INTERVAL, RATE, SCALE, Mode
 
 from gradscaler import DynamicScale
 from gradscaler.paddle import GradScaler
@@ -89,8 +90,7 @@ def native(policy):
 
 PRESET = DynamicScale.paddle(SCALE, incr_every_n_steps=INTERVAL)
 MODES = [
-    Mode("gradscaler.paddle", partial(Driver, ours), PRESET),
-    Mode("gradscaler.paddle, common rule", partial(Driver, ours), COMMON),
+    *replay.ours("gradscaler.paddle", partial(Driver, ours), PRESET),
     Mode(
         "paddle",
         partial(Driver, native),

@@ -7,9 +7,10 @@ import tempfile
 from functools import partial
 
 import numpy as np
+import replay
 import tensorflow as tf
 import tf_keras
-from replay import COMMON, INTERVAL, RATE, SCALE, Mode, by_policy
+from replay import INTERVAL, RATE, SCALE, Mode, by_policy
 
 from gradscaler import DynamicScale
 from gradscaler.tf_keras import LossScaleOptimizer
@@ -83,16 +84,11 @@ WAYS = [
 ]
 MODES = [
     *(
-        Mode(f"gradscaler.tf_keras, {name}", partial(Driver, partial(ours, family), way), PRESET)
+        mode
         for name, family, way in WAYS
-    ),
-    *(
-        Mode(
-            f"gradscaler.tf_keras, {name}, common rule",
-            partial(Driver, partial(ours, family), way),
-            COMMON,
+        for mode in replay.ours(
+            f"gradscaler.tf_keras, {name}", partial(Driver, partial(ours, family), way), PRESET
         )
-        for name, family, way in WAYS
     ),
     *(
         Mode(f"tf_keras, {name}", partial(Driver, partial(native, family), way), PRESET, by_policy)

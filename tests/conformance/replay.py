@@ -1,6 +1,6 @@
 """Recorded traces, replayed by every adapter and by every framework's own scaler.
 
-A trace is a list of events. ``"..!"`` is a step of three optimizers, the last of which overflows;
+A trace is a list of events. ``"..!"`` is a step of three optimizers, where the last one overflows;
 ``"scale 8.0"`` sets the scale by hand, ``"interval 2"`` the growth interval; ``"resume"`` saves the
 state and goes on from it in a new scaler. After each event the scale and the counts are compared
 with the host's policy, bit for bit.
@@ -36,10 +36,10 @@ Update = Callable[[DynamicScale, ScaleState, list[bool]], ScaleState]
 
 
 class Driver(Protocol):
-    """A scaler, ours or a framework's own, that a trace can be played on."""
+    """A scaler, ours or a framework's own, that can play a trace."""
 
     def step(self, overflows: list[bool]) -> None:
-        """One step of as many optimizers; those that take one alone overflow if any does."""
+        """One step of as many optimizers; a driver of only one overflows if any of them does."""
 
     def set_scale(self, scale: float) -> None:
         """Set the scale by hand."""
@@ -59,11 +59,11 @@ class Mode(NamedTuple):
 
     Attributes:
         name: for the table.
-        make: a driver of a policy.
+        make: makes a driver with a policy.
         policy: the framework's preset, or the common one.
         rule: how a framework's own scaler moves. None for ours, which move as the policy does.
-        differs: of a framework's own, by trace: how it differs from the policy. There it must, and
-            nowhere else.
+        differs: for a framework's own, by trace: how it differs from the policy. It must differ
+            there, and nowhere else.
         late: how many steps after its interval the scale grows: 1 for flax.
     """
 
@@ -75,6 +75,11 @@ class Mode(NamedTuple):
     late: int = 0
 
 
+def ours(name: str, make: Callable[[DynamicScale], Driver], preset: DynamicScale) -> list[Mode]:
+    """Modes of one of our scalers: by its framework's preset, and by the common rule."""
+    return [Mode(name, make, preset), Mode(f"{name}, common rule", make, COMMON)]
+
+
 def by_policy(policy: DynamicScale, state: ScaleState, overflows: list[bool]) -> ScaleState:
     """The host's policy: any optimizer's overflow is one."""
     return policy.update(state, any(overflows))
@@ -84,7 +89,7 @@ def replay(mode: Mode, trace: str) -> str | None:
     """How a scaler differs from the host's policy on a trace; None if it does not, in any bit.
 
     Raises:
-        AssertionError: it does, and that is not what is known of it.
+        AssertionError: it differs, and not as it is known to.
     """
     events = TRACES[trace]
     states = list(on_driver(mode.make(mode.policy), events))
@@ -93,16 +98,16 @@ def replay(mode: Mode, trace: str) -> str | None:
         assert first is None, f"{mode.name}, {trace}: {first}"
         return None
     unknown = first_difference(on_host(mode, events, mode.rule), states)
-    assert unknown is None, f"{mode.name}, {trace}: not by the rule that it is known for: {unknown}"
+    assert unknown is None, f"{mode.name}, {trace}: not by its known rule: {unknown}"
     if first is None:
-        assert trace not in mode.differs, f"{mode.name}, {trace}: differs no more"
+        assert trace not in mode.differs, f"{mode.name}, {trace}: no longer differs"
         return None
     assert trace in mode.differs, f"{mode.name}, {trace}: {first}"
     return mode.differs[trace]
 
 
 def first_difference(expected: Iterator[State], states: list[State]) -> str | None:
-    """The first event after which two runs differ; a count that is None is not looked at."""
+    """The first event after which two runs differ; counts that are None are ignored."""
     for number, (wanted, state) in enumerate(zip(expected, states, strict=True)):
         known = tuple(w if s is not None else None for w, s in zip(wanted, state, strict=True))
         if state != known:

@@ -1,6 +1,8 @@
-"""How the frameworks' own scalers move, where that is not as the presets say."""
+"""How the frameworks' own scalers move, where they differ from the presets."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import numpy as np
 
@@ -14,7 +16,7 @@ TO_INF = "the scale grows to inf"
 def torch(
     policy: DynamicScale, state: ScaleState, overflows: list[bool], to_inf: bool = False
 ) -> ScaleState:
-    """PyTorch; with ``to_inf`` TensorPlay: counts are compared with ``==``."""
+    """PyTorch: it compares counts with ``==``. ``to_inf``: the scale may grow to inf."""
     scale, finite_steps, _ = state
     if any(overflows) or not np.isfinite(scale):
         return ScaleState(scale * np.float32(policy.backoff_factor), 0, 0)
@@ -22,11 +24,6 @@ def torch(
         return ScaleState(scale, finite_steps + 1, 0)
     grown = scale * np.float32(policy.growth_factor)
     return ScaleState(grown if np.isfinite(grown) or to_inf else scale, 0, 0)
-
-
-def tensorplay(policy: DynamicScale, state: ScaleState, overflows: list[bool]) -> ScaleState:
-    """TensorPlay."""
-    return torch(policy, state, overflows, to_inf=True)
 
 
 def paddle(policy: DynamicScale, state: ScaleState, overflows: list[bool]) -> ScaleState:
@@ -41,9 +38,8 @@ def paddle(policy: DynamicScale, state: ScaleState, overflows: list[bool]) -> Sc
     return ScaleState(scale, finite_steps + 1, 0)
 
 
-def keras(policy: DynamicScale, state: ScaleState, overflows: list[bool]) -> ScaleState:
-    """Keras 3 on PyTorch: no floor."""
-    return torch(policy, state, overflows, to_inf=True)
+tensorplay = partial(torch, to_inf=True)
+keras = partial(torch, to_inf=True)  # Keras 3 on PyTorch: it has no floor
 
 
 def keras_by_xla(policy: DynamicScale, state: ScaleState, overflows: list[bool]) -> ScaleState:
@@ -76,9 +72,7 @@ def jmp(
     return ScaleState(scale, (finite_steps + 1) % policy.growth_interval, 0)
 
 
-def jmp_under_jit(policy: DynamicScale, state: ScaleState, overflows: list[bool]) -> ScaleState:
-    """jmp, which loses its floor wherever a tree is rebuilt."""
-    return jmp(policy, state, overflows, floor=1.0)
+jmp_under_jit = partial(jmp, floor=1.0)  # it loses its floor wherever a tree is rebuilt
 
 
 def mindspore_cell(policy: DynamicScale, state: ScaleState, overflows: list[bool]) -> ScaleState:
@@ -103,8 +97,5 @@ def mindspore_manager(
     return ScaleState(scale, finite_steps, 0)
 
 
-def mindspore_manager_in_float32(
-    policy: DynamicScale, state: ScaleState, overflows: list[bool]
-) -> ScaleState:
-    """gradscaler's manager, whose window is MindSpore's."""
-    return mindspore_manager(policy, state, overflows, float(np.finfo(np.float32).max))
+# gradscaler's manager, whose window is MindSpore's.
+mindspore_manager_in_float32 = partial(mindspore_manager, largest=float(np.finfo(np.float32).max))

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from replay import COMMON, INTERVAL, RATE, SCALE, Mode, Network, State, Train, Update
+import replay
+from replay import INTERVAL, RATE, SCALE, Mode, Network, State, Train, Update
 
 from gradscaler import DynamicScale
 
@@ -78,7 +79,7 @@ def train(library: Any, scaler: Any, steps: int, network: Network) -> list[float
 def modes_and_training(
     library: Any, ours: Any, rule: Update, differs: dict[str, str]
 ) -> tuple[list[Mode], dict[str, Train]]:
-    """What is replayed of a library: ours by its preset and the common rule, and its own scaler."""
+    """The modes of a library, ours and its own, and both with real gradients."""
 
     def make_ours(policy: DynamicScale) -> Any:
         return ours(policy=policy)
@@ -94,9 +95,6 @@ def modes_and_training(
         return lambda policy, steps, network: train(library, make(policy), steps, network)
 
     name, preset = library.__name__, DynamicScale.torch(SCALE, growth_interval=INTERVAL)
-    modes = [
-        Mode(f"gradscaler.{name}", driver(make_ours), preset),
-        Mode(f"gradscaler.{name}, common rule", driver(make_ours), COMMON),
-        Mode(name, driver(make_native), preset, rule, differs),
-    ]
+    native = Mode(name, driver(make_native), preset, rule, differs)
+    modes = [*replay.ours(f"gradscaler.{name}", driver(make_ours), preset), native]
     return modes, {f"gradscaler.{name}": trained(make_ours), name: trained(make_native)}

@@ -30,18 +30,41 @@ batches = st.integers(1, 4).flatmap(
 )
 
 
+class Library:
+    """Makes states and flags of NumPy's arrays, or of PyTorch's tensors."""
+
+    def __init__(self, name):
+        self.module = pytest.importorskip(name)
+        self.tensor = self.module.asarray if name == "numpy" else self.module.tensor
+
+    def state(self, policy, shape=(), counter="int32"):
+        counts = self.module.zeros(shape, dtype=getattr(self.module, counter))
+        scale = self.module.full(shape, policy.init_scale, dtype=self.module.float32)
+        return ScaleState(scale, counts, counts)
+
+    def visited(self, policy, flags, shape=(), **where):
+        """The bits of each state of the batch after each step."""
+        state = self.state(policy, shape)
+        for flag in flags:
+            state = ScaleState(*map(self.module.asarray, policy.update(state, flag, **where)))
+            assert state.scale.dtype == self.module.float32
+            batch = zip(*state, strict=True) if shape else [state]
+            yield [as_bits(ScaleState(*each)) for each in batch]
+
+
+@pytest.fixture(scope="module", params=["torch", "numpy"])
+def library(request):
+    return Library(request.param)
+
+
 @pytest.fixture(scope="module")
 def torch():
-    return pytest.importorskip("torch")
-
-
-def bits(scale):
-    return struct.pack("<f", float(scale))
+    return Library("torch")
 
 
 def as_bits(state):
     """A state as the bytes of its scale and two integers."""
-    return bits(state.scale), int(state.finite_steps), int(state.nonfinite_steps)
+    return struct.pack("<f", float(state.scale)), *map(int, state[1:])
 
 
 def on_host(policy, trace):
@@ -51,30 +74,6 @@ def on_host(policy, trace):
         state = policy.update(state, found_inf)
         visited.append(as_bits(state))
     return visited
-
-
-def torch_state(torch, policy, shape=(), counter=None):
-    return ScaleState(
-        torch.full(shape, policy.init_scale, dtype=torch.float32),
-        torch.zeros(shape, dtype=counter or torch.int32),
-        torch.zeros(shape, dtype=counter or torch.int32),
-    )
-
-
-def numpy_state(policy, shape, counter=np.int32):
-    return ScaleState(
-        np.full(shape, policy.init_scale, np.float32),
-        np.zeros(shape, counter),
-        np.zeros(shape, counter),
-    )
-
-
-def columns(states):
-    """For each element of a batch, what it went through."""
-    return [
-        [as_bits(ScaleState(*(part[column] for part in state))) for state in states]
-        for column in range(len(states[0].scale))
-    ]
 
 
 class Traced:
@@ -117,76 +116,63 @@ def traced_where(condition, a, b):
     return Traced(untraced(a) if condition.value else untraced(b))
 
 
-# PyTorch.
+# PyTorch and NumPy.
 
 
 @settings(deadline=None)
 @given(policies, traces)
-def test_torch_gives_the_bits_of_the_host(torch, policy, trace):
-    state = torch_state(torch, policy)
-    visited = []
-    for found_inf in trace:
-        state = policy.update(state, torch.tensor(found_inf))
-        visited.append(as_bits(state))
-    assert visited == on_host(policy, trace)
+def test_scalars_have_the_bits_of_the_host(library, policy, trace):
+    expected = [[bits] for bits in on_host(policy, trace)]
+    assert list(library.visited(policy, map(library.tensor, trace))) == expected
 
 
 @settings(deadline=None)
 @given(policies, batches)
-def test_a_batch_of_torch_scales_gives_each_the_bits_of_the_host(torch, policy, trace):
-    state = torch_state(torch, policy, (len(trace[0]),))
-    visited = []
-    for found_inf in trace:
-        state = policy.update(state, torch.tensor(found_inf))
-        visited.append(state)
-    assert columns(visited) == [on_host(policy, column) for column in zip(*trace, strict=True)]
+def test_each_scale_of_a_batch_has_the_bits_of_the_host(library, policy, trace):
+    shape = (len(trace[0]),)
+    visited = library.visited(policy, map(library.tensor, trace), shape)
+    columns = [on_host(policy, column) for column in zip(*trace, strict=True)]
+    assert list(visited) == [list(row) for row in zip(*columns, strict=True)]
 
 
-@pytest.mark.parametrize("counter", ["int32", "int64"])
-@pytest.mark.parametrize("reset", RESETS)
-@pytest.mark.parametrize("found_inf", [True, False])
-def test_torch_keeps_the_types_of_a_state(torch, counter, reset, found_inf):
-    policy = DynamicScale(growth_interval=1, hysteresis_reset=reset)
-    state = torch_state(torch, policy, counter=getattr(torch, counter))
-    moved = policy.update(state, torch.tensor(found_inf))
-    assert [part.dtype for part in moved] == [part.dtype for part in state]
-    assert [part.shape for part in moved] == [(), (), ()]
+@settings(deadline=None)
+@given(policies, batches)
+def test_where_as_an_argument_gives_the_same_as_where_found_by_type(library, policy, trace):
+    flags, shape = list(map(library.tensor, trace)), (len(trace[0]),)
+    handed = library.visited(policy, flags, shape, where=library.module.where)
+    assert list(library.visited(policy, flags, shape)) == list(handed)
 
 
 @settings(deadline=None)
 @given(policies, traces)
 def test_torch_takes_a_bool_of_python_s(torch, policy, trace):
-    state = torch_state(torch, policy)
-    visited = []
-    for found_inf in trace:
-        state = policy.update(state, found_inf)
-        assert state.scale.dtype == torch.float32
-        visited.append(as_bits(state))
-    assert visited == on_host(policy, trace)
+    assert list(torch.visited(policy, trace)) == [[bits] for bits in on_host(policy, trace)]
 
 
-def test_torch_tensors_are_not_changed_in_place(torch):
+@pytest.mark.parametrize("counter", ["int32", "int64"])
+@pytest.mark.parametrize("reset", RESETS)
+@pytest.mark.parametrize("found_inf", [True, False])
+def test_a_state_keeps_its_types_and_shapes(library, counter, reset, found_inf):
+    shape = (2,) if library.module is np else ()  # a NumPy array without dimensions is a scalar
+    policy = DynamicScale(growth_interval=1, hysteresis_reset=reset)
+    state = library.state(policy, shape, counter)
+    moved = policy.update(state, library.module.full(shape, found_inf))
+    assert [part.dtype for part in moved] == [part.dtype for part in state]
+    assert [part.shape for part in moved] == [shape] * 3
+
+
+def test_a_state_is_not_changed_in_place(library):
     policy = DynamicScale(growth_interval=1)
-    state = torch_state(torch, policy)
-    policy.update(state, torch.tensor(False))
-    assert [part.item() for part in state] == [65536.0, 0, 0]
-
-
-@settings(deadline=None)
-@given(policies, traces)
-def test_torchs_where_handed_from_outside_gives_what_is_found_by_type(torch, policy, trace):
-    found = handed = torch_state(torch, policy)
-    for found_inf in map(torch.tensor, trace):
-        found = policy.update(found, found_inf)
-        handed = policy.update(handed, found_inf, where=torch.where)
-        assert as_bits(found) == as_bits(handed)
+    state = library.state(policy, (2,))
+    policy.update(state, library.tensor([True, False]))
+    assert [part.tolist() for part in state] == [[65536.0] * 2, [0, 0], [0, 0]]
 
 
 @pytest.mark.parametrize("reset", RESETS)
 def test_torch_compiles_the_update_as_one_graph(torch, reset):
     policy = DynamicScale(8.0, growth_interval=2, hysteresis=2, hysteresis_reset=reset)
-    compiled = torch.compile(policy.update, backend="eager", fullgraph=True)
-    state = torch_state(torch, policy)
+    compiled = torch.module.compile(policy.update, backend="eager", fullgraph=True)
+    state = torch.state(policy)
     visited = []
     for found_inf in (True, True, False, False, True):
         state = compiled(state, torch.tensor(found_inf))
@@ -194,23 +180,9 @@ def test_torch_compiles_the_update_as_one_graph(torch, reset):
     assert visited == on_host(policy, (True, True, False, False, True))
 
 
-# NumPy.
-
-
-@settings(deadline=None)
-@given(policies, batches)
-def test_a_batch_of_numpy_scales_gives_each_the_bits_of_the_host(policy, trace):
-    state = numpy_state(policy, len(trace[0]))
-    visited = []
-    for found_inf in trace:
-        state = policy.update(state, np.array(found_inf))
-        visited.append(state)
-    assert columns(visited) == [on_host(policy, column) for column in zip(*trace, strict=True)]
-
-
-def test_growth_of_a_numpy_array_past_the_largest_float32_is_not_made_and_warns_of_nothing():
+def test_numpy_arrays_do_not_grow_past_the_largest_float32_and_nothing_warns():
     policy = DynamicScale(2.0**127, growth_interval=1)
-    moved = policy.update(numpy_state(policy, 3), np.zeros(3, bool))
+    moved = policy.update(Library("numpy").state(policy, (3,)), np.zeros(3, bool))
     assert moved.scale.tolist() == [2.0**127] * 3
 
 
@@ -224,65 +196,18 @@ def test_numpy_s_own_errors_are_not_raised_at_either_end(scale, as_array, found_
         assert policy.update(state, found_inf).scale >= 2.0**-126
 
 
-@settings(deadline=None)
-@given(policies, traces)
-def test_numpy_arrays_of_no_dimension_give_the_bits_of_the_host(policy, trace):
-    state = numpy_state(policy, ())
-    visited = []
-    for found_inf in trace:
-        state = policy.update(ScaleState(*map(np.asarray, state)), np.array(found_inf))
-        visited.append(as_bits(state))
-    assert visited == on_host(policy, trace)
-
-
-@pytest.mark.parametrize("counter", [np.int32, np.int64])
-@pytest.mark.parametrize("reset", RESETS)
-@pytest.mark.parametrize("found_inf", [True, False])
-def test_numpy_keeps_the_types_of_a_state(counter, reset, found_inf):
-    policy = DynamicScale(growth_interval=1, hysteresis_reset=reset)
-    moved = policy.update(numpy_state(policy, 2, counter), np.array([found_inf, found_inf]))
-    assert [part.dtype for part in moved] == [np.float32, counter, counter]
-
-
-def test_numpy_arrays_are_not_changed_in_place():
-    policy = DynamicScale(growth_interval=1)
-    state = numpy_state(policy, 2)
-    policy.update(state, np.array([True, False]))
-    assert [part.tolist() for part in state] == [[65536.0] * 2, [0, 0], [0, 0]]
-
-
-@settings(deadline=None)
-@given(policies, batches)
-def test_numpys_where_handed_from_outside_gives_what_is_found_by_type(policy, trace):
-    found = handed = numpy_state(policy, len(trace[0]))
-    for found_inf in map(np.array, trace):
-        found = policy.update(found, found_inf)
-        handed = policy.update(handed, found_inf, where=np.where)
-        assert [part.tolist() for part in found] == [part.tolist() for part in handed]
-
-
 # Counters of 32 bits.
 
 
 @pytest.mark.parametrize("reset", RESETS)
 @pytest.mark.parametrize("found_inf", [True, False])
-def test_counts_longer_than_32_bits_fit_numpys_32_bit_counters(reset, found_inf):
-    policy = DynamicScale(growth_interval=2**40, hysteresis=2**40, hysteresis_reset=reset)
-    full = np.full(2, 2**31 - 2, np.int32)
-    state = ScaleState(np.full(2, 8.0, np.float32), full, full)
-    moved = policy.update(state, np.full(2, found_inf))
-    assert [part.dtype for part in moved] == [np.float32, np.int32, np.int32]
+def test_counts_longer_than_32_bits_fit_32_bit_counters(library, reset, found_inf):
+    policy = DynamicScale(8.0, growth_interval=2**40, hysteresis=2**40, hysteresis_reset=reset)
+    scale, counts, _ = library.state(policy, (2,))
+    full = counts + (2**31 - 2)
+    moved = policy.update(ScaleState(scale, full, full), library.tensor([found_inf] * 2))
+    assert [part.dtype for part in moved] == [scale.dtype, counts.dtype, counts.dtype]
     assert moved.scale.tolist() == [4.0 if found_inf else 16.0] * 2
-
-
-@pytest.mark.parametrize("reset", RESETS)
-@pytest.mark.parametrize("found_inf", [True, False])
-def test_counts_longer_than_32_bits_fit_torchs_32_bit_counters(torch, reset, found_inf):
-    policy = DynamicScale(growth_interval=2**40, hysteresis=2**40, hysteresis_reset=reset)
-    full = torch.tensor(2**31 - 2, dtype=torch.int32)
-    moved = policy.update(ScaleState(torch.tensor(8.0), full, full), torch.tensor(found_inf))
-    assert [part.dtype for part in moved] == [torch.float32, torch.int32, torch.int32]
-    assert moved.scale.item() == (4.0 if found_inf else 16.0)
 
 
 @pytest.mark.parametrize("reset", RESETS)
@@ -300,9 +225,7 @@ def test_a_full_hysteresis_count_does_not_overflow_at_further_non_finite_steps(r
 
 @settings(deadline=None)
 @given(policies, traces)
-def test_a_library_that_has_but_arithmetic_and_comparisons_gives_the_bits_of_the_host(
-    policy, trace
-):
+def test_a_library_of_arithmetic_and_comparisons_alone_has_the_bits_of_the_host(policy, trace):
     state = ScaleState(*map(Traced, policy.init()))
     visited = []
     for found_inf in trace:

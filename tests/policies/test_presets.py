@@ -46,19 +46,11 @@ RULES = {
 }
 
 # The parameters in the frameworks' own spelling and order, each with a value that cannot work.
+RULE = {"growth_factor": 1.0, "backoff_factor": 1.5, "growth_interval": 0}
+TORCH = {"init_scale": -1.0, **RULE}
 BAD_PARAMETERS = {
-    "torch": {
-        "init_scale": -1.0,
-        "growth_factor": 1.0,
-        "backoff_factor": 1.5,
-        "growth_interval": 0,
-    },
-    "tensorplay": {
-        "init_scale": -1.0,
-        "growth_factor": 1.0,
-        "backoff_factor": 1.5,
-        "growth_interval": 0,
-    },
+    "torch": TORCH,
+    "tensorplay": TORCH,
     "paddle": {
         "init_loss_scaling": -1.0,
         "incr_ratio": 1.0,
@@ -68,29 +60,10 @@ BAD_PARAMETERS = {
     },
     "keras": {"initial_scale": -1.0, "dynamic_growth_steps": 0},
     "mindspore": {"init_loss_scale": -1.0, "scale_factor": 1.0, "scale_window": 0},
-    "flax": {
-        "growth_factor": 1.0,
-        "backoff_factor": 1.5,
-        "growth_interval": 0,
-        "scale": -1.0,
-        "minimum_scale": 0.0,
-    },
+    "flax": {**RULE, "scale": -1.0, "minimum_scale": 0.0},
     "jmp": {"loss_scale": -1.0, "period": 0, "factor": 1.0, "min_loss_scale": 0.0},
-    "apex": {
-        "init_scale": -1.0,
-        "growth_factor": 1.0,
-        "backoff_factor": 1.5,
-        "growth_interval": 0,
-        "hysteresis": 0,
-    },
-    "megatron": {
-        "initial_scale": -1.0,
-        "min_scale": 0.0,
-        "growth_factor": 1.0,
-        "backoff_factor": 1.5,
-        "growth_interval": 0,
-        "hysteresis": 0,
-    },
+    "apex": {**TORCH, "hysteresis": 0},
+    "megatron": {"initial_scale": -1.0, "min_scale": 0.0, **RULE, "hysteresis": 0},
 }
 
 runs = st.tuples(st.sampled_from(".x"), st.integers(1, 12)).map(lambda run: run[0] * run[1])
@@ -237,22 +210,6 @@ def paddles_rule(init, every_n_steps, every_n_nan_or_inf, trace):
     return visited
 
 
-@settings(deadline=None)
-@given(powers_of_two, intervals, hystereses, st.text(".x", max_size=60))
-def test_paddles_preset_follows_paddles_rule(init, every_n_steps, every_n_nan_or_inf, trace):
-    policy = DynamicScale.paddle(init, 2.0, 0.5, every_n_steps, every_n_nan_or_inf)
-    assert scales(policy, trace) == paddles_rule(init, every_n_steps, every_n_nan_or_inf, trace)
-
-
-def test_paddles_defaults_halve_at_the_second_non_finite_step_in_a_row():
-    visited = scales(DynamicScale.paddle(), "x.xxxx")
-    assert visited == [32768.0, 32768.0, 32768.0, 16384.0, 16384.0, 8192.0]
-
-
-def test_paddles_defaults_double_at_the_1000th_finite_step():
-    assert scales(DynamicScale.paddle(), "." * 1000)[-2:] == [32768.0, 65536.0]
-
-
 # Keras.
 
 
@@ -267,22 +224,6 @@ def keras_rule(init, growth_steps, trace):
             counter += 1
         visited.append(scale)
     return visited
-
-
-@settings(deadline=None)
-@given(powers_of_two, intervals, traces)
-def test_keras_preset_follows_keras_rule(init, growth_steps, trace):
-    assert scales(DynamicScale.keras(init, growth_steps), trace) == keras_rule(
-        init, growth_steps, trace
-    )
-
-
-def test_keras_preset_never_halves_below_one():
-    assert scales(DynamicScale.keras(4.0), "xxxx") == [2.0, 1.0, 1.0, 1.0]
-
-
-def test_keras_floor_holds_for_a_scale_that_is_no_power_of_two():
-    assert scales(DynamicScale.keras(3.0), "xx") == [1.5, 1.0]
 
 
 # MindSpore.
@@ -300,28 +241,7 @@ def mindspores_rule(init, factor, window, trace):
     return visited
 
 
-@settings(deadline=None)
-@given(powers_of_two, st.sampled_from([2, 4, 8]), intervals, st.text(".x", max_size=30))
-def test_mindspores_preset_follows_mindspores_rule(init, factor, window, trace):
-    policy = DynamicScale.mindspore(init, factor, window)
-    assert scales(policy, trace) == mindspores_rule(init, factor, window, trace)
-
-
-def test_mindspores_preset_never_falls_below_one():
-    assert scales(DynamicScale.mindspore(), "x" * 30)[-7:] == [1.0] * 7
-
-
-def test_mindspores_documented_overflow_takes_1024_to_512():
-    # The example of mindspore.amp.DynamicLossScaler.
-    assert scales(DynamicScale.mindspore(2**10, 2, 1), "x") == [512.0]
-
-
 # flax.
-
-
-def test_flax_grows_one_step_late():
-    policy = DynamicScale.flax(growth_interval=3, scale=8.0)
-    assert scales(policy, "........") == [8.0, 8.0, 8.0, 16.0, 16.0, 16.0, 16.0, 32.0]
 
 
 def flaxs_rule(init, interval, trace):
@@ -335,19 +255,6 @@ def flaxs_rule(init, interval, trace):
         fin_steps = 0 if grow or step == "x" else fin_steps + 1
         visited.append(scale)
     return visited
-
-
-@settings(deadline=None)
-@given(powers_of_two, intervals, traces)
-def test_flax_preset_follows_flaxs_rule(init, interval, trace):
-    policy = DynamicScale.flax(growth_interval=interval, scale=init)
-    assert scales(policy, trace) == flaxs_rule(init, interval, trace)
-
-
-def test_flax_preset_never_falls_below_its_minimum_scale():
-    policy = DynamicScale.flax(scale=8.0, minimum_scale=3.0)
-    assert scales(policy, "xxx") == [4.0, 3.0, 3.0]
-    assert DynamicScale.flax(minimum_scale=None) == DynamicScale.flax()
 
 
 # jmp.
@@ -366,13 +273,6 @@ def jmps_rule(init, period, factor, trace):
                 scale = scale * factor if scale * factor <= LARGEST else scale
         visited.append(scale)
     return visited
-
-
-@settings(deadline=None)
-@given(powers_of_two, intervals, st.sampled_from([2, 16]), traces)
-def test_jmps_preset_follows_jmps_rule(init, period, factor, trace):
-    policy = DynamicScale.jmp(init, period, factor)
-    assert scales(policy, trace) == jmps_rule(init, period, factor, trace)
 
 
 # Apex and Megatron.
@@ -395,13 +295,6 @@ def apex_rule(init, interval, hysteresis, trace):
     return visited
 
 
-@settings(deadline=None)
-@given(powers_of_two, intervals, hystereses, st.text(".x", max_size=60))
-def test_apex_preset_follows_apexs_rule(init, interval, hysteresis, trace):
-    policy = DynamicScale.apex(init, growth_interval=interval, hysteresis=hysteresis)
-    assert scales(policy, trace) == apex_rule(init, interval, hysteresis, trace)
-
-
 def megatrons_rule(init, interval, hysteresis, trace):
     scale, growth_tracker, hysteresis_tracker, visited = init, 0, hysteresis, []
     for step in trace:
@@ -418,18 +311,83 @@ def megatrons_rule(init, interval, hysteresis, trace):
     return visited
 
 
+# The presets beside those rules.
+
+
+def with_hysteresis(preset):
+    return lambda init, interval, hysteresis: preset(
+        init, growth_interval=interval, hysteresis=hysteresis
+    )
+
+
+THREE = (powers_of_two, intervals, hystereses)
+# A preset, the framework's rule, and what both are given before the trace.
+FOLLOWED = {
+    "paddle": (
+        lambda init, *counts: DynamicScale.paddle(init, 2.0, 0.5, *counts),
+        paddles_rule,
+        THREE,
+    ),
+    "keras": (DynamicScale.keras, keras_rule, (powers_of_two, intervals)),
+    "mindspore": (
+        DynamicScale.mindspore,
+        mindspores_rule,
+        (powers_of_two, st.sampled_from([2, 4, 8]), intervals),
+    ),
+    "flax": (
+        lambda init, interval: DynamicScale.flax(growth_interval=interval, scale=init),
+        flaxs_rule,
+        (powers_of_two, intervals),
+    ),
+    "jmp": (DynamicScale.jmp, jmps_rule, (powers_of_two, intervals, st.sampled_from([2, 16]))),
+    "apex": (with_hysteresis(DynamicScale.apex), apex_rule, THREE),
+    "megatron": (with_hysteresis(DynamicScale.megatron), megatrons_rule, THREE),
+}
+
+
+@pytest.mark.parametrize(("preset", "rule", "parameters"), FOLLOWED.values(), ids=FOLLOWED)
 @settings(deadline=None)
-@given(powers_of_two, intervals, hystereses, st.text(".x", max_size=60))
-def test_megatrons_preset_follows_megatrons_rule(init, interval, hysteresis, trace):
-    policy = DynamicScale.megatron(init, growth_interval=interval, hysteresis=hysteresis)
-    assert scales(policy, trace) == megatrons_rule(init, interval, hysteresis, trace)
+@given(data=st.data(), trace=st.one_of(traces, st.text(".x", max_size=60)))
+def test_a_preset_follows_its_frameworks_rule(preset, rule, parameters, data, trace):
+    given_to_both = data.draw(st.tuples(*parameters))
+    assert scales(preset(*given_to_both), trace) == rule(*given_to_both, trace)
 
 
-def test_megatrons_defaults_halve_at_the_second_non_finite_step_however_late_it_comes():
-    visited = scales(DynamicScale.megatron(), "x" + "." * 999 + "xx")
-    assert visited[-3:] == [2.0**32, 2.0**31, 2.0**30]
+ENDS = {
+    "paddle halves at the second non-finite step in a row": (
+        DynamicScale.paddle(), "x.xxxx", [32768.0, 32768.0, 32768.0, 16384.0, 16384.0, 8192.0]
+    ),
+    "paddle doubles at the 1000th finite step": (
+        DynamicScale.paddle(), "." * 1000, [32768.0, 65536.0]
+    ),
+    "keras never halves below 1": (DynamicScale.keras(4.0), "xxxx", [2.0, 1.0, 1.0, 1.0]),
+    "keras' floor holds for a scale that is not a power of two": (
+        DynamicScale.keras(3.0), "xx", [1.5, 1.0]
+    ),
+    "mindspore never falls below 1": (DynamicScale.mindspore(), "x" * 30, [1.0] * 7),
+    "the example of mindspore.amp.DynamicLossScaler": (
+        DynamicScale.mindspore(2**10, 2, 1), "x", [512.0]
+    ),
+    "flax grows one step late": (
+        DynamicScale.flax(growth_interval=3, scale=8.0),
+        "........", [8.0, 8.0, 8.0, 16.0, 16.0, 16.0, 16.0, 32.0]
+    ),
+    "flax never falls below its minimum_scale": (
+        DynamicScale.flax(scale=8.0, minimum_scale=3.0), "xxx", [4.0, 3.0, 3.0]
+    ),
+    "megatron halves at the second non-finite step, however late it comes": (
+        DynamicScale.megatron(), "x" + "." * 999 + "xx", [2.0**32, 2.0**31, 2.0**30]
+    ),
+    "megatron doubles after 1000 finite steps, and tolerates again": (
+        DynamicScale.megatron(), "x" + "." * 1000 + "xx", [2.0**32, 2.0**33, 2.0**33, 2.0**32]
+    ),
+}  # fmt: skip
 
 
-def test_megatrons_defaults_double_after_1000_finite_steps_and_tolerate_again():
-    visited = scales(DynamicScale.megatron(), "x" + "." * 1000 + "xx")
-    assert visited[-4:] == [2.0**32, 2.0**33, 2.0**33, 2.0**32][-4:]
+@pytest.mark.parametrize(("policy", "trace", "last"), ENDS.values(), ids=ENDS)
+def test_a_trace_ends_in_the_scales_that_the_framework_documents(policy, trace, last):
+    assert scales(policy, trace)[-len(last) :] == last
+
+
+def test_flax_takes_none_for_its_default_minimum_scale():
+    assert DynamicScale.flax(minimum_scale=None) == DynamicScale.flax()

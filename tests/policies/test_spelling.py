@@ -24,6 +24,13 @@ def test_parameters_reach_the_fields_that_their_names_stand_for():
     )
 
 
+def test_values_are_those_of_the_fields_in_their_order():
+    fields = {"ratio": "growth_factor", "steps": "growth_interval"}
+    assert spelled(DynamicScale, fields, 4.0, 3, hysteresis=2) == DynamicScale(
+        growth_factor=4.0, growth_interval=3, hysteresis=2
+    )
+
+
 def test_an_error_keeps_its_type_and_names_every_parameter_as_the_caller_does():
     fields = {"floor": "min_scale", "ceiling": "max_scale"}
     message = "floor must not be above ceiling, got 8.0 > 4.0"
@@ -61,12 +68,12 @@ def test_parameters_beside_a_policy_are_refused_with_their_names_and_values():
 
 
 @pytest.mark.parametrize("policy", [DynamicScale(), FixedScale(8.0), Custom()])
-def test_whatever_has_the_methods_of_a_policy_is_one(policy):
+def test_anything_with_the_methods_of_a_policy_is_a_policy(policy):
     check_policy(policy)
 
 
 @pytest.mark.parametrize("policy", [None, 8.0, "dynamic", DynamicScale, Custom])
-def test_what_has_no_such_methods_is_refused_and_so_is_a_class(policy):
+def test_anything_else_is_refused_and_so_is_a_class(policy):
     with pytest.raises(TypeError, match="policy must be a DynamicScale or a FixedScale, got"):
         check_policy(policy)
 

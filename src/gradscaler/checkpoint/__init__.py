@@ -1,8 +1,7 @@
-"""A loss scale's state in every framework's format, and from each to any other.
+"""A loss scale's state in every framework's format, and conversions between them.
 
-A format is what that framework's scaler saves, as a flat dict of numbers. Where the framework keeps
-the rule's parameters apart from what it saves, in a config or in the attributes of an object, the
-dict has both.
+A format is what that framework's scaler saves, as a flat dict of numbers. Some frameworks keep the
+rule's parameters elsewhere, in a config or in an object's attributes; the dict has these too.
 
 =============== ==================================================================================
 ``torch``       ``torch.amp.GradScaler.state_dict()``
@@ -23,34 +22,33 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from gradscaler.checkpoint.formats import LAYOUTS, OPTIONAL, Layout, Values
+from gradscaler.checkpoint.formats import FORMATS, LAYOUTS, OPTIONAL, Layout, Values
 from gradscaler.checkpoint.losses import losses
 from gradscaler.checkpoint.state_dicts import count_in, number_in
 from gradscaler.policies import DynamicScale, Rule, ScaleState
 from gradscaler.policies.spelling import check_policy
 
-StateDict = dict[str, Any]
+__all__ = ["FORMATS", "convert", "detect", "read", "write"]
 
-FORMATS = tuple(dict.fromkeys(layout.format for layout in LAYOUTS))
-"""The formats, by the names of the adapters that replace what saves them."""
+StateDict = dict[str, Any]
 
 
 def convert(state_dict: Values, to: str, *, lossy: bool = False) -> StateDict:
     """A state dict in another format.
 
-    Where the format has no place for a value that is some framework's default, such as Keras'
-    floor of 1 or Paddle's hysteresis of 2, the default of the format's own framework takes over.
+    A value that is some framework's default, such as Keras' floor of 1 or Paddle's hysteresis of 2,
+    gives way to the default of the format's own framework if the format has no place for it.
 
     Args:
         state_dict: a state dict in any format; its keys say in which.
         to: one of ``FORMATS``.
-        lossy: whether to warn of any other value that the format has no place for, such as a
-            ceiling in torch's, and leave that out. If not, it is an error.
+        lossy: leave out any other value that the format has no place for, such as a ceiling in
+            torch's, with a warning. Otherwise such a value is an error.
 
     Raises:
         TypeError: ``state_dict`` is not a dict, or a value is not the kind of number it should be.
-        ValueError: its keys are those of no format, a value is out of range, or the format cannot
-            hold it; the message names what it is about.
+        ValueError: its keys do not match a format, a value is out of range, or the format cannot
+            hold it; the message names the key or the value.
 
     >>> policy = DynamicScale.paddle(decr_every_n_nan_or_inf=3)
     >>> saved = write(policy, policy.init(), "paddle")
@@ -65,7 +63,7 @@ def convert(state_dict: Values, to: str, *, lossy: bool = False) -> StateDict:
 def read(state_dict: Values) -> tuple[Rule, ScaleState]:
     """The rule and the state in a state dict of any format.
 
-    The rule starts from the scale that it is at, unless the format says from what it started.
+    The rule starts from the current scale, unless the format says where it started.
 
     Raises:
         TypeError, ValueError: as :func:`convert`.
@@ -83,11 +81,11 @@ def read(state_dict: Values) -> tuple[Rule, ScaleState]:
 
 
 def write(policy: Rule, state: ScaleState, to: str, *, lossy: bool = False) -> StateDict:
-    """The state dict of a rule and a state in one format; what it loses is as in :func:`convert`.
+    """The state dict of a rule and a state in one format; ``lossy`` is as in :func:`convert`.
 
     Raises:
         TypeError: the rule is neither a ``DynamicScale`` nor a ``FixedScale``.
-        ValueError: the format is unknown, or cannot hold all of it; the message names what.
+        ValueError: the format is unknown, or cannot hold a value; the message names which.
 
     >>> policy = DynamicScale(growth_interval=100)
     >>> for key, value in write(policy, policy.init(), "torch").items():
@@ -103,7 +101,7 @@ def write(policy: Rule, state: ScaleState, to: str, *, lossy: bool = False) -> S
 
 def _write(policy: Rule, state: ScaleState, to: str, lossy: bool) -> StateDict:
     if to not in FORMATS:
-        raise ValueError(f"there is no format {to!r}; there are {', '.join(FORMATS)}")
+        raise ValueError(f"unknown format {to!r}; the formats are {', '.join(FORMATS)}")
     check_policy(policy, Rule)
     scale, *counts = (number_in(name, value) for name, value in state._asdict().items())
     state = ScaleState(scale, *map(count_in, ScaleState._fields[1:], counts))
@@ -127,7 +125,7 @@ def detect(state_dict: Values) -> str | None:
     """The format of a state dict by its keys, or None; ``"torch"`` for TensorPlay's too.
 
     Raises:
-        TypeError: it is not a dict.
+        TypeError: ``state_dict`` is not a dict.
     """
     layout = _layout_of(state_dict)
     return layout and layout.format
@@ -145,17 +143,17 @@ def _layout_of(state_dict: Values) -> Layout | None:
 
 def _unrecognised(state_dict: Values) -> str:
     if not state_dict:
-        return "the state dict is empty, as that of a disabled scaler is"
+        return "the state dict is empty, like that of a disabled scaler"
     closest = max(LAYOUTS, key=lambda layout: len(state_dict.keys() & set(layout.keys)))
     missing = [key for key in closest.keys if key not in state_dict]
     held = ", ".join(f"{key!s:.80}" for key in list(state_dict)[:12])
     if len(missing) == len(closest.keys):
-        return f"a state dict with these keys is in no format that is known: {held}"
+        return f"these keys do not match any known format: {held}"
     return f"missing from the state dict for {closest.format}'s format: {', '.join(missing)}"
 
 
 def _numbers(layout: Layout, state_dict: Values) -> StateDict:
-    """What a layout has, as Python numbers; a list of one, as JSON has of an array, is that one."""
+    """The values of a layout as Python numbers. JSON has an array of one number as a list."""
     return {
         key: number_in(key, value[0] if isinstance(value, list) and len(value) == 1 else value)
         for key, value in state_dict.items()

@@ -1,4 +1,4 @@
-"""Files that hold a state dict: JSON, and what torch and Paddle save. No code in one is run."""
+"""Files that hold a state dict: JSON, and what torch and Paddle save. Their code is never run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FileError(ValueError):
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The dict of numbers and texts in a file, whose first bytes say what kind of file it is.
+    """The dict of numbers and texts in a file. The first bytes say which kind of file it is.
 
     Raises:
         FileError: the file is missing, damaged or too large, or holds anything else.
@@ -43,9 +43,7 @@ def load(path: Path) -> dict[str, Any]:
         if len(data) > _MOST_BYTES:
             raise FileError("is too large for the state of a loss scale")
         loaded = _parse(data)
-    except FileError:
-        raise
-    except pickles.RefusedError as error:
+    except (FileError, pickles.RefusedError) as error:
         raise FileError(str(error)) from None
     except OSError as error:
         raise FileError(error.strerror or str(error)) from None
@@ -53,7 +51,7 @@ def load(path: Path) -> dict[str, Any]:
         raise FileError("is nested too deeply for a state dict") from None
     except Exception as error:  # a damaged file may fail anywhere on the way
         reason = str(error).partition("\n")[0].strip()[:200]
-        raise FileError(f"damaged, or no state dict: {reason or type(error).__name__}") from None
+        raise FileError(f"damaged, or not a state dict: {reason or type(error).__name__}") from None
     if not isinstance(loaded, dict):
         raise FileError(f"holds a {type(loaded).__name__}, not a dict")
     loaded.pop(_PADDLE_NAMES, None)
@@ -84,9 +82,9 @@ def _integer(digits: str) -> int:
 
 
 def _pickle_in_zip(data: bytes) -> bytes:
-    """The pickle in a file of torch's, its checksum verified.
+    """The pickle in torch's file, with its checksum verified.
 
-    Torch compresses nothing, so nothing that is read is larger than the file.
+    Torch does not compress, so the result is never larger than the file.
     """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         names = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
@@ -96,10 +94,10 @@ def _pickle_in_zip(data: bytes) -> bytes:
 
 
 def save(path: Path, state_dict: Mapping[str, Any]) -> None:
-    """Write a dict to a file of the kind that its suffix says, whole or not at all.
+    """Write a dict to a file, whole or not at all; the suffix says which kind of file.
 
     Raises:
-        FileError: the suffix is not one of those, or the file cannot be written.
+        FileError: the suffix is unknown, or the file cannot be written.
     """
     plain = {
         key: value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
@@ -109,7 +107,11 @@ def save(path: Path, state_dict: Mapping[str, Any]) -> None:
     if path.suffix == ".json":
         data.write(json.dumps(plain, indent=2).encode() + b"\n")
     elif path.suffix in TORCH_SUFFIXES:
-        _torch().save(plain, data)
+        try:
+            importlib.import_module("torch").save(plain, data)
+        except ImportError:
+            message = "writing torch's files needs torch: pip install 'gradscaler[torch]'"
+            raise FileError(message) from None
     elif path.suffix in PADDLE_SUFFIXES:
         arrays = {k: v for k, v in state_dict.items() if isinstance(v, np.ndarray)}
         pickle.dump({**plain, **arrays}, data, protocol=4)
@@ -121,12 +123,3 @@ def save(path: Path, state_dict: Mapping[str, Any]) -> None:
             file.write(data.getbuffer())
     except OSError as error:
         raise FileError(error.strerror or str(error)) from None
-
-
-def _torch() -> Any:
-    try:
-        return importlib.import_module("torch")
-    except ImportError:
-        raise FileError(
-            "to write torch's files takes torch: pip install 'gradscaler[torch]'"
-        ) from None

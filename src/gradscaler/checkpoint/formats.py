@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from gradscaler._frameworks import FRAMEWORKS
 from gradscaler.checkpoint.state_dicts import count_in
 from gradscaler.policies import DynamicScale, FixedScale, Rule, ScaleState, checks
 from gradscaler.policies.presets import PADDLE
@@ -19,9 +21,8 @@ class Layout(NamedTuple):
     """One way to lay a state out in a dict.
 
     Attributes:
-        format: the format that this belongs to; some have one layout for scales that move and
-            another for those that do not.
-        keys: what the dict holds, all of it.
+        format: its format; some have one layout for scales that move and one for fixed scales.
+        keys: every key of the dict.
         read: the rule and the state in such a dict, whose values are Python numbers.
         write: the values for a rule of one of ``rules`` and a state, in the order of ``keys``.
         rules: the classes of rules that it can describe.
@@ -35,13 +36,13 @@ class Layout(NamedTuple):
 
 
 def _state(scale: float, *counts: tuple[str, Any]) -> ScaleState:
-    """The scale and the counts, each with its key; those left out are 0."""
+    """The scale and the counts, each given with its key; a count left out is 0."""
     checked = [count_in(key, count) for key, count in counts]
     return ScaleState(np.float32(scale), *checked, *[0] * (2 - len(checked)))
 
 
 def _no_hysteresis(values: Values, key: str) -> None:
-    """Refuse a count that gradscaler adds to a format which has no place for what it counts to."""
+    """Refuse gradscaler's own count in a format that has no place for the hysteresis itself."""
     if key in values:
         raise ValueError(
             f"{key} belongs to a rule with a hysteresis, which this state dict does not describe: "
@@ -57,7 +58,8 @@ def _flag(key: str, value: object) -> bool:
 
 # torch and TensorPlay. Both factors are 1.0 where the scale does not move.
 
-TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_RULE = ("growth_factor", "backoff_factor", "growth_interval")
+TORCH_KEYS = ("scale", *_RULE, "_growth_tracker")
 
 
 def read_torch(values: Values, policy: DynamicScale) -> tuple[Rule, ScaleState]:
@@ -66,14 +68,12 @@ def read_torch(values: Values, policy: DynamicScale) -> tuple[Rule, ScaleState]:
     ``_nonfinite_steps`` may be missing.
     """
     scale = checks.loss_scale("scale", values["scale"])
-    state = _state(
-        scale,
-        ("_growth_tracker", values["_growth_tracker"]),
-        ("_nonfinite_steps", values.get("_nonfinite_steps", 0)),
-    )
+    nonfinite_steps = values.get("_nonfinite_steps", 0)
+    counts = ("_growth_tracker", values["_growth_tracker"]), ("_nonfinite_steps", nonfinite_steps)
+    state = _state(scale, *counts)
     if values["growth_factor"] == values["backoff_factor"] == 1.0:
         return FixedScale(scale), state
-    parameters = {key: values[key] for key in TORCH_KEYS[:4]}
+    parameters = {key: values[key] for key in ("scale", *_RULE)}
     return changed(policy, {"scale": "init_scale"}, **parameters), state
 
 
@@ -85,22 +85,13 @@ def _read_torch(values: Values) -> tuple[Rule, ScaleState]:
 def _write_torch(policy: Rule, state: ScaleState) -> tuple[Any, ...]:
     if isinstance(policy, FixedScale):
         return float(state.scale), 1.0, 1.0, 2000, 0
-    factors = policy.growth_factor, policy.backoff_factor
-    return float(state.scale), *factors, policy.growth_interval, int(state.finite_steps)
+    rule = (getattr(policy, name) for name in _RULE)
+    return float(state.scale), *rule, int(state.finite_steps)
 
 
-# Paddle.
+# Paddle. The scale that its state dict holds has another name there than the one to start from.
 
-PADDLE_KEYS = (
-    "scale",
-    "incr_ratio",
-    "decr_ratio",
-    "incr_every_n_steps",
-    "decr_every_n_nan_or_inf",
-    "incr_count",
-    "decr_count",
-    "use_dynamic_loss_scaling",
-)
+PADDLE_KEYS = ("scale", *list(PADDLE)[1:], "incr_count", "decr_count", "use_dynamic_loss_scaling")
 
 
 def read_paddle(values: Values, policy: DynamicScale) -> tuple[DynamicScale, ScaleState, bool]:
@@ -121,120 +112,69 @@ def _read_paddle(values: Values) -> tuple[Rule, ScaleState]:
 def write_paddle(policy: Rule, state: ScaleState) -> tuple[Any, ...]:
     """The values of ``PADDLE_KEYS``."""
     dynamic = policy if isinstance(policy, DynamicScale) else DynamicScale()
-    return (
-        np.array([state.scale], dtype=np.float32),
-        dynamic.growth_factor,
-        dynamic.backoff_factor,
-        dynamic.growth_interval,
-        dynamic.hysteresis,
-        int(state.finite_steps),
-        int(state.nonfinite_steps),
-        dynamic is policy,
-    )
+    scale = np.array([state.scale], dtype=np.float32)
+    rule = (getattr(dynamic, name) for name in list(PADDLE.values())[1:])
+    return scale, *rule, int(state.finite_steps), int(state.nonfinite_steps), dynamic is policy
 
 
-# Keras 3, and gradscaler's own for it, which may be static: then its config says so.
+# Keras 3, and Keras 2 with other names. Both have a floor of 1, and a config that may say that the
+# scale does not move: Keras 2 then saves nothing else, gradscaler's scaler for Keras 3 does.
 
 _KERAS = ("dynamic_scale", "step_counter", "initial_scale", "dynamic_growth_steps")
+_TF_KERAS = ("current_loss_scale", "good_steps", *_KERAS[2:])
 
 
-def _read_keras(values: Values) -> tuple[Rule, ScaleState]:
-    _no_hysteresis(values, "nonfinite_counter")
-    state = _state(
-        checks.loss_scale("dynamic_scale", values["dynamic_scale"]),
-        ("step_counter", values["step_counter"]),
-    )
-    if not _flag("dynamic", values.get("dynamic", True)):
+def _read_keras(
+    values: Values, keys: tuple[str, ...] = _KERAS, nonfinite: str = "nonfinite_counter"
+) -> tuple[Rule, ScaleState]:
+    scale, count, *parameters = keys
+    _no_hysteresis(values, nonfinite)
+    state = _state(checks.loss_scale(scale, values[scale]), (count, values[count]))
+    if keys is _KERAS and not _flag("dynamic", values.get("dynamic", True)):
         return FixedScale(float(state.scale)), state
-    return _keras_rule(values), _above_one("dynamic_scale", state)
+    policy = DynamicScale.keras(*(values[key] for key in parameters))
+    checks.loss_scale(scale, float(state.scale), lowest=1.0)
+    return policy, state
 
 
-def _keras_rule(values: Values) -> DynamicScale:
-    return DynamicScale.keras(values["initial_scale"], values["dynamic_growth_steps"])
+def _write_keras(
+    policy: DynamicScale, state: ScaleState, integer: type[np.integer[Any]] = np.int32
+) -> tuple[Any, ...]:
+    init_scale = max(policy.init_scale, 1.0)  # the floor
+    return np.float32(state.scale), integer(state.finite_steps), init_scale, policy.growth_interval
 
 
-def _above_one(key: str, state: ScaleState) -> ScaleState:
-    checks.loss_scale(key, float(state.scale), lowest=1.0)
-    return state
+_read_tf_keras = partial(_read_keras, keys=_TF_KERAS, nonfinite="bad_steps")
+_write_tf_keras = partial(_write_keras, integer=np.int64)
 
 
-def _write_keras(policy: DynamicScale, state: ScaleState) -> tuple[Any, ...]:
-    return (
-        np.float32(state.scale),
-        np.int32(state.finite_steps),
-        max(policy.init_scale, 1.0),  # the floor
-        policy.growth_interval,
-    )
-
-
-_STATIC_KERAS = ("dynamic_scale", "step_counter", "dynamic", "initial_scale")
-
-
-def _write_static_keras(policy: FixedScale, state: ScaleState) -> tuple[Any, ...]:
+def _write_fixed_keras(policy: FixedScale, state: ScaleState) -> tuple[Any, ...]:
     return np.float32(state.scale), np.int32(0), False, policy.scale
 
 
-# Keras 2.
-
-_TF_KERAS = ("current_loss_scale", "good_steps", "initial_scale", "dynamic_growth_steps")
-
-
-def _read_tf_keras(values: Values) -> tuple[Rule, ScaleState]:
-    _no_hysteresis(values, "bad_steps")
-    state = _state(
-        checks.loss_scale("current_loss_scale", values["current_loss_scale"]),
-        ("good_steps", values["good_steps"]),
-    )
-    return _keras_rule(values), _above_one("current_loss_scale", state)
-
-
-def _write_tf_keras(policy: DynamicScale, state: ScaleState) -> tuple[Any, ...]:
-    return (
-        np.float32(state.scale),
-        np.int64(state.finite_steps),
-        max(policy.init_scale, 1.0),
-        policy.growth_interval,
-    )
-
-
-_STATIC_TF_KERAS = ("dynamic", "initial_scale")
-
-
-def _read_static_tf_keras(values: Values) -> tuple[Rule, ScaleState]:
+def _read_fixed_tf_keras(values: Values) -> tuple[Rule, ScaleState]:
     if _flag("dynamic", values["dynamic"]):
         raise ValueError(
             "missing from the state dict for tf_keras's format: current_loss_scale, good_steps"
         )
-    policy = FixedScale(checks.loss_scale("initial_scale", values["initial_scale"]))
-    return policy, policy.init()
+    return _read_fixed(values, "initial_scale")
 
 
-def _write_static_tf_keras(policy: FixedScale, state: ScaleState) -> tuple[Any, ...]:
+def _write_fixed_tf_keras(policy: FixedScale, state: ScaleState) -> tuple[Any, ...]:
     return False, float(state.scale)
 
 
 # MindSpore. Its cell counts steps, and remembers which overflowed last.
 
-_MINDSPORE = (
-    "scale_sense",
-    "current_iterator_step",
-    "last_overflow_iterator_step",
-    "scale_factor",
-    "scale_window",
-)
+_MINDSPORE_STEPS = ("current_iterator_step", "last_overflow_iterator_step")
+_MINDSPORE_RULE = ("scale_factor", "scale_window")
 
 
 def _read_mindspore(values: Values) -> tuple[Rule, ScaleState]:
-    policy = spelled(
-        DynamicScale.mindspore,
-        {"scale_sense": "init_loss_scale"},
-        **{key: values[key] for key in ("scale_sense", "scale_factor", "scale_window")},
-    )
+    parameters = {key: values[key] for key in ("scale_sense", *_MINDSPORE_RULE)}
+    policy = spelled(DynamicScale.mindspore, {"scale_sense": "init_loss_scale"}, **parameters)
     _no_hysteresis(values, "nonfinite_steps")
-    step, overflowed = (
-        count_in(key, values[key])
-        for key in ("current_iterator_step", "last_overflow_iterator_step")
-    )
+    step, overflowed = (count_in(key, values[key]) for key in _MINDSPORE_STEPS)
     if overflowed >= step:
         raise ValueError(
             "last_overflow_iterator_step must be below current_iterator_step, "
@@ -244,22 +184,8 @@ def _read_mindspore(values: Values) -> tuple[Rule, ScaleState]:
 
 
 def _write_mindspore(policy: DynamicScale, state: ScaleState) -> tuple[Any, ...]:
-    return (
-        np.float32(state.scale),
-        np.int32(count_in("current_iterator_step", state.finite_steps + 1)),
-        np.int32(0),
-        policy.growth_factor,
-        policy.growth_interval,
-    )
-
-
-def _read_static_mindspore(values: Values) -> tuple[Rule, ScaleState]:
-    policy = FixedScale(checks.loss_scale("scale_sense", values["scale_sense"], lowest=1.0))
-    return policy, policy.init()
-
-
-def _write_static_mindspore(policy: FixedScale, state: ScaleState) -> tuple[Any, ...]:
-    return (np.float32(state.scale),)
+    steps = np.int32(count_in("current_iterator_step", state.finite_steps + 1)), np.int32(0)
+    return np.float32(state.scale), *steps, policy.growth_factor, policy.growth_interval
 
 
 # jmp and flax.
@@ -268,84 +194,65 @@ _JMP = ("loss_scale", "counter", "period", "factor", "min_loss_scale")
 
 
 def _read_jmp(values: Values) -> tuple[Rule, ScaleState]:
-    policy = DynamicScale.jmp(
-        values["loss_scale"], values["period"], values["factor"], values["min_loss_scale"]
-    )
+    policy = DynamicScale.jmp(**{key: values[key] for key in _JMP if key != "counter"})
     return policy, _state(policy.init_scale, ("counter", values["counter"]))
 
 
 def _write_jmp(policy: DynamicScale, state: ScaleState) -> tuple[Any, ...]:
-    return (
-        np.float32(state.scale),
-        np.int32(state.finite_steps),
-        policy.growth_interval,
-        policy.growth_factor,
-        np.float32(policy.min_scale),
-    )
+    counts = np.int32(state.finite_steps), policy.growth_interval
+    return np.float32(state.scale), *counts, policy.growth_factor, np.float32(policy.min_scale)
 
 
-def _read_static_jmp(values: Values) -> tuple[Rule, ScaleState]:
-    policy = FixedScale(checks.loss_scale("loss_scale", values["loss_scale"]))
-    return policy, policy.init()
-
-
-def _write_static_jmp(policy: FixedScale, state: ScaleState) -> tuple[Any, ...]:
-    return (np.float32(state.scale),)
-
-
-_FLAX = (
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "fin_steps",
-    "scale",
-    "minimum_scale",
-)
+_FLAX = (*_RULE, "fin_steps", "scale", "minimum_scale")
 
 
 def _read_flax(values: Values) -> tuple[Rule, ScaleState]:
-    policy = DynamicScale.flax(
-        values["growth_factor"],
-        values["backoff_factor"],
-        values["growth_interval"],
-        values["scale"],
-        values["minimum_scale"],
-    )
+    policy = DynamicScale.flax(**{key: values[key] for key in _FLAX if key != "fin_steps"})
     return policy, _state(policy.init_scale, ("fin_steps", values["fin_steps"]))
 
 
 def _write_flax(policy: DynamicScale, state: ScaleState) -> tuple[Any, ...]:
-    return (
-        policy.growth_factor,
-        policy.backoff_factor,
-        max(policy.growth_interval - 1, 1),  # flax grows one step later, and so never at each
-        np.int32(state.finite_steps),
-        np.float32(state.scale),
-        policy.min_scale,
-    )
+    factors = policy.growth_factor, policy.backoff_factor
+    interval = max(policy.growth_interval - 1, 1)  # flax grows a step later, so never at each one
+    state_values = np.int32(state.finite_steps), np.float32(state.scale)
+    return *factors, interval, *state_values, policy.min_scale
 
 
-_BOTH = (DynamicScale, FixedScale)
+# A scale that does not move, as that one number.
+
+
+def _read_fixed(
+    values: Values, key: str, lowest: float = checks.SMALLEST_SCALE
+) -> tuple[Rule, ScaleState]:
+    policy = FixedScale(checks.loss_scale(key, values[key], lowest))
+    return policy, policy.init()
+
+
+def _write_fixed(policy: FixedScale, state: ScaleState) -> tuple[Any, ...]:
+    return (np.float32(state.scale),)
+
+
+FORMATS = tuple(name for framework in FRAMEWORKS.values() for name in framework.formats)
+"""The formats, by the names of the adapters that replace what saves them."""
+
+_BOTH, _FIXED = (DynamicScale, FixedScale), (FixedScale,)
+_FIXED_MINDSPORE = partial(_read_fixed, key="scale_sense", lowest=1.0)
+_FIXED_JMP = partial(_read_fixed, key="loss_scale")
+_FIXED_TF_KERAS = ("dynamic", "initial_scale")
+_FIXED_KERAS = ("dynamic_scale", "step_counter", "dynamic", "initial_scale")
+_MINDSPORE = ("scale_sense", *_MINDSPORE_STEPS, *_MINDSPORE_RULE)
 LAYOUTS = (
     Layout("torch", TORCH_KEYS, _read_torch, _write_torch, _BOTH),
     Layout("tensorplay", TORCH_KEYS, _read_torch, _write_torch, _BOTH),
     Layout("paddle", PADDLE_KEYS, _read_paddle, write_paddle, _BOTH),
     Layout("keras", _KERAS, _read_keras, _write_keras),
-    Layout("keras", _STATIC_KERAS, _read_keras, _write_static_keras, (FixedScale,)),
+    Layout("keras", _FIXED_KERAS, _read_keras, _write_fixed_keras, _FIXED),
     Layout("tf_keras", _TF_KERAS, _read_tf_keras, _write_tf_keras),
-    Layout(
-        "tf_keras", _STATIC_TF_KERAS, _read_static_tf_keras, _write_static_tf_keras, (FixedScale,)
-    ),
+    Layout("tf_keras", _FIXED_TF_KERAS, _read_fixed_tf_keras, _write_fixed_tf_keras, _FIXED),
     Layout("mindspore", _MINDSPORE, _read_mindspore, _write_mindspore),
-    Layout(
-        "mindspore",
-        ("scale_sense",),
-        _read_static_mindspore,
-        _write_static_mindspore,
-        (FixedScale,),
-    ),
+    Layout("mindspore", ("scale_sense",), _FIXED_MINDSPORE, _write_fixed, _FIXED),
     Layout("jmp", _JMP, _read_jmp, _write_jmp),
-    Layout("jmp", ("loss_scale",), _read_static_jmp, _write_static_jmp, (FixedScale,)),
+    Layout("jmp", ("loss_scale",), _FIXED_JMP, _write_fixed, _FIXED),
     Layout("flax", _FLAX, _read_flax, _write_flax),
 )
 

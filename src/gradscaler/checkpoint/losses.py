@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from gradscaler.checkpoint.formats import FORMATS
 from gradscaler.policies import DynamicScale, FixedScale, Rule, checks
 
-_DEFAULTS = {
-    "torch": DynamicScale.torch(),
-    "tensorplay": DynamicScale.tensorplay(),
-    "paddle": DynamicScale.paddle(),
-    "keras": DynamicScale.keras(),
-    "tf_keras": DynamicScale.keras(),
-    "mindspore": DynamicScale.mindspore(),
-    "jmp": DynamicScale.jmp(),
-    "flax": DynamicScale.flax(),
-}
-
+# Keras 2 and Keras 3 share a preset.
+_DEFAULTS = {name: getattr(DynamicScale, name.removeprefix("tf_"))() for name in FORMATS}
 _RESETS = {
     "finite_step": "",
     "finite_step_only": " that backing off does not reset",
@@ -27,35 +19,35 @@ _RESETS = {
 def losses(rule: Rule, kept: Rule, to: str) -> list[str]:
     """What a rule loses in a format.
 
-    A value that is the default of any framework is a convention, and gives way to the default of
-    the framework that the format belongs to. A state dict does not say who chose a value, so a
-    convention stays one wherever it was kept.
+    A value that is the default of any framework is a convention. It gives way to the default of
+    the framework that the format belongs to. A state dict does not say who chose a value, so this
+    holds wherever the value comes from.
 
     Args:
-        rule: the rule that is written.
-        kept: what is read from that.
+        rule: the rule to write.
+        kept: the rule that a reader of the written state dict gets.
         to: the format.
     """
     if isinstance(rule, FixedScale) or isinstance(kept, FixedScale):
         return [] if isinstance(kept, FixedScale) else ["a scale that does not move"]
-    scaler = f"{to}'s scaler"
-    no_floor = kept.min_scale == checks.SMALLEST_SCALE
-    floor = "no floor" if no_floor else f"a floor of {kept.min_scale!r}"
+    has_floor = kept.min_scale != checks.SMALLEST_SCALE
+    floor = f"a floor of {kept.min_scale!r}" if has_floor else "no floor"
     reset = _RESETS[rule.hysteresis_reset]
     other_reset = "resets it at a finite step and at a backoff"
     backoff = "backs off at every overflow" if kept.hysteresis == 1 else other_reset
-    words = {
-        "growth_factor": f"a growth factor of {rule.growth_factor!r} "
-        f"({scaler} has {kept.growth_factor!r})",
-        "backoff_factor": f"a backoff factor of {rule.backoff_factor!r} "
-        f"({scaler} has {kept.backoff_factor!r})",
-        "growth_interval": f"a growth interval of {rule.growth_interval} "
-        f"({scaler} has {kept.growth_interval})",
-        "hysteresis": f"a hysteresis of {rule.hysteresis}{reset} ({scaler} {backoff})",
-        "min_scale": f"a floor of {rule.min_scale!r} ({scaler} has {floor})",
-        "max_scale": f"a ceiling of {rule.max_scale!r} ({scaler} has none)",
+    words = {  # of each parameter: its name, what belongs to it, and what the format's scaler does
+        "growth_factor": ("growth factor", "", f"has {kept.growth_factor!r}"),
+        "backoff_factor": ("backoff factor", "", f"has {kept.backoff_factor!r}"),
+        "growth_interval": ("growth interval", "", f"has {kept.growth_interval}"),
+        "hysteresis": ("hysteresis", reset, backoff),
+        "min_scale": ("floor", "", f"has {floor}"),
+        "max_scale": ("ceiling", "", "has none"),
     }
-    return [text for name, text in words.items() if _is_lost(name, rule, kept, to)]
+    return [
+        f"a {noun} of {getattr(rule, name)!r}{more} ({to}'s scaler {does})"
+        for name, (noun, more, does) in words.items()
+        if _is_lost(name, rule, kept, to)
+    ]
 
 
 def _is_lost(name: str, rule: DynamicScale, kept: DynamicScale, to: str) -> bool:
@@ -66,7 +58,7 @@ def _is_lost(name: str, rule: DynamicScale, kept: DynamicScale, to: str) -> bool
 
 
 def _value(rule: DynamicScale, name: str) -> Any:
-    """A parameter as it works: floats in float32, a hysteresis with what resets it."""
+    """What a parameter does: a float in float32, a hysteresis with its reset."""
     if name == "hysteresis":
         return rule.hysteresis, rule.hysteresis_reset if rule.hysteresis > 1 else None
     value = getattr(rule, name)

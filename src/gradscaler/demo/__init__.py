@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from gradscaler.demo.figure import draw
@@ -29,8 +24,8 @@ def run(
     """Train in each mode, print the tables, write the picture and the report.
 
     Args:
-        seeds: of weights and batches; each is trained in each mode.
-        steps: of each training.
+        seeds: of weights and batches; there is one training for each seed and mode.
+        steps: the number of steps of each training.
         output: the picture. The report on the first training with loss scaling goes beside it.
         device: ``"cpu"`` or ``"cuda"``.
         threads: repeat everything with each of these numbers of threads.
@@ -50,16 +45,14 @@ def run(
     with Progress(*columns, console=console) as progress:
         total = steps * len(seeds) * len(threads)
         tasks = {mode: progress.add_task(mode, total=total, loss=float("nan")) for mode in MODES}
-        for count in threads:
+        for count, seed, mode in product(threads, seeds, MODES):
+
+            def advance(loss: float, mode: str = mode) -> None:
+                progress.update(tasks[mode], advance=1, loss=loss)
+
+            watched = record if len(runs) + 1 == len(MODES) else None
             with _torch_threads(count):
-                for seed in seeds:
-                    for mode in MODES:
-
-                        def advance(loss: float, mode: str = mode) -> None:
-                            progress.update(tasks[mode], advance=1, loss=loss)
-
-                        watched = record if len(runs) + 1 == len(MODES) else None
-                        runs.append(train(mode, photographs, seed, steps, advance, watched))
+                runs.append(train(mode, photographs, seed, steps, advance, watched))
     console.print(_summary(runs))
     if len(runs) > len(MODES):
         console.print(_every_run(runs))
@@ -72,10 +65,8 @@ def run(
     draw(runs[: len(MODES) * len(seeds)], photographs.held_out.cpu().numpy(), output)
     report.write(read_run(record), page)
     console.print(f"The picture is in {output}", soft_wrap=True)
-    console.print(
-        f"A report on the first run with gradscaler is in {page}, made from {record}",
-        soft_wrap=True,
-    )
+    report_is = f"A report on the first run with gradscaler is in {page}, made from {record}"
+    console.print(report_is, soft_wrap=True)
     return runs
 
 
@@ -114,7 +105,7 @@ def _percent(share: float) -> float:
 
 
 def _range(values: Sequence[float], form: str) -> str:
-    """The least and the greatest value, or the one that all share."""
+    """The least and the greatest value, or the only one."""
     shown = [form.format(value) for value in (min(values), max(values))] if values else ["-"]
     return " to ".join(dict.fromkeys(shown))
 

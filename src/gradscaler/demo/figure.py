@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -21,7 +22,7 @@ LARGEST = 16  # fp16 ends just below 2**16
 
 
 def draw(runs: list[Run], held_out: np.ndarray, output: Path) -> None:
-    """Draw what became of the held-out patches, and three panels on how it came about.
+    """Draw the restored patches, and three panels that explain them.
 
     Args:
         runs: for each seed one run in each mode, in the order of ``MODES``.
@@ -44,13 +45,10 @@ def draw(runs: list[Run], held_out: np.ndarray, output: Path) -> None:
 
 
 def _draw_pictures(all_axes: np.ndarray, runs: list[Run], held_out: np.ndarray) -> None:
-    pictures = [
-        (held_out, "held-out photograph", "black"),
-        *(
-            (run.restored, f"{run.mode}: {round(100 * run.explained) + 0} %", COLOURS[run.mode])
-            for run in runs
-        ),
-    ]
+    pictures = [(held_out, "held-out photograph", "black")]
+    for run in runs:
+        title = f"{run.mode}: {round(100 * run.explained) + 0} %"
+        pictures.append((run.restored, title, COLOURS[run.mode]))
     for axes, (patches, title, colour) in zip(all_axes, pictures, strict=True):
         axes.imshow(picture(patches))
         axes.set_title(title, fontsize=9, color=colour, fontweight="bold")
@@ -63,8 +61,8 @@ def _draw_losses(axes: Axes, runs: list[Run]) -> None:
         axes.fill_between(
             range(losses.shape[1]), losses.min(0), losses.max(0), color=colour, alpha=0.25
         )
-        dashed = "--" if mode == MODES[2] else "-"  # it lies upon fp32's
-        dot = "." if losses.shape[1] == 1 else None  # a line of one point shows nothing
+        dashed = "--" if mode == MODES[2] else "-"  # the line lies on top of fp32's
+        dot = "." if losses.shape[1] == 1 else None
         axes.plot(losses.mean(0), dashed, marker=dot, color=colour, linewidth=1.6, label=mode)
     seeds = len(runs) // len(MODES)
     axes.set_title("Training loss" + (f", {seeds} seeds" if seeds > 1 else ""), loc="left")
@@ -75,15 +73,14 @@ def _draw_losses(axes: Axes, runs: list[Run]) -> None:
 
 def _draw_scale(axes: Axes, runs: list[Run]) -> None:
     for i, run in enumerate(runs):
-        axes.step(
-            range(len(run.scales)),
-            run.scales,
-            where="post",
-            color=BLUE,
-            linewidth=1.6,
-            marker="." if len(run.scales) == 1 else None,
-            alpha=0.3 if i else 1.0,
-        )
+        dot = "." if len(run.scales) == 1 else None  # a line of one point shows nothing
+        style: dict[str, Any] = {
+            "color": BLUE,
+            "linewidth": 1.6,
+            "marker": dot,
+            "alpha": 0.3 if i else 1.0,
+        }
+        axes.step(range(len(run.scales)), run.scales, where="post", **style)
     axes.set_yscale("log", base=2)
     low, high = (f(f(run.scales) for run in runs) for f in (min, max))
     axes.set_ylim(low / 4, high * 8)
@@ -102,7 +99,11 @@ def _draw_exponents(axes: Axes, run: Run, scale: float) -> None:
     axes.axvspan(SMALLEST, SMALLEST_NORMAL, color="#F4EFD3", linewidth=0)
     axes.axvspan(SMALLEST_NORMAL, LARGEST, color="#E4EFE4", linewidth=0)
     weights = np.full(run.exponents.shape, 100 / max(1, run.exponents.size))
-    for exponents, colour in ((run.exponents, RED), (run.exponents + scale, BLUE)):
+    shown = (
+        (run.exponents, RED, "as they are"),
+        (run.exponents + scale, BLUE, f"scaled by 2$^{{{scale:.0f}}}$"),
+    )
+    for exponents, colour, _ in shown:
         axes.hist(exponents, bins, weights=weights, color=colour, alpha=0.25)
         axes.hist(exponents, bins, weights=weights, color=colour, histtype="step", linewidth=1.6)
     top = axes.get_ylim()[1] * 1.42
@@ -115,20 +116,9 @@ def _draw_exponents(axes: Axes, run: Run, scale: float) -> None:
         (LARGEST + 2.5, "inf"),
     ):
         axes.text(middle, 0.98 * top, text, ha="center", va="top", fontsize=7.5)
-    for exponents, colour, text in (
-        (run.exponents, RED, "as they are"),
-        (run.exponents + scale, BLUE, f"scaled by 2$^{{{scale:.0f}}}$"),
-    ):
-        axes.text(
-            float(np.median(exponents)),
-            0.84 * top,
-            text,
-            color=colour,
-            ha="center",
-            va="top",
-            fontsize=8,
-            fontweight="bold",
-        )
+    bold: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": 8, "fontweight": "bold"}
+    for exponents, colour, text in shown:
+        axes.text(float(np.median(exponents)), 0.84 * top, text, color=colour, **bold)
     axes.set_title("Weight gradients during the fp16 run", loc="left")
     axes.set_xlabel("log$_2$ of the magnitude", fontsize=9)
     axes.set_ylabel("% of gradients", fontsize=9)

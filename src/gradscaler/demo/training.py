@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +33,8 @@ class Photographs:
     """Two photographs in patches of 4x4 pixels, a row each, colours from 0 to 1.
 
     Attributes:
-        patches: shape (N, 48), float32: what to train on.
-        held_out: shape (1600, 48), float32: a square of the first photograph, row by row.
+        patches: the training set, shape (N, 48), float32.
+        held_out: a square of the first photograph, row by row, shape (1600, 48), float32.
     """
 
     patches: torch.Tensor
@@ -46,11 +47,8 @@ class Photographs:
         inside = np.zeros(first.shape[:2], dtype=bool)
         inside[HELD_OUT] = True
         train = np.concatenate([first[~inside], second.reshape(-1, WIDTHS[0])])
-
-        def tensor(pixels: np.ndarray) -> torch.Tensor:
-            return torch.tensor(pixels / 255, dtype=torch.float32, device=device)
-
-        return cls(tensor(train), tensor(first[inside]))
+        options: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        return cls(*(torch.tensor(pixels / 255, **options) for pixels in (train, first[inside])))
 
 
 def _patches(image: np.ndarray) -> np.ndarray:
@@ -69,21 +67,21 @@ def picture(patches: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Run:
-    """What one training run was like.
+    """The record of one training run.
 
     Attributes:
         mode: one of ``MODES``.
-        seed: of the weights and the batches.
-        threads: that PyTorch computed with.
-        losses: of each step.
-        scales: of each step; empty without loss scaling.
-        skipped: steps that overflowed.
-        flushed: at each measurement, the share of weight gradients that fp16 flushed to zero.
-        exponents: at all measurements, log2 of the magnitudes of the true weight gradients.
+        seed: the seed of the weights and the batches.
+        threads: the number of threads that PyTorch used.
+        losses: the loss of each step.
+        scales: the loss scale of each step; empty without loss scaling.
+        skipped: the number of steps that overflowed.
+        flushed: the share of weight gradients that fp16 flushed to zero, at each measurement.
+        exponents: log2 of the magnitudes of the true weight gradients, at all measurements.
         restored: the held-out patches after encoding and decoding, in the run's own precision.
         explained: ``1 - error / error of the mean training patch``, both errors squared and
             summed over the held-out patches: 1 is a perfect copy, 0 is no better than that mean.
-        seconds: of training, measurements excluded.
+        seconds: the time of the training, without the measurements.
     """
 
     mode: str
@@ -125,11 +123,11 @@ def train(
 
     Args:
         mode: one of ``MODES``.
-        photographs: to train and to test on.
-        seed: of weights and batches.
-        steps: how many.
-        advance: called with the loss of each.
-        record: where a monitor writes what it sees, if there is to be one.
+        photographs: the patches to train and to test on.
+        seed: the seed of the weights and the batches.
+        steps: the number of steps.
+        advance: called after each step with its loss.
+        record: the file that a monitor writes; None for no monitor.
     """
     device = photographs.patches.device
     network = make_network(seed).to(device)
@@ -187,11 +185,9 @@ def _measure(
     batch: torch.Tensor,
     scaler: GradScaler,
 ) -> None:
-    """Compare the run's gradients with fp32's at the same weights, changing neither."""
-    true = _weight_gradients(network, loss_on(batch, False))
-    if run.mode == MODES[0]:
-        computed = true
-    else:
+    """Compare the run's gradients with fp32's at the same weights; change neither."""
+    true = computed = _weight_gradients(network, loss_on(batch, False))
+    if run.mode != MODES[0]:
         computed = _weight_gradients(network, loss_on(batch, True) * scaler.get_scale())
     run.flushed.append(flushed_share(true, computed))
     exponents = torch.log2(true[true != 0].abs().double()).cpu().numpy()
@@ -205,7 +201,7 @@ def _weight_gradients(network: nn.Sequential, loss: torch.Tensor) -> torch.Tenso
 
 
 def flushed_share(true: torch.Tensor, computed: torch.Tensor) -> float:
-    """Of the gradients that are not 0, the share that was computed as 0."""
+    """The share of the nonzero gradients that was computed as 0."""
     nonzero = true != 0
     if not nonzero.any():
         return 0.0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from gradscaler._eager.scaler import EagerScaler
+from gradscaler._frameworks import FRAMEWORKS
 from gradscaler.diagnose import formats, readings
 from gradscaler.diagnose.eager import EagerObserver
 from gradscaler.diagnose.explicit import Recorder
@@ -18,8 +19,6 @@ from gradscaler.diagnose.runs import Sink, Start
 from gradscaler.diagnose.tensorboard import Events, load_writer
 from gradscaler.diagnose.verdict import Evidence, Verdict, judge
 from gradscaler.policies import FixedScale, checks
-
-_FRAMEWORKS = ("torch", "tensorplay", "paddle", "jax", "keras", "tf_keras", "mindspore")
 
 
 class Monitor:
@@ -278,6 +277,6 @@ def _framework_of(scaler: Any) -> str:
     for base in type(scaler).__mro__:
         package, _, rest = base.__module__.partition(".")
         framework = rest.partition(".")[0]
-        if package == "gradscaler" and framework in _FRAMEWORKS:
+        if package == "gradscaler" and framework in FRAMEWORKS:
             return framework
     return "jax"  # the state of an optax optimizer

@@ -66,10 +66,9 @@ def count(name: str, value: object, least: int = 1, most: float = math.inf) -> i
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
     integer = int(value)
-    if integer < least:
-        raise ParameterError(f"{name} must be at least {least}, got {value!r}")
-    if integer > most:
-        raise ParameterError(f"{name} must be at most {most}, got {value!r}")
+    if not least <= integer <= most:
+        bound = f"at least {least}" if integer < least else f"at most {most}"
+        raise ParameterError(f"{name} must be {bound}, got {value!r}")
     return integer
 
 

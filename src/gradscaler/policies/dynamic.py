@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
@@ -11,17 +11,10 @@ from gradscaler.errors import ParameterError
 from gradscaler.policies import checks
 from gradscaler.policies.presets import Presets
 from gradscaler.policies.rule import Constants, next_state
-from gradscaler.policies.state import (
-    Scalar,
-    ScaleState,
-    Where,
-    host_where,
-    on_host,
-    where_for,
-)
+from gradscaler.policies.state import Scalar, ScaleState, Where, host_where, on_host, where_for
 
 HysteresisReset = Literal["finite_step", "finite_step_only", "growth"]
-_RESETS = ("finite_step", "finite_step_only", "growth")
+_RESETS = get_args(HysteresisReset)
 
 
 @dataclass(frozen=True)
@@ -49,9 +42,9 @@ class DynamicScale(Presets):
         hysteresis_reset: what makes ``b`` start from 0 again. ``"finite_step"``: a finite step,
             and the backoff itself (Paddle). ``"finite_step_only"``: a finite step; until one
             comes, each further non-finite step backs off (Apex). ``"growth"``: growth alone, so
-            that non-finite steps count however far apart they are (Megatron).
+            non-finite steps count however far apart they are (Megatron).
         min_scale: the floor. The default is the smallest normal float32: 1/scale stays finite.
-        max_scale: growth that would pass it is not made, so that a power of two stays one.
+        max_scale: the ceiling. Growth past it is left out, so that a power of two stays one.
 
     Raises:
         TypeError: a parameter is not the kind of number it should be (a bool never is).
@@ -87,14 +80,12 @@ class DynamicScale(Presets):
         min_scale = checks.loss_scale("min_scale", self.min_scale)
         max_scale = checks.loss_scale("max_scale", self.max_scale)
         if checks.in_float32(min_scale) > checks.in_float32(max_scale):
-            raise ParameterError(
-                f"min_scale must not be above max_scale, got {self.min_scale!r} > "
-                f"{self.max_scale!r}"
-            )
+            bounds = f"{self.min_scale!r} > {self.max_scale!r}"
+            raise ParameterError(f"min_scale must not be above max_scale, got {bounds}")
         if self.hysteresis_reset not in _RESETS:
+            known = ", ".join(map(repr, _RESETS))
             raise ParameterError(
-                f"hysteresis_reset must be one of {', '.join(map(repr, _RESETS))}, "
-                f"got {self.hysteresis_reset!r}"
+                f"hysteresis_reset must be one of {known}, got {self.hysteresis_reset!r}"
             )
         checked = {
             "min_scale": min_scale,
@@ -136,23 +127,23 @@ class DynamicScale(Presets):
             where: that framework's ``where``, found by the type of the scale if it is left out.
 
         Returns:
-            A new state of the same types. Unless they are host scalars and ``where`` is left out,
-            no value is read on the host, so the method can be traced and compiled.
+            A new state of the same types. No value is read on the host, so the method can be
+            traced and compiled, unless the state is host scalars and ``where`` is left out.
         """
         scale, finite_steps, nonfinite_steps = state
         if where is None and on_host(scale):
             interval = self._host_constants.growth_interval
             if not (found_inf or nonfinite_steps) and finite_steps + 1 < interval:
-                # Most steps only count, and the rule takes three times as long to say so.
+                # Most steps only count. The rule takes three times as long for the same result.
                 return ScaleState(np.float32(scale), finite_steps + 1, nonfinite_steps)
             state = ScaleState(np.float32(scale), finite_steps, nonfinite_steps)
             if self._far_from_bounds(float(scale)):
                 return next_state(self._host_constants, state, bool(found_inf), host_where)
-            with np.errstate(over="ignore", under="ignore"):  # takes longer than the rule does
+            with np.errstate(over="ignore", under="ignore"):  # takes longer than the rule itself
                 return next_state(self._host_constants, state, bool(found_inf), host_where)
         where = where or where_for(scale)
         if isinstance(found_inf, (bool, np.bool_)) and not on_host(scale):
-            found_inf = scale == scale if found_inf else scale != scale  # a tensor of its own
+            found_inf = scale == scale if found_inf else scale != scale  # as a tensor
         if not isinstance(scale, np.ndarray):
             return next_state(self._constants, state, found_inf, where)
         with np.errstate(over="ignore", under="ignore"):

@@ -12,7 +12,7 @@ from gradscaler.policies.state import Scalar, ScaleState, Where
 
 @dataclass(frozen=True)
 class FixedScale:
-    """The scale stays ``scale`` whatever happens; an overflow still skips its step.
+    """The scale never moves; an overflow still skips its step.
 
     Args:
         scale: the loss scale, between 2**-126 and the largest float32; kept in float32.
@@ -32,7 +32,7 @@ class FixedScale:
         object.__setattr__(self, "scale", checks.loss_scale("scale", self.scale))
 
     def init(self) -> ScaleState:
-        """The state before the first step, which is the state after every other."""
+        """The state before the first step, and after every other."""
         return ScaleState(np.float32(self.scale), 0, 0)
 
     def update(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 from gradscaler.policies import checks
 from gradscaler.policies.spelling import spelled
 
-T = TypeVar("T", bound="Presets")
+T = TypeVar("T")
 
 PADDLE = {
     "init_loss_scaling": "init_scale",
@@ -32,27 +33,20 @@ class Presets:
 
     @classmethod
     def torch(
-        cls: type[T],
+        cls: Callable[..., T],
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> T:
         """``torch.amp.GradScaler`` (torch 2.13)."""
-        return spelled(
-            cls,
-            {},
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-        )
+        return cls(init_scale, growth_factor, backoff_factor, growth_interval)
 
     tensorplay = torch  # TensorPlay 1.0 has PyTorch's rule, and its parameters
 
     @classmethod
     def paddle(
-        cls: type[T],
+        cls: Callable[..., T],
         init_loss_scaling: float = 2.0**15,
         incr_ratio: float = 2.0,
         decr_ratio: float = 0.5,
@@ -63,52 +57,36 @@ class Presets:
 
         Release 3.3.1 itself defaults to 2**16, 2000 and 1.
         """
-        return spelled(
-            cls,
-            PADDLE,
-            init_loss_scaling=init_loss_scaling,
-            incr_ratio=incr_ratio,
-            decr_ratio=decr_ratio,
-            incr_every_n_steps=incr_every_n_steps,
-            decr_every_n_nan_or_inf=decr_every_n_nan_or_inf,
-        )
+        counts = incr_every_n_steps, decr_every_n_nan_or_inf
+        return spelled(cls, PADDLE, init_loss_scaling, incr_ratio, decr_ratio, *counts)
 
     @classmethod
-    def keras(cls: type[T], initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> T:
+    def keras(
+        cls: Callable[..., T], initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
+    ) -> T:
         """``LossScaleOptimizer`` of Keras 2 and 3: halves and doubles, never below 1.
 
         The floor is Keras 2's; Keras 3.15 dropped it.
         """
-        return spelled(
-            cls,
-            {"initial_scale": "init_scale", "dynamic_growth_steps": "growth_interval"},
-            initial_scale=initial_scale,
-            dynamic_growth_steps=dynamic_growth_steps,
-            min_scale=1.0,
-        )
+        fields = {"initial_scale": "init_scale", "dynamic_growth_steps": "growth_interval"}
+        return spelled(cls, fields, initial_scale, dynamic_growth_steps, min_scale=1.0)
 
     @classmethod
     def mindspore(
-        cls: type[T],
+        cls: Callable[..., T],
         init_loss_scale: float = 2.0**24,
         scale_factor: float = 2,
         scale_window: int = 2000,
     ) -> T:
         """``mindspore.amp.DynamicLossScaleManager`` (MindSpore 2.10), never below 1."""
         factor = checks.growth_factor("scale_factor", scale_factor)
-        return spelled(
-            cls,
-            {"init_loss_scale": "init_scale", "scale_window": "growth_interval"},
-            init_loss_scale=init_loss_scale,
-            growth_factor=factor,
-            backoff_factor=1 / factor,
-            scale_window=scale_window,
-            min_scale=1.0,
-        )
+        factors = {"growth_factor": factor, "backoff_factor": 1 / factor}
+        fields = {"init_loss_scale": "init_scale", "scale_window": "growth_interval"}
+        return spelled(cls, fields, init_loss_scale, scale_window, **factors, min_scale=1.0)
 
     @classmethod
     def flax(
-        cls: type[T],
+        cls: Callable[..., T],
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
@@ -122,19 +100,14 @@ class Presets:
         """
         if minimum_scale is None:
             minimum_scale = checks.SMALLEST_SCALE
-        return spelled(
-            cls,
-            {"scale": "init_scale", "minimum_scale": "min_scale"},
-            scale=scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=checks.count("growth_interval", growth_interval) + 1,
-            minimum_scale=minimum_scale,
-        )
+        interval = checks.count("growth_interval", growth_interval) + 1
+        factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
+        fields = {"scale": "init_scale", "minimum_scale": "min_scale"}
+        return spelled(cls, fields, scale, minimum_scale, **factors, growth_interval=interval)
 
     @classmethod
     def jmp(
-        cls: type[T],
+        cls: Callable[..., T],
         loss_scale: float = 2.0**15,
         period: int = 2000,
         factor: float = 2,
@@ -142,23 +115,14 @@ class Presets:
     ) -> T:
         """``jmp.DynamicLossScale`` (jmp 0.0.4), whose ``loss_scale`` has no default there."""
         ratio = checks.growth_factor("factor", factor)
-        return spelled(
-            cls,
-            {
-                "loss_scale": "init_scale",
-                "period": "growth_interval",
-                "min_loss_scale": "min_scale",
-            },
-            loss_scale=loss_scale,
-            growth_factor=ratio,
-            backoff_factor=1 / ratio,
-            period=period,
-            min_loss_scale=min_loss_scale,
-        )
+        factors = {"growth_factor": ratio, "backoff_factor": 1 / ratio}
+        fields = {"loss_scale": "init_scale", "period": "growth_interval"}
+        fields["min_loss_scale"] = "min_scale"
+        return spelled(cls, fields, loss_scale, period, min_loss_scale, **factors)
 
     @classmethod
     def apex(
-        cls: type[T],
+        cls: Callable[..., T],
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -169,20 +133,12 @@ class Presets:
 
         The kernel has no defaults; these are PyTorch's, whose scaler it extends.
         """
-        return spelled(
-            cls,
-            {},
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            hysteresis=hysteresis,
-            hysteresis_reset="finite_step_only",
-        )
+        rule = init_scale, growth_factor, backoff_factor, growth_interval
+        return cls(*rule, hysteresis, hysteresis_reset="finite_step_only")
 
     @classmethod
     def megatron(
-        cls: type[T],
+        cls: Callable[..., T],
         initial_scale: float = 2.0**32,
         min_scale: float = 1.0,
         growth_factor: float = 2.0,

@@ -10,7 +10,7 @@ from gradscaler.policies.state import Scalar, ScaleState, Where
 
 
 class Constants(NamedTuple):
-    """A policy's parameters in the types that it is computed in."""
+    """A policy's parameters in the types that the rule computes with."""
 
     growth_factor: Scalar
     backoff_factor: Scalar
@@ -22,7 +22,7 @@ class Constants(NamedTuple):
     backoff_resets: bool
 
     def on_host(self) -> Constants:
-        """The same as NumPy scalars, for NumPy 1 makes a float64 of float32 * float."""
+        """The same as NumPy scalars, because NumPy 1 turns float32 * float into float64."""
         return self._replace(
             growth_factor=np.float32(self.growth_factor),
             backoff_factor=np.float32(self.backoff_factor),
@@ -46,7 +46,7 @@ def next_values(
     found_inf: Scalar,
     where: Where,
 ) -> tuple[Scalar, Scalar, Scalar]:
-    """The same, values in and out: MindSpore's compiler loses the dtypes in a named tuple."""
+    """The same on plain values: MindSpore's compiler loses the dtypes in a named tuple."""
     finite_steps = finite_count + 1
     nonfinite_steps = nonfinite_count + 1
     zero = finite_count * 0  # of the counters' own type
@@ -61,7 +61,7 @@ def next_values(
     reduced = where(reduced > constants.min_scale, reduced, constants.min_scale)
     after_nonfinite = where(back_off, reduced, scale)
 
-    # A count that a backoff does not reset stays just below the hysteresis, not to overflow.
+    # A count that a backoff does not reset stays just below the hysteresis, so it cannot overflow.
     spent = zero if constants.backoff_resets else zero + (constants.hysteresis - 1)
     kept = zero
     if not constants.finite_step_resets:

@@ -1,4 +1,4 @@
-"""A policy's parameters under the names of a framework, and ``policy=`` in their place."""
+"""A policy's parameters under a framework's names, and ``policy=`` in their place."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ T = TypeVar("T")
 D = TypeVar("D", bound="DataclassInstance")
 
 
-def spelled(make: Callable[..., T], fields: Mapping[str, str], /, **parameters: Any) -> T:
+def spelled(
+    make: Callable[..., T], fields: Mapping[str, str], /, *values: Any, **parameters: Any
+) -> T:
     """``make(**parameters)``, where ``fields`` maps the caller's names to those of ``make``.
 
-    An error of ``make`` names the parameter as the caller does. Names outside ``fields`` stay.
+    Any ``values`` are those of ``fields``, in its order. An error of ``make`` names the parameter
+    as the caller does. Other names stay as they are.
     """
+    parameters.update(zip(fields, values, strict=False))
     names = {fields.get(name, name): name for name in parameters}
     try:
         return make(**{field: parameters[name] for field, name in names.items()})
@@ -34,7 +38,7 @@ def spelled(make: Callable[..., T], fields: Mapping[str, str], /, **parameters: 
 
 
 def changed(policy: D, fields: Mapping[str, str], /, **changes: Any) -> D:
-    """``policy`` with these parameters, named and refused as in :func:`spelled`."""
+    """``policy`` with these parameters changed; names and errors are as in :func:`spelled`."""
     return spelled(partial(dataclasses.replace, policy), fields, **changes)
 
 
@@ -49,7 +53,7 @@ def check_alone(policy: object, defaults: tuple[Any, ...], /, **parameters: Any)
 
 
 def check_policy(policy: object, kind: type | UnionType = Policy, fixed: str = "") -> None:
-    """TypeError unless ``policy`` is of a kind: by default, whatever has a policy's methods.
+    """TypeError unless ``policy`` is of this kind: by default, anything with a policy's methods.
 
     A kind without FixedScale gives in ``fixed`` what to use for a scale that never moves.
     """

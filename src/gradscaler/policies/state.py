@@ -1,4 +1,4 @@
-"""The state that a policy moves, and the one primitive that differs between tensor libraries."""
+"""The state that a policy moves, and the one operation that differs between tensor libraries."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def host_where(condition: Any, a: Any, b: Any) -> Any:
 
 
 def where_for(value: Scalar) -> Where:
-    """The ``where`` of the library that ``value``'s type comes from, imported by whoever made it.
+    """The ``where`` of the library that ``value``'s type comes from; its user has imported it.
 
     Raises:
         TypeError: the type's library has no ``where``.

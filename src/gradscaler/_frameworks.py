@@ -1,0 +1,48 @@
+"""The one list of frameworks, for the package, its tests and the Makefile.
+
+    python -I src/gradscaler/_frameworks.py     # prints the list as assignments for make
+
+docs/contributing.md names the files that belong to each.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Framework(NamedTuple):
+    """What the rest of the project needs to know about a framework.
+
+    Attributes:
+        environment: where its tests run: ``.venv/ENVIRONMENT``, from
+            ``requirements/ENVIRONMENT.txt``. Frameworks that agree on their dependencies share one.
+        formats: the names of its checkpoint formats.
+        seed: its function that seeds all its random numbers; empty if seeds are arguments there.
+        runs: an environment variable for each run of its tests; one run without any by default.
+    """
+
+    environment: str
+    formats: tuple[str, ...]
+    seed: str = ""
+    runs: tuple[str, ...] = ()
+
+
+KERAS_BACKENDS = ("KERAS_BACKEND=tensorflow", "KERAS_BACKEND=jax", "KERAS_BACKEND=torch")
+
+FRAMEWORKS = {
+    "torch": Framework("torch", ("torch",), "manual_seed"),
+    "tensorplay": Framework("paddle", ("tensorplay",), "manual_seed"),
+    "paddle": Framework("paddle", ("paddle",), "seed"),
+    "keras": Framework("keras", ("keras",), runs=KERAS_BACKENDS),
+    "tf_keras": Framework("keras", ("tf_keras",)),
+    "mindspore": Framework("mindspore", ("mindspore",), "set_seed"),
+    "jax": Framework("keras", ("jmp", "flax")),
+}
+"""By the names of their packages, which are those of their adapters."""
+
+
+if __name__ == "__main__":
+    for package, framework in FRAMEWORKS.items():
+        extra = package.replace("_", "-")  # names of distributions and of make's targets
+        print(f"FRAMEWORKS+={extra}", f"{extra}_ENVIRONMENT+={framework.environment}")
+        print(*(f"{extra}_RUNS+={run}" for run in framework.runs))

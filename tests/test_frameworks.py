@@ -1,0 +1,84 @@
+"""The list of frameworks, and docs/contributing.md, which says what belongs to each."""
+
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from gradscaler._frameworks import FRAMEWORKS
+from gradscaler.checkpoint.formats import FORMATS, LAYOUTS
+
+ROOT = Path(__file__).parents[1]
+GUIDE = (ROOT / "docs" / "contributing.md").read_text()
+TABLE = re.findall(r"^\| `(.+?)` \| (?:.+: `(.+?)`|.+?) \|$", GUIDE, re.MULTILINE)
+# What can be compared with the guide: not results, nor what the tests write.
+SOURCES = [
+    path
+    for folder in ("src", "tests", "examples", "benchmarks", "requirements")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in (".py", ".txt") and path.is_file()
+] + [ROOT / "Makefile", ROOT / "pyproject.toml"]
+
+
+def spelled(template, package):
+    """A path or a text of the guide for one framework; one for each of its formats."""
+    framework = FRAMEWORKS[package]
+    text = template.replace("NAME", package).replace("ENVIRONMENT", framework.environment)
+    text = text.replace("EXTRA", package.replace("_", "-"))
+    return {text.replace("FORMAT", name) for name in framework.formats}
+
+
+@pytest.mark.parametrize("package", FRAMEWORKS)
+@pytest.mark.parametrize(("place", "entry"), TABLE)
+def test_each_framework_has_each_entry_of_the_guide(package, place, entry):
+    (pattern,) = spelled(place, package)
+    texts = [path.read_text() for path in ROOT.glob(pattern)]
+    assert texts
+    for wanted in spelled(entry, package):
+        assert any(wanted in text for text in texts)
+
+
+def test_the_guide_names_the_place_of_every_file_that_is_named_after_a_framework():
+    names = "|".join(sorted(FRAMEWORKS, key=len, reverse=True))
+    places = re.findall(r"`([\w/.*]*NAME[\w/.*]*)`", GUIDE)
+    for path in SOURCES:
+        file = path.relative_to(ROOT).as_posix()
+        place = re.sub(rf"(?<![a-z])({names})(?![a-z]|_like)", "NAME", file, count=1)
+        named = place != file and path.parent.name != "requirements"
+        assert not named or any(fnmatch(place, f"{known}*") for known in places), file
+
+
+def test_the_guide_names_every_file_that_lists_the_frameworks():
+    places = {path for place, _ in TABLE for path in ROOT.glob(place)}
+    lists = {
+        path
+        for path in SOURCES
+        if all(re.search(rf"\b{name.replace('_', '.')}\b", path.read_text()) for name in FRAMEWORKS)
+    }
+    assert lists <= places
+    assert ROOT / "src" / "gradscaler" / "_frameworks.py" in lists
+
+
+def test_every_extra_is_a_framework_or_a_tool():
+    extras = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]\n")[2]
+    names = re.findall(r"^([\w-]+) = ", extras.partition("\n\n")[0], re.MULTILINE)
+    assert set(names) == {name.replace("_", "-") for name in FRAMEWORKS} | {"diagnose", "demo"}
+
+
+def test_every_environment_is_of_a_framework_or_of_the_tests():
+    environments = {framework.environment for framework in FRAMEWORKS.values()}
+    files = {path.stem for path in (ROOT / "requirements").iterdir()}
+    assert files == environments | {"test", "mutants"}
+
+
+def test_every_format_has_a_layout_and_every_layout_is_of_a_format():
+    assert tuple(dict.fromkeys(layout.format for layout in LAYOUTS)) == FORMATS
+
+
+def test_every_adapter_and_every_folder_of_tests_is_of_a_framework():
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/conftest.py")}
+    shared = {"conformance", "diagnose", "distributed", "eager", "keras_like"}
+    assert folders - shared == set(FRAMEWORKS)
+    packages = {path.parent.name for path in (ROOT / "src/gradscaler").glob("[!_]*/__init__.py")}
+    assert packages - {"policies", "checkpoint", "diagnose", "demo"} == set(FRAMEWORKS)
