@@ -22,7 +22,7 @@ keras_SOURCES := src/gradscaler/_keras_like src/gradscaler/keras
 tf-keras_SOURCES := src/gradscaler/_keras_like src/gradscaler/tf_keras
 keras_RUNS := KERAS_BACKEND=tensorflow KERAS_BACKEND=jax KERAS_BACKEND=torch
 torch_TESTS := $(CORE) $(wildcard tests/*.py) tests/policies tests/checkpoint tests/diagnose
-EVERYWHERE := $(wildcard tests/diagnose/test_*frameworks.py)
+EVERYWHERE := $(wildcard tests/diagnose/*/test_frameworks.py)
 
 .SECONDEXPANSION:
 .NOTPARALLEL: # what is timed is to be alone, and the tests take all cores themselves

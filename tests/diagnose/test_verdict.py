@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from gradscaler import NonfiniteGradient
-from gradscaler.diagnose.locate import Located
-from gradscaler.diagnose.runs import Bins, Sample, Shares, Skip
+from gradscaler.diagnose.gradients.module_hooks import Located
+from gradscaler.diagnose.run.lines import Bins, Sample, Shares, Skip
 from gradscaler.diagnose.verdict import Evidence, judge
 
 INF = NonfiniteGradient("fc1.weight", (4, 4), "float32", 3, 0, 65504.0)
@@ -72,9 +72,9 @@ def test_skips_that_were_not_looked_into_do_not_count():
 @pytest.mark.parametrize(
     ("skips", "min_scale", "words"),
     [
-        (row(INF, first=256.0), 2.0**-11, "can fall no further"),
-        (row(INF, first=256.0), None, "enlarges none"),
-        (row(INF, first=8.0, factor=1), None, "at a loss scale of 8, which can fall no further"),
+        (row(INF, first=256.0), 2.0**-11, "cannot fall further"),
+        (row(INF, first=256.0), None, "enlarges no gradient"),
+        (row(INF, first=8.0, factor=1), None, "at a loss scale of 8, which cannot fall further"),
         (row(first=8.0, factor=1), None, "The gradients are Inf or NaN at a loss scale of 8"),
     ],
     ids=["at its smallest", "below 1", "fixed", "not looked into"],
@@ -89,9 +89,7 @@ def test_a_scale_that_can_or_need_not_fall_is_at_its_floor(skips, min_scale, wor
 def test_a_module_that_makes_an_inf_comes_before_the_loss_it_makes():
     found = verdict(located=LOCATED, skips=row(INF, NAN, loss=float("nan")))
     assert (found.kind, found.where) == ("activations", "encoder.3")
-    assert "makes 12 Inf and 1 NaN in float16 of inputs that are finite and at most 51200" in (
-        found.text
-    )
+    assert "makes 12 Inf and 1 NaN in float16 from finite inputs of at most 51200" in (found.text)
 
 
 def test_a_nonfinite_parameter_comes_before_all():

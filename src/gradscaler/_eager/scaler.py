@@ -7,14 +7,15 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Generic, TypeVar, overload
-from weakref import ref
 
 from gradscaler._eager.closure import ClosureRun, Closures
+from gradscaler._eager.observers import Observer
 from gradscaler._eager.operations import FoundInf, Operations, Optimizer, Tensor
+from gradscaler._eager.outcomes import Outcomes
 from gradscaler._eager.record import UNKNOWN_GRADIENTS, OptimizerRecord, Stage
 from gradscaler.errors import CallOrderError
-from gradscaler.outcome import Observer, Reason, StepOutcome
-from gradscaler.policies import Policy, ScaleState
+from gradscaler.outcome import Reason, StepOutcome
+from gradscaler.policies import FixedScale, Policy, ScaleState
 
 _KNOWN = (Stage.MEASURED, Stage.UNSCALED_TO_CLIP, Stage.UNSCALED)
 
@@ -302,6 +303,40 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """
         return tuple(self._history)
 
+    # For observers and for diagnosis; a training loop needs none of it.
+
+    def add_observer(self, observer: Observer) -> None:
+        """Announce each call to an observer from now on. A copy of the scaler has no observers."""
+        self._observers.append(observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Announce nothing more to an observer; nothing happens if it does not observe."""
+        if observer in self._observers:
+            self._observers.remove(observer)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether losses are scaled at all."""
+        return self._enabled
+
+    @property
+    def policy(self) -> Policy:
+        """The rule by which the scale moves; a ``FixedScale`` if it does not."""
+        return self._policy if self._scale_moves() else FixedScale(float(self.state.scale))
+
+    @property
+    def state(self) -> ScaleState:
+        """The scale and its counters as host scalars; waits for the device."""
+        return self._host_state()
+
+    def last_steps(self) -> list[tuple[OptimizerT, StepOutcome]]:
+        """Each optimizer that has stepped through this scaler, with its latest step."""
+        return self._outcomes.all()
+
+    def total_norm(self, optimizer: OptimizerT) -> float:
+        """The 2-norm of an optimizer's gradients as they are, scaled or not; waits for it."""
+        return float(self._operations.total_norm(optimizer, 2.0))
+
     # What adapters override.
 
     @abstractmethod
@@ -375,7 +410,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
     def _start_records(self) -> None:
         """Know of no step, and tell nobody."""
-        self._outcomes = _Outcomes()
+        self._outcomes = Outcomes()
         self._history: deque[StepOutcome] = deque(maxlen=HISTORY_LENGTH)
         self._observers: list[Observer] = []
         self._closures = Closures()
@@ -573,29 +608,6 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         self._history.append(outcome)
         for observer in self._observers:
             observer.stepped(optimizer, outcome)
-
-
-class _Outcomes:
-    """The latest outcome of each optimizer that is still alive, be it hashable or not."""
-
-    def __init__(self) -> None:
-        self._by_id: dict[int, tuple[ref[Any], StepOutcome]] = {}
-
-    def put(self, optimizer: Optimizer, outcome: StepOutcome) -> None:
-        """Keep an outcome as long as its optimizer lives."""
-        key = id(optimizer)
-        kept = self._by_id.get(key)
-        alive = kept[0] if kept and kept[0]() is optimizer else ref(optimizer, self._forget(key))
-        self._by_id[key] = alive, outcome
-
-    def get(self, optimizer: Optimizer) -> StepOutcome | None:
-        """The optimizer's outcome, if there is one."""
-        alive, outcome = self._by_id.get(id(optimizer), (lambda: None, None))
-        return outcome if alive() is optimizer else None
-
-    def _forget(self, key: int) -> Callable[[ref[Any]], None]:
-        outcomes = self._by_id  # not self: a scaler is not kept alive by its optimizers
-        return lambda _: outcomes.pop(key, None) and None
 
 
 def _take_closure(

@@ -49,6 +49,11 @@ class Scale:
         self._next_step_unscales = False
 
     @property
+    def policy(self) -> Rule:
+        """The rule by which the scale moves."""
+        return self._policy
+
+    @property
     def dynamic(self) -> bool:
         """Whether the scale moves."""
         return not isinstance(self._policy, FixedScale)

@@ -124,6 +124,11 @@ class DynamicLossScaleManager(mindspore.amp.DynamicLossScaleManager):  # type: i
     )
 
     @property
+    def policy(self) -> Policy:
+        """The rule by which the scale moves."""
+        return self._policy
+
+    @property
     def loss_scale(self) -> float:
         """The scale now."""
         return self._loss_scale

@@ -153,6 +153,11 @@ class DynamicLossScaler(_Scaling, mindspore.amp.DynamicLossScaler):  # type: ign
         )
 
     @property
+    def policy(self) -> DynamicScale:
+        """The rule by which the scale moves."""
+        return self._policy
+
+    @property
     def scale_window(self) -> int:
         """Finite steps in a row before the scale grows. A compiled ``adjust`` keeps its own."""
         return self._policy.growth_interval

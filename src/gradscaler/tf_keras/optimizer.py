@@ -95,6 +95,11 @@ class LossScaleOptimizer(Delegating, native.BaseLossScaleOptimizer):  # type: ig
             self._track_trackable(self._loss_scale, "loss_scale")
 
     @property
+    def policy(self) -> Rule:
+        """The rule by which the scale moves."""
+        return self._policy
+
+    @property
     def dynamic(self) -> bool:
         """Whether the scale moves."""
         return isinstance(self._loss_scale, DynamicState)
