@@ -19,6 +19,16 @@ from gradscaler.diagnose.gradients._formats import Format
 _CHUNK = 2**17  # elements, so that intermediate results stay in the cache
 
 
+def _share(doc: str, *names: str) -> Any:
+    """A property: some of a histogram's numbers as a share of all gradients."""
+
+    def share(histogram: Histogram) -> float:
+        count = sum(getattr(histogram, name) for name in names)
+        return count / histogram.size if histogram.size else 0.0
+
+    return property(share, doc=doc)
+
+
 @dataclass(frozen=True, eq=False)
 class Histogram:
     """Gradients by their exponents, and by what they become when scaled and rounded.
@@ -52,38 +62,12 @@ class Histogram:
     first: int
     counts: NDArray[Any]
 
-    @property
-    def zero(self) -> float:
-        """The share that is 0 to begin with."""
-        return self._share(self.num_zero)
-
-    @property
-    def flushed(self) -> float:
-        """The share that becomes 0."""
-        return self._share(self.num_flushed)
-
-    @property
-    def subnormal(self) -> float:
-        """The share that becomes subnormal."""
-        return self._share(self.num_subnormal)
-
-    @property
-    def normal(self) -> float:
-        """The share that becomes normal numbers."""
-        return self._share(self.num_normal)
-
-    @property
-    def overflow(self) -> float:
-        """The share that is finite, and becomes too large."""
-        return self._share(self.num_overflow)
-
-    @property
-    def nonfinite(self) -> float:
-        """The share that is Inf or NaN to begin with."""
-        return self._share(self.num_inf + self.num_nan)
-
-    def _share(self, count: int) -> float:
-        return count / self.size if self.size else 0.0
+    zero = _share("The share that is 0 to begin with.", "num_zero")
+    flushed = _share("The share that becomes 0.", "num_flushed")
+    subnormal = _share("The share that becomes subnormal.", "num_subnormal")
+    normal = _share("The share that becomes normal numbers.", "num_normal")
+    overflow = _share("The share that is finite, and becomes too large.", "num_overflow")
+    nonfinite = _share("The share that is Inf or NaN to begin with.", "num_inf", "num_nan")
 
     def __add__(self, other: Histogram) -> Histogram:
         """The histogram of both, taken at one scale in one format."""

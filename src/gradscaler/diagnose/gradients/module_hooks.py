@@ -68,8 +68,8 @@ class Located:
 class ModuleHooks:
     """Hooks on every module of a model: :func:`locate` for a training that runs anyway.
 
-    Between ``start()`` and ``stop()``, or in a ``with`` block, every input and output of every
-    module is read once, which waits for the device.
+    Between ``start()`` and ``stop()``, every input and output of every module is read once, which
+    waits for the device.
 
     Args:
         model: a module of PyTorch or TensorPlay.
@@ -123,13 +123,6 @@ class ModuleHooks:
         self._handles.clear()
         self._entered.clear()
         self._calls.clear()
-
-    def __enter__(self) -> ModuleHooks:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     def _hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """The same hook, not compiled, with its errors suppressed unless backward is checked."""

@@ -97,46 +97,43 @@ def _of_jax(scaler: Any) -> Reading:
 
 def _of_keras(optimizer: Any) -> Reading:
     counter = optimizer.dynamic_counter
-    # tf-keras counts the steps that it skips, too.
-    applied = optimizer.inner_optimizer.iterations + 0 if _is_keras_3(optimizer) else None
+    is_keras_3 = hasattr(optimizer, "dynamic_scale")  # tf-keras also counts the steps it skips
+    applied = optimizer.inner_optimizer.iterations + 0 if is_keras_3 else None
     return Reading(optimizer.loss_scale, None if counter is None else counter + 0, None, applied)
 
 
-def _is_keras_3(optimizer: Any) -> bool:
-    return hasattr(optimizer, "dynamic_scale")
-
-
 def _of_cell(step: Any) -> Reading:
-    cell = step.loss_scaling_manager
-    moves = hasattr(cell, "last_overflow_iter")
-    steps = cell.cur_iter - 1 - cell.last_overflow_iter if moves else None
-    return Reading(step.scale_sense + 0, steps)
+    return Reading(step.scale_sense + 0, _finite_steps_of(step.loss_scaling_manager))
 
 
 def _of_manager(manager: Any) -> Reading:
-    moves = hasattr(manager, "last_overflow_iter")
-    steps = manager.cur_iter - 1 - manager.last_overflow_iter if moves else None
-    return Reading(manager.get_loss_scale(), steps)
+    return Reading(manager.get_loss_scale(), _finite_steps_of(manager))
 
 
-def _of_functional(scaler: Any) -> Reading:
-    moves = hasattr(scaler, "counter")
-    return Reading(scaler.scale_value + 0, scaler.counter + 0 if moves else None)
+def _finite_steps_of(manager: Any) -> Any:
+    if not hasattr(manager, "last_overflow_iter"):
+        return None
+    return manager.cur_iter - 1 - manager.last_overflow_iter
 
 
-def _of_jmp(scaler: Any) -> Reading:
-    moves = hasattr(scaler, "counter")
-    return Reading(scaler.loss_scale + 0, scaler.counter + 0 if moves else None)
+def _with_counter(scale: str, counter: str) -> Callable[[Any], Reading]:
+    """Reads a scaler whose scale and counter have these names; a fixed one has no counter."""
+
+    def read_both(scaler: Any) -> Reading:
+        steps = getattr(scaler, counter, None)
+        return Reading(getattr(scaler, scale) + 0, None if steps is None else steps + 0)
+
+    return read_both
 
 
 _READERS: dict[str, Callable[[Any], Reading]] = {
     "grads_finite": _of_optax,
     "state": _of_jax,
-    "fin_steps": lambda scaler: Reading(scaler.scale + 0, scaler.fin_steps + 0),  # flax's
+    "fin_steps": _with_counter("scale", "fin_steps"),  # flax's
     "inner_optimizer": _of_keras,
     "scale_sense": _of_cell,
-    "scale_value": _of_functional,
+    "scale_value": _with_counter("scale_value", "counter"),
     "update_loss_scale": _of_manager,
-    "adjust": _of_jmp,
+    "adjust": _with_counter("loss_scale", "counter"),
 }
 """Each kind of scaler by an attribute that none of the kinds after it has."""

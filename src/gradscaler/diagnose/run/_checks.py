@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
-
-T = TypeVar("T")
-Check = Callable[[Any], T]
-"""Turns a JSON value into what it stands for; raises ValueError if it cannot."""
+from functools import lru_cache
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 _LARGEST_COUNT = 2**63 - 1
 _FARTHEST_EXPONENT = 1100  # float64 ends at 1023, and at -1074
@@ -44,6 +41,44 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:60] + "..."
 
 
+def value_as(kind: Any, value: Any) -> Any:
+    """A JSON value as an instance of a type: one of the lines, or of their fields.
+
+    Keys that a later version may add are left out.
+
+    Raises:
+        ValueError: it does not fit the type, or the check that an ``Annotated`` type brings.
+    """
+    arguments = get_args(kind)
+    if get_origin(kind) is Annotated:
+        return arguments[1](value)
+    if kind in _CHECKS:
+        return _CHECKS[kind](value)
+    if NoneType in arguments:
+        return None if value is None else value_as(arguments[0], value)
+    if get_origin(kind) is Mapping:
+        return {key: _field(key, arguments[1], item) for key, item in _object(value).items()}
+    if arguments and arguments[-1] is ...:
+        return tuple(value_as(arguments[0], item) for item in _array(value))
+    if arguments:
+        return tuple(map(value_as, arguments, _array(value, len(arguments))))
+    types = _types_of(kind)
+    if issubclass(kind, tuple):
+        return kind(*map(value_as, types.values(), _array(value, len(types))))
+    found = _object(value)
+    for key in types:
+        if key not in found:
+            raise ValueError(f"{key} is missing")
+    return kind(**{key: _field(key, type_, found[key]) for key, type_ in types.items()})
+
+
+@lru_cache
+def _types_of(kind: Any) -> dict[str, Any]:
+    """The types of a class' fields, by their names."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: hints[name] for name in getattr(kind, "_fields", kind.__match_args__)}
+
+
 def number(value: Any) -> float:
     """Any float: a number, or the text for one that JSON has no word for."""
     if value in ("nan", "inf", "-inf"):
@@ -63,73 +98,34 @@ def share(value: Any) -> float:
     return checked
 
 
-def _integer(least: int, most: int) -> Check[int]:
-    def check(value: Any) -> int:
-        if type(value) is int and least <= value <= most:
-            return value
-        raise ValueError(f"must be an integer from {least} to {most}, got {shown(value)}")
-
-    return check
+def _integer(value: Any, least: int, most: int) -> int:
+    if type(value) is int and least <= value <= most:
+        return value
+    raise ValueError(f"must be an integer from {least} to {most}, got {shown(value)}")
 
 
-count = _integer(0, _LARGEST_COUNT)
-exponent = _integer(-_FARTHEST_EXPONENT, _FARTHEST_EXPONENT)
+def count(value: Any) -> int:
+    """From 0 to the largest that 64 bits hold."""
+    return _integer(value, 0, _LARGEST_COUNT)
+
+
+def exponent(value: Any) -> int:
+    """Of 2, that a float64 can have."""
+    return _integer(value, -_FARTHEST_EXPONENT, _FARTHEST_EXPONENT)
+
+
+def bin_counts(value: Any) -> tuple[int, ...]:
+    """An array of counts, one for each exponent at most."""
+    if not isinstance(value, list) or len(value) > 2 * _FARTHEST_EXPONENT:
+        most = 2 * _FARTHEST_EXPONENT
+        raise ValueError(f"must be an array of at most {most}, got {shown(value)}")
+    return tuple(map(count, value))
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"must be a text, got {shown(value)}")
     return value
-
-
-def _optional(check: Check[T]) -> Check[T | None]:
-    """Null, or a value that passes."""
-    return lambda value: None if value is None else check(value)
-
-
-def _sequence(check: Check[T], longest: int | None = None) -> Check[tuple[T, ...]]:
-    """An array of values that each pass."""
-
-    def check_each(value: Any) -> tuple[T, ...]:
-        if not isinstance(value, list) or (longest is not None and len(value) > longest):
-            limit = "" if longest is None else f" of at most {longest}"
-            raise ValueError(f"must be an array{limit}, got {shown(value)}")
-        return tuple(map(check, value))
-
-    return check_each
-
-
-def _together(make: Callable[..., T], *checks: Check[Any]) -> Check[T]:
-    """An array of as many values as there are checks."""
-
-    def check(value: Any) -> T:
-        if not isinstance(value, list) or len(value) != len(checks):
-            raise ValueError(f"must be an array of {len(checks)}, got {shown(value)}")
-        return make(*(check(item) for check, item in zip(checks, value, strict=True)))
-
-    return check
-
-
-def _mapping(check: Check[T]) -> Check[dict[str, T]]:
-    """An object whose values each pass."""
-
-    def check_values(value: Any) -> dict[str, T]:
-        return {key: _named(key, check, item) for key, item in _object(value).items()}
-
-    return check_values
-
-
-def _record(make: Callable[..., T], **checks: Check[Any]) -> Check[T]:
-    """An object with these keys; other keys, which a later version may add, are left out."""
-
-    def check(value: Any) -> T:
-        found = _object(value)
-        for key in checks:
-            if key not in found:
-                raise ValueError(f"{key} is missing")
-        return make(**{key: _named(key, check, found[key]) for key, check in checks.items()})
-
-    return check
 
 
 def _plain(value: Any) -> Any:
@@ -139,7 +135,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int) and abs(value) <= _LARGEST_COUNT else number(value)
 
 
-bin_counts = _sequence(count, longest=2 * _FARTHEST_EXPONENT)
+_CHECKS: dict[Any, Callable[[Any], Any]] = {int: count, float: number, str: _text, Any: _plain}
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -148,33 +144,15 @@ def _object(value: Any) -> dict[str, Any]:
     return value
 
 
-def _named(key: str, check: Check[T], value: Any) -> T:
+def _array(value: Any, length: int | None = None) -> list[Any]:
+    if not isinstance(value, list) or length not in (None, len(value)):
+        of = "" if length is None else f" of {length}"
+        raise ValueError(f"must be an array{of}, got {shown(value)}")
+    return value
+
+
+def _field(key: str, kind: Any, value: Any) -> Any:
     try:
-        return check(value)
+        return value_as(kind, value)
     except ValueError as error:
         raise ValueError(f"{shown(key)[1:-1]}: {error}") from None
-
-
-_BY_TYPE: dict[Any, Check[Any]] = {int: count, float: number, str: _text, Any: _plain}
-
-
-def check_for(kind: Any) -> Check[Any]:
-    """The check for a type of lines, or of their fields; ``Annotated`` types bring their own."""
-    arguments = get_args(kind)
-    if get_origin(kind) is Annotated:
-        return arguments[1]  # type: ignore[no-any-return]
-    if kind in _BY_TYPE:
-        return _BY_TYPE[kind]
-    if type(None) in arguments:
-        return _optional(check_for(arguments[0]))
-    if get_origin(kind) is Mapping:
-        return _mapping(check_for(arguments[1]))
-    if arguments:
-        *items, last = arguments
-        if last is ...:
-            return _sequence(check_for(*items))
-        return _together(lambda *values: values, *map(check_for, arguments))
-    hints = get_type_hints(kind, include_extras=True)
-    if issubclass(kind, tuple):
-        return _together(kind, *map(check_for, hints.values()))
-    return _record(kind, **{field.name: check_for(hints[field.name]) for field in fields(kind)})

@@ -7,14 +7,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gradscaler.diagnose.run._checks import Check, check_for, loads, shown
+from gradscaler.diagnose.run._checks import loads, shown, value_as
 from gradscaler.diagnose.run.lines import VERSION, Line, Sample, Shares, Skip, Start, VerdictLine
 from gradscaler.diagnose.verdict import Evidence, Verdict, judge
 
 _LONGEST_LINE = 2**26  # bytes; a model of 10,000 parameters takes 2**22
-_LINES: dict[str, Check[Line]] = {
-    kind.kind: check_for(kind) for kind in (Start, Sample, Skip, VerdictLine)
-}
+_KINDS: dict[str, type[Line]] = {kind.kind: kind for kind in (Start, Sample, Skip, VerdictLine)}
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ def read_run(path: str | Path) -> Run:
     path = Path(path)
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: is not a file")
-    lines: dict[type[Line], list[Any]] = {Start: [], Sample: [], Skip: [], VerdictLine: []}
+    lines: dict[type[Line], list[Any]] = {kind: [] for kind in _KINDS.values()}
     with path.open("rb") as file:
         for number, data in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), 1):
             if not data.endswith(b"\n") and len(data) < _LONGEST_LINE:
@@ -141,6 +139,6 @@ def _line(record: dict[str, Any], first: bool) -> Line:
     if version != VERSION:
         raise ValueError(f"the format's version is {shown(version)}, not {VERSION}")
     kind = record.get("kind")
-    if not isinstance(kind, str) or kind not in _LINES or (first and kind != Start.kind):
+    if not isinstance(kind, str) or kind not in _KINDS or (first and kind != Start.kind):
         raise ValueError(f"kind: {shown(kind)} is not one that belongs here")
-    return _LINES[kind](record)
+    return value_as(_KINDS[kind], record)  # type: ignore[no-any-return]
