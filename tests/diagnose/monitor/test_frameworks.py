@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gradscaler import DynamicScale, FixedScale
+from gradscaler import DynamicScale, FixedScale, NonfiniteGradient
 from gradscaler.diagnose import Monitor, StuckError, read_run
 
 FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch").replace("-", "_")
 pytest.importorskip(FRAMEWORK)
 EAGER = ("torch", "tensorplay", "paddle")
+IS_KERAS = FRAMEWORK in ("keras", "tf_keras")
 
 RULE = DynamicScale(init_scale=8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
 FINITE = [True, True, True, True, False, True, False, False, True, True, True, True]
@@ -29,18 +30,19 @@ def by_policy(policy, finite):
     return scales
 
 
-# Each is a scaler with one parameter, `weight`, of five elements: `step(finite)` gives it the
-# gradient above, or that with an Inf, and tells the monitor of it where the scaler does not.
+# Each driver makes a scaler, a model of one parameter, `weight`, of five elements, and a step.
+# `step(finite)` gives the weight the gradient above, or that with an Inf. It returns what `record`
+# needs to know, or None where the scaler announces its steps.
 
 
-def torch_like(framework, policy):
-    module = importlib.import_module(f"gradscaler.{framework.__name__}")
+def on_torch(policy):
+    framework = importlib.import_module(FRAMEWORK)
     model = framework.nn.Module()
     model.weight = framework.nn.Parameter(framework.zeros(5))
     optimizer = framework.optim.SGD(model.parameters(), lr=0.0)
-    scaler = module.GradScaler(policy=policy)
+    scaler = importlib.import_module(f"gradscaler.{FRAMEWORK}").GradScaler(policy=policy)
 
-    def step(finite, monitor, forensics):
+    def step(finite):
         optimizer.zero_grad()
         scaler.scale(model.weight.sum()).backward()
         grad = model.weight.grad
@@ -51,12 +53,7 @@ def torch_like(framework, policy):
     return scaler, model, step
 
 
-def on_torch(policy):
-    return torch_like(importlib.import_module("torch"), policy)
-
-
-def on_tensorplay(policy):
-    return torch_like(importlib.import_module("tensorplay"), policy)
+on_tensorplay = on_torch
 
 
 def on_paddle(policy):
@@ -69,7 +66,7 @@ def on_paddle(policy):
     optimizer = paddle.optimizer.SGD(0.0, model.parameters())
     scaler = GradScaler(policy=policy)
 
-    def step(finite, monitor, forensics):
+    def step(finite):
         factor = paddle.to_tensor(gradient(finite))
         handle = model.weight.register_hook(lambda grad: grad * factor)
         scaler.scale(model.weight.sum()).backward()
@@ -81,38 +78,27 @@ def on_paddle(policy):
     return scaler, model, step
 
 
-def on_jax(policy):
-    import jax
-
-    from gradscaler.jax import GradScaler
-
-    state = SimpleNamespace(scaler=GradScaler(policy))
-    adjust = jax.jit(GradScaler.adjust, donate_argnums=0)
-
-    def step(finite, monitor, forensics):
-        state.scaler = adjust(state.scaler, jax.numpy.array(finite))
-        grads = {"weight": jax.numpy.array(gradient(finite))} if forensics else None
-        told = None if isinstance(policy, DynamicScale) else jax.numpy.array(finite)
-        monitor.record(scaler=state.scaler, gradients=grads, finite=told)
-
-    return state.scaler, None, step
-
-
-def traced(policy, scaler, adjust):
-    """A scaler of JAX, and what makes the next one of it, of gradients and whether they are."""
+def traced(scaler, adjust):
+    """Drives a scaler of JAX; ``adjust(scaler, gradients, finite)`` makes the next one."""
     import jax
 
     state = SimpleNamespace(scaler=scaler)
     adjust = jax.jit(adjust, donate_argnums=0)
 
-    def step(finite, monitor, forensics):
+    def step(finite):
         grads = {"weight": jax.numpy.array(gradient(finite))}
         flag = jax.numpy.array(finite)
         state.scaler = adjust(state.scaler, grads, flag)
-        told = None if hasattr(policy, "growth_interval") or isinstance(scaler, tuple) else flag
-        monitor.record(scaler=state.scaler, gradients=grads if forensics else None, finite=told)
+        knows = {} if isinstance(scaler, tuple) else {"finite": flag}
+        return {"scaler": state.scaler, "gradients": grads, **knows}
 
     return scaler, None, step
+
+
+def on_jax(policy):
+    from gradscaler.jax import GradScaler
+
+    return traced(GradScaler(policy), lambda scaler, _, finite: scaler.adjust(finite))
 
 
 def on_jax_optax(policy):
@@ -121,11 +107,9 @@ def on_jax_optax(policy):
 
     from gradscaler.jax import loss_scaled
 
-    weight = {"weight": jax.numpy.zeros(5)}
     optimizer = optax.chain(optax.identity(), loss_scaled(optax.sgd(0.0), policy))
-    return traced(
-        policy, optimizer.init(weight), lambda state, grads, _: optimizer.update(grads, state)[1]
-    )
+    state = optimizer.init({"weight": jax.numpy.zeros(5)})
+    return traced(state, lambda state, grads, _: optimizer.update(grads, state)[1])
 
 
 def on_jax_jmp(policy):
@@ -142,7 +126,7 @@ def on_jax_jmp(policy):
             factor=policy.growth_factor,
             min_loss_scale=np.float32(policy.min_scale),
         )
-    return traced(policy, scaler, lambda scaler, _, finite: scaler.adjust(finite))
+    return traced(scaler, lambda scaler, _, finite: scaler.adjust(finite))
 
 
 def on_jax_flax(policy):
@@ -150,18 +134,16 @@ def on_jax_flax(policy):
 
     from gradscaler.jax.flax import DynamicScale as FlaxScale
 
+    interval = policy.growth_interval - 1  # it grows a step later
     scaler = FlaxScale(
-        policy.growth_factor,
-        policy.backoff_factor,
-        policy.growth_interval - 1,  # it grows a step later
-        scale=policy.init_scale,
+        policy.growth_factor, policy.backoff_factor, interval, scale=policy.init_scale
     )
 
     def adjust(scaler, grads, finite):
         value = jax.numpy.where(finite, 1.0, jax.numpy.inf)
         return scaler.value_and_grad(lambda x: x * value)(1.0).dynamic_scale
 
-    return traced(policy, scaler, adjust)
+    return traced(scaler, adjust)
 
 
 def on_keras(policy):
@@ -173,10 +155,10 @@ def on_keras(policy):
     variable = keras.Variable(np.zeros(5, np.float32), name="weight")
     optimizer.build([variable])
 
-    def step(finite, monitor, forensics):
+    def step(finite):
         grad = keras.ops.convert_to_tensor(gradient(finite))
         optimizer.apply([grad * optimizer.loss_scale], [variable])
-        monitor.record(gradients=[grad] if forensics else None)
+        return {"gradients": [grad]}
 
     return optimizer, SimpleNamespace(trainable_variables=[variable]), step
 
@@ -191,13 +173,12 @@ def on_tf_keras(policy):
     variable = tf.Variable(np.zeros(5, np.float32), name="weight")
     optimizer.build([variable])
 
-    def step(finite, monitor, forensics):
+    def step(finite):
         grad = tf.constant(gradient(finite))
         optimizer.get_scaled_loss(tf.constant(1.0))
         optimizer.get_unscaled_gradients([grad])
         optimizer.apply_gradients([(grad, variable)])
-        told = None if isinstance(policy, DynamicScale) else tf.constant(finite)
-        monitor.record(gradients=[grad] if forensics else None, finite=told)
+        return {"gradients": [grad], "finite": tf.constant(finite)}
 
     return optimizer, SimpleNamespace(trainable_variables=[variable]), step
 
@@ -211,10 +192,9 @@ def on_mindspore(policy):
     scaler = DynamicLossScaler(policy=policy) if moves else StaticLossScaler(policy.scale)
     weight = Parameter(Tensor(np.zeros(5, np.float32)), name="weight")
 
-    def step(finite, monitor, forensics):
+    def step(finite):
         scaler.adjust(Tensor(finite))
-        grads = [Tensor(gradient(finite))] if forensics else None
-        monitor.record(gradients=grads, finite=None if moves else Tensor(finite))
+        return {"gradients": [Tensor(gradient(finite))], "finite": Tensor(finite)}
 
     return scaler, SimpleNamespace(trainable_params=lambda: [weight]), step
 
@@ -224,16 +204,14 @@ def on_mindspore_manager(policy):
 
     from gradscaler.mindspore import DynamicLossScaleManager, FixedLossScaleManager
 
-    moves = isinstance(policy, DynamicScale)
-    if moves:
+    if isinstance(policy, DynamicScale):
         manager = DynamicLossScaleManager(policy=policy)
     else:
         manager = FixedLossScaleManager(policy.scale)
 
-    def step(finite, monitor, forensics):
+    def step(finite):
         manager.update_loss_scale(not finite)
-        grads = {"weight": Tensor(gradient(finite))} if forensics else None
-        monitor.record(gradients=grads, finite=None if moves else finite)
+        return {"gradients": {"weight": Tensor(gradient(finite))}, "finite": finite}
 
     return manager, None, step
 
@@ -241,26 +219,21 @@ def on_mindspore_manager(policy):
 def on_mindspore_cell(policy):
     from mindspore import Tensor, nn
 
-    from gradscaler.mindspore import (
-        DynamicLossScaleUpdateCell,
-        FixedLossScaleUpdateCell,
-        TrainOneStepWithLossScaleCell,
-    )
+    from gradscaler import mindspore as ours
 
-    moves = isinstance(policy, DynamicScale)
     network = nn.WithLossCell(nn.Dense(5, 1, has_bias=False), nn.MSELoss())
     optimizer = nn.SGD(network.trainable_params(), learning_rate=1e-9)
-    if moves:
-        cell = DynamicLossScaleUpdateCell(policy=policy)
+    if isinstance(policy, DynamicScale):
+        cell = ours.DynamicLossScaleUpdateCell(policy=policy)
     else:
-        cell = FixedLossScaleUpdateCell(policy.scale)
-    train = TrainOneStepWithLossScaleCell(network, optimizer, cell)
+        cell = ours.FixedLossScaleUpdateCell(policy.scale)
+    train = ours.TrainOneStepWithLossScaleCell(network, optimizer, cell)
 
-    def step(finite, monitor, forensics):
+    def step(finite):
         inputs = np.full((1, 5), 1.0 if finite else math.inf, np.float32)
         loss, overflow, _ = train(Tensor(inputs), Tensor(np.zeros((1, 1), np.float32)))
-        grads = {"weight": Tensor(gradient(finite))} if forensics else None
-        monitor.record(gradients=grads, finite=None if moves else not overflow, loss=loss)
+        grads = {"weight": Tensor(gradient(finite))}
+        return {"gradients": grads, "finite": not overflow, "loss": loss}
 
     return train, network, step
 
@@ -269,15 +242,26 @@ def gradient(finite):
     return GRADIENT if finite else np.concatenate([GRADIENT[:-1], np.float32([math.inf])])
 
 
+def scaler_of(policy, driver=FRAMEWORK):
+    """The driver's scaler, model and step."""
+    return globals()[f"on_{driver}"](policy)
+
+
 @pytest.fixture
 def train():
-    """Trains under a monitor, and returns that."""
+    """Trains under a monitor, and returns that; it is told no more than it has to be."""
 
-    def run(policy, finite, driver=FRAMEWORK, **options):
-        scaler, model, step = globals()[f"on_{driver}"](policy)
-        monitor = Monitor(scaler, model, **options)
+    def run(policy, finite, driver=FRAMEWORK, forensics=1, **options):
+        scaler, model, step = scaler_of(policy, driver)
+        monitor = Monitor(scaler, model, forensics=forensics, **options)
         for flag in finite:
-            step(flag, monitor, options.get("forensics", 1))
+            told = step(flag)
+            if told is not None:
+                if isinstance(policy, DynamicScale):
+                    told.pop("finite", None)
+                if not forensics:
+                    told.pop("gradients")
+                monitor.record(**told)
         return monitor
 
     return run
@@ -301,7 +285,7 @@ def test_the_history_is_what_the_policy_says(train, driver, policy, forensics):
     assert [step.scale for step in history] == by_policy(policy, FINITE)
 
 
-def test_a_growth_that_the_largest_scale_forbids_is_no_skip(train):
+def test_a_growth_that_the_largest_scale_forbids_is_not_a_skip(train):
     policy = DynamicScale(init_scale=8.0, growth_interval=1, max_scale=8.0)
     history = train(policy, [True, True, False, True, True, True], every=3, forensics=0).history
     assert [step.skipped for step in history] == [False, False, True, False, False, False]
@@ -310,27 +294,24 @@ def test_a_growth_that_the_largest_scale_forbids_is_no_skip(train):
 def test_a_skip_names_the_parameter(train):
     first, second = train(RULE, [True, False]).history
     assert first.nonfinite is None
-    (found,) = second.nonfinite
-    assert (found.name, found.shape, found.num_inf, found.num_nan) == ("weight", (5,), 1, 0)
-    assert found.dtype == "float32"
+    assert second.nonfinite == (NonfiniteGradient("weight", (5,), "float32", 1, 0, 3.0),)
 
 
-@pytest.mark.skipif(FRAMEWORK in EAGER, reason="the scaler tells of the steps")
+@pytest.mark.skipif(FRAMEWORK in EAGER, reason="the scaler announces its steps")
 def test_variables_of_one_name_are_told_apart():
     variables = [SimpleNamespace(name="kernel:0", dtype="float32") for _ in range(2)]
-    scaler, _, _ = globals()[f"on_{FRAMEWORK}"](RULE)
+    scaler, _, _ = scaler_of(RULE)
     monitor = Monitor(scaler, SimpleNamespace(trainable_variables=variables))
     monitor.record(gradients=[gradient(finite=False)] * 2, finite=False)
     assert [found.name for found in monitor.history[0].nonfinite] == ["kernel", "kernel (2)"]
 
 
-def test_each_second_skip_is_looked_into_where_that_is_asked_for(train):
+def test_forensics_2_inspects_every_second_skip(train):
     history = train(RULE, [False] * 4, forensics=2).history
     assert [step.nonfinite is None for step in history] == [True, False, True, False]
 
 
-def test_a_sample_tells_of_the_true_gradients_at_the_scale_in_use(train, tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_a_sample_is_of_the_true_gradients_at_the_scale_in_use(train, path):
     train(RULE, FINITE[:4], every=4, path=path).close()
     run = read_run(path)
     (sample,) = run.samples
@@ -346,8 +327,7 @@ def test_a_sample_tells_of_the_true_gradients_at_the_scale_in_use(train, tmp_pat
     assert list(sample.parameters) == list(sample.worst) == ["weight"]
 
 
-def test_a_file_says_that_a_scale_does_not_move(train, tmp_path):
-    path = tmp_path / "run.jsonl"
+def test_a_file_says_that_a_scale_does_not_move(train, path):
     train(FixedScale(64.0), [], path=path).close()
     expected = {"name": "FixedScale", "scale": 64.0}
     if FRAMEWORK == "mindspore":  # whose static scaler has no policy
@@ -356,15 +336,14 @@ def test_a_file_says_that_a_scale_does_not_move(train, tmp_path):
 
 
 @pytest.mark.parametrize("forensics", [0, 1])
-def test_stuck_it_raises_and_a_file_says_so(train, tmp_path, forensics):
-    path = tmp_path / "run.jsonl"
+def test_a_stuck_run_raises_and_its_file_says_so(train, path, forensics):
     options = {"stuck_after": 4, "on_stuck": "raise", "every": 6, "path": path}
-    tells = FRAMEWORK in ("torch", "tensorplay", "paddle")
-    with pytest.raises(StuckError, match="overflow" if tells or forensics else "are Inf or NaN"):
+    is_eager = FRAMEWORK in EAGER
+    with pytest.raises(StuckError, match="overflow" if is_eager or forensics else "are Inf or NaN"):
         train(RULE, [True, True, *[False] * 9], forensics=forensics, **options)
     (verdict,) = read_run(path).verdicts
     assert verdict.verdict == "floor"
-    assert verdict.step == (7 if tells and not forensics else 6)  # it looks into one step more
+    assert verdict.step == (7 if is_eager and not forensics else 6)  # it inspects one more step
 
 
 class Parameter:
@@ -379,48 +358,45 @@ class Parameter:
 
 
 @pytest.fixture
-def record():
-    """A monitor for which two skips in a row are too many, and what tells it of a step."""
+def recording():
+    """A monitor that takes records, for which two skips in a row are too many."""
     if FRAMEWORK in EAGER:
-        pytest.skip("the scaler tells of the steps")
-    scaler, model, _ = globals()[f"on_{FRAMEWORK}"](RULE)
-    monitor = Monitor(scaler, model, stuck_after=2, on_stuck="continue", every=1)
-    return monitor, monitor.record
+        pytest.skip("the scaler announces its steps")
+    scaler, model, _ = scaler_of(RULE)
+    return Monitor(scaler, model, stuck_after=2, on_stuck="continue", every=1)
 
 
-def test_parameters_are_looked_at_when_it_is_stuck_alone(record):
-    monitor, record = record
+def test_parameters_are_inspected_only_when_it_is_stuck(recording):
     parameter = Parameter()
     for finite in (True, False, True, False):
-        record(finite=finite, parameters={"dense": {"kernel": parameter}})
+        recording.record(finite=finite, parameters={"dense": {"kernel": parameter}})
     assert parameter.num_read == 0
-    record(finite=False, parameters={"dense": {"kernel": parameter}})
+    recording.record(finite=False, parameters={"dense": {"kernel": parameter}})
     assert parameter.num_read == 1
-    assert (monitor.verdict.kind, monitor.verdict.where) == ("parameter", "dense.kernel")
+    verdict = recording.verdict
+    assert (verdict.kind, verdict.where) == ("parameter", "dense.kernel")
 
 
 @pytest.mark.parametrize("what", ["parameters", "gradients"])
-def test_what_is_no_array_is_refused_and_nothing_is_recorded(record, what):
-    monitor, record = record
+def test_what_is_not_an_array_is_refused_and_nothing_is_recorded(recording, what):
     with pytest.raises(TypeError, match="kernel is 'w'"):
-        record(finite=True, **{what: {"kernel": "w"}})
-    assert monitor.history == ()
+        recording.record(finite=True, **{what: {"kernel": "w"}})
+    assert recording.history == ()
 
 
-@pytest.mark.skipif(FRAMEWORK != "jax", reason="JAX alone deletes what it is given for good")
-def test_parameters_that_are_deleted_are_not_looked_at(record):
+@pytest.mark.skipif(FRAMEWORK != "jax", reason="only JAX deletes what is donated")
+def test_deleted_parameters_are_not_inspected(recording):
     import jax
 
-    monitor, record = record
     parameters = jax.numpy.array([math.nan])
     for _ in range(2):
-        record(finite=False, parameters=parameters)
-    assert monitor.verdict.kind == "parameter"
+        recording.record(finite=False, parameters=parameters)
+    assert recording.verdict.kind == "parameter"
     parameters.delete()
-    assert monitor.verdict.kind != "parameter"
+    assert recording.verdict.kind != "parameter"
 
 
-def test_a_scaler_that_tells_by_itself_needs_no_record(train):
+def test_a_scaler_that_announces_its_steps_refuses_record(train):
     monitor = train(RULE, [True])
     if FRAMEWORK in EAGER:
         with pytest.raises(TypeError, match="by itself"):
@@ -437,36 +413,30 @@ def test_steps_without_update_are_told_apart(train):
     scaler.update = lambda: None
     monitor = Monitor(scaler, model)
     for finite in FINITE:
-        step(finite, monitor, forensics=1)
+        step(finite)
     monitor.close()
     assert [not step.skipped for step in monitor.history] == FINITE
 
 
-def test_a_callback_is_for_keras_alone(train):
-    if FRAMEWORK not in ("keras", "tf_keras"):
-        with pytest.raises(TypeError, match=f"a scaler for {FRAMEWORK}"):
-            train(RULE, []).callback()
+@pytest.mark.skipif(IS_KERAS, reason="it is Keras' own")
+def test_a_callback_is_only_for_keras(train):
+    with pytest.raises(TypeError, match=f"a scaler for {FRAMEWORK}"):
+        train(RULE, []).callback()
 
 
-@pytest.mark.skipif(FRAMEWORK not in ("keras", "tf_keras"), reason="it is Keras'")
+@pytest.mark.skipif(not IS_KERAS, reason="it is Keras'")
 @pytest.mark.parametrize("policy", [RULE, FixedScale(64.0)], ids=["dynamic", "fixed"])
 def test_the_callback_records_each_step_of_fit(policy):
     keras = importlib.import_module(FRAMEWORK)
     module = importlib.import_module(f"gradscaler.{FRAMEWORK}")
     if FRAMEWORK == "tf_keras" and policy is not RULE:
-        pytest.skip("nothing tells of a skip where the scale does not move")
+        pytest.skip("a fixed scale gives no evidence of a skip")
     optimizer = module.LossScaleOptimizer(keras.optimizers.SGD(0.01), policy=policy)
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile(optimizer, "mse")
     inputs = np.float32([[1.0] if finite else [math.inf] for finite in FINITE])
     monitor = Monitor(optimizer, every=5)
-    model.fit(
-        inputs,
-        np.zeros((len(FINITE), 1)),
-        batch_size=1,
-        shuffle=False,
-        verbose=0,
-        callbacks=[monitor.callback()],
-    )
+    options = {"batch_size": 1, "shuffle": False, "verbose": 0}
+    model.fit(inputs, np.zeros((len(FINITE), 1)), callbacks=[monitor.callback()], **options)
     assert [not step.skipped for step in monitor.history] == FINITE
     assert [step.scale for step in monitor.history] == by_policy(policy, FINITE)
