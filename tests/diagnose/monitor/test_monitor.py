@@ -10,13 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from gradscaler import DynamicScale, FixedScale  # noqa: E402 # after the skip
+from gradscaler import DynamicScale, FixedScale, NonfiniteGradient  # noqa: E402 # after the skip
 from gradscaler.diagnose import Monitor, StuckError, StuckWarning, locate, read_run  # noqa: E402
 from gradscaler.torch import GradScaler  # noqa: E402
 
 
 class Training:
-    """Steps of a small model; the gradient of what `step` is given is multiplied into the loss."""
+    """Steps of a small model; those that `steps` marks with "!" overflow."""
 
     def __init__(self, fused=False, every=4, model=None, scaler=None, **options):
         torch.manual_seed(0)
@@ -53,12 +53,7 @@ class Training:
         return math.sqrt(sum(float(grad.square().sum()) for grad in grads))
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "run.jsonl"
-
-
-# What it takes down.
+# Its history.
 
 
 @pytest.mark.parametrize("forensics", [0, 1, 2])
@@ -73,14 +68,12 @@ def test_the_history_agrees_with_the_scalers_own(fused, forensics):
     assert [step.nonfinite for step in history] == [outcome.nonfinite for outcome in own]
 
 
-def test_a_skip_is_looked_into_by_name_and_logged_in_one_line(caplog):
+def test_a_skip_is_inspected_by_name_and_logged_in_one_line(caplog):
     caplog.set_level(logging.INFO, "gradscaler")
     training = Training()
     training.steps("..!.")
-    outcome = training.scaler.history[2]
-    (found,) = outcome.nonfinite
-    assert (found.name, found.shape, found.dtype) == ("0.weight", (8, 4), "float32")
-    assert (found.num_inf, found.num_nan) == (1, 0)
+    (found,) = training.scaler.history[2].nonfinite
+    assert found == NonfiniteGradient("0.weight", (8, 4), "float32", 1, 0, found.largest_finite)
     (record,) = caplog.records
     assert record.name == "gradscaler"
     assert record.getMessage().startswith(
@@ -116,25 +109,22 @@ def test_two_optimizers_make_one_step_of_an_iteration(path):
     assert len(sample.parameters) == 2
 
 
-def test_an_iteration_without_gradients_is_none():
+def test_an_iteration_without_gradients_is_not_a_step():
     training = Training(stuck_after=2, on_stuck="raise")
     training.step(finite=False)
     training.optimizer.zero_grad()
     training.scaler.step(training.optimizer)
     training.scaler.update(1024.0)
     assert len(training.monitor.history) == 1
-    with pytest.raises(StuckError):  # nor does it end the row
+    with pytest.raises(StuckError):  # nor does it end the streak
         training.step(finite=False)
 
 
 def test_no_flag_is_read_before_a_sample_without_forensics():
     training = Training(fused=True, forensics=0)
-    training.steps("!!.")
-    waiting = [callable(outcome._found_inf) for outcome in training.scaler.history]
-    assert waiting == [True, True, True]
-    training.step()
-    waiting = [callable(outcome._found_inf) for outcome in training.scaler.history]
-    assert waiting == [False, False, False, False]
+    for flags, waits in (("!!.", True), (".", False)):
+        training.steps(flags)
+        assert {callable(outcome._found_inf) for outcome in training.scaler.history} == {waits}
 
 
 def test_of_several_losses_the_one_that_is_not_finite_counts():
@@ -144,14 +134,15 @@ def test_of_several_losses_the_one_that_is_not_finite_counts():
     assert training.monitor.history[0].loss == math.inf
 
 
-def test_a_loss_that_is_only_located_is_of_no_step():
+def test_a_loss_in_locate_belongs_to_no_step():
     training = Training()
     inputs = training.inputs * math.nan
+
+    def backward():
+        training.scaler.scale(training.model(inputs).sum()).backward()
+
     for _ in range(2):
-        locate(
-            training.model,
-            lambda: training.scaler.scale(training.model(inputs).sum()).backward(),
-        )
+        locate(training.model, backward)
         training.step(finite=False)
     assert all(math.isfinite(step.loss) for step in training.monitor.history)
 
@@ -163,7 +154,7 @@ def test_the_graph_of_a_loss_is_not_kept():
     assert loss() is None
 
 
-def test_a_disabled_scaler_is_not_written_of(path):
+def test_no_file_is_written_for_a_disabled_scaler(path):
     training = Training(path=path, scaler=GradScaler(enabled=False))
     training.steps("....")
     training.monitor.close()
@@ -213,14 +204,14 @@ def test_the_norm_is_that_of_the_unscaled_unclipped_gradients(call, fused, path)
     assert sample.loss == pytest.approx(training.backward().item(), rel=0.1)
 
 
-def test_a_sample_at_a_scale_that_is_too_large_is_no_warning(path):
+def test_a_sample_at_a_scale_that_is_too_large_does_not_warn(path):
     training = Training(scaler=GradScaler(init_scale=2.0**40), every=1, path=path)
     training.step()
     (sample,) = read_run(path).samples
     assert sample.shares.overflow > 0.5
 
 
-def test_shares_are_of_all_gradients_though_few_elements_are_looked_at(path):
+def test_shares_are_of_all_gradients_though_few_elements_are_measured(path):
     scaler = GradScaler(init_scale=2.0)
     large, small = (torch.nn.Parameter(torch.zeros(size)) for size in (30_000, 10_000))
     optimizer = torch.optim.SGD([large, small])
@@ -255,7 +246,7 @@ def test_the_worst_parameters_are_named(path):
     assert worst[3:] == ("partly", "fine")
 
 
-def test_one_that_is_zero_while_no_other_is_small_passes_for_unused(path):
+def test_a_zero_gradient_counts_as_unused_while_no_other_is_small(path):
     factors = {"unused": 0.0, **{str(i): 1.0 for i in range(20)}}
     worst = worst_of(factors, path)
     assert worst[0] == "partly"
@@ -271,7 +262,7 @@ def test_a_sample_of_a_skipped_step_counts_its_nonfinite_gradients(path):
     assert sample.norm == math.inf
 
 
-def test_a_file_tells_of_each_skip_and_each_scale(path):
+def test_a_file_holds_each_skip_and_each_scale(path):
     training = Training(path=path)
     training.steps(".!..!!...")
     training.monitor.close()
@@ -285,13 +276,11 @@ def test_a_file_tells_of_each_skip_and_each_scale(path):
     assert run.starts[0].policy["init_scale"] == 1024.0
 
 
-def test_a_resumed_run_goes_on_counting(path):
-    first = Training(path=path)
-    first.steps("...!")
-    first.monitor.close()
-    second = Training(path=path)
-    second.steps("!...")
-    second.monitor.close()
+def test_a_resumed_run_continues_counting(path):
+    for flags in ("...!", "!..."):
+        training = Training(path=path)
+        training.steps(flags)
+        training.monitor.close()
     run = read_run(path)
     assert [start.step for start in run.starts] == [0, 4]
     assert run.skipped == (4, 5)
@@ -315,7 +304,7 @@ def test_at_most_ten_gradients_of_a_skip_are_listed(path):
 # Stuck.
 
 
-def test_it_warns_once_in_a_row_of_skips_and_where_update_was_called(path):
+def test_it_warns_once_in_a_streak_where_update_was_called(path):
     training = Training(stuck_after=3, path=path, scaler=GradScaler(init_scale=1.0))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -326,7 +315,7 @@ def test_it_warns_once_in_a_row_of_skips_and_where_update_was_called(path):
     assert [verdict.step for verdict in read_run(path).verdicts] == [3, 12]
 
 
-def test_it_raises_before_the_scale_moves_and_the_next_update_goes_on():
+def test_it_raises_before_the_scale_moves_and_the_next_update_continues():
     scaler = GradScaler(init_scale=1.0)
     training = Training(stuck_after=2, on_stuck="raise", scaler=scaler)
     training.step(finite=False)
@@ -341,15 +330,11 @@ def test_it_raises_before_the_scale_moves_and_the_next_update_goes_on():
     assert len(training.monitor.history) == 4
 
 
-def test_it_can_go_on_without_a_word(path):
-    training = Training(stuck_after=2, on_stuck="continue", path=path)
-    training.steps("!!!")
-    assert len(read_run(path).verdicts) == 1
-
-
 def test_a_file_and_its_monitor_agree_that_a_run_recovered(path):
     training = Training(stuck_after=2, on_stuck="continue", path=path)
-    training.steps("!!!..")
+    training.steps("!!!")  # without a word
+    assert len(read_run(path).verdicts) == 1
+    training.steps("..")
     training.monitor.close()
     run = read_run(path)
     assert run.verdict == training.monitor.verdict
@@ -394,8 +379,8 @@ class Half(torch.nn.Module):
         return (inputs * 1e6).half().float()
 
 
-def stuck(**options):
-    """The verdict on a training of which no step succeeds."""
+def verdict_on_stuck(**options):
+    """The verdict on a training without a successful step."""
     scaler = GradScaler(init_scale=4.0)
     training = Training(stuck_after=4, on_stuck="raise", scaler=scaler, **options)
     with pytest.raises(StuckError) as raised:
@@ -405,9 +390,41 @@ def stuck(**options):
     return verdict
 
 
-def test_a_nan_in_the_backward_pass_is_named():
-    verdict = stuck(model=torch.nn.Sequential(torch.nn.Linear(4, 2), Root()))
-    assert (verdict.kind, verdict.where) == ("nan", "0.weight")
+def with_nan(model, name):
+    """The model, not training, with a NaN in a parameter or a buffer."""
+    with torch.no_grad():
+        model.eval().state_dict()[name].view(-1)[0] = math.nan
+    return model
+
+
+def frozen():
+    linear, norm = torch.nn.Linear(4, 2).requires_grad_(False), torch.nn.BatchNorm1d(2)
+    return torch.nn.Sequential(linear, norm, torch.nn.Linear(2, 1))
+
+
+CULPRITS = {
+    "backward pass": (
+        "nan",
+        "0.weight",
+        lambda: torch.nn.Sequential(torch.nn.Linear(4, 2), Root()),
+    ),
+    "module": ("activations", "1", lambda: torch.nn.Sequential(torch.nn.Linear(4, 2), Half())),
+    "parameter": (
+        "parameter",
+        "2.weight",
+        lambda: with_nan(frozen().requires_grad_(), "2.weight"),
+    ),
+    "untrained": ("parameter", "0.weight", lambda: with_nan(frozen(), "0.weight")),
+    "buffer": ("parameter", "1.running_mean", lambda: with_nan(frozen(), "1.running_mean")),
+}
+
+
+@pytest.mark.parametrize("forensics", [0, 1, 100])
+@pytest.mark.parametrize("culprit", CULPRITS)
+def test_the_culprit_is_named_whichever_skips_are_inspected(culprit, forensics):
+    kind, where, make = CULPRITS[culprit]
+    verdict = verdict_on_stuck(model=make(), forensics=forensics)
+    assert (verdict.kind, verdict.where) == (kind, where)
 
 
 def train_in_float16(scaler, model, steps, **options):
@@ -441,7 +458,7 @@ def test_a_healthy_training_from_a_far_too_large_scale_is_left_alone(exponent, p
     assert {verdict.verdict for verdict in read_run(path).verdicts} <= {"normal"}
 
 
-def test_a_nan_is_told_once_the_scale_has_fallen_to_1(path):
+def test_a_nan_is_reported_once_the_scale_has_fallen_to_1(path):
     model = torch.nn.Sequential(torch.nn.Linear(4, 2), Root())
     scaler = GradScaler(init_scale=2.0**10)
     training = Training(stuck_after=4, on_stuck="raise", model=model, scaler=scaler, path=path)
@@ -454,12 +471,11 @@ def test_a_nan_is_told_once_the_scale_has_fallen_to_1(path):
 
 @pytest.mark.parametrize("how", ["torch.compile", "Module.compile", "compiled given"])
 def test_a_compiled_model_is_trained_on_while_it_is_watched(how):
-    model = classifier()
+    model = trained = classifier()
     with torch.no_grad():
         model[2].weight.mul_(1e6)
     if how == "Module.compile":
         model.compile(backend="eager")
-        trained = model
     else:
         trained = torch.compile(model, backend="eager")
     monitor = train_in_float16(GradScaler(), trained, 22, on_stuck="continue")
@@ -508,34 +524,12 @@ def test_a_layer_that_overflows_to_negative_infinity_alone_is_named():
     assert (monitor.verdict.kind, monitor.verdict.where) == ("activations", "2")
 
 
-def test_a_module_that_overflows_is_named():
-    verdict = stuck(model=torch.nn.Sequential(torch.nn.Linear(4, 2), Half()))
-    assert (verdict.kind, verdict.where) == ("activations", "1")
-
-
-@pytest.mark.parametrize("forensics", [0, 100])
-@pytest.mark.parametrize("kind", ["activations", "nan"])
-def test_a_row_of_skips_is_looked_into_though_no_skip_is(kind, forensics):
-    last = {"activations": Half, "nan": Root}[kind]()
-    model = torch.nn.Sequential(torch.nn.Linear(4, 2), last)
-    verdict = stuck(model=model, forensics=forensics)
-    assert verdict.kind == kind
-
-
-def test_a_nonfinite_loss_is_told():
+def test_a_nonfinite_loss_is_reported():
     training = Training(stuck_after=4, on_stuck="raise")
     training.inputs[0, 0] = math.nan
     with pytest.raises(StuckError, match="The unscaled loss is itself nan"):
         training.steps("." * 9)
     assert training.monitor.verdict.kind == "loss"
-
-
-def test_a_nonfinite_parameter_is_named():
-    model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 1))
-    with torch.no_grad():
-        model[1].weight[0, 0] = math.nan
-    verdict = stuck(model=model)
-    assert (verdict.kind, verdict.where) == ("parameter", "1.weight")
 
 
 def alternate(monitored, steps, **options):
@@ -555,7 +549,7 @@ def alternate(monitored, steps, **options):
     return monitor
 
 
-def test_a_row_of_skips_is_one_optimizers():
+def test_a_streak_of_skips_is_one_optimizer_s():
     with pytest.raises(StuckError, match=r"1\.0\.weight is itself.* last 20 steps in a row"):
         alternate(True, 20, on_stuck="raise")
     verdict = alternate(True, 40, on_stuck="continue").verdict
@@ -563,7 +557,7 @@ def test_a_row_of_skips_is_one_optimizers():
     assert "last 40 steps in a row" in verdict.text
 
 
-def test_an_optimizer_that_steps_no_more_is_forgotten():
+def test_an_optimizer_that_stops_stepping_is_forgotten():
     training = Training(stuck_after=3, on_stuck="continue", scaler=GradScaler(init_scale=1.0))
     training.steps("!!!!")
     assert training.monitor.verdict.kind == "floor"
@@ -572,7 +566,7 @@ def test_an_optimizer_that_steps_no_more_is_forgotten():
     assert training.monitor.verdict.text.startswith("4 of 8 steps were skipped")
 
 
-def test_a_verdict_tells_of_the_whole_fall():
+def test_a_verdict_gives_the_whole_fall_of_the_scale():
     training = Training(stuck_after=4, on_stuck="continue")
     training.steps("!" * 20)
     assert "last 20 steps in a row were skipped while the loss scale fell from 1024 to" in (
@@ -580,23 +574,10 @@ def test_a_verdict_tells_of_the_whole_fall():
     )
 
 
-@pytest.mark.parametrize("what", ["0.weight", "1.running_mean"])
-@pytest.mark.parametrize("forensics", [0, 1])
-def test_what_is_not_trained_and_not_finite_is_named(what, forensics):
-    model = torch.nn.Sequential(
-        torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1)
-    ).eval()
-    model[0].requires_grad_(False)
-    with torch.no_grad():
-        model.state_dict()[what].view(-1)[0] = math.nan
-    verdict = stuck(model=model, forensics=forensics)
-    assert (verdict.kind, verdict.where) == ("parameter", what)
-
-
 @pytest.mark.parametrize(
     "policy", [FixedScale(8.0), DynamicScale(32.0, min_scale=8.0), DynamicScale(1.0)]
 )
-def test_a_scale_at_its_floor_is_told(policy):
+def test_a_scale_at_its_floor_is_reported(policy):
     training = Training(scaler=GradScaler(policy=policy), stuck_after=4, on_stuck="raise")
     with pytest.raises(StuckError):
         training.steps("!" * 9)
@@ -610,7 +591,7 @@ def test_overflows_that_a_lower_scale_cures_are_normal():
     assert training.monitor.verdict.text.startswith("2 of 8 steps were skipped")
 
 
-def test_a_scale_that_is_too_small_is_told(path):
+def test_a_scale_that_is_too_small_is_reported(path):
     training = Training(scaler=GradScaler(policy=FixedScale(2.0**-16)), path=path)
     training.steps("....")
     assert training.monitor.verdict.kind == "underflow"
@@ -671,7 +652,7 @@ def test_bad_arguments_are_refused_before_anything_is_opened(arguments, error, m
     assert not path.exists()
 
 
-def test_what_is_no_scaler_is_refused():
+def test_what_is_not_a_scaler_is_refused():
     with pytest.raises(TypeError, match="scaler must be one of gradscaler's"):
         Monitor(torch.amp.GradScaler("cpu"))
 
