@@ -1,6 +1,4 @@
 import math
-import subprocess
-import sys
 from collections import OrderedDict, namedtuple
 
 import numpy as np
@@ -93,7 +91,7 @@ def test_numpy_s_own_arrays_are_not_copied(dtype):
 
 @pytest.mark.parametrize("look", [exponents, inspect])
 @pytest.mark.parametrize("array", [["a"], [b"a"], [None], np.zeros(1, "M8[s]")])
-def test_an_array_of_no_numbers_is_refused(look, array):
+def test_an_array_without_numbers_is_refused(look, array):
     with pytest.raises(TypeError, match="holds no numbers"):
         look({"w": np.array(array)})
 
@@ -123,21 +121,13 @@ class Rows:
 def test_rows_of_one_index_are_added():
     rows = Rows(np.array([4, 1, 4]), np.float32([[1, 2], [3, 4], [5, 6]]), (9, 2))
     assert list(named_arrays([rows])) == ["0"]
-    assert dtype_name(rows) == "float32"
-    assert shape_of(rows) == (9, 2)
+    assert (dtype_name(rows), shape_of(rows)) == ("float32", (9, 2))
     assert to_numpy(rows).tolist() == [[3, 4], [6, 8]]
-
-
-def test_rows_of_an_unknown_place_have_the_shape_of_the_rows():
-    assert shape_of(Rows(np.array([1]), np.ones((1, 5)))) == (1, 5)
+    assert shape_of(Rows(rows.indices, rows.values)) == (3, 2)  # of a table of unknown size
 
 
 def test_a_number_is_an_array():
-    assert (dtype_name(1.5), shape_of(1.5), to_numpy(1.5)) == (
-        "float64",
-        (),
-        1.5,
-    )
+    assert (dtype_name(1.5), shape_of(1.5), to_numpy(1.5)) == ("float64", (), 1.5)
 
 
 # Samples.
@@ -160,14 +150,3 @@ def test_a_sample_is_evenly_strided_and_no_larger_than_asked(shape, limit):
 def test_a_sample_of_a_matrix_is_not_of_a_few_columns():
     matrix = np.broadcast_to(np.arange(1024), (1024, 1024))
     assert len(set(strided_sample(matrix, 4096).tolist())) == 1024
-
-
-def test_importing_it_imports_nothing_but_numpy_and_the_standard_library():
-    code = (
-        "import sys, numpy; before = set(sys.modules); import gradscaler.diagnose; "
-        "print(*{name.partition('.')[0] for name in set(sys.modules) - before})"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert set(result.stdout.split()) - sys.stdlib_module_names <= {"gradscaler", "numpy"}

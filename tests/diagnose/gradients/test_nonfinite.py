@@ -12,9 +12,10 @@ from gradscaler.diagnose import inspect
 def test_finite_gradients_give_nothing():
     largest = np.finfo(np.float16).max
     assert inspect({"w": np.float16([largest, -largest, 0.0, 6e-8]), "empty": np.zeros(0)}) == ()
+    assert inspect([np.arange(3)]) == ()
 
 
-def test_each_that_is_not_finite_is_told_by_name_shape_and_dtype_in_order():
+def test_each_that_is_not_finite_is_named_with_shape_and_dtype_in_order():
     gradients = {
         "z": np.float16([[math.inf, -math.inf], [math.nan, -3.0]]),
         "fine": np.ones(3),
@@ -34,10 +35,6 @@ def test_where_nothing_is_finite_the_largest_is_nan():
 def test_a_complex_gradient_is_counted_by_its_parts():
     (found,) = inspect([np.array([complex(math.inf, math.nan), 3 - 5j], np.complex64)])
     assert found == NonfiniteGradient("0", (2,), "complex64", 1, 1, 5.0)
-
-
-def test_integers_are_finite():
-    assert inspect([np.arange(3)]) == ()
 
 
 def test_its_numbers_are_those_of_python():

