@@ -1,3 +1,4 @@
+import copy
 import gc
 import logging
 import math
@@ -14,15 +15,15 @@ from gradscaler import DynamicScale, FixedScale, NonfiniteGradient  # noqa: E402
 from gradscaler.diagnose import Monitor, StuckError, StuckWarning, locate, read_run  # noqa: E402
 from gradscaler.torch import GradScaler  # noqa: E402
 
+linear, seq = torch.nn.Linear, torch.nn.Sequential
+
 
 class Training:
     """Steps of a small model; those that `steps` marks with "!" overflow."""
 
     def __init__(self, fused=False, every=4, model=None, scaler=None, **options):
         torch.manual_seed(0)
-        self.model = model or torch.nn.Sequential(
-            torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
-        )
+        self.model = model or seq(linear(4, 8), torch.nn.Tanh(), linear(8, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=fused)
         self.scaler = scaler or GradScaler(init_scale=2.0**10)
         self.monitor = Monitor(self.scaler, self.model, every, **options)
@@ -162,22 +163,16 @@ def test_no_file_is_written_for_a_disabled_scaler(path):
     assert not path.exists()
 
 
-def test_a_closed_monitor_sees_no_more_and_is_closed_once(path):
+def test_a_closed_monitor_and_a_copy_of_the_scaler_observe_no_more(path):
     training = Training(path=path)
     training.steps("..")
+    assert pickle.loads(pickle.dumps(training.scaler))._observers == []
     training.monitor.close()
     assert training.scaler._observers == []
     training.step()
     training.monitor.close()
     (sample,) = read_run(path).samples
     assert (sample.step, sample.shares) == (2, None)
-
-
-def test_a_copy_of_a_scaler_has_no_monitor():
-    training = Training()
-    training.step()
-    copied = pickle.loads(pickle.dumps(training.scaler))
-    assert copied._observers == []
 
 
 # Samples.
@@ -330,16 +325,24 @@ def test_it_raises_before_the_scale_moves_and_the_next_update_continues():
     assert len(training.monitor.history) == 4
 
 
-def test_a_file_and_its_monitor_agree_that_a_run_recovered(path):
-    training = Training(stuck_after=2, on_stuck="continue", path=path)
-    training.steps("!!!")  # without a word
-    assert len(read_run(path).verdicts) == 1
-    training.steps("..")
+@pytest.mark.parametrize(
+    ("flags", "scale", "num_verdicts", "kind", "text"),
+    [
+        ("!!!......", 2.0**10, 1, "normal", "3 of 9 steps were skipped"),  # it recovered
+        ("!.!......", 2.0**10, 0, "normal", "2 of 9 steps were skipped"),
+        ("....", 2.0**-16, 0, "underflow", "At a loss scale of 1.52588e-05"),
+    ],
+)
+def test_a_file_and_its_monitor_agree(flags, scale, num_verdicts, kind, text, path):
+    scaler = GradScaler(policy=FixedScale(scale) if scale < 1 else DynamicScale(scale))
+    training = Training(stuck_after=2, on_stuck="continue", scaler=scaler, path=path)
+    training.steps(flags)
+    assert len(read_run(path).verdicts) == num_verdicts  # without a word
     training.monitor.close()
-    run = read_run(path)
-    assert run.verdict == training.monitor.verdict
-    assert run.verdict.kind == "normal"
-    assert len(run.verdicts) == 1
+    verdict = training.monitor.verdict
+    assert read_run(path).verdict == verdict
+    assert verdict.kind == kind
+    assert verdict.text.startswith(text)
 
 
 def test_a_closure_that_overflows_at_every_scale_counts():
@@ -379,17 +382,6 @@ class Half(torch.nn.Module):
         return (inputs * 1e6).half().float()
 
 
-def verdict_on_stuck(**options):
-    """The verdict on a training without a successful step."""
-    scaler = GradScaler(init_scale=4.0)
-    training = Training(stuck_after=4, on_stuck="raise", scaler=scaler, **options)
-    with pytest.raises(StuckError) as raised:
-        training.steps("." * 9)
-    verdict = training.monitor.verdict
-    assert str(raised.value) == f"{verdict.text} To go on all the same, call update() again."
-    return verdict
-
-
 def with_nan(model, name):
     """The model, not training, with a NaN in a parameter or a buffer."""
     with torch.no_grad():
@@ -398,33 +390,30 @@ def with_nan(model, name):
 
 
 def frozen():
-    linear, norm = torch.nn.Linear(4, 2).requires_grad_(False), torch.nn.BatchNorm1d(2)
-    return torch.nn.Sequential(linear, norm, torch.nn.Linear(2, 1))
-
-
-CULPRITS = {
-    "backward pass": (
-        "nan",
-        "0.weight",
-        lambda: torch.nn.Sequential(torch.nn.Linear(4, 2), Root()),
-    ),
-    "module": ("activations", "1", lambda: torch.nn.Sequential(torch.nn.Linear(4, 2), Half())),
-    "parameter": (
-        "parameter",
-        "2.weight",
-        lambda: with_nan(frozen().requires_grad_(), "2.weight"),
-    ),
-    "untrained": ("parameter", "0.weight", lambda: with_nan(frozen(), "0.weight")),
-    "buffer": ("parameter", "1.running_mean", lambda: with_nan(frozen(), "1.running_mean")),
-}
+    """A model whose first layer is not trained."""
+    return seq(linear(4, 2).requires_grad_(False), torch.nn.BatchNorm1d(2), linear(2, 1))
 
 
 @pytest.mark.parametrize("forensics", [0, 1, 100])
-@pytest.mark.parametrize("culprit", CULPRITS)
-def test_the_culprit_is_named_whichever_skips_are_inspected(culprit, forensics):
-    kind, where, make = CULPRITS[culprit]
-    verdict = verdict_on_stuck(model=make(), forensics=forensics)
+@pytest.mark.parametrize(
+    ("kind", "where", "model"),
+    [
+        ("nan", "0.weight", seq(linear(4, 2), Root())),
+        ("activations", "1", seq(linear(4, 2), Half())),
+        ("parameter", "2.weight", with_nan(frozen().requires_grad_(), "2.weight")),
+        ("parameter", "0.weight", with_nan(frozen(), "0.weight")),  # which is not trained
+        ("parameter", "1.running_mean", with_nan(frozen(), "1.running_mean")),
+    ],
+)
+def test_the_culprit_is_named_whichever_skips_are_inspected(kind, where, model, forensics):
+    scaler = GradScaler(init_scale=4.0)
+    options = {"stuck_after": 4, "on_stuck": "raise", "forensics": forensics}
+    training = Training(model=copy.deepcopy(model), scaler=scaler, **options)
+    with pytest.raises(StuckError) as raised:
+        training.steps("." * 9)
+    verdict = training.monitor.verdict
     assert (verdict.kind, verdict.where) == (kind, where)
+    assert str(raised.value) == f"{verdict.text} To go on all the same, call update() again."
 
 
 def train_in_float16(scaler, model, steps, **options):
@@ -445,8 +434,8 @@ def train_in_float16(scaler, model, steps, **options):
 
 def classifier():
     torch.manual_seed(1)
-    gelu, layer = torch.nn.GELU, torch.nn.Linear
-    return torch.nn.Sequential(layer(16, 64), gelu(), layer(64, 64), gelu(), layer(64, 4))
+    gelu = torch.nn.GELU()
+    return seq(linear(16, 64), gelu, linear(64, 64), gelu, linear(64, 4))
 
 
 @pytest.mark.parametrize("exponent", [32, 44, 60, 127])
@@ -459,7 +448,7 @@ def test_a_healthy_training_from_a_far_too_large_scale_is_left_alone(exponent, p
 
 
 def test_a_nan_is_reported_once_the_scale_has_fallen_to_1(path):
-    model = torch.nn.Sequential(torch.nn.Linear(4, 2), Root())
+    model = seq(linear(4, 2), Root())
     scaler = GradScaler(init_scale=2.0**10)
     training = Training(stuck_after=4, on_stuck="raise", model=model, scaler=scaler, path=path)
     with pytest.raises(StuckError, match=r"The gradient of 0\.weight is NaN"):
@@ -500,8 +489,8 @@ class Mask(torch.nn.Module):
 class Attention(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.inputs, self.mask = torch.nn.Linear(16, 16), Mask()
-        self.outputs = torch.nn.Linear(16, 4)
+        self.inputs, self.mask = linear(16, 16), Mask()
+        self.outputs = linear(16, 4)
 
     def forward(self, inputs):
         hidden = self.inputs(inputs).view(8, 4, 16)
@@ -511,13 +500,12 @@ class Attention(torch.nn.Module):
 
 
 def test_a_module_that_makes_a_mask_is_not_blamed_for_a_scale_too_large():
-    scaler = GradScaler(init_scale=2.0**50)
-    monitor = train_in_float16(scaler, Attention(), 22, on_stuck="raise")
+    monitor = train_in_float16(GradScaler(init_scale=2.0**50), Attention(), 22, on_stuck="raise")
     assert monitor.verdict.kind == "normal"
 
 
 def test_a_layer_that_overflows_to_negative_infinity_alone_is_named():
-    model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    model = seq(linear(16, 8), torch.nn.ReLU(), linear(8, 4))
     with torch.no_grad():
         model[2].weight.fill_(-1e5)
     monitor = train_in_float16(GradScaler(), model, 20, on_stuck="continue")
@@ -582,21 +570,6 @@ def test_a_scale_at_its_floor_is_reported(policy):
     with pytest.raises(StuckError):
         training.steps("!" * 9)
     assert (training.monitor.verdict.kind, training.monitor.verdict.where) == ("floor", "0.weight")
-
-
-def test_overflows_that_a_lower_scale_cures_are_normal():
-    training = Training()
-    training.steps("!!......")
-    assert training.monitor.verdict.kind == "normal"
-    assert training.monitor.verdict.text.startswith("2 of 8 steps were skipped")
-
-
-def test_a_scale_that_is_too_small_is_reported(path):
-    training = Training(scaler=GradScaler(policy=FixedScale(2.0**-16)), path=path)
-    training.steps("....")
-    assert training.monitor.verdict.kind == "underflow"
-    training.monitor.close()
-    assert read_run(path).verdict == training.monitor.verdict
 
 
 # TensorBoard, and arguments.
