@@ -19,7 +19,7 @@ class NonfiniteGradient:
         dtype: of the gradient, by its framework's name, such as ``"float16"``.
         num_inf: how many elements are Inf, of either sign.
         num_nan: how many are NaN.
-        largest_finite: the largest magnitude of the rest; NaN where there is no rest.
+        largest_finite: the largest magnitude of the rest; NaN if there is no rest.
     """
 
     name: str

@@ -11,7 +11,7 @@ from gradscaler.outcome import StepOutcome
 
 
 class Outcomes:
-    """The latest outcome of each optimizer that is still alive, be it hashable or not."""
+    """The latest outcome of each optimizer that is still alive, whether hashable or not."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[ref[Any], StepOutcome]] = {}
@@ -29,7 +29,7 @@ class Outcomes:
         return outcome if alive() is optimizer else None
 
     def all(self) -> list[tuple[Optimizer, StepOutcome]]:
-        """Each optimizer with its outcome."""
+        """Each optimizer that is still alive, with its outcome."""
         kept = [(alive(), outcome) for alive, outcome in dict(self._by_id).values()]
         return [(optimizer, outcome) for optimizer, outcome in kept if optimizer is not None]
 

@@ -184,7 +184,7 @@ def test_torch_s_lazy_conjugates_and_negatives_are_read():
 
 
 def sparse_gradient():
-    """Of a table of 5 rows of ones, of which 1 is taken twice and 3 once."""
+    """The gradient of a table of 5 rows, where row 1 is used twice and row 3 once."""
     if FRAMEWORK == "mindspore":
         from mindspore import Tensor
         from mindspore.common.sparse_tensor import RowTensorInner

@@ -249,19 +249,19 @@ def scaler_of(policy, driver=FRAMEWORK):
 
 @pytest.fixture
 def train():
-    """Trains under a monitor, and returns that; it is told no more than it has to be."""
+    """Trains under a monitor, which records no more than it needs, and returns the monitor."""
 
     def run(policy, finite, driver=FRAMEWORK, forensics=1, **options):
         scaler, model, step = scaler_of(policy, driver)
         monitor = Monitor(scaler, model, forensics=forensics, **options)
         for flag in finite:
-            told = step(flag)
-            if told is not None:
+            arguments = step(flag)
+            if arguments is not None:
                 if isinstance(policy, DynamicScale):
-                    told.pop("finite", None)
+                    arguments.pop("finite", None)
                 if not forensics:
-                    told.pop("gradients")
-                monitor.record(**told)
+                    arguments.pop("gradients")
+                monitor.record(**arguments)
         return monitor
 
     return run
@@ -298,7 +298,7 @@ def test_a_skip_names_the_parameter(train):
 
 
 @pytest.mark.skipif(FRAMEWORK in EAGER, reason="the scaler announces its steps")
-def test_variables_of_one_name_are_told_apart():
+def test_variables_of_one_name_get_numbers():
     variables = [SimpleNamespace(name="kernel:0", dtype="float32") for _ in range(2)]
     scaler, _, _ = scaler_of(RULE)
     monitor = Monitor(scaler, SimpleNamespace(trainable_variables=variables))
@@ -333,6 +333,14 @@ def test_a_file_says_that_a_scale_does_not_move(train, path):
     if FRAMEWORK == "mindspore":  # whose static scaler has no policy
         expected = {"name": "StaticLossScaler"}
     assert read_run(path).starts[0].policy == expected
+
+
+@pytest.mark.skipif(FRAMEWORK != "paddle", reason="only Paddle has use_dynamic_loss_scaling")
+def test_a_policy_that_is_not_used_is_a_fixed_scale(path):
+    from gradscaler.paddle import GradScaler
+
+    Monitor(GradScaler(init_loss_scaling=64.0, use_dynamic_loss_scaling=False), path=path).close()
+    assert read_run(path).starts[0].policy == {"name": "FixedScale", "scale": 64.0}
 
 
 @pytest.mark.parametrize("forensics", [0, 1])
@@ -408,7 +416,7 @@ def test_a_scaler_that_announces_its_steps_refuses_record(train):
 
 
 @pytest.mark.skipif(FRAMEWORK != "paddle", reason="the others need update()")
-def test_steps_without_update_are_told_apart(train):
+def test_steps_without_update_are_counted_one_by_one(train):
     scaler, model, step = on_paddle(FixedScale(64.0))
     scaler.update = lambda: None
     monitor = Monitor(scaler, model)

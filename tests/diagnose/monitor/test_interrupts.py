@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of gradscaler.diagnose: the user repeats the call, and all goes on."""
+"""Ctrl-C at any line of gradscaler.diagnose: the user repeats the call, and all continues."""
 
 import inspect
 import sys
@@ -27,7 +27,7 @@ PURE = ("arrays.py", "exponents.py", "formats.py", "histogram.py", "verdict.py")
 def watching_lines(see):
     """Call ``see`` at each line and return of gradscaler.diagnose; it may raise.
 
-    An interrupt in a pure function is one of its caller, and none is tried there.
+    A pure function is left out: an interrupt in it is the same as one in its caller.
     """
     is_raising = False
 
@@ -36,8 +36,8 @@ def watching_lines(see):
         code = frame.f_code
         if not code.co_filename.startswith(PACKAGE) or code.co_filename.endswith(PURE):
             return None
-        # What the collector makes a generator do cannot be interrupted, and once a constructor has
-        # returned, what it made is the caller's.
+        # A generator that the collector finishes cannot be interrupted. What a constructor has
+        # returned is the caller's.
         is_generator = code.co_flags & inspect.CO_GENERATOR
         returns = event == "return" and not (is_raising or is_generator)
         is_raising = event == "exception"
@@ -89,7 +89,7 @@ class Half(torch.nn.Module):
 
 
 class Training:
-    """A training by somebody who repeats the call that an interrupt stopped."""
+    """A training by a user who repeats each call that an interrupt stops."""
 
     def __init__(self, path, call="step", **options):
         self.path, self.call, self.options = path, call, options
@@ -101,7 +101,7 @@ class Training:
         self.stuck_at = set()
 
     def run(self, flags, at, disturbance):
-        """Step as ``flags`` say, where ``at`` numbers the step that is disturbed; 0 the start."""
+        """Step as ``flags`` say, and disturb step ``at``; 0 is the start."""
         with disturbance if at == 0 else undisturbed():
             self.again(self.open)
         for number, flag in enumerate(flags, 1):
@@ -119,7 +119,7 @@ class Training:
         try:
             return call(*args)
         except KeyboardInterrupt:
-            with suppress(CallOrderError):  # the step was taken, and cannot be again
+            with suppress(CallOrderError):  # the step was taken, and cannot be repeated
                 return call(*args)
 
     def step(self, number, finite):
@@ -156,7 +156,7 @@ class Training:
 
 
 def known(training, without=None):
-    """All that a monitor and its file know, less what the interrupted step alone may lack."""
+    """All that a monitor and its file know, without what an interrupted step may lack."""
     run, monitor = read_run(training.path), training.monitor
     steps, scales = run.scales
     found = {
@@ -190,7 +190,7 @@ CASES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*unclosed file")  # it was opened, and never used
+@pytest.mark.filterwarnings("ignore:.*unclosed file")  # it was opened, but never used
 @pytest.mark.parametrize("case", CASES)
 def test_an_interrupt_loses_the_sample_of_its_step_at_most(case, tmp_path):
     options, flags, at = CASES[case]
@@ -250,7 +250,7 @@ def test_hooks_are_added_all_or_none(monkeypatch):
         assert not module._forward_pre_hooks
 
 
-# Scalers that say nothing by themselves: JAX's, Keras' and MindSpore's. This one is NumPy's.
+# Scalers that announce nothing: JAX's, Keras' and MindSpore's. This one is NumPy's.
 
 
 FLAGS = ".!..!!!!.."
@@ -258,7 +258,7 @@ GRADIENTS = {".": np.float32([1.0, 0.5]), "!": np.float32([1.0, np.inf])}
 
 
 def recorded(path, at, disturbance, **options):
-    """What is known once each step was recorded, number ``at`` disturbed; without it if None."""
+    """What is known after all steps are recorded, with step ``at`` disturbed, or left out."""
     path.unlink(missing_ok=True)
     policy = DynamicScale(init_scale=4.0)
     state = policy.init()

@@ -12,7 +12,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gradscaler import DynamicScale, FixedScale, NonfiniteGradient  # noqa: E402 # after the skip
-from gradscaler.diagnose import Monitor, StuckError, StuckWarning, locate, read_run  # noqa: E402
+from gradscaler.diagnose import (  # noqa: E402
+    Monitor,
+    StuckError,
+    StuckWarning,
+    Verdict,
+    locate,
+    read_run,
+)
+from gradscaler.diagnose.monitor.steps import StepLog  # noqa: E402
 from gradscaler.torch import GradScaler  # noqa: E402
 
 linear, seq = torch.nn.Linear, torch.nn.Sequential
@@ -345,6 +353,15 @@ def test_a_file_and_its_monitor_agree(flags, scale, num_verdicts, kind, text, pa
     assert verdict.text.startswith(text)
 
 
+def test_a_final_verdict_is_given_once_in_a_streak():
+    kinds = iter(["normal", "nan", "floor"])
+    log = StepLog([], 0, "continue", 2, lambda log: Verdict(next(kinds), ""))
+    for step in range(1, 6):
+        log.add(step, 1.0, skipped=True)
+        log.check_stuck()
+    assert list(kinds) == ["floor"]
+
+
 def test_a_closure_that_overflows_at_every_scale_counts():
     scaler = GradScaler(init_scale=1.0, max_retries=1)
     training = Training(stuck_after=2, on_stuck="raise", scaler=scaler)
@@ -521,7 +538,7 @@ def test_a_nonfinite_loss_is_reported():
 
 
 def alternate(monitored, steps, **options):
-    """Trains two models in turn, each step with an update of its own, of which one is NaN."""
+    """Trains two models in turn, each with an update of its own; one model is NaN."""
     models = torch.nn.ModuleList([classifier(), classifier()])
     with torch.no_grad():
         models[1][0].weight[0, 0] = math.nan

@@ -1,4 +1,4 @@
-"""What several test modules need, handed to them as fixtures: they cannot import one another."""
+"""The runs that are reported on: a fixture, as test modules cannot import one another."""
 
 import numpy as np
 import pytest

@@ -30,7 +30,7 @@ def page(tmp_path_factory, made_up_run):
 
 
 def browse(page, *arguments):
-    """What the browser prints, once it is known to have complained of nothing."""
+    """What the browser prints, after a check that it logs no complaint."""
     result = subprocess.run(
         [
             BROWSER,

@@ -73,7 +73,7 @@ def run_of_every_class(skipped, scale=1.0):
 
 
 class Drawn:
-    """The picture of a run, in pixels as the PNG has them."""
+    """The picture of a run, and its pixels in the PNG."""
 
     def __init__(self, run):
         with drawing_settings():
@@ -212,7 +212,7 @@ TO_XYZ = np.array(
 
 
 def lab(colour, matrix):
-    """CIELAB of a colour as somebody sees it."""
+    """The CIELAB coordinates of a colour as somebody sees it."""
     encoded = np.array(to_rgb(colour))
     linear = np.where(encoded <= 0.04045, encoded / 12.92, ((encoded + 0.055) / 1.055) ** 2.4)
     xyz = TO_XYZ @ np.clip(matrix @ linear, 0, 1) / TO_XYZ.sum(axis=1)

@@ -1,4 +1,4 @@
-"""``python -m gradscaler report``: the page and the picture, of good runs and of strange ones."""
+"""``python -m gradscaler report``: the page and the picture, of ordinary and of strange runs."""
 
 import math
 import re
@@ -42,7 +42,7 @@ VERDICT = ("nan", "The gradient of encoder.0.weight is NaN. Look there.", "encod
 
 
 class Page(HTMLParser):
-    """What a browser would make of a page, as far as these tests ask."""
+    """What a browser reads in a page, as far as these tests need it."""
 
     def __init__(self, text):
         super().__init__()
@@ -223,7 +223,7 @@ def test_the_spectrum_is_of_the_latest_sample_that_has_finite_gradients(made_up_
 
 
 def extreme_run():
-    """All that a run file may hold, and a training run hardly ever."""
+    """What a run file may hold, though a training hardly ever writes it."""
     largest, tiny = 1.7976931348623157e308, 5e-324
     count = 2**63 - 1
     shares = Shares(1.0, 1.0, 1.0, 1.0, 1.0, 1.0)

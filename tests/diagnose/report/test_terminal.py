@@ -41,7 +41,7 @@ def test_the_verdict_comes_first(made_up_run):
     assert "Look at encoder.0.weight" in text.splitlines()[2]
 
 
-def test_it_tells_the_numbers(made_up_run):
+def test_it_shows_the_numbers(made_up_run):
     text = explained(made_up_run(stuck=37))
     assert "Skipped: 45 (4.3%)   Most in a row: 37" in text
     assert line_of(text, "loss scale").split()[-3:] == ["65,536", "→", "2⁻²²"]
@@ -61,7 +61,7 @@ def test_numbers_that_are_not_finite_are_marked(made_up_run):
     assert loss.split()[1:] == ["!!!!!!!!", "NaN", "→", "NaN"]
 
 
-def test_numbers_as_far_apart_as_can_be_are_told_apart(made_up_run):
+def test_the_largest_and_the_smallest_float_differ_in_a_chart(made_up_run):
     ends = Skip(1, 1.0, -1.7e308), Skip(2, 1.0, 1.7e308)
     loss = line_of(explained(replace(made_up_run(samples=0), skips=ends)), "loss  ")
     assert loss.split()[1] == "▁█"

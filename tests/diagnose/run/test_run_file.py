@@ -183,13 +183,13 @@ file = RunFile(Path(sys.argv[1]), Start("torch", "float16", 100, 0, {}, ""))
 for step in (1, 2):
     file.write(VerdictLine(step, "nan", "x" * 500, None))
 limit(2000)
-file.write(VerdictLine(3, "nan", "", None))  # after a gap it would be misunderstood
+file.write(VerdictLine(3, "nan", "", None))  # a line after a gap would mislead
 """
 
 
 @pytest.fixture
 def on_a_full_disk(path):
-    """Runs the script above with room for so many bytes; the process and its errors."""
+    """Runs the script above with room for some bytes; returns the process and its errors."""
     pytest.importorskip("resource", reason="it is of Unix")
 
     def run(size):

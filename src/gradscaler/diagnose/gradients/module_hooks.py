@@ -34,11 +34,11 @@ class Located:
         num_inf: how many of its elements are Inf, of either sign.
         num_nan: how many are NaN.
         size: how many elements there are.
-        largest_finite: the largest magnitude of the rest; NaN where there is no rest.
-        largest_input: the largest finite magnitude that went in: of its inputs in a forward pass,
-            of the gradients of its outputs in a backward pass.
-        parameter: the name within the module of a parameter that is itself not finite, or in a
-            backward pass, of the one whose gradient this is; else None.
+        largest_finite: the largest magnitude of the rest; NaN if there is no rest.
+        largest_input: the largest finite magnitude that went in: in a forward pass, of its inputs;
+            in a backward pass, of its outputs' gradients.
+        parameter: in a forward pass, the name within the module of a parameter that is itself not
+            finite; in a backward pass, of the parameter whose gradient this is; else None.
     """
 
     module: str
