@@ -70,6 +70,11 @@ def test_a_reason_that_is_known_already_needs_no_reading(asked):
     assert getattr(StepOutcome(8.0, never, "no_gradients"), asked) is not None
 
 
+def test_the_known_reason_reads_nothing():
+    assert StepOutcome(8.0, never).known_reason is None
+    assert StepOutcome(8.0, never, "no_gradients").known_reason == "no_gradients"
+
+
 def test_a_failure_to_read_reaches_whoever_asked():
     with pytest.raises(AssertionError, match="the device was read"):
         _ = StepOutcome(8.0, never).applied
