@@ -204,8 +204,7 @@ class Monitor:
             scale=log.history[-1].scale if log.history else None,
             sample=log.latest,
         )
-        streak = log.stuck_streak
-        if streak is not None:
+        if (streak := log.stuck_streak) is not None:
             parameters = self._source.nonfinite_parameters()
             evidence = replace(
                 evidence,

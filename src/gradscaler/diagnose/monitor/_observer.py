@@ -56,7 +56,7 @@ class EagerObserver(StepSource):
         with suppress(TypeError):  # a Paddle layer takes none of these hooks; a model may be None
             self._hooks = ModuleHooks(self.model)
         self._inspected = 0  # the latest iteration that is inspected whatever `forensics` says
-        self._iterations = deque([Iteration(self.log.step + 1)])  # the last one goes on
+        self._iterations = deque([Iteration(self.log.step + 1)])  # the last one is not over
         self._updated = self.log.step  # the last step whose `updating` ended
         self._noted = self._latest_outcomes()
 
@@ -111,7 +111,7 @@ class EagerObserver(StepSource):
         except StuckError as error:
             self._updated = ended
             raise StuckError(f"{error} To go on all the same, call update() again.") from None
-        except Exception:  # the next call goes on; after an interrupt it tries again
+        except Exception:  # the next call continues; after an interrupt it tries again
             self._updated = ended
             raise
         self._updated = ended

@@ -55,7 +55,7 @@ def read(scaler: Any) -> Reading:
                 return reader(part)
     raise TypeError(
         f"scaler must be one of gradscaler's, or an optax state that holds one, got {scaler!r} "
-        f"({type(scaler).__name__}); of an update cell, give the train step that calls it"
+        f"({type(scaler).__name__}); for an update cell, pass the train step that calls it"
     )
 
 

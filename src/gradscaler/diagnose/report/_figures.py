@@ -165,7 +165,7 @@ def _draw_scale(axes: Axes, title: str, run: Run, start: int = 0) -> None:
         lowest, highest = np.nanmin(exponents), np.nanmax(exponents)
         axes.set_ylim(lowest - 2.5 - (highest - lowest) / 8, highest + 1.5)  # marks go below
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda exponent, _: _power(2, exponent)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda exponent, _: power(2, exponent)))
     axes.set_title(title)
     if run.skipped:
         note = "" if start else f"{len(run.skipped):,} of {run.num_steps:,} steps skipped"
@@ -187,9 +187,7 @@ def _draw_curve(axes: Axes, title: str, points: Mapping[int, float]) -> None:
     axes.plot(steps, values, marker="." if steps.size <= 50 else "", color=LINE, linewidth=1.2)
     if 0 < 100 * values.min() < values.max():
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(
-            FuncFormatter(lambda value, _: _power(10, math.log10(value)))
-        )
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power(10, math.log10(value))))
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.yaxis.set_major_locator(MaxNLocator(4))
@@ -262,7 +260,7 @@ def _by_size(figure: FigureBase, spectrum: Spectrum) -> None:
     exponents = [e for e in range(left + margin, right + 1 - margin) if e % every == 0]
     axes.set_xticks(
         [left - 1 - outer / 2, *exponents, right + 1 + outer / 2],
-        ["0", *(_power(2, exponent) for exponent in exponents), "NaN"],
+        ["0", *(power(2, exponent) for exponent in exponents), "NaN"],
     )
     axes.set_xlabel(f"magnitude times the scale, {number(spectrum.scale)}")
 
@@ -327,10 +325,6 @@ def _ends(spectrum: Spectrum) -> tuple[int, int]:
 def _outer(spectrum: Spectrum) -> int:
     """How many columns wide the outer columns are, those for zeros and for Inf and NaN."""
     return math.ceil(spectrum.exponents.size / 30)
-
-
-def _power(base: int, exponent: float) -> str:
-    return power(base, round(exponent))
 
 
 _percent = FuncFormatter(lambda share, _: f"{share:.0f}%")

@@ -17,9 +17,9 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e9 else f"{value:.4g}"
 
 
-def power(base: int, exponent: int) -> str:
-    """A power, such as 2⁻²⁴."""
-    return f"{base}{str(exponent).translate(_SUPERSCRIPTS)}"
+def power(base: int, exponent: float) -> str:
+    """A power, such as 2⁻²⁴, with its exponent rounded."""
+    return f"{base}{str(round(exponent)).translate(_SUPERSCRIPTS)}"
 
 
 def percent(share: float) -> str:

@@ -118,7 +118,7 @@ def _by_size(run: Run, blocks: str) -> Table:
     for zone in spectrum.zones:
         columns = np.flatnonzero(spectrum.within(zone))[::group].tolist()
         if starts:
-            label = f"|{power(2, int(zone.start))}"
+            label = f"|{power(2, zone.start)}"
             is_last = zone is spectrum.zones[-1]
             ruler += label if is_last or len(label) <= len(columns) else "|"
         starts += columns
