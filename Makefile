@@ -15,7 +15,7 @@ CORE := $(filter-out src/gradscaler/__main__.py,$(wildcard src/gradscaler/*.py))
 SOURCES = $(wildcard src/gradscaler/_$(name)_like) src/gradscaler/$(name)
 torch_SOURCES := src/gradscaler/diagnose src/gradscaler/demo src/gradscaler/__main__.py
 torch_TESTS := $(CORE) $(wildcard tests/*.py) tests/policies tests/checkpoint tests/diagnose
-EVERYWHERE := $(wildcard tests/diagnose/test_*frameworks.py)
+EVERYWHERE := $(wildcard tests/diagnose/*/test_frameworks.py)
 keras_TESTS := $(EVERYWHERE) tests/keras_like
 tf-keras_TESTS := $(keras_TESTS)
 

@@ -60,6 +60,11 @@ def test_asking_for_the_scale_does_not_read_the_flag():
     assert StepOutcome(8.0, never).scale == 8.0
 
 
+def test_the_known_reason_reads_nothing():
+    assert StepOutcome(8.0, never).known_reason is None
+    assert StepOutcome(8.0, never, "no_gradients").known_reason == "no_gradients"
+
+
 def test_a_failure_to_read_reaches_whoever_asked():
     with pytest.raises(AssertionError, match="the device was read"):
         _ = StepOutcome(8.0, never).applied

@@ -160,11 +160,11 @@ def _explain(parsed: argparse.Namespace) -> None:
     try:
         from rich.console import Console
 
-        from gradscaler.diagnose import explain
+        from gradscaler.diagnose.report.terminal import explain
 
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a name may hold any letter
-        explain.explain(read_run(parsed.source), Console())
+        explain(read_run(parsed.source), Console())
     except (ImportError, OSError, ValueError) as error:
         raise _failed(parsed.source, error) from None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, SupportsFloat
+from typing import Literal, SupportsFloat
 
 Reason = Literal["finite", "overflow", "retries_exhausted", "no_gradients", "disabled"]
 
@@ -19,7 +19,7 @@ class NonfiniteGradient:
         dtype: of the gradient, by its framework's name, such as ``"float16"``.
         num_inf: how many elements are Inf, of either sign.
         num_nan: how many are NaN.
-        largest_finite: the largest magnitude of the rest; NaN where there is no rest.
+        largest_finite: the largest magnitude of the rest; NaN if there is no rest.
     """
 
     name: str
@@ -43,7 +43,7 @@ class StepOutcome:
 
     Attributes:
         nonfinite: the gradients that held an Inf or a NaN, for a skipped step that a
-            :class:`gradscaler.diagnose.Monitor` looked into; else None.
+            :class:`gradscaler.diagnose.Monitor` inspected; else None.
     """
 
     __slots__ = ("_found_inf", "_reason", "_scale", "nonfinite")
@@ -77,6 +77,11 @@ class StepOutcome:
         return self._reason or ("overflow" if self.found_inf else "finite")
 
     @property
+    def known_reason(self) -> Reason | None:
+        """The reason if it was known when ``step`` returned, else None. Never waits."""
+        return self._reason
+
+    @property
     def applied(self) -> bool:
         """Whether the optimizer updated its parameters."""
         return self.reason in ("finite", "disabled")
@@ -95,25 +100,3 @@ class StepOutcome:
     def __repr__(self) -> str:
         verb = "applied" if self.applied else "skipped"
         return f"StepOutcome({verb}, reason={self.reason!r}, scale={self.scale!r})"
-
-
-class Observer(Protocol):
-    """What is told of a scaler's calls, such as a :class:`gradscaler.diagnose.Monitor`."""
-
-    def scaled(self, outputs: Any, /) -> None:
-        """``scale`` was given this tensor."""
-
-    def unscaling(self, optimizer: Any, scale: Any, /) -> None:
-        """``unscale_`` was called, and gradients are multiplied by ``scale`` still.
-
-        It is told of the scaler's own call in ``step`` too, but of none in a closure.
-        """
-
-    def stepping(self, optimizer: Any, scale: Any, /) -> None:
-        """``step`` was called; gradients are multiplied by ``scale`` still, if it is not None."""
-
-    def stepped(self, optimizer: Any, outcome: StepOutcome, /) -> None:
-        """``step`` is done, and the gradients are still there."""
-
-    def updating(self) -> None:
-        """``update`` was called, and nothing has moved yet. An exception stops it."""

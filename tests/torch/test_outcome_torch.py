@@ -193,7 +193,7 @@ class Recorder:
 def test_an_observer_is_told_of_each_call_while_the_gradients_are_there(unscale, parameters):
     scaler, recorder = GradScaler(init_scale=8.0), Recorder(parameters)
     optimizer = torch.optim.SGD(parameters)
-    scaler._observers.append(recorder)
+    scaler.add_observer(recorder)
     loss = sum(p.sum() for p in parameters)
     scaler.scale(loss).backward()
     if unscale:
@@ -218,20 +218,21 @@ def test_an_observer_that_raises_in_update_stops_it_with_nothing_moved(parameter
     scaler, recorder = GradScaler(init_scale=8.0), Recorder(parameters)
     optimizer = torch.optim.SGD(parameters)
     recorder.updating = lambda: 1 / 0
-    scaler._observers.append(recorder)
+    scaler.add_observer(recorder)
     scaler.scale(sum(p.sum() * float("inf") for p in parameters)).backward()
     scaler.step(optimizer)
     with pytest.raises(ZeroDivisionError):
         scaler.update()
     assert scaler.get_scale() == 8.0
-    scaler._observers.clear()
+    scaler.remove_observer(recorder)
+    scaler.remove_observer(recorder)  # a second time does nothing
     scaler.update()
     assert scaler.get_scale() == 4.0
 
 
 def test_a_copy_tells_nobody(parameters):
     scaler = GradScaler()
-    scaler._observers.append(lambda: 0)  # cannot be pickled
+    scaler.add_observer(lambda: 0)  # cannot be pickled
     assert pickle.loads(pickle.dumps(scaler))._observers == []
 
 

@@ -7,14 +7,15 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Generic, TypeVar, overload
-from weakref import ref
 
 from gradscaler._eager.closure import ClosureRun, Closures
+from gradscaler._eager.observers import Observer
 from gradscaler._eager.operations import FoundInf, Operations, Optimizer, Tensor
+from gradscaler._eager.outcomes import Outcomes
 from gradscaler._eager.record import UNKNOWN_GRADIENTS, OptimizerRecord, Stage
 from gradscaler.errors import CallOrderError
-from gradscaler.outcome import Observer, Reason, StepOutcome
-from gradscaler.policies import Policy, ScaleState
+from gradscaler.outcome import Reason, StepOutcome
+from gradscaler.policies import FixedScale, Policy, ScaleState
 
 _KNOWN = (Stage.MEASURED, Stage.UNSCALED_TO_CLIP, Stage.UNSCALED)
 
@@ -298,6 +299,22 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """
         return tuple(self._history)
 
+    # What observers and diagnosis need; a training loop does not.
+
+    def add_observer(self, observer: Observer) -> None:
+        """Announce each call to an observer from now on. A copy of the scaler has no observers."""
+        self._observers.append(observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Announce nothing more to an observer; nothing happens if it does not observe."""
+        if observer in self._observers:
+            self._observers.remove(observer)
+
+    @property
+    def observed(self) -> ObservedScaler[TensorT, OptimizerT]:
+        """What an observer may ask of this scaler."""
+        return ObservedScaler(self)
+
     # What an adapter supplies or may override: two class attributes, one method, and what a
     # framework does in its own way. Nothing else of the engine is overridden.
 
@@ -409,7 +426,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
     def _start_records(self) -> None:
         """Know of no step, and tell nobody."""
-        self._outcomes = _Outcomes()
+        self._outcomes = Outcomes()
         self._history: deque[StepOutcome] = deque(maxlen=HISTORY_LENGTH)
         self._observers: list[Observer] = []
         self._closures = Closures()
@@ -575,27 +592,38 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             raise
 
 
-class _Outcomes:
-    """The latest outcome of each optimizer that is still alive, be it hashable or not."""
+class ObservedScaler(Generic[TensorT, OptimizerT]):
+    """What an observer may ask of a scaler, under names that no subclass of a scaler can need.
 
-    def __init__(self) -> None:
-        self._by_id: dict[int, tuple[ref[Any], StepOutcome]] = {}
+    Each answer is of the moment; those that may wait for the device say so.
+    """
 
-    def put(self, optimizer: Optimizer, outcome: StepOutcome) -> None:
-        """Keep an outcome as long as its optimizer lives."""
-        key = id(optimizer)
-        kept = self._by_id.get(key)
-        alive = kept[0] if kept and kept[0]() is optimizer else ref(optimizer, self._forget(key))
-        self._by_id[key] = alive, outcome
+    def __init__(self, scaler: EagerScaler[TensorT, OptimizerT]) -> None:
+        self._scaler = scaler
 
-    def get(self, optimizer: Optimizer) -> StepOutcome | None:
-        """The optimizer's outcome, if there is one."""
-        alive, outcome = self._by_id.get(id(optimizer), (lambda: None, None))
-        return outcome if alive() is optimizer else None
+    @property
+    def is_enabled(self) -> bool:
+        """Whether losses are scaled at all."""
+        return self._scaler._enabled
 
-    def _forget(self, key: int) -> Callable[[ref[Any]], None]:
-        outcomes = self._by_id  # not self: a scaler is not kept alive by its optimizers
-        return lambda _: outcomes.pop(key, None) and None
+    @property
+    def policy(self) -> Policy:
+        """The rule by which the scale moves; a ``FixedScale`` if it does not."""
+        moves = self._scaler._scale_moves()
+        return self._scaler._policy if moves else FixedScale(float(self.state.scale))
+
+    @property
+    def state(self) -> ScaleState:
+        """The scale and its counters as host scalars; waits for the device."""
+        return self._scaler._host_state()
+
+    def last_steps(self) -> list[tuple[OptimizerT, StepOutcome]]:
+        """Each optimizer that has stepped through the scaler, with its latest step."""
+        return self._scaler._outcomes.all()
+
+    def total_norm(self, optimizer: OptimizerT) -> float:
+        """The 2-norm of an optimizer's gradients as they are, scaled or not; waits for it."""
+        return float(self._scaler._operations.total_norm(optimizer, 2.0))
 
 
 def _take_closure(

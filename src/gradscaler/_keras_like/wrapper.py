@@ -58,6 +58,11 @@ class Wrapper:
     _scaled: Callable[[Tensor], Tensor]
 
     @property
+    def policy(self) -> Rule:
+        """The rule by which the scale moves."""
+        return self._policy
+
+    @property
     def dynamic(self) -> bool:
         """Whether the scale moves."""
         return not isinstance(self._policy, FixedScale)

@@ -1,4 +1,4 @@
-"""What the evidence says about a run: why steps are skipped, or what too small a scale loses."""
+"""What the evidence says about a run: why steps are skipped, or what a small scale loses."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from gradscaler.diagnose import formats
+from gradscaler.diagnose.gradients._formats import format_named
 
 if TYPE_CHECKING:
-    from gradscaler.diagnose.locate import Located
-    from gradscaler.diagnose.runs import Sample, Skip
+    from gradscaler.diagnose.gradients.module_hooks import Located
+    from gradscaler.diagnose.run.lines import Sample, Skip
 
 Kind = Literal["normal", "loss", "parameter", "activations", "nan", "floor", "underflow"]
 
-_LOST = 0.05  # of the gradients: flushed, or so small that many more must have been
-_FEW = 20  # skips that any loss scale may need to find its place
-_HEADROOM = 4.0  # how often the largest gradient can double, at least, for a larger scale to fit
+_LOST = 0.05  # of the gradients: flushed, or so small that many more must be flushed
+_FEW = 20  # skips that any loss scale may need to settle
+_HEADROOM = 4.0  # a larger scale fits if the largest gradient can double this often
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Verdict:
 
     Attributes:
         kind: ``"normal"``: overflows that lower scales cure. ``"underflow"``: the scale is too
-            small. No lower scale cures the rest. ``"parameter"``: a parameter or a buffer is
-            itself not finite. ``"activations"``: a module makes Inf or NaN of finite inputs.
+            small. No lower scale cures the others. ``"parameter"``: a parameter or a buffer is
+            itself not finite. ``"activations"``: a module makes Inf or NaN from finite inputs.
             ``"loss"``: the unscaled loss is not finite. ``"nan"``: a gradient is NaN at every
-            scale, also at one of 1 or less. ``"floor"``: the scale falls no further, or is below
-            1, where it no longer makes gradients larger.
+            scale, even at 1 or less. ``"floor"``: the scale cannot fall further, or is below 1,
+            where it no longer makes gradients larger.
         text: two sentences: what happened, with the evidence, and what to try.
-        where: the name of the parameter or the module, if one is to blame.
+        where: the name of the parameter or the module that caused it, if one did.
     """
 
     kind: str
@@ -44,20 +44,20 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a run when it is judged.
+    """What is known about a run when it is judged.
 
     Attributes:
-        steps: how many there were.
+        steps: how many steps there were.
         skipped: how many of them were skipped.
         dtype: the format that the gradients are computed in.
-        scale: of the last of them, if that is known.
-        skips_in_a_row: how many steps of an optimizer were skipped at its end, if too many.
-        first_scale: of the first of those.
+        scale: the last step's scale, if known.
+        skips_in_a_row: how many last steps of an optimizer were skipped in a row, if too many.
+        first_scale: the scale of the first of those.
         skips: the latest of those.
-        min_scale: what the scale does not fall below, if that is known.
-        parameter: the name of one, or of a buffer, that is not finite.
+        min_scale: the scale's lower limit, if known.
+        parameter: the name of a parameter or a buffer that is not finite.
         located: the module whose output was the first that was not finite.
-        sample: the latest with shares.
+        sample: the latest sample with shares.
     """
 
     steps: int
@@ -74,7 +74,7 @@ class Evidence:
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """The verdict, from the evidence alone: that on the skips in a row, if there are too many."""
+    """The verdict on too many skips in a row, if there are; else on the run as a whole."""
     if evidence.skips:
         return _of_skips(evidence)
     return _of_sample(evidence) or _normal(evidence)
@@ -95,8 +95,8 @@ def _of_skips(evidence: Evidence) -> Verdict:
         return Verdict(
             "parameter",
             f"The model's {parameter} is itself Inf or NaN, so {fell}. Changing the loss scale "
-            "won't fix this: go back to a checkpoint from before, and look for the step that wrote "
-            "it (a learning rate too large, weights changed without the scaler).",
+            "won't fix this: go back to an earlier checkpoint, and look for the step that wrote it "
+            "(a learning rate that is too large, weights changed without the scaler).",
             parameter,
         )
     if located is not None and located.kind == "forward":
@@ -104,9 +104,9 @@ def _of_skips(evidence: Evidence) -> Verdict:
         return Verdict(
             "activations",
             f"The forward pass of {module} makes {located.num_inf} Inf and {located.num_nan} NaN "
-            f"in {located.dtype} of inputs that are finite and at most {located.largest_input:g}, "
+            f"in {located.dtype} from finite inputs of at most {located.largest_input:g}, "
             f"so {fell}. Changing the loss scale won't fix this: run this module in bfloat16 or "
-            "float32, as a model trained in those may need, or lower its inputs.",
+            "float32, which a model trained in those may need, or lower its inputs.",
             module,
         )
     if losses and not any(map(math.isfinite, losses)):
@@ -130,56 +130,56 @@ def _of_skips(evidence: Evidence) -> Verdict:
     where = gradients[0] if gradients else None
     overflow = f"gradients overflow in {where}"
     if where is None:
-        overflow = "gradients are Inf or NaN"  # nobody looked which
+        overflow = "gradients are Inf or NaN"  # not inspected
     elif not any(gradient.num_inf for gradient in last.nonfinite):
         overflow = f"gradient of {where} is NaN"
     at_floor = evidence.min_scale is not None and last.scale <= evidence.min_scale
-    limit = "enlarges none, so no lower one cures them"
+    limit = "enlarges no gradient, so a lower one won't fix this"
     if at_floor or last.scale > 1:
-        limit = "can fall no further"
+        limit = "cannot fall further"
     if at_floor or last.scale <= 1 or (len(evidence.skips) > 1 and first.scale == last.scale):
         return Verdict(
             "floor",
-            f"The {overflow} at a loss scale of {last.scale:g}, which {limit}: {fell}. Look at "
+            f"The {overflow} at a loss scale of {last.scale:g}, which {limit}: {fell}. Look for "
             "what makes them so large (the learning rate, a sum in place of a mean, a division by "
             "0), allow a lower scale if this one is above 1, or train in bfloat16.",
             where,
         )
     return Verdict(
         "normal",
-        f"The {overflow}, and {fell}. It is still falling, and a lower scale may cure that: "
+        f"The {overflow}, and {fell}. The scale is still falling, and a lower one may fix this: "
         "start from a lower init_scale to get there sooner.",
         where,
     )
 
 
 def _nan_in_all(skips: tuple[Skip, ...]) -> str | None:
-    """A parameter whose gradient was NaN in all the skips that were looked into.
+    """A parameter whose gradient was NaN in all skips that were inspected.
 
-    None at a scale above 1, or while there is an Inf beside it: overflow makes NaN too, for
-    Inf - Inf and 0 * Inf are, and far above the right scale it leaves nothing else.
+    None at a scale above 1, or if a gradient holds an Inf. Overflow makes NaN too, as Inf - Inf
+    and 0 * Inf, and far above the right scale it leaves nothing else.
     """
-    looked_into = [skip for skip in skips if skip.nonfinite]
-    if not looked_into or looked_into[-1].scale > 1:
+    inspected = [skip for skip in skips if skip.nonfinite]
+    if not inspected or inspected[-1].scale > 1:
         return None
-    if any(gradient.num_inf for gradient in looked_into[-1].nonfinite):
+    if any(gradient.num_inf for gradient in inspected[-1].nonfinite):
         return None
-    common = set.intersection(*({g.name for g in s.nonfinite if g.num_nan} for s in looked_into))
+    common = set.intersection(*({g.name for g in s.nonfinite if g.num_nan} for s in inspected))
     return next((g.name for skip in skips for g in skip.nonfinite if g.name in common), None)
 
 
 def _of_sample(evidence: Evidence) -> Verdict | None:
-    """Underflow, if the latest sample shows it, and a larger scale would fit."""
+    """Underflow, if the latest sample shows it and a larger scale would fit."""
     sample = evidence.sample
     if sample is None or sample.shares is None or sample.histogram is None:
         return None
-    if not 0 < sample.scale < math.inf:  # of a run file that says so
+    if not 0 < sample.scale < math.inf:  # as a run file may say
         return None
     shares, bins = sample.shares, sample.histogram
-    form = formats.named(evidence.dtype)
+    form = format_named(evidence.dtype)
     nonzero = 1 - shares.zero - shares.nonfinite
     small = shares.flushed + shares.subnormal
-    # Zeros are no evidence by themselves: a ReLU makes them too. A tail that is cut off is.
+    # Zeros prove nothing, as a ReLU makes them too. Together with many small gradients they do.
     lost = shares.flushed >= _LOST or (shares.zero >= _LOST and small > nonzero / 4)
     if bins.counts:
         largest = bins.first + len(bins.counts) + math.log2(sample.scale)
@@ -194,8 +194,8 @@ def _of_sample(evidence: Evidence) -> Verdict | None:
     if _are_many(evidence):
         try_ = (
             f"The scale is too small because {evidence.skipped} of {evidence.steps} steps were "
-            "skipped, and each lowers it: look at what they have in common, such as an optimizer, "
-            "a batch or a parameter, for Inf and NaN that are there at every scale."
+            "skipped, and each skip lowers it: look at what the skipped steps have in common, such "
+            "as an optimizer, a batch or a parameter, for Inf and NaN that occur at every scale."
         )
     return Verdict(
         "underflow",
@@ -207,7 +207,7 @@ def _of_sample(evidence: Evidence) -> Verdict | None:
 
 
 def _are_many(evidence: Evidence) -> bool:
-    """Whether more steps were skipped than a loss scale needs to find its place."""
+    """Whether more steps were skipped than a loss scale needs to settle."""
     return evidence.skipped > max(_FEW, evidence.steps / 10)
 
 
@@ -224,11 +224,11 @@ def _normal(evidence: Evidence) -> Verdict:
         return Verdict(
             "normal",
             f"{evidence.skipped} of {evidence.steps} steps {were} skipped{now}. If they are the "
-            "first ones, start from a lower init_scale; else look at what they have in common: an "
+            "first steps, start from a lower init_scale; else look at what they have in common: an "
             "optimizer, a batch, a parameter.",
         )
     return Verdict(
         "normal",
-        f"{evidence.skipped} of {evidence.steps} steps {were} skipped, as the loss scale found its "
-        "place, and a lower scale cured each overflow. Nothing needs fixing.",
+        f"{evidence.skipped} of {evidence.steps} steps {were} skipped while the loss scale "
+        "settled, and a lower scale cured each overflow. Nothing needs fixing.",
     )

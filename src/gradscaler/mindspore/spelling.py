@@ -49,6 +49,11 @@ class WindowAndFactor:
 
     _policy: DynamicScale
 
+    @property
+    def policy(self) -> DynamicScale:
+        """The rule by which the scale moves."""
+        return self._policy
+
     scale_window = parameter(
         "scale_window", "growth_interval", "Finite steps in a row before the scale grows."
     )

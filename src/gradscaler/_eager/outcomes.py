@@ -1,0 +1,38 @@
+"""What happened in the latest step of each optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+from gradscaler._eager.operations import Optimizer
+from gradscaler.outcome import StepOutcome
+
+
+class Outcomes:
+    """The latest outcome of each optimizer that is still alive, whether hashable or not."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[ref[Any], StepOutcome]] = {}
+
+    def put(self, optimizer: Optimizer, outcome: StepOutcome) -> None:
+        """Keep an outcome as long as its optimizer lives."""
+        key = id(optimizer)
+        kept = self._by_id.get(key)
+        alive = kept[0] if kept and kept[0]() is optimizer else ref(optimizer, self._forget(key))
+        self._by_id[key] = alive, outcome
+
+    def get(self, optimizer: Optimizer) -> StepOutcome | None:
+        """The optimizer's outcome, if there is one."""
+        alive, outcome = self._by_id.get(id(optimizer), (lambda: None, None))
+        return outcome if alive() is optimizer else None
+
+    def all(self) -> list[tuple[Optimizer, StepOutcome]]:
+        """Each optimizer that is still alive, with its outcome."""
+        kept = [(alive(), outcome) for alive, outcome in dict(self._by_id).values()]
+        return [(optimizer, outcome) for optimizer, outcome in kept if optimizer is not None]
+
+    def _forget(self, key: int) -> Callable[[ref[Any]], None]:
+        outcomes = self._by_id  # not self: a scaler is not kept alive by its optimizers
+        return lambda _: outcomes.pop(key, None) and None

@@ -1,0 +1,199 @@
+"""Gradients of any framework: their names, their dtypes, their elements in NumPy.
+
+Each framework is recognized by the methods of its arrays. No framework is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from numbers import Number
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = Any
+
+_UNKNOWN_TO_NUMPY = ("bfloat16", "float8")
+_NOT_NUMBERS = "MOSTUm"  # NumPy's kinds of dates, objects and texts
+
+
+def named_arrays(gradients: Any) -> dict[str, Array]:
+    """The arrays in a structure, each with its name: the path to it, joined with dots.
+
+    Args:
+        gradients: as :func:`~gradscaler.diagnose.exponents` takes them.
+
+    Returns:
+        The arrays in the order given, without ``None`` and without what JAX gives for the gradient
+        of an integer. If several share a name, the second becomes ``"name (2)"``, and so on.
+
+    Raises:
+        TypeError: ``gradients`` holds something else.
+
+    >>> list(named_arrays({"layer": {"weight": np.ones(3), "bias": None}, "rest": [np.ones(1)]}))
+    ['layer.weight', 'rest.0']
+    """
+    found: dict[str, Array] = {}
+    for name, array in _leaves("", gradients):
+        unused, number = name, 1
+        while unused in found:
+            number += 1
+            unused = f"{name} ({number})"
+        found[unused] = array
+    return found
+
+
+def dtype_name(array: Array) -> str:
+    """An array's dtype by the name that all frameworks know, such as ``"bfloat16"``.
+
+    >>> dtype_name(np.float16(1))
+    'float16'
+    """
+    array = array.values if _is_rows(array) else array
+    dtype = array.dtype if hasattr(array, "dtype") else np.asarray(array).dtype
+    # "float16", "torch.float16", "Float16" or "<dtype: 'float16'>"
+    words: list[str] = re.findall(r"\w+", str(dtype))
+    return words[-1].lower()
+
+
+def shape_of(array: Array) -> tuple[int, ...]:
+    """An array's shape; that of its rows, if it is made of rows of a table of unknown size."""
+    shape = getattr(array, "dense_shape", None)
+    if shape is None:
+        shape = array.values.shape if _is_rows(array) else np.shape(array)
+    return tuple(int(length) for length in shape)
+
+
+def to_numpy(array: Array) -> NDArray[Any]:
+    """An array's elements on the host, without a copy where possible.
+
+    A sparse array becomes its values, with the rows of one index summed. A complex array gets one
+    more dimension, for real and imaginary parts. A dtype that NumPy lacks becomes float32.
+
+    Raises:
+        TypeError: the array has no elements, or they are not numbers.
+
+    >>> to_numpy(np.array([1 + 2j]))
+    array([[1., 2.]])
+    """
+    array = dense(array)
+    if getattr(array, "is_meta", False):
+        raise TypeError("a tensor on the meta device holds no elements")
+    if hasattr(array, "detach"):  # PyTorch and those after its model
+        if dtype_name(array).startswith(_UNKNOWN_TO_NUMPY):
+            array = array.float()
+        if hasattr(array, "resolve_conj"):
+            array = array.resolve_conj().resolve_neg()
+        array = array.cpu().numpy()
+    elif hasattr(array, "asnumpy"):
+        array = array.asnumpy()
+    host = np.asarray(array)
+    if host.dtype.kind in _NOT_NUMBERS:
+        raise TypeError(f"an array of {host.dtype} holds no numbers")
+    if host.dtype.kind == "c":
+        return np.stack([host.real, host.imag], axis=-1)
+    if dtype_name(host).startswith(_UNKNOWN_TO_NUMPY):
+        with np.errstate(invalid="ignore"):  # a NaN is a valid value here
+            return host.astype(np.float32)
+    return host
+
+
+def dense(array: Array) -> Array:
+    """The detached array of all elements; a NumPy array if they are rows, else its framework's."""
+    keras: Any = sys.modules.get("keras")
+    variable: Any = getattr(keras, "Variable", ())
+    if isinstance(array, variable):
+        array = array.value
+    if hasattr(array, "to_local"):  # this process' part of a distributed tensor
+        array = array.to_local()
+    if _is_rows(array):
+        return _summed(to_numpy(array.indices), to_numpy(array.values))
+    if not hasattr(array, "detach"):
+        return array
+    array = array.detach()
+    if hasattr(array, "is_selected_rows") and array.is_selected_rows():  # Paddle's
+        return _summed(array.rows(), to_numpy(array._get_tensor_from_selected_rows()))
+    if _has_layout(array, "is_sparse_csr"):
+        return array.values()
+    return array.coalesce().values() if _has_layout(array, "is_sparse") else array
+
+
+def strided_sample(array: Array, limit: int) -> Array:
+    """An array's elements, or at most ``limit`` of them, evenly strided.
+
+    They are picked in the array's own framework, so that only they are copied to the host.
+    """
+    array = dense(array)
+    size = math.prod(shape_of(array))
+    if size <= limit:
+        return array
+    if hasattr(array, "reshape"):
+        flat = array.reshape(-1)
+    else:
+        flat = sys.modules["tensorflow"].reshape(array, [-1])
+    stride = -(-size // limit) | 1  # odd: a divisor of the row length picks few columns
+    return flat[::stride]
+
+
+def _has_layout(array: Array, name: str) -> bool:
+    """The value of a flag that is an attribute in PyTorch and a method in Paddle."""
+    flag = getattr(array, name)
+    return bool(flag() if callable(flag) else flag)
+
+
+def _is_rows(array: Array) -> bool:
+    """Whether it is TensorFlow's ``IndexedSlices`` or MindSpore's ``RowTensor``."""
+    return hasattr(array, "indices") and not callable(getattr(array, "values", callable))
+
+
+def _summed(indices: Any, rows: NDArray[Any]) -> NDArray[Any]:
+    """The rows, with those of one index added up."""
+    unique, places = np.unique(indices, return_inverse=True)
+    if len(unique) == len(rows):
+        return rows
+    total = np.zeros((len(unique), *rows.shape[1:]), rows.dtype)
+    np.add.at(total, places, rows)
+    return total
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Array]]:
+    if value is None:
+        return
+    if hasattr(value, "named_parameters"):
+        value = {key: parameter.grad for key, parameter in value.named_parameters()}
+    if isinstance(value, Number) or hasattr(value, "dtype") or _is_rows(value):
+        if "float0" not in str(getattr(value, "dtype", "")):
+            yield name, value
+        return
+    for key, item in _items(name, value):
+        yield from _leaves(f"{name}.{key}" if name else str(key), item)
+
+
+def _items(name: str, value: Any) -> Iterable[tuple[Any, Any]]:
+    """What a container holds, each with its key or place."""
+    if isinstance(value, Mapping):
+        return value.items()
+    if hasattr(value, "_fields"):
+        return zip(value._fields, value, strict=True)
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        items = list(value)
+        return items if all(map(_is_pair, items)) else enumerate(items)
+    jax: Any = sys.modules.get("jax")
+    if jax is not None:
+        leaves = jax.tree_util.tree_leaves_with_path(value)
+        if all(path for path, _ in leaves):  # a leaf by itself has an empty path
+            keystr = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+            return [(keystr(path), leaf) for path, leaf in leaves]
+    raise TypeError(
+        f"expected arrays, or mappings, sequences or modules that hold them, but "
+        f"{name or 'what was given'} is {value!r} ({type(value).__name__})"
+    )
+
+
+def _is_pair(item: object) -> bool:
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)

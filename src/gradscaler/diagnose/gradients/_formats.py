@@ -1,0 +1,58 @@
+"""The floating-point formats that gradients are computed in, and their ranges."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Format(NamedTuple):
+    """A binary format with subnormals.
+
+    >>> half = format_named("float16")
+    >>> half.largest, half.smallest_normal, half.smallest_subnormal
+    (65504.0, 6.103515625e-05, 5.960464477539063e-08)
+
+    Attributes:
+        name: as frameworks call it.
+        min_exponent: the exponent of the smallest normal number.
+        mantissa_bits: how many are stored.
+        largest: the largest finite number.
+    """
+
+    name: str
+    min_exponent: int
+    mantissa_bits: int
+    largest: float
+
+    @property
+    def smallest_normal(self) -> float:
+        """Smaller numbers are subnormal: the smaller they are, the fewer bits they keep."""
+        return 2.0**self.min_exponent
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """Numbers of at most half of it are flushed to 0."""
+        return 2.0 ** (self.min_exponent - self.mantissa_bits)
+
+
+FORMATS = {
+    form.name: form
+    for form in (
+        Format("float16", -14, 10, 65504.0),
+        Format("bfloat16", -126, 7, 2.0**128 - 2.0**120),
+        Format("float8_e4m3", -6, 3, 448.0),  # OCP's has no infinities, and reaches further
+        Format("float8_e5m2", -14, 2, 57344.0),
+    )
+}
+
+
+def format_named(name: str) -> Format:
+    """A format by its name, or by ``"float8_e4m3fn"``, as PyTorch and JAX call ``float8_e4m3``.
+
+    Raises:
+        ValueError: no format has this name.
+    """
+    form = FORMATS.get(name.removesuffix("fn") if name == "float8_e4m3fn" else name)
+    if form is None:
+        raise ValueError(f"dtype must be one of {', '.join(FORMATS)}, got {name!r}")
+    return form

@@ -1,0 +1,121 @@
+"""How large gradients are, and what a narrow format makes of them at a loss scale."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from gradscaler.diagnose.gradients._formats import format_named
+from gradscaler.diagnose.gradients.histogram import NO_GRADIENTS, Histogram, histograms_of
+from gradscaler.policies import checks
+
+_LARGEST_POWER = 127  # of 2, that a float32 loss scale can be
+
+
+@dataclass(frozen=True, eq=False)
+class Exponents:
+    """What :func:`exponents` found.
+
+    Attributes:
+        dtype: the format's name.
+        scale: what the gradients are multiplied by before they are rounded to it.
+        total: all gradients together.
+        parameters: each array by itself, by its name.
+    """
+
+    dtype: str
+    scale: float
+    total: Histogram
+    parameters: dict[str, Histogram]
+
+    def largest_scale(self, headroom: int = 1) -> float:
+        """The largest power of two that the finite gradients can be multiplied by.
+
+        With it, ``largest * scale * 2**headroom`` is at most the format's largest number. It is
+        at most ``2**127``, the largest that float32 holds, and Inf if all finite gradients are 0.
+
+        Args:
+            headroom: how many times the gradients can double before they overflow.
+        """
+        if not self.total.largest:
+            return math.inf
+        mantissa, exponent = math.frexp(self.total.largest)
+        limit, power = math.frexp(format_named(self.dtype).largest)
+        power -= exponent + headroom + (mantissa > limit)
+        return math.ldexp(1.0, min(power, _LARGEST_POWER))
+
+    def __str__(self) -> str:
+        columns = ("zero", "flushed", "subnormal", "normal", "overflow", "nonfinite")
+        rows = {"all": self.total, **self.parameters}
+        width = max(map(len, rows))
+        lines = [
+            f"{self.total.size} gradients in {self.dtype}, scaled by {self.scale:g}",
+            " ".join([" " * width, *(f"{column:>9}" for column in columns)]),
+        ]
+        for name, histogram in rows.items():
+            shares = (f"{getattr(histogram, column):9.2%}" for column in columns)
+            lines.append(" ".join([f"{name:<{width}}", *shares]))
+        if doubt := self._doubt():
+            lines.append(doubt)
+        return "\n".join(lines)
+
+    def _doubt(self) -> str:
+        """What may be wrong with the call if most gradients overflow; else an empty text."""
+        total = self.total
+        finite = total.num_flushed + total.num_subnormal + total.num_normal + total.num_overflow
+        if self.scale <= 1 or 2 * total.num_overflow <= finite:
+            return ""
+        return (
+            f"{total.num_overflow / finite:.0%} of the finite nonzero gradients overflow "
+            f"{self.dtype} at scale {self.scale:g}. If they are already multiplied by the loss "
+            "scale, as after scaler.scale(loss).backward(), pass scale=1.0, or call exponents "
+            "after scaler.unscale_(optimizer). If they are not, this scale is too large for them."
+        )
+
+
+def exponents(gradients: Any, dtype: str = "float16", scale: float = 1.0) -> Exponents:
+    """The exponents of gradients, and what ``gradients * scale`` becomes in a format.
+
+    Each product is rounded once, to the nearest number of the format, ties to even.
+
+    Args:
+        gradients: arrays of any framework. An array (its name is empty); a mapping, a sequence or
+            another iterable of arrays; an iterable of pairs of a name and an array; a pytree,
+            where JAX is imported; all of these nested at will. A module that has
+            ``named_parameters`` stands for their gradients that are not None.
+        dtype: ``"float16"``, ``"bfloat16"``, ``"float8_e4m3"`` (OCP's, which has no infinities:
+            numbers beyond 464 become NaN) or ``"float8_e5m2"``.
+        scale: a loss scale. Gradients of a scaled loss are already multiplied by theirs: pass 1.0
+            for them, or unscale them first.
+
+    Returns:
+        The histograms, of each array and of all.
+
+    Warns:
+        UserWarning: most of the gradients overflow at this scale, as they do if they are
+            multiplied by it twice.
+
+    Raises:
+        ValueError: ``dtype`` is not one of these, or ``scale`` cannot be a loss scale.
+        TypeError: ``scale`` is not a number, or ``gradients`` holds something that is not an
+            array.
+
+    >>> import numpy as np
+    >>> found = exponents({"weight": np.float32([0.0, 1e-8, 1e-6, 1.0])})
+    >>> found.total.flushed, found.total.subnormal, found.largest_scale()
+    (0.25, 0.25, 16384.0)
+    >>> print(found)
+    4 gradients in float16, scaled by 1
+                zero   flushed subnormal    normal  overflow nonfinite
+    all       25.00%    25.00%    25.00%    25.00%     0.00%     0.00%
+    weight    25.00%    25.00%    25.00%    25.00%     0.00%     0.00%
+    """
+    form = format_named(dtype)
+    scale = checks.loss_scale("scale", scale)
+    parameters = histograms_of(gradients, form, scale)
+    found = Exponents(form.name, scale, sum(parameters.values(), start=NO_GRADIENTS), parameters)
+    if doubt := found._doubt():
+        warnings.warn(doubt, stacklevel=2)
+    return found

@@ -1,0 +1,48 @@
+"""Which gradients are not finite, and how."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradscaler.diagnose.gradients._arrays import dtype_name, named_arrays, shape_of, to_numpy
+from gradscaler.outcome import NonfiniteGradient
+
+
+def inspect(gradients: Any) -> tuple[NonfiniteGradient, ...]:
+    """The gradients that hold an Inf or a NaN, in the order given.
+
+    A sparse gradient counts by its values, with the rows of one index summed; a complex one by its
+    real and imaginary parts.
+
+    Args:
+        gradients: arrays of any framework, in any structure that
+            :func:`~gradscaler.diagnose.exponents` takes.
+
+    Raises:
+        TypeError: ``gradients`` holds something that is not an array.
+
+    >>> import numpy as np
+    >>> inspect({"weight": np.float16([1, np.inf, -np.inf, np.nan]), "bias": np.float16([1])})
+    (NonfiniteGradient(name='weight', shape=(4,), dtype='float16', num_inf=2, num_nan=1, \
+largest_finite=1.0),)
+    """
+    return tuple(
+        NonfiniteGradient(name, shape_of(array), dtype_name(array), *counts)
+        for name, array in named_arrays(gradients).items()
+        if (counts := count_nonfinite(to_numpy(array)))
+    )
+
+
+def count_nonfinite(values: NDArray[Any]) -> tuple[int, int, float] | None:
+    """How many are Inf, how many NaN, the largest magnitude of the rest; None if all are finite."""
+    finite = np.isfinite(values)
+    if finite.all():
+        return None
+    num_nan = int(np.count_nonzero(np.isnan(values)))
+    rest = np.abs(values[finite])
+    num_inf = values.size - rest.size - num_nan
+    return num_inf, num_nan, float(rest.max()) if rest.size else math.nan

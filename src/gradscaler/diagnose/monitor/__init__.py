@@ -1,0 +1,270 @@
+"""A monitor of a training run with loss scaling."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import is_dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from gradscaler._eager.scaler import EagerScaler
+from gradscaler.diagnose.gradients._formats import format_named
+from gradscaler.diagnose.monitor._observer import EagerObserver
+from gradscaler.diagnose.monitor._recorder import Recorder
+from gradscaler.diagnose.monitor._source import StepSource
+from gradscaler.diagnose.monitor._traced_scalers import policy_of, read
+from gradscaler.diagnose.monitor.steps import OnStuck, Step, StepLog
+from gradscaler.diagnose.run._tensorboard import EventFile, load_writer
+from gradscaler.diagnose.run._writer import RunFile, now
+from gradscaler.diagnose.run.lines import LineWriter, Start
+from gradscaler.diagnose.verdict import Evidence, Verdict, judge
+from gradscaler.policies import checks
+
+
+class Monitor:
+    """Watches a scaler: records what happens, inspects skips, and says what is wrong.
+
+    The scalers of PyTorch, TensorPlay and Paddle announce their steps, and the training loop stays
+    as it is. For JAX, Keras, tf-keras and MindSpore call :meth:`record` after each step, or give
+    ``model.fit`` the :meth:`callback`.
+
+    At every ``every``-th step it takes a sample: the norm of the unscaled gradients; what gradients
+    times scale become in ``dtype``, from at most 16,384 elements of each; the worst parameters.
+    After ``stuck_after`` skips in a row it gives its verdict, from the losses, from the skipped
+    gradients and, in the last of these steps, from the model's parameters and activations. While a
+    lower scale may still cure the skips, it waits for more.
+
+    What may be on a device is read only at samples and when asked for, so nothing else waits for
+    the device. But with ``forensics`` each step's flag is read at once, if there are gradients to
+    inspect. Without, a verdict waits for the next sample; a scaler that announces its steps is
+    then inspected for one more step.
+
+    An interrupt (Ctrl-C) costs at most the sample of its step. Do not repeat a :meth:`record` that
+    was interrupted: it may have counted the step.
+
+    Args:
+        scaler: any scaler of gradscaler's. For JAX, the one before the first step, or an optax
+            state that holds one; for MindSpore, a manager, a functional scaler or a train step.
+        model: gives the parameters their names. In PyTorch and TensorPlay, its activations are
+            inspected in the last of ``stuck_after`` steps.
+        every: steps from one sample to the next.
+        path: a run file to create or append to; see :mod:`gradscaler.diagnose.run.lines`. Only one
+            process may write to a file: give it to rank 0 alone, or give each rank its own.
+        forensics: inspect every n-th skipped step; 0 disables.
+        on_stuck: ``"warn"`` warns once in a streak of skips. ``"raise"`` raises before the scale
+            moves, and the next ``update()`` continues. ``"continue"`` only writes the verdict.
+        stuck_after: how many skips in a row of one optimizer are too many. 1 leaves no step in
+            which activations can be inspected.
+        dtype: what gradients are computed in: ``"float16"``, ``"bfloat16"``, ``"float8_e4m3"`` or
+            ``"float8_e5m2"``.
+        tensorboard: a directory for scalars that TensorBoard shows.
+
+    Raises:
+        TypeError, ValueError: an argument cannot work, or ``path`` is not a run file.
+        ImportError: TensorBoard is not installed.
+        OSError: a file cannot be written.
+
+    >>> import torch
+    >>> from gradscaler.torch import GradScaler
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> scaler = GradScaler()
+    >>> with Monitor(scaler, model) as monitor:
+    ...     scaler.scale(model(torch.full((2,), torch.inf)).sum()).backward()
+    ...     scaler.step(optimizer)
+    ...     scaler.update()
+    >>> (step,) = monitor.history
+    >>> step.scale, step.skipped, step.nonfinite[0].name, step.nonfinite[0].num_inf
+    (65536.0, True, 'weight', 2)
+    """
+
+    def __init__(
+        self,
+        scaler: Any,
+        model: Any = None,
+        every: int = 100,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        forensics: int = 1,
+        on_stuck: OnStuck = "warn",
+        stuck_after: int = 20,
+        dtype: str = "float16",
+        tensorboard: str | os.PathLike[str] | None = None,
+    ) -> None:
+        every = checks.count("every", every)
+        forensics = checks.count("forensics", forensics, least=0)
+        stuck_after = checks.count("stuck_after", stuck_after)
+        if on_stuck not in get_args(OnStuck):
+            choices = ", ".join(map(repr, get_args(OnStuck)))
+            raise ValueError(f"on_stuck must be one of {choices}, got {on_stuck!r}")
+        self._dtype = format_named(dtype).name
+        self._scaler = scaler
+        self._framework = _framework_of(scaler)
+        is_eager = isinstance(scaler, EagerScaler)
+        _check(scaler, model, is_eager)
+        writers: list[LineWriter] = []
+        step = 0
+        if not is_eager or scaler.observed.is_enabled:
+            policy = _describe(policy_of(scaler))
+            start = Start(self._framework, self._dtype, every, 0, policy, now())
+            writers, step = _open(start, path, tensorboard)
+        self._log = StepLog(writers, step, on_stuck, stuck_after, self._judge)
+        source: type[StepSource] = EagerObserver if is_eager else Recorder
+        self._source = source(scaler, model, self._log, every, forensics, self._dtype)
+        self._is_open = True
+        if is_eager:  # last: an interrupt before leaves no observer
+            scaler.add_observer(self._source)
+
+    def record(
+        self,
+        *,
+        scaler: Any = None,
+        finite: Any = None,
+        gradients: Any = None,
+        loss: Any = None,
+        parameters: Any = None,
+    ) -> None:
+        """Record a step after it is done and the scale has moved: for JAX, Keras and MindSpore.
+
+        Args:
+            scaler: the new scaler or optax state, if the framework makes a new one at each step.
+            finite: whether the gradients were finite, a boolean scalar. If left out, it is known
+                from the steps that Keras' inner optimizer took, or else from the scale and its
+                counter, which say nothing if the scale is fixed.
+            gradients: unscaled, in any structure; for a list, the model gives the names. Without
+                them, gradients are neither sampled nor inspected. With them and ``forensics``,
+                each call waits for the device.
+            loss: unscaled.
+            parameters: of the model after the step, in any structure. They are inspected only for
+                a verdict on too many skips in a row. If left out, the model's are.
+
+        Raises:
+            TypeError: the scaler announces its steps by itself; ``scaler`` is not a scaler; or
+                ``gradients`` or ``parameters`` hold something that is not an array.
+            StuckError: the run is stuck, and ``on_stuck`` is ``"raise"``.
+        """
+        if not isinstance(self._source, Recorder):
+            raise TypeError("this scaler announces each step by itself: do not call record()")
+        if self._is_open:
+            self._source.record(scaler, finite, gradients, loss, parameters)
+
+    def callback(self) -> Any:
+        """A callback for ``model.fit`` that records each training step, without its gradients.
+
+        Keras reports the mean loss of the epoch so far, so the loss is left out. A verdict then
+        knows only the model's parameters and the scale: for a NaN in the loss, an activation or a
+        gradient, it says that gradients are Inf or NaN.
+
+        Raises:
+            TypeError: the scaler is neither Keras' nor tf-keras'.
+        """
+        if self._framework not in ("keras", "tf_keras"):
+            raise TypeError(f"callback() is for Keras, but this is a scaler for {self._framework}")
+        keras: Any = sys.modules[self._framework]
+        monitor = self
+
+        class Recording(keras.callbacks.Callback):  # type: ignore[misc] # untyped base
+            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+                _ = self.model  # on JAX, reading it updates the optimizer's variables
+                monitor.record()
+
+        return Recording()
+
+    @property
+    def history(self) -> tuple[Step, ...]:
+        """The latest 1,000 steps. Waits for the device if some were not read yet."""
+        self._source.read()
+        return tuple(self._log.history)
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the steps so far say: see :class:`~gradscaler.diagnose.Verdict`."""
+        self._source.read()
+        return self._judge(self._log)
+
+    def close(self) -> None:
+        """Stop watching, write what is left, and close the files."""
+        if self._is_open:
+            self._source.close()
+            self._log.close()
+        self._is_open = False
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _judge(self, log: StepLog) -> Verdict:
+        evidence = Evidence(
+            log.num_steps,
+            log.num_skipped,
+            self._dtype,
+            scale=log.history[-1].scale if log.history else None,
+            sample=log.latest,
+        )
+        if (streak := log.stuck_streak) is not None:
+            parameters = self._source.nonfinite_parameters()
+            evidence = replace(
+                evidence,
+                skips_in_a_row=streak.length,
+                first_scale=streak.first_scale,
+                skips=streak.skips,
+                min_scale=_min_scale(policy_of(self._scaler)),
+                parameter=parameters[0].name if parameters else None,
+                located=self._source.located,
+            )
+        return judge(evidence)
+
+
+def _check(scaler: Any, model: Any, is_eager: bool) -> None:
+    if not is_eager:
+        read(scaler)
+    names = ("named_parameters",) if is_eager else ("trainable_params", "trainable_variables")
+    if model is not None and not any(hasattr(model, name) for name in names):
+        rest = "" if is_eager else "; for JAX, use record(parameters=...)"
+        raise TypeError(f"model must have {' or '.join(names)}, got {type(model).__name__}{rest}")
+
+
+def _open(
+    start: Start,
+    path: str | os.PathLike[str] | None,
+    tensorboard: str | os.PathLike[str] | None,
+) -> tuple[list[LineWriter], int]:
+    """Where to write lines, and how many steps there were before."""
+    event_writer = None if tensorboard is None else load_writer()
+    writers: list[LineWriter] = []
+    step = 0
+    if path is not None:
+        file = RunFile(Path(path), start)
+        step = file.step
+        writers.append(file)
+    if tensorboard is not None:
+        writers.append(EventFile(event_writer, tensorboard))
+    return writers, step
+
+
+def _min_scale(policy: Any) -> float | None:
+    for name in ("min_scale", "minimum_scale", "min_loss_scale"):  # ours, flax's, jmp's
+        scale = getattr(policy, name, None)
+        if scale is not None:
+            return float(scale)
+    return None
+
+
+def _describe(policy: Any) -> dict[str, Any]:
+    """A policy by its name and its parameters."""
+    parameters = vars(policy).items() if is_dataclass(policy) else ()
+    plain = {key: value for key, value in parameters if isinstance(value, (int, float, str))}
+    return {"name": type(policy).__name__, **plain}
+
+
+def _framework_of(scaler: Any) -> str:
+    """The framework of a scaler, or of the optax state that holds one."""
+    for base in type(scaler).__mro__:
+        package, _, rest = base.__module__.partition(".")
+        framework = rest.partition(".")[0]
+        if package == "gradscaler" and not framework.startswith("_"):  # as what adapters share
+            return framework
+    return "jax"  # the state of an optax optimizer

@@ -1,0 +1,136 @@
+"""A sample of one step's gradients: their norm, and what the scale makes of a part of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gradscaler.diagnose.gradients._arrays import shape_of, strided_sample, to_numpy
+from gradscaler.diagnose.gradients._formats import format_named
+from gradscaler.diagnose.gradients.histogram import Histogram, histograms_of, sum_of_bins
+from gradscaler.diagnose.run.lines import Bins, ParameterSample, Shares
+
+_MOST_ELEMENTS = 2**14  # of one parameter
+_MOST_WORST = 5
+_SMALL = 0.05  # of the gradients
+
+
+@dataclass(frozen=True)
+class GradientSample:
+    """What was measured of one optimizer's gradients in one step.
+
+    Attributes:
+        norm: the norm of all of them, unscaled.
+        sizes: how many elements each has, by the parameters' names.
+        histograms: of a part of each, by the same names.
+    """
+
+    norm: float
+    sizes: Mapping[str, int]
+    histograms: Mapping[str, Histogram]
+
+
+def measure(
+    gradients: Mapping[str, Any],
+    dtype: str,
+    scale: float,
+    scaled: bool,
+    norm: float | None = None,
+) -> GradientSample:
+    """Measure gradients.
+
+    Args:
+        gradients: by the parameters' names.
+        dtype: the format whose range the shares refer to.
+        scale: the loss scale in use.
+        scaled: whether they are still multiplied by it.
+        norm: the norm of all of them, if it is known.
+    """
+    divisor = scale if scaled else 1.0
+    if norm is None:
+        norm = math.hypot(*map(_norm_of, gradients.values()))
+    parts = {name: _part(array) / np.float32(divisor) for name, array in gradients.items()}
+    sizes = {name: math.prod(shape_of(array)) for name, array in gradients.items()}
+    histograms = histograms_of(parts, format_named(dtype), scale)
+    return GradientSample(norm / divisor, sizes, histograms)
+
+
+def fields_of(measured: Iterable[GradientSample]) -> dict[str, Any]:
+    """The fields of a :class:`~gradscaler.diagnose.run.lines.Sample`, of all optimizers."""
+    norm, sizes, histograms = 0.0, dict[str, int](), dict[str, Histogram]()
+    for one in measured:
+        norm = math.hypot(norm, one.norm)
+        sizes |= one.sizes
+        histograms |= one.histograms
+    parameters = {
+        name: ParameterSample(
+            found.zero, found.flushed, found.subnormal, found.nonfinite, _bins(found)
+        )
+        for name, found in histograms.items()
+    }
+    if not parameters:
+        return {}
+    weights = {name: sizes[name] / found.size for name, found in histograms.items() if found.size}
+    size = sum(sizes[name] for name in weights) or 1
+    shares = {
+        share: sum(getattr(histograms[name], share) * sizes[name] for name in weights) / size
+        for share in (field.name for field in dataclasses.fields(Shares))
+    }
+    return {
+        "norm": norm,
+        "shares": Shares(**{name: min(share, 1.0) for name, share in shares.items()}),
+        "histogram": _total(histograms, weights),
+        "parameters": parameters,
+        "worst": _worst(parameters, shares["flushed"] + shares["subnormal"]),
+    }
+
+
+def _part(array: Any) -> np.ndarray[Any, Any]:
+    """A sample of an array, in float32 at least."""
+    values = to_numpy(strided_sample(array, _MOST_ELEMENTS))
+    return values.astype(np.result_type(values, np.float32), copy=False)
+
+
+def _worst(parameters: Mapping[str, ParameterSample], small: float) -> tuple[str, ...]:
+    """The worst parameters first.
+
+    Args:
+        parameters: what was found of each.
+        small: the share of all gradients that are flushed or subnormal. If it is small, all-zero
+            parameters count as unused and come last; else they count as flushed.
+    """
+
+    def badness(name: str) -> tuple[bool, float, float]:
+        found = parameters[name]
+        is_unused = found.zero == 1 and small < _SMALL
+        return is_unused, -found.nonfinite, -(found.zero + found.flushed + found.subnormal)
+
+    return tuple(sorted(parameters, key=badness)[:_MOST_WORST])
+
+
+def _bins(found: Histogram) -> Bins:
+    return Bins(found.first, tuple(found.counts.tolist()))
+
+
+def _total(histograms: Mapping[str, Histogram], weights: Mapping[str, float]) -> Bins:
+    """All histograms together, each weighted to count all gradients that it was sampled from."""
+    used = {name: found for name, found in histograms.items() if found.counts.size}
+    first, total = sum_of_bins((h.first, h.counts * weights[name]) for name, h in used.items())
+    return Bins(first, tuple(np.rint(total).astype(np.int64).tolist()))
+
+
+def _norm_of(array: Any) -> float:
+    """The 2-norm of one array."""
+    jax: Any = sys.modules.get("jax")
+    if jax is not None and isinstance(array, jax.Array):  # computed where the array is
+        return float(jax.numpy.linalg.norm(array.astype("float32").ravel()))
+    flat = to_numpy(array).ravel()
+    with np.errstate(over="ignore"):  # squares of finite numbers may overflow
+        norm = float(np.linalg.norm(flat if flat.dtype.itemsize > 2 else flat.astype(np.float32)))
+    return norm if math.isfinite(norm) else float(np.linalg.norm(flat.astype(np.float64)))

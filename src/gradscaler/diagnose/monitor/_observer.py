@@ -1,0 +1,247 @@
+"""Steps of an eager scaler, which announces its calls."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from contextlib import suppress
+from itertools import chain
+from typing import Any
+
+from gradscaler._eager.scaler import HISTORY_LENGTH
+from gradscaler.diagnose.gradients.locate import is_locating
+from gradscaler.diagnose.gradients.module_hooks import Located, ModuleHooks
+from gradscaler.diagnose.gradients.nonfinite import inspect
+from gradscaler.diagnose.monitor._gradient_sample import GradientSample, fields_of, measure
+from gradscaler.diagnose.monitor._source import StepSource
+from gradscaler.diagnose.monitor.steps import StuckError
+from gradscaler.outcome import NonfiniteGradient, StepOutcome
+
+
+class Iteration:
+    """What is known of an iteration.
+
+    Attributes:
+        number: the number of its step, if an optimizer has gradients.
+        optimizers: those that stepped, by id.
+        outcomes: the outcomes of their steps, by the same ids.
+        losses: the losses that were scaled, without their graphs.
+        measured: a sample of each optimizer's gradients, by its id.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.optimizers: dict[int, Any] = {}
+        self.outcomes: dict[int, StepOutcome] = {}
+        self.losses: list[Any] = []
+        self.measured: dict[int, GradientSample] = {}
+
+
+class EagerObserver(StepSource):
+    """Satisfies :class:`gradscaler._eager.observers.Observer`; the caller adds it to the scaler.
+
+    An iteration ends with ``update``, or when an optimizer steps again without one. Flags, scales
+    and losses that may be on a device are read at once only if skips are inspected; else when a
+    sample is due, or at :meth:`read`.
+
+    An interrupt may come anywhere, and the user may repeat the call that it stopped. So each
+    change is one assignment that can be made twice: an iteration ends when the next one is
+    appended, the log adds each number once, and a step that was not announced is found in the
+    scaler.
+    """
+
+    def __post_init__(self) -> None:
+        self._optimizers: list[Any] = []  # of the latest iteration that ended
+        self._hooks: ModuleHooks | None = None
+        with suppress(TypeError):  # a Paddle layer takes none of these hooks; a model may be None
+            self._hooks = ModuleHooks(self.model)
+        self._inspected = 0  # the latest iteration that is inspected whatever `forensics` says
+        self._iterations = deque([Iteration(self.log.step + 1)])  # the last one is not over
+        self._updated = self.log.step  # the last step whose `updating` ended
+        self._noted = self._latest_outcomes()
+
+    # The calls of an observer.
+
+    def scaled(self, outputs: Any, /) -> None:
+        """Remember the loss, without its graph."""
+        if is_locating.get():
+            return
+        loss = outputs.detach()
+        self._iterations[-1].losses.append(loss if loss.ndim == 0 else loss.mean())
+
+    def unscaling(self, optimizer: Any, scale: Any, /) -> None:
+        """Measure the gradients if a sample is due, before anything clips them."""
+        self.stepping(optimizer, scale)
+
+    def stepping(self, optimizer: Any, scale: Any, /) -> None:
+        """Measure the gradients if a sample is due and ``unscaling`` has not measured them."""
+        self._note_missed_steps()
+        if id(optimizer) in self._iterations[-1].outcomes:
+            self.updating()
+        self._measure_if_due(optimizer, scaled=scale is not None)
+
+    def stepped(self, optimizer: Any, outcome: StepOutcome, /) -> None:
+        """Inspect the gradients if they are not finite."""
+        if outcome.known_reason == "no_gradients":
+            return
+        self._note(optimizer, outcome)
+        self._measure_if_due(optimizer, scaled=False)  # a closure made the gradients
+        inspects = self._inspected == self._iterations[-1].number
+        is_skip = (self.forensics or inspects) and outcome.skipped  # may wait for the device
+        if is_skip and (inspects or self._inspects_next_skip):
+            outcome.nonfinite = inspect(self._gradients(optimizer))
+
+    def updating(self) -> None:
+        """End the iteration, and give the verdict if there were too many skips."""
+        self._note_missed_steps()
+        self._end()
+        ended = self._iterations[-1].number - 1
+        if ended == self._updated:
+            return
+        was_inspected = self._inspected == ended
+        try:
+            if self.forensics or was_inspected or self._must_read():
+                self.read()
+            streak = self.log.stuck_streak
+            is_unseen = streak is not None and not streak.skips[-1].nonfinite and not was_inspected
+            is_late = is_unseen and self.log.needs_verdict  # flags were read after the step
+            self._inspect_next(self.log.is_nearly_stuck or is_late)
+            if not is_late:
+                self.log.check_stuck()
+        except StuckError as error:
+            self._updated = ended
+            raise StuckError(f"{error} To go on all the same, call update() again.") from None
+        except Exception:  # the next call continues; after an interrupt it tries again
+            self._updated = ended
+            raise
+        self._updated = ended
+
+    def close(self) -> None:
+        """Observe no more, and add the iterations that wait."""
+        self.scaler.remove_observer(self)
+        if self._hooks is not None:
+            self._hooks.stop()
+        self._note_missed_steps()
+        self._end()
+        super().close()
+
+    # Steps that were taken.
+
+    def _latest_outcomes(self) -> dict[int, StepOutcome]:
+        return {id(optimizer): outcome for optimizer, outcome in self.scaler.observed.last_steps()}
+
+    def _note(self, optimizer: Any, outcome: StepOutcome) -> None:
+        iteration = self._iterations[-1]
+        iteration.optimizers[id(optimizer)] = optimizer
+        iteration.outcomes[id(optimizer)] = outcome
+
+    def _note_missed_steps(self) -> None:
+        """Note each step that an interrupt kept from :meth:`stepped`."""
+        latest = self.scaler.observed.last_steps()
+        for optimizer, outcome in latest:
+            is_new = outcome is not self._noted.get(id(optimizer))
+            if is_new and outcome.known_reason not in ("no_gradients", "disabled"):
+                self._note(optimizer, outcome)
+        self._noted = {id(optimizer): outcome for optimizer, outcome in latest}
+
+    def _end(self) -> None:
+        """End the iteration if there were steps in it; else forget it."""
+        iteration = self._iterations[-1]
+        if not iteration.outcomes:
+            self._iterations[-1] = Iteration(iteration.number)
+            return
+        self._optimizers = list(iteration.optimizers.values())
+        self._iterations.append(Iteration(iteration.number + 1))
+        iteration.optimizers = {}  # they need not live until the iteration is read
+
+    # Reading late.
+
+    def _must_read(self) -> bool:
+        """Whether the iteration that ended is a sample, or too many wait."""
+        waiting = len(self._iterations) - 1
+        return waiting >= HISTORY_LENGTH or (waiting > 0 and bool(self._iterations[-2].measured))
+
+    def read(self) -> None:
+        """Add the iterations that ended to the log."""
+        while len(self._iterations) > 1:
+            iteration = self._iterations[0]
+            skipped = {key: outcome.skipped for key, outcome in iteration.outcomes.items()}
+            is_skip = any(skipped.values())
+            loss = _loss(iteration.losses) if is_skip or len(self._iterations) == 2 else None
+            *_, last = iteration.outcomes.values()
+            found = [o.nonfinite for o in iteration.outcomes.values() if o.nonfinite is not None]
+            nonfinite = tuple(chain(*found)) if found else None
+            self.log.add(iteration.number, last.scale, is_skip, loss, nonfinite, skipped)
+            self._iterations.popleft()
+            if iteration.measured:
+                self.log.add_sample(loss, **fields_of(iteration.measured.values()))
+
+    # Evidence.
+
+    def nonfinite_parameters(self) -> tuple[NonfiniteGradient, ...]:
+        """The parameters of the latest optimizers, and of the model, that are not finite.
+
+        In a buffer, or in what is not trained, NaN counts but Inf does not: a mask may hold it.
+        """
+        each = (self._named(optimizer, o) for o, optimizer in enumerate(self._optimizers))
+        trained = dict(chain.from_iterable(named.items() for named in each))
+        if self.model is None:
+            return inspect(trained)
+        buffers: Any = getattr(self.model, "named_buffers", tuple)()
+        rest = dict(chain(self.model.named_parameters(), buffers))
+        found = inspect({name: array for name, array in rest.items() if name not in trained})
+        return inspect(trained) + tuple(array for array in found if array.num_nan)
+
+    def _inspect_next(self, is_wanted: bool) -> None:
+        """Inspect the next iteration, which may make a streak too long, or do not."""
+        if self._hooks is not None:
+            self._hooks.start() if is_wanted else self._hooks.stop()
+        if is_wanted:
+            self._inspected = self._iterations[-1].number
+
+    @property
+    def located(self) -> Located | None:
+        """The module that made the first Inf or NaN in the latest iteration with hooks."""
+        return None if self._hooks is None else self._hooks.located
+
+    def _named(self, optimizer: Any, place: int) -> dict[str, Any]:
+        """The parameters of an iteration's first, second... optimizer, by name or by place."""
+        groups = getattr(optimizer, "param_groups", None) or getattr(
+            optimizer, "_param_groups", None
+        )
+        if not groups or not isinstance(groups[0], dict):  # Paddle's without groups
+            groups = [{"params": optimizer._parameter_list or ()}]
+        names = {}
+        if self.model is not None:
+            names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        which = f"optimizer {place}, " if place else ""
+        return {
+            names.get(id(parameter), f"{which}group {g}, parameter {p}"): parameter
+            for g, group in enumerate(groups)
+            for p, parameter in enumerate(group["params"])
+        }
+
+    def _gradients(self, optimizer: Any) -> dict[str, Any]:
+        others = self._iterations[-1].optimizers.keys() - {id(optimizer)}
+        named = self._named(optimizer, len(others))
+        return {name: grad for name, p in named.items() if (grad := p.grad) is not None}
+
+    def _measure_if_due(self, optimizer: Any, scaled: bool) -> None:
+        """Measure the gradients if a sample is due and they were not measured yet."""
+        iteration = self._iterations[-1]
+        if iteration.number % self.every or id(optimizer) in iteration.measured:
+            return
+        gradients = self._gradients(optimizer)
+        if not gradients:
+            return
+        norm = self.scaler.observed.total_norm(optimizer)
+        known = norm if math.isfinite(norm) else None
+        scale = float(self.scaler.observed.state.scale)
+        iteration.measured[id(optimizer)] = measure(gradients, self.dtype, scale, scaled, known)
+
+
+def _loss(losses: list[Any]) -> float | None:
+    """The latest loss, or the first that is not finite."""
+    values = [float(loss.item()) for loss in losses]
+    nonfinite = (value for value in values if not math.isfinite(value))
+    return next(nonfinite, values[-1] if values else None)

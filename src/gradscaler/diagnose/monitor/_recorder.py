@@ -1,0 +1,113 @@
+"""Steps that the user records, of a scaler that announces nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+from gradscaler._eager.scaler import HISTORY_LENGTH
+from gradscaler.diagnose.gradients._arrays import named_arrays
+from gradscaler.diagnose.gradients.nonfinite import inspect
+from gradscaler.diagnose.monitor._gradient_sample import fields_of, measure
+from gradscaler.diagnose.monitor._source import StepSource
+from gradscaler.diagnose.monitor._traced_scalers import Reading, number, policy_of, read
+from gradscaler.outcome import NonfiniteGradient
+
+
+class RecordedStep(NamedTuple):
+    """A step, and the scaler after it."""
+
+    step: int
+    reading: Reading
+    loss: Any = None
+
+
+class Recorder(StepSource):
+    """Records the steps of a scaler of JAX, Keras, tf-keras or MindSpore.
+
+    A step's scale is the one that the scaler had after the step before it.
+    """
+
+    def __post_init__(self) -> None:
+        policy = policy_of(self.scaler)
+        self._growth_interval = getattr(policy, "growth_interval", getattr(policy, "period", 1))
+        self._parameters: Any = None  # of the latest step
+        # The first was added to the log, or is the start; the others wait.
+        self._recorded = deque([RecordedStep(self.log.step, read(self.scaler))])
+
+    def record(self, scaler: Any, finite: Any, gradients: Any, loss: Any, parameters: Any) -> None:
+        """Record one step; see :meth:`gradscaler.diagnose.Monitor.record`."""
+        if self._parameters is None:  # refuse what cannot be read at once, not when it is needed
+            named_arrays(parameters)
+        reading = read(self.scaler if scaler is None else scaler)
+        if finite is not None:
+            reading = reading._replace(finite=finite)
+        step = self._recorded[-1].step + 1
+        is_due = step % self.every == 0
+        inspects = self.forensics > 0 and gradients is not None
+        named = None
+        if gradients is not None and (is_due or inspects):
+            named = self._named(gradients)
+        self._parameters = parameters
+        # The step counts from here on, whatever interrupts the rest.
+        self._recorded.append(RecordedStep(step, reading, loss))
+        if not (is_due or inspects or len(self._recorded) > HISTORY_LENGTH):
+            return
+        scale, latest_loss = self.read(named)
+        if is_due:
+            measured = [] if named is None else [measure(named, self.dtype, scale, scaled=False)]
+            self.log.add_sample(latest_loss, **fields_of(measured))
+        self.log.check_stuck()
+
+    def read(self, gradients: dict[str, Any] | None = None) -> tuple[float, float | None]:
+        """Add the steps that wait to the log.
+
+        Args:
+            gradients: of the last of them, by name.
+
+        Returns:
+            The scale and the loss of the last of them.
+        """
+        before = self._recorded[0].reading.on_host()
+        scale, loss_on_host = before.scale, None
+        while len(self._recorded) > 1:
+            step, reading, loss = self._recorded[1]
+            after = reading.on_host()
+            skipped = not after.was_finite(before, self._growth_interval)
+            nonfinite = None
+            has_gradients = len(self._recorded) == 2 and gradients is not None
+            if skipped and has_gradients and self._inspects_next_skip:
+                nonfinite = inspect(gradients)
+            loss_on_host = None if loss is None else number(loss)
+            self.log.add(step, before.scale, skipped, loss_on_host, nonfinite)
+            self._recorded[1] = RecordedStep(step, after)
+            self._recorded.popleft()
+            scale, before = before.scale, after
+        return scale, loss_on_host
+
+    def nonfinite_parameters(self) -> tuple[NonfiniteGradient, ...]:
+        """The parameters of the latest step, or else the model's, that are not finite."""
+        given = self._parameters
+        parameters = parameters_of(self.model) if given is None else named_arrays(given)
+        # JAX deletes an array that is donated to a jitted function.
+        present = {n: p for n, p in parameters.items() if not getattr(p, "is_deleted", bool)()}
+        return inspect(present)
+
+    def _named(self, gradients: Any) -> dict[str, Any]:
+        """The gradients by name: the model's names, for a list as long as its parameters."""
+        names = list(parameters_of(self.model))
+        if isinstance(gradients, (list, tuple)) and len(names) == len(gradients):
+            return named_arrays(zip(names, gradients, strict=True))
+        return named_arrays(gradients)
+
+
+def parameters_of(model: Any) -> dict[str, Any]:
+    """The parameters that a model of Keras, tf-keras or MindSpore trains, by their names."""
+    if model is None:
+        return {}
+    if hasattr(model, "trainable_params"):  # MindSpore's
+        return {parameter.name: parameter for parameter in model.trainable_params()}
+    return named_arrays(
+        (getattr(variable, "path", None) or variable.name.partition(":")[0], variable)
+        for variable in model.trainable_variables
+    )

@@ -1,0 +1,140 @@
+"""The scale and its counters, read from a scaler of a traced framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from gradscaler.diagnose.gradients._arrays import to_numpy
+
+
+class Reading(NamedTuple):
+    """The state of a scaler, in scalars that may be on a device and will not change.
+
+    Attributes:
+        scale: the loss scale.
+        finite_steps: finite steps in a row; None if the scale does not move.
+        finite: whether the latest step's gradients were finite, if the scaler knows.
+        applied: how many steps its optimizer took, if the scaler knows.
+    """
+
+    scale: Any
+    finite_steps: Any = None
+    finite: Any = None
+    applied: Any = None
+
+    def on_host(self) -> Reading:
+        """The same as Python numbers; waits for the device."""
+        return Reading(*(None if value is None else number(value) for value in self))
+
+    def was_finite(self, before: Reading, growth_interval: float) -> bool:
+        """Whether the step since ``before`` had finite gradients; both are on the host.
+
+        A fixed scale gives no evidence; the step is assumed to be finite.
+        """
+        if self.finite is not None:
+            return bool(self.finite)
+        if self.applied is not None and before.applied is not None:
+            return bool(self.applied != before.applied)
+        if self.finite_steps is None or before.finite_steps is None:
+            return True
+        grew = self.scale > before.scale
+        at_its_largest = self.scale == before.scale and before.finite_steps + 1 >= growth_interval
+        return bool(self.finite_steps > 0 or grew or at_its_largest)
+
+
+def read(scaler: Any) -> Reading:
+    """The state of a gradscaler scaler for JAX, Keras, tf-keras or MindSpore.
+
+    Raises:
+        TypeError: ``scaler`` is not one of these.
+    """
+    for part in _parts(scaler):
+        for attribute, reader in _READERS.items():
+            if hasattr(part, attribute):
+                return reader(part)
+    raise TypeError(
+        f"scaler must be one of gradscaler's, or an optax state that holds one, got {scaler!r} "
+        f"({type(scaler).__name__}); for an update cell, pass the train step that calls it"
+    )
+
+
+def policy_of(scaler: Any) -> Any:
+    """The rule by which a scaler moves; the scaler itself if it holds no policy."""
+    for part in _parts(scaler):
+        part = getattr(part, "scaler", part)
+        part = getattr(part, "loss_scaling_manager", None) or part
+        part = getattr(part, "observed", part)  # an eager scaler's
+        return getattr(part, "policy", part)
+    return scaler
+
+
+def number(scalar: Any) -> float:
+    """A scalar of any framework, or the mean of an array, as a Python number."""
+    return float(to_numpy(scalar).mean())
+
+
+def _parts(scaler: Any) -> Iterator[Any]:
+    """A scaler, or each part of an optax state, which may hold one."""
+    if isinstance(scaler, (tuple, list, Mapping)) and not hasattr(scaler, "grads_finite"):
+        for item in scaler.values() if isinstance(scaler, Mapping) else scaler:
+            yield from _parts(item)
+    else:
+        yield scaler
+
+
+# Adding 0 copies what may change later, or what JAX may delete when it is donated.
+
+
+def _of_optax(state: Any) -> Reading:
+    return read(state.scaler)._replace(finite=state.grads_finite + 0)
+
+
+def _of_jax(scaler: Any) -> Reading:
+    scale, finite_steps, _ = scaler.state
+    moves = hasattr(scaler.policy, "growth_interval")
+    return Reading(scale + 0, finite_steps + 0 if moves else None)
+
+
+def _of_keras(optimizer: Any) -> Reading:
+    counter = optimizer.dynamic_counter
+    is_keras_3 = hasattr(optimizer, "dynamic_scale")  # tf-keras also counts the steps it skips
+    applied = optimizer.inner_optimizer.iterations + 0 if is_keras_3 else None
+    return Reading(optimizer.loss_scale, None if counter is None else counter + 0, None, applied)
+
+
+def _of_cell(step: Any) -> Reading:
+    return Reading(step.scale_sense + 0, _finite_steps_of(step.loss_scaling_manager))
+
+
+def _of_manager(manager: Any) -> Reading:
+    return Reading(manager.get_loss_scale(), _finite_steps_of(manager))
+
+
+def _finite_steps_of(manager: Any) -> Any:
+    if not hasattr(manager, "last_overflow_iter"):
+        return None
+    return manager.cur_iter - 1 - manager.last_overflow_iter
+
+
+def _with_counter(scale: str, counter: str) -> Callable[[Any], Reading]:
+    """Reads a scaler whose scale and counter have these names; a fixed one has no counter."""
+
+    def read_both(scaler: Any) -> Reading:
+        steps = getattr(scaler, counter, None)
+        return Reading(getattr(scaler, scale) + 0, None if steps is None else steps + 0)
+
+    return read_both
+
+
+_READERS: dict[str, Callable[[Any], Reading]] = {
+    "grads_finite": _of_optax,
+    "state": _of_jax,
+    "fin_steps": _with_counter("scale", "fin_steps"),  # flax's
+    "inner_optimizer": _of_keras,
+    "scale_sense": _of_cell,
+    "scale_value": _with_counter("scale_value", "counter"),
+    "update_loss_scale": _of_manager,
+    "adjust": _with_counter("loss_scale", "counter"),
+}
+"""Each kind of scaler by an attribute that none of the kinds after it has."""

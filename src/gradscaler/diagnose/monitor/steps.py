@@ -1,0 +1,282 @@
+"""The steps that a monitor has seen, and when it says that a run is stuck."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from gradscaler._eager.scaler import HISTORY_LENGTH
+from gradscaler.diagnose.run.lines import Line, LineWriter, Sample, Skip, VerdictLine
+from gradscaler.diagnose.verdict import Verdict
+from gradscaler.outcome import NonfiniteGradient
+
+OnStuck = Literal["warn", "raise", "continue"]
+
+logger = logging.getLogger("gradscaler")
+
+_MOST_NONFINITE = 10  # gradients that a line lists
+
+
+class StuckWarning(RuntimeWarning):
+    """Step after step is skipped; the message is the verdict."""
+
+
+class StuckError(RuntimeError):
+    """Step after step is skipped; the message is the verdict, and how to go on."""
+
+
+class Step(NamedTuple):
+    """One step of the training.
+
+    Attributes:
+        step: its number, from 1.
+        scale: the loss scale that it used.
+        skipped: whether its gradients held an Inf or a NaN.
+        loss: the unscaled loss, if it was read.
+        nonfinite: the gradients that held an Inf or a NaN, if the step was skipped and inspected;
+            else None.
+    """
+
+    step: int
+    scale: float
+    skipped: bool
+    loss: float | None = None
+    nonfinite: tuple[NonfiniteGradient, ...] | None = None
+
+
+class SkipStreak(NamedTuple):
+    """A streak of consecutive skipped steps of one optimizer.
+
+    Attributes:
+        length: how many steps.
+        first_scale: the scale of the first.
+        skips: the latest of them.
+        verdict: the latest verdict on them, if there is one.
+    """
+
+    length: int
+    first_scale: float
+    skips: tuple[Skip, ...]
+    verdict: VerdictLine | None = None
+
+
+class Counts(NamedTuple):
+    """What a log has counted; one assignment replaces it, so an interrupt leaves it whole.
+
+    Attributes:
+        step: the number of the last step.
+        num_skipped: how many of the steps were skipped.
+        streaks: the streaks of skips, by optimizer.
+        sampled: the step of the last sample.
+        scales: since then, each step whose scale differs from the step before, with its scale.
+        skips: the steps since then that were skipped.
+    """
+
+    step: int
+    num_skipped: int
+    streaks: Mapping[int, SkipStreak]
+    sampled: int
+    scales: tuple[tuple[int, float], ...] = ()
+    skips: tuple[int, ...] = ()
+
+
+class StepLog:
+    """Steps, in their order.
+
+    An interrupt may stop any method. The same call again continues from there, and counts nothing
+    twice.
+
+    Args:
+        writers: where lines are written.
+        step: how many steps there were before.
+        on_stuck: what to do after ``stuck_after`` skips in a row.
+        judge: gives a verdict.
+
+    Attributes:
+        history: the latest steps.
+        latest: the latest sample with shares.
+    """
+
+    def __init__(
+        self,
+        writers: Sequence[LineWriter],
+        step: int,
+        on_stuck: OnStuck,
+        stuck_after: int,
+        judge: Callable[[StepLog], Verdict],
+    ) -> None:
+        self.history: deque[Step] = deque(maxlen=HISTORY_LENGTH)
+        self.latest: Sample | None = None
+        self._writers = writers
+        self._step_before = step
+        self._on_stuck = on_stuck
+        self._stuck_after = stuck_after
+        self._judge = judge
+        self._counts = Counts(step, 0, {}, step)
+
+    @property
+    def step(self) -> int:
+        """The number of the last step."""
+        return self._counts.step
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps were added."""
+        return self._counts.step - self._step_before
+
+    @property
+    def num_skipped(self) -> int:
+        """How many of those were skipped."""
+        return self._counts.num_skipped
+
+    def add(
+        self,
+        step: int,
+        scale: float,
+        skipped: bool,
+        loss: float | None = None,
+        nonfinite: tuple[NonfiniteGradient, ...] | None = None,
+        optimizers: Mapping[int, bool] | None = None,
+    ) -> None:
+        """Add a step; :meth:`check_stuck` gives the verdict.
+
+        Args:
+            step: its number, one more than the last; it is added once.
+            scale: the loss scale that it used.
+            skipped: whether any optimizer's step was skipped.
+            loss: the unscaled loss.
+            nonfinite: the gradients that were not finite, if the step was inspected.
+            optimizers: by id, whether its step was skipped; None if there is only one.
+        """
+        counts = self._counts
+        if step <= counts.step:
+            return
+        found = nonfinite or ()
+        more = max(len(found) - _MOST_NONFINITE, 0)
+        skip = Skip(step, scale, loss, found[:_MOST_NONFINITE], more)
+        has_moved = not counts.scales or counts.scales[-1][1] != scale
+        after = counts._replace(
+            step=step,
+            num_skipped=counts.num_skipped + skipped,
+            streaks=self._continued(counts.streaks, skip, optimizers or {0: skipped}),
+            scales=(*counts.scales, (step, scale)) if has_moved else counts.scales,
+            skips=(*counts.skips, step) if skipped else counts.skips,
+        )
+        if not self.history or self.history[-1].step < step:
+            self.history.append(Step(step, scale, skipped, loss, nonfinite))
+        self._counts = after
+        if skipped and nonfinite is not None:
+            logger.info("%s", _in_one_line(skip))
+            self._write(skip)
+
+    def add_sample(self, loss: float | None = None, **measured: Any) -> None:
+        """Write what happened since the last sample, and what was measured at the last step."""
+        counts = self._counts
+        if counts.step == counts.sampled:
+            return
+        sample = Sample(
+            step=counts.step,
+            scale=self.history[-1].scale,
+            scales=counts.scales,
+            steps=counts.step - counts.sampled,
+            skips=counts.skips,
+            loss=loss,
+            **measured,
+        )
+        if measured:
+            self.latest = sample
+        self._write(sample)
+        self._counts = counts._replace(sampled=counts.step, scales=(), skips=())
+
+    def check_stuck(self) -> None:
+        """Give the verdict if ``stuck_after`` steps in a row were skipped, once in that streak.
+
+        While a lower scale may cure them, nothing is said, and each further skip is judged again.
+        A second call after the same step repeats what an interrupt may have kept from the user.
+
+        Raises:
+            StuckError: if that was asked for.
+        """
+        streak = self.stuck_streak
+        if streak is None or not self.needs_verdict:
+            return
+        line = streak.verdict
+        if line is None or line.step < self.step:
+            verdict = self._judge(self)
+            if line is not None and line.verdict == verdict.kind:
+                return
+            line = VerdictLine(self.step, verdict.kind, verdict.text, verdict.where)
+            self.add_sample()
+            self._write(line)
+            streaks = {
+                optimizer: streak._replace(verdict=line) if other is streak else other
+                for optimizer, other in self._counts.streaks.items()
+            }
+            self._counts = self._counts._replace(streaks=streaks)
+        if line.verdict == "normal":
+            return
+        if self._on_stuck == "raise":
+            raise StuckError(line.text)
+        if self._on_stuck == "warn":
+            warnings.warn(StuckWarning(line.text), stacklevel=4)
+
+    @property
+    def stuck_streak(self) -> SkipStreak | None:
+        """The longest streak of skips, if it is too long."""
+        streak = max(self._counts.streaks.values(), key=lambda streak: streak.length, default=None)
+        return streak if streak is not None and streak.length >= self._stuck_after else None
+
+    @property
+    def needs_verdict(self) -> bool:
+        """Whether a streak is too long, and no earlier verdict on it is final."""
+        streak = self.stuck_streak
+        line = None if streak is None else streak.verdict
+        is_final = line is not None and line.verdict != "normal" and line.step < self.step
+        return streak is not None and not is_final
+
+    @property
+    def is_nearly_stuck(self) -> bool:
+        """Whether one more skip makes a streak too long."""
+        streaks = self._counts.streaks.values()
+        return any(0 < streak.length == self._stuck_after - 1 for streak in streaks)
+
+    def _continued(
+        self, streaks: Mapping[int, SkipStreak], skip: Skip, optimizers: Mapping[int, bool]
+    ) -> dict[int, SkipStreak]:
+        """Lengthen streaks; end those of optimizers that stepped, or that were unused for long."""
+        kept = {
+            optimizer: streak
+            for optimizer, streak in streaks.items()
+            if skip.step - streak.skips[-1].step <= self._stuck_after
+            and optimizers.get(optimizer, True)
+        }
+        for optimizer in (optimizer for optimizer, skipped in optimizers.items() if skipped):
+            streak = kept.get(optimizer, SkipStreak(0, skip.scale, ()))
+            skips = (*streak.skips, skip)[-self._stuck_after :]
+            kept[optimizer] = streak._replace(length=streak.length + 1, skips=skips)
+        return kept
+
+    def close(self) -> None:
+        """Write what is left to write."""
+        self.add_sample()
+        for writer in self._writers:
+            writer.close()
+
+    def _write(self, line: Line) -> None:
+        for writer in self._writers:
+            writer.write(line)
+
+
+def _in_one_line(skip: Skip) -> str:
+    """A skipped step, for the log."""
+    listed = "; ".join(
+        f"{g.name} ({'x'.join(map(str, g.shape)) or 'scalar'} {g.dtype}): {g.num_inf} Inf, "
+        f"{g.num_nan} NaN, largest of the rest {g.largest_finite:g}"
+        for g in skip.nonfinite
+    )
+    more = f"; and {skip.more} more" if skip.more else ""
+    line = f"step {skip.step} skipped at loss scale {skip.scale:g}: {listed}{more}"
+    return "".join(letter if letter.isprintable() else " " for letter in line)

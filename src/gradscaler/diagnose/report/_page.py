@@ -1,0 +1,141 @@
+"""A run as a page for the browser."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from io import StringIO
+from string import Template
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from gradscaler.diagnose.report._figures import LEVELS, WIDTH, Drawing, drawings_of
+from gradscaler.diagnose.report._summary import Table, facts_of, headline_of, tables_of
+from gradscaler.diagnose.report._texts import shown
+from gradscaler.diagnose.run.reader import Run
+
+_NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+
+
+def page_of(run: Run) -> bytes:
+    """A page that needs no other file: the verdict, the figures and the tables."""
+    verdict, headline = run.verdict, headline_of(run)
+    where = verdict.where and f"<p>Look at <code>{escape(shown(verdict.where))}</code></p>"
+    facts = (
+        f"<div><dt>{escape(name)}</dt><dd>{escape(fact)}</dd></div>\n"
+        for name, fact in facts_of(run).items()
+    )
+    page = _PAGE.substitute(
+        colour=LEVELS[headline.level],
+        headline=escape(headline.text),
+        text=escape(shown(verdict.text, 1000)),
+        where=where or "",
+        facts="".join(facts),
+        sections="".join([*map(_figure, drawings_of(run)), *map(_table, tables_of(run))]),
+    )
+    return page.encode()
+
+
+def _figure(drawing: Drawing) -> str:
+    """A figure of the page, as inline SVG."""
+    drawn = Figure(figsize=(WIDTH, drawing.height), layout="constrained")
+    drawing.draw(drawn)
+    file = StringIO()
+    with rc_context({"svg.hashsalt": drawing.title}):  # each figure has ids of its own
+        drawn.savefig(file, format="svg", metadata=_NO_METADATA)
+    found = re.search(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>(.*)</svg>', file.getvalue(), re.DOTALL)
+    assert found
+    box, shapes = found.groups()
+    shapes = re.sub(r'<g id="[^"]*">', "<g>", shapes)  # nothing refers to a group
+    caption = escape(drawing.caption)
+    return _FIGURE.substitute(title=drawing.title, caption=caption, box=box, shapes=shapes)
+
+
+def _table(table: Table) -> str:
+    def row(tag: str, cells: tuple[str, ...]) -> str:
+        names = [' class="name"' if column == table.names else "" for column in range(len(cells))]
+        inner = (f"<{tag}{n}>{escape(c)}</{tag}>" for n, c in zip(names, cells, strict=True))
+        return f"<tr>{''.join(inner)}</tr>\n"
+
+    return _TABLE.substitute(
+        title=escape(table.title),
+        head=row("th", table.headings),
+        body="".join(row("td", cells) for cells in table.rows),
+    )
+
+
+_FIGURE = Template("""<section>
+<h2>$title</h2>
+<figure>
+<svg role="img" aria-label="$title. $caption" $box>$shapes</svg>
+<figcaption>$caption</figcaption>
+</figure>
+</section>
+""")
+
+_TABLE = Template("""<section>
+<h2>$title</h2>
+<div class="scroll" tabindex="0">
+<table>
+<thead>
+$head</thead>
+<tbody>
+$body</tbody>
+</table>
+</div>
+</section>
+""")
+
+_PAGE = Template("""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>$headline - gradscaler</title>
+<style>
+body { margin: 0; background: #fff; color: #1b1b1b; font: 16px/1.5 system-ui, sans-serif; }
+main { max-width: 75rem; margin: 0 auto; padding: 1rem; }
+header { border-left: .5rem solid $colour; padding: .1rem 0 .1rem 1rem; max-width: 50rem; }
+header { overflow-wrap: anywhere; }
+h1 { color: $colour; font-size: 1.75rem; line-height: 1.2; margin: 0; }
+h2 { font-size: 1.15rem; margin: 0 0 .5rem; }
+header p { margin: .5rem 0 0; }
+code { background: #f3f3f3; border-radius: .2rem; padding: .1rem .3rem; }
+dl { display: flex; flex-wrap: wrap; gap: .5rem 2rem; margin: 1.25rem 0 0; }
+dt { color: #555; font-size: .85rem; }
+dd { margin: 0; font-weight: 600; font-variant-numeric: tabular-nums; }
+section { break-inside: avoid; min-width: 0; padding-top: 1.5rem; }
+figure { margin: 0; }
+svg { display: block; width: 100%; height: auto; }
+svg text { font-family: system-ui, sans-serif !important; }
+figcaption { color: #555; font-size: .85rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+th, td { border-bottom: 1px solid #ddd; padding: .3rem .7rem .3rem 0; text-align: right; }
+.name { text-align: left; overflow-wrap: anywhere; min-width: 8rem; }
+@media (min-width: 50rem) {
+  .sections { display: grid; grid-template: auto 1fr / 1fr 1fr; column-gap: 2.5rem; }
+  section:first-child { grid-row: span 2; }
+  section:nth-child(4) { grid-column: span 2; }
+}
+@media print { main { max-width: none; padding: 0; } }
+</style>
+</head>
+<body>
+<main>
+<header>
+<h1>$headline</h1>
+<p>$text</p>
+$where
+</header>
+<dl>
+$facts</dl>
+<div class="sections">
+$sections</div>
+</main>
+</body>
+</html>
+""")

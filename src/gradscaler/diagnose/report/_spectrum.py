@@ -1,0 +1,104 @@
+"""Where gradients lie in the range of their format."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from gradscaler.diagnose.gradients._formats import format_named
+from gradscaler.diagnose.run.lines import Bins, ParameterSample, Sample, Shares
+from gradscaler.diagnose.run.reader import Run
+
+
+class Zone(NamedTuple):
+    """A part of a format's range: the exponents from ``start`` up to ``stop``."""
+
+    name: str
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Where gradients, times the scale in use, lie in their format's range.
+
+    Attributes:
+        step: the step of the sample.
+        scale: the scale that the step used.
+        exponents: each column's, from below the format's range to beyond it.
+        shares: the share of gradients in each column: a row for all, and one for each parameter.
+        zero: by row, the share that is 0.
+        nonfinite: by row, the share that is Inf or NaN.
+        names: the parameters' names.
+        worst: the names of the worst parameters, the worst first.
+        zones: the parts of the range, from the smallest exponents to the largest.
+    """
+
+    step: int
+    scale: float
+    exponents: np.ndarray
+    shares: np.ndarray
+    zero: np.ndarray
+    nonfinite: np.ndarray
+    names: tuple[str, ...]
+    worst: tuple[str, ...]
+    zones: tuple[Zone, ...]
+
+    def within(self, zone: Zone) -> np.ndarray:
+        """Which columns are in a zone."""
+        return (self.exponents >= zone.start) & (self.exponents < zone.stop)
+
+    def share(self, zone: Zone) -> float:
+        """The share of all gradients that is in a zone."""
+        return float(self.shares[0][self.within(zone)].sum())
+
+
+def spectrum_of(run: Run) -> Spectrum | None:
+    """The spectrum of the latest sample that has finite gradients other than 0."""
+    for sample in reversed(run.samples):
+        if sample.shares and sample.histogram and any(sample.histogram.counts):
+            return _spectrum(sample, sample.shares, sample.histogram, run.starts[-1].dtype)
+    return None
+
+
+def _spectrum(sample: Sample, shares: Shares, histogram: Bins, dtype: str) -> Spectrum:
+    parts: list[tuple[Shares | ParameterSample, Bins]] = [(shares, histogram)]
+    parts += [(parameter, parameter.histogram) for parameter in sample.parameters.values()]
+    shift = round(math.log2(sample.scale)) if 0 < sample.scale < math.inf else 0
+    zones = _zones(dtype)
+    bottom, top = int(zones[0].stop), int(zones[-1].start)
+    first, counts = histogram
+    occupied = [first + shift + column for column, count in enumerate(counts) if count]
+    left = max(min([bottom - 9, *occupied]), bottom - 40)
+    right = min(max([top + 4, *(exponent + 1 for exponent in occupied)]), top + 40)
+    rows = np.zeros((len(parts), right - left))
+    for row, (part, (first, counts)) in zip(rows, parts, strict=True):
+        columns = np.clip(first + shift + np.arange(len(counts)), left, right - 1) - left
+        finite = max(0.0, 1 - part.zero - part.nonfinite)
+        row += finite * np.bincount(columns, counts, right - left) / max(1, sum(counts))
+    return Spectrum(
+        sample.step,
+        sample.scale,
+        np.arange(left, right),
+        rows,
+        np.array([part.zero for part, _ in parts]),
+        np.array([part.nonfinite for part, _ in parts]),
+        tuple(sample.parameters),
+        tuple(name for name in sample.worst if name in sample.parameters),
+        zones,
+    )
+
+
+def _zones(dtype: str) -> tuple[Zone, ...]:
+    form = format_named(dtype)
+    kept = form.min_exponent - form.mantissa_bits - 1  # rounded up to the smallest subnormal
+    beyond = math.frexp(form.largest)[1]
+    return (
+        Zone("flushed", -math.inf, kept),
+        Zone("subnormal", kept, form.min_exponent),
+        Zone("normal", form.min_exponent, beyond),
+        Zone("overflow", beyond, math.inf),
+    )

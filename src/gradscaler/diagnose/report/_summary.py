@@ -1,0 +1,104 @@
+"""What the page, the picture and the terminal all say: the headline, facts and tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gradscaler.diagnose.report._texts import number, percent, shown
+from gradscaler.diagnose.run.reader import Run
+
+LATEST = 10  # skipped steps in the table
+
+
+class Headline(NamedTuple):
+    """A verdict in a few words, and how bad it is: "good", "warning" or "bad"."""
+
+    level: str
+    text: str
+
+
+HEADLINES = {
+    "normal": Headline("good", "Nothing unusual"),
+    "underflow": Headline("warning", "The scale is too small"),
+    "loss": Headline("bad", "The loss itself is NaN or Inf"),
+    "parameter": Headline("bad", "A parameter is NaN or Inf"),
+    "activations": Headline("bad", "Activations are too large"),
+    "nan": Headline("bad", "A gradient is NaN at every scale"),
+    "floor": Headline("bad", "Gradients overflow at the smallest scale"),
+}
+
+
+class Table(NamedTuple):
+    """Texts in rows. The column ``names`` holds names, the others numbers."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    names: int
+
+
+def headline_of(run: Run) -> Headline:
+    """What is wrong with a run, in a few words."""
+    if not run.num_steps:
+        return Headline("warning", "No step is recorded yet")
+    kind = run.verdict.kind
+    return HEADLINES.get(kind, Headline("bad", shown(kind, 40)))
+
+
+def facts_of(run: Run) -> dict[str, str]:
+    """What to know about a run at a glance, by name."""
+    facts = {"Steps": f"{run.num_steps:,}", "Skipped": f"{len(run.skipped):,}"}
+    if run.skipped:
+        first, last = run.longest_skips
+        facts["Skipped"] += f" ({percent(len(run.skipped) / max(1, run.num_steps))})"
+        facts["Most in a row"] = f"{last - first + 1:,}"
+    _, scales = run.scales
+    if scales:
+        ends = (scales[0], scales[-1]) if scales[0] != scales[-1] else scales[:1]
+        facts["Loss scale"] = " → ".join(map(number, ends))
+    start = run.starts[-1]
+    facts["Policy"] = shown(str(start.policy.get("name", "unknown")), 40)
+    facts["Trained with"] = shown(f"{start.framework}, {start.dtype}", 40)
+    return facts
+
+
+def tables_of(run: Run) -> list[Table]:
+    """The tables that have rows."""
+    return [table for table in (_worst(run), _skips(run)) if table.rows]
+
+
+def _worst(run: Run) -> Table:
+    """The parameters that lose most, in the latest sample."""
+    headings = "Parameter", "NaN or Inf", "Flushed", "Subnormal", "Zero"
+    sample = next((sample for sample in reversed(run.samples) if sample.parameters), None)
+    if sample is None:
+        return Table("Worst parameters", headings, [], names=0)
+    rows = []
+    for name in sample.worst:
+        if (parameter := sample.parameters.get(name)) is not None:
+            shares = parameter.nonfinite, parameter.flushed, parameter.subnormal, parameter.zero
+            rows.append((shown(name), *map(percent, shares)))
+    return Table(f"Worst parameters at step {sample.step:,}", headings, rows, names=0)
+
+
+def _skips(run: Run) -> Table:
+    """The latest skipped steps that were inspected, the latest first."""
+    rows = []
+    for skip in reversed(run.skips[-LATEST:]):
+        gradient, counts = "", ("", "", "")
+        if skip.nonfinite:
+            first, others = skip.nonfinite[0], len(skip.nonfinite) - 1 + skip.more
+            shape = "x".join(map(str, first.shape))
+            gradient = f"{shown(first.name)} ({shown(first.dtype, 20)} {shape})"
+            gradient += f", {others:,} more" if others else ""
+            rest = "none" if math.isnan(first.largest_finite) else number(first.largest_finite)
+            counts = f"{first.num_inf:,}", f"{first.num_nan:,}", rest
+        loss = "" if skip.loss is None else number(skip.loss)
+        rows.append((f"{skip.step:,}", gradient, *counts, loss, number(skip.scale)))
+    headings = "Step", "Gradient", "Inf", "NaN", "Largest finite", "Loss", "Scale"
+    title = "Skipped steps"
+    if len(run.skips) > LATEST:
+        title += f": the latest {LATEST} of {len(run.skips):,} inspected"
+    return Table(title, headings, rows, names=1)

@@ -1,0 +1,178 @@
+"""A run in the terminal: the verdict, and the evidence for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from gradscaler.diagnose.report._spectrum import spectrum_of
+from gradscaler.diagnose.report._summary import Table as SummaryTable
+from gradscaler.diagnose.report._summary import facts_of, headline_of, tables_of
+from gradscaler.diagnose.report._texts import number, percent, power, shown
+from gradscaler.diagnose.run.reader import Run
+
+LEVELS = {"good": "green", "warning": "yellow", "bad": "red"}
+COLOURS = {"flushed": "red", "subnormal": "yellow", "normal": "blue", "overflow": "magenta"}
+
+_WIDTH, _WIDEST = 36, 57  # of the charts, so that everything fits in 80 columns
+_LONGEST_NAME = 20
+_BLOCKS, _PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", ".:-=+*#@"
+
+
+def explain(run: Run, console: Console) -> None:
+    """Print what is wrong with a run, and the evidence."""
+    headline, verdict = headline_of(run), run.verdict
+    text = Text(shown(verdict.text, 1000))
+    if verdict.where:
+        text.append("\nLook at ").append(shown(verdict.where), "bold")
+    title = Text(headline.text, "bold")
+    console.print(Panel(text, title=title, title_align="left", border_style=LEVELS[headline.level]))
+    facts = (f"{name}: {fact}" for name, fact in facts_of(run).items())
+    console.print(Text("   ".join(facts), "dim"))
+    blocks = _PLAIN_BLOCKS if console.options.ascii_only else _BLOCKS
+    for part in (_over_time(run, blocks), _by_size(run, blocks), *map(_table, tables_of(run))):
+        if part.row_count:
+            console.print()
+            console.print(part)
+
+
+def _over_time(run: Run, blocks: str) -> Table:
+    """A line for each quantity that the run has, from its first step to its last."""
+    scales = dict(zip(*run.scales, strict=True))
+    exponents = {
+        step: math.log2(scale) if 0 < scale < math.inf else math.nan
+        for step, scale in scales.items()
+    }
+    chart = Table.grid(padding=(0, 2))
+    for name, points, ends in (
+        ("loss scale", exponents, _ends(scales, number)),
+        ("loss", run.losses, _ends(run.losses, number)),
+        ("gradient norm", run.norms, _ends(run.norms, number)),
+    ):
+        if points:
+            chart.add_row(name, _line(points, run.num_steps, blocks), ends)
+    for name, kind in (
+        ("zero", "zero"),
+        ("flushed to zero", "flushed"),
+        ("subnormal", "subnormal"),
+    ):
+        if shares := {step: getattr(found, kind) for step, found in run.shares.items()}:
+            line = _line(shares, run.num_steps, blocks, limits=(0.0, 1.0))
+            chart.add_row(name, line, _ends(shares, percent))
+    if run.skipped:
+        width = _width(run.num_steps)
+        columns = [_column(step, run.num_steps) for step in run.skipped]
+        bars = _bars(np.bincount(columns, minlength=width), blocks)
+        chart.add_row("skipped", Text(bars, "red"), f"{len(run.skipped):,} steps")
+    return chart
+
+
+def _ends(points: Mapping[int, float], show: Callable[[float], str]) -> str:
+    """The number of the first step, and of the last."""
+    steps = sorted(points)
+    return " → ".join(show(points[step]) for step in steps[:: max(1, len(steps) - 1)])
+
+
+def _line(
+    points: Mapping[int, float],
+    last_step: int,
+    blocks: str,
+    limits: tuple[float, float] | None = None,
+) -> Text:
+    """A chart of the latest number in each column; "!" is Inf or NaN.
+
+    The lowest block stands for the lower limit, or for the smallest number.
+    """
+    halves = {step: value / 2 for step, value in points.items()}  # so that their range is finite
+    finite = [value for value in halves.values() if math.isfinite(value)]
+    if limits is not None:
+        finite = [limit / 2 for limit in limits]
+    low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
+    columns = [" "] * _width(last_step)
+    for step in sorted(halves):
+        height = (halves[step] - low) / (span or 1.0)
+        mark = blocks[round(7 * height)] if math.isfinite(height) else "!"
+        start = _column(step, last_step)
+        columns[start:] = mark * (len(columns) - start)
+    line = Text("".join(columns), "blue")
+    line.highlight_regex("!+", "bold red")
+    return line
+
+
+def _by_size(run: Run, blocks: str) -> Table:
+    """The exponents of all gradients, and of the worst parameters'."""
+    chart = Table.grid(padding=(0, 2))
+    if (spectrum := spectrum_of(run)) is None:
+        return chart
+    group = math.ceil(spectrum.exponents.size / (_WIDEST - 3))
+    starts: list[int] = []  # of the columns: each zone begins a new one
+    styles: list[str] = []
+    ruler = ""
+    for zone in spectrum.zones:
+        columns = np.flatnonzero(spectrum.within(zone))[::group].tolist()
+        if starts:
+            label = f"|{power(2, zone.start)}"
+            is_last = zone is spectrum.zones[-1]
+            ruler += label if is_last or len(label) <= len(columns) else "|"
+        starts += columns
+        styles += [COLOURS[zone.name]] * len(columns)
+        ruler = ruler.ljust(len(starts))
+    rows = {name: row for row, name in enumerate(spectrum.names, 1)}
+    worst = {name: rows[name] for name in spectrum.worst}
+    chart.add_row(f"step {spectrum.step:,}", ruler[:_WIDEST])
+    for name, row in {"all gradients": 0, **worst}.items():
+        bars = _bars(np.add.reduceat(spectrum.shares[row], starts), blocks)
+        line = Text.assemble(*zip(bars, styles, strict=True))
+        chart.add_row(Text(shown(name, _LONGEST_NAME)), line)
+    parts = [
+        (f"zero {percent(spectrum.zero[0])}  ", ""),
+        *(
+            (f"{zone.name} {percent(spectrum.share(zone))}  ", COLOURS[zone.name])
+            for zone in spectrum.zones
+        ),
+        (f"NaN {percent(spectrum.nonfinite[0])}", ""),
+    ]
+    chart.add_row("", Text.assemble(*parts))
+    return chart
+
+
+def _bars(values: np.ndarray, blocks: str) -> str:
+    """A block for each value, of its height relative to the largest; a space for 0."""
+    heights = np.ceil(8 * values / (values.max() or 1.0)).astype(int)
+    return "".join((" " + blocks)[height] for height in heights)
+
+
+def _width(last_step: int) -> int:
+    return max(1, min(_WIDTH, last_step))
+
+
+def _column(step: int, last_step: int) -> int:
+    """The column of a step in a chart."""
+    width = _width(last_step)
+    return min(max(0, step - 1) * width // max(1, last_step), width - 1)
+
+
+def _table(table: SummaryTable) -> Table:
+    drawn = Table(
+        title=table.title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        pad_edge=False,
+    )
+    for column, heading in enumerate(table.headings):
+        if column == table.names:
+            drawn.add_column(heading, overflow="fold")
+        else:
+            drawn.add_column(heading, justify="right", no_wrap=True)
+    for row in table.rows:
+        drawn.add_row(*map(Text, row))
+    return drawn

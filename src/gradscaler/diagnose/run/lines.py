@@ -1,0 +1,166 @@
+"""The lines of a run file: JSON objects that a monitor appends and never changes.
+
+A number that JSON has no word for is a text: ``"nan"``, ``"inf"`` or ``"-inf"``. Steps count from
+1, across all training processes that wrote to the file one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol
+
+from gradscaler.diagnose.run._checks import bin_counts, exponent, share
+from gradscaler.outcome import NonfiniteGradient
+
+VERSION = 1
+
+Share = Annotated[float, share]
+"""From 0 to 1."""
+
+
+class Bins(NamedTuple):
+    """How many gradients there are of each exponent.
+
+    Attributes:
+        first: the exponent of the first bin, the floor of the magnitude's binary logarithm.
+        counts: of the gradients in each bin, the next one twice as large.
+    """
+
+    first: Annotated[int, exponent]
+    counts: Annotated[tuple[int, ...], bin_counts]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What the gradients, times the scale, become in the run's dtype: shares of all, from 0 to 1.
+
+    Attributes:
+        zero: zero already.
+        flushed: too small, and rounded to zero.
+        subnormal: below the smallest normal number, and less precise.
+        normal: represented in full.
+        overflow: finite, and too large.
+        nonfinite: Inf or NaN already.
+    """
+
+    zero: Share
+    flushed: Share
+    subnormal: Share
+    normal: Share
+    overflow: Share
+    nonfinite: Share
+
+
+@dataclass(frozen=True)
+class ParameterSample:
+    """One parameter's gradient in a sample: shares as in :class:`Shares`, and its histogram."""
+
+    zero: Share
+    flushed: Share
+    subnormal: Share
+    nonfinite: Share
+    histogram: Bins
+
+
+@dataclass(frozen=True)
+class Start:
+    """The first line, and the first of each process that continued the run.
+
+    Attributes:
+        framework: the scaler's, such as ``"torch"``.
+        dtype: the format that shares and histograms refer to.
+        every: steps from one sample to the next.
+        step: how many steps there were before.
+        policy: the policy's ``name``, and its parameters by their names.
+        time: when it started, in UTC, in ISO 8601.
+    """
+
+    kind: ClassVar[str] = "start"
+
+    framework: str
+    dtype: str
+    every: int
+    step: int
+    policy: Mapping[str, Any]
+    time: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the gradients of one step were like, and what happened since the last sample.
+
+    Attributes:
+        step: the step's number.
+        scale: the loss scale that it used.
+        scales: pairs of a step and the scale it used: the first step since the last sample, and
+            each that used another scale than the one before it.
+        steps: how many steps there were since the last sample.
+        skips: which of them were skipped.
+        loss: the unscaled loss, if it was seen.
+        norm: the norm of all unscaled gradients as one vector, if they were seen.
+        shares: the shares of all gradients, if they were seen.
+        histogram: the exponents of all gradients, if they were seen.
+        parameters: the same of each parameter, by name.
+        worst: the names of at most 5 parameters, the worst first.
+    """
+
+    kind: ClassVar[str] = "sample"
+
+    step: int
+    scale: float
+    scales: tuple[tuple[int, float], ...]
+    steps: int
+    skips: tuple[int, ...]
+    loss: float | None = None
+    norm: float | None = None
+    shares: Shares | None = None
+    histogram: Bins | None = None
+    parameters: Mapping[str, ParameterSample] = field(default_factory=dict)
+    worst: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A skipped step that was inspected.
+
+    Attributes:
+        step: the step's number.
+        scale: the loss scale that it used.
+        loss: the unscaled loss, if it was seen.
+        nonfinite: the gradients that held an Inf or a NaN, the first 10.
+        more: how many other gradients did.
+    """
+
+    kind: ClassVar[str] = "skip"
+
+    step: int
+    scale: float
+    loss: float | None = None
+    nonfinite: tuple[NonfiniteGradient, ...] = ()
+    more: int = 0
+
+
+@dataclass(frozen=True)
+class VerdictLine:
+    """A verdict, and the step after which the monitor gave it; ``verdict`` is its kind."""
+
+    kind: ClassVar[str] = "verdict"
+
+    step: int
+    verdict: str
+    text: str
+    where: str | None
+
+
+Line = Start | Sample | Skip | VerdictLine
+
+
+class LineWriter(Protocol):
+    """Takes a monitor's lines."""
+
+    def write(self, line: Line, /) -> None:
+        """Write a line."""
+
+    def close(self) -> None:
+        """Expect no more lines."""

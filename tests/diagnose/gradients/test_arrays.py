@@ -1,0 +1,152 @@
+import math
+from collections import OrderedDict, namedtuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradscaler.diagnose import exponents, inspect
+from gradscaler.diagnose.gradients._arrays import (
+    dtype_name,
+    named_arrays,
+    shape_of,
+    strided_sample,
+    to_numpy,
+)
+
+Pair = namedtuple("Pair", ["weight", "bias"])
+A, B = np.ones(2, np.float32), np.zeros(3, np.float32)
+
+
+class Module:
+    """Has what modules have; and a dtype, as some do."""
+
+    dtype = "float32"
+
+    def __init__(self, **gradients):
+        self.gradients = gradients
+
+    def named_parameters(self):
+        for name, grad in self.gradients.items():
+            yield name, type("Parameter", (), {"grad": grad})
+
+
+# Names.
+
+
+@pytest.mark.parametrize(
+    ("gradients", "expected"),
+    [
+        (A, {"": A}),
+        (2.5, {"": 2.5}),
+        ({"w": A, "b": B}, {"w": A, "b": B}),
+        ({"layer": {"w": A}, "rest": [B, {"x": A}]}, {"layer.w": A, "rest.0": B, "rest.1.x": A}),
+        ({0: {1: A}}, {"0.1": A}),
+        ([A, B], {"0": A, "1": B}),
+        ((A, None, B), {"0": A, "2": B}),
+        (Pair(A, [B]), {"weight": A, "bias.0": B}),
+        (iter([A, B]), {"0": A, "1": B}),
+        ([("w", A), ("layer.b", B), ("c", None)], {"w": A, "layer.b": B}),
+        (OrderedDict(z=A, a=B).items(), {"z": A, "a": B}),
+        (Module(w=A, frozen=None), {"w": A}),
+        ([Module(w=A)], {"0.w": A}),
+        (None, {}),
+        ([], {}),
+        ({"w": None}, {}),
+        ({"a.b": A, "a": {"b": B}}, {"a.b": A, "a.b (2)": B}),
+        (
+            [("w", A), ("w (2)", B), ("w", B), ("w", A)],
+            {"w": A, "w (2)": B, "w (3)": B, "w (4)": A},
+        ),
+    ],
+)
+def test_every_array_has_the_path_to_it_for_a_name(gradients, expected):
+    found = named_arrays(gradients)
+    assert list(found) == list(expected)
+    assert all(found[name] is array for name, array in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("gradients", "message"),
+    [
+        ("weights", "what was given is 'weights' \\(str\\)"),
+        (object, "what was given is .* \\(type\\)"),
+        ({"layer": [A, "w"]}, "layer.1 is 'w'"),
+    ],
+)
+def test_what_holds_no_arrays_is_refused_by_its_name(gradients, message):
+    with pytest.raises(TypeError, match=message):
+        named_arrays(gradients)
+
+
+# Elements.
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int32])
+def test_numpy_s_own_arrays_are_not_copied(dtype):
+    array = np.ones((2, 3), dtype)
+    assert to_numpy(array) is array
+
+
+@pytest.mark.parametrize("look", [exponents, inspect])
+@pytest.mark.parametrize("array", [["a"], [b"a"], [None], np.zeros(1, "M8[s]")])
+def test_an_array_without_numbers_is_refused(look, array):
+    with pytest.raises(TypeError, match="holds no numbers"):
+        look({"w": np.array(array)})
+
+
+def test_a_complex_array_is_seen_as_real_numbers():
+    seen = to_numpy(np.array([[1 + 2j], [3 - 4j]], np.complex64))
+    assert (seen.dtype, seen.tolist()) == (np.float32, [[[1, 2]], [[3, -4]]])
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_what_ml_dtypes_adds_comes_as_float32_of_the_same_values(name):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    array = np.array([1.5, -0.0, math.nan, 2.0**-6], getattr(ml_dtypes, name))
+    assert dtype_name(array) == name
+    seen = to_numpy(array)
+    assert seen.dtype == np.float32
+    np.testing.assert_array_equal(seen, np.float32([1.5, -0.0, math.nan, 2.0**-6]))
+
+
+class Rows:
+    """As TensorFlow's IndexedSlices and MindSpore's RowTensor are."""
+
+    def __init__(self, indices, values, dense_shape=None):
+        self.indices, self.values, self.dense_shape = indices, values, dense_shape
+
+
+def test_rows_of_one_index_are_added():
+    rows = Rows(np.array([4, 1, 4]), np.float32([[1, 2], [3, 4], [5, 6]]), (9, 2))
+    assert list(named_arrays([rows])) == ["0"]
+    assert (dtype_name(rows), shape_of(rows)) == ("float32", (9, 2))
+    assert to_numpy(rows).tolist() == [[3, 4], [6, 8]]
+    assert shape_of(Rows(rows.indices, rows.values)) == (3, 2)  # of a table of unknown size
+
+
+def test_a_number_is_an_array():
+    assert (dtype_name(1.5), shape_of(1.5), to_numpy(1.5)) == ("float64", (), 1.5)
+
+
+# Samples.
+
+
+@given(shape=st.lists(st.integers(0, 40), min_size=0, max_size=3), limit=st.integers(1, 200))
+def test_a_sample_is_evenly_strided_and_no_larger_than_asked(shape, limit):
+    array = np.arange(math.prod(shape)).reshape(shape)
+    sample = strided_sample(array, limit)
+    if array.size <= limit:
+        assert sample is array
+        return
+    assert 0 < sample.size <= limit
+    assert sample[0] == 0
+    assert set(np.diff(sample)) <= {sample[1]} if sample.size > 1 else True
+    assert array.size - sample[-1] <= (sample[1] if sample.size > 1 else array.size)
+    assert sample.size >= limit // 3
+
+
+def test_a_sample_of_a_matrix_is_not_of_a_few_columns():
+    matrix = np.broadcast_to(np.arange(1024), (1024, 1024))
+    assert len(set(strided_sample(matrix, 4096).tolist())) == 1024

@@ -1,0 +1,429 @@
+"""Which module made the first Inf or NaN: models that are small, and wrong in one place."""
+
+import copy
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+seq = nn.Sequential
+
+from torch.utils.checkpoint import checkpoint  # noqa: E402 # after the skip
+
+from gradscaler.diagnose import locate  # noqa: E402
+from gradscaler.diagnose.gradients.module_hooks import Located, ModuleHooks  # noqa: E402
+from gradscaler.torch import GradScaler  # noqa: E402
+
+INF, NAN = math.inf, math.nan
+
+
+class Times(nn.Module):
+    """Multiplies its input, and so the gradient of its output, by numbers of their own."""
+
+    def __init__(self, forward=1.0, backward=1.0):
+        super().__init__()
+        self.factors = forward, backward
+
+    def forward(self, inputs):
+        return _Times.apply(inputs, *self.factors)
+
+
+class _Times(torch.autograd.Function):
+    @staticmethod
+    def forward(context, inputs, forward, backward):
+        context.factor = backward
+        return inputs * forward
+
+    @staticmethod
+    def backward(context, grad):
+        return grad * context.factor, None, None
+
+
+class InPlace(nn.Module):
+    def forward(self, inputs):
+        return inputs.mul_(1e30)
+
+
+class Keyword(nn.Module):
+    def forward(self, *, x):
+        return x * 1.0
+
+
+class Calls(nn.Module):
+    """A model with a given forward method, and with modules by name."""
+
+    def __init__(self, forward, **modules):
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.function = forward
+
+    def forward(self, *args, **kwargs):
+        return self.function(self, *args, **kwargs)
+
+
+def ones(*shape):
+    return torch.ones(shape or (2, 4), requires_grad=True)
+
+
+def located(model, *inputs, backward=True):
+    inputs = inputs or (ones(),)
+
+    def closure():
+        loss = model(*inputs).sum()
+        if backward:
+            loss.backward()
+
+    return locate(model, closure)
+
+
+def named(found):
+    return found and (found.kind, found.module)
+
+
+def filled(module, value, where=slice(None), parameter="weight"):
+    """The module, with some elements of a parameter set."""
+    with torch.no_grad():
+        getattr(module, parameter)[where] = value
+    return module
+
+
+def one(function, **modules):
+    """A model of one module, `bad`, whose forward method is given."""
+    return Calls(lambda self, x: (self.bad(x), x)[1], bad=Calls(function), **modules)
+
+
+def used_twice(self, x):
+    x = x * 1.0
+    return self.fine(x) + self.bad(x) + self.last(x)
+
+
+def hands_on_beside_another_output(self, x):
+    same, double = self.both(x)
+    return _Times.apply(same, 1, INF) + double
+
+
+def sharing(first, second):
+    """A model of two modules that share their weight; the second is given a bad gradient."""
+    second.weight = first.weight
+    modules = {"first": first, "second": second, "bad": Times(1, INF)}
+    return Calls(lambda self, x: self.first(x) + self.bad(self.second(x)), **modules)
+
+
+MASK = nn.Transformer.generate_square_subsequent_mask(3)
+ATTENTION = filled(nn.MultiheadAttention(4, 1, batch_first=True), 1e30, parameter="in_proj_weight")
+TRANSFORMER = nn.TransformerEncoderLayer(4, 1, 8, batch_first=True)
+IN_PLACE = seq(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), Times(1, INF))
+LOCATED = {
+    # The first whose output is not finite although its inputs are.
+    "the innermost": ("forward", "0.0.1", seq(seq(seq(Times(), Times(INF))))),
+    "a container": (
+        "forward",
+        "1",
+        seq(Times(), Calls(lambda self, x: self.b(self.a(x) * 1e39), a=Times(), b=Times())),
+    ),
+    "the model": ("forward", "", Calls(lambda self, x: self.a(x=x * INF), a=Keyword())),
+    "a sequence": ("forward", "bad", one(lambda self, x: (None, [x * INF]))),
+    "a mapping": ("forward", "bad", one(lambda self, x: {"a": 3, "b": {"c": x * INF}})),
+    "a dataclass": ("forward", "bad", one(lambda self, x: Located(x * INF, *[None] * 8))),
+    "before a backward overflow": ("forward", "0", seq(Times(INF), Times(1, INF))),
+    "beside a mask": (
+        "forward",
+        "layer",
+        Calls(lambda self, x: self.layer(x, x, x, attn_mask=MASK)[0], layer=ATTENTION),
+        ones(2, 3, 4),
+    ),
+    "of a sparse input": (
+        "forward",
+        "times",
+        Calls(lambda self, x: self.times(torch.sparse.mm(x, ones(4, 4))), times=Times(INF)),
+        torch.eye(4).to_sparse().requires_grad_(),
+    ),
+    # Else the first in the backward pass whose gradient is not finite although its output's is.
+    "after in-place activations": ("backward", "3", IN_PLACE),
+    "the innermost, backward": (
+        "backward",
+        "0.1.0",
+        seq(seq(Times(), seq(Times(1, INF))), Times()),
+    ),
+    "a container, backward": (
+        "backward",
+        "1",
+        seq(Times(), Calls(lambda self, x: _Times.apply(self.a(x), 1, INF), a=Times()), Times()),
+    ),
+    "one of several uses": (
+        "backward",
+        "bad",
+        Calls(used_twice, fine=Times(), bad=Times(1, INF), last=Times()),
+    ),
+    "not one that hands its input on": (
+        "backward",
+        "2",
+        seq(Times(), nn.Identity(), Times(1, INF), nn.Identity(), nn.Identity()),
+    ),
+    "nor beside another output": (
+        "backward",
+        "",
+        Calls(hands_on_beside_another_output, both=Calls(lambda self, x: (x, x * 2))),
+    ),
+    "nor for a shared weight": (
+        "backward",
+        "bad",
+        sharing(nn.Linear(4, 4), nn.Linear(4, 4)),
+        torch.ones(2, 4),
+    ),
+    # None.
+    "in a healthy model": (None, None, seq(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))),
+    "in what is not a tensor": (None, None, one(lambda self, x: "text")),
+    "in a mask": (
+        None,
+        None,
+        Calls(lambda self, x: self.layer(x, MASK), layer=TRANSFORMER),
+        ones(2, 3, 4),
+    ),
+    "in empty tensors": (None, None, seq(Times()), ones(0, 3)),
+}
+
+
+@pytest.mark.parametrize("which", LOCATED)
+def test_the_module_that_makes_the_first_inf_or_nan_is_located(which):
+    kind, module, model, *inputs = LOCATED[which]
+    assert named(located(model, *inputs)) == (kind and (kind, module))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # and still in use
+def test_a_scripted_module_is_part_of_the_module_that_holds_it():
+    scripted = filled(torch.jit.script(nn.Linear(4, 4)), INF, 0, "bias")
+    assert named(located(seq(seq(scripted, nn.ReLU())))) == ("forward", "0")
+
+
+def test_without_a_backward_pass_only_the_forward_pass_is_judged():
+    assert located(seq(Times(1, INF)), backward=False) is None
+    model = seq(Calls(lambda self, x: torch.complex(x, x)), Times(INF))
+    assert named(located(model, backward=False)) == ("forward", "1")
+
+
+def test_the_first_module_to_overflow_is_located_and_counted():
+    linear = filled(filled(nn.Linear(4, 3, bias=False).half(), 1.0), 4.0, 1)
+    model = seq(nn.Identity(), linear, nn.ReLU(), nn.ReLU())
+    found = located(model, torch.full((2, 4), 8192.0, dtype=torch.float16))
+    assert found == Located("1", "forward", "Linear", "float16", 2, 0, 6, 32768.0, 8192.0)
+    assert str(found) == "forward of 1 (Linear, float16): 2 inf of 6; largest input 8192"
+
+
+def test_the_first_module_to_overflow_in_the_backward_pass_is_located_and_counted():
+    found = located(seq(Times(1, INF), Times(), Times(1, INF), Times()))
+    nothing_else = pytest.approx(NAN, nan_ok=True)
+    assert found == Located("2", "backward", "Times", "float32", 8, 0, 8, nothing_else, 1.0)
+    assert str(found) == "backward of 2 (Times, float32): 8 inf of 8; largest gradient 1"
+
+
+@pytest.mark.parametrize(
+    ("factor", "text"),
+    [
+        (torch.tensor([1.0, INF, NAN, 2.0]), "forward of the model (Calls, float32): 2 inf, 2 nan"),
+        (INF, "forward of the model (Calls, float32): 8 inf of 8; largest input 1"),
+    ],
+)
+def test_the_text_counts_inf_and_nan_and_says_that_it_is_the_model_itself(factor, text):
+    assert str(located(Calls(lambda self, x: x * factor))).startswith(text)
+
+
+def test_a_parameter_that_is_not_finite_is_named():
+    found = located(seq(nn.Linear(4, 4), filled(nn.Linear(4, 4), NAN, 0, parameter="bias")))
+    assert (*named(found), found.parameter) == ("forward", "1", "bias")
+    assert str(found).endswith("; its bias is not finite")
+
+
+@pytest.mark.parametrize(
+    ("model", "module", "largest"),
+    [
+        (seq(Times(), InPlace(), InPlace()), "2", 1e30),
+        (Calls(lambda self, x: self.twice(self.twice(x)), twice=Times(1e25)), "twice", 1e25),
+    ],
+    ids=["changed in place", "of the second call"],
+)
+def test_the_input_is_judged_as_it_went_in(model, module, largest):
+    found = located(model)
+    assert (*named(found), found.largest_input) == ("forward", module, pytest.approx(largest))
+
+
+def test_what_autocast_makes_is_judged():
+    model = seq(nn.Linear(4, 4), filled(nn.Linear(4, 4), 1e5))
+
+    def closure():
+        with torch.autocast("cpu", torch.float16):
+            model(ones())
+
+    found = locate(model, closure)
+    assert (*named(found), found.dtype) == ("forward", "1", "float16")
+
+
+def test_a_weight_whose_gradient_overflows_in_float16_is_named():
+    second = filled(nn.Linear(4, 2, bias=False), 2.0**-8)
+    model = seq(nn.Linear(4, 4), second).half()
+    inputs = torch.full((64, 4), 1024.0, dtype=torch.float16)
+
+    def closure():
+        hidden = model[0](inputs) * 0 + 1024
+        (model[1](hidden) * 8.0).sum(dtype=torch.float32).backward()
+
+    found = locate(model, closure)
+    assert (*named(found), found.parameter) == ("backward", "1", "weight")
+    assert str(found) == (
+        "backward of 1 (Linear, float16), gradient of weight: 8 inf of 8; largest gradient 8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("factor", "expected"),
+    [(None, None), (1e10, ("backward", "1"))],
+    ids=["in scaling the loss", "in a module"],
+)
+def test_a_scale_that_is_too_large_is_located_where_it_overflows(factor, expected):
+    model = seq(nn.Linear(4, 4), Times(1, factor or 1), nn.Linear(4, 1))
+    scaler = GradScaler(init_scale=2.0**120)
+    loss_factor = 1.0 if factor else 1e10
+    found = locate(model, lambda: scaler.scale(model(ones()).sum() * loss_factor).backward())
+    assert named(found) == expected
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    ("factors", "expected"), [((INF, 1), "forward"), ((1, INF), "backward"), ((1, 1), None)]
+)
+def test_checkpointed_modules_are_judged(reentrant, factors, expected):
+    block = seq(nn.Linear(4, 4), Times(*factors), nn.Linear(4, 4))
+    model = Calls(lambda self, x: checkpoint(self.block, x, use_reentrant=reentrant), block=block)
+    assert named(located(model)) == (expected and (expected, "block.1"))
+
+
+# What is left behind.
+
+
+def everything(model):
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    gradients = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return state, gradients, torch.get_rng_state()
+
+
+def same(one, other):
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one is other is None
+
+
+def assert_as_before(model, before):
+    after = everything(model)
+    assert all(same(before[0][name], after[0][name]) for name in before[0])
+    assert all(map(same, before[1], after[1]))
+    assert same(before[2], after[2])
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
+def noisy():
+    """A model with buffers, random numbers and gradients."""
+    layers = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4), Times()
+    model = seq(*layers)
+    model(ones(3, 4)).sum().backward()
+    model[3].bias.grad = None
+    return model
+
+
+@pytest.mark.parametrize("factors", [(1, 1), (INF, 1), (1, INF)])
+def test_the_model_is_left_as_it_was(factors):
+    model = noisy()
+    model[-1].factors = factors
+    inputs = torch.randn(3, 4)
+    before = everything(model)
+    kept = [parameter.grad for parameter in model.parameters()]
+    located(model, inputs)
+    assert_as_before(model, before)
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), kept, strict=True))
+    copy.deepcopy(model)  # which a hook would prevent
+
+
+def test_the_model_is_left_as_it_was_by_a_closure_that_raises():
+    model = noisy()
+    before = everything(model)
+
+    def closure():
+        model(torch.randn(3, 4)).sum().backward()
+        model.zero_grad()
+        raise KeyError("closure")
+
+    with pytest.raises(KeyError, match="closure"):
+        locate(model, closure)
+    assert_as_before(model, before)
+
+
+def test_gradients_under_the_hooks_are_those_without():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)
+    model = seq(nn.Linear(4, 4), nn.ReLU(inplace=True), layer)
+    inputs, seen = torch.randn(3, 2, 4), []
+
+    def closure():
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(inputs).square().sum().backward()
+        seen.append([parameter.grad.clone() for parameter in model.parameters()])
+
+    closure()
+    assert locate(model, closure) is None
+    for plain, hooked in zip(*seen, strict=True):
+        torch.testing.assert_close(hooked, plain, rtol=1e-6, atol=1e-6)
+
+
+def test_what_is_not_a_module_is_refused_before_the_closure_runs():
+    with pytest.raises(TypeError, match="model must be a Module of PyTorch or TensorPlay, got int"):
+        locate(3, pytest.fail)
+
+
+@pytest.mark.parametrize("module", [nn.LazyLinear(4), nn.LazyBatchNorm1d()])
+def test_a_lazy_module_must_have_been_called_before(module):
+    inputs = torch.full((8, 3), 3e38)
+    with pytest.raises(ValueError, match="lazy modules: call it once before"):
+        locate(module, lambda: module(inputs))
+    module(inputs / 3e38)
+    assert locate(module, lambda: module(inputs / 3e38)) is None
+
+
+# Hooks in a training that runs anyway.
+
+
+def test_hooks_locate_from_their_start_to_their_stop():
+    model = seq(Times(), Times(INF))
+    hooks = ModuleHooks(model)
+    model(ones())
+    assert hooks.located is None
+    hooks.start()
+    model(ones())
+    hooks.stop()
+    assert named(hooks.located) == ("forward", "1")
+    model[1].factors = 1, 1
+    hooks.start()
+    model(ones())
+    assert hooks.located is None  # of what was located before
+
+
+def test_hooks_hand_every_tensor_on_as_it_is():
+    seen = []
+    model = seq(Calls(lambda self, x: (seen.append(x), x)[1]))
+    inputs = ones()
+    ModuleHooks(model).start()
+    outputs = model(inputs)
+    assert seen[0] is inputs
+    assert outputs is inputs
+
+
+def test_hooks_that_are_started_twice_are_all_removed():
+    model = noisy()
+    hooks = ModuleHooks(model)
+    hooks.start()
+    hooks.start()
+    model(torch.randn(3, 4))
+    hooks.stop()
+    assert_as_before(model, everything(model))

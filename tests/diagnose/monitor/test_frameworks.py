@@ -1,0 +1,450 @@
+"""The monitor on the scaler of the framework that GRADSCALER_FRAMEWORK names."""
+
+import importlib
+import math
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from gradscaler import DynamicScale, FixedScale, NonfiniteGradient
+from gradscaler.diagnose import Monitor, StuckError, read_run
+
+FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch").replace("-", "_")
+pytest.importorskip(FRAMEWORK)
+EAGER = ("torch", "tensorplay", "paddle")
+IS_KERAS = FRAMEWORK in ("keras", "tf_keras")
+
+RULE = DynamicScale(init_scale=8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
+FINITE = [True, True, True, True, False, True, False, False, True, True, True, True]
+GRADIENT = np.float32([0.0, 2.0**-30, 2.0**-20, 3.0, -4.0])
+
+
+def by_policy(policy, finite):
+    """The scales that steps use."""
+    state, scales = policy.init(), []
+    for flag in finite:
+        scales.append(float(state.scale))
+        state = policy.update(state, not flag)
+    return scales
+
+
+# Each driver makes a scaler, a model of one parameter, `weight`, of five elements, and a step.
+# `step(finite)` gives the weight the gradient above, or that with an Inf. It returns what `record`
+# needs to know, or None where the scaler announces its steps.
+
+
+def on_torch(policy):
+    framework = importlib.import_module(FRAMEWORK)
+    model = framework.nn.Module()
+    model.weight = framework.nn.Parameter(framework.zeros(5))
+    optimizer = framework.optim.SGD(model.parameters(), lr=0.0)
+    scaler = importlib.import_module(f"gradscaler.{FRAMEWORK}").GradScaler(policy=policy)
+
+    def step(finite):
+        optimizer.zero_grad()
+        scaler.scale(model.weight.sum()).backward()
+        grad = model.weight.grad
+        grad.copy_(grad * framework.tensor(gradient(finite).tolist()))
+        scaler.step(optimizer)
+        scaler.update()
+
+    return scaler, model, step
+
+
+on_tensorplay = on_torch
+
+
+def on_paddle(policy):
+    import paddle
+
+    from gradscaler.paddle import GradScaler
+
+    model = paddle.nn.Layer()
+    model.weight = model.create_parameter([5])
+    optimizer = paddle.optimizer.SGD(0.0, model.parameters())
+    scaler = GradScaler(policy=policy)
+
+    def step(finite):
+        factor = paddle.to_tensor(gradient(finite))
+        handle = model.weight.register_hook(lambda grad: grad * factor)
+        scaler.scale(model.weight.sum()).backward()
+        handle.remove()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.clear_grad()
+
+    return scaler, model, step
+
+
+def traced(scaler, adjust):
+    """Drives a scaler of JAX; ``adjust(scaler, gradients, finite)`` makes the next one."""
+    import jax
+
+    state = SimpleNamespace(scaler=scaler)
+    adjust = jax.jit(adjust, donate_argnums=0)
+
+    def step(finite):
+        grads = {"weight": jax.numpy.array(gradient(finite))}
+        flag = jax.numpy.array(finite)
+        state.scaler = adjust(state.scaler, grads, flag)
+        knows = {} if isinstance(scaler, tuple) else {"finite": flag}
+        return {"scaler": state.scaler, "gradients": grads, **knows}
+
+    return scaler, None, step
+
+
+def on_jax(policy):
+    from gradscaler.jax import GradScaler
+
+    return traced(GradScaler(policy), lambda scaler, _, finite: scaler.adjust(finite))
+
+
+def on_jax_optax(policy):
+    import jax
+    import optax
+
+    from gradscaler.jax import loss_scaled
+
+    optimizer = optax.chain(optax.identity(), loss_scaled(optax.sgd(0.0), policy))
+    state = optimizer.init({"weight": jax.numpy.zeros(5)})
+    return traced(state, lambda state, grads, _: optimizer.update(grads, state)[1])
+
+
+def on_jax_jmp(policy):
+    import jax
+
+    from gradscaler.jax import jmp
+
+    if isinstance(policy, FixedScale):
+        scaler = jmp.StaticLossScale(jax.numpy.float32(policy.scale))
+    else:
+        scaler = jmp.DynamicLossScale(
+            jax.numpy.float32(policy.init_scale),
+            period=policy.growth_interval,
+            factor=policy.growth_factor,
+            min_loss_scale=np.float32(policy.min_scale),
+        )
+    return traced(scaler, lambda scaler, _, finite: scaler.adjust(finite))
+
+
+def on_jax_flax(policy):
+    import jax
+
+    from gradscaler.jax.flax import DynamicScale as FlaxScale
+
+    interval = policy.growth_interval - 1  # it grows a step later
+    scaler = FlaxScale(
+        policy.growth_factor, policy.backoff_factor, interval, scale=policy.init_scale
+    )
+
+    def adjust(scaler, grads, finite):
+        value = jax.numpy.where(finite, 1.0, jax.numpy.inf)
+        return scaler.value_and_grad(lambda x: x * value)(1.0).dynamic_scale
+
+    return traced(scaler, adjust)
+
+
+def on_keras(policy):
+    import keras
+
+    from gradscaler.keras import LossScaleOptimizer
+
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.0), policy=policy)
+    variable = keras.Variable(np.zeros(5, np.float32), name="weight")
+    optimizer.build([variable])
+
+    def step(finite):
+        grad = keras.ops.convert_to_tensor(gradient(finite))
+        optimizer.apply([grad * optimizer.loss_scale], [variable])
+        return {"gradients": [grad]}
+
+    return optimizer, SimpleNamespace(trainable_variables=[variable]), step
+
+
+def on_tf_keras(policy):
+    import tensorflow as tf
+    import tf_keras
+
+    from gradscaler.tf_keras import LossScaleOptimizer
+
+    optimizer = LossScaleOptimizer(tf_keras.optimizers.SGD(0.0), policy=policy)
+    variable = tf.Variable(np.zeros(5, np.float32), name="weight")
+    optimizer.build([variable])
+
+    def step(finite):
+        grad = tf.constant(gradient(finite))
+        optimizer.get_scaled_loss(tf.constant(1.0))
+        optimizer.get_unscaled_gradients([grad])
+        optimizer.apply_gradients([(grad, variable)])
+        return {"gradients": [grad], "finite": tf.constant(finite)}
+
+    return optimizer, SimpleNamespace(trainable_variables=[variable]), step
+
+
+def on_mindspore(policy):
+    from mindspore import Parameter, Tensor
+
+    from gradscaler.mindspore import DynamicLossScaler, StaticLossScaler
+
+    moves = isinstance(policy, DynamicScale)
+    scaler = DynamicLossScaler(policy=policy) if moves else StaticLossScaler(policy.scale)
+    weight = Parameter(Tensor(np.zeros(5, np.float32)), name="weight")
+
+    def step(finite):
+        scaler.adjust(Tensor(finite))
+        return {"gradients": [Tensor(gradient(finite))], "finite": Tensor(finite)}
+
+    return scaler, SimpleNamespace(trainable_params=lambda: [weight]), step
+
+
+def on_mindspore_manager(policy):
+    from mindspore import Tensor
+
+    from gradscaler.mindspore import DynamicLossScaleManager, FixedLossScaleManager
+
+    if isinstance(policy, DynamicScale):
+        manager = DynamicLossScaleManager(policy=policy)
+    else:
+        manager = FixedLossScaleManager(policy.scale)
+
+    def step(finite):
+        manager.update_loss_scale(not finite)
+        return {"gradients": {"weight": Tensor(gradient(finite))}, "finite": finite}
+
+    return manager, None, step
+
+
+def on_mindspore_cell(policy):
+    from mindspore import Tensor, nn
+
+    from gradscaler import mindspore as ours
+
+    network = nn.WithLossCell(nn.Dense(5, 1, has_bias=False), nn.MSELoss())
+    optimizer = nn.SGD(network.trainable_params(), learning_rate=1e-9)
+    if isinstance(policy, DynamicScale):
+        cell = ours.DynamicLossScaleUpdateCell(policy=policy)
+    else:
+        cell = ours.FixedLossScaleUpdateCell(policy.scale)
+    train = ours.TrainOneStepWithLossScaleCell(network, optimizer, cell)
+
+    def step(finite):
+        inputs = np.full((1, 5), 1.0 if finite else math.inf, np.float32)
+        loss, overflow, _ = train(Tensor(inputs), Tensor(np.zeros((1, 1), np.float32)))
+        grads = {"weight": Tensor(gradient(finite))}
+        return {"gradients": grads, "finite": not overflow, "loss": loss}
+
+    return train, network, step
+
+
+def gradient(finite):
+    return GRADIENT if finite else np.concatenate([GRADIENT[:-1], np.float32([math.inf])])
+
+
+def scaler_of(policy, driver=FRAMEWORK):
+    """The driver's scaler, model and step."""
+    return globals()[f"on_{driver}"](policy)
+
+
+@pytest.fixture
+def train():
+    """Trains under a monitor, which records no more than it needs, and returns the monitor."""
+
+    def run(policy, finite, driver=FRAMEWORK, forensics=1, **options):
+        scaler, model, step = scaler_of(policy, driver)
+        monitor = Monitor(scaler, model, forensics=forensics, **options)
+        for flag in finite:
+            arguments = step(flag)
+            if arguments is not None:
+                if isinstance(policy, DynamicScale):
+                    arguments.pop("finite", None)
+                if not forensics:
+                    arguments.pop("gradients")
+                monitor.record(**arguments)
+        return monitor
+
+    return run
+
+
+DRIVERS = {
+    "jax": ["jax", "jax_optax", "jax_jmp", "jax_flax"],
+    "mindspore": ["mindspore", "mindspore_manager", "mindspore_cell"],
+}.get(FRAMEWORK, [FRAMEWORK])
+
+
+@pytest.mark.parametrize("forensics", [0, 1])
+@pytest.mark.parametrize("policy", [RULE, FixedScale(64.0)], ids=["dynamic", "fixed"])
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_the_history_is_what_the_policy_says(train, driver, policy, forensics):
+    if driver == "jax_flax" and policy is not RULE:
+        pytest.skip("flax's always moves")
+    history = train(policy, FINITE, driver, every=5, forensics=forensics).history
+    assert [step.step for step in history] == list(range(1, len(FINITE) + 1))
+    assert [not step.skipped for step in history] == FINITE
+    assert [step.scale for step in history] == by_policy(policy, FINITE)
+
+
+def test_a_growth_that_the_largest_scale_forbids_is_not_a_skip(train):
+    policy = DynamicScale(init_scale=8.0, growth_interval=1, max_scale=8.0)
+    history = train(policy, [True, True, False, True, True, True], every=3, forensics=0).history
+    assert [step.skipped for step in history] == [False, False, True, False, False, False]
+
+
+def test_a_skip_names_the_parameter(train):
+    first, second = train(RULE, [True, False]).history
+    assert first.nonfinite is None
+    assert second.nonfinite == (NonfiniteGradient("weight", (5,), "float32", 1, 0, 3.0),)
+
+
+@pytest.mark.skipif(FRAMEWORK in EAGER, reason="the scaler announces its steps")
+def test_variables_of_one_name_get_numbers():
+    variables = [SimpleNamespace(name="kernel:0", dtype="float32") for _ in range(2)]
+    scaler, _, _ = scaler_of(RULE)
+    monitor = Monitor(scaler, SimpleNamespace(trainable_variables=variables))
+    monitor.record(gradients=[gradient(finite=False)] * 2, finite=False)
+    assert [found.name for found in monitor.history[0].nonfinite] == ["kernel", "kernel (2)"]
+
+
+def test_forensics_2_inspects_every_second_skip(train):
+    history = train(RULE, [False] * 4, forensics=2).history
+    assert [step.nonfinite is None for step in history] == [True, False, True, False]
+
+
+def test_a_sample_is_of_the_true_gradients_at_the_scale_in_use(train, path):
+    train(RULE, FINITE[:4], every=4, path=path).close()
+    run = read_run(path)
+    (sample,) = run.samples
+    assert run.starts[0].framework == FRAMEWORK
+    assert (sample.step, sample.steps, sample.skips) == (4, 4, ())
+    assert sample.scales == ((1, 8.0), (4, 32.0))
+    assert sample.norm == pytest.approx(5.0)
+    # 2**-30 * 2**5 is half of float16's smallest number, and 2**-20 * 2**5 one of its subnormals.
+    shares = sample.shares
+    assert (shares.zero, shares.flushed, shares.subnormal, shares.normal) == (0.2, 0.2, 0.2, 0.4)
+    assert sample.histogram.first == -30
+    assert sample.histogram.counts[0] == sample.histogram.counts[10] == 1
+    assert list(sample.parameters) == list(sample.worst) == ["weight"]
+
+
+def test_a_file_says_that_a_scale_does_not_move(train, path):
+    train(FixedScale(64.0), [], path=path).close()
+    expected = {"name": "FixedScale", "scale": 64.0}
+    if FRAMEWORK == "mindspore":  # whose static scaler has no policy
+        expected = {"name": "StaticLossScaler"}
+    assert read_run(path).starts[0].policy == expected
+
+
+@pytest.mark.skipif(FRAMEWORK != "paddle", reason="only Paddle has use_dynamic_loss_scaling")
+def test_a_policy_that_is_not_used_is_a_fixed_scale(path):
+    from gradscaler.paddle import GradScaler
+
+    Monitor(GradScaler(init_loss_scaling=64.0, use_dynamic_loss_scaling=False), path=path).close()
+    assert read_run(path).starts[0].policy == {"name": "FixedScale", "scale": 64.0}
+
+
+@pytest.mark.parametrize("forensics", [0, 1])
+def test_a_stuck_run_raises_and_its_file_says_so(train, path, forensics):
+    options = {"stuck_after": 4, "on_stuck": "raise", "every": 6, "path": path}
+    is_eager = FRAMEWORK in EAGER
+    with pytest.raises(StuckError, match="overflow" if is_eager or forensics else "are Inf or NaN"):
+        train(RULE, [True, True, *[False] * 9], forensics=forensics, **options)
+    (verdict,) = read_run(path).verdicts
+    assert verdict.verdict == "floor"
+    assert verdict.step == (7 if is_eager and not forensics else 6)  # it inspects one more step
+
+
+class Parameter:
+    """An array that counts how often it is read."""
+
+    dtype, shape = np.dtype(np.float32), (2,)
+    num_read = 0
+
+    def __array__(self, dtype=None, copy=None):
+        self.num_read += 1
+        return np.float32([1.0, math.nan])
+
+
+@pytest.fixture
+def recording():
+    """A monitor that takes records, for which two skips in a row are too many."""
+    if FRAMEWORK in EAGER:
+        pytest.skip("the scaler announces its steps")
+    scaler, model, _ = scaler_of(RULE)
+    return Monitor(scaler, model, stuck_after=2, on_stuck="continue", every=1)
+
+
+def test_parameters_are_inspected_only_when_it_is_stuck(recording):
+    parameter = Parameter()
+    for finite in (True, False, True, False):
+        recording.record(finite=finite, parameters={"dense": {"kernel": parameter}})
+    assert parameter.num_read == 0
+    recording.record(finite=False, parameters={"dense": {"kernel": parameter}})
+    assert parameter.num_read == 1
+    verdict = recording.verdict
+    assert (verdict.kind, verdict.where) == ("parameter", "dense.kernel")
+
+
+@pytest.mark.parametrize("what", ["parameters", "gradients"])
+def test_what_is_not_an_array_is_refused_and_nothing_is_recorded(recording, what):
+    with pytest.raises(TypeError, match="kernel is 'w'"):
+        recording.record(finite=True, **{what: {"kernel": "w"}})
+    assert recording.history == ()
+
+
+@pytest.mark.skipif(FRAMEWORK != "jax", reason="only JAX deletes what is donated")
+def test_deleted_parameters_are_not_inspected(recording):
+    import jax
+
+    parameters = jax.numpy.array([math.nan])
+    for _ in range(2):
+        recording.record(finite=False, parameters=parameters)
+    assert recording.verdict.kind == "parameter"
+    parameters.delete()
+    assert recording.verdict.kind != "parameter"
+
+
+def test_a_scaler_that_announces_its_steps_refuses_record(train):
+    monitor = train(RULE, [True])
+    if FRAMEWORK in EAGER:
+        with pytest.raises(TypeError, match="by itself"):
+            monitor.record()
+    else:
+        monitor.close()
+        monitor.record(finite=True)  # closed, it takes no more
+        assert len(monitor.history) == 1
+
+
+@pytest.mark.skipif(FRAMEWORK != "paddle", reason="the others need update()")
+def test_steps_without_update_are_counted_one_by_one(train):
+    scaler, model, step = on_paddle(FixedScale(64.0))
+    scaler.update = lambda: None
+    monitor = Monitor(scaler, model)
+    for finite in FINITE:
+        step(finite)
+    monitor.close()
+    assert [not step.skipped for step in monitor.history] == FINITE
+
+
+@pytest.mark.skipif(IS_KERAS, reason="it is Keras' own")
+def test_a_callback_is_only_for_keras(train):
+    with pytest.raises(TypeError, match=f"a scaler for {FRAMEWORK}"):
+        train(RULE, []).callback()
+
+
+@pytest.mark.skipif(not IS_KERAS, reason="it is Keras'")
+@pytest.mark.parametrize("policy", [RULE, FixedScale(64.0)], ids=["dynamic", "fixed"])
+def test_the_callback_records_each_step_of_fit(policy):
+    keras = importlib.import_module(FRAMEWORK)
+    module = importlib.import_module(f"gradscaler.{FRAMEWORK}")
+    if FRAMEWORK == "tf_keras" and policy is not RULE:
+        pytest.skip("a fixed scale gives no evidence of a skip")
+    optimizer = module.LossScaleOptimizer(keras.optimizers.SGD(0.01), policy=policy)
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    inputs = np.float32([[1.0] if finite else [math.inf] for finite in FINITE])
+    monitor = Monitor(optimizer, every=5)
+    options = {"batch_size": 1, "shuffle": False, "verbose": 0}
+    model.fit(inputs, np.zeros((len(FINITE), 1)), callbacks=[monitor.callback()], **options)
+    assert [not step.skipped for step in monitor.history] == FINITE
+    assert [step.scale for step in monitor.history] == by_policy(policy, FINITE)

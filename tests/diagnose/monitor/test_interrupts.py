@@ -1,0 +1,288 @@
+"""Ctrl-C at any line of gradscaler.diagnose: the user repeats the call, and all continues."""
+
+import inspect
+import sys
+from bisect import bisect
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from gradscaler import DynamicScale, diagnose  # noqa: E402 # after the skip
+from gradscaler.diagnose import Monitor, StuckError, locate, read_run  # noqa: E402
+from gradscaler.diagnose.gradients.locate import is_locating  # noqa: E402
+from gradscaler.diagnose.gradients.module_hooks import ModuleHooks  # noqa: E402
+from gradscaler.errors import CallOrderError  # noqa: E402
+from gradscaler.torch import GradScaler  # noqa: E402
+
+PACKAGE = str(Path(diagnose.__file__).parent)
+PURE = ("arrays.py", "exponents.py", "formats.py", "histogram.py", "verdict.py")
+
+
+@contextmanager
+def watching_lines(see):
+    """Call ``see`` at each line and return of gradscaler.diagnose; it may raise.
+
+    A pure function is left out: an interrupt in it is the same as one in its caller.
+    """
+    is_raising = False
+
+    def trace(frame, event, _):
+        nonlocal is_raising
+        code = frame.f_code
+        if not code.co_filename.startswith(PACKAGE) or code.co_filename.endswith(PURE):
+            return None
+        # A generator that the collector finishes cannot be interrupted. What a constructor has
+        # returned is the caller's.
+        is_generator = code.co_flags & inspect.CO_GENERATOR
+        returns = event == "return" and not (is_raising or is_generator)
+        is_raising = event == "exception"
+        if event == "line" or (returns and code.co_name != "__init__"):
+            see((code.co_filename, frame.f_lineno, event))
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def moments(run):
+    """Where to interrupt: each line's first time and its last, as numbers of events."""
+    seen = []
+    run(watching_lines(seen.append))
+    first, last = {}, {}
+    for number, place in enumerate(seen):
+        first.setdefault(place, number)
+        last[place] = number
+    return sorted({*first.values(), *last.values()})
+
+
+def interrupting(moment):
+    """Raise KeyboardInterrupt at one moment."""
+    left = [moment]
+
+    def see(_):
+        left[0] -= 1
+        if left[0] == -1:
+            raise KeyboardInterrupt
+
+    return watching_lines(see)
+
+
+@contextmanager
+def undisturbed():
+    yield
+
+
+class Half(torch.nn.Module):
+    """Overflows as float16 does."""
+
+    def forward(self, inputs):
+        return (inputs * 1e3).half().float()
+
+
+class Training:
+    """A training by a user who repeats each call that an interrupt stops."""
+
+    def __init__(self, path, call="step", **options):
+        self.path, self.call, self.options = path, call, options
+        path.unlink(missing_ok=True)
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False), Half())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-9)
+        self.scaler = GradScaler(init_scale=2.0)
+        self.stuck_at = set()
+
+    def run(self, flags, at, disturbance):
+        """Step as ``flags`` say, and disturb step ``at``; 0 is the start."""
+        with disturbance if at == 0 else undisturbed():
+            self.again(self.open)
+        for number, flag in enumerate(flags, 1):
+            with disturbance if at == number else undisturbed():
+                self.step(number, flag == ".")
+        with disturbance if at > len(flags) else undisturbed():
+            self.again(self.monitor.close)
+        return self
+
+    def open(self):
+        assert self.scaler._observers == []  # an interrupt left none
+        self.monitor = Monitor(self.scaler, self.model, 2, self.path, **self.options)
+
+    def again(self, call, *args):
+        try:
+            return call(*args)
+        except KeyboardInterrupt:
+            with suppress(CallOrderError):  # the step was taken, and cannot be repeated
+                return call(*args)
+
+    def step(self, number, finite):
+        inputs = torch.full((4, 2), 1.0 if finite else 1e3)
+
+        def backward():
+            self.optimizer.zero_grad()
+            loss = self.model(inputs).square().mean() * number
+            self.scaler.scale(loss).backward()
+            return loss
+
+        def update():
+            try:
+                self.scaler.update()
+            except StuckError:
+                self.stuck_at.add(number)
+                self.scaler.update()
+            except KeyboardInterrupt as interrupt:
+                if isinstance(interrupt.__context__, StuckError):  # the traceback shows both
+                    self.stuck_at.add(number)
+                raise
+
+        if self.call == "closure":
+            self.again(self.scaler.step, self.optimizer, backward)
+        else:
+            self.again(backward)
+            if self.call == "unscale_":
+                self.again(self.scaler.unscale_, self.optimizer)
+            self.again(self.scaler.step, self.optimizer)
+        self.again(update)
+
+    def hooks(self):
+        return [hook for module in self.model for hook in module._forward_hooks]
+
+
+def known(training, without=None):
+    """All that a monitor and its file know, without what an interrupted step may lack."""
+    run, monitor = read_run(training.path), training.monitor
+    steps, scales = run.scales
+    found = {
+        "steps": [(step.step, step.scale, step.skipped) for step in monitor.history],
+        "other steps": [step for step in monitor.history if step.step != without],
+        "verdict": monitor.verdict,
+        "stuck at": training.stuck_at,
+        "run": (run.num_steps, run.skipped, run.verdict),
+        "scales": [scales[bisect(steps, step) - 1] for step in range(1, run.num_steps + 1)],
+        "verdicts": dict.fromkeys(run.verdicts),
+        "skips": [skip for skip in run.skips if skip.step != without],
+        "samples": {
+            sample.step: (sample.loss, sample.norm, sample.shares, sample.histogram, sample.worst)
+            for sample in run.samples
+            if sample.step not in (without, run.num_steps)
+        },
+    }
+    return {name: repr(what) for name, what in found.items()}  # in which NaN is NaN
+
+
+CASES = {
+    "a sample": ({"call": "unscale_"}, "....", 2),
+    "a closure": ({"call": "closure", "forensics": 0}, "....", 2),
+    "a step that is read later": ({"forensics": 0}, "......", 3),
+    "a skip, before the last of too many": ({"on_stuck": "raise"}, ".!!!!..", 3),
+    "the last of too many skips": ({"on_stuck": "raise"}, ".!!!!..", 4),
+    "one skip more": ({"on_stuck": "raise"}, ".!!!!..", 5),
+    "skips that are read later": ({"on_stuck": "raise", "forensics": 0}, ".!!!!!!!..", 5),
+    "the start": ({}, "....", 0),
+    "the end": ({"forensics": 0}, "...", 4),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*unclosed file")  # it was opened, but never used
+@pytest.mark.parametrize("case", CASES)
+def test_an_interrupt_loses_the_sample_of_its_step_at_most(case, tmp_path):
+    options, flags, at = CASES[case]
+    options = {"stuck_after": 3, **options}
+    path = tmp_path / "run.jsonl"
+
+    def run(disturbance):
+        return Training(path, **options).run(flags, at, disturbance)
+
+    expected = known(run(undisturbed()), at)
+    tried = moments(run)
+    assert len(tried) > 20
+    for moment in tried:
+        training = run(interrupting(moment))
+        assert known(training, at) == expected, moment
+        assert training.hooks() == []
+        assert training.scaler._observers == []
+
+
+def test_an_interrupted_locate_leaves_no_mark():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False), Half())
+    inputs = torch.full((4, 2), 1e3)
+
+    def run(disturbance):
+        with torch.enable_grad(), suppress(KeyboardInterrupt), disturbance:
+            locate(model, lambda: model(inputs).mean().backward())
+
+    for moment in moments(run):
+        run(interrupting(moment))
+        assert not is_locating.get(), moment
+
+
+def test_an_interrupted_closure_of_locate_leaves_no_hook():
+    model = torch.nn.Linear(2, 1)
+
+    def closure():
+        model(torch.ones(1, 2))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        locate(model, closure)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_hooks_are_added_all_or_none(monkeypatch):
+    first, second = model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(second, "register_forward_hook", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ModuleHooks(model).start()
+    for module in (model, first, second):
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+# Scalers that announce nothing: JAX's, Keras' and MindSpore's. This one is NumPy's.
+
+
+FLAGS = ".!..!!!!.."
+GRADIENTS = {".": np.float32([1.0, 0.5]), "!": np.float32([1.0, np.inf])}
+
+
+def recorded(path, at, disturbance, **options):
+    """What is known after all steps are recorded, with step ``at`` disturbed, or left out."""
+    path.unlink(missing_ok=True)
+    policy = DynamicScale(init_scale=4.0)
+    state = policy.init()
+    scaler = SimpleNamespace(policy=policy, state=state)
+    monitor = Monitor(scaler, None, 2, path, stuck_after=3, on_stuck="continue", **options)
+    for step, flag in enumerate(FLAGS, 1):
+        state = policy.update(state, flag == "!")
+        scaler = SimpleNamespace(policy=policy, state=state)
+        if step == at and disturbance is None:
+            continue
+        with suppress(KeyboardInterrupt), disturbance if step == at else undisturbed():
+            monitor.record(scaler=scaler, gradients={"weight": GRADIENTS[flag]})
+    monitor.close()
+    run = read_run(path)
+    steps = [(step.step, step.scale, step.skipped) for step in monitor.history]
+    return steps, run.num_steps, run.skipped, monitor.verdict.kind
+
+
+@pytest.mark.parametrize(("at", "forensics"), [(4, 1), (7, 1), (6, 0)])
+def test_an_interrupted_record_counts_its_step_once_or_never(at, forensics, tmp_path):
+    def run(disturbance):
+        return recorded(tmp_path / "run.jsonl", at, disturbance, forensics=forensics)
+
+    once, never = run(undisturbed()), run(None)
+    assert (len(once[0]), len(never[0])) == (len(FLAGS), len(FLAGS) - 1)
+    for moment in moments(run):
+        assert run(interrupting(moment)) in (once, never), moment

@@ -1,0 +1,656 @@
+import copy
+import gc
+import logging
+import math
+import pickle
+import sys
+import warnings
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from gradscaler import DynamicScale, FixedScale, NonfiniteGradient  # noqa: E402 # after the skip
+from gradscaler.diagnose import (  # noqa: E402
+    Monitor,
+    StuckError,
+    StuckWarning,
+    Verdict,
+    locate,
+    read_run,
+)
+from gradscaler.diagnose.monitor.steps import StepLog  # noqa: E402
+from gradscaler.torch import GradScaler  # noqa: E402
+
+linear, seq = torch.nn.Linear, torch.nn.Sequential
+
+
+class Training:
+    """Steps of a small model; those that `steps` marks with "!" overflow."""
+
+    def __init__(self, fused=False, every=4, model=None, scaler=None, **options):
+        torch.manual_seed(0)
+        self.model = model or seq(linear(4, 8), torch.nn.Tanh(), linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=fused)
+        self.scaler = scaler or GradScaler(init_scale=2.0**10)
+        self.monitor = Monitor(self.scaler, self.model, every, **options)
+        self.inputs = torch.randn(16, 4)
+
+    def backward(self, finite=True):
+        self.optimizer.zero_grad()
+        loss = self.model(self.inputs).square().mean()
+        self.scaler.scale(loss).backward()
+        if not finite:
+            next(self.model.parameters()).grad[0, 0] = math.inf
+        return loss
+
+    def step(self, finite=True):
+        loss = self.backward(finite)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss
+
+    def steps(self, flags):
+        for flag in flags:
+            self.step(flag == ".")
+
+    def true_norm(self):
+        """Of the gradients, unscaled in float64."""
+        scale = self.scaler.get_scale()
+        grads = [p.grad.double() / scale for p in self.model.parameters()]
+        return math.sqrt(sum(float(grad.square().sum()) for grad in grads))
+
+
+# Its history.
+
+
+@pytest.mark.parametrize("forensics", [0, 1, 2])
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_history_agrees_with_the_scalers_own(fused, forensics):
+    training = Training(fused, forensics=forensics)
+    training.steps(".!..!!....!.")
+    history = training.monitor.history
+    own = training.scaler.history
+    assert [step.step for step in history] == list(range(1, 13))
+    assert [(step.scale, step.skipped) for step in history] == [(o.scale, o.skipped) for o in own]
+    assert [step.nonfinite for step in history] == [outcome.nonfinite for outcome in own]
+
+
+def test_a_skip_is_inspected_by_name_and_logged_in_one_line(caplog):
+    caplog.set_level(logging.INFO, "gradscaler")
+    training = Training()
+    training.steps("..!.")
+    (found,) = training.scaler.history[2].nonfinite
+    assert found == NonfiniteGradient("0.weight", (8, 4), "float32", 1, 0, found.largest_finite)
+    (record,) = caplog.records
+    assert record.name == "gradscaler"
+    assert record.getMessage().startswith(
+        "step 3 skipped at loss scale 1024: 0.weight (8x4 float32): 1 Inf, 0 NaN, largest of"
+    )
+
+
+def test_without_a_model_parameters_go_by_their_place():
+    training = Training()
+    monitor = Monitor(training.scaler)
+    training.step(finite=False)
+    assert monitor.history[0].nonfinite[0].name == "group 0, parameter 0"
+
+
+def test_two_optimizers_make_one_step_of_an_iteration(path):
+    scaler = GradScaler(init_scale=4.0)
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=0.0) for weight in weights]
+    with Monitor(scaler, every=2, path=path) as monitor:
+        for overflow in (False, True):
+            for weight, optimizer in zip(weights, optimizers, strict=True):
+                optimizer.zero_grad()
+                scaler.scale(weight.sum()).backward()
+            if overflow:
+                weights[1].grad[0] = math.inf
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+        first, second = monitor.history
+    assert (first.skipped, second.skipped) == (False, True)
+    assert [gradient.name for gradient in second.nonfinite] == ["optimizer 1, group 0, parameter 0"]
+    (sample,) = read_run(path).samples
+    assert len(sample.parameters) == 2
+
+
+def test_an_iteration_without_gradients_is_not_a_step():
+    training = Training(stuck_after=2, on_stuck="raise")
+    training.step(finite=False)
+    training.optimizer.zero_grad()
+    training.scaler.step(training.optimizer)
+    training.scaler.update(1024.0)
+    assert len(training.monitor.history) == 1
+    with pytest.raises(StuckError):  # nor does it end the streak
+        training.step(finite=False)
+
+
+def test_no_flag_is_read_before_a_sample_without_forensics():
+    training = Training(fused=True, forensics=0)
+    for flags, waits in (("!!.", True), (".", False)):
+        training.steps(flags)
+        assert {callable(outcome._found_inf) for outcome in training.scaler.history} == {waits}
+
+
+def test_of_several_losses_the_one_that_is_not_finite_counts():
+    training = Training()
+    training.scaler.scale(torch.tensor(math.inf))
+    training.step(finite=False)
+    assert training.monitor.history[0].loss == math.inf
+
+
+def test_a_loss_in_locate_belongs_to_no_step():
+    training = Training()
+    inputs = training.inputs * math.nan
+
+    def backward():
+        training.scaler.scale(training.model(inputs).sum()).backward()
+
+    for _ in range(2):
+        locate(training.model, backward)
+        training.step(finite=False)
+    assert all(math.isfinite(step.loss) for step in training.monitor.history)
+
+
+def test_the_graph_of_a_loss_is_not_kept():
+    training = Training(forensics=0)
+    loss = weakref.ref(training.step())
+    gc.collect()
+    assert loss() is None
+
+
+def test_no_file_is_written_for_a_disabled_scaler(path):
+    training = Training(path=path, scaler=GradScaler(enabled=False))
+    training.steps("....")
+    training.monitor.close()
+    assert training.monitor.history == ()
+    assert not path.exists()
+
+
+def test_a_closed_monitor_and_a_copy_of_the_scaler_observe_no_more(path):
+    training = Training(path=path)
+    training.steps("..")
+    assert pickle.loads(pickle.dumps(training.scaler))._observers == []
+    training.monitor.close()
+    assert training.scaler._observers == []
+    training.step()
+    training.monitor.close()
+    (sample,) = read_run(path).samples
+    assert (sample.step, sample.shares) == (2, None)
+
+
+# Samples.
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("call", ["step", "unscale_", "torch's", "clip_grad_norm_", "closure"])
+def test_the_norm_is_that_of_the_unscaled_unclipped_gradients(call, fused, path):
+    training = Training(fused, every=1, path=path)
+    training.backward()
+    norm = training.true_norm()
+    if call == "unscale_":
+        training.scaler.unscale_(training.optimizer)
+    elif call == "torch's":
+        training.scaler.unscale_(training.optimizer)
+        torch.nn.utils.clip_grad_norm_(training.model.parameters(), norm / 2)
+    elif call == "clip_grad_norm_":
+        training.scaler.clip_grad_norm_(training.optimizer, norm / 2)
+    training.scaler.step(training.optimizer, *[training.backward] * (call == "closure"))
+    training.scaler.update()
+    (sample,) = read_run(path).samples
+    assert sample.norm == pytest.approx(norm, rel=1e-5)
+    assert sample.scale == 1024.0
+    assert sample.loss == pytest.approx(training.backward().item(), rel=0.1)
+
+
+def test_a_sample_at_a_scale_that_is_too_large_does_not_warn(path):
+    training = Training(scaler=GradScaler(init_scale=2.0**40), every=1, path=path)
+    training.step()
+    (sample,) = read_run(path).samples
+    assert sample.shares.overflow > 0.5
+
+
+def test_shares_are_of_all_gradients_though_few_elements_are_measured(path):
+    scaler = GradScaler(init_scale=2.0)
+    large, small = (torch.nn.Parameter(torch.zeros(size)) for size in (30_000, 10_000))
+    optimizer = torch.optim.SGD([large, small])
+    with Monitor(scaler, every=1, path=path):
+        scaler.scale((large * 2.0**-30).sum() + small.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    (sample,) = read_run(path).samples
+    assert sample.shares.flushed == pytest.approx(0.75)
+    assert sample.shares.normal == pytest.approx(0.25)
+    first, counts = sample.histogram
+    assert (first, counts[0], counts[-1]) == (-30, 30_000, 10_000)
+
+
+def worst_of(factors, path):
+    scaler = GradScaler(init_scale=1.0)
+    model = torch.nn.ParameterDict({name: torch.zeros(2) for name in factors})
+    model["partly"] = torch.zeros(2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with Monitor(scaler, model, every=1, path=path):
+        loss = sum((model[name] * factor).sum() for name, factor in factors.items())
+        scaler.scale(loss + model["partly"] @ torch.tensor([1.0, 2.0**-20])).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return read_run(path).samples[0].worst
+
+
+def test_the_worst_parameters_are_named(path):
+    factors = {"fine": 1.0, "zero": 0.0, "flushed": 2.0**-30, "subnormal": 2.0**-20}
+    worst = worst_of(factors, path)
+    assert set(worst[:3]) == {"zero", "flushed", "subnormal"}
+    assert worst[3:] == ("partly", "fine")
+
+
+def test_a_zero_gradient_counts_as_unused_while_no_other_is_small(path):
+    factors = {"unused": 0.0, **{str(i): 1.0 for i in range(20)}}
+    worst = worst_of(factors, path)
+    assert worst[0] == "partly"
+    assert "unused" not in worst
+
+
+def test_a_sample_of_a_skipped_step_counts_its_nonfinite_gradients(path):
+    training = Training(path=path)
+    training.steps("...!")
+    (sample,) = read_run(path).samples
+    assert sample.shares.nonfinite == pytest.approx(1 / 49)
+    assert sample.worst[0] == "0.weight"
+    assert sample.norm == math.inf
+
+
+def test_a_file_holds_each_skip_and_each_scale(path):
+    training = Training(path=path)
+    training.steps(".!..!!...")
+    training.monitor.close()
+    run = read_run(path)
+    assert [sample.step for sample in run.samples] == [4, 8, 9]
+    assert run.samples[0].scales == ((1, 1024.0), (3, 512.0))
+    assert run.samples[1].scales == ((5, 512.0), (6, 256.0), (7, 128.0))
+    assert run.samples[1].skips == (5, 6)
+    assert [skip.step for skip in run.skips] == [2, 5, 6]
+    assert run.starts[0].policy["name"] == "DynamicScale"
+    assert run.starts[0].policy["init_scale"] == 1024.0
+
+
+def test_a_resumed_run_continues_counting(path):
+    for flags in ("...!", "!..."):
+        training = Training(path=path)
+        training.steps(flags)
+        training.monitor.close()
+    run = read_run(path)
+    assert [start.step for start in run.starts] == [0, 4]
+    assert run.skipped == (4, 5)
+    assert run.num_steps == 8
+
+
+def test_at_most_ten_gradients_of_a_skip_are_listed(path):
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(12)]
+    scaler, optimizer = GradScaler(), torch.optim.SGD(weights)
+    with Monitor(scaler, path=path) as monitor:
+        scaler.scale(sum(weights).sum()).backward()
+        for weight in weights:
+            weight.grad.fill_(math.nan)
+        scaler.step(optimizer)
+        scaler.update()
+        assert len(monitor.history[0].nonfinite) == 12
+    (skip,) = read_run(path).skips
+    assert (len(skip.nonfinite), skip.more) == (10, 2)
+
+
+# Stuck.
+
+
+def test_it_warns_once_in_a_streak_where_update_was_called(path):
+    training = Training(stuck_after=3, path=path, scaler=GradScaler(init_scale=1.0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training.steps("!!!!!.!!.!!!!")
+    assert [warning.category for warning in caught] == [StuckWarning, StuckWarning]
+    assert caught[0].filename == __file__
+    training.monitor.close()
+    assert [verdict.step for verdict in read_run(path).verdicts] == [3, 12]
+
+
+def test_it_raises_before_the_scale_moves_and_the_next_update_continues():
+    scaler = GradScaler(init_scale=1.0)
+    training = Training(stuck_after=2, on_stuck="raise", scaler=scaler)
+    training.step(finite=False)
+    training.backward(finite=False)
+    training.scaler.step(training.optimizer)
+    with pytest.raises(StuckError, match=r"0\.weight"):
+        training.scaler.update()
+    assert training.scaler.get_scale() == 0.5
+    training.scaler.update()
+    assert training.scaler.get_scale() == 0.25
+    training.steps("!.")
+    assert len(training.monitor.history) == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "scale", "num_verdicts", "kind", "text"),
+    [
+        ("!!!......", 2.0**10, 1, "normal", "3 of 9 steps were skipped"),  # it recovered
+        ("!.!......", 2.0**10, 0, "normal", "2 of 9 steps were skipped"),
+        ("....", 2.0**-16, 0, "underflow", "At a loss scale of 1.52588e-05"),
+    ],
+)
+def test_a_file_and_its_monitor_agree(flags, scale, num_verdicts, kind, text, path):
+    scaler = GradScaler(policy=FixedScale(scale) if scale < 1 else DynamicScale(scale))
+    training = Training(stuck_after=2, on_stuck="continue", scaler=scaler, path=path)
+    training.steps(flags)
+    assert len(read_run(path).verdicts) == num_verdicts  # without a word
+    training.monitor.close()
+    verdict = training.monitor.verdict
+    assert read_run(path).verdict == verdict
+    assert verdict.kind == kind
+    assert verdict.text.startswith(text)
+
+
+def test_a_final_verdict_is_given_once_in_a_streak():
+    kinds = iter(["normal", "nan", "floor"])
+    log = StepLog([], 0, "continue", 2, lambda log: Verdict(next(kinds), ""))
+    for step in range(1, 6):
+        log.add(step, 1.0, skipped=True)
+        log.check_stuck()
+    assert list(kinds) == ["floor"]
+
+
+def test_a_closure_that_overflows_at_every_scale_counts():
+    scaler = GradScaler(init_scale=1.0, max_retries=1)
+    training = Training(stuck_after=2, on_stuck="raise", scaler=scaler)
+
+    def step():
+        training.scaler.step(training.optimizer, lambda: training.backward(finite=False))
+        training.scaler.update()
+
+    step()
+    with pytest.raises(StuckError):
+        step()
+
+
+def test_the_hooks_of_the_watched_iteration_are_removed():
+    training = Training(stuck_after=3, on_stuck="continue")
+    for flags, hooked in (("!!", True), ("!", False), (".", False)):
+        training.steps(flags)
+        assert [bool(m._forward_hooks) for m in training.model] == [hooked] * 3
+    training.steps("!!")
+    training.monitor.close()
+    assert not any(module._forward_hooks for module in training.model)
+
+
+class Root(torch.nn.Module):
+    """Its gradient at 0 is Inf, and 0 * Inf is NaN."""
+
+    def forward(self, inputs):
+        return (inputs * 0).sqrt() + inputs
+
+
+class Half(torch.nn.Module):
+    """Overflows as float16 does."""
+
+    def forward(self, inputs):
+        return (inputs * 1e6).half().float()
+
+
+def with_nan(model, name):
+    """The model, not training, with a NaN in a parameter or a buffer."""
+    with torch.no_grad():
+        model.eval().state_dict()[name].view(-1)[0] = math.nan
+    return model
+
+
+def frozen():
+    """A model whose first layer is not trained."""
+    return seq(linear(4, 2).requires_grad_(False), torch.nn.BatchNorm1d(2), linear(2, 1))
+
+
+@pytest.mark.parametrize("forensics", [0, 1, 100])
+@pytest.mark.parametrize(
+    ("kind", "where", "model"),
+    [
+        ("nan", "0.weight", seq(linear(4, 2), Root())),
+        ("activations", "1", seq(linear(4, 2), Half())),
+        ("parameter", "2.weight", with_nan(frozen().requires_grad_(), "2.weight")),
+        ("parameter", "0.weight", with_nan(frozen(), "0.weight")),  # which is not trained
+        ("parameter", "1.running_mean", with_nan(frozen(), "1.running_mean")),
+    ],
+)
+def test_the_culprit_is_named_whichever_skips_are_inspected(kind, where, model, forensics):
+    scaler = GradScaler(init_scale=4.0)
+    options = {"stuck_after": 4, "on_stuck": "raise", "forensics": forensics}
+    training = Training(model=copy.deepcopy(model), scaler=scaler, **options)
+    with pytest.raises(StuckError) as raised:
+        training.steps("." * 9)
+    verdict = training.monitor.verdict
+    assert (verdict.kind, verdict.where) == (kind, where)
+    assert str(raised.value) == f"{verdict.text} To go on all the same, call update() again."
+
+
+def train_in_float16(scaler, model, steps, **options):
+    """Trains on the same batch, and returns the monitor."""
+    torch.manual_seed(0)
+    inputs, labels = torch.randn(32, 16), torch.randint(0, 4, (32,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    monitor = Monitor(scaler, getattr(model, "_orig_mod", model), **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = torch.nn.functional.cross_entropy(model(inputs).float(), labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return monitor
+
+
+def classifier():
+    torch.manual_seed(1)
+    gelu = torch.nn.GELU()
+    return seq(linear(16, 64), gelu, linear(64, 64), gelu, linear(64, 4))
+
+
+@pytest.mark.parametrize("exponent", [32, 44, 60, 127])
+def test_a_healthy_training_from_a_far_too_large_scale_is_left_alone(exponent, path):
+    scaler = GradScaler(init_scale=2.0**exponent)
+    monitor = train_in_float16(scaler, classifier(), exponent, on_stuck="raise", path=path)
+    assert not monitor.history[-1].skipped
+    assert monitor.verdict.kind == "normal"
+    assert {verdict.verdict for verdict in read_run(path).verdicts} <= {"normal"}
+
+
+def test_a_nan_is_reported_once_the_scale_has_fallen_to_1(path):
+    model = seq(linear(4, 2), Root())
+    scaler = GradScaler(init_scale=2.0**10)
+    training = Training(stuck_after=4, on_stuck="raise", model=model, scaler=scaler, path=path)
+    with pytest.raises(StuckError, match=r"The gradient of 0\.weight is NaN"):
+        training.steps("." * 20)
+    assert scaler.get_scale() == 1.0
+    verdicts = read_run(path).verdicts
+    assert [(verdict.step, verdict.verdict) for verdict in verdicts] == [(4, "normal"), (11, "nan")]
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "Module.compile", "compiled given"])
+def test_a_compiled_model_is_trained_on_while_it_is_watched(how):
+    model = trained = classifier()
+    with torch.no_grad():
+        model[2].weight.mul_(1e6)
+    if how == "Module.compile":
+        model.compile(backend="eager")
+    else:
+        trained = torch.compile(model, backend="eager")
+    monitor = train_in_float16(GradScaler(), trained, 22, on_stuck="continue")
+    assert monitor.verdict.kind in ("activations", "loss")
+
+
+def test_an_error_in_watching_does_not_reach_the_training(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("not readable")
+
+    monkeypatch.setattr(sys.modules["gradscaler.diagnose.gradients.module_hooks"], "_largest", fail)
+    training = Training(stuck_after=3, on_stuck="continue")
+    training.steps("!!!")
+    assert len(training.monitor.history) == 3
+
+
+class Mask(torch.nn.Module):
+    def forward(self, inputs):
+        return torch.full((inputs.shape[1], inputs.shape[1]), -math.inf).triu(1)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inputs, self.mask = linear(16, 16), Mask()
+        self.outputs = linear(16, 4)
+
+    def forward(self, inputs):
+        hidden = self.inputs(inputs).view(8, 4, 16)
+        mask = self.mask(hidden).to(hidden.dtype)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return self.outputs(attend(hidden, hidden, hidden, attn_mask=mask)).flatten(0, 1)
+
+
+def test_a_module_that_makes_a_mask_is_not_blamed_for_a_scale_too_large():
+    monitor = train_in_float16(GradScaler(init_scale=2.0**50), Attention(), 22, on_stuck="raise")
+    assert monitor.verdict.kind == "normal"
+
+
+def test_a_layer_that_overflows_to_negative_infinity_alone_is_named():
+    model = seq(linear(16, 8), torch.nn.ReLU(), linear(8, 4))
+    with torch.no_grad():
+        model[2].weight.fill_(-1e5)
+    monitor = train_in_float16(GradScaler(), model, 20, on_stuck="continue")
+    assert (monitor.verdict.kind, monitor.verdict.where) == ("activations", "2")
+
+
+def test_a_nonfinite_loss_is_reported():
+    training = Training(stuck_after=4, on_stuck="raise")
+    training.inputs[0, 0] = math.nan
+    with pytest.raises(StuckError, match="The unscaled loss is itself nan"):
+        training.steps("." * 9)
+    assert training.monitor.verdict.kind == "loss"
+
+
+def alternate(monitored, steps, **options):
+    """Trains two models in turn, each with an update of its own; one model is NaN."""
+    models = torch.nn.ModuleList([classifier(), classifier()])
+    with torch.no_grad():
+        models[1][0].weight[0, 0] = math.nan
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in models]
+    scaler, inputs = GradScaler(), torch.randn(8, 16)
+    monitor = Monitor(scaler, models if monitored else None, **options)
+    for _ in range(steps):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(model(inputs).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return monitor
+
+
+def test_a_streak_of_skips_is_one_optimizer_s():
+    with pytest.raises(StuckError, match=r"1\.0\.weight is itself.* last 20 steps in a row"):
+        alternate(True, 20, on_stuck="raise")
+    verdict = alternate(True, 40, on_stuck="continue").verdict
+    assert (verdict.kind, verdict.where) == ("parameter", "1.0.weight")
+    assert "last 40 steps in a row" in verdict.text
+
+
+def test_an_optimizer_that_stops_stepping_is_forgotten():
+    training = Training(stuck_after=3, on_stuck="continue", scaler=GradScaler(init_scale=1.0))
+    training.steps("!!!!")
+    assert training.monitor.verdict.kind == "floor"
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-3)
+    training.steps("....")
+    assert training.monitor.verdict.text.startswith("4 of 8 steps were skipped")
+
+
+def test_a_verdict_gives_the_whole_fall_of_the_scale():
+    training = Training(stuck_after=4, on_stuck="continue")
+    training.steps("!" * 20)
+    assert "last 20 steps in a row were skipped while the loss scale fell from 1024 to" in (
+        training.monitor.verdict.text
+    )
+
+
+@pytest.mark.parametrize(
+    "policy", [FixedScale(8.0), DynamicScale(32.0, min_scale=8.0), DynamicScale(1.0)]
+)
+def test_a_scale_at_its_floor_is_reported(policy):
+    training = Training(scaler=GradScaler(policy=policy), stuck_after=4, on_stuck="raise")
+    with pytest.raises(StuckError):
+        training.steps("!" * 9)
+    assert (training.monitor.verdict.kind, training.monitor.verdict.where) == ("floor", "0.weight")
+
+
+# TensorBoard, and arguments.
+
+
+def test_tensorboard_shows_the_numbers(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    training = Training(tensorboard=tmp_path)
+    training.steps("...." + "!...")
+    training.monitor.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+
+    def values(name):
+        tensors = events.Tensors(f"gradscaler/{name}")
+        return [(event.step, event.tensor_proto.float_val[0]) for event in tensors]
+
+    assert values("skipped_steps") == [(4, 0.0), (8, 1.0)]
+    assert values("loss_scale") == [(1, 1024), (4, 1024), (5, 1024), (6, 512), (8, 512)]
+    assert [step for step, _ in values("gradient_norm")] == [4, 8]
+    assert {"loss", "zero", "flushed", "subnormal", "normal", "overflow", "nonfinite"} <= {
+        tag.removeprefix("gradscaler/") for tag in events.Tags()["tensors"]
+    }
+
+
+def test_without_tensorboard_it_says_what_to_install(monkeypatch, path, tmp_path):
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
+    scaler = GradScaler()
+    with pytest.raises(ImportError, match="pip install tensorboard"):
+        Monitor(scaler, path=path, tensorboard=tmp_path / "events")
+    assert list(tmp_path.iterdir()) == []
+    assert scaler._observers == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"every": 0}, ValueError, "every must be at least 1"),
+        ({"every": 1.5}, TypeError, "every must be an integer"),
+        ({"forensics": -1}, ValueError, "forensics must be at least 0"),
+        ({"stuck_after": 0}, ValueError, "stuck_after must be at least 1"),
+        ({"on_stuck": "panic"}, ValueError, "on_stuck must be one of 'warn', 'raise', 'continue'"),
+        ({"dtype": "int8"}, ValueError, "dtype must be one of float16"),
+        ({"model": 3}, TypeError, "model must have named_parameters, got int"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_opened(arguments, error, message, path):
+    scaler = GradScaler()
+    with pytest.raises(error, match=message):
+        Monitor(scaler, path=path, **arguments)
+    assert scaler._observers == []
+    assert not path.exists()
+
+
+def test_what_is_not_a_scaler_is_refused():
+    with pytest.raises(TypeError, match="scaler must be one of gradscaler's"):
+        Monitor(torch.amp.GradScaler("cpu"))
+
+
+def test_a_foreign_file_is_refused(path):
+    path.write_text("dear diary\n")
+    scaler = GradScaler()
+    with pytest.raises(ValueError, match=r"run\.jsonl: line 1"):
+        Monitor(scaler, path=path)
+    assert path.read_text() == "dear diary\n"
+    assert scaler._observers == []

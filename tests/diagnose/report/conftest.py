@@ -1,0 +1,92 @@
+"""The runs that are reported on: a fixture, as test modules cannot import one another."""
+
+import numpy as np
+import pytest
+
+from gradscaler.diagnose.run.lines import (
+    Bins,
+    ParameterSample,
+    Sample,
+    Shares,
+    Skip,
+    Start,
+    VerdictLine,
+)
+from gradscaler.diagnose.run.reader import Run
+from gradscaler.outcome import NonfiniteGradient
+
+NAN = float("nan")
+FIRST = -40  # the smallest exponent in the histograms
+
+
+def _made_up_run(
+    samples=10, parameters=6, stuck=0, every=100, names=None, dtype="float16", verdict=None
+):
+    """A run as a monitor would record it: warm-up skips, samples, and skips in a row at the end."""
+    names = names or [f"encoder.{layer}.weight" for layer in range(parameters)]
+    scale, skipped, kept = 65536.0, [], []
+    for index in range(1, samples + 1):
+        skips = tuple(range(index * every - 2, index * every)) if index % 3 == 1 else ()
+        scale *= 1 if skips else 2
+        scales = [((index - 1) * every + 1, scale)]
+        for step in skips:
+            scale /= 2
+            scales.append((step + 1, scale))
+        skipped += [Skip(step, 2 * scale, 1.5, (_nonfinite(names[0]),)) for step in skips]
+        kept.append(_sample(index, every, scale, scales, skips, names, samples))
+    steps = samples * every
+    for step in range(steps + 1, steps + stuck + 1):
+        skipped.append(Skip(step, scale, NAN, tuple(map(_nonfinite, names))[:10], 3))
+        scale /= 2
+    policy = {"name": "DynamicScale", "init_scale": 65536.0}
+    start = Start("torch", dtype, every, 0, policy, "2026-01-01T00:00:00Z")
+    verdicts = (VerdictLine(steps + stuck, *verdict),) if verdict else ()
+    return Run((start,), tuple(kept), tuple(skipped), verdicts)
+
+
+def _nonfinite(name):
+    return NonfiniteGradient(name, (64, 64), "float16", 12, 1, 51200.0)
+
+
+def _sample(index, every, scale, scales, skips, names, samples):
+    middle = -22 - 6 * index / samples  # gradients shrink in the course of a run
+    rows = {name: _histogram(middle - 12 * row / len(names)) for row, name in enumerate(names)}
+    whole = np.sum(list(rows.values()), axis=0)
+    flushed, subnormal, normal = _shares(whole, scale)
+    parameters = {
+        name: ParameterSample(0.1, *_shares(row, scale)[:2], 0.0, _bins(row))
+        for name, row in rows.items()
+    }
+    return Sample(
+        index * every,
+        scale,
+        tuple(scales),
+        every,
+        skips,
+        2.3 / index,
+        3.0 * 0.9**index,
+        Shares(0.1, flushed, subnormal, normal, 0.0, 0.0),
+        _bins(whole),
+        parameters,
+        tuple(reversed(names))[:5],
+    )
+
+
+def _histogram(middle):
+    exponents = np.arange(FIRST, 10)
+    return np.round(1000 * np.exp(-(((exponents - middle) / 5) ** 2))).astype(int)
+
+
+def _bins(counts):
+    return Bins(FIRST, tuple(counts.tolist()))
+
+
+def _shares(counts, scale):
+    exponents = np.arange(FIRST, 10) + np.log2(scale)
+    parts = exponents < -25, (exponents >= -25) & (exponents < -14), exponents >= -14
+    return [float(0.9 * counts[part].sum() / counts.sum()) for part in parts]
+
+
+@pytest.fixture(scope="session")
+def made_up_run():
+    return _made_up_run

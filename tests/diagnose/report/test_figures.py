@@ -1,0 +1,273 @@
+"""The figures, as pixels: each class of gradients has one colour, which nothing tints or hides."""
+
+from dataclasses import replace
+from io import BytesIO, StringIO
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib", reason="the figures are drawn with it")
+pytest.importorskip("rich", reason="the terminal is written to with it")
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+from rich.console import Console
+from rich.text import Text
+
+from gradscaler.diagnose.report._figures import COLOURS, SHADE, drawing_settings
+from gradscaler.diagnose.report._picture import draw
+from gradscaler.diagnose.report._spectrum import spectrum_of
+from gradscaler.diagnose.report.terminal import explain
+from gradscaler.diagnose.run.lines import Bins, ParameterSample, Sample, Shares, Start
+from gradscaler.diagnose.run.reader import Run
+
+STEPS = 40
+SHARES = Shares(zero=0.2, flushed=0.1, subnormal=0.2, normal=0.3, overflow=0.05, nonfinite=0.15)
+PARAMETERS = {  # which is all of one class, and the exponent of its gradients at a scale of 1
+    "flushed": -30,
+    "subnormal": -20,
+    "normal": 0,
+    "overflow": 18,
+    "zero": None,
+    "nonfinite": None,
+}
+
+
+def run_of_every_class(skipped, scale=1.0):
+    """A sample at each tenth step, in which gradients of every class occur."""
+    parameters = {
+        name: ParameterSample(
+            float(name == "zero"),
+            float(name == "flushed"),
+            float(name == "subnormal"),
+            float(name == "nonfinite"),
+            Bins(0, ()) if exponent is None else Bins(exponent, (10,)),
+        )
+        for name, exponent in PARAMETERS.items()
+    }
+    counts = [0] * 60
+    for name, share in vars(SHARES).items():
+        if PARAMETERS[name] is not None:
+            counts[PARAMETERS[name] + 35] = round(1000 * share)
+    samples = tuple(
+        Sample(
+            step,
+            scale,
+            ((step - 9, scale),),
+            10,
+            tuple(s for s in skipped if step - 9 <= s <= step),
+            1.0 / step,
+            1.0,
+            SHARES,
+            Bins(-35, tuple(counts)),
+            parameters,
+            tuple(parameters)[:5],
+        )
+        for step in range(10, STEPS + 1, 10)
+    )
+    start = Start("torch", "float16", 10, 0, {"name": "FixedScale"}, "")
+    return Run((start,), samples, (), ())
+
+
+class Drawn:
+    """The picture of a run, and its pixels in the PNG."""
+
+    def __init__(self, run):
+        with drawing_settings():
+            self.figure = draw(run)
+            FigureCanvasAgg(self.figure)
+            file = BytesIO()
+            self.figure.savefig(file, format="png", dpi=self.figure.dpi)
+        self.pixels = np.round(255 * imread(BytesIO(file.getvalue()))[..., :3]).astype(int)
+
+    def axes(self, title):
+        return next(
+            axes
+            for part in self.figure.subfigs
+            for side in part.subfigs
+            for axes in side.axes
+            if axes.get_title(loc="left").startswith(title)
+        )
+
+    def at(self, axes, x, y):
+        """The pixel at a place in the coordinates of the data."""
+        return self._pixel(*axes.transData.transform((x, y)))
+
+    def legend(self):
+        """The pixel in the middle of each handle."""
+        legend = self.axes("What ").get_legend()
+        names = [text.get_text().partition(",")[0] for text in legend.get_texts()]
+        boxes = [handle.get_window_extent() for handle in legend.legend_handles]
+        return {
+            name: self._pixel((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)
+            for name, box in zip(names, boxes, strict=True)
+        }
+
+    def _pixel(self, x, y):
+        return tuple(self.pixels[self.pixels.shape[0] - 1 - int(y), int(x)].tolist())
+
+
+SKIPPED = {"none": (), "most": tuple(range(8, STEPS + 1)), "all": tuple(range(1, STEPS + 1))}
+
+
+@pytest.mark.parametrize("skips", SKIPPED)
+def test_each_class_is_stacked_in_the_colour_of_the_legend(skips):
+    drawn = Drawn(run_of_every_class(SKIPPED[skips]))
+    shares = {**vars(SHARES), "overflow": SHARES.overflow + SHARES.nonfinite}
+    axes, below = drawn.axes("What float16"), 0.0
+    for name, colour in drawn.legend().items():
+        middle = below + 50 * shares[name]
+        below += 100 * shares[name]
+        pixels = {drawn.at(axes, step, middle) for step in range(1, STEPS + 1)}
+        assert pixels == {colour}, name
+
+
+@pytest.mark.parametrize("title", ["Loss scale", "Loss, unscaled", "Norm of the gradients"])
+def test_skips_are_shaded_where_they_are_and_only_there(title):
+    drawn = Drawn(run_of_every_class(SKIPPED["most"]))
+    axes = drawn.axes(title)
+    low, high = axes.get_ylim()
+    before, within = (drawn.at(axes, step, low + 0.3 * (high - low)) for step in (4, 25.5))
+    assert (before, within) == ((255, 255, 255), as_pixel(SHADE))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_outer_bars_have_the_colours_of_the_legend(dtype):
+    run = run_of_every_class(SKIPPED["all"])
+    drawn = Drawn(replace(run, starts=(replace(run.starts[0], dtype=dtype),)))
+    axes, legend = drawn.axes("All gradients"), drawn.legend()
+    zero, *_, nonfinite = axes.get_xticks()
+    assert drawn.at(axes, zero, 1.0) == legend["zero"]
+    assert drawn.at(axes, nonfinite, 1.0) == legend["overflow"]
+
+
+def test_the_bars_have_the_colours_of_the_legend():
+    drawn = Drawn(run_of_every_class(SKIPPED["all"]))
+    axes, legend = drawn.axes("All gradients"), drawn.legend()
+    for name, exponent in PARAMETERS.items():
+        if exponent is not None:
+            assert drawn.at(axes, exponent + 0.5, 1.0) == legend[name], name
+
+
+def test_the_full_rows_of_the_heat_map_have_the_colours_of_the_legend():
+    drawn = Drawn(run_of_every_class(SKIPPED["all"]))
+    axes, legend = drawn.axes("Each parameter"), drawn.legend()
+    zero, *_, nonfinite = axes.get_xticks()
+    outer = {"zero": zero, "nonfinite": nonfinite}
+    for row, (name, exponent) in enumerate(PARAMETERS.items()):
+        place = outer[name] if exponent is None else exponent + 0.5
+        colour = legend["overflow" if name == "nonfinite" else name]
+        assert drawn.at(axes, place, row + 0.5) == colour, name
+
+
+# Where things are.
+
+
+def test_the_marks_of_skips_are_below_the_scale(made_up_run):
+    drawn = Drawn(made_up_run(samples=3, stuck=150))
+    scale, marks = drawn.axes("Loss scale").lines
+    lowest = scale.get_transform().transform(scale.get_xydata())[:, 1].min()
+    (height,) = set(marks.get_transform().transform(marks.get_xydata())[:, 1])
+    assert height + marks.get_markersize() / 2 * drawn.figure.dpi / 72 < lowest
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_shares_of_zeros_and_of_nan_are_written_within_the_panel(dtype):
+    run = run_of_every_class(())
+    run = replace(run, starts=(replace(run.starts[0], dtype=dtype),))
+    axes = Drawn(run).axes("All gradients")
+    left, right = (
+        next(text for text in axes.texts if text.get_text() == share).get_window_extent()
+        for share in ("20.0%", "15.0%")
+    )
+    assert left.x0 >= axes.bbox.x0
+    assert right.x1 <= axes.bbox.x1 + 0.5
+
+
+# How linear sRGB looks to them: Machado, Oliveira and Fernandes 2009, at severity 1.
+SEEN_BY = {
+    "anybody": np.eye(3),
+    "protanopes": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deuteranopes": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritanopes": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
+}
+TO_XYZ = np.array(
+    [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+)  # of sRGB, under D65
+
+
+def lab(colour, matrix):
+    """The CIELAB coordinates of a colour as somebody sees it."""
+    encoded = np.array(to_rgb(colour))
+    linear = np.where(encoded <= 0.04045, encoded / 12.92, ((encoded + 0.055) / 1.055) ** 2.4)
+    xyz = TO_XYZ @ np.clip(matrix @ linear, 0, 1) / TO_XYZ.sum(axis=1)
+    x, y, z = np.where(xyz > 216 / 24389, np.cbrt(xyz), (24389 / 27 * xyz + 16) / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def as_pixel(colour):
+    return tuple(round(255 * channel) for channel in to_rgb(colour))
+
+
+@pytest.mark.parametrize("who", SEEN_BY)
+def test_no_two_colours_of_a_legend_look_alike(who):
+    seen = [lab(colour, np.array(SEEN_BY[who])) for colour in COLOURS.values()]
+    assert min(np.linalg.norm(one - other) for one, other in combinations(seen, 2)) > 30
+
+
+def test_the_colours_of_a_legend_differ_in_grey():
+    lightness = [lab(colour, np.eye(3))[0] for colour in COLOURS.values()]
+    assert min(abs(one - other) for one, other in combinations(lightness, 2)) > 12
+
+
+def test_the_picture_of_the_page_has_these_colours():
+    path = Path(__file__).parents[3] / "docs" / "stuck.png"
+    pixels = np.round(255 * imread(path)[..., :3]).astype(int).reshape(-1, 3)
+    assert set(map(as_pixel, COLOURS.values())) <= set(map(tuple, pixels.tolist()))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2"])
+def test_a_block_in_the_terminal_has_the_colour_of_the_one_class_that_it_stands_for(dtype):
+    run = run_of_every_class(())
+    run = replace(run, starts=(replace(run.starts[0], dtype=dtype),))
+    _, *above = spectrum_of(run).zones
+    exponents = [int(zone.start) + offset for zone in above for offset in (-1, 0)]
+    counts = np.isin(np.arange(exponents[0], exponents[-1] + 1), exponents).astype(int).tolist()
+    bins = Bins(exponents[0], tuple(counts))
+    lines = in_colour(replace(run, samples=(replace(run.samples[-1], histogram=bins),)))
+    (bars,) = [line for line in lines if line.plain.startswith("all gradients")]
+    blocks = [colour_of(bars, place) for place, letter in enumerate(bars.plain) if letter == "█"]
+    (legend,) = [line for line in lines if "  flushed " in line.plain]
+    flushed, subnormal, normal = (
+        colour_of(legend, legend.plain.index(f" {name} ") + 1)
+        for name in ("flushed", "subnormal", "normal")
+    )
+    assert len({flushed, subnormal, normal}) == 3
+    assert blocks[:-1] == [flushed, subnormal, subnormal, normal, normal]
+    assert blocks[-1] not in blocks[:-1]
+
+
+def in_colour(run):
+    """The lines that a terminal of 80 columns shows."""
+    file = StringIO()
+    explain(run, Console(file=file, width=80, force_terminal=True, color_system="standard"))
+    return [Text.from_ansi(line) for line in file.getvalue().splitlines()]
+
+
+def colour_of(line, place):
+    return line.get_style_at_offset(Console(), place).color.name

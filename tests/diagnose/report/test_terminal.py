@@ -1,0 +1,165 @@
+"""``python -m gradscaler explain``: a run in the terminal."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+
+from gradscaler.diagnose.report._spectrum import spectrum_of
+from gradscaler.diagnose.report._texts import power
+from gradscaler.diagnose.run._writer import RunFile
+from gradscaler.diagnose.run.lines import Bins, ParameterSample, Sample, Shares, Skip
+
+pytest.importorskip("rich", reason="the terminal is written to with it")
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from gradscaler.diagnose.report.terminal import explain
+from gradscaler.outcome import NonfiniteGradient
+
+
+def explained(run, width=80, **console):
+    file = StringIO()
+    explain(run, Console(file=file, width=width, **console))
+    return file.getvalue()
+
+
+def line_of(text, name):
+    return next(line for line in text.splitlines() if line.startswith(name))
+
+
+def test_the_verdict_comes_first(made_up_run):
+    run = made_up_run(stuck=37, verdict=("nan", "What happened. What to try.", "encoder.0.weight"))
+    text = explained(run)
+    assert "A gradient is NaN at every scale" in text.splitlines()[0]
+    assert "What happened. What to try." in text.splitlines()[1]
+    assert "Look at encoder.0.weight" in text.splitlines()[2]
+
+
+def test_it_shows_the_numbers(made_up_run):
+    text = explained(made_up_run(stuck=37))
+    assert "Skipped: 45 (4.3%)   Most in a row: 37" in text
+    assert line_of(text, "loss scale").split()[-3:] == ["65,536", "→", "2⁻²²"]
+    assert line_of(text, "gradient norm").split()[-3:] == ["2.7", "→", "1.046"]
+    assert "encoder.5.weight" in text
+    assert "Skipped steps: the latest 10 of 45 inspected" in text
+
+
+def test_a_chart_has_a_column_for_each_step_of_a_short_run(made_up_run):
+    run = made_up_run(samples=0, stuck=8)
+    scale = line_of(explained(run), "loss scale")
+    assert scale.split()[2] == "█▇▆▅▄▃▂▁"
+
+
+def test_numbers_that_are_not_finite_are_marked(made_up_run):
+    loss = line_of(explained(made_up_run(samples=0, stuck=8)), "loss  ")
+    assert loss.split()[1:] == ["!!!!!!!!", "NaN", "→", "NaN"]
+
+
+def test_the_largest_and_the_smallest_float_differ_in_a_chart(made_up_run):
+    ends = Skip(1, 1.0, -1.7e308), Skip(2, 1.0, 1.7e308)
+    loss = line_of(explained(replace(made_up_run(samples=0), skips=ends)), "loss  ")
+    assert loss.split()[1] == "▁█"
+
+
+def test_exponents_stand_above_the_range_of_the_format(made_up_run):
+    lines = explained(made_up_run()).splitlines()
+    ruler = next(line for line in lines if line.startswith("step 1,000"))
+    bars = next(line for line in lines if line.startswith("all gradients"))
+    flushed, kept = ruler.index("|2⁻²⁵"), ruler.index("|2⁻¹⁴")
+    assert bars[flushed - 2 : flushed].strip()  # a few are below it
+    assert bars[flushed:kept].strip("▁▂▃▄▅▆▇█") == ""
+    assert not bars[ruler.index("|2¹⁶") :].strip()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3", "float8_e5m2"])
+def test_an_exponent_above_the_chart_is_whole_or_left_out(made_up_run, dtype):
+    run = made_up_run(dtype=dtype)
+    ruler = line_of(explained(run), "step 1,000")
+    *_, subnormal, normal, overflow = map(str.strip, ruler.split("|"))
+    edges = [power(2, int(zone.start)) for zone in spectrum_of(run).zones[1:]]
+    assert subnormal in ("", edges[0])
+    assert [normal, overflow] == edges[1:]
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_line_is_wider_than_the_terminal(made_up_run, width):
+    run = made_up_run(names=["w" * 300, "[bold]b[/bold]"], stuck=30)
+    assert max(map(len, explained(run, width).splitlines())) <= width
+
+
+def test_names_are_shown_as_they_are_and_control_nothing(made_up_run):
+    run = made_up_run(names=["[red]x[/red]", "bell\x07 \x1b[31m"])
+    text = explained(run)
+    assert "[red]x[/red]" in text
+    assert "\x07" not in text
+    assert "\x1b" not in text
+
+
+def test_a_run_without_steps_is_no_error(made_up_run):
+    assert "No step is recorded yet" in explained(made_up_run(samples=0))
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_the_command_prints_in_any_encoding(tmp_path, made_up_run, encoding):
+    run, path = made_up_run(names=["名前"]), tmp_path / "run.jsonl"
+    file = RunFile(path, run.starts[0])
+    for line in (*run.samples, *run.skips):
+        file.write(line)
+    file.close()
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "gradscaler", "explain", path],
+        env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"},
+        capture_output=True,
+        check=True,
+    )
+    assert result.stderr == b""
+    text = result.stdout.decode(encoding)
+    blocks = {"ascii": "@@", "utf-8": "██"}[encoding]
+    assert blocks in line_of(text, "loss scale")
+    assert ("名前" in text) == (encoding == "utf-8")
+
+
+numbers = st.floats() | st.sampled_from([0.0, 1.0, 65536.0, 5e-324, float("nan"), float("inf")])
+steps = st.integers(0, 50) | st.integers(0, 2**63 - 1)
+share = st.floats(0, 1)
+bins = st.builds(
+    Bins, st.integers(-1100, 1100), st.lists(st.integers(0, 2**63 - 1), max_size=60).map(tuple)
+)
+parameter_samples = st.builds(ParameterSample, share, share, share, share, bins)
+samples = st.builds(
+    Sample,
+    steps,
+    numbers,
+    st.lists(st.tuples(steps, numbers), max_size=3).map(tuple),
+    steps,
+    st.lists(steps, max_size=3).map(tuple),
+    st.none() | numbers,
+    st.none() | numbers,
+    st.none() | st.builds(Shares, share, share, share, share, share, share),
+    st.none() | bins,
+    st.dictionaries(st.text(max_size=3), parameter_samples, max_size=3),
+    st.lists(st.text(max_size=3), max_size=3).map(tuple),
+)
+nonfinite = st.builds(
+    NonfiniteGradient, st.text(), st.just((2, 3)), st.text(), steps, steps, numbers
+)
+skips = st.builds(
+    Skip,
+    steps,
+    numbers,
+    st.none() | numbers,
+    st.lists(nonfinite, max_size=2).map(tuple),
+    steps,
+)
+
+
+@given(st.lists(samples, max_size=4), st.lists(skips, max_size=4))
+def test_whatever_a_file_may_hold_can_be_explained(made_up_run, made_up_samples, made_up_skips):
+    run = made_up_run(samples=0, verdict=("normal", "Text.", None))
+    assert explained(replace(run, samples=tuple(made_up_samples), skips=tuple(made_up_skips)))

@@ -1,0 +1,378 @@
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradscaler import NonfiniteGradient
+from gradscaler.diagnose import read_run
+from gradscaler.diagnose.run._writer import RunFile
+from gradscaler.diagnose.run.lines import (
+    Bins,
+    ParameterSample,
+    Sample,
+    Shares,
+    Skip,
+    Start,
+    VerdictLine,
+)
+
+START = Start("torch", "float16", 100, 0, {"name": "FixedScale", "scale": 8.0}, "2026-01-01T00:00Z")
+SHARES = Shares(0.25, 0.125, 0.125, 0.5, 0.0, 0.0)
+BINS = Bins(-20, (1, 0, 3))
+SAMPLE = Sample(
+    step=100,
+    scale=8.0,
+    scales=((1, 16.0), (57, 8.0)),
+    steps=100,
+    skips=(56,),
+    loss=2.5,
+    norm=math.inf,
+    shares=SHARES,
+    histogram=BINS,
+    parameters={"<w>": ParameterSample(0.25, 0.125, 0.125, 0.0, BINS)},
+    worst=("<w>",),
+)
+SKIP = Skip(
+    56, 16.0, math.nan, (NonfiniteGradient("w", (2, 3), "float16", 1, 2, -math.inf),), more=4
+)
+JUDGEMENT = VerdictLine(75, "nan", "NaN at every scale. Look for a division by zero.", "w")
+HEADER = json.dumps({"gradscaler": 1, "kind": "start", **vars(START)})
+
+
+def written(path, *lines):
+    file = RunFile(path, START)
+    for line in lines:
+        file.write(line)
+    file.close()
+    return path
+
+
+def test_what_was_written_is_read(path):
+    run = read_run(written(path, SAMPLE, SKIP, JUDGEMENT))
+    assert run.starts == (START,)
+    assert run.samples == (SAMPLE,)
+    assert repr(run.skips) == repr((SKIP,))  # NaN does not equal itself
+    assert run.verdicts == (JUDGEMENT,)
+
+
+def test_the_lines_are_as_documented(path):
+    header, sample, skip, verdict = map(
+        json.loads, written(path, SAMPLE, SKIP, JUDGEMENT).read_text().splitlines()
+    )
+    assert header == {
+        "gradscaler": 1,
+        "kind": "start",
+        "framework": "torch",
+        "dtype": "float16",
+        "every": 100,
+        "step": 0,
+        "policy": {"name": "FixedScale", "scale": 8.0},
+        "time": "2026-01-01T00:00Z",
+    }
+    few = {"zero": 0.25, "flushed": 0.125, "subnormal": 0.125}
+    assert sample == {
+        "kind": "sample",
+        "step": 100,
+        "scale": 8.0,
+        "scales": [[1, 16.0], [57, 8.0]],
+        "steps": 100,
+        "skips": [56],
+        "loss": 2.5,
+        "norm": "inf",
+        "shares": {**few, "normal": 0.5, "overflow": 0.0, "nonfinite": 0.0},
+        "histogram": [-20, [1, 0, 3]],
+        "parameters": {"<w>": {**few, "nonfinite": 0.0, "histogram": [-20, [1, 0, 3]]}},
+        "worst": ["<w>"],
+    }
+    gradient = {"name": "w", "shape": [2, 3], "dtype": "float16", "num_inf": 1, "num_nan": 2}
+    assert skip == {
+        "kind": "skip",
+        "step": 56,
+        "scale": 16.0,
+        "loss": "nan",
+        "nonfinite": [{**gradient, "largest_finite": "-inf"}],
+        "more": 4,
+    }
+    assert verdict == {"kind": "verdict", **vars(JUDGEMENT), "where": "w"}
+
+
+@pytest.mark.parametrize("name", ["NaN", "-Infinity", '"quoted"', "líne\nbreak\u2028", "\ud800"])
+def test_any_name_comes_back(path, name):
+    skip = Skip(1, 1.0, None, (NonfiniteGradient(name, (), "float16", 1, 0, math.inf),))
+    assert read_run(written(path, skip)).skips == (skip,)
+
+
+def test_steps_skips_and_scales_are_of_all_lines(path):
+    later = Sample(200, 4.0, ((101, 8.0), (150, 4.0)), 100, (149,))
+    run = read_run(written(path, SAMPLE, later, Skip(249, 4.0), Skip(249, 4.0)))
+    assert run.num_steps == 249
+    assert run.skipped == (56, 149, 249)
+    assert run.scales == ((1, 57, 100, 101, 150, 200, 249), (16.0, 8.0, 8.0, 8.0, 4.0, 4.0, 4.0))
+
+
+def test_a_run_without_steps_has_none(path):
+    run = read_run(written(path))
+    assert (run.num_steps, run.skipped, run.scales) == (0, (), ((), ()))
+
+
+def test_the_last_recorded_verdict_is_the_runs(path):
+    other = VerdictLine(90, "floor", "At its smallest. Stop.", None)
+    verdict = read_run(written(path, JUDGEMENT, other)).verdict
+    assert (verdict.kind, verdict.text, verdict.where) == ("floor", other.text, None)
+
+
+@pytest.mark.parametrize(
+    ("later", "kind"),
+    [
+        (Sample(90, 8.0, ((76, 8.0),), 15, tuple(range(76, 91))), "nan"),  # all were skipped
+        (Sample(90, 8.0, ((76, 8.0),), 15, tuple(range(77, 91))), "normal"),
+        (Sample(100, 8.0, ((76, 8.0),), 25, tuple(range(76, 91))), "normal"),
+        (Sample(76, 8.0, ((1, 8.0),), 76, (76,)), "nan"),  # it begins before the verdict
+        (Sample(77, 8.0, ((1, 8.0),), 77, (76,)), "normal"),
+        (Skip(77, 8.0), "nan"),  # nothing is known of step 76
+    ],
+)
+def test_a_verdict_holds_until_a_step_is_not_skipped(path, later, kind):
+    run = read_run(written(path, JUDGEMENT, later))
+    assert run.verdict.kind == kind
+    assert run.verdicts == (JUDGEMENT,)
+
+
+def test_a_resumed_run_goes_on_from_the_last_step(path):
+    written(path, SAMPLE, Skip(107, 8.0))
+    file = RunFile(path, START)
+    file.close()
+    assert file.step == 107
+    assert [start.step for start in read_run(path).starts] == [0, 107]
+
+
+def test_a_torn_last_line_is_left_out_and_cut_off_before_more_is_written(path):
+    whole = written(path, SAMPLE).read_bytes()
+    beginning = b'{"kind": "skip", "step": 101, "sc'
+    for torn in (b"{", beginning, HEADER.encode(), "\u00e9".encode()[:1]):
+        path.write_bytes(whole + torn)
+        assert read_run(path).samples == (SAMPLE,)
+        written(path, JUDGEMENT)
+        run = read_run(path)
+        assert (len(run.starts), run.samples, run.verdicts) == (2, (SAMPLE,), (JUDGEMENT,))
+
+
+def test_an_empty_file_can_be_written_to_and_read_by_a_path_that_is_a_text(path):
+    path.touch()
+    assert read_run(str(written(path))).starts == (START,)
+
+
+SCRIPT_ON_A_FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from gradscaler.diagnose.run._writer import RunFile
+from gradscaler.diagnose.run.lines import VerdictLine, Start
+
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+limit(int(sys.argv[2]))
+file = RunFile(Path(sys.argv[1]), Start("torch", "float16", 100, 0, {}, ""))
+for step in (1, 2):
+    file.write(VerdictLine(step, "nan", "x" * 500, None))
+limit(2000)
+file.write(VerdictLine(3, "nan", "", None))  # a line after a gap would mislead
+"""
+
+
+@pytest.fixture
+def on_a_full_disk(path):
+    """Runs the script above with room for some bytes; returns the process and its errors."""
+    pytest.importorskip("resource", reason="it is of Unix")
+
+    def run(size):
+        command = [sys.executable, "-c", SCRIPT_ON_A_FULL_DISK, path, str(size)]
+        return subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
+
+    return run
+
+
+def test_a_full_disk_ends_the_file_after_a_whole_line_with_one_warning(on_a_full_disk, path):
+    result = on_a_full_disk(1000)
+    assert result.returncode == 0
+    assert result.stderr.count("RuntimeWarning: The run file ends here") == 1
+    assert str(path) in result.stderr
+    assert path.read_bytes().endswith(b"\n")
+    assert [verdict.step for verdict in read_run(path).verdicts] == [1]
+
+
+def test_a_disk_without_room_for_the_first_line_is_an_error(on_a_full_disk, path):
+    result = on_a_full_disk(10)
+    assert result.returncode == 1
+    assert f"OSError: {path}: only a part of a line" in result.stderr
+    assert not path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "foreign", [b"hello", b"hello\n", b"\x80\x04K\x01.", b'{"step": 1}\n', b"[1]\n", b"\n"]
+)
+def test_a_foreign_file_is_neither_read_nor_touched(path, foreign):
+    path.write_bytes(foreign)
+    with pytest.raises(ValueError, match=r"run\.jsonl: line 1: "):
+        read_run(path)
+    with pytest.raises(ValueError, match=r"run\.jsonl: line 1: "):
+        RunFile(path, START)
+    assert path.read_bytes() == foreign
+
+
+def test_a_folder_is_no_run(tmp_path):
+    for call in (read_run, lambda path: RunFile(path, START)):
+        with pytest.raises(ValueError, match="is not a file"):
+            call(tmp_path)
+
+
+SKIP_LINE = {"kind": "skip", "step": 1, "scale": 2.0, "loss": None, "nonfinite": [], "more": 0}
+SAMPLE_LINE = {
+    "kind": "sample",
+    "step": 1,
+    "scale": 2.0,
+    "scales": [],
+    "steps": 1,
+    "skips": [],
+    "loss": None,
+    "norm": None,
+    "shares": None,
+    "histogram": None,
+    "parameters": {},
+    "worst": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "is not JSON"),
+        ("nonsense", "is not JSON"),
+        ("{", "is not JSON"),
+        ('{"kind": "skip", "scale": NaN}', "NaN is not a number"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a":' * 100_000, "nested too deeply"),
+        ("9" * 5000, "is not JSON"),
+        ("[]", "must be a JSON object"),
+        ("{}", "kind: None is not one"),
+        ({"kind": ["skip"]}, "kind: .* is not one"),
+        ({"kind": "sneeze"}, "kind: 'sneeze' is not one"),
+        ({"gradscaler": 2, "kind": "start"}, "the format's version is 2, not 1"),
+        ({"kind": "skip"}, "step is missing"),
+        ({**SKIP_LINE, "step": -1}, "step: must be an integer"),
+        ({**SKIP_LINE, "step": 2**63}, "step: must be an integer"),
+        ({**SKIP_LINE, "step": 1.0}, "step: must be an integer"),
+        ({**SKIP_LINE, "step": True}, "step: must be an integer"),
+        ({**SKIP_LINE, "scale": 10**400}, "scale: must be a number, got a huge number"),
+        ({**SKIP_LINE, "scale": "1"}, "scale: must be a number, got '1'"),
+        ({**SKIP_LINE, "scale": None}, "scale: must be a number, got None"),
+        (json.dumps(SKIP_LINE).replace("2.0", "1e999"), "scale: must be a number, got inf"),
+        ({**SKIP_LINE, "nonfinite": {}}, "nonfinite: must be an array"),
+        ({**SKIP_LINE, "nonfinite": [{}]}, "nonfinite: name is missing"),
+        ({**SAMPLE_LINE, "scales": [[1]]}, "scales: must be an array of 2"),
+        ({**SAMPLE_LINE, "scales": [[1, "x" * 999]]}, r"scales: must be a number, got 'x+\.\.\."),
+        ({**SAMPLE_LINE, "shares": {"zero": 0.5}}, "shares: flushed is missing"),
+        ({**SAMPLE_LINE, "shares": {**vars(SHARES), "zero": 2}}, "shares: zero: must be a share"),
+        ({**SAMPLE_LINE, "shares": {**vars(SHARES), "zero": "nan"}}, "must be a share"),
+        ({**SAMPLE_LINE, "histogram": [0, [1] * 9999]}, "histogram: must be an array of at most"),
+        ({**SAMPLE_LINE, "histogram": [10**9, []]}, "histogram: must be an integer"),
+        ({**SAMPLE_LINE, "parameters": {"a\nb": 1}}, r"parameters: a\\nb: must be an object"),
+        ({**SAMPLE_LINE, "worst": [1]}, "worst: must be a text, got 1"),
+    ],
+)
+def test_an_error_is_one_line_with_the_line_s_number(path, line, message):
+    text = line if isinstance(line, str) else json.dumps(line)
+    path.write_text(f"{HEADER}\n{text}\n")
+    with pytest.raises(ValueError, match=r"run\.jsonl: line 2: .*" + message) as raised:
+        read_run(path)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 600
+
+
+@pytest.mark.parametrize("depth", range(20, 1000, 20))
+def test_nesting_of_any_depth_does_no_harm(path, depth):
+    nested = "[" * depth + "]" * depth
+    line = json.dumps({**SKIP_LINE, "step": None}).replace("null", nested, 1)
+    path.write_text(f"{HEADER}\n{line}\n")
+    with pytest.raises(ValueError, match=r"line 2: (step: must be an integer|is nested)"):
+        read_run(path)
+
+
+def test_what_is_not_utf8_is_refused(path):
+    path.write_bytes(HEADER.encode() + b"\n\xff\n")
+    with pytest.raises(ValueError, match="line 2: is not UTF-8"):
+        read_run(path)
+
+
+def test_a_run_must_begin_with_its_start(path):
+    path.write_text(json.dumps({"gradscaler": 1, **SKIP_LINE}) + "\n")
+    with pytest.raises(ValueError, match="line 1: kind: 'skip' is not one that belongs here"):
+        read_run(path)
+
+
+def test_keys_of_a_later_version_are_left_out(path):
+    path.write_text(f"{HEADER}\n{json.dumps({**SKIP_LINE, 'colour': 'red'})}\n")
+    assert read_run(path).skips == (Skip(1, 2.0),)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda values: st.lists(values) | st.dictionaries(st.text(), values),
+    max_leaves=5,
+)
+
+
+@given(st.data())
+def test_any_value_anywhere_is_read_or_refused(tmp_path_factory, data):
+    line = dict(data.draw(st.sampled_from([SKIP_LINE, SAMPLE_LINE, json.loads(HEADER)])))
+    line[data.draw(st.sampled_from(list(line)))] = data.draw(JSON)
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    path.write_text(f"{HEADER}\n{json.dumps(line)}\n")
+    try:
+        run = read_run(path)
+    except ValueError as error:
+        refusal = str(error)
+    else:
+        refusal = None
+        assert run.num_steps >= 0
+        assert len(run.scales[0]) == len(run.scales[1])
+    assert refusal is None or "line 2: " in refusal
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from gradscaler.diagnose.run._writer import RunFile
+from gradscaler.diagnose.run.lines import Skip, Start
+
+file = RunFile(Path(sys.argv[1]), Start("torch", "float16", 100, 0, {}, ""))
+step = 0
+while True:
+    step += 1
+    file.write(Skip(step, 2.0))
+    if step == 100:
+        print("ready", flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="there is no SIGKILL here")
+def test_what_a_killed_process_wrote_is_there(path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    with process:
+        process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+    run = read_run(path)
+    assert run.num_steps >= 100
+    assert [skip.step for skip in run.skips] == list(range(1, run.num_steps + 1))
+    assert read_run(written(path)).starts[-1].step == run.num_steps

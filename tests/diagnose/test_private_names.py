@@ -1,0 +1,59 @@
+"""The diagnosis reads what other packages offer it, and none of their private names."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from gradscaler import diagnose
+
+PACKAGE = Path(diagnose.__file__).parent
+MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+ALLOWED = {
+    "_fields",  # of a named tuple, documented in spite of their underscores
+    "_replace",
+    "_param_groups",  # Paddle has no public names for these three
+    "_parameter_list",
+    "_get_tensor_from_selected_rows",
+}
+
+
+def is_private(name):
+    return name.startswith("_") and not name.endswith("__")
+
+
+def foreign_private_names(code):
+    """The private names that code reads from an object but does not define itself."""
+    own, read = set(), set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            own.add(node.name)
+        elif isinstance(node, ast.Attribute):
+            of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            (own if of_self else read).add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and "diagnose" not in node.module:
+            read.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "").endswith("attr"):
+            read.update(a.value for a in node.args[1:2] if isinstance(a, ast.Constant))
+    return {name for name in read - own - ALLOWED if is_private(name)}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_private_name_of_another_package_is_read(module):
+    assert foreign_private_names((PACKAGE / module).read_text(encoding="utf-8")) == set()
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("scaler._records", {"_records"}),
+        ("self.scaler._records.pop()", {"_records"}),
+        ("getattr(scaler, '_policy', None)", {"_policy"}),
+        ("from gradscaler._eager.scaler import _check_retries", {"_check_retries"}),
+        ("self._model = model", set()),
+        ("class Found:\n    def _doubt(self): ...\nfound._doubt()", set()),
+        ("step._replace(scale=1.0).__class__", set()),
+    ],
+)
+def test_a_private_name_would_be_noticed(code, found):
+    assert foreign_private_names(code) == found
