@@ -62,8 +62,8 @@ class Operations(Protocol):
     ) -> tuple[Tensor, Any, Tensor, FoundInf] | None:
         """The 2-norm that gradients will have once unscaled, from reading them once.
 
-        With it a copy of the scale, its inverse, and flags as of unscaling. None where one reading
-        cannot tell: a norm too large for its dtype, a scale below 1, an unusual dtype.
+        Also a copy of the scale, its inverse, and the flags that unscaling would give. None where
+        one reading cannot tell: a norm too large for its dtype, a scale below 1, an unusual dtype.
         """
 
     def total_norm(self, optimizer: Optimizer, norm_type: float, /) -> Tensor:

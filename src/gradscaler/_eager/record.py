@@ -125,6 +125,6 @@ class OptimizerRecord:
         return after
 
     def pending(self) -> Tensor | None:
-        """What the gradients still have to be multiplied by; None if nothing."""
+        """What the gradients are yet to be multiplied by; None if nothing."""
         factors = [f for f in (self.clip_coefficient, self.inv_scale) if f is not None]
         return math.prod(factors[1:], start=factors[0]) if factors else None

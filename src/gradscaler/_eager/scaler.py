@@ -31,8 +31,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     """Loss scaling for one training loop; an adapter adds its framework's spelling.
 
     Each optimizer has a record, whose stage says what is true of its gradients, until ``update``
-    ends the iteration. Gradients are unscaled by the scale that their loss was scaled by, for that
-    moves in ``update`` alone; found_inf is each optimizer's own, and any of them moves the scale.
+    ends the iteration. Only ``update`` moves the scale, so gradients are unscaled by the scale that
+    their loss was scaled by. found_inf is each optimizer's own, and any of them moves the scale.
     """
 
     def __init__(self, policy: Policy, enabled: bool, max_retries: int) -> None:
@@ -70,13 +70,13 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             tuple, an iterator. ``outputs`` itself when scaling is disabled.
 
         Raises:
-            ValueError: something in ``outputs`` is no tensor.
+            ValueError: something in ``outputs`` is not a tensor.
         """
         if not self._enabled:
             return outputs
         if self._operations.is_tensor(outputs):
             if self._awaiting:
-                self._tell_of_another_loss()
+                self._note_another_loss()
             state = self._state or self._place(outputs.device)
             for observer in self._observers:
                 observer.scaled(outputs)
@@ -171,21 +171,16 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if self._observers:
             self._announce_step(optimizer, record, state)
         try:
-            if self._unscales_by_itself(optimizer):
-                return self._step_on_device(optimizer, record, state, args, kwargs)
-            record = self._unscaled(record)
-            result = self._step_if_finite(optimizer, record, args, kwargs)
-            self._conclude(optimizer, record)
+            return self._step_or_skip(optimizer, record, state, args, kwargs)
         except BaseException:
             self._note_raised(optimizer)
             raise
-        return result
 
     def update(self, new_scale: float | TensorT | None = None) -> None:
         """Move the scale by the policy, from what this iteration's checks found.
 
         Any optimizer's overflow makes it a non-finite step. Where no optimizer had gradients, it
-        was no step at all and nothing moves. Call it once, after the last ``step``.
+        was not a step, and nothing moves. Call it once, after the last ``step``.
 
         Args:
             new_scale: set the scale to this instead: a number, or a tensor of one element.
@@ -234,7 +229,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         self.update()
         return result
 
-    # What none of the frameworks' scalers has.
+    # What the frameworks' own scalers do not have.
 
     def clip_grad_norm_(
         self,
@@ -245,13 +240,12 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     ) -> TensorT:
         """Clip the unscaled gradients of an optimizer by their total norm.
 
-        They are multiplied by ``min(1, max_norm / (norm + 1e-6))`` in ``step``, if that is not
-        skipped. A 2-norm takes one reading of the gradients, and ``step`` divides them by the
-        scale in the same multiplication; for other norms they are unscaled here. Until then
-        gradients stay as they are: to see or change them, call ``unscale_`` first. A second call
-        clips what the first has left; the framework's own clipping does not know of it. Those of
-        a skipped step are not clipped, and may not be unscaled. With a closure, call it in the
-        closure.
+        ``step`` multiplies them by ``min(1, max_norm / (norm + 1e-6))``, unless it is skipped.
+        A 2-norm takes one reading of the gradients, and ``step`` divides them by the scale in the
+        same multiplication; other norms unscale them here. Until ``step``, gradients stay as they
+        are: to see or change them, call ``unscale_`` first. A second call clips what the first
+        has left; the framework's own clipping does not see it. The gradients of a skipped step
+        are not clipped, and may still be scaled. With a closure, call it in the closure.
 
         Args:
             optimizer: the optimizer that owns the gradients.
@@ -264,7 +258,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
         Raises:
             RuntimeError: ``step`` was called before in this iteration; no loss was scaled yet; or
-                the norm is non-finite and that was to be an error.
+                the norm is not finite and ``error_if_nonfinite`` is True.
             ValueError: ``max_norm`` is negative or NaN; or as ``unscale_`` does.
         """
         if not float(max_norm) >= 0:
@@ -348,6 +342,20 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         record.stage = Stage.MEASURED
         return norm
 
+    def _step_or_skip(
+        self,
+        optimizer: Optimizer,
+        record: OptimizerRecord,
+        state: ScaleState,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Step without a closure, and record what happened."""
+        record = self._unscaled(record)
+        result = self._step_if_finite(optimizer, record, args, kwargs)
+        self._conclude(optimizer, record)
+        return result
+
     def _step_if_finite(
         self,
         optimizer: Optimizer,
@@ -360,21 +368,6 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             self._apply_pending(record)
             return optimizer.step(*args, **kwargs)
         return None
-
-    def _unscales_by_itself(self, optimizer: Optimizer) -> bool:
-        """Whether ``_step_on_device`` is the way to step this optimizer."""
-        return False
-
-    def _step_on_device(
-        self,
-        optimizer: Optimizer,
-        record: OptimizerRecord,
-        state: ScaleState,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Step an optimizer that unscales and skips by itself."""
-        raise NotImplementedError
 
     def _conclude(
         self, optimizer: Optimizer, record: OptimizerRecord, reason: Reason | None = None
@@ -425,12 +418,12 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     # Shared steps.
 
     def _start_records(self) -> None:
-        """Know of no step, and tell nobody."""
+        """Start without steps and without observers."""
         self._outcomes = Outcomes()
         self._history: deque[StepOutcome] = deque(maxlen=HISTORY_LENGTH)
         self._observers: list[Observer] = []
         self._closures = Closures()
-        self._awaiting: list[OptimizerRecord] = []  # those that another loss puts out of date
+        self._awaiting: list[OptimizerRecord] = []  # those that another loss outdates
 
     def _host_state(self) -> ScaleState:
         """The state in host scalars; waits for the device."""
@@ -442,7 +435,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if record.stage is Stage.INTERRUPTED and self._operations.are_new(
             self._operations.current_gradients(optimizer), record.stale or []
         ):
-            record = self._record_type()  # they come from another loss alone
+            record = self._record_type()  # all come from another loss
         record.optimizer = optimizer
         return record
 
@@ -519,9 +512,9 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         return result
 
     def _note_interrupt(self, record: OptimizerRecord, error: BaseException) -> None:
-        """Remember gradients that may be unscaled in part.
+        """Remember that only some gradients may be unscaled.
 
-        An adapter refuses gradients before it changes one, by an error of these types.
+        An adapter that refuses gradients raises one of these types before it changes any.
         """
         if not isinstance(error, (ValueError, NotImplementedError, AttributeError)):
             record.stage = Stage.INTERRUPTED
@@ -529,14 +522,14 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             self._records[id(record.optimizer)] = record
 
     def _note_raised(self, optimizer: Optimizer) -> None:
-        """Let a call that raised be repeated, as long as no other loss is scaled."""
+        """Allow a call that raised to be repeated, until another loss is scaled."""
         record = self._records.get(id(optimizer))
         if record is not None and record.stage in _KNOWN:
             record.has_raised = True
             self._awaiting.append(record)
 
-    def _tell_of_another_loss(self) -> None:
-        """What is known of gradients is not true of those of another loss."""
+    def _note_another_loss(self) -> None:
+        """Mark what is known of gradients as outdated: another loss may change them."""
         for record in self._awaiting:
             record.is_outdated = True
             if record.has_raised and record.stage in _KNOWN:
@@ -578,7 +571,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         return record
 
     def _apply_pending(self, record: OptimizerRecord) -> None:
-        """Multiply the gradients by what they still have to be multiplied by."""
+        """Multiply the gradients by what is pending: 1/scale, the clip coefficient, or both."""
         factor = record.pending()
         if factor is None:
             return

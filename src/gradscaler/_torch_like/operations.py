@@ -187,7 +187,7 @@ class TorchLikeOperations:
         )
 
     def found_inf_for(self, optimizer: Optimizer, found_inf: FoundInf, device: Device) -> Any:
-        """The flag to hand to an optimizer that skips by itself; None if it will not miss it.
+        """The flag to hand to an optimizer that skips by itself; None if it does not need it.
 
         The framework's own subtract an unset flag from each parameter's count of steps.
         """

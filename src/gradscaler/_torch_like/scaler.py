@@ -309,13 +309,10 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
     ) -> Any:
         found_inf = record.found_inf or {}
         if record.clip_coefficient is not None and not self._operations.any_set(found_inf):
-            self._apply_pending(record)  # here, for subclasses replace _maybe_opt_step
+            self._apply_pending(record)  # here, because subclasses replace _maybe_opt_step
         return self._maybe_opt_step(optimizer, record, *args, **kwargs)
 
-    def _unscales_by_itself(self, optimizer: Optimizer) -> bool:
-        return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-    def _step_on_device(
+    def _step_or_skip(
         self,
         optimizer: Optimizer,
         record: OptimizerRecord,
@@ -323,6 +320,8 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return super()._step_or_skip(optimizer, record, state, args, kwargs)
         if takes_grad_scaler(optimizer.step):
             warnings.warn(
                 "an optimizer whose step() takes grad_scaler= is handed the scaler for now; let it "

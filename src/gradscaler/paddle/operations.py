@@ -25,7 +25,7 @@ from gradscaler.policies import Policy, ScaleState
 
 Tensor = Any
 
-_C_ops: Any = paddle._C_ops  # where Paddle's own scaler has its kernel from; not all typed
+_C_ops: Any = paddle._C_ops  # where Paddle's own scaler finds its kernel; not all typed
 _eager: Any = core.eager
 
 _HALF = (paddle.float16, paddle.bfloat16)
@@ -79,7 +79,7 @@ def gradients(optimizer: Any) -> list[list[Tensor]]:
         NotImplementedError: a gradient is sparse.
     """
     parameters = parameters_of(optimizer)
-    # Done in C++, for asking a tensor for its dtype is slow; but that knows three dtypes alone.
+    # C++ groups them, because asking a tensor for its dtype is slow; it knows only three dtypes.
     by_dtype: list[list[Tensor]] = list(filter(None, _eager.get_grads_lists(parameters)))
     if sum(map(len, by_dtype)) < len(parameters):
         grads = [grad for p in parameters if (grad := p._grad_ivar()) is not None]
@@ -157,7 +157,7 @@ def measure(
 
 def _multiply_(grads: list[Tensor], factor: float) -> None:
     """Multiply gradients of one dtype, halves in float32: a half may not even hold the factor."""
-    # The bias is -0.0, for adding 0.0 would make a 0.0 of -0.0.
+    # The bias is -0.0: adding 0.0 would turn -0.0 into 0.0.
     if grads[0].dtype in _HALF:
         for grad in grads:
             product = _C_ops.scale(grad.astype("float32"), factor, -0.0, True)

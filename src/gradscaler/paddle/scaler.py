@@ -128,7 +128,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             The scaled tensor, or ``var`` itself when scaling is disabled.
 
         Raises:
-            TypeError: ``var`` is no tensor.
+            TypeError: ``var`` is not a tensor.
         """
         if not operations.is_tensor(var):
             raise TypeError(f"var must be a paddle.Tensor, got {type(var).__name__}")
