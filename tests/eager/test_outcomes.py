@@ -59,6 +59,16 @@ def test_asked_late_an_outcome_is_still_that_of_its_own_step(step, place, finite
     assert [outcome.applied for outcome in outcomes] == [True, False, False, True]
 
 
+def test_an_outcome_keeps_the_scale_that_was_used_when_another_is_set(
+    optimizer, scaler, parameters, finite, place
+):
+    library.backward(scaler, parameters, finite)
+    scaler.step(optimizer)
+    outcome = scaler.last_step(optimizer)
+    library.set_scale(scaler, 8.0)
+    assert (outcome.scale, library.scale_of(scaler)) == (1024.0, 8.0)
+
+
 def test_without_gradients_the_step_is_passed_by(scaler, optimizer):
     before = library.stepped(optimizer)
     optimizer.step = lambda: pytest.fail("the optimizer's step was called")
