@@ -227,7 +227,7 @@ def test_an_observer_is_told_of_each_call_while_the_gradients_are_there(
     unscaling = ("unscaling", optimizer, 1024.0, [[1024.0]] * 2)
     calls = [unscaling, ("stepping", optimizer, *stepping)]
     if library.name == "paddle":
-        recorder.told.remove(unscaling)  # it tells of it twice
+        recorder.told.remove(unscaling)  # Paddle announces it twice
     assert recorder.told == [
         ("scaled", loss, []),
         *(calls if unscale else reversed(calls)),

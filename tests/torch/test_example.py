@@ -86,7 +86,7 @@ def kill_again_and_again(folder):
 
 
 def written(path):
-    """When a file was last written to; None if there is none."""
+    """When a file was last written to; None if it does not exist."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
