@@ -9,11 +9,12 @@ import paddle
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from libraries import library
+from libraries.traces import SHAPES, Turn, loss, turns
 from paddle.utils import unique_name
 
 from gradscaler.paddle import GradScaler
 
-SHAPES = [[2, 3], [4], []]
 KINDS = {
     "SGD": partial(paddle.optimizer.SGD, 0.1, weight_decay=0.01),
     "Momentum": partial(paddle.optimizer.Momentum, 0.1, use_nesterov=True),
@@ -44,15 +45,7 @@ SCHEDULES = {
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What one optimizer goes through in one iteration."""
-
-    seed: int
-    overflow: float | None  # what is put into a gradient
-    where: int  # into which parameter's
-    left_out: int | None  # the parameter without a gradient
-    passes: int  # backward passes
-    unscale: bool
+class PaddleTurn(Turn):
     minimize: bool
     set_to_zero: bool  # how gradients are cleared before
 
@@ -67,17 +60,7 @@ RULES = st.fixed_dictionaries(
         "use_dynamic_loss_scaling": st.sampled_from([True, True, False]),
     }
 )
-TURNS = st.builds(
-    Turn,
-    seed=st.integers(0, 2**16),
-    overflow=st.sampled_from([None, None, None, math.inf, -math.inf, math.nan]),
-    where=st.integers(0, len(SHAPES) - 1),
-    left_out=st.sampled_from([None, None, *range(len(SHAPES))]),
-    passes=st.integers(1, 2),
-    unscale=st.booleans(),
-    minimize=st.booleans(),
-    set_to_zero=st.booleans(),
-)
+TURNS = turns(PaddleTurn, minimize=st.booleans(), set_to_zero=st.booleans())
 COMPLETE_TURNS = TURNS.map(lambda turn: replace(turn, left_out=None))
 on_the_stand_in = settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -87,9 +70,9 @@ on_the_stand_in = settings(
 class Side:
     """One of the two scalers, with parameters and an optimizer of its own."""
 
-    def __init__(self, scaler, kind, make, groups=False):
+    def __init__(self, scaler, kind, groups=False):
         self.scaler = scaler
-        self.parameters = make(*SHAPES)
+        self.parameters = library.parameters(*SHAPES)
         self.groups = groups
         with unique_name.guard():  # the optimizer's state goes by names
             first, *rest = self.parameters
@@ -105,7 +88,7 @@ class Side:
     def iterate(self, turn):
         self.optimizer.clear_grad(turn.set_to_zero)
         for part in range(turn.passes):
-            scaled = self.scaler.scale(self.loss(turn, part))
+            scaled = self.scaler.scale(loss(self.parameters, turn, part))
             scaled.backward()
         if turn.unscale:
             self.scaler.unscale_(self.optimizer)
@@ -113,20 +96,6 @@ class Side:
             return self.minimize(scaled)
         self.step()
         return self.scaler.update()
-
-    def loss(self, turn, part):
-        """A loss with random gradients, into one of which the first part puts what it is told."""
-        random = np.random.default_rng(turn.seed + part)
-        total = paddle.zeros([])
-        for i, parameter in enumerate(self.parameters):
-            gradient = random.standard_normal(parameter.shape).astype(np.float32)
-            if i == turn.where and part == 0 and turn.overflow is not None:
-                gradient.reshape(-1)[-1:] = turn.overflow
-                if not parameter.shape:
-                    gradient = np.float32(turn.overflow)
-            if i != turn.left_out:
-                total = total + (parameter * paddle.to_tensor(gradient)).sum()
-        return total / turn.passes
 
     def step(self):
         self.scaler.step(self.optimizer)
@@ -139,9 +108,13 @@ class Side:
         """A gradient; nothing after a skip, for what Paddle leaves there is the kernel's affair."""
         return None if self.scaler._cache_found_inf else gradient
 
-    def everything(self, exact):
+    def tensors(self):
+        """The optimizer's state, none of which is of LBFGS."""
+        return {k: item for k, item in library.state(self.optimizer).items() if k != "LBFGS"}
+
+    def everything(self):
         scaler = self.scaler
-        return exact(
+        return library.exact(
             {
                 "parameters": self.parameters,
                 "gradients": [self.seen(parameter.grad) for parameter in self.parameters],
@@ -173,65 +146,55 @@ class NativeSide(Side):
         return self.undo_a_skip(super().minimize, scaled)
 
     def undo_a_skip(self, call, *args):
-        before = {key: item.clone() for key, item in tensors(self.optimizer).items()}
+        before = {key: item.clone() for key, item in self.tensors().items()}
         result = call(*args)
         if self.scaler._cache_found_inf:
-            self.made_by_a_skip |= tensors(self.optimizer).keys() - before.keys()
+            self.made_by_a_skip |= self.tensors().keys() - before.keys()
             if isinstance(self.optimizer, paddle.optimizer.Adamax):
-                for key, item in tensors(self.optimizer).items():
+                for key, item in self.tensors().items():
                     if "beta1_pow_acc" in key:
                         item.set_value(before.get(key, paddle.full(item.shape, 0.9, item.dtype)))
         return result
 
 
-def tensors(optimizer):
-    """The optimizer's state by names that do not depend on when it was made."""
-    kept = {**optimizer._accumulators, "master_weight": optimizer._master_weights}
-    return {
-        (name, parameter): item for name, items in kept.items() for parameter, item in items.items()
-    }
-
-
-def compare(ours, native, exact):
+def compare(ours, native):
     """Everything equal, and the optimizers' states but for what Paddle makes in a skip."""
-    assert ours.everything(exact) == native.everything(exact)
-    mine, theirs = tensors(ours.optimizer), tensors(native.optimizer)
+    assert ours.everything() == native.everything()
+    mine, theirs = ours.tensors(), native.tensors()
     assert theirs.keys() - mine.keys() <= native.made_by_a_skip
-    assert exact(mine) == exact({key: theirs[key] for key in mine})
+    assert library.exact(mine) == library.exact({key: theirs[key] for key in mine})
 
 
-def run(kind, rule, trace, exact, native, make, groups=False, after=lambda side: None):
-    ours = Side(GradScaler(**rule), kind, make, groups)
-    theirs = NativeSide(native(**rule), kind, make, groups)
+def run(kind, rule, trace, native, groups=False, after=lambda side: None):
+    ours = Side(GradScaler(**rule), kind, groups)
+    theirs = NativeSide(native(**rule), kind, groups)
     for turn in trace:
-        assert exact(ours.iterate(turn)) == exact(theirs.iterate(turn))
+        assert library.exact(ours.iterate(turn)) == library.exact(theirs.iterate(turn))
         for side in (ours, theirs):
             after(side)
-        compare(ours, theirs, exact)
+        compare(ours, theirs)
 
 
 @on_the_stand_in
 @given(rule=RULES, trace=st.lists(TURNS, min_size=1, max_size=8))
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "multi" not in kind])
-def test_one_optimizer_goes_as_with_paddle(kind, rule, trace, exact, native, make):
-    run(KINDS[kind], rule, trace, exact, native, make)
+def test_one_optimizer_goes_as_with_paddle(kind, rule, trace, native):
+    run(KINDS[kind], rule, trace, native)
 
 
 @on_the_stand_in
 @given(rule=RULES, trace=st.lists(COMPLETE_TURNS, min_size=1, max_size=8))
 @pytest.mark.parametrize("groups", [False, True], ids=["plain", "groups"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "multi" in kind])
-def test_a_multi_tensor_optimizer_goes_as_with_paddle(
-    kind, groups, rule, trace, exact, native, make
-):
-    run(KINDS[kind], rule, trace, exact, native, make, groups)
+def test_a_multi_tensor_optimizer_goes_as_with_paddle(kind, groups, rule, trace, native):
+    run(KINDS[kind], rule, trace, native, groups)
 
 
 @on_the_stand_in
 @given(rule=RULES, trace=st.lists(TURNS, min_size=1, max_size=6))
 @pytest.mark.parametrize("kind", ["SGD", "Momentum", "AdamW", "Adamax", "Lamb", "Rprop"])
-def test_parameter_groups_go_as_with_paddle(kind, rule, trace, exact, native, make):
-    run(KINDS[kind], rule, trace, exact, native, make, groups=True)
+def test_parameter_groups_go_as_with_paddle(kind, rule, trace, native):
+    run(KINDS[kind], rule, trace, native, groups=True)
 
 
 @on_the_stand_in
@@ -239,23 +202,23 @@ def test_parameter_groups_go_as_with_paddle(kind, rule, trace, exact, native, ma
 @pytest.mark.parametrize("groups", [False, True], ids=["plain", "groups"])
 @pytest.mark.parametrize("clip", CLIPS)
 def test_the_optimizer_s_grad_clip_sees_unscaled_gradients_as_with_paddle(
-    clip, groups, rule, trace, exact, native, make
+    clip, groups, rule, trace, native
 ):
     kind = partial(paddle.optimizer.Momentum, 0.1, grad_clip=CLIPS[clip])
-    run(kind, rule, trace, exact, native, make, groups)
+    run(kind, rule, trace, native, groups)
 
 
 @on_the_stand_in
 @given(rule=RULES, trace=st.lists(TURNS, min_size=1, max_size=6))
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_learning_rate_schedule_goes_as_with_paddle(schedule, rule, trace, exact, native, make):
+def test_a_learning_rate_schedule_goes_as_with_paddle(schedule, rule, trace, native):
     def kind(parameters):
         return paddle.optimizer.Adam(SCHEDULES[schedule](), parameters=parameters)
 
     def advance(side):
         side.optimizer._learning_rate.step()
 
-    run(kind, rule, trace, exact, native, make, after=advance)
+    run(kind, rule, trace, native, after=advance)
 
 
 @on_the_stand_in
@@ -264,18 +227,16 @@ def test_a_learning_rate_schedule_goes_as_with_paddle(schedule, rule, trace, exa
     trace=st.lists(TURNS, min_size=2, max_size=6),
     exchange=st.lists(st.booleans(), min_size=6, max_size=6),
 )
-def test_state_dicts_exchanged_on_the_way_change_nothing(
-    rule, trace, exchange, exact, native, make
-):
-    ours = Side(GradScaler(**rule), KINDS["Adam"], make)
-    theirs = NativeSide(native(**rule), KINDS["Adam"], make)
+def test_state_dicts_exchanged_on_the_way_change_nothing(rule, trace, exchange, native):
+    ours = Side(GradScaler(**rule), KINDS["Adam"])
+    theirs = NativeSide(native(**rule), KINDS["Adam"])
     for turn, exchanged in zip(trace, exchange, strict=False):
-        assert exact(ours.iterate(turn)) == exact(theirs.iterate(turn))
+        assert library.exact(ours.iterate(turn)) == library.exact(theirs.iterate(turn))
         if exchanged:
             mine, native_state = ours.scaler.state_dict(), theirs.scaler.state_dict()
             ours.scaler.load_state_dict(native_state)
             theirs.scaler.load_state_dict(mine)
-        compare(ours, theirs, exact)
+        compare(ours, theirs)
 
 
 @on_the_stand_in
@@ -297,15 +258,15 @@ def test_state_dicts_exchanged_on_the_way_change_nothing(
         max_size=6,
     ),
 )
-def test_setters_called_on_the_way_act_as_paddle_s(rule, trace, changes, exact, native, make):
-    ours = Side(GradScaler(**rule), KINDS["SGD"], make)
-    theirs = NativeSide(native(**rule), KINDS["SGD"], make)
+def test_setters_called_on_the_way_act_as_paddle_s(rule, trace, changes, native):
+    ours = Side(GradScaler(**rule), KINDS["SGD"])
+    theirs = NativeSide(native(**rule), KINDS["SGD"])
     for turn, change in zip(trace, changes, strict=False):
         for side in (ours, theirs):
             if change:
                 getattr(side.scaler, change[0])(change[1])
             side.iterate(turn)
-        compare(ours, theirs, exact)
+        compare(ours, theirs)
 
 
 # What Paddle's does that gradscaler does not.
@@ -313,7 +274,7 @@ def test_setters_called_on_the_way_act_as_paddle_s(rule, trace, changes, exact, 
 
 def finite_turn(seed=0, **options):
     options = {"overflow": None, "where": 0, "left_out": None, "passes": 1, **options}
-    return Turn(seed, unscale=False, minimize=False, set_to_zero=False, **options)
+    return PaddleTurn(seed, unscale=False, minimize=False, set_to_zero=False, **options)
 
 
 def overflow_turn(seed=0):
@@ -322,39 +283,39 @@ def overflow_turn(seed=0):
 
 @pytest.mark.parametrize("groups", [False, True], ids=["plain", "groups"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_skipped_step_leaves_the_optimizer_as_it_was(kind, groups, exact, make):
-    ours = Side(GradScaler(), KINDS[kind], make, groups)
+def test_a_skipped_step_leaves_the_optimizer_as_it_was(kind, groups):
+    ours = Side(GradScaler(), KINDS[kind], groups)
     for turn in (overflow_turn(), finite_turn(), overflow_turn()):
-        before = exact(ours.parameters), exact(ours.optimizer.state_dict())
+        before = library.exact(ours.parameters), library.exact(ours.optimizer.state_dict())
         ours.iterate(turn)
-        after = exact(ours.parameters), exact(ours.optimizer.state_dict())
+        after = library.exact(ours.parameters), library.exact(ours.optimizer.state_dict())
         assert (after == before) is ours.scaler.last_step(ours.optimizer).skipped
 
 
-def test_paddle_s_skip_makes_accumulators_and_gradscaler_s_does_not(native, make):
-    ours = Side(GradScaler(), KINDS["Adam"], make)
-    theirs = Side(native(), KINDS["Adam"], make)
+def test_paddle_s_skip_makes_accumulators_and_gradscaler_s_does_not(native):
+    ours = Side(GradScaler(), KINDS["Adam"])
+    theirs = Side(native(), KINDS["Adam"])
     for side in (ours, theirs):
         side.iterate(overflow_turn())
     assert theirs.optimizer.state_dict()
     assert ours.optimizer.state_dict() == {}
 
 
-def test_paddle_s_skip_moves_adamax_and_gradscaler_s_does_not(native, make, exact):
-    ours = Side(GradScaler(), KINDS["Adamax"], make)
-    theirs = Side(native(), KINDS["Adamax"], make)
+def test_paddle_s_skip_moves_adamax_and_gradscaler_s_does_not(native):
+    ours = Side(GradScaler(), KINDS["Adamax"])
+    theirs = Side(native(), KINDS["Adamax"])
     for side, moves in ((ours, False), (theirs, True)):
         side.iterate(finite_turn())
-        before = exact(tensors(side.optimizer))
+        before = library.exact(side.tensors())
         side.iterate(overflow_turn())
-        assert (exact(tensors(side.optimizer)) != before) is moves
+        assert (library.exact(side.tensors()) != before) is moves
 
 
-def test_lowering_the_interval_below_the_count_freezes_paddle_s_scale_alone(native, make):
+def test_lowering_the_interval_below_the_count_freezes_paddle_s_scale_alone(native):
     scales = []
     for side in (
-        Side(GradScaler(init_loss_scaling=8.0), KINDS["SGD"], make),
-        Side(native(init_loss_scaling=8.0), KINDS["SGD"], make),
+        Side(GradScaler(init_loss_scaling=8.0), KINDS["SGD"]),
+        Side(native(init_loss_scaling=8.0), KINDS["SGD"]),
     ):
         for _ in range(3):
             side.iterate(finite_turn())
@@ -364,10 +325,10 @@ def test_lowering_the_interval_below_the_count_freezes_paddle_s_scale_alone(nati
     assert scales == [16.0, 8.0]
 
 
-def test_paddle_s_scale_grows_to_inf_and_gradscaler_s_stays_finite(native, make):
+def test_paddle_s_scale_grows_to_inf_and_gradscaler_s_stays_finite(native):
     scales = []
     for kind in (GradScaler, native):
-        side = Side(kind(init_loss_scaling=2.0**127, incr_every_n_steps=1), KINDS["SGD"], make)
+        side = Side(kind(init_loss_scaling=2.0**127, incr_every_n_steps=1), KINDS["SGD"])
         for parameter in side.parameters:
             parameter.grad = paddle.zeros_like(parameter)
         side.step()
@@ -376,21 +337,21 @@ def test_paddle_s_scale_grows_to_inf_and_gradscaler_s_stays_finite(native, make)
     assert scales == [2.0**127, math.inf]
 
 
-def test_paddle_s_scale_sinks_to_zero_and_gradscaler_s_stops_at_its_floor(native, make):
+def test_paddle_s_scale_sinks_to_zero_and_gradscaler_s_stops_at_its_floor(native):
     scales = []
     for kind in (GradScaler, native):
         scaler = kind(init_loss_scaling=2.0**-125, decr_ratio=2.0**-30, decr_every_n_nan_or_inf=1)
-        side = Side(scaler, KINDS["SGD"], make)
+        side = Side(scaler, KINDS["SGD"])
         for _ in range(3):
             side.iterate(overflow_turn())
         scales.append(scaler._scale.item())
     assert scales == [2.0**-126, 0.0]
 
 
-def test_paddle_counts_an_iteration_without_gradients_and_gradscaler_does_not(native, make):
+def test_paddle_counts_an_iteration_without_gradients_and_gradscaler_does_not(native):
     counts = []
     for kind in (GradScaler, native):
-        side = Side(kind(), KINDS["SGD"], make)
+        side = Side(kind(), KINDS["SGD"])
         side.scaler.scale(paddle.ones([]))
         side.step()
         side.scaler.update()
@@ -411,8 +372,44 @@ def test_paddle_leaves_float64_gradients_scaled_and_gradscaler_does_not(native):
     assert moved == [[-1.0, -1.0], [-1024.0, -1024.0]]
 
 
-def test_the_stand_in_is_paddle_s_own_and_overflow_makes_it_print(native, make):
-    side = Side(native(init_loss_scaling=8.0), KINDS["SGD"], make)
+def unscale_two_and_step_both(scaler, gradients):
+    """Unscale both optimizers, then step both: their steps, one for each."""
+    parameters = library.parameters()
+    start = [parameter.numpy() for parameter in parameters]
+    optimizers = [library.sgd([parameter], lr=1.0) for parameter in parameters]
+    library.backward(scaler, parameters, gradients)
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    return [old - p.numpy() for old, p in zip(start, parameters, strict=True)]
+
+
+@pytest.mark.parametrize("overflow", [0, 1])
+def test_paddle_decides_both_steps_by_the_gradients_it_unscaled_last(overflow, native, finite):
+    finite[overflow] = finite[overflow] * float("inf")
+    steps = unscale_two_and_step_both(native(init_loss_scaling=1024.0), finite)
+    assert [bool(step.any()) for step in steps] == [overflow == 0] * 2
+
+
+def test_paddle_forgets_the_first_overflow_when_the_second_step_is_finite(native, finite):
+    parameters, scaler = library.parameters(), native(init_loss_scaling=1024.0)
+    library.backward(scaler, parameters, [finite[0] * float("inf"), finite[1]])
+    for parameter in parameters:
+        scaler.step(library.sgd([parameter]))
+    scaler.update()
+    assert library.scale_of(scaler) == 1024.0
+
+
+def test_paddle_with_a_fixed_scale_divides_the_second_optimizer_s_gradients_twice(native, finite):
+    scaler = native(init_loss_scaling=1024.0, use_dynamic_loss_scaling=False)
+    steps = unscale_two_and_step_both(scaler, finite)
+    np.testing.assert_allclose(steps[1], finite[1] / 1024.0, atol=1e-6)
+
+
+def test_the_stand_in_is_paddle_s_own_and_overflow_makes_it_print(native):
+    side = Side(native(init_loss_scaling=8.0), KINDS["SGD"])
     side.iterate(overflow_turn())
     assert type(side.scaler) is paddle.amp.GradScaler
     assert "Found inf or nan, current scale is: 8.0" in native.printed.getvalue()

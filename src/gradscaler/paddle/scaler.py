@@ -154,7 +154,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         if not record.is_scaled:
             record.stage = after
             return
-        if self._observers:
+        if "_unscale" in vars(self):  # a wrapper's own, which announces nothing
             self._announce_unscale(optimizer, self._host_state())
         self._unscale(optimizer)
         record = self._records.get(id(optimizer))
@@ -242,7 +242,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         bounds = self._policy.min_scale, self._policy.max_scale
         scale = checks.loss_scale("new_init_loss_scaling", new_init_loss_scaling, *bounds)
         self._init_loss_scaling = scale
-        self._set_state(self._host_state()._replace(scale=np.float32(scale)))
+        self._replace_scale(scale)
 
     def get_incr_ratio(self) -> float:
         """What growth multiplies the scale by."""
@@ -314,6 +314,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         self._use_dynamic_loss_scaling = dynamic
         self._init_loss_scaling = float(state.scale)
         self._set_state(state)
+        self._closures.backed_off = None
 
     def __getstate__(self) -> dict[str, Any]:
         tensors = dict.fromkeys((*_FLAGS, "_found_inf"))
@@ -341,7 +342,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     @_scale.setter
     def _scale(self, scale: Tensor) -> None:
-        self._set_state(self._host_state()._replace(scale=np.float32(scale.item())))
+        self._replace_scale(scale.item())
 
     @property
     def _incr_count(self) -> int:
@@ -452,6 +453,10 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         self._found_inf = paddle.zeros([1], dtype="bool")
 
     # Shared.
+
+    def _replace_scale(self, scale: float) -> None:
+        self._set_state(self._host_state()._replace(scale=np.float32(scale)))
+        self._closures.backed_off = None
 
     def _set_state(self, state: ScaleState) -> None:
         self._initial_state = self._state = state
