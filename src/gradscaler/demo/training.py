@@ -116,19 +116,10 @@ def train(
     photographs: Photographs,
     seed: int,
     steps: int,
-    advance: Callable[[float], None],
+    advance: Callable[..., None],
     record: Path | None = None,
 ) -> Run:
-    """Train an autoencoder for a number of steps.
-
-    Args:
-        mode: one of ``MODES``.
-        photographs: the patches to train and to test on.
-        seed: the seed of the weights and the batches.
-        steps: the number of steps.
-        advance: called after each step with its loss.
-        record: the file that a monitor writes; None for no monitor.
-    """
+    """Train an autoencoder, ``advance(loss=)`` after each step; a monitor writes ``record``."""
     device = photographs.patches.device
     network = make_network(seed).to(device)
     optimizer = torch.optim.Adam(network.parameters(), lr=LEARNING_RATE)
@@ -168,7 +159,7 @@ def train(
                 run.scales.append(outcome.scale)
             if outcome.applied:
                 scheduler.step()
-            advance(run.losses[-1])
+            advance(loss=run.losses[-1])
     true = photographs.held_out
     with torch.no_grad():
         restored = restore(true, mode != MODES[0])
