@@ -19,8 +19,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Links are followed. The new file keeps the mode and the owner of the one that it replaces.
 
     Raises:
-        OSError: the file cannot be written there, what is there is not a file or is read-only,
-            or its owner cannot be kept.
+        OSError: ``path`` cannot be written, is not a file or is read-only, or the file's owner
+            cannot be kept.
     """
     old = _old_file(path)
     target = path.resolve()

@@ -87,9 +87,6 @@ def _draw_scale(axes: Axes, runs: list[Run]) -> None:
 def _draw_exponents(axes: Axes, run: Run, scale: float) -> None:
     left = -50.0  # below it, hardly any
     bins = [float(edge) for edge in np.arange(left, LARGEST + 5)]
-    axes.axvspan(left, SMALLEST, color="#F3D9CC", linewidth=0)
-    axes.axvspan(SMALLEST, SMALLEST_NORMAL, color="#F4EFD3", linewidth=0)
-    axes.axvspan(SMALLEST_NORMAL, LARGEST, color="#E4EFE4", linewidth=0)
     weights = np.full(run.exponents.shape, 100 / max(1, run.exponents.size))
     shown = (
         (run.exponents, RED, "as they are"),
@@ -101,13 +98,14 @@ def _draw_exponents(axes: Axes, run: Run, scale: float) -> None:
     top = axes.get_ylim()[1] * 1.42
     axes.set_ylim(0, top)
     axes.set_xlim(left, LARGEST + 5)
-    for middle, text in (
-        ((left + SMALLEST) / 2, "flushed to zero"),
-        ((SMALLEST + SMALLEST_NORMAL) / 2, "sub-\nnormal"),
-        ((SMALLEST_NORMAL + LARGEST) / 2, "fp16 normal numbers"),
-        (LARGEST + 2.5, "inf"),
+    for low, high, colour, text in (
+        (left, SMALLEST, "#F3D9CC", "flushed to zero"),
+        (SMALLEST, SMALLEST_NORMAL, "#F4EFD3", "sub-\nnormal"),
+        (SMALLEST_NORMAL, LARGEST, "#E4EFE4", "fp16 normal numbers"),
+        (LARGEST, LARGEST + 5, "white", "inf"),
     ):
-        axes.text(middle, 0.98 * top, text, ha="center", va="top", fontsize=7.5)
+        axes.axvspan(low, high, color=colour, linewidth=0, zorder=0)
+        axes.text((low + high) / 2, 0.98 * top, text, ha="center", va="top", fontsize=7.5)
     bold: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": 8, "fontweight": "bold"}
     for exponents, colour, text in shown:
         axes.text(float(np.median(exponents)), 0.84 * top, text, color=colour, **bold)

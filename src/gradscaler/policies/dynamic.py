@@ -40,14 +40,14 @@ class DynamicScale(Presets):
         growth_interval: finite steps in a row before the scale grows.
         hysteresis: the scale backs off at this non-finite step, and tolerates those before it.
         hysteresis_reset: what makes ``b`` start from 0 again. ``"finite_step"``: a finite step,
-            and the backoff itself (Paddle). ``"finite_step_only"``: a finite step; until one
-            comes, each further non-finite step backs off (Apex). ``"growth"``: growth alone, so
+            and the backoff itself (Paddle). ``"finite_step_only"``: a finite step; until then,
+            each further non-finite step backs off (Apex). ``"growth"``: growth alone, so
             non-finite steps count however far apart they are (Megatron).
         min_scale: the floor. The default is the smallest normal float32: 1/scale stays finite.
         max_scale: the ceiling. Growth past it is left out, so that a power of two stays one.
 
     Raises:
-        TypeError: a parameter is not the kind of number it should be (a bool never is).
+        TypeError: a parameter is not the kind of number it should be; a bool is not a number.
         ValueError: a parameter is out of range; the message names it and its value.
 
     The rule is that of Micikevicius et al., "Mixed Precision Training" (2018), section 3.2, with
@@ -63,7 +63,7 @@ class DynamicScale(Presets):
     8.0 0
     """
 
-    _constants: ClassVar[Constants]  # not a field, and not of the class: set for each policy
+    _constants: ClassVar[Constants]  # not a field; each policy has its own
 
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
