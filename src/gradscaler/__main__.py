@@ -170,18 +170,16 @@ def _failed(place: Path, error: Exception) -> _FailedError:
 
 
 def _say(text: str) -> None:
-    """Print a line on stderr, if stderr can be written."""
-    if sys.stderr is not None:
-        with suppress(OSError):
-            print(_one_line(text), file=sys.stderr)
+    """Print a text on stderr as one printable line, if stderr can be written.
 
-
-def _one_line(text: str) -> str:
-    """The text as one printable line, without its middle if it is long."""
+    A long text loses its middle.
+    """
     if len(text) > 600:
         text = f"{text[:300]} ... {text[-300:]}"
-    shown = (letter if letter.isprintable() else " " for letter in text)
-    return " ".join("".join(shown).split())
+    shown = "".join(letter if letter.isprintable() else " " for letter in text)
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(" ".join(shown.split()), file=sys.stderr)
 
 
 def _whole_number(text: str, limits: str, least: int, most: float = math.inf) -> int:
