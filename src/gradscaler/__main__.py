@@ -19,14 +19,7 @@ from gradscaler.diagnose import read_run
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Exit status: 0, 1 for a failure, 2 for a wrong call, 130 for Ctrl-C."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gradscaler", description="Loss scaling for mixed-precision training."
-    )
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_demo, _add_convert, _add_report, _add_explain):
-        add(commands)
-    parsed = parser.parse_args(arguments)
+    parsed = _parser().parse_args(arguments)
     try:
         parsed.run(parsed)
     except KeyboardInterrupt:
@@ -41,7 +34,13 @@ class _FailedError(Exception):
     """A command failed; the message says why."""
 
 
-def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m gradscaler", description="Loss scaling for mixed-precision training."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
     demo = commands.add_parser(
         "demo",
         help="train one network in fp32, in fp16, and in fp16 with loss scaling",
@@ -50,15 +49,12 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "that with other seeds. Print a table, draw a picture of what happened, and write a report "
         "on the first run with gradscaler.",
     )
-    demo.add_argument(
-        "--seed", type=_seed, default=0, help="the first seed, of weights and batches (%(default)s)"
-    )
-    demo.add_argument(
-        "--seeds", type=_positive, default=2, help="how many seeds to train with (%(default)s)"
-    )
-    demo.add_argument(
-        "--steps", type=_positive, default=250, help="training steps of each run (%(default)s)"
-    )
+    for option, number, default, text in (
+        ("--seed", _seed, 0, "the first seed, of weights and batches"),
+        ("--seeds", _positive, 2, "how many seeds to train with"),
+        ("--steps", _positive, 250, "training steps of each run"),
+    ):
+        demo.add_argument(option, type=number, default=default, help=f"{text} (%(default)s)")
     threads = "repeat everything with each of these numbers of threads, up to 256 (1)"
     demo.add_argument(
         "--threads", type=_threads, nargs="+", default=(1,), metavar="N", help=threads
@@ -68,7 +64,43 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo.add_argument(
         "--device", choices=("cpu", "cuda"), help="the default is cuda if it is there"
     )
-    demo.set_defaults(run=lambda parsed: _demo(demo, parsed))
+    demo.set_defaults(run=partial(_demo, demo))
+
+    convert = commands.add_parser(
+        "convert",
+        help="turn the state dict of one framework's scaler into another's",
+        description="Read a loss scale's state dict from a file: JSON, or what torch or Paddle "
+        "saved. Write it in another format: as JSON (.json), as torch does (.pt, .pth) or as "
+        "Paddle does (.pdparams). No code in the file is run.",
+    )
+    convert.add_argument("source", type=Path, metavar="IN", help="the file to read")
+    convert.add_argument("target", type=Path, metavar="OUT", help="the file to write")
+    convert.add_argument("--to", required=True, choices=checkpoint.FORMATS, help="the format")
+    convert.add_argument(
+        "--lossy", action="store_true", help="leave out what the format has no place for"
+    )
+    convert.set_defaults(run=_convert)
+
+    report = commands.add_parser(
+        "report",
+        help="draw what a run was like, and say what is wrong with it",
+        description="Read the file that a gradscaler.diagnose.Monitor wrote. Write a page that "
+        "needs nothing else (.html), or a picture (.png): a verdict in two sentences, the loss "
+        "scale and the gradients over time, and the gradients against their format's range.",
+    )
+    report.add_argument("source", type=Path, metavar="RUN", help="the file to read")
+    report.add_argument("-o", "--output", type=Path, required=True, help="the file to write")
+    report.set_defaults(run=_report)
+
+    explain = commands.add_parser(
+        "explain",
+        help="print what a run was like, and what is wrong with it",
+        description="Read the file that a gradscaler.diagnose.Monitor wrote, and print what the "
+        "report shows.",
+    )
+    explain.add_argument("source", type=Path, metavar="RUN", help="the file to read")
+    explain.set_defaults(run=_explain)
+    return parser
 
 
 def _demo(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
@@ -84,23 +116,6 @@ def _demo(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
     device = parsed.device or ("cuda" if torch.cuda.is_available() else "cpu")
     seeds = range(parsed.seed, parsed.seed + parsed.seeds)
     run(seeds, parsed.steps, parsed.output, device, parsed.threads)
-
-
-def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    convert = commands.add_parser(
-        "convert",
-        help="turn the state dict of one framework's scaler into another's",
-        description="Read a loss scale's state dict from a file: JSON, or what torch or Paddle "
-        "saved. Write it in another format: as JSON (.json), as torch does (.pt, .pth) or as "
-        "Paddle does (.pdparams). No code in the file is run.",
-    )
-    convert.add_argument("source", type=Path, metavar="IN", help="the file to read")
-    convert.add_argument("target", type=Path, metavar="OUT", help="the file to write")
-    convert.add_argument("--to", required=True, choices=checkpoint.FORMATS, help="the format")
-    convert.add_argument(
-        "--lossy", action="store_true", help="leave out what the format has no place for"
-    )
-    convert.set_defaults(run=_convert)
 
 
 def _convert(parsed: argparse.Namespace) -> None:
@@ -120,19 +135,6 @@ def _convert(parsed: argparse.Namespace) -> None:
         _say(f"{parsed.source}: {warning.message}")
 
 
-def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    report = commands.add_parser(
-        "report",
-        help="draw what a run was like, and say what is wrong with it",
-        description="Read the file that a gradscaler.diagnose.Monitor wrote. Write a page that "
-        "needs nothing else (.html), or a picture (.png): a verdict in two sentences, the loss "
-        "scale and the gradients over time, and the gradients against their format's range.",
-    )
-    report.add_argument("source", type=Path, metavar="RUN", help="the file to read")
-    report.add_argument("-o", "--output", type=Path, required=True, help="the file to write")
-    report.set_defaults(run=_report)
-
-
 def _report(parsed: argparse.Namespace) -> None:
     place = parsed.source
     try:
@@ -143,17 +145,6 @@ def _report(parsed: argparse.Namespace) -> None:
         report.write(run, place)
     except (ImportError, OSError, ValueError) as error:
         raise _failed(place, error) from None
-
-
-def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    explain = commands.add_parser(
-        "explain",
-        help="print what a run was like, and what is wrong with it",
-        description="Read the file that a gradscaler.diagnose.Monitor wrote, and print what the "
-        "report shows.",
-    )
-    explain.add_argument("source", type=Path, metavar="RUN", help="the file to read")
-    explain.set_defaults(run=_explain)
 
 
 def _explain(parsed: argparse.Namespace) -> None:
@@ -179,18 +170,16 @@ def _failed(place: Path, error: Exception) -> _FailedError:
 
 
 def _say(text: str) -> None:
-    """Print a line on stderr, if stderr can be written."""
-    if sys.stderr is not None:
-        with suppress(OSError):
-            print(_one_line(text), file=sys.stderr)
+    """Print a text on stderr as one printable line, if stderr can be written.
 
-
-def _one_line(text: str) -> str:
-    """The text as one printable line, without its middle if it is long."""
+    A long text loses its middle.
+    """
     if len(text) > 600:
         text = f"{text[:300]} ... {text[-300:]}"
-    shown = (letter if letter.isprintable() else " " for letter in text)
-    return " ".join("".join(shown).split())
+    shown = "".join(letter if letter.isprintable() else " " for letter in text)
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(" ".join(shown.split()), file=sys.stderr)
 
 
 def _whole_number(text: str, limits: str, least: int, most: float = math.inf) -> int:

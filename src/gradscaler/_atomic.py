@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,21 +19,19 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Links are followed. The new file keeps the mode and the owner of the one that it replaces.
 
     Raises:
-        OSError: the file cannot be written there, what is there is not a file or is read-only,
-            or its owner cannot be kept.
+        OSError: ``path`` cannot be written, is not a file or is read-only, or the file's owner
+            cannot be kept.
     """
     old = _old_file(path)
     target = path.resolve()
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".gradscaler-")
-    temporary = Path(name)
+    temporary = target.with_name(f".gradscaler-{secrets.token_hex(8)}")
+    temporary.touch(0o666 if old is None else 0o600, exist_ok=False)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())  # some disks report only here that they are full
-        if old is None:
-            temporary.chmod(0o666 & ~_umask())
-        else:
+        if old is not None:
             _take_over(temporary, old)
         temporary.replace(target)
     finally:
@@ -62,9 +60,3 @@ def _take_over(path: Path, old: os.stat_result) -> None:
             message = "belongs to an owner or a group that a new file cannot have; delete it first"
             raise PermissionError(errno.EPERM, message) from None
     path.chmod(stat.S_IMODE(old.st_mode))  # a change of owner clears some bits
-
-
-def _umask() -> int:
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask

@@ -13,18 +13,14 @@ from typing import NamedTuple
 class Framework(NamedTuple):
     """What the rest of the project needs to know about a framework.
 
-    Attributes:
-        environment: where its tests run: ``.venv/ENVIRONMENT``, from
-            ``requirements/ENVIRONMENT.txt``. Frameworks that agree on their dependencies share one.
-        formats: the names of its checkpoint formats.
-        seed: its function that seeds all its random numbers; empty if seeds are arguments there.
-        runs: an environment variable for each run of its tests; one run without any by default.
+    Its tests run in ``.venv/ENVIRONMENT``, from ``requirements/ENVIRONMENT.txt``. Frameworks that
+    agree on their dependencies share one.
     """
 
     environment: str
-    formats: tuple[str, ...]
-    seed: str = ""
-    runs: tuple[str, ...] = ()
+    formats: tuple[str, ...]  # the names of its checkpoint formats
+    seed: str = ""  # its function that seeds all its random numbers; empty if seeds are arguments
+    runs: tuple[str, ...] = ()  # an environment variable for each run of its tests; () is one run
 
 
 KERAS_BACKENDS = ("KERAS_BACKEND=tensorflow", "KERAS_BACKEND=jax", "KERAS_BACKEND=torch")

@@ -34,8 +34,8 @@ class StepOutcome:
     """The record of one ``scaler.step(optimizer)``.
 
     A fused optimizer decides on the device whether to apply its update, so the answer may still
-    be there when ``step`` returns. The record holds on to it and reads it when first asked: a
-    property may wait for the device then, and then only.
+    be there when ``step`` returns. The record reads it when first asked. Only then may a property
+    wait for the device.
 
     >>> outcome = StepOutcome(scale=65536.0, found_inf=True)
     >>> outcome.skipped, outcome.reason

@@ -18,14 +18,10 @@ Values = Mapping[str, Any]
 
 
 class Layout(NamedTuple):
-    """One way to lay a state out in a dict.
+    """One way to lay a state out in a dict; some formats have another one for fixed scales.
 
-    Attributes:
-        format: its format; some have one layout for scales that move and one for fixed scales.
-        keys: every key of the dict.
-        read: the rule and the state in such a dict, whose values are Python numbers.
-        write: the values for a rule of one of ``rules`` and a state, in the order of ``keys``.
-        rules: the classes of rules that it can describe.
+    ``read`` takes a dict of Python numbers. ``write`` takes a rule of one of the classes ``rules``,
+    and gives the values in the order of ``keys``, which are all that the dict has.
     """
 
     format: str
@@ -35,10 +31,10 @@ class Layout(NamedTuple):
     rules: tuple[type[Rule], ...] = (DynamicScale,)
 
 
-def _state(scale: float, *counts: tuple[str, Any]) -> ScaleState:
-    """The scale and the counts, each given with its key; a count left out is 0."""
-    checked = [count_in(key, count) for key, count in counts]
-    return ScaleState(np.float32(scale), *checked, *[0] * (2 - len(checked)))
+def _state(values: Values, scale: float, finite: str, nonfinite: str = "") -> ScaleState:
+    """The scale, and the counts under these keys; a non-finite count that is not there is 0."""
+    counts = count_in(finite, values[finite]), count_in(nonfinite, values.get(nonfinite, 0))
+    return ScaleState(np.float32(scale), *counts)
 
 
 def _no_hysteresis(values: Values, key: str) -> None:
@@ -68,9 +64,7 @@ def read_torch(values: Values, policy: DynamicScale) -> tuple[Rule, ScaleState]:
     ``_nonfinite_steps`` may be missing.
     """
     scale = checks.loss_scale("scale", values["scale"])
-    nonfinite_steps = values.get("_nonfinite_steps", 0)
-    counts = ("_growth_tracker", values["_growth_tracker"]), ("_nonfinite_steps", nonfinite_steps)
-    state = _state(scale, *counts)
+    state = _state(values, scale, "_growth_tracker", "_nonfinite_steps")
     if values["growth_factor"] == values["backoff_factor"] == 1.0:
         return FixedScale(scale), state
     parameters = {key: values[key] for key in ("scale", *_RULE)}
@@ -97,7 +91,7 @@ PADDLE_KEYS = ("scale", *list(PADDLE)[1:], "incr_count", "decr_count", "use_dyna
 def read_paddle(values: Values, policy: DynamicScale) -> tuple[DynamicScale, ScaleState, bool]:
     """The rule, with the bounds of ``policy``; the state; and whether the scale moves."""
     scale = checks.loss_scale("scale", values["scale"])
-    state = _state(scale, *((key, values[key]) for key in ("incr_count", "decr_count")))
+    state = _state(values, scale, "incr_count", "decr_count")
     fields = {**PADDLE, "scale": "init_scale"}
     parameters = {key: values[key] for key in PADDLE_KEYS if key in fields}
     dynamic = _flag("use_dynamic_loss_scaling", values["use_dynamic_loss_scaling"])
@@ -129,7 +123,7 @@ def _read_keras(
 ) -> tuple[Rule, ScaleState]:
     scale, count, *parameters = keys
     _no_hysteresis(values, nonfinite)
-    state = _state(checks.loss_scale(scale, values[scale]), (count, values[count]))
+    state = _state(values, checks.loss_scale(scale, values[scale]), count)
     if keys is _KERAS and not _flag("dynamic", values.get("dynamic", True)):
         return FixedScale(float(state.scale)), state
     policy = DynamicScale.keras(*(values[key] for key in parameters))
@@ -195,7 +189,7 @@ _JMP = ("loss_scale", "counter", "period", "factor", "min_loss_scale")
 
 def _read_jmp(values: Values) -> tuple[Rule, ScaleState]:
     policy = DynamicScale.jmp(**{key: values[key] for key in _JMP if key != "counter"})
-    return policy, _state(policy.init_scale, ("counter", values["counter"]))
+    return policy, _state(values, policy.init_scale, "counter")
 
 
 def _write_jmp(policy: DynamicScale, state: ScaleState) -> tuple[Any, ...]:
@@ -208,7 +202,7 @@ _FLAX = (*_RULE, "fin_steps", "scale", "minimum_scale")
 
 def _read_flax(values: Values) -> tuple[Rule, ScaleState]:
     policy = DynamicScale.flax(**{key: values[key] for key in _FLAX if key != "fin_steps"})
-    return policy, _state(policy.init_scale, ("fin_steps", values["fin_steps"]))
+    return policy, _state(values, policy.init_scale, "fin_steps")
 
 
 def _write_flax(policy: DynamicScale, state: ScaleState) -> tuple[Any, ...]:
@@ -238,7 +232,6 @@ FORMATS = tuple(name for framework in FRAMEWORKS.values() for name in framework.
 _BOTH, _FIXED = (DynamicScale, FixedScale), (FixedScale,)
 _FIXED_MINDSPORE = partial(_read_fixed, key="scale_sense", lowest=1.0)
 _FIXED_JMP = partial(_read_fixed, key="loss_scale")
-_FIXED_TF_KERAS = ("dynamic", "initial_scale")
 _FIXED_KERAS = ("dynamic_scale", "step_counter", "dynamic", "initial_scale")
 _MINDSPORE = ("scale_sense", *_MINDSPORE_STEPS, *_MINDSPORE_RULE)
 LAYOUTS = (
@@ -248,7 +241,7 @@ LAYOUTS = (
     Layout("keras", _KERAS, _read_keras, _write_keras),
     Layout("keras", _FIXED_KERAS, _read_keras, _write_fixed_keras, _FIXED),
     Layout("tf_keras", _TF_KERAS, _read_tf_keras, _write_tf_keras),
-    Layout("tf_keras", _FIXED_TF_KERAS, _read_fixed_tf_keras, _write_fixed_tf_keras, _FIXED),
+    Layout("tf_keras", _FIXED_KERAS[2:], _read_fixed_tf_keras, _write_fixed_tf_keras, _FIXED),
     Layout("mindspore", _MINDSPORE, _read_mindspore, _write_mindspore),
     Layout("mindspore", ("scale_sense",), _FIXED_MINDSPORE, _write_fixed, _FIXED),
     Layout("jmp", _JMP, _read_jmp, _write_jmp),

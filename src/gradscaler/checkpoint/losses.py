@@ -1,4 +1,4 @@
-"""What a format has no place for, in words."""
+"""What a rule loses in a format that has no place for it, in words."""
 
 from __future__ import annotations
 
@@ -17,44 +17,34 @@ _RESETS = {
 
 
 def losses(rule: Rule, kept: Rule, to: str) -> list[str]:
-    """What a rule loses in a format.
+    """What a rule loses in the format ``to``; a reader of what is written there gets ``kept``.
 
     A value that is the default of any framework is a convention. It gives way to the default of
     the framework that the format belongs to. A state dict does not say who chose a value, so this
     holds wherever the value comes from.
-
-    Args:
-        rule: the rule to write.
-        kept: the rule that a reader of the written state dict gets.
-        to: the format.
     """
     if isinstance(rule, FixedScale) or isinstance(kept, FixedScale):
         return [] if isinstance(kept, FixedScale) else ["a scale that does not move"]
     has_floor = kept.min_scale != checks.SMALLEST_SCALE
     floor = f"a floor of {kept.min_scale!r}" if has_floor else "no floor"
-    reset = _RESETS[rule.hysteresis_reset]
-    other_reset = "resets it at a finite step and at a backoff"
-    backoff = "backs off at every overflow" if kept.hysteresis == 1 else other_reset
-    words = {  # of each parameter: its name, what belongs to it, and what the format's scaler does
-        "growth_factor": ("growth factor", "", f"has {kept.growth_factor!r}"),
-        "backoff_factor": ("backoff factor", "", f"has {kept.backoff_factor!r}"),
-        "growth_interval": ("growth interval", "", f"has {kept.growth_interval}"),
-        "hysteresis": ("hysteresis", reset, backoff),
-        "min_scale": ("floor", "", f"has {floor}"),
-        "max_scale": ("ceiling", "", "has none"),
+    backs_off = "backs off at every overflow"
+    resets = "resets it at a finite step and at a backoff"
+    words = {  # of each parameter: its name, and what the format's scaler does
+        "growth_factor": ("growth factor", f"has {kept.growth_factor!r}"),
+        "backoff_factor": ("backoff factor", f"has {kept.backoff_factor!r}"),
+        "growth_interval": ("growth interval", f"has {kept.growth_interval}"),
+        "hysteresis": ("hysteresis", backs_off if kept.hysteresis == 1 else resets),
+        "min_scale": ("floor", f"has {floor}"),
+        "max_scale": ("ceiling", "has none"),
     }
-    return [
-        f"a {noun} of {getattr(rule, name)!r}{more} ({to}'s scaler {does})"
-        for name, (noun, more, does) in words.items()
-        if _is_lost(name, rule, kept, to)
-    ]
-
-
-def _is_lost(name: str, rule: DynamicScale, kept: DynamicScale, to: str) -> bool:
-    before, after = _value(rule, name), _value(kept, name)
-    conventions = [_value(default, name) for default in _DEFAULTS.values()]
-    gives_way = before in conventions and after == _value(_DEFAULTS[to], name)
-    return before != after and not gives_way
+    lost = []
+    for name, (noun, does) in words.items():
+        before, after, own = (_value(each, name) for each in (rule, kept, _DEFAULTS[to]))
+        conventions = [_value(default, name) for default in _DEFAULTS.values()]
+        if before != after and not (before in conventions and after == own):
+            reset = _RESETS[rule.hysteresis_reset] if name == "hysteresis" else ""
+            lost.append(f"a {noun} of {getattr(rule, name)!r}{reset} ({to}'s scaler {does})")
+    return lost
 
 
 def _value(rule: DynamicScale, name: str) -> Any:

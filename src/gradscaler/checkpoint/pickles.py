@@ -1,7 +1,7 @@
-"""Reading pickles of plain numbers without unpickling them: nothing that is in one is ever called.
+"""Reading pickles of plain numbers without unpickling them: nothing in a pickle is ever called.
 
-The opcodes are interpreted here, over values that are numbers, texts, and names of what the pickle
-would call. A few of those names are known: the ones that pickles of NumPy's arrays are made of.
+The opcodes are interpreted here. The values are numbers, texts, and names of what the pickle would
+call. Only the names in pickles of NumPy's arrays are known.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (
 
 
 def _taken(stack: list[Any], count: int) -> list[Any]:
-    """So many values off the top of the stack."""
+    """The top ``count`` values, off the stack."""
     return [stack.pop() for _ in range(count)][::-1]
 
 
@@ -118,7 +118,7 @@ def _marked(stack: list[Any]) -> list[Any]:
 
 
 def _tuple(items: list[Any]) -> tuple[Any, ...]:
-    """A tuple no longer and no deeper than those around an array's bytes: it cannot double."""
+    """A tuple as short and flat as those around an array's bytes, so that it cannot double."""
     if len(items) > _LONGEST_TUPLE or any(
         type(part) is tuple for item in items if type(item) is tuple for part in item
     ):
@@ -167,9 +167,9 @@ def _call(called: Any, arguments: Any) -> Any:
     if name == "_codecs.encode":
         text, codec = arguments
         if type(text) is str and codec == "latin1":
-            return text[: _LARGEST_NUMBER + 1].encode("latin1")  # one more than fits says enough
+            return text[: _LARGEST_NUMBER + 1].encode("latin1")  # one byte too many is refused
     if name == "builtins.tuple" and type(arguments[0]) is tuple:
-        return arguments[0][-1]  # of a Paddle tensor's name and its array
+        return arguments[0][-1]  # the array after a Paddle tensor's name
     raise RefusedError(f"refused: it would call {name}")
 
 
@@ -211,7 +211,7 @@ def _item(dtype: Any, data: Any) -> Any:
 
 
 def _tensor(storage: Any) -> str:
-    """Why a tensor of torch's, whose bytes are elsewhere in the file, is refused."""
+    """Why a torch tensor is refused. Its bytes are elsewhere in the file."""
     kind = storage[1] if type(storage) is tuple and len(storage) > 1 else None
     named = f" of {kind}" if type(kind) is _Name else ""
     return f"refused: it holds a tensor{named}, not a number; save tensor.item()"

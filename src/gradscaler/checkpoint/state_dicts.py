@@ -1,4 +1,4 @@
-"""Reading a state dict: every key there, every value a Python number or flag."""
+"""Reading a state dict: every key must be there, and each value becomes a Python number."""
 
 from __future__ import annotations
 

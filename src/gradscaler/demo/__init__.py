@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -21,14 +22,10 @@ from gradscaler.diagnose import read_run, report
 def run(
     seeds: Sequence[int], steps: int, output: Path, device: str, threads: Sequence[int]
 ) -> list[Run]:
-    """Train in each mode, print the tables, write the picture and the report.
+    """Train in each mode from each seed, and all of that with each number of threads.
 
-    Args:
-        seeds: of weights and batches; there is one training for each seed and mode.
-        steps: the number of steps of each training.
-        output: the picture. The report on the first training with loss scaling goes beside it.
-        device: ``"cpu"`` or ``"cuda"``.
-        threads: repeat everything with each of these numbers of threads.
+    Print the tables, and draw the picture, ``output``. The report on the first training with loss
+    scaling goes beside it.
     """
     console = Console()
     record, page = output.with_suffix(".jsonl"), output.with_suffix(".html")
@@ -42,17 +39,15 @@ def run(
         TextColumn("loss {task.fields[loss]:.4f}"),
     )
     runs: list[Run] = []
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console) as progress, ExitStack() as finally_:
+        finally_.callback(torch.set_num_threads, torch.get_num_threads())
         total = steps * len(seeds) * len(threads)
         tasks = {mode: progress.add_task(mode, total=total, loss=float("nan")) for mode in MODES}
         for count, seed, mode in product(threads, seeds, MODES):
-
-            def advance(loss: float, mode: str = mode) -> None:
-                progress.update(tasks[mode], advance=1, loss=loss)
-
+            torch.set_num_threads(count)
+            advance = partial(progress.update, tasks[mode], advance=1)
             watched = record if len(runs) + 1 == len(MODES) else None
-            with _torch_threads(count):
-                runs.append(train(mode, photographs, seed, steps, advance, watched))
+            runs.append(train(mode, photographs, seed, steps, advance, watched))
     console.print(_summary(runs))
     if len(runs) > len(MODES):
         console.print(_every_run(runs))
@@ -68,16 +63,6 @@ def run(
     report_is = f"A report on the first run with gradscaler is in {page}, made from {record}"
     console.print(report_is, soft_wrap=True)
     return runs
-
-
-@contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _summary(runs: list[Run]) -> Table:

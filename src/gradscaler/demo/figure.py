@@ -22,12 +22,9 @@ LARGEST = 16  # fp16 ends just below 2**16
 
 
 def draw(runs: list[Run], held_out: np.ndarray, output: Path) -> None:
-    """Draw the restored patches, and three panels that explain them.
+    """Draw the held-out patches, those that each mode restores, and three panels that say why.
 
-    Args:
-        runs: for each seed one run in each mode, in the order of ``MODES``.
-        held_out: the patches before encoding and decoding.
-        output: the file to write.
+    There are ``runs`` in each mode, in the order of ``MODES``, for each seed.
     """
     figure = Figure(figsize=(11, 6.4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -74,13 +71,8 @@ def _draw_losses(axes: Axes, runs: list[Run]) -> None:
 def _draw_scale(axes: Axes, runs: list[Run]) -> None:
     for i, run in enumerate(runs):
         dot = "." if len(run.scales) == 1 else None  # a line of one point shows nothing
-        style: dict[str, Any] = {
-            "color": BLUE,
-            "linewidth": 1.6,
-            "marker": dot,
-            "alpha": 0.3 if i else 1.0,
-        }
-        axes.step(range(len(run.scales)), run.scales, where="post", **style)
+        style: dict[str, Any] = {"color": BLUE, "linewidth": 1.6, "alpha": 0.3 if i else 1.0}
+        axes.step(range(len(run.scales)), run.scales, where="post", marker=dot, **style)
     axes.set_yscale("log", base=2)
     low, high = (f(f(run.scales) for run in runs) for f in (min, max))
     axes.set_ylim(low / 4, high * 8)
@@ -95,9 +87,6 @@ def _draw_scale(axes: Axes, runs: list[Run]) -> None:
 def _draw_exponents(axes: Axes, run: Run, scale: float) -> None:
     left = -50.0  # below it, hardly any
     bins = [float(edge) for edge in np.arange(left, LARGEST + 5)]
-    axes.axvspan(left, SMALLEST, color="#F3D9CC", linewidth=0)
-    axes.axvspan(SMALLEST, SMALLEST_NORMAL, color="#F4EFD3", linewidth=0)
-    axes.axvspan(SMALLEST_NORMAL, LARGEST, color="#E4EFE4", linewidth=0)
     weights = np.full(run.exponents.shape, 100 / max(1, run.exponents.size))
     shown = (
         (run.exponents, RED, "as they are"),
@@ -109,13 +98,14 @@ def _draw_exponents(axes: Axes, run: Run, scale: float) -> None:
     top = axes.get_ylim()[1] * 1.42
     axes.set_ylim(0, top)
     axes.set_xlim(left, LARGEST + 5)
-    for middle, text in (
-        ((left + SMALLEST) / 2, "flushed to zero"),
-        ((SMALLEST + SMALLEST_NORMAL) / 2, "sub-\nnormal"),
-        ((SMALLEST_NORMAL + LARGEST) / 2, "fp16 normal numbers"),
-        (LARGEST + 2.5, "inf"),
+    for low, high, colour, text in (
+        (left, SMALLEST, "#F3D9CC", "flushed to zero"),
+        (SMALLEST, SMALLEST_NORMAL, "#F4EFD3", "sub-\nnormal"),
+        (SMALLEST_NORMAL, LARGEST, "#E4EFE4", "fp16 normal numbers"),
+        (LARGEST, LARGEST + 5, "white", "inf"),
     ):
-        axes.text(middle, 0.98 * top, text, ha="center", va="top", fontsize=7.5)
+        axes.axvspan(low, high, color=colour, linewidth=0, zorder=0)
+        axes.text((low + high) / 2, 0.98 * top, text, ha="center", va="top", fontsize=7.5)
     bold: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": 8, "fontweight": "bold"}
     for exponents, colour, text in shown:
         axes.text(float(np.median(exponents)), 0.84 * top, text, color=colour, **bold)
@@ -126,7 +116,5 @@ def _draw_exponents(axes: Axes, run: Run, scale: float) -> None:
 
 def _running_mean(values: list[float], window: int = 10) -> np.ndarray:
     """The mean of the last ``window`` values at each point."""
-    sums = np.cumsum(np.concatenate([[0.0], values]))
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(0, ends - window)
-    return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
+    ends = range(1, len(values) + 1)
+    return np.array([np.mean(values[max(0, end - window) : end]) for end in ends])

@@ -30,15 +30,10 @@ SAMPLES = 40  # by the monitor
 
 @dataclass
 class Photographs:
-    """Two photographs in patches of 4x4 pixels, a row each, colours from 0 to 1.
+    """Two photographs in patches of 4x4 pixels, a row each, in float32 from 0 to 1."""
 
-    Attributes:
-        patches: the training set, shape (N, 48), float32.
-        held_out: a square of the first photograph, row by row, shape (1600, 48), float32.
-    """
-
-    patches: torch.Tensor
-    held_out: torch.Tensor
+    patches: torch.Tensor  # the training set, shape (N, 48)
+    held_out: torch.Tensor  # a square of the first photograph, row by row, shape (1600, 48)
 
     @classmethod
     def load(cls, device: str) -> Photographs:
@@ -67,34 +62,24 @@ def picture(patches: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Run:
-    """The record of one training run.
-
-    Attributes:
-        mode: one of ``MODES``.
-        seed: the seed of the weights and the batches.
-        threads: the number of threads that PyTorch used.
-        losses: the loss of each step.
-        scales: the loss scale of each step; empty without loss scaling.
-        skipped: the number of steps that overflowed.
-        flushed: the share of weight gradients that fp16 flushed to zero, at each measurement.
-        exponents: log2 of the magnitudes of the true weight gradients, at all measurements.
-        restored: the held-out patches after encoding and decoding, in the run's own precision.
-        explained: ``1 - error / error of the mean training patch``, both errors squared and
-            summed over the held-out patches: 1 is a perfect copy, 0 is no better than that mean.
-        seconds: the time of the training, without the measurements.
-    """
+    """The record of one training run."""
 
     mode: str
-    seed: int
+    seed: int  # of the weights and the batches
     threads: int
-    losses: list[float] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)
-    skipped: int = 0
+    losses: list[float] = field(default_factory=list)  # of each step
+    scales: list[float] = field(default_factory=list)  # of each step; empty without loss scaling
+    skipped: int = 0  # steps that overflowed
+    # The share of weight gradients that fp16 flushed to zero, at each measurement.
     flushed: list[float] = field(default_factory=list)
+    # log2 of the magnitudes of the true weight gradients, at all measurements.
     exponents: np.ndarray = field(default_factory=lambda: np.empty(0))
+    # The held-out patches after encoding and decoding, in the run's own precision.
     restored: np.ndarray = field(default_factory=lambda: np.empty(0))
+    # 1 - error / error of the mean training patch, both errors squared and summed over the
+    # held-out patches: 1 is a perfect copy, 0 is no better than that mean.
     explained: float = 0.0
-    seconds: float = 0.0
+    seconds: float = 0.0  # without the measurements
 
     @property
     def flushed_share(self) -> float:
@@ -116,19 +101,10 @@ def train(
     photographs: Photographs,
     seed: int,
     steps: int,
-    advance: Callable[[float], None],
+    advance: Callable[..., None],
     record: Path | None = None,
 ) -> Run:
-    """Train an autoencoder for a number of steps.
-
-    Args:
-        mode: one of ``MODES``.
-        photographs: the patches to train and to test on.
-        seed: the seed of the weights and the batches.
-        steps: the number of steps.
-        advance: called after each step with its loss.
-        record: the file that a monitor writes; None for no monitor.
-    """
+    """Train an autoencoder, ``advance(loss=)`` after each step; a monitor writes ``record``."""
     device = photographs.patches.device
     network = make_network(seed).to(device)
     optimizer = torch.optim.Adam(network.parameters(), lr=LEARNING_RATE)
@@ -168,7 +144,7 @@ def train(
                 run.scales.append(outcome.scale)
             if outcome.applied:
                 scheduler.step()
-            advance(run.losses[-1])
+            advance(loss=run.losses[-1])
     true = photographs.held_out
     with torch.no_grad():
         restored = restore(true, mode != MODES[0])

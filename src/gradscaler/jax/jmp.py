@@ -13,7 +13,7 @@ import numpy as np
 
 from gradscaler.jax import operations, trees
 from gradscaler.policies import ScaleState, checks
-from gradscaler.policies.rule import Constants, next_state
+from gradscaler.policies.rule import Constants, next_values
 
 T = TypeVar("T")
 Array = Any
@@ -164,7 +164,7 @@ class DynamicLossScale:
             backoff_resets=True,
         )
         state = ScaleState(jnp.asarray(self.loss_scale), jnp.asarray(self.counter), 0)
-        state = next_state(constants, state, found_inf, jnp.where)
+        state = ScaleState(*next_values(constants, *state, found_inf, jnp.where))
         return trees.replaced(self, loss_scale=state.scale, counter=state.finite_steps)
 
 

@@ -15,12 +15,13 @@ SMALLEST_SCALE = 2.0**-126
 
 LARGEST_SCALE = float(np.finfo(np.float32).max)
 
-LONGEST_COUNT = 2**31 - 1  # counters are int32 in every framework
+LONGEST_COUNT = 2**31 - 1
+"""The largest int32. A counter of any framework can reach it."""
 
 
 def number(name: str, value: object) -> float:
     """``value`` as a Python float; TypeError unless it is a real number, bool excluded."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
     try:
         return float(value)
@@ -37,12 +38,13 @@ def loss_scale(
     name: str, value: object, lowest: float = SMALLEST_SCALE, highest: float = LARGEST_SCALE
 ) -> float:
     """``value`` if a float32 loss scale can hold it, ``lowest <= value <= highest``."""
-    scale = in_float32(number(name, value))
+    given = number(name, value)
+    scale = in_float32(given)
     if not math.isfinite(scale) or scale <= 0:
         raise ParameterError(f"{name} must be positive and finite in float32, got {value!r}")
     if not in_float32(lowest) <= scale <= in_float32(highest):
         raise ParameterError(f"{name} must lie between {lowest!r} and {highest!r}, got {value!r}")
-    return float(number(name, value))
+    return given
 
 
 def growth_factor(name: str, value: object) -> float:
@@ -63,15 +65,10 @@ def backoff_factor(name: str, value: object) -> float:
 
 def count(name: str, value: object, least: int = 1, most: float = math.inf) -> int:
     """``value`` if it is an integer, ``least <= value <= most``, as a Python int."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
     integer = int(value)
     if not least <= integer <= most:
         bound = f"at least {least}" if integer < least else f"at most {most}"
         raise ParameterError(f"{name} must be {bound}, got {value!r}")
     return integer
-
-
-def as_counter_limit(value: int) -> int:
-    """``value``, or the largest that an int32 counter can reach."""
-    return min(value, LONGEST_COUNT)

@@ -10,7 +10,7 @@ import numpy as np
 from gradscaler.errors import ParameterError
 from gradscaler.policies import checks
 from gradscaler.policies.presets import Presets
-from gradscaler.policies.rule import Constants, next_state
+from gradscaler.policies.rule import Constants, next_values
 from gradscaler.policies.state import Scalar, ScaleState, Where, host_where, on_host, where_for
 
 HysteresisReset = Literal["finite_step", "finite_step_only", "growth"]
@@ -40,14 +40,14 @@ class DynamicScale(Presets):
         growth_interval: finite steps in a row before the scale grows.
         hysteresis: the scale backs off at this non-finite step, and tolerates those before it.
         hysteresis_reset: what makes ``b`` start from 0 again. ``"finite_step"``: a finite step,
-            and the backoff itself (Paddle). ``"finite_step_only"``: a finite step; until one
-            comes, each further non-finite step backs off (Apex). ``"growth"``: growth alone, so
+            and the backoff itself (Paddle). ``"finite_step_only"``: a finite step; until then,
+            each further non-finite step backs off (Apex). ``"growth"``: growth alone, so
             non-finite steps count however far apart they are (Megatron).
         min_scale: the floor. The default is the smallest normal float32: 1/scale stays finite.
         max_scale: the ceiling. Growth past it is left out, so that a power of two stays one.
 
     Raises:
-        TypeError: a parameter is not the kind of number it should be (a bool never is).
+        TypeError: a parameter is not the kind of number it should be; a bool is not a number.
         ValueError: a parameter is out of range; the message names it and its value.
 
     The rule is that of Micikevicius et al., "Mixed Precision Training" (2018), section 3.2, with
@@ -63,9 +63,7 @@ class DynamicScale(Presets):
     8.0 0
     """
 
-    # Not fields: the parameters as a device computes with them, and as NumPy scalars.
-    _constants: ClassVar[Constants]
-    _host_constants: ClassVar[Constants]
+    _constants: ClassVar[Constants]  # not a field; each policy has its own
 
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
@@ -103,13 +101,12 @@ class DynamicScale(Presets):
             checks.in_float32(self.backoff_factor),
             checks.in_float32(self.min_scale),
             checks.in_float32(self.max_scale),
-            checks.as_counter_limit(self.growth_interval),
-            checks.as_counter_limit(self.hysteresis),
+            min(self.growth_interval, checks.LONGEST_COUNT),
+            min(self.hysteresis, checks.LONGEST_COUNT),
             finite_step_resets=self.hysteresis_reset != "growth",
             backoff_resets=self.hysteresis_reset == "finite_step",
         )
         object.__setattr__(self, "_constants", constants)
-        object.__setattr__(self, "_host_constants", constants.on_host())
 
     def init(self) -> ScaleState:
         """The state before the first step, in host scalars: a float32 and two ints."""
@@ -132,26 +129,16 @@ class DynamicScale(Presets):
         """
         scale, finite_steps, nonfinite_steps = state
         if where is None and on_host(scale):
-            interval = self._host_constants.growth_interval
+            scale, found_inf, where = np.float32(scale), bool(found_inf), host_where
+            interval = self._constants.growth_interval
             if not (found_inf or nonfinite_steps) and finite_steps + 1 < interval:
                 # Most steps only count. The rule takes three times as long for the same result.
-                return ScaleState(np.float32(scale), finite_steps + 1, nonfinite_steps)
-            state = ScaleState(np.float32(scale), finite_steps, nonfinite_steps)
-            if self._far_from_bounds(float(scale)):
-                return next_state(self._host_constants, state, bool(found_inf), host_where)
-            with np.errstate(over="ignore", under="ignore"):  # takes longer than the rule itself
-                return next_state(self._host_constants, state, bool(found_inf), host_where)
+                return ScaleState(scale, finite_steps + 1, nonfinite_steps)
         where = where or where_for(scale)
         if isinstance(found_inf, (bool, np.bool_)) and not on_host(scale):
             found_inf = scale == scale if found_inf else scale != scale  # as a tensor
-        if not isinstance(scale, np.ndarray):
-            return next_state(self._constants, state, found_inf, where)
+        values = scale, finite_steps, nonfinite_steps, found_inf, where
+        if not isinstance(scale, (np.ndarray, np.generic)):
+            return ScaleState(*next_values(self._constants, *values))
         with np.errstate(over="ignore", under="ignore"):
-            return next_state(self._constants, state, found_inf, where)
-
-    def _far_from_bounds(self, scale: float) -> bool:
-        """Whether no move of ``scale`` can overflow or underflow float32."""
-        return (
-            scale * self.growth_factor < checks.LARGEST_SCALE / 2
-            and scale * self.backoff_factor > checks.SMALLEST_SCALE * 2
-        )
+            return ScaleState(*next_values(self._constants.on_host(), *values))

@@ -53,7 +53,7 @@ class Presets:
         incr_every_n_steps: int = 1000,
         decr_every_n_nan_or_inf: int = 2,
     ) -> T:
-        """``paddle.amp.GradScaler`` as its reference documentation has it.
+        """``paddle.amp.GradScaler``, with the defaults of its reference documentation.
 
         Release 3.3.1 itself defaults to 2**16, 2000 and 1.
         """

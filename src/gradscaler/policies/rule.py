@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradscaler.policies.state import Scalar, ScaleState, Where
+from gradscaler.policies.state import Scalar, Where
 
 
 class Constants(NamedTuple):
@@ -31,13 +31,6 @@ class Constants(NamedTuple):
         )
 
 
-def next_state(
-    constants: Constants, state: ScaleState, found_inf: Scalar, where: Where
-) -> ScaleState:
-    """The state after one step: arithmetic, comparisons and ``where``, and no branch on a value."""
-    return ScaleState(*next_values(constants, *state, found_inf, where))
-
-
 def next_values(
     constants: Constants,
     scale: Scalar,
@@ -46,7 +39,10 @@ def next_values(
     found_inf: Scalar,
     where: Where,
 ) -> tuple[Scalar, Scalar, Scalar]:
-    """The same on plain values: MindSpore's compiler loses the dtypes in a named tuple."""
+    """The state after one step: arithmetic, comparisons and ``where``, and no branch on a value.
+
+    State and result are plain values: MindSpore's compiler loses the dtypes in a named tuple.
+    """
     finite_steps = finite_count + 1
     nonfinite_steps = nonfinite_count + 1
     zero = finite_count * 0  # of the counters' own type

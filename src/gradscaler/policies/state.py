@@ -63,7 +63,7 @@ def host_where(condition: Any, a: Any, b: Any) -> Any:
 
 
 def where_for(value: Scalar) -> Where:
-    """The ``where`` of the library that ``value``'s type comes from; its user has imported it.
+    """The ``where`` of the library that defines ``value``'s type. Nothing is imported.
 
     Raises:
         TypeError: the type's library has no ``where``.

@@ -47,7 +47,7 @@ class TorchOperations(TorchLikeOperations):
         if self.on_host(state.scale) or not _is_torch_s(policy):
             return super().advance(policy, state, found_infs)
         # The kernel grows when a count is equal to the interval, and lets the scale sink to 0.
-        growth_interval = checks.as_counter_limit(policy.growth_interval)
+        growth_interval = min(policy.growth_interval, checks.LONGEST_COUNT)
         state.finite_steps.clamp_(max=growth_interval - 1)
         torch._amp_update_scale_(
             state.scale,
