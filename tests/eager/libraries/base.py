@@ -23,6 +23,7 @@ class Library:
         GradScaler: ours.
         places: where the code runs: "host", and "accelerator" if there is code for that alone.
         fused: the values of ``fused`` that its optimizers take.
+        dtypes: of gradients that it unscales, those of float16 under the options ``with_float16``.
         optimizers: by name, what makes an optimizer of parameters.
         closure_optimizers: the same, of optimizers whose ``step`` takes a closure.
         spelling: its names of the parameters of :meth:`scaler`, which are PyTorch's. ``hysteresis``
@@ -32,9 +33,11 @@ class Library:
 
     places = ("host",)
     fused = (False,)
+    dtypes = ("float16", "bfloat16", "float32", "float64")
 
     def __init__(self, name):
         self.name = name
+        self.with_float16 = {}
         self.framework = importlib.import_module(name)
         self.GradScaler = importlib.import_module(f"gradscaler.{name}").GradScaler
 
@@ -179,3 +182,9 @@ class Library:
     def on_accelerator(self, monkeypatch):
         """Send CPU tensors through the code for accelerators, which reads nothing back."""
         raise NotImplementedError
+
+    def placed(self, **options):
+        """A scaler that has scaled a loss, so that gradients may be set by hand."""
+        scaler = self.scaler(**options)
+        scaler.scale(self.tensor([1.0]))
+        return scaler

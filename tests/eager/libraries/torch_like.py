@@ -13,6 +13,7 @@ class TorchLike(Library):
 
     def __init__(self, name):
         super().__init__(name)
+        self.with_float16 = {"allow_fp16_gradients": True}
         rule = "growth_factor", "backoff_factor", "growth_interval"
         self.spelling = {name: name for name in ("init_scale", *rule, "enabled")}
         self.state_keys = {name: name for name in ("scale", *rule)}
