@@ -188,3 +188,24 @@ class Library:
         scaler = self.scaler(**options)
         scaler.scale(self.tensor([1.0]))
         return scaler
+
+    @property
+    def other_rule(self):
+        """Parameters of :meth:`scaler`, each unlike its default."""
+        rule = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3, "hysteresis": 5}
+        rule = {name: value for name, value in rule.items() if name in self.spelling}
+        return {"init_scale": 512.0, **rule}
+
+    def train(self, scaler, trace="ooo"):
+        """One iteration a letter, "x" for one that overflows; the scale after each."""
+        (parameter,) = self.make_parameters(np.ones(2, np.float32))
+        optimizer = self.sgd([parameter], lr=1e-3)
+        scales = []
+        for letter in trace:
+            self.clear_gradients(optimizer)
+            gradient = np.full(2, np.inf if letter == "x" else 2.0**-30, np.float32)
+            self.backward(scaler, [parameter], [gradient])
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(self.scale_of(scaler))
+        return scales
