@@ -157,42 +157,6 @@ def test_an_optimizer_on_an_xpu_finds_the_flag_that_it_asks_is_dist(
 # Dtypes of gradients.
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**10, 2.0**24, 2.0**25, 2.0**38, 2.0**-10])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_power_of_two_is_divided_out_exactly(dtype, scale):
-    held = np.arange(-255, 256) * (128.0 if scale > 1 else 1 / 64)  # exact in every dtype
-    expected = float64(paddle.to_tensor(held / scale).astype(dtype))
-    assert np.count_nonzero(expected) > 200
-    each = parameter(np.zeros_like(held), dtype)
-    each.grad = paddle.to_tensor(held).astype(dtype)
-    GradScaler(init_loss_scaling=scale).unscale_(paddle.optimizer.SGD(parameters=[each]))
-    np.testing.assert_array_equal(float64(each.grad), expected)
-
-
-@pytest.mark.parametrize("scale", [1000.0, 3.0, 50000.0, 0.1])
-@pytest.mark.parametrize("dtype", HALVES)
-def test_half_gradients_are_unscaled_in_float32_and_rounded_once_as_on_a_gpu(dtype, scale):
-    held = paddle.to_tensor(np.random.default_rng(0).uniform(-200, 200, 500)).astype(dtype)
-    each = parameter(np.zeros(500), dtype)
-    each.grad = held.clone()
-    GradScaler(init_loss_scaling=scale).unscale_(paddle.optimizer.SGD(parameters=[each]))
-    reciprocal = np.float32(1.0) / np.float32(scale)
-    expected = paddle.to_tensor(held.astype("float32").numpy() * reciprocal).astype(dtype)
-    np.testing.assert_array_equal(float64(each.grad), float64(expected))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_of_a_backward_pass_are_unscaled_in_place(dtype):
-    each = parameter([1.0, 2.0], dtype)
-    optimizer = paddle.optimizer.SGD(parameters=[each])
-    scaler = GradScaler(init_loss_scaling=1024.0)
-    backward(scaler, [each], [[0.5, -2.0]])
-    gradient = each.grad
-    assert gradient.dtype == each.dtype
-    scaler.unscale_(optimizer)
-    assert float64(each.grad).tolist() == float64(gradient).tolist() == [0.5, -2.0]
-
-
 @pytest.mark.parametrize("stop_gradient", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_that_were_assigned_are_unscaled(dtype, stop_gradient):
@@ -249,19 +213,6 @@ def test_paddle_s_own_scrambles_the_gradient_of_a_transposed_weight(native):
     backward_transposed(scaler, weight)
     scaler.unscale_(paddle.optimizer.SGD(parameters=[weight]))
     assert float64(weight.grad).tolist() != ROWS
-
-
-@pytest.mark.parametrize("bad", [INF, -INF, float("nan")])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_an_overflow_is_found_in_any_dtype_among_all(dtype, bad):
-    parameters = [parameter([1.0, 2.0], each) for each in DTYPES]
-    gradients = [[0.5, bad if each == dtype else 1.0] for each in DTYPES]
-    optimizer = paddle.optimizer.SGD(1.0, parameters=parameters)
-    scaler = GradScaler(init_loss_scaling=1024.0)
-    backward(scaler, parameters, gradients)
-    scaler.step(optimizer)
-    assert scaler.last_step(optimizer).reason == "overflow"
-    assert [float64(each).tolist() for each in parameters] == [[1.0, 2.0]] * 4
 
 
 def test_a_gradient_too_large_for_fp16_once_scaled_is_an_overflow_and_then_fits():
@@ -334,17 +285,6 @@ def test_the_multi_precision_option_changes_nothing_for_float32_parameters(
     assert finals[0] == finals[1]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_an_overflow_in_one_gradient_leaves_the_others_unscaled(dtype):
-    parameters = [parameter([1.0], dtype) for _ in range(3)]
-    optimizer = paddle.optimizer.SGD(parameters=parameters)
-    scaler = GradScaler(init_loss_scaling=1024.0)
-    backward(scaler, parameters, [[0.5], [INF], [0.25]])
-    scaler.unscale_(optimizer)
-    assert [float64(each.grad).item() for each in (parameters[0], parameters[2])] == [0.5, 0.25]
-    assert not np.isfinite(float64(parameters[1].grad)).any()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_gradients_are_clipped_by_the_optimizer_after_they_are_unscaled(dtype):
     each = parameter([0.0, 0.0], dtype)
@@ -373,23 +313,7 @@ else:
 """)
 
 
-# No gradients.
-
-
-@pytest.mark.parametrize("minimize", [False, True], ids=["step", "minimize"])
-def test_an_optimizer_without_gradients_is_stepped_over(minimize, scaler, parameters, exact):
-    optimizer = paddle.optimizer.Adam(parameters=parameters)
-    before = exact([parameters, scaler.state_dict()])
-    scaled = scaler.scale(paddle.ones([]))
-    if minimize:
-        scaler.minimize(optimizer, scaled)
-    else:
-        scaler.step(optimizer)
-        scaler.update()
-    assert exact([parameters, scaler.state_dict()]) == before
-    assert optimizer.state_dict() == {}
-    outcome = scaler.last_step(optimizer)
-    assert (outcome.skipped, outcome.found_inf, outcome.reason) == (True, False, "no_gradients")
+# Gradients that are zero, or of frozen parameters.
 
 
 def test_gradients_cleared_to_zero_are_gradients(scaler, parameters, finite):
@@ -432,42 +356,3 @@ def test_what_is_left_in_a_frozen_parameter_s_gradient_counts_as_in_paddle_s(nat
         scaler.update()
         seen.append((bool(scaler._cache_found_inf), exact(parameters)))
     assert seen[0] == seen[1]
-
-
-def test_parameters_of_which_some_have_no_gradient_are_stepped(scaler, parameters, finite, exact):
-    optimizer = paddle.optimizer.SGD(0.1, parameters=parameters)
-    before = exact(parameters)
-    backward(scaler, parameters[:1], finite[:1])
-    scaler.step(optimizer)
-    assert scaler.last_step(optimizer).applied
-    assert exact(parameters)[0] != before[0]
-    assert exact(parameters)[1] == before[1]
-
-
-# Accumulation.
-
-
-def test_accumulated_passes_are_unscaled_once(make, finite, exact):
-    finals = []
-    for passes in (1, 2):  # adding halves is exact
-        parameters = make([2, 3], [4])
-        optimizer = paddle.optimizer.SGD(0.1, parameters=parameters)
-        scaler = GradScaler(init_loss_scaling=1024.0)
-        for _ in range(passes):
-            backward(scaler, parameters, [gradient / passes for gradient in finite])
-        scaler.step(optimizer)
-        scaler.update()
-        finals.append(exact(parameters))
-        assert scaler.state_dict()["incr_count"] == 1
-    assert finals[0] == finals[1]
-
-
-def test_an_overflow_in_one_of_several_passes_skips_the_step(scaler, parameters, finite, exact):
-    optimizer = paddle.optimizer.SGD(0.1, parameters=parameters)
-    before = exact(parameters)
-    overflow = [np.full_like(gradient, INF) for gradient in finite]
-    for gradients in (finite, overflow, finite):
-        backward(scaler, parameters, gradients)
-    scaler.step(optimizer)
-    assert scaler.last_step(optimizer).reason == "overflow"
-    assert exact(parameters) == before
