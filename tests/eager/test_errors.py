@@ -106,6 +106,7 @@ def test_a_bad_max_retries_of_a_call_is_named(scaler, parameters):
 
 BAD_STATES = [
     *(("scale", *bad) for bad in BAD_SCALES),
+    *(("scale", np.float32([value]), ValueError) for value in (0.0, -1.0, INF, NAN)),
     *(("scale", np.ones(size, np.float32), ValueError) for size in (0, 2)),
     *(("scale", library.tensor([8.0] * size), ValueError) for size in (0, 2)),
     *(bad for bad in BAD_RULES if bad[1] is not True),

@@ -12,30 +12,24 @@ from types import SimpleNamespace
 import numpy as np
 import paddle
 import pytest
+from libraries import library
 from paddle.base.framework import EagerParamBase
 
 from gradscaler.paddle import GradScaler
 
-DTYPES = ["float16", "bfloat16", "float32", "float64"]
 HALVES = ["float16", "bfloat16"]
 INF = float("inf")
 
 
 def parameter(values, dtype):
-    return EagerParamBase.from_tensor(paddle.to_tensor(values).astype(dtype))
+    return EagerParamBase.from_tensor(library.tensor(values, dtype))
 
 
 def backward(scaler, parameters, gradients):
     """A backward pass through float64, so that each gradient is rounded once, to its own dtype."""
-    parts = [
-        (p.astype("float64") * paddle.to_tensor(np.asarray(g, np.float64))).sum()
-        for p, g in zip(parameters, gradients, strict=True)
-    ]
+    pairs = zip(parameters, gradients, strict=True)
+    parts = [(p.double() * library.tensor(gradient, "float64")).sum() for p, gradient in pairs]
     scaler.scale(sum(parts)).backward()
-
-
-def float64(tensor):
-    return tensor.astype("float64").numpy()
 
 
 class MasterWeightSGD(paddle.optimizer.Optimizer):
@@ -158,13 +152,12 @@ def test_an_optimizer_on_an_xpu_finds_the_flag_that_it_asks_is_dist(
 
 
 @pytest.mark.parametrize("stop_gradient", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_that_were_assigned_are_unscaled(dtype, stop_gradient):
+@pytest.mark.parametrize("dtype", library.dtypes)
+def test_gradients_that_were_assigned_are_unscaled(dtype, stop_gradient, scaler):
     each = parameter([1.0, 2.0], dtype)
     each.grad = paddle.to_tensor([512.0, -2048.0], stop_gradient=stop_gradient).astype(dtype)
-    scaler = GradScaler(init_loss_scaling=1024.0)
     scaler.unscale_(paddle.optimizer.SGD(parameters=[each]))
-    assert float64(each.grad).tolist() == [0.5, -2.0]
+    assert library.numpy(each.grad).tolist() == [0.5, -2.0]
 
 
 # A weight that is used transposed has a gradient in another order in memory than in shape.
@@ -172,47 +165,43 @@ def test_gradients_that_were_assigned_are_unscaled(dtype, stop_gradient):
 ROWS = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
 
 
-def backward_transposed(scaler, weight):
-    """A backward pass whose unscaled gradient is ``ROWS``, in the memory of its transpose."""
-    loss = (weight.t().astype("float64") * paddle.to_tensor(ROWS, "float64").t()).sum()
-    scaler.scale(loss).backward()
-    assert not weight.grad.is_contiguous()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_gradient_of_a_transposed_weight_keeps_its_order(dtype):
+def transposed(scaler, dtype="float32"):
+    """An optimizer, and a weight whose true gradient is ``ROWS``, in memory its transpose."""
     weight = parameter(np.zeros([2, 3]), dtype)
-    scaler = GradScaler(init_loss_scaling=1024.0)
-    backward_transposed(scaler, weight)
-    scaler.unscale_(paddle.optimizer.SGD(parameters=[weight]))
-    assert float64(weight.grad).tolist() == ROWS
+    scaler.scale((weight.t().double() * library.tensor(ROWS, "float64").t()).sum()).backward()
+    assert not weight.grad.is_contiguous()
+    return paddle.optimizer.SGD(1.0, parameters=[weight]), weight
+
+
+@pytest.mark.parametrize("dtype", library.dtypes)
+def test_the_gradient_of_a_transposed_weight_keeps_its_order(dtype, scaler):
+    optimizer, weight = transposed(scaler, dtype)
+    scaler.unscale_(optimizer)
+    assert library.numpy(weight.grad).tolist() == ROWS
 
 
 def test_an_overflow_in_the_gradient_of_a_transposed_weight_is_found():
-    weight = parameter(np.zeros([2, 3]), "float32")
-    optimizer = paddle.optimizer.SGD(parameters=[weight])
     scaler = GradScaler(init_loss_scaling=2.0**127)
-    backward_transposed(scaler, weight)
+    optimizer, _ = transposed(scaler)
     scaler.step(optimizer)
     assert scaler.last_step(optimizer).reason == "overflow"
 
 
-def test_clipping_reaches_the_gradient_of_a_transposed_weight():
-    weight = parameter(np.zeros([2, 3]), "float32")
-    optimizer = paddle.optimizer.SGD(1.0, parameters=[weight])
-    scaler = GradScaler(init_loss_scaling=1024.0)
-    backward_transposed(scaler, weight)
+def test_clipping_reaches_the_gradient_of_a_transposed_weight(scaler):
+    optimizer, weight = transposed(scaler)
     norm = scaler.clip_grad_norm_(optimizer, 1.0).item()
     scaler.step(optimizer)
-    np.testing.assert_allclose(float64(weight), -np.array(ROWS) / norm, rtol=1e-6)
+    np.testing.assert_allclose(weight.numpy(), -np.array(ROWS) / norm, rtol=1e-6)
 
 
 def test_paddle_s_own_scrambles_the_gradient_of_a_transposed_weight(native):
-    weight = parameter(np.zeros([2, 3]), "float32")
     scaler = native(init_loss_scaling=1024.0)
-    backward_transposed(scaler, weight)
-    scaler.unscale_(paddle.optimizer.SGD(parameters=[weight]))
-    assert float64(weight.grad).tolist() != ROWS
+    optimizer, weight = transposed(scaler)
+    scaler.unscale_(optimizer)
+    assert library.numpy(weight.grad).tolist() != ROWS
+
+
+# float16 and float32 parameters.
 
 
 def test_a_gradient_too_large_for_fp16_once_scaled_is_an_overflow_and_then_fits():
@@ -227,7 +216,7 @@ def test_a_gradient_too_large_for_fp16_once_scaled_is_an_overflow_and_then_fits(
         told.append(scaler.last_step(optimizer).reason)
         optimizer.clear_grad(set_to_zero=False)
     assert told == ["overflow", "finite"]
-    assert float64(each) == [0.0]
+    assert library.numpy(each) == [0.0]
 
 
 def test_a_gradient_too_small_for_fp16_is_kept_by_the_scale():
@@ -238,9 +227,9 @@ def test_a_gradient_too_small_for_fp16_is_kept_by_the_scale():
         scaler = GradScaler(enable, init_loss_scaling=2.0**10)
         # In a float32 copy of a parameter the gradient survives; on its way to fp16 it may not.
         backward(scaler, [each], [[2.0**-30]])
-        gradient = float64(each.grad).item()
+        gradient = library.numpy(each.grad).item()
         scaler.step(optimizer)
-        moved.append((gradient, float64(optimizer._master_weights[each.name]).item()))
+        moved.append((gradient, library.numpy(optimizer._master_weights[each.name]).item()))
     assert moved[1] == (0.0, 1.0)
     assert moved[0][0] == 2.0**-20
 
@@ -264,24 +253,22 @@ def test_fp16_parameters_with_master_weights_move_as_float32_ones_and_round(grou
     (halves, optimizer), (singles, _) = finals
     for half, single in zip(halves, singles, strict=True):
         master = optimizer._master_weights[half.name]
-        np.testing.assert_allclose(float64(master), float64(single), rtol=1e-6)
-        assert float64(half).tolist() == float64(single.astype("float16")).tolist()
+        np.testing.assert_allclose(library.numpy(master), library.numpy(single), rtol=1e-6)
+        assert library.numpy(half).tolist() == library.numpy(single.astype("float16")).tolist()
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Momentum", "Adam", "AdamW"])
-def test_the_multi_precision_option_changes_nothing_for_float32_parameters(
-    kind, make, finite, exact
-):
+def test_the_multi_precision_option_changes_nothing_for_float32_parameters(kind, finite):
     finals = []
     for multi_precision in (False, True):
-        parameters = make([2, 3], [4])
+        parameters = library.parameters()
         optimizer = getattr(paddle.optimizer, kind)(
             0.1, parameters=parameters, multi_precision=multi_precision
         )
         scaler = GradScaler()
         backward(scaler, parameters, finite)
         scaler.step(optimizer)
-        finals.append(exact(parameters))
+        finals.append(library.exact(parameters))
     assert finals[0] == finals[1]
 
 
@@ -293,7 +280,7 @@ def test_gradients_are_clipped_by_the_optimizer_after_they_are_unscaled(dtype):
     scaler = GradScaler(init_loss_scaling=1024.0)
     backward(scaler, [each], [[3.0, 4.0]])
     scaler.step(optimizer)
-    np.testing.assert_allclose(float64(each), [-0.6, -0.8], rtol=1e-6)
+    np.testing.assert_allclose(library.numpy(each), [-0.6, -0.8], rtol=1e-6)
 
 
 def test_sparse_gradients_are_unscaled_or_refused_by_that_name():
@@ -324,13 +311,13 @@ def test_gradients_cleared_to_zero_are_gradients(scaler, parameters, finite):
     assert scaler.last_step(optimizer).reason == "finite"
 
 
-def test_a_frozen_parameter_is_left_alone(scaler, parameters, finite, exact):
+def test_a_frozen_parameter_is_left_alone(scaler, parameters, finite):
     parameters[1].stop_gradient = True
     optimizer = paddle.optimizer.SGD(0.1, parameters=parameters)
-    before = exact(parameters)
+    before = library.exact(parameters)
     backward(scaler, parameters, finite)
     scaler.step(optimizer)
-    after = exact(parameters)
+    after = library.exact(parameters)
     assert after[0] != before[0]
     assert after[1] == before[1]
 
@@ -344,15 +331,15 @@ def test_only_frozen_parameters_are_no_gradients(scaler, parameters):
     assert scaler.last_step(optimizer).reason == "no_gradients"
 
 
-def test_what_is_left_in_a_frozen_parameter_s_gradient_counts_as_in_paddle_s(native, make, exact):
+def test_what_is_left_in_a_frozen_parameter_s_gradient_counts_as_in_paddle_s(native):
     seen = []
     for kind in (GradScaler, native):
-        parameters = make([2], [2])
+        parameters = library.parameters([2], [2])
         optimizer = paddle.optimizer.SGD(0.1, parameters=parameters)
         scaler = kind(init_loss_scaling=8.0)
         backward(scaler, parameters, [[1.0, 1.0], [INF, 1.0]])
         parameters[1].stop_gradient = True
         scaler.step(optimizer)
         scaler.update()
-        seen.append((bool(scaler._cache_found_inf), exact(parameters)))
+        seen.append((bool(scaler._cache_found_inf), library.exact(parameters)))
     assert seen[0] == seen[1]

@@ -232,7 +232,8 @@ class Logged(GradScaler):
         super().__init__(*args, **kwargs)
 
     def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
-        self.calls.append(("unscale", inv_scale.item(), found_inf.item(), allow_fp16))
+        arguments = optimizer, inv_scale.item(), found_inf.item(), allow_fp16
+        self.calls.append(("unscale", *arguments))
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
@@ -250,7 +251,7 @@ def test_overridden_names_are_called_with_the_framework_s_arguments(parameters, 
     scaler.step(optimizer)
     assert scaler.calls == [
         ("place", "cpu"),
-        ("unscale", 2.0**-10, 0.0, False),
+        ("unscale", optimizer, 2.0**-10, 0.0, False),
         ("step", OptState.UNSCALED, (), {}),
     ]
 
@@ -258,8 +259,9 @@ def test_overridden_names_are_called_with_the_framework_s_arguments(parameters, 
 def test_a_fused_optimizer_s_check_goes_through_the_overridden_name(parameters, finite):
     scaler = Logged(init_scale=1024.0)
     library.backward(scaler, parameters, finite)
-    scaler.step(library.sgd(parameters, fused=True))
-    assert scaler.calls[1:] == [("unscale", 1.0, 0.0, True)]
+    optimizer = library.sgd(parameters, fused=True)
+    scaler.step(optimizer)
+    assert scaler.calls[1:] == [("unscale", optimizer, 1.0, 0.0, True)]
 
 
 @pytest.mark.parametrize("name", ["unscale_", "_unscale_grads_"])
