@@ -57,9 +57,8 @@ def test_gradients_are_multiplied_by_the_inverse_in_float32_and_rounded_once(dty
     held = rounded(np.random.default_rng(0).uniform(-200, 200, 500), dtype)
     (grad,) = unscaled([held], [dtype], scale)
     product = np.float32(held) * (np.float32(1.0) / np.float32(scale))
-    np.testing.assert_allclose(
-        grad, held / scale, rtol=2.0 ** (-7 if dtype[-2:] == "16" else -23), atol=1e-7
-    )
+    rounding = 2.0 ** (-7 if dtype in ("float16", "bfloat16") else -23)
+    np.testing.assert_allclose(grad, held / scale, rtol=rounding, atol=1e-7)
     if dtype != "float64":
         np.testing.assert_array_equal(grad, rounded(product, dtype))
 

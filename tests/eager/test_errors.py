@@ -10,7 +10,9 @@ from libraries import library
 from gradscaler import DynamicScale, FixedScale
 
 INF, NAN = math.inf, math.nan
-TORCH_LIKE = library.name != "paddle"
+FACTORS = "growth_factor", "backoff_factor"
+INTERVALS = "growth_interval", "hysteresis"
+STEPS = "finite_steps", "nonfinite_steps"
 BAD_SCALES = [
     *((scale, ValueError) for scale in (0.0, -1.0, INF, NAN, 1e39, 2.0**-127)),
     *((scale, TypeError) for scale in ("8", None, True)),
@@ -18,24 +20,11 @@ BAD_SCALES = [
 BAD_RULES = [
     *(("growth_factor", value, ValueError) for value in (1.0, 0.5, NAN, INF)),
     *(("backoff_factor", value, ValueError) for value in (1.0, 1.5, 0.0, -0.5, NAN)),
-    *(
-        (name, value, TypeError)
-        for name in ("growth_factor", "backoff_factor")
-        for value in ("2", None)
-    ),
-    *(
-        (name, value, error)
-        for name in ("growth_interval", "hysteresis")
-        if name in library.spelling
-        for value, error in (
-            (0, ValueError),
-            (-5, ValueError),
-            (2.5, TypeError),
-            (True, TypeError),
-            (None, TypeError),
-        )
-    ),
+    *((name, value, ValueError) for name in INTERVALS for value in (0, -5)),
+    *((name, value, TypeError) for name in FACTORS for value in ("2", None)),
+    *((name, value, TypeError) for name in INTERVALS for value in (2.5, True, None)),
 ]
+BAD_RULES = [bad for bad in BAD_RULES if bad[0] in library.spelling]
 
 
 def named(name, value=""):
@@ -110,19 +99,11 @@ BAD_STATES = [
     *(("scale", np.ones(size, np.float32), ValueError) for size in (0, 2)),
     *(("scale", library.tensor([8.0] * size), ValueError) for size in (0, 2)),
     *(bad for bad in BAD_RULES if bad[1] is not True),
-    *(
-        (count, value, error)
-        for count in ("finite_steps", "nonfinite_steps")
-        for value, error in (
-            (-1, ValueError),
-            (1.5, TypeError),
-            ("1", TypeError),
-            (None, TypeError),
-        )
-    ),
+    *((name, -1, ValueError) for name in STEPS),
+    *((name, value, TypeError) for name in STEPS for value in (1.5, "1", None)),
 ]
-if TORCH_LIKE:  # which keep counts in int32
-    BAD_STATES += [(count, 2**40, ValueError) for count in ("finite_steps", "nonfinite_steps")]
+if library.name != "paddle":  # which keeps counts in Python's integers
+    BAD_STATES += [(name, 2**40, ValueError) for name in STEPS]
     BAD_STATES += [("scale", [8.0], TypeError)]
 
 
@@ -134,10 +115,8 @@ def scaler_and_state(request):
     if request.param == "used":
         library.train(scaler, "o")
     changed = {"scale": 8.0, "growth_interval": 7, "finite_steps": 3}
-    return scaler, {
-        **scaler.state_dict(),
-        **{library.state_keys[name]: value for name, value in changed.items()},
-    }
+    state = {library.state_keys[name]: value for name, value in changed.items()}
+    return scaler, {**scaler.state_dict(), **state}
 
 
 def assert_refused(scaler, state, error, match):

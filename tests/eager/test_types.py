@@ -45,7 +45,7 @@ ALONE = {
 }
 
 
-def test_every_wrong_call_is_an_error_and_no_right_one(check_types):
+def test_wrong_calls_are_errors_and_right_ones_are_not(check_types):
     code = BASE + (TORCH_LIKE if library.name != "paddle" else "") + ALONE[library.name]
     optim = "optimizer" if library.name == "paddle" else "optim"
     check_types(code.format(name=library.name, optim=optim))

@@ -32,13 +32,13 @@ def test_parameters_have_the_names_order_and_defaults_of_the_reference_documents
     assert {p.kind for p in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
-def test_the_docstring_tells_where_paddle_s_own_defaults_differ():
+def test_the_docstring_says_where_paddle_s_own_defaults_differ():
     theirs = inspect.signature(paddle.amp.GradScaler).parameters
     differing = {n: p.default for n, p in theirs.items() if p.default != DOCUMENTED[n]}
     numbers = {"init_loss_scaling": 65536.0, "incr_every_n_steps": 2000}
     assert differing == {**numbers, "decr_every_n_nan_or_inf": 1}
-    (told,) = re.findall(r"Release 3\.3\.1 itself has (.*?)\.\n", GradScaler.__doc__, re.DOTALL)
-    assert all(name in told and str(value) in told for name, value in differing.items())
+    (stated,) = re.findall(r"Release 3\.3\.1 itself has (.*?)\.\n", GradScaler.__doc__, re.DOTALL)
+    assert all(name in stated and str(value) in stated for name, value in differing.items())
 
 
 # Private values.
@@ -250,15 +250,15 @@ def test_minimize_of_parameter_groups_is_refused_by_paddle_s_optimizer_itself(
 
 def test_the_last_step_tells_what_happened(optimizer, parameters, finite, overflowed):
     scaler = GradScaler(init_loss_scaling=1024.0, decr_every_n_nan_or_inf=1)
-    told = []
+    outcomes = []
     for gradients in (finite, overflowed, finite):
         optimizer.clear_grad()
         library.backward(scaler, parameters, gradients)
         scaler.step(optimizer)
         scaler.update()
         outcome = scaler.last_step(optimizer)
-        told.append((outcome.applied, outcome.found_inf, outcome.reason, outcome.scale))
-    assert told == [
+        outcomes.append((outcome.applied, outcome.found_inf, outcome.reason, outcome.scale))
+    assert outcomes == [
         (True, False, "finite", 1024.0),
         (False, True, "overflow", 1024.0),
         (True, False, "finite", 512.0),

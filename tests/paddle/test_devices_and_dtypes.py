@@ -208,14 +208,14 @@ def test_a_gradient_too_large_for_fp16_once_scaled_is_an_overflow_and_then_fits(
     each = parameter([1.0], "float16")
     optimizer = MasterWeightSGD(1.0, [each])
     scaler = GradScaler(init_loss_scaling=2.0**16, decr_every_n_nan_or_inf=1)
-    told = []
+    reasons = []
     for _ in range(2):
         backward(scaler, [each], [[1.0]])
         scaler.step(optimizer)
         scaler.update()
-        told.append(scaler.last_step(optimizer).reason)
+        reasons.append(scaler.last_step(optimizer).reason)
         optimizer.clear_grad(set_to_zero=False)
-    assert told == ["overflow", "finite"]
+    assert reasons == ["overflow", "finite"]
     assert library.numpy(each) == [0.0]
 
 

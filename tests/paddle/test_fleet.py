@@ -1,6 +1,6 @@
-"""What Paddle's distributed code makes of a scaler, in one process: the names it needs are there.
+"""Paddle's distributed code finds the names that it needs in a scaler; all in one process.
 
-The functions are Paddle's own. Stood in for are the other processes, and what starts them.
+The functions are Paddle's own; stand-ins replace the other processes and what starts them.
 """
 
 import operator
@@ -30,7 +30,7 @@ MODEL_PARALLEL = SimpleNamespace(get_parallel_mode=lambda: "tensor parallel")
 
 @pytest.fixture(autouse=True)
 def reduced(monkeypatch):
-    """all_reduce among processes of which none but this one overflows; what it was called with."""
+    """all_reduce where no other process overflows; the calls of it."""
     calls = []
     monkeypatch.setattr(
         paddle.distributed, "all_reduce", lambda tensor, op, group: calls.append((tensor, op))
@@ -40,7 +40,7 @@ def reduced(monkeypatch):
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """all_reduce among processes of which another one overflows."""
+    """all_reduce where another process overflows."""
     monkeypatch.setattr(paddle.distributed, "all_reduce", lambda tensor, op, group: tensor.fill_(1))
 
 
@@ -190,7 +190,7 @@ def test_processes_agree_once_a_step(way, reduced, loop, finite):
     ("before", "call"),
     [("unscale_", "unscale_"), ("step", "unscale_"), ("step", "step"), ("unscale_ step", "step")],
 )
-def test_calls_out_of_order_are_refused_as_ever(way, before, call, loop, finite):
+def test_calls_out_of_order_are_refused(way, before, call, loop, finite):
     """Paddle's replacement of _unscale does not look at the stage by itself."""
     loop.backward(finite)
     for name in before.split():
@@ -376,15 +376,15 @@ def sharded(mesh):
 def test_a_sharded_scaler_steps_skips_and_backs_off(sharded):
     layer, optimizer, loss = sharded
     scaler = dist.shard_scaler(GradScaler(init_loss_scaling=1024.0, decr_every_n_nan_or_inf=1))
-    told = []
+    steps = []
     for factor in (1.0, INF, 1.0):
         before = layer.bias.numpy()
         scaler.scale(loss(factor)).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.clear_grad()
-        told.append((scaler.last_step(optimizer).reason, (before - layer.bias.numpy()).tolist()))
-    assert told == [("finite", [4, 4]), ("overflow", [0, 0]), ("finite", [4, 4])]
+        steps.append((scaler.last_step(optimizer).reason, (before - layer.bias.numpy()).tolist()))
+    assert steps == [("finite", [4, 4]), ("overflow", [0, 0]), ("finite", [4, 4])]
     assert scaler.state_dict()["scale"] == [512.0]
 
 
