@@ -48,9 +48,9 @@ def gradients_of(optimizer):
     return library.exact([parameter.grad for parameter in library.owned(optimizer)])
 
 
-def norm(optimizer):
+def norm(optimizer, norm_type=2.0):
     grads = [parameter.grad for parameter in library.owned(optimizer)]
-    return library.framework.nn.utils.get_total_norm(grads).item()
+    return library.framework.nn.utils.get_total_norm(grads, norm_type).item()
 
 
 # Reading.
@@ -170,9 +170,10 @@ def test_a_scale_capped_after_each_update_goes_on_growing_from_the_cap(native):
             scaler._scale = library.tensor(min(scaler._scale.item(), 1024.0))
 
 
-def test_the_initial_scale_can_be_set_before_the_first_loss(scaler):
-    scaler._init_scale = 8.0
+def test_the_initial_state_can_be_set_before_the_first_loss(scaler):
+    scaler._init_scale, scaler._init_growth_tracker = 8.0, 5
     assert scaler.scale(library.tensor(1.0)).item() == 8.0
+    assert scaler._growth_tracker.item() == 5
 
 
 def test_the_growth_tracker_can_be_set(scaler):
@@ -198,6 +199,9 @@ def test_the_records_can_be_replaced_by_the_framework_s_empty_ones(
     assert stage(scaler, optimizer) is OptState.READY
     scaler.unscale_(optimizer)
     assert stage(scaler, optimizer) is OptState.UNSCALED
+    stepped = {"stage": OptState.STEPPED, "found_inf_per_device": {}}
+    scaler._per_optimizer_states = {id(optimizer): stepped}
+    assert stage(scaler, optimizer) is OptState.STEPPED
 
 
 def test_a_stage_that_is_set_counts(scaler, optimizer, parameters, finite):
@@ -299,9 +303,9 @@ def test_flags_that_an_overridden_unscaling_returns_decide(parameters, finite, o
     assert scaler.get_scale() == 512.0
 
 
-@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("norm_type", [None, 2.0, 3.0])
 def test_a_step_that_is_overridden_whole_is_taken_and_clipped(
-    clip, parameters, gradients, optimizer
+    norm_type, parameters, gradients, optimizer
 ):
     class StepsByItself(GradScaler):
         """Decides in ``_maybe_opt_step``, as the framework's does, without calling it."""
@@ -315,12 +319,12 @@ def test_a_step_that_is_overridden_whole_is_taken_and_clipped(
     before = library.exact(parameters)
     scaler = StepsByItself()
     library.backward(scaler, parameters, gradients)
-    if clip:
-        scaler.clip_grad_norm_(optimizer, 1e-3)
+    if norm_type:
+        scaler.clip_grad_norm_(optimizer, 1e-3, norm_type)
     scaler.step(optimizer)
     assert (library.exact(parameters) != before) == finite
-    if clip and finite:
-        assert norm(optimizer) == pytest.approx(1e-3, rel=1e-2)
+    if norm_type and finite:
+        assert norm(optimizer, norm_type) == pytest.approx(1e-3, rel=1e-2)
 
 
 class UnscalesByItself(GradScaler):
