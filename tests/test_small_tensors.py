@@ -18,7 +18,7 @@ MIXES = {
 
 
 @pytest.mark.parametrize("shapes", MIXES.values(), ids=MIXES)
-def test_each_tensor_is_in_one_list_and_batches_are_short(shapes):
+def test_each_tensor_is_in_one_list_and_batches_are_small(shapes):
     tensors = [np.empty(shape, np.float32) for shape in shapes]
     batches, others = batches_of_small(tensors)
     found = [tensor for batch in batches for tensor in batch] + others
@@ -41,6 +41,6 @@ def test_each_tensor_is_in_one_list_and_batches_are_short(shapes):
         ("large", set()),
     ],
 )
-def test_as_many_are_taken_together_as_may_be(name, lengths):
+def test_batches_hold_as_many_tensors_as_they_may(name, lengths):
     batches, _ = batches_of_small([np.empty(shape, np.float32) for shape in MIXES[name]])
     assert {len(batch) for batch in batches} == lengths

@@ -6,6 +6,8 @@ from libraries import library
 from libraries.base import SHAPES, normal
 
 collect_ignore = ["libraries"]  # only that of the framework that is installed can be imported
+if library.name not in ("torch", "tensorplay"):
+    collect_ignore.append("torch_like")
 
 
 @pytest.fixture

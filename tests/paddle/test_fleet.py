@@ -1,16 +1,19 @@
-"""What Paddle's distributed code makes of a scaler, in one process: the names it needs are there.
+"""Paddle's distributed code finds the names that it needs in a scaler; all in one process.
 
-The functions are Paddle's own. Stood in for are the other processes, and what starts them.
+The functions are Paddle's own; stand-ins replace the other processes and what starts them.
 """
 
+import operator
 import warnings
 from collections import defaultdict
+from functools import reduce
 from types import MethodType, SimpleNamespace
 
 import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
+from libraries import library
 from paddle.amp.grad_scaler import _refresh_optimizer_state
 from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_gradscaler import (
@@ -27,7 +30,7 @@ MODEL_PARALLEL = SimpleNamespace(get_parallel_mode=lambda: "tensor parallel")
 
 @pytest.fixture(autouse=True)
 def reduced(monkeypatch):
-    """all_reduce among processes of which none but this one overflows; what it was called with."""
+    """all_reduce where no other process overflows; the calls of it."""
     calls = []
     monkeypatch.setattr(
         paddle.distributed, "all_reduce", lambda tensor, op, group: calls.append((tensor, op))
@@ -37,7 +40,7 @@ def reduced(monkeypatch):
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """all_reduce among processes of which another one overflows."""
+    """all_reduce where another process overflows."""
     monkeypatch.setattr(paddle.distributed, "all_reduce", lambda tensor, op, group: tensor.fill_(1))
 
 
@@ -83,33 +86,44 @@ WAYS = {
 
 
 class Loop:
-    """A scaler that Paddle's code has changed, and an optimizer."""
+    """A scaler that Paddle's code may have changed, and an optimizer with a learning rate of 1."""
 
-    def __init__(self, way, scaler, make, backward, monkeypatch, groups=False):
-        change, wrap = WAYS[way]
-        self.parameters = make([2, 3], [4])
+    def __init__(self, scaler, monkeypatch=None, way=None, groups=False):
+        change, wrap = WAYS.get(way, (lambda scaler, _: scaler, lambda optimizer: optimizer))
+        self.parameters = library.parameters()
         self.start = [parameter.numpy() for parameter in self.parameters]
         given = [{"params": [each]} for each in self.parameters] if groups else self.parameters
         self.optimizer = wrap(paddle.optimizer.SGD(1.0, parameters=given))
         self.scaler = change(scaler, monkeypatch)
-        self._backward = backward
         self.main_gradients = way == "MixPrecisionScaler"
 
     def backward(self, gradients):
         for parameter in self.parameters:
             parameter.clear_gradient(False)
-        scaled = self._backward(self.scaler, self.parameters, gradients)
+        scaled = library.backward(self.scaler, self.parameters, gradients)
         if self.main_gradients:
             for parameter in self.parameters:
                 parameter.main_grad = parameter.grad
                 parameter._reset_grad_inplace_version(True)
         return scaled
 
+    def iterate(self, gradients):
+        self.backward(gradients)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def assert_moved_by(self, *steps):
+        """The parameters are what subtracting these gradients, one after another, makes of them."""
+        expected = (reduce(operator.sub, each) for each in zip(self.start, *steps, strict=True))
+        assert library.exact(self.parameters) == library.exact(
+            list(map(paddle.to_tensor, expected))
+        )
+
 
 @pytest.fixture
-def loop(way, make, backward, monkeypatch):
+def loop(way, monkeypatch):
     scaler = GradScaler(init_loss_scaling=1024.0, decr_every_n_nan_or_inf=1)
-    return Loop(way, scaler, make, backward, monkeypatch)
+    return Loop(scaler, monkeypatch, way)
 
 
 every_way = pytest.mark.parametrize("way", WAYS)
@@ -119,17 +133,16 @@ every_way = pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("groups", [False, True], ids=["plain", "groups"])
 @pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale_ and step"])
 def test_a_finite_step_is_taken_with_gradients_divided_once(
-    way, groups, unscale, make, backward, finite, exact, monkeypatch
+    way, groups, unscale, finite, monkeypatch
 ):
     scaler = GradScaler(init_loss_scaling=1024.0)
-    loop = Loop(way, scaler, make, backward, monkeypatch, groups)
+    loop = Loop(scaler, monkeypatch, way, groups)
     loop.backward(finite)
     if unscale:
         loop.scaler.unscale_(loop.optimizer)
     loop.scaler.step(loop.optimizer)
     loop.scaler.update()
-    expected = [start - gradient for start, gradient in zip(loop.start, finite, strict=True)]
-    assert exact(loop.parameters) == exact([paddle.to_tensor(each) for each in expected])
+    loop.assert_moved_by(finite)
     assert scaler.state_dict()["incr_count"] == 1
     outcome = scaler.last_step(loop.optimizer)
     assert (outcome.applied, outcome.scale) == (True, 1024.0)
@@ -137,40 +150,30 @@ def test_a_finite_step_is_taken_with_gradients_divided_once(
 
 @every_way
 @pytest.mark.parametrize("minimize", [False, True], ids=["step", "minimize"])
-def test_an_overflow_skips_and_backs_off(way, minimize, loop, overflowed, exact):
-    loaded = exact(loop.parameters)
-    scaled = loop.backward(overflowed)
+def test_an_overflow_skips_and_backs_off(way, minimize, loop, overflowed):
     if minimize:
-        loop.scaler.minimize(loop.optimizer, scaled)
+        loop.scaler.minimize(loop.optimizer, loop.backward(overflowed))
     else:
-        loop.scaler.step(loop.optimizer)
-        loop.scaler.update()
-    assert exact(loop.parameters) == loaded
+        loop.iterate(overflowed)
+    loop.assert_moved_by()
     assert loop.scaler.state_dict()["scale"] == [512.0]
     assert loop.scaler.last_step(loop.optimizer).reason == "overflow"
     assert loop.scaler._cache_found_inf is True
 
 
 @every_way
-def test_training_goes_on_after_an_overflow(way, loop, finite, overflowed, exact):
-    told = []
-    for gradients in (overflowed, finite, finite):
-        loop.backward(gradients)
-        loop.scaler.step(loop.optimizer)
-        loop.scaler.update()
-        told.append((loop.scaler.last_step(loop.optimizer).reason, loop.scaler._cache_found_inf))
-    assert told == [("overflow", True), ("finite", False), ("finite", False)]
-    expected = [start - g - g for start, g in zip(loop.start, finite, strict=True)]
-    assert exact(loop.parameters) == exact([paddle.to_tensor(each) for each in expected])
+def test_training_goes_on_after_an_overflow(way, loop, finite, overflowed):
+    for gradients, reason in ((overflowed, "overflow"), (finite, "finite"), (finite, "finite")):
+        loop.iterate(gradients)
+        assert loop.scaler.last_step(loop.optimizer).reason == reason
+        assert loop.scaler._cache_found_inf is (reason == "overflow")
+    loop.assert_moved_by(finite, finite)
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "MixPrecisionScaler"])
-def test_an_overflow_in_another_process_skips_the_step_here(way, elsewhere, loop, finite, exact):
-    before = exact(loop.parameters)
-    loop.backward(finite)
-    loop.scaler.step(loop.optimizer)
-    loop.scaler.update()
-    assert exact(loop.parameters) == before
+def test_an_overflow_in_another_process_skips_the_step_here(way, elsewhere, loop, finite):
+    loop.iterate(finite)
+    loop.assert_moved_by()
     assert loop.scaler.state_dict()["scale"] == [512.0]
 
 
@@ -187,25 +190,24 @@ def test_processes_agree_once_a_step(way, reduced, loop, finite):
     ("before", "call"),
     [("unscale_", "unscale_"), ("step", "unscale_"), ("step", "step"), ("unscale_ step", "step")],
 )
-def test_calls_out_of_order_are_refused_as_ever(way, before, call, loop, finite, stepped):
+def test_calls_out_of_order_are_refused(way, before, call, loop, finite):
     """Paddle's replacement of _unscale does not look at the stage by itself."""
     loop.backward(finite)
     for name in before.split():
         getattr(loop.scaler, name)(loop.optimizer)
-    untouched = stepped(loop.optimizer)
+    untouched = library.stepped(loop.optimizer)
     with pytest.raises(RuntimeError, match="update"):
         getattr(loop.scaler, call)(loop.optimizer)
-    assert stepped(loop.optimizer) == untouched
+    assert library.stepped(loop.optimizer) == untouched
 
 
 @every_way
-def test_clipping_then_unscaling_divides_once(way, loop, finite, exact):
+def test_clipping_then_unscaling_divides_once(way, loop, finite):
     loop.backward(finite)
     loop.scaler.clip_grad_norm_(loop.optimizer, INF)
     loop.scaler.unscale_(loop.optimizer)
     loop.scaler.step(loop.optimizer)
-    expected = [start - gradient for start, gradient in zip(loop.start, finite, strict=True)]
-    assert exact(loop.parameters) == exact([paddle.to_tensor(each) for each in expected])
+    loop.assert_moved_by(finite)
 
 
 @every_way
@@ -221,26 +223,22 @@ def test_clipping_by_the_norm_clips_what_the_optimizer_steps_by(way, loop, finit
 
 
 @every_way
-def test_disabled_gradients_are_left_as_they_are(way, make, backward, finite, monkeypatch, exact):
-    loop = Loop(way, GradScaler(enable=False), make, backward, monkeypatch)
+def test_disabled_gradients_are_left_as_they_are(way, finite, monkeypatch):
+    loop = Loop(GradScaler(enable=False), monkeypatch, way)
     loop.backward(finite)
     loop.scaler.unscale_(loop.optimizer)
     loop.scaler.step(loop.optimizer)
     loop.scaler.update()
-    expected = [start - gradient for start, gradient in zip(loop.start, finite, strict=True)]
-    assert exact(loop.parameters) == exact([paddle.to_tensor(each) for each in expected])
+    loop.assert_moved_by(finite)
 
 
 @every_way
-def test_a_fixed_scale_steps_every_iteration(way, make, backward, finite, monkeypatch, exact):
+def test_a_fixed_scale_steps_every_iteration(way, finite, monkeypatch):
     scaler = GradScaler(init_loss_scaling=1024.0, use_dynamic_loss_scaling=False)
-    loop = Loop(way, scaler, make, backward, monkeypatch)
+    loop = Loop(scaler, monkeypatch, way)
     for _ in range(2):
-        loop.backward(finite)
-        loop.scaler.step(loop.optimizer)
-        loop.scaler.update()
-    expected = [start - g - g for start, g in zip(loop.start, finite, strict=True)]
-    assert exact(loop.parameters) == exact([paddle.to_tensor(each) for each in expected])
+        loop.iterate(finite)
+    loop.assert_moved_by(finite, finite)
 
 
 # Records that come from outside.
@@ -248,56 +246,38 @@ def test_a_fixed_scale_steps_every_iteration(way, make, backward, finite, monkey
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["its own _unscale", "replaced"])
 def test_the_records_can_be_replaced_by_paddle_s_empty_ones(
-    replaced, replace_unscale, make, backward, finite, exact
+    replaced, replace_unscale, scaler, finite
 ):
-    scaler = GradScaler(init_loss_scaling=1024.0)
     if replaced:
         replace_unscale(scaler)
-    parameters = make([2, 3], [4])
-    start = [parameter.numpy() for parameter in parameters]
-    optimizer = paddle.optimizer.SGD(1.0, parameters=parameters)
+    loop = Loop(scaler)
     for _ in range(2):
         scaler._optimizer_states = defaultdict(_refresh_optimizer_state)
-        optimizer.clear_grad()
-        backward(scaler, parameters, finite)
-        scaler.step(optimizer)
-        scaler.update()
-    expected = [each - g - g for each, g in zip(start, finite, strict=True)]
-    assert exact(parameters) == exact([paddle.to_tensor(each) for each in expected])
+        loop.iterate(finite)
+    loop.assert_moved_by(finite, finite)
 
 
-def test_a_subclass_that_overrides_unscale_is_obeyed(make, backward, finite, exact):
+def test_a_subclass_that_overrides_unscale_is_obeyed(finite):
     class Halving(GradScaler):
         def _unscale(self, optimizer):
             super()._unscale(optimizer)
             for parameter in optimizer._parameter_list:
                 parameter.grad = parameter.grad * 0.5
 
-    scaler = Halving(init_loss_scaling=1024.0)
-    parameters = make([2, 3], [4])
-    start = [parameter.numpy() for parameter in parameters]
-    backward(scaler, parameters, finite)
-    scaler.step(paddle.optimizer.SGD(1.0, parameters=parameters))
-    expected = [each - 0.5 * g for each, g in zip(start, finite, strict=True)]
-    assert exact(parameters) == exact([paddle.to_tensor(each) for each in expected])
+    loop = Loop(Halving(init_loss_scaling=1024.0))
+    loop.iterate(finite)
+    loop.assert_moved_by([0.5 * gradient for gradient in finite])
 
 
-def test_unscaling_through_the_private_name_counts_as_unscaled(
-    scaler, make, backward, finite, exact
-):
-    parameters = make([2, 3], [4])
-    start = [parameter.numpy() for parameter in parameters]
-    optimizer = paddle.optimizer.SGD(1.0, parameters=parameters)
-    backward(scaler, parameters, finite)
-    scaler._unscale(optimizer)
-    scaler.step(optimizer)
-    expected = [each - g for each, g in zip(start, finite, strict=True)]
-    assert exact(parameters) == exact([paddle.to_tensor(each) for each in expected])
+def test_unscaling_through_the_private_name_counts_as_unscaled(scaler, finite):
+    loop = Loop(scaler)
+    loop.backward(finite)
+    scaler._unscale(loop.optimizer)
+    scaler.step(loop.optimizer)
+    loop.assert_moved_by(finite)
 
 
-def test_an_optimizer_that_finds_an_inf_itself_is_reported_as_skipping(
-    scaler, backward, parameters, finite
-):
+def test_an_optimizer_that_finds_an_inf_itself_is_reported_as_skipping(scaler, parameters, finite):
     """A sharded optimizer may, in a shard that only it has seen."""
 
     class Finding(paddle.optimizer.SGD):
@@ -305,7 +285,7 @@ def test_an_optimizer_that_finds_an_inf_itself_is_reported_as_skipping(
             self._set_auxiliary_var("found_inf", True)
 
     optimizer = Finding(1.0, parameters=parameters)
-    backward(scaler, parameters, finite)
+    library.backward(scaler, parameters, finite)
     scaler.step(optimizer)
     assert scaler._cache_found_inf is True
     assert scaler.last_step(optimizer).reason == "overflow"
@@ -329,20 +309,20 @@ class Plain:
 @pytest.mark.parametrize("minimize", [False, True], ids=["step", "minimize"])
 @pytest.mark.parametrize("gradients", ["finite", "overflowed"])
 def test_an_optimizer_without_the_auxiliary_flag_goes_as_with_paddle(
-    minimize, gradients, native, make, backward, exact, request
+    minimize, gradients, native, request
 ):
     gradients = request.getfixturevalue(gradients)
     finals = []
     for kind in (GradScaler, native):
-        scaler, parameters = kind(init_loss_scaling=8.0), make([2, 3], [4])
+        scaler, parameters = kind(init_loss_scaling=8.0), library.parameters()
         optimizer = Plain(paddle.optimizer.SGD(1.0, parameters=parameters))
-        scaled = backward(scaler, parameters, gradients)
+        scaled = library.backward(scaler, parameters, gradients)
         if minimize:
             operators, _ = scaler.minimize(optimizer, scaled)
         else:
             operators = scaler.step(optimizer)
             scaler.update()
-        finals.append((operators, exact(parameters), bool(scaler._cache_found_inf)))
+        finals.append((operators, library.exact(parameters), bool(scaler._cache_found_inf)))
     assert finals[0] == finals[1]
 
 
@@ -350,33 +330,20 @@ def test_an_optimizer_without_the_auxiliary_flag_goes_as_with_paddle(
 
 
 @pytest.mark.parametrize("mode", ["tensor parallel", 0], ids=["tensor parallel", "data parallel"])
-def test_the_hybrid_parallel_wrapper_goes_as_around_paddle_s_own(
-    mode, native, make, backward, finite, overflowed, exact
-):
-    finals = []
-    for kind in (GradScaler, native):
-        scaler = kind(True, 1024.0, 2.0, 0.5, 3, 1)
+def test_the_hybrid_parallel_wrapper_goes_as_around_paddle_s_own(mode, native, finite, overflowed):
+    def states(scaler):
         wrapper = HybridParallelGradScaler(scaler, SimpleNamespace(get_parallel_mode=lambda: mode))
-        parameters = make([2, 3], [4])
+        parameters = library.parameters()
         optimizer = paddle.optimizer.SGD(1.0, parameters=parameters)
-        seen = []
         for gradients in (overflowed, finite, overflowed, finite):
             optimizer.clear_grad()
-            scaled = backward(wrapper, parameters, gradients)
-            wrapper.minimize(optimizer, scaled)
-            seen.append(
-                exact(
-                    [
-                        parameters,
-                        wrapper.state_dict(),
-                        bool(wrapper._cache_found_inf),
-                        scaler._found_inf,
-                        scaler._temp_found_inf_value_false,
-                    ]
-                )
-            )
-        finals.append(seen)
-    assert finals[0] == finals[1]
+            wrapper.minimize(optimizer, library.backward(wrapper, parameters, gradients))
+            flags = scaler._found_inf, scaler._temp_found_inf_value_false
+            state = parameters, wrapper.state_dict(), bool(wrapper._cache_found_inf), flags
+            yield library.exact(state)
+
+    arguments = True, 1024.0, 2.0, 0.5, 3, 1
+    assert list(states(GradScaler(*arguments))) == list(states(native(*arguments)))
 
 
 def test_group_sharding_takes_it_for_a_scaler():
@@ -409,15 +376,15 @@ def sharded(mesh):
 def test_a_sharded_scaler_steps_skips_and_backs_off(sharded):
     layer, optimizer, loss = sharded
     scaler = dist.shard_scaler(GradScaler(init_loss_scaling=1024.0, decr_every_n_nan_or_inf=1))
-    told = []
+    steps = []
     for factor in (1.0, INF, 1.0):
         before = layer.bias.numpy()
         scaler.scale(loss(factor)).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.clear_grad()
-        told.append((scaler.last_step(optimizer).reason, (before - layer.bias.numpy()).tolist()))
-    assert told == [("finite", [4, 4]), ("overflow", [0, 0]), ("finite", [4, 4])]
+        steps.append((scaler.last_step(optimizer).reason, (before - layer.bias.numpy()).tolist()))
+    assert steps == [("finite", [4, 4]), ("overflow", [0, 0]), ("finite", [4, 4])]
     assert scaler.state_dict()["scale"] == [512.0]
 
 
@@ -430,14 +397,13 @@ def test_a_sharded_scaler_refuses_to_unscale_twice(sharded):
         scaler.unscale_(optimizer)
 
 
-def test_a_loss_on_a_mesh_leaves_other_scalers_off_it(sharded, make, backward, finite):
+def test_a_loss_on_a_mesh_leaves_other_scalers_off_it(sharded, parameters, finite):
     """Paddle puts the tensor that a distributed one is multiplied by on its mesh, in place."""
     _, _, loss = sharded
     GradScaler(init_loss_scaling=2.0**13).scale(loss())
     bystander = GradScaler(init_loss_scaling=2.0**13)
     assert not bystander._scale.is_dist()
-    parameters = make([2, 3], [4])
     optimizer = paddle.optimizer.SGD(1.0, parameters=parameters)
-    backward(bystander, parameters, finite)
+    library.backward(bystander, parameters, finite)
     bystander.step(optimizer)
     assert bystander.last_step(optimizer).applied

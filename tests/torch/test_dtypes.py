@@ -1,13 +1,15 @@
-"""Gradients of every dtype and layout: unscaled in place, checked, or refused with a way out."""
+"""Gradients that PyTorch alone has: complex, sparse and of any layout, and the memory they take."""
 
 import pytest
 import torch
+from libraries import library
 from torch.profiler import ProfilerActivity, profile
 
 from gradscaler.torch import GradScaler
 
 INF, NAN = float("inf"), float("nan")
 SCALE = 8.0
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
 def placed(kind=GradScaler, **options):
@@ -35,93 +37,11 @@ def unscaled(gradients, kind=GradScaler, **options):
     return [parameter.grad for parameter in parameters], any(flag.item() for flag in flags)
 
 
-# float16 gradients.
-
-
-@pytest.fixture
-def half():
-    """The second of three parameters has a float16 gradient."""
-    return with_gradients([torch.ones(2), torch.ones(3, 4, dtype=torch.float16), torch.ones(2)])
-
-
-@pytest.mark.parametrize("call", ["unscale_", "step"])
-def test_float16_gradients_are_torch_s_error(call, half):
-    with pytest.raises(ValueError, match="FP16") as theirs:
-        getattr(placed(torch.amp.GradScaler), call)(half[0])
-    with pytest.raises(type(theirs.value), match="FP16"):
-        getattr(placed(), call)(half[0])
-
-
-def test_the_refusal_names_the_parameter_by_its_place_and_shape(half):
-    _, parameters = half
-    optimizer = torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:]}])
-    with pytest.raises(ValueError, match=r"parameter 0 of parameter group 1, shape \(3, 4\)"):
-        placed().unscale_(optimizer)
-
-
-def test_the_refusal_names_the_parameter_by_its_name_if_it_has_one(half):
-    names = ["bias", "layer.weight", "other"]
-    optimizer = torch.optim.SGD(list(zip(names, half[1], strict=True)))
-    with pytest.raises(ValueError, match=r"'layer\.weight'"):
-        placed().unscale_(optimizer)
-
-
-@pytest.mark.parametrize("way_out", ["autocast", "allow_fp16_gradients=True"])
-def test_the_refusal_names_the_way_out(way_out, half):
-    with pytest.raises(ValueError, match=way_out):
-        placed().unscale_(half[0])
-
-
-@pytest.mark.parametrize("call", ["unscale_", "step", "minimize"])
-def test_the_refusal_changes_nothing(call, half, everything):
-    scaler = placed()
-    before = everything(scaler, half[0])
-    with pytest.raises(ValueError, match="FP16"):
-        getattr(scaler, call)(half[0])
-    assert everything(scaler, half[0]) == before
-
-
-def test_clipping_refuses_float16_gradients_too(half, everything):
-    scaler = placed()
-    before = everything(scaler, half[0])
-    with pytest.raises(ValueError, match="FP16"):
-        scaler.clip_grad_norm_(half[0], 1.0)
-    assert everything(scaler, half[0]) == before
-
-
-def test_allowed_float16_gradients_are_unscaled_and_stepped(half):
-    scaler = placed(allow_fp16_gradients=True)
-    scaler.step(half[0])
-    scaler.update()
-    assert all((parameter == -1 / SCALE).all() for parameter in half[1])
-
-
-@pytest.mark.parametrize("value", [INF, -INF, NAN])
-def test_an_overflow_in_allowed_float16_gradients_is_found(value, half):
-    half[1][1].grad[2, 3] = value
-    scaler = placed(allow_fp16_gradients=True)
-    scaler.step(half[0])
-    scaler.update()
-    assert all((parameter == 0).all() for parameter in half[1])
-    assert scaler.get_scale() == SCALE / 2
-
-
-# Other dtypes.
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float64]
-
-
-@pytest.mark.parametrize("value", [1.0, INF, -INF, NAN])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_each_dtype_is_unscaled_as_by_torch(dtype, value, exact):
-    gradients = [torch.tensor([0.1, value, -3.0], dtype=dtype), torch.ones(2, dtype=dtype)]
-    ours = unscaled([gradient.clone() for gradient in gradients])
-    theirs = unscaled(gradients, torch.amp.GradScaler)
-    assert exact(ours) == exact(theirs)
+# Fused optimizers.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_fused_optimizers_take_each_dtype_as_with_torch(dtype, exact):
+def test_fused_optimizers_take_each_dtype_as_with_torch(dtype):
     results = []
     for kind in (GradScaler, torch.amp.GradScaler):
         parameter = torch.nn.Parameter(torch.ones(3, dtype=dtype))
@@ -130,8 +50,11 @@ def test_fused_optimizers_take_each_dtype_as_with_torch(dtype, exact):
         scaler = placed(kind)
         scaler.step(optimizer)
         scaler.update()
-        results.append(exact([parameter, parameter.grad, optimizer.state_dict()]))
+        results.append(library.exact([parameter, parameter.grad, optimizer.state_dict()]))
     assert results[0] == results[1]
+
+
+# Complex gradients.
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
@@ -174,13 +97,13 @@ def sparse(values, dtype=torch.float32):
 @pytest.mark.parametrize("coalesced", [False, True], ids=["uncoalesced", "coalesced"])
 @pytest.mark.parametrize("value", [8.0, INF, NAN])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sparse_gradients_are_unscaled_as_by_torch(dtype, value, coalesced, exact):
+def test_sparse_gradients_are_unscaled_as_by_torch(dtype, value, coalesced):
     gradients = [sparse([value, 2.0, 3.0], dtype) for _ in range(2)]
     if coalesced:
         gradients = [gradient.coalesce() for gradient in gradients]
     ours = unscaled([gradients[0]])
     theirs = unscaled([gradients[1]], torch.amp.GradScaler)
-    assert exact(ours) == exact(theirs)
+    assert library.exact(ours) == library.exact(theirs)
 
 
 def test_a_mix_of_sparse_and_dense_gradients_is_unscaled():
@@ -210,7 +133,7 @@ def test_duplicates_in_float16_are_added_before_they_are_checked():
     assert scaler.last_step(optimizer).skipped
 
 
-def test_an_optimizer_for_sparse_gradients_goes_as_with_torch(exact):
+def test_an_optimizer_for_sparse_gradients_goes_as_with_torch():
     results = []
     for kind in (GradScaler, torch.amp.GradScaler):
         torch.manual_seed(0)
@@ -222,11 +145,13 @@ def test_an_optimizer_for_sparse_gradients_goes_as_with_torch(exact):
             scaler.scale((embedding(torch.tensor(rows)) * factor).sum()).backward()
             scaler.step(optimizer)
             scaler.update()
-        results.append(exact([embedding.weight, optimizer.state_dict(), scaler.state_dict()]))
+        results.append(
+            library.exact([embedding.weight, optimizer.state_dict(), scaler.state_dict()])
+        )
     assert results[0] == results[1]
 
 
-# Shapes and layouts.
+# Layouts and memory.
 
 
 def layouts():
@@ -247,15 +172,15 @@ def layouts():
     ]
 
 
-def test_a_mix_of_layouts_is_unscaled_as_by_torch(exact):
+def test_a_mix_of_layouts_is_unscaled_as_by_torch():
     ours, theirs = unscaled(layouts()), unscaled(layouts(), torch.amp.GradScaler)
-    assert exact(ours) == exact(theirs)
+    assert library.exact(ours) == library.exact(theirs)
     assert not ours[1]
 
 
 @pytest.mark.parametrize("where", [i for i, g in enumerate(layouts()) if g.numel()])
 @pytest.mark.parametrize("value", [INF, NAN])
-def test_an_overflow_in_any_of_them_is_found_and_the_rest_unscaled(where, value, exact):
+def test_an_overflow_in_any_of_them_is_found_and_the_rest_unscaled(where, value):
     sides = []
     for kind in (GradScaler, torch.amp.GradScaler):
         gradients = layouts()
@@ -263,30 +188,7 @@ def test_an_overflow_in_any_of_them_is_found_and_the_rest_unscaled(where, value,
         dense[(-1,) * dense.dim()] = value
         sides.append(unscaled(gradients, kind))
     assert sides[0][1]
-    assert exact(sides[0]) == exact(sides[1])
-
-
-def test_empty_gradients_alone_are_a_finite_step():
-    scaler = placed()
-    optimizer, _ = with_gradients([torch.empty(0), torch.empty(2, 0)])
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.last_step(optimizer).applied
-    assert scaler.state_dict()["_growth_tracker"] == 1
-
-
-def test_an_optimizer_without_gradients_beside_one_that_overflows_changes_nothing(parameters):
-    idle, busy = (torch.optim.SGD([parameter]) for parameter in parameters)
-    scaler = placed()
-    parameters[1].grad = torch.full((4,), INF)
-    scaler.step(idle)
-    scaler.step(busy)
-    scaler.update()
-    assert scaler.get_scale() == SCALE / 2
-    assert scaler.last_step(idle).reason == "no_gradients"
-
-
-# In place.
+    assert library.exact(sides[0]) == library.exact(sides[1])
 
 
 def test_unscaling_keeps_tensors_and_memory():

@@ -57,7 +57,7 @@ def test_the_defaults_for_new_tensors_do_not_matter():
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("name", sorted(SHAPES.keys() - {"none", "without elements"}))
-def test_no_tensor_is_passed_by(name, value):
+def test_a_non_finite_value_is_seen_in_each_tensor(name, value):
     tensors = tensors_of(SHAPES[name])
     for place in {0, len(tensors) // 2, len(tensors) - 1}:
         last = tensors[place].view(-1)[-1:]

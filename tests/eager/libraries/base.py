@@ -23,6 +23,7 @@ class Library:
         GradScaler: ours.
         places: where the code runs: "host", and "accelerator" if there is code for that alone.
         fused: the values of ``fused`` that its optimizers take.
+        dtypes: of gradients that it unscales, those of float16 under the options ``with_float16``.
         optimizers: by name, what makes an optimizer of parameters.
         closure_optimizers: the same, of optimizers whose ``step`` takes a closure.
         spelling: its names of the parameters of :meth:`scaler`, which are PyTorch's. ``hysteresis``
@@ -32,9 +33,11 @@ class Library:
 
     places = ("host",)
     fused = (False,)
+    dtypes = ("float16", "bfloat16", "float32", "float64")
 
     def __init__(self, name):
         self.name = name
+        self.with_float16 = {}
         self.framework = importlib.import_module(name)
         self.GradScaler = importlib.import_module(f"gradscaler.{name}").GradScaler
 
@@ -179,3 +182,30 @@ class Library:
     def on_accelerator(self, monkeypatch):
         """Send CPU tensors through the code for accelerators, which reads nothing back."""
         raise NotImplementedError
+
+    def placed(self, **options):
+        """A scaler that has scaled a loss, so that gradients may be set by hand."""
+        scaler = self.scaler(**options)
+        scaler.scale(self.tensor([1.0]))
+        return scaler
+
+    @property
+    def other_rule(self):
+        """Parameters of :meth:`scaler`, each unlike its default."""
+        rule = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3, "hysteresis": 5}
+        rule = {name: value for name, value in rule.items() if name in self.spelling}
+        return {"init_scale": 512.0, **rule}
+
+    def train(self, scaler, trace="ooo"):
+        """One iteration a letter, "x" for one that overflows; the scale after each."""
+        (parameter,) = self.make_parameters(np.ones(2, np.float32))
+        optimizer = self.sgd([parameter], lr=1e-3)
+        scales = []
+        for letter in trace:
+            self.clear_gradients(optimizer)
+            gradient = np.full(2, np.inf if letter == "x" else 2.0**-30, np.float32)
+            self.backward(scaler, [parameter], [gradient])
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(self.scale_of(scaler))
+        return scales

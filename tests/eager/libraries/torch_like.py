@@ -13,10 +13,12 @@ class TorchLike(Library):
 
     def __init__(self, name):
         super().__init__(name)
+        self.with_float16 = {"allow_fp16_gradients": True}
         rule = "growth_factor", "backoff_factor", "growth_interval"
         self.spelling = {name: name for name in ("init_scale", *rule, "enabled")}
         self.state_keys = {name: name for name in ("scale", *rule)}
         self.state_keys["finite_steps"] = "_growth_tracker"
+        self.state_keys["nonfinite_steps"] = "_nonfinite_steps"  # only under a hysteresis
         optim = self.framework.optim
         self.optimizers = {
             "SGD": partial(optim.SGD, lr=0.1, momentum=0.9),
