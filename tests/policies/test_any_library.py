@@ -189,11 +189,14 @@ def test_numpy_arrays_do_not_grow_past_the_largest_float32_and_nothing_warns():
 @pytest.mark.parametrize("scale", [2.0**-126, 2.0**-125, 2.0**127, 1.0])
 @pytest.mark.parametrize("as_array", [np.float32, np.asarray], ids=["scalar", "array"])
 @pytest.mark.parametrize("found_inf", [True, False])
-def test_numpy_s_own_errors_are_not_raised_at_either_end(scale, as_array, found_inf):
+@pytest.mark.parametrize("where", [None, np.where])
+def test_numpy_s_own_errors_are_not_raised_at_either_end(scale, as_array, found_inf, where):
     policy = DynamicScale(backoff_factor=2.0**-20, growth_factor=2.0**20, growth_interval=1)
     state = ScaleState(as_array(np.float32(scale)), np.int32(0), np.int32(0))
     with np.errstate(all="raise"):
-        assert policy.update(state, found_inf).scale >= 2.0**-126
+        moved = policy.update(state, found_inf, where)
+    assert moved.scale >= 2.0**-126
+    assert moved.scale.dtype == np.float32
 
 
 # Counters of 32 bits.
