@@ -10,10 +10,9 @@ import tensorflow as tf
 import tf_keras
 from tf_keras.src.mixed_precision import loss_scale_optimizer as native
 
-from gradscaler._keras_like import arguments
-from gradscaler._keras_like.wrapper import Wrapper
-from gradscaler.policies import FixedScale, Rule
-from gradscaler.tf_keras.state import VARIABLES, DynamicState, FixedState
+from gradscaler._keras_like.wrapper import Wrapper, policy_from
+from gradscaler.policies import Rule
+from gradscaler.tf_keras.state import VARIABLES, State
 
 Tensor = Any
 Gradient = Any  # a tensor or IndexedSlices
@@ -89,17 +88,15 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
         *,
         policy: Rule | None = None,
     ) -> None:
-        policy = arguments.policy_from(dynamic, initial_scale, dynamic_growth_steps, policy)
+        policy = policy_from(dynamic, initial_scale, dynamic_growth_steps, policy)
         super().__init__(inner_optimizer, dynamic=False, initial_scale=1.0)  # creates no variables
         self._follow(policy)
 
     @tf.__internal__.tracking.no_automatic_dependency_tracking  # type: ignore[untyped-decorator]
     def _follow(self, policy: Rule) -> None:
         self._policy = policy
-        if isinstance(policy, FixedScale):
-            self._loss_scale = FixedState(policy)
-        else:
-            self._loss_scale = DynamicState(policy)
+        self._loss_scale = State(policy)
+        if self.dynamic:
             self._track_trackable(self._loss_scale, "loss_scale")
 
     @property

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tf_keras.src.mixed_precision import loss_scale_optimizer as native
 
 from gradscaler._keras_like.wrapper import next_values
-from gradscaler.policies import DynamicScale, FixedScale
+from gradscaler.policies import FixedScale, Rule
 
 Tensor = Any
 
@@ -16,40 +16,34 @@ VARIABLES = ("current_loss_scale", "good_steps", "bad_steps")
 """The names in a checkpoint of the fields of :class:`gradscaler.ScaleState`, in their order."""
 
 
-class DynamicState(native._DynamicLossScaleState):  # type: ignore[misc] # untyped base
-    """A scale that moves, with tf-keras' variables in a checkpoint.
+class State(native._DynamicLossScaleState):  # type: ignore[misc] # untyped base
+    """A loss scale, with tf-keras' variables in a checkpoint; a fixed scale has no variables.
 
     They are a float32 and an int64, and another int64 if the policy has a hysteresis.
     """
 
-    def __init__(self, policy: DynamicScale) -> None:
-        super().__init__(policy.init_scale, policy.growth_interval, policy.growth_factor)
+    def __init__(self, policy: Rule) -> None:
         self._policy = policy
+        if isinstance(policy, FixedScale):
+            tf.__internal__.tracking.Trackable.__init__(self)
+            self._current_loss_scale = policy.scale
+            self.variables: dict[str, tf.Variable] = {}
+            self._weights = self.variables
+            return
+        super().__init__(policy.init_scale, policy.growth_interval, policy.growth_factor)
         self.variables = {"current_loss_scale": self.current_loss_scale, "good_steps": self.counter}
         if policy.hysteresis > 1:
             self.variables["bad_steps"] = self._add_weight("bad_steps", 0, tf.int64)
 
     def update(self, grads: Any) -> tuple[Any, Tensor]:
-        """Move the scale; the operations that do, and whether to apply the gradients."""
+        """Move the scale; the operations that do, if any, and whether to apply the gradients."""
         finite = _all_finite(tf.nest.flatten(grads))
+        if not self.variables:
+            return tf.no_op(), finite
         kept = self.variables.values()
         moved = next_values(self._policy, list(map(tf.convert_to_tensor, kept)), ~finite)
         assigned = [variable.assign(value) for variable, value in zip(kept, moved, strict=False)]
         return tf.group(*assigned), finite
-
-
-class FixedState(native._DynamicLossScaleState):  # type: ignore[misc] # untyped base
-    """A scale that does not move, and has no variables."""
-
-    def __init__(self, policy: FixedScale) -> None:
-        tf.__internal__.tracking.Trackable.__init__(self)
-        self._current_loss_scale = policy.scale
-        self._weights: dict[Any, Any] = {}
-        self.variables: dict[str, tf.Variable] = {}
-
-    def update(self, grads: Any) -> tuple[Any, Tensor]:
-        """Leave the scale; no operation, and whether to apply the gradients."""
-        return tf.no_op(), _all_finite(tf.nest.flatten(grads))
 
 
 def _all_finite(gradients: list[Any]) -> Tensor:
