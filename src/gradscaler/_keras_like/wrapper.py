@@ -85,7 +85,7 @@ class Wrapper:
         return self._policy.growth_interval if isinstance(self._policy, DynamicScale) else None
 
     def get_scaled_loss(self, loss: Tensor | Callable[[], Tensor]) -> Any:
-        """The loss times the scale, in float32 at least; of a callable, one that returns it."""
+        """The loss times the scale, in float32 at least; for a callable loss, a callable."""
         return (lambda: self._scaled(loss())) if callable(loss) else self._scaled(loss)
 
     def _policy_config(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Wrapper:
     def from_config(
         cls: type[T], config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> T:
-        """The optimizer of a config, also one of the framework's own class."""
+        """The optimizer that a config describes, which may be of the framework's own class."""
         config = dict(config)
         if isinstance(config.get("policy"), dict):
             config["policy"] = DynamicScale(**config["policy"])
@@ -148,15 +148,15 @@ def policy_from(
         )
         check_policy(policy, Rule)
         return policy
-    if not dynamic and initial_scale is None:
-        raise ValueError(
-            '"initial_scale" must be specified if "dynamic" is False: it is the loss scale for '
-            "good. (For a constant factor and no skipped steps, use no LossScaleOptimizer; in "
-            "Keras 3, set `loss_scale_factor` on the inner optimizer)"
-        )
     rule: Rule = DynamicScale.keras() if dynamic else FixedScale(1.0)
     if initial_scale is not None:
         rule = with_initial_scale(rule, initial_scale)
+    elif not dynamic:
+        raise ValueError(
+            '"initial_scale" must be specified if "dynamic" is False: it is the loss scale of all '
+            "steps. (For a constant factor and no skipped steps, do not use LossScaleOptimizer; in "
+            "Keras 3, set `loss_scale_factor` on the inner optimizer)"
+        )
     if dynamic_growth_steps is not None:
         rule = with_growth_steps(rule, dynamic_growth_steps)
     return rule

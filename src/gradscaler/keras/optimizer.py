@@ -110,7 +110,10 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         self._next_step_unscales = False
 
     def _create_variables(self) -> None:
-        """Name them as Keras does; a fixed scale has them, too, to load what a moving one saved."""
+        """Create the variables that the policy moves, by the names that Keras' own wrapper uses.
+
+        An optimizer with a fixed scale has them too, so that one can load what the other saved.
+        """
         self.step_counter = self.add_variable((), dtype="int", name="step_counter")
         with keras.name_scope(self.name, caller=self):
             self.dynamic_scale = keras.Variable(
@@ -284,7 +287,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         for variable, value in zip(kept, moved, strict=False):
             variable.assign(value)
 
-    # Keras' wrapper has one of its own; that of other optimizers calls `apply` on the values.
+    # Keras' wrapper overrides it; the base class's calls `apply` on the values, as it should.
     stateless_apply = keras.optimizers.Optimizer.stateless_apply
     """``apply`` as a pure function: new values of trainable and of optimizer variables.
 
@@ -335,7 +338,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
     def get_config(self) -> dict[str, Any]:
         """The name, the inner optimizer, and the arguments that say how the scale moves.
 
-        Where Keras' own class can do the same, it can be made from this config, too.
+        Keras' own class accepts the config, too, unless it cannot move the scale like that.
         """
         config = self._policy_config()
         if config.get("dynamic"):
