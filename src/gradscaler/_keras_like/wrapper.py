@@ -6,7 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
+
 from gradscaler.policies import DynamicScale, FixedScale, Rule, ScaleState
+from gradscaler.policies.spelling import changed, check_alone, check_policy
 
 Tensor = Any
 T = TypeVar("T", bound="Wrapper")
@@ -82,7 +85,7 @@ class Wrapper:
         return self._policy.growth_interval if isinstance(self._policy, DynamicScale) else None
 
     def get_scaled_loss(self, loss: Tensor | Callable[[], Tensor]) -> Any:
-        """The loss times the scale, in float32 at least; of a callable, one that returns it."""
+        """The loss times the scale, in float32 at least; for a callable loss, a callable."""
         return (lambda: self._scaled(loss())) if callable(loss) else self._scaled(loss)
 
     def _policy_config(self) -> dict[str, Any]:
@@ -101,7 +104,7 @@ class Wrapper:
     def from_config(
         cls: type[T], config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> T:
-        """The optimizer of a config, also one of the framework's own class."""
+        """The optimizer that a config describes, which may be of the framework's own class."""
         config = dict(config)
         if isinstance(config.get("policy"), dict):
             config["policy"] = DynamicScale(**config["policy"])
@@ -124,3 +127,57 @@ class Wrapper:
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *filter(self._delegates, DELEGATED)})
+
+
+def policy_from(
+    dynamic: object, initial_scale: object, dynamic_growth_steps: object, policy: Rule | None
+) -> Rule:
+    """The policy that a constructor's arguments ask for; TypeError or ValueError if they cannot."""
+    if not isinstance(dynamic, bool | np.bool_):
+        raise TypeError(
+            '"dynamic" argument to LossScaleOptimizer.__init__ must be a bool, '
+            f"but got: {dynamic!r}. If it is the scale, write initial_scale={dynamic!r}"
+        )
+    if policy is not None:
+        check_alone(
+            policy,
+            (True, None, None),
+            dynamic=dynamic,
+            initial_scale=initial_scale,
+            dynamic_growth_steps=dynamic_growth_steps,
+        )
+        check_policy(policy, Rule)
+        return policy
+    rule: Rule = DynamicScale.keras() if dynamic else FixedScale(1.0)
+    if initial_scale is not None:
+        rule = with_initial_scale(rule, initial_scale)
+    elif not dynamic:
+        raise ValueError(
+            '"initial_scale" must be specified if "dynamic" is False: it is the loss scale of all '
+            "steps. (For a constant factor and no skipped steps, do not use LossScaleOptimizer; in "
+            "Keras 3, set `loss_scale_factor` on the inner optimizer)"
+        )
+    if dynamic_growth_steps is not None:
+        rule = with_growth_steps(rule, dynamic_growth_steps)
+    return rule
+
+
+def with_initial_scale(policy: Rule, initial_scale: Any) -> Rule:
+    """The policy with another scale to start from; ValueError or TypeError if it cannot have it."""
+    field = "init_scale" if isinstance(policy, DynamicScale) else "scale"
+    return changed(policy, {"initial_scale": field}, initial_scale=initial_scale)
+
+
+def with_growth_steps(policy: Rule, dynamic_growth_steps: Any) -> Rule:
+    """The policy with another growth interval; ValueError or TypeError if it cannot have it."""
+    if isinstance(policy, FixedScale):
+        if dynamic_growth_steps is None:
+            return policy
+        raise ValueError(
+            '"dynamic_growth_steps" must be None if "dynamic" is False, '
+            f"but got: {dynamic_growth_steps!r}"
+        )
+    if isinstance(dynamic_growth_steps, float) and dynamic_growth_steps.is_integer():
+        dynamic_growth_steps = int(dynamic_growth_steps)  # Keras accepts 2000.0, too
+    fields = {"dynamic_growth_steps": "growth_interval"}
+    return changed(policy, fields, dynamic_growth_steps=dynamic_growth_steps)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -45,10 +46,10 @@ class DynamicScale:
     Args:
         growth_factor: multiplies the scale when it grows, > 1.
         backoff_factor: multiplies the scale when it backs off, in (0, 1).
-        growth_interval: finite steps that the scale grows after.
+        growth_interval: the number of finite steps after which the scale grows.
         fin_steps: finite steps since the scale moved or a step was not finite, an int32 scalar.
         scale: the loss scale, a float32 scalar.
-        minimum_scale: the floor. None is its default, 2**-126; flax's scale then sinks to 0.
+        minimum_scale: the floor. None means the default, 2**-126; flax's scale sinks to 0.
 
     Raises:
         ValueError: the scale is not above 0.
@@ -75,9 +76,7 @@ class DynamicScale:
         object.__setattr__(self, "scale", operations.strong(self.scale, np.float32))
         trees.serialise()
 
-    def replace(self, **changes: Any) -> DynamicScale:
-        """A copy with some fields changed."""
-        return replace(self, **changes)
+    replace = dataclasses.replace  # a copy with some fields changed
 
     def value_and_grad(
         self,

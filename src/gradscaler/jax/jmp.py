@@ -34,7 +34,7 @@ class NoOpLossScale:
         return tree
 
     def adjust(self, grads_finite: Any) -> NoOpLossScale:
-        """The same again."""
+        """The same loss scale, unchanged."""
         return self
 
 
@@ -59,7 +59,7 @@ class StaticLossScale:
         return _multiplied(tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> StaticLossScale:
-        """The same again."""
+        """The same loss scale, unchanged."""
         return self
 
 
@@ -129,10 +129,7 @@ class DynamicLossScale:
         """The loss scale again, from what ``tree_flatten`` returned."""
         (loss_scale, counter, *floor), (period, factor, *static_floor) = leaves, metadata
         values = loss_scale, counter, period, factor, *floor, *static_floor
-        rebuilt = object.__new__(cls)  # unchecked: JAX may put anything in place of leaves
-        vars(rebuilt).update(zip(cls.__match_args__, values, strict=True))
-        trees.serialise()
-        return rebuilt
+        return trees.rebuilt(cls, cls.__match_args__, values)
 
     def scale(self, tree: T) -> T:
         """Multiply every leaf by the loss scale."""
@@ -153,11 +150,12 @@ class DynamicLossScale:
         """
         found_inf = ~operations.as_flag("grads_finite", grads_finite)
         dtype = jnp.result_type(self.loss_scale)
+        finfo: Any = jnp.finfo
         constants = Constants(
             growth_factor=self.factor,
             backoff_factor=_Reciprocal(self.factor),
             min_scale=jnp.asarray(self.min_loss_scale, dtype),
-            max_scale=_largest(dtype),
+            max_scale=float(finfo(dtype).max) if _is_floating(dtype) else math.inf,
             growth_interval=self.period,
             hysteresis=1,
             finite_step_resets=True,
@@ -181,11 +179,6 @@ class _Reciprocal:
 def _multiplied(tree: T, factor: Any) -> T:
     product: T = jax.tree.map(lambda leaf: leaf * factor, tree)
     return product
-
-
-def _largest(dtype: Any) -> float:
-    finfo: Any = jnp.finfo
-    return float(finfo(dtype).max) if _is_floating(dtype) else math.inf
 
 
 def _is_floating(dtype: Any) -> bool:

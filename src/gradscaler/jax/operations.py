@@ -44,7 +44,7 @@ def all_finite(tree: Any, axis_name: AxisName | None = None) -> Array:
 def varying(tree: T, axis_name: AxisName) -> T:
     """The same tree, in a form that ``shard_map`` takes to differ between devices.
 
-    It sums the gradients of a replicated tree, before they can be averaged.
+    ``shard_map`` sums the gradients of a replicated tree, before they can be averaged.
     """
     here = lax.axis_index(axis_name) >= 0  # always true, but JAX does not know that
     return map_inexact(lambda leaf: jnp.where(here, leaf, lax.stop_gradient(leaf)), tree)
@@ -62,7 +62,17 @@ def select_tree(pred: Any, a: T, b: T) -> T:
         ValueError: ``pred`` is not a boolean scalar, or the trees do not match.
     """
     pred = as_flag("pred", pred)
-    selected: T = jax.tree_util.tree_map_with_path(functools.partial(_select, pred), a, b)
+
+    def select(path: Any, a: Any, b: Any) -> Array:
+        a, b = jnp.asarray(a), jnp.asarray(b)
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise ParameterError(
+                f"{_place(path)}: cannot choose between {a.dtype}{list(a.shape)} and "
+                f"{b.dtype}{list(b.shape)}"
+            )
+        return lax.select(pred, a, b)
+
+    selected: T = jax.tree_util.tree_map_with_path(select, a, b)
     return selected
 
 
@@ -113,16 +123,6 @@ def _is_inexact(path: Any, leaf: Any) -> bool:
         return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
     except TypeError:
         raise TypeError(f"{_place(path)} is neither an array nor a number: {leaf!r}") from None
-
-
-def _select(pred: Array, path: Any, a: Any, b: Any) -> Array:
-    a, b = jnp.asarray(a), jnp.asarray(b)
-    if a.shape != b.shape or a.dtype != b.dtype:
-        raise ParameterError(
-            f"{_place(path)}: cannot choose between {a.dtype}{list(a.shape)} and "
-            f"{b.dtype}{list(b.shape)}"
-        )
-    return jax.lax.select(pred, a, b)
 
 
 def _place(path: Any) -> str:

@@ -69,8 +69,7 @@ class GradScaler:
         if not isinstance(state, ScaleState):
             raise TypeError(f"state must be a ScaleState, got {state!r}")
         operations.check_scale("the scale in state", state.scale)
-        scale, *counts = state
-        arrays = jnp.asarray(scale, jnp.float32), *(jnp.asarray(n, jnp.int32) for n in counts)
+        arrays = map(jnp.asarray, state, (jnp.float32, jnp.int32, jnp.int32))
         object.__setattr__(self, "state", ScaleState(*arrays))
         trees.serialise()
 

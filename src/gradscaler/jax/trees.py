@@ -18,8 +18,7 @@ _unknown_to_flax: dict[type, tuple[str, ...]] = {}
 def register(cls: type[Any], static: Sequence[str]) -> None:
     """Make a dataclass a pytree; the fields named ``static`` are compared, and never traced.
 
-    JAX rebuilds it without calling its constructor, which checks what a user passes. flax saves
-    the other fields.
+    flax saves the other fields.
     """
     data = [field.name for field in dataclasses.fields(cls) if field.name not in static]
     names, keys = [*data, *static], [jax.tree_util.GetAttrKey(name) for name in data]
@@ -33,13 +32,18 @@ def register(cls: type[Any], static: Sequence[str]) -> None:
         return list(zip(keys, leaves, strict=True)), metadata
 
     def unflatten(metadata: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
-        instance = object.__new__(cls)
-        instance.__dict__.update(zip(names, (*leaves, *metadata), strict=True))
-        serialise()
-        return instance
+        return rebuilt(cls, names, (*leaves, *metadata))
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     serialise(cls, *data)
+
+
+def rebuilt(cls: type[T], names: Sequence[str], values: Iterable[Any]) -> T:
+    """An instance without a call of its constructor: JAX may put anything in place of leaves."""
+    instance = object.__new__(cls)
+    vars(instance).update(zip(names, values, strict=True))
+    serialise()
+    return instance
 
 
 def replaced(instance: T, **changes: Any) -> T:

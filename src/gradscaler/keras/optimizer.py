@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import keras
+from keras import ops
 
-from gradscaler._keras_like import arguments
-from gradscaler._keras_like.wrapper import OPTIONS
+from gradscaler._keras_like import wrapper
+from gradscaler._keras_like.wrapper import OPTIONS, Wrapper
 from gradscaler.keras.operations import on_backend
-from gradscaler.keras.scale import Scale
 from gradscaler.policies import Rule
 
 Tensor = Any
@@ -29,7 +29,7 @@ _NEVER_UNSCALED = (
 
 
 @keras.saving.register_keras_serializable("gradscaler")
-class LossScaleOptimizer(Scale, keras.optimizers.LossScaleOptimizer):  # type: ignore[misc] # untyped base
+class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type: ignore[misc] # untyped base
     """Loss scaling for Keras 3, with the API of Keras 2: wraps any optimizer, on any backend.
 
     A drop-in for ``keras.optimizers.LossScaleOptimizer``, also in ``model.compile`` and
@@ -94,7 +94,7 @@ class LossScaleOptimizer(Scale, keras.optimizers.LossScaleOptimizer):  # type: i
                 f"but got: {inner_optimizer!r}"
             )
         # Bypass setattr, which needs the base's constructor; that in turn sets the policy's fields.
-        self.__dict__["_policy"] = arguments.policy_from(
+        self.__dict__["_policy"] = wrapper.policy_from(
             dynamic, initial_scale, dynamic_growth_steps, policy
         )
         super().__init__(
@@ -104,15 +104,82 @@ class LossScaleOptimizer(Scale, keras.optimizers.LossScaleOptimizer):  # type: i
             del self.__dict__[option]  # it is the inner optimizer's from now on
         self._create_variables()
         self._calls_are_checked = False  # by the first `apply_gradients`
+        self._loss_has_been_scaled = False
+        # Compiled code sets these only when it is traced, so the first is never taken back.
+        self._gradients_have_been_unscaled = False
+        self._next_step_unscales = False
+
+    def _create_variables(self) -> None:
+        """Create the variables that the policy moves, by the names that Keras' own wrapper uses.
+
+        An optimizer with a fixed scale has them too, so that one can load what the other saved.
+        """
+        self.step_counter = self.add_variable((), dtype="int", name="step_counter")
+        with keras.name_scope(self.name, caller=self):
+            self.dynamic_scale = keras.Variable(
+                self.initial_scale,
+                dtype="float32",
+                trainable=False,
+                autocast=False,  # in a layer, whose float16 may not hold the scale
+                name="dynamic_scale",
+            )
+        if getattr(self._policy, "hysteresis", 1) > 1:
+            self.nonfinite_counter = self.add_variable((), dtype="int", name="nonfinite_counter")
+
+    @Wrapper.initial_scale.setter  # type: ignore[attr-defined,untyped-decorator] # inherited
+    def initial_scale(self, initial_scale: float) -> None:
+        """Set the scale itself, too, if the optimizer is not built yet."""
+        self._policy = wrapper.with_initial_scale(self._policy, initial_scale)
+        if hasattr(self, "dynamic_scale") and not self.built:
+            self.dynamic_scale.assign(self.initial_scale)
+
+    @Wrapper.dynamic_growth_steps.setter  # type: ignore[attr-defined,untyped-decorator] # inherited
+    def dynamic_growth_steps(self, dynamic_growth_steps: int | None) -> None:
+        """Set the policy's growth interval."""
+        self._policy = wrapper.with_growth_steps(self._policy, dynamic_growth_steps)
 
     @property
-    def lr(self) -> Tensor:
-        """The inner optimizer's learning rate."""
-        return self.learning_rate
+    def dynamic_counter(self) -> Tensor | None:
+        """Finite steps since the scale moved or a step was skipped; None if the scale is fixed.
 
-    @lr.setter
-    def lr(self, learning_rate: Any) -> None:
-        self.learning_rate = learning_rate
+        An integer scalar variable.
+        """
+        return self.step_counter if self.dynamic else None
+
+    @property
+    def loss_scale(self) -> Tensor:
+        """The current scale, a float32 scalar tensor that stays as it is when the scale moves."""
+        return ops.copy(self._scale)
+
+    @property
+    def _scale(self) -> Tensor:
+        scale = self.dynamic_scale if self.dynamic else self.initial_scale
+        return ops.convert_to_tensor(scale, "float32")
+
+    lr = keras.optimizers.LossScaleOptimizer.learning_rate
+    """The inner optimizer's learning rate, by its name in Keras 2."""
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss times the scale, in float32 at least; ``apply`` then divides the gradients."""
+        self._next_step_unscales = True
+        return self._scaled(loss)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        self._loss_has_been_scaled = True
+        return on_backend.multiply(loss, self._scale)
+
+    def get_unscaled_gradients(self, grads: Iterable[Tensor | None]) -> list[Tensor | None]:
+        """The gradients divided by the scale, each in its own dtype and kind; None stays None.
+
+        From then on ``apply_gradients`` takes gradients as they are. They are divided only in
+        ``apply``, and in the step after ``scale_loss``.
+        """
+        self._gradients_have_been_unscaled = True
+        self._next_step_unscales = False
+        scale = self._scale
+        return [
+            None if g is None else ops.cast(on_backend.divide(g, scale), g.dtype) for g in grads
+        ]
 
     def check_finite(self, grads: Iterable[Tensor | None]) -> Tensor:
         """Whether no gradient holds an Inf or a NaN, a boolean scalar tensor."""
@@ -197,24 +264,36 @@ class LossScaleOptimizer(Scale, keras.optimizers.LossScaleOptimizer):  # type: i
         def apply(grads: list[Tensor | None], variables: list[Variable]) -> None:
             self.inner_optimizer.apply(unscale(grads, variables), variables)
 
-        on_backend.apply_if_finite(self, apply, grads, variables, self._update)
+        on_backend.apply_if_finite(self, apply, grads, variables)
 
-    def stateless_apply(
-        self,
-        optimizer_variables: list[Tensor],
-        grads: list[Tensor | None],
-        trainable_variables: list[Tensor],
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """``apply`` as a pure function: new values of trainable and of optimizer variables.
+    def _unscaled(self, grads: list[Any], variables: list[Variable]) -> list[Any]:
+        scale = self._scale
+        return [
+            grad
+            if grad is None or self._overwrite_variable_with_gradient(variable)
+            else on_backend.divide(grad, scale)
+            for grad, variable in zip(grads, variables, strict=True)
+        ]
 
-        Raises:
-            ValueError: the optimizer is not built, lists do not match, or it is TensorFlow.
-        """
-        # Skip the one of Keras' wrapper: that of other optimizers calls `apply` on the values.
-        new: tuple[list[Tensor], list[Tensor]] = keras.optimizers.Optimizer.stateless_apply(
-            self, optimizer_variables, grads, trainable_variables
+    def _move_scale(self, found_inf: Tensor) -> None:
+        if not self.dynamic:
+            return
+        kept = [self.dynamic_scale, self.step_counter]
+        if hasattr(self, "nonfinite_counter"):
+            kept.append(self.nonfinite_counter)
+        moved = wrapper.next_values(
+            self._policy, [ops.copy(variable) for variable in kept], found_inf
         )
-        return new
+        for variable, value in zip(kept, moved, strict=False):
+            variable.assign(value)
+
+    # Keras' wrapper overrides it; the base class's calls `apply` on the values, as it should.
+    stateless_apply = keras.optimizers.Optimizer.stateless_apply
+    """``apply`` as a pure function: new values of trainable and of optimizer variables.
+
+    Raises:
+        ValueError: the optimizer is not built, lists do not match, or it is TensorFlow.
+    """
 
     def build(self, variables: list[Variable]) -> None:
         """Create the inner optimizer's variables for the variables that it will step."""
@@ -259,7 +338,7 @@ class LossScaleOptimizer(Scale, keras.optimizers.LossScaleOptimizer):  # type: i
     def get_config(self) -> dict[str, Any]:
         """The name, the inner optimizer, and the arguments that say how the scale moves.
 
-        Where Keras' own class can do the same, it can be made from this config, too.
+        Keras' own class accepts the config, too, unless it cannot move the scale like that.
         """
         config = self._policy_config()
         if config.get("dynamic"):

@@ -1,6 +1,6 @@
 """Loss scaling for MindSpore, on every device and in both modes.
 
-The names are those of ``mindspore.amp`` and ``mindspore.nn``, and stand in for them.
+Each name is a drop-in for the same name in ``mindspore.amp`` or ``mindspore.nn``.
 """
 
 from mindspore.amp import LossScaleManager, LossScaler

@@ -15,7 +15,7 @@ from gradscaler.policies.rule import next_values
 class FixedLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):  # type: ignore[misc] # untyped base
     """A loss scale that never moves: a drop-in for ``mindspore.nn.FixedLossScaleUpdateCell``.
 
-    Called with a loss scale and whether the step overflowed, it returns the latter.
+    Calling it with the loss scale and the overflow flag returns the flag.
 
     Args:
         loss_scale_value: the loss scale, 1 at least.
@@ -36,10 +36,9 @@ class FixedLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):  # type: ignore[mis
 class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):  # type: ignore[misc] # untyped base
     """A loss scale that moves: a drop-in for ``mindspore.nn.DynamicLossScaleUpdateCell``.
 
-    A train step calls it with the loss scale, a float32 Parameter of shape () or (1,), and whether
-    the step overflowed, a bool or a bool Tensor of shape () or (1,). It moves the former and
-    returns the latter. It is compiled in either mode. Its parameters are those of MindSpore's cell,
-    and so are its checkpoints.
+    A train step calls it with the loss scale, a float32 Parameter of shape () or (1,), and the
+    overflow flag, a bool or a bool Tensor of shape () or (1,). The call moves the scale and returns
+    the flag. It is compiled in either mode. Parameters and checkpoints are those of MindSpore's.
 
     Args:
         loss_scale_value: the scale before the first step, 1 at least.

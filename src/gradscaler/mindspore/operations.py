@@ -97,7 +97,7 @@ def every_finite(*grads: Any) -> Any:
 def all_finite(inputs: Any) -> Any:
     """Whether all elements of all tensors are finite: in place of ``mindspore.amp.all_finite``.
 
-    Off the CPU it calls that function: Ascend's float16 may saturate, and keeps a flag instead.
+    Other devices than the CPU call MindSpore's: Ascend's float16 may saturate and set a flag.
 
     Args:
         inputs: a tuple or list of tensors, of any real dtype and shape; or one tensor.

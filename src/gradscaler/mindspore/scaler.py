@@ -16,10 +16,8 @@ _map = ops.HyperMap()
 _partial = ops.Partial()
 
 
-# These are functions because MindSpore caches a compiled method by the id of its object, and would
-# use it for a later object with the same id.
-
-
+# Functions, because MindSpore caches a compiled method by the id of its object, and would use the
+# method for a later object with the same id.
 @compiled
 def _scale(scale: Any, inputs: Any) -> Any:
     return _map(_partial(scaled, scale), inputs)
@@ -32,14 +30,9 @@ def _unscale(scale: Any, inputs: Any) -> Any:
 
 @compiled
 def _adjust(parameters: Any, scale: Any, counter: Any, nonfinite: Any, grads_finite: Any) -> None:
-    constants = Constants(*parameters)
+    constants, found_inf = Constants(*parameters), ops.logical_not(grads_finite)
     next_scale, finite_steps, nonfinite_steps = next_values(
-        constants,
-        scale,
-        counter,
-        nonfinite,
-        ops.logical_not(grads_finite),
-        ops.where,
+        constants, scale, counter, nonfinite, found_inf, ops.where
     )
     ops.assign(scale, next_scale)
     ops.assign(counter, finite_steps)
@@ -50,15 +43,13 @@ def _adjust(parameters: Any, scale: Any, counter: Any, nonfinite: Any, grads_fin
 class _Scaling(mindspore.amp.LossScaler):  # type: ignore[misc] # untyped base
     """Multiplies and divides by ``scale_value``."""
 
-    scale_value: Any
-
     def scale(self, inputs: Any) -> Any:
         """``inputs * scale_value``, in the dtype of each.
 
         Args:
             inputs: a tensor, or tensors in tuples, lists and dicts: a loss, or gradients.
         """
-        return _scale(self.scale_value, mutable(_tensors(inputs)))
+        return _scale(self.scale_value, _tensors(inputs))
 
     def unscale(self, inputs: Any) -> Any:
         """``inputs / scale_value``, in the dtype of each.
@@ -66,13 +57,13 @@ class _Scaling(mindspore.amp.LossScaler):  # type: ignore[misc] # untyped base
         Args:
             inputs: a tensor, or tensors in tuples, lists and dicts: a loss, or gradients.
         """
-        return _unscale(self.scale_value, mutable(_tensors(inputs)))
+        return _unscale(self.scale_value, _tensors(inputs))
 
 
 def _tensors(inputs: Any) -> Any:
     if not isinstance(inputs, (Tensor, tuple, list, dict)):
         raise TypeError("inputs must be a tensor, or tensors in tuples, lists and dicts")
-    return inputs
+    return mutable(inputs)
 
 
 class StaticLossScaler(_Scaling, mindspore.amp.StaticLossScaler):  # type: ignore[misc] # untyped base
@@ -133,17 +124,11 @@ class DynamicLossScaler(WindowAndFactor, _Scaling, mindspore.amp.DynamicLossScal
         policy: DynamicScale | None = None,
     ) -> None:
         policy = dynamic_policy(policy, "scale_value", scale_value, scale_factor, scale_window)
-        self.scale_value = Parameter(
-            Tensor(policy.init_scale, mindspore.float32), name="scale_value"
-        )
+        scale = Tensor(policy.init_scale, mindspore.float32)
+        self.scale_value = Parameter(scale, name="scale_value")
         self._policy = policy
         self.counter = Parameter(Tensor(0, mindspore.int32), name="counter")
         self.nonfinite_steps = nonfinite_steps(policy)
-
-    @property
-    def _constants(self) -> tuple[Any, ...]:
-        """A tuple, because a call with a named tuple compiles again each time."""
-        return tuple(self._policy._constants)
 
     def __repr__(self) -> str:
         return (
@@ -164,6 +149,7 @@ class DynamicLossScaler(WindowAndFactor, _Scaling, mindspore.amp.DynamicLossScal
         Raises:
             TypeError: it is neither; nothing changes.
         """
+        constants = tuple(self._policy._constants)  # a named one compiles at every call
         flag = as_flag(grads_finite)
-        _adjust(self._constants, self.scale_value, self.counter, self.nonfinite_steps, flag)
+        _adjust(constants, self.scale_value, self.counter, self.nonfinite_steps, flag)
         return True

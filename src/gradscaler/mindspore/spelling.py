@@ -11,22 +11,15 @@ from mindspore import Parameter, Tensor
 from gradscaler.policies import DynamicScale, checks
 from gradscaler.policies.spelling import changed, check_alone, check_policy, spelled
 
-DEFAULTS = (2**24, 2, 2000)
-
 
 def dynamic_policy(
     policy: DynamicScale | None, name: str, loss_scale: Any, scale_factor: Any, scale_window: Any
 ) -> DynamicScale:
-    """The policy, or MindSpore's rule with these parameters; ``name`` is the loss scale's.
-
-    Raises:
-        TypeError, ValueError: one of them cannot work; the message names it.
-        ParameterError: there are parameters beside a policy.
-    """
+    """The policy, or MindSpore's rule with these parameters; ``name`` is the loss scale's."""
     parameters = {name: loss_scale, "scale_factor": scale_factor, "scale_window": scale_window}
     if policy is None:
         return spelled(DynamicScale.mindspore, {name: "init_loss_scale"}, **parameters)
-    check_alone(policy, DEFAULTS, **parameters)
+    check_alone(policy, (2**24, 2, 2000), **parameters)
     fixed = "FixedLossScaleManager, FixedLossScaleUpdateCell or StaticLossScaler"
     check_policy(policy, DynamicScale, fixed)
     return policy

@@ -41,7 +41,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
     """
 
     def __init__(self, network: Any, optimizer: Any, scale_sense: Any) -> None:
-        if isinstance(scale_sense, Tensor) and scale_sense.size == 1:
+        if isinstance(scale_sense, Tensor):
             scale_sense = _as_scale("scale_sense", scale_sense)
         elif isinstance(scale_sense, amp.LossScaleManager):
             raise TypeError(
@@ -117,14 +117,14 @@ def build_train_network(
 ) -> Any:
     """Build a train step, on the CPU too: in place of ``mindspore.amp.build_train_network``.
 
-    MindSpore's own refuses, on the CPU, all loss scaling that skips steps, and so does
+    On the CPU, MindSpore's own refuses all loss scaling that skips steps, and so does
     ``mindspore.Model`` with a ``loss_scale_manager``. Give ``Model`` what this returns instead.
 
     Args:
         network: the network, or with ``loss_fn`` None a cell that returns the loss.
         optimizer: updates the network's parameters.
-        loss_fn: a cell that makes a loss of the network's output and a label.
-        level: of mixed precision: "O0", "O1", "O2", "O3" or "auto". "O2" scales the loss by a
+        loss_fn: a cell that computes the loss from the network's output and a label.
+        level: the mixed precision: "O0", "O1", "O2", "O3" or "auto". "O2" scales the loss by a
             ``DynamicLossScaleManager()`` if ``loss_scale_manager`` is left out.
         boost_level: of ``mindspore.boost``: "O0", "O1" or "O2"; on the CPU loss scaling that skips
             steps takes only "O0".

@@ -10,10 +10,8 @@ import tensorflow as tf
 import tf_keras
 from tf_keras.src.mixed_precision import loss_scale_optimizer as native
 
-from gradscaler._keras_like import arguments
-from gradscaler._keras_like.wrapper import Wrapper
+from gradscaler._keras_like.wrapper import Wrapper, next_values, policy_from
 from gradscaler.policies import FixedScale, Rule
-from gradscaler.tf_keras.state import VARIABLES, DynamicState, FixedState
 
 Tensor = Any
 Gradient = Any  # a tensor or IndexedSlices
@@ -89,17 +87,15 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
         *,
         policy: Rule | None = None,
     ) -> None:
-        policy = arguments.policy_from(dynamic, initial_scale, dynamic_growth_steps, policy)
+        policy = policy_from(dynamic, initial_scale, dynamic_growth_steps, policy)
         super().__init__(inner_optimizer, dynamic=False, initial_scale=1.0)  # creates no variables
         self._follow(policy)
 
     @tf.__internal__.tracking.no_automatic_dependency_tracking  # type: ignore[untyped-decorator]
     def _follow(self, policy: Rule) -> None:
         self._policy = policy
-        if isinstance(policy, FixedScale):
-            self._loss_scale = FixedState(policy)
-        else:
-            self._loss_scale = DynamicState(policy)
+        self._loss_scale = _State(policy)
+        if self.dynamic:
             self._track_trackable(self._loss_scale, "loss_scale")
 
     @property
@@ -142,7 +138,7 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
     def get_config(self) -> dict[str, Any]:
         """The inner optimizer, and the arguments that say how the scale moves.
 
-        Where tf-keras' own class can do the same, it can be made from this config, too.
+        tf-keras' own class accepts the config, too, unless it cannot move the scale like that.
         """
         inner_optimizer = super().get_config()["inner_optimizer"]
         return {"inner_optimizer": inner_optimizer, **self._policy_config()}
@@ -151,7 +147,7 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> LossScaleOptimizer:
-        """The optimizer of a config, also one of tf-keras' own class."""
+        """The optimizer that a config describes, which may be the config of tf-keras' own class."""
         if cls is LossScaleOptimizer:
             return _class_of_config(config).from_config(config, custom_objects)
         return super().from_config(config, custom_objects)
@@ -211,9 +207,9 @@ class LossScaleOptimizerV3(LossScaleOptimizer, native.LossScaleOptimizerV3):  # 
             store[name] = variable.numpy()
 
     def load_own_variables(self, store: Any) -> None:
-        """Take them out of a store; tf-keras' own class does not put the scale's into it."""
+        """Set the variables from a store; one that tf-keras' own class saved lacks the scale's."""
         stored = {name: store[name] for name in store.keys()}  # noqa: SIM118 # not a mapping
-        for name in VARIABLES:
+        for name in ("current_loss_scale", "good_steps", "bad_steps"):  # as in a checkpoint
             value = stored.pop(name, None)
             if value is not None and name in self._loss_scale.variables:
                 self._loss_scale.variables[name].assign(value)
@@ -246,3 +242,44 @@ def _multiplied(gradient: Gradient, factor: Tensor) -> Gradient:
     if gradient.dtype.size < 4:  # 1/scale may be too small for it
         return tf.cast(tf.cast(gradient, factor.dtype) * factor, gradient.dtype)
     return gradient * tf.cast(factor, gradient.dtype)
+
+
+class _State(native._DynamicLossScaleState):  # type: ignore[misc] # untyped base
+    """The state of a loss scale; if it moves, with tf-keras' variables in a checkpoint.
+
+    The variables, a float32 and an int64, and another int64 if the policy has a hysteresis, are the
+    fields of :class:`gradscaler.ScaleState` in their order.
+    """
+
+    def __init__(self, policy: Rule) -> None:
+        self._policy = policy
+        self.variables: dict[str, tf.Variable] = {}
+        if isinstance(policy, FixedScale):
+            tf.__internal__.tracking.Trackable.__init__(self)
+            self._current_loss_scale = policy.scale
+            self._weights: dict[Any, Any] = {}
+            return
+        super().__init__(policy.init_scale, policy.growth_interval, policy.growth_factor)
+        self.variables.update(current_loss_scale=self.current_loss_scale, good_steps=self.counter)
+        if policy.hysteresis > 1:
+            self.variables["bad_steps"] = self._add_weight("bad_steps", 0, tf.int64)
+
+    def update(self, grads: Any) -> tuple[Any, Tensor]:
+        """Move the scale; the operations that move it, and whether to apply the gradients."""
+        finite = _all_finite(tf.nest.flatten(grads))
+        if not self.variables:
+            return tf.no_op(), finite
+        kept = self.variables.values()
+        moved = next_values(self._policy, list(map(tf.convert_to_tensor, kept)), ~finite)
+        assigned = [variable.assign(value) for variable, value in zip(kept, moved, strict=False)]
+        return tf.group(*assigned), finite
+
+
+def _all_finite(gradients: list[Any]) -> Tensor:
+    """Whether the gradients are finite in this replica; across replicas, in every one."""
+    if tf.distribute.in_cross_replica_context():
+        strategy = tf.distribute.get_strategy()
+        in_each = strategy.extended.call_for_each_replica(_all_finite, args=(gradients,))
+        return tf.reduce_all(tf.stack(strategy.experimental_local_results(in_each)))
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+    return tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_finite(value)) for value in values]))

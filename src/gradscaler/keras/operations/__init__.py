@@ -4,9 +4,9 @@
 
 ``all_finite(gradients)``
     A boolean scalar tensor. A gradient of None counts as finite.
-``apply_if_finite(optimizer, apply, gradients, variables, update)``
+``apply_if_finite(optimizer, apply, gradients, variables)``
     ``apply(gradients, variables)``, without any effect unless all gradients of all replicas are
-    finite; then ``update(found_inf)``.
+    finite; then ``optimizer._move_scale(found_inf)``.
 ``divide(gradient, scale)``
     Computed in float32 at least.
 ``gradients(loss, scale_loss, variables, tape)``

@@ -18,11 +18,7 @@ def all_finite(gradients: list[Any]) -> Any:
 
 
 def apply_if_finite(
-    optimizer: Any,
-    apply: Callable[[list[Any], list[Any]], None],
-    gradients: list[Any],
-    variables: list[Any],
-    update: Callable[[Any], None],
+    optimizer: Any, apply: Callable[..., None], gradients: list[Any], variables: list[Any]
 ) -> None:
     """Branch on the host where the flag is known, and in XLA where it is traced."""
     finite = all_finite(gradients)
@@ -41,7 +37,7 @@ def apply_if_finite(
         after = applied() if finite else before
     for variable, value in zip(changing, after, strict=True):
         variable.assign(value)
-    update(~finite)
+    optimizer._move_scale(~finite)
 
 
 def gradients(

@@ -19,11 +19,7 @@ def all_finite(gradients: list[Any]) -> Any:
 
 
 def apply_if_finite(
-    optimizer: Any,
-    apply: Callable[[list[Any], list[Any]], None],
-    gradients: list[Any],
-    variables: list[Any],
-    update: Callable[[Any], None],
+    optimizer: Any, apply: Callable[..., None], gradients: list[Any], variables: list[Any]
 ) -> None:
     """Apply in every replica or in none: the gradients are checked before they are summed."""
     replica = tf.distribute.get_replica_context()
@@ -36,7 +32,7 @@ def apply_if_finite(
 
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
         tf.cond(finite, lambda: apply(gradients, variables), lambda: None)
-        update(~finite)
+        optimizer._move_scale(~finite)
         return
 
     # The step merges the replicas, which cannot happen within a branch of one of them.
@@ -44,7 +40,7 @@ def apply_if_finite(
         finite = strategy.experimental_local_results(finite)[0]  # they are all the same
         run = strategy.extended.call_for_each_replica
         tf.cond(finite, lambda: run(apply, args=arguments), lambda: None)
-        update(~finite)
+        optimizer._move_scale(~finite)
 
     replica.merge_call(across_replicas, args=(finite, gradients, variables))
 

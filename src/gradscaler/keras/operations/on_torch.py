@@ -34,17 +34,13 @@ def _widened(tensor: Any) -> Any:
 
 
 def apply_if_finite(
-    optimizer: Any,
-    apply: Callable[[list[Any], list[Any]], None],
-    gradients: list[Any],
-    variables: list[Any],
-    update: Callable[[Any], None],
+    optimizer: Any, apply: Callable[..., None], gradients: list[Any], variables: list[Any]
 ) -> None:
     """Apply or not: the host reads the flag once."""
     finite = all_finite(gradients)
     if finite:
         apply(gradients, variables)
-    update(~finite)
+    optimizer._move_scale(~finite)
 
 
 def gradients(
