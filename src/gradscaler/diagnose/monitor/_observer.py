@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -13,28 +14,19 @@ from gradscaler.diagnose.gradients.locate import is_locating
 from gradscaler.diagnose.gradients.module_hooks import Located, ModuleHooks
 from gradscaler.diagnose.gradients.nonfinite import inspect
 from gradscaler.diagnose.monitor._gradient_sample import GradientSample, fields_of, measure
-from gradscaler.diagnose.monitor._source import StepSource
-from gradscaler.diagnose.monitor.steps import StuckError
+from gradscaler.diagnose.monitor.steps import StepSource, StuckError
 from gradscaler.outcome import NonfiniteGradient, StepOutcome
 
 
+@dataclass
 class Iteration:
-    """What is known of an iteration.
+    """What is known of an iteration; optimizers are given by their ids."""
 
-    Attributes:
-        number: the number of its step, if an optimizer has gradients.
-        optimizers: those that stepped, by id.
-        outcomes: the outcomes of their steps, by the same ids.
-        losses: the losses that were scaled, without their graphs.
-        measured: a sample of each optimizer's gradients, by its id.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.optimizers: dict[int, Any] = {}
-        self.outcomes: dict[int, StepOutcome] = {}
-        self.losses: list[Any] = []
-        self.measured: dict[int, GradientSample] = {}
+    number: int  # of its step, if an optimizer has gradients
+    optimizers: dict[int, Any] = field(default_factory=dict)  # those that stepped
+    outcomes: dict[int, StepOutcome] = field(default_factory=dict)
+    losses: list[Any] = field(default_factory=list)  # those that were scaled, without their graphs
+    measured: dict[int, GradientSample] = field(default_factory=dict)
 
 
 class EagerObserver(StepSource):
@@ -123,7 +115,7 @@ class EagerObserver(StepSource):
             self._hooks.stop()
         self._note_missed_steps()
         self._end()
-        super().close()
+        self.read()
 
     # Steps that were taken.
 

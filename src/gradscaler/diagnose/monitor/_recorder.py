@@ -9,8 +9,8 @@ from gradscaler._eager.scaler import HISTORY_LENGTH
 from gradscaler.diagnose.gradients._arrays import named_arrays
 from gradscaler.diagnose.gradients.nonfinite import inspect
 from gradscaler.diagnose.monitor._gradient_sample import fields_of, measure
-from gradscaler.diagnose.monitor._source import StepSource
 from gradscaler.diagnose.monitor._traced_scalers import Reading, number, policy_of, read
+from gradscaler.diagnose.monitor.steps import StepSource
 from gradscaler.outcome import NonfiniteGradient
 
 
@@ -27,6 +27,8 @@ class Recorder(StepSource):
 
     A step's scale is the one that the scaler had after the step before it.
     """
+
+    located = None  # it watches no modules
 
     def __post_init__(self) -> None:
         policy = policy_of(self.scaler)
@@ -60,13 +62,9 @@ class Recorder(StepSource):
         self.log.check_stuck()
 
     def read(self, gradients: dict[str, Any] | None = None) -> tuple[float, float | None]:
-        """Add the steps that wait to the log.
+        """Add the steps that wait to the log; waits for the device.
 
-        Args:
-            gradients: of the last of them, by name.
-
-        Returns:
-            The scale and the loss of the last of them.
+        ``gradients`` are of the last of them, by name. Returns its scale and its loss.
         """
         before = self._recorded[0].reading.on_host()
         scale, loss_on_host = before.scale, None
@@ -84,6 +82,10 @@ class Recorder(StepSource):
             self._recorded.popleft()
             scale, before = before.scale, after
         return scale, loss_on_host
+
+    def close(self) -> None:
+        """Add the steps that wait."""
+        self.read()
 
     def nonfinite_parameters(self) -> tuple[NonfiniteGradient, ...]:
         """The parameters of the latest step, or else the model's, that are not finite."""

@@ -9,19 +9,12 @@ from gradscaler.diagnose.gradients._arrays import to_numpy
 
 
 class Reading(NamedTuple):
-    """The state of a scaler, in scalars that may be on a device and will not change.
-
-    Attributes:
-        scale: the loss scale.
-        finite_steps: finite steps in a row; None if the scale does not move.
-        finite: whether the latest step's gradients were finite, if the scaler knows.
-        applied: how many steps its optimizer took, if the scaler knows.
-    """
+    """The state of a scaler, in scalars that may be on a device and will not change."""
 
     scale: Any
-    finite_steps: Any = None
-    finite: Any = None
-    applied: Any = None
+    finite_steps: Any = None  # in a row; None if the scale does not move
+    finite: Any = None  # whether the latest step's gradients were, if the scaler knows
+    applied: Any = None  # how many steps its optimizer took, if the scaler knows
 
     def on_host(self) -> Reading:
         """The same as Python numbers; waits for the device."""
@@ -44,11 +37,7 @@ class Reading(NamedTuple):
 
 
 def read(scaler: Any) -> Reading:
-    """The state of a gradscaler scaler for JAX, Keras, tf-keras or MindSpore.
-
-    Raises:
-        TypeError: ``scaler`` is not one of these.
-    """
+    """The state of a scaler for JAX, Keras, tf-keras or MindSpore; TypeError for anything else."""
     for part in _parts(scaler):
         for attribute, reader in _READERS.items():
             if hasattr(part, attribute):

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from gradscaler._eager.scaler import HISTORY_LENGTH
@@ -48,52 +49,31 @@ class Step(NamedTuple):
 
 
 class SkipStreak(NamedTuple):
-    """A streak of consecutive skipped steps of one optimizer.
-
-    Attributes:
-        length: how many steps.
-        first_scale: the scale of the first.
-        skips: the latest of them.
-        verdict: the latest verdict on them, if there is one.
-    """
+    """A streak of consecutive skipped steps of one optimizer."""
 
     length: int
-    first_scale: float
-    skips: tuple[Skip, ...]
-    verdict: VerdictLine | None = None
+    first_scale: float  # of the first step
+    skips: tuple[Skip, ...]  # the latest of them
+    verdict: VerdictLine | None = None  # the latest on them
 
 
 class Counts(NamedTuple):
-    """What a log has counted; one assignment replaces it, so an interrupt leaves it whole.
+    """What a log has counted; one assignment replaces it, so an interrupt leaves it whole."""
 
-    Attributes:
-        step: the number of the last step.
-        num_skipped: how many of the steps were skipped.
-        streaks: the streaks of skips, by optimizer.
-        sampled: the step of the last sample.
-        scales: since then, each step whose scale differs from the step before, with its scale.
-        skips: the steps since then that were skipped.
-    """
-
-    step: int
+    step: int  # the number of the last step
     num_skipped: int
-    streaks: Mapping[int, SkipStreak]
-    sampled: int
-    scales: tuple[tuple[int, float], ...] = ()
-    skips: tuple[int, ...] = ()
+    streaks: Mapping[int, SkipStreak]  # by optimizer
+    sampled: int  # the step of the last sample
+    scales: tuple[tuple[int, float], ...] = ()  # since then: each step with a new scale, and that
+    skips: tuple[int, ...] = ()  # since then: the steps that were skipped
 
 
 class StepLog:
     """Steps, in their order.
 
-    An interrupt may stop any method. The same call again continues from there, and counts nothing
-    twice.
-
-    Args:
-        writers: where lines are written.
-        step: how many steps there were before.
-        on_stuck: what to do after ``stuck_after`` skips in a row.
-        judge: gives a verdict.
+    There were ``step`` steps before. ``on_stuck`` says what to do after ``stuck_after`` skips in a
+    row. An interrupt may stop any method. The same call again continues from there, and counts
+    nothing twice.
 
     Attributes:
         history: the latest steps.
@@ -141,22 +121,16 @@ class StepLog:
         nonfinite: tuple[NonfiniteGradient, ...] | None = None,
         optimizers: Mapping[int, bool] | None = None,
     ) -> None:
-        """Add a step; :meth:`check_stuck` gives the verdict.
+        """Add a :class:`Step`, once; :meth:`check_stuck` gives the verdict.
 
-        Args:
-            step: its number, one more than the last; it is added once.
-            scale: the loss scale that it used.
-            skipped: whether any optimizer's step was skipped.
-            loss: the unscaled loss.
-            nonfinite: the gradients that were not finite, if the step was inspected.
-            optimizers: by id, whether its step was skipped; None if there is only one.
+        It counts as skipped if any optimizer skipped it: ``optimizers`` says which, by id. None
+        stands for a single one.
         """
         counts = self._counts
         if step <= counts.step:
             return
-        found = nonfinite or ()
-        more = max(len(found) - _MOST_NONFINITE, 0)
-        skip = Skip(step, scale, loss, found[:_MOST_NONFINITE], more)
+        listed = (nonfinite or ())[:_MOST_NONFINITE]
+        skip = Skip(step, scale, loss, listed, len(nonfinite or ()) - len(listed))
         has_moved = not counts.scales or counts.scales[-1][1] != scale
         after = counts._replace(
             step=step,
@@ -253,10 +227,11 @@ class StepLog:
             if skip.step - streak.skips[-1].step <= self._stuck_after
             and optimizers.get(optimizer, True)
         }
-        for optimizer in (optimizer for optimizer, skipped in optimizers.items() if skipped):
-            streak = kept.get(optimizer, SkipStreak(0, skip.scale, ()))
-            skips = (*streak.skips, skip)[-self._stuck_after :]
-            kept[optimizer] = streak._replace(length=streak.length + 1, skips=skips)
+        for optimizer, skipped in optimizers.items():
+            if skipped:
+                streak = kept.get(optimizer, SkipStreak(0, skip.scale, ()))
+                skips = (*streak.skips, skip)[-self._stuck_after :]
+                kept[optimizer] = streak._replace(length=streak.length + 1, skips=skips)
         return kept
 
     def close(self) -> None:
@@ -268,6 +243,25 @@ class StepLog:
     def _write(self, line: Line) -> None:
         for writer in self._writers:
             writer.write(line)
+
+
+@dataclass(eq=False, repr=False)
+class StepSource:
+    """Learns of a scaler's steps, and adds them to a log."""
+
+    scaler: Any  # as it is before the first step
+    model: Any  # gives the parameters their names, or None
+    log: StepLog
+    every: int  # steps from one sample to the next
+    forensics: int  # inspect every n-th skipped step; 0 disables
+    dtype: str  # the format for samples
+
+    def __post_init__(self) -> None:
+        """Note where the scaler stands."""
+
+    @property
+    def _inspects_next_skip(self) -> bool:
+        return self.forensics > 0 and (self.log.num_skipped + 1) % self.forensics == 0
 
 
 def _in_one_line(skip: Skip) -> str:
