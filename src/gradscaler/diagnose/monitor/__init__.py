@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import is_dataclass, replace
 from pathlib import Path
+from time import gmtime, strftime
 from typing import Any, get_args
 
 from gradscaler._eager.scaler import EagerScaler
@@ -15,8 +16,8 @@ from gradscaler.diagnose.monitor._recorder import Recorder
 from gradscaler.diagnose.monitor._traced_scalers import policy_of, read
 from gradscaler.diagnose.monitor.steps import OnStuck, Step, StepLog
 from gradscaler.diagnose.run._tensorboard import EventFile, load_writer
-from gradscaler.diagnose.run._writer import RunFile, now
-from gradscaler.diagnose.run.lines import LineWriter, Start
+from gradscaler.diagnose.run._writer import RunFile
+from gradscaler.diagnose.run.lines import Start
 from gradscaler.diagnose.verdict import Evidence, Verdict, judge
 from gradscaler.policies import checks
 
@@ -102,13 +103,14 @@ class Monitor:
         self._framework = _framework_of(scaler)
         is_eager = isinstance(scaler, EagerScaler)
         _check(scaler, model, is_eager)
-        writers: list[LineWriter] = []
+        writers: list[RunFile | EventFile] = []
         step = 0
         if not is_eager or scaler.observed.is_enabled:
             event_writer = None if tensorboard is None else load_writer()
             if path is not None:
                 policy = _describe(policy_of(scaler))
-                start = Start(self._framework, self._dtype, every, 0, policy, now())
+                time = strftime("%Y-%m-%dT%H:%M:%SZ", gmtime())
+                start = Start(self._framework, self._dtype, every, 0, policy, time)
                 file = RunFile(Path(path), start)
                 step = file.step
                 writers.append(file)

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from gradscaler._eager.scaler import HISTORY_LENGTH
-from gradscaler.diagnose.run.lines import Line, LineWriter, Sample, Skip, VerdictLine
+from gradscaler.diagnose.run._tensorboard import EventFile
+from gradscaler.diagnose.run._writer import RunFile
+from gradscaler.diagnose.run.lines import Line, Sample, Skip, VerdictLine
 from gradscaler.diagnose.verdict import Verdict
 from gradscaler.outcome import NonfiniteGradient
 
@@ -82,7 +84,7 @@ class StepLog:
 
     def __init__(
         self,
-        writers: Sequence[LineWriter],
+        writers: Sequence[RunFile | EventFile],
         step: int,
         on_stuck: OnStuck,
         stuck_after: int,
