@@ -110,8 +110,7 @@ def _of_skips(evidence: Evidence) -> Verdict:
             "operation.",
             name,
         )
-    gradients = [gradient.name for gradient in last.nonfinite]
-    where = gradients[0] if gradients else None
+    where = next((gradient.name for gradient in last.nonfinite), None)
     overflow = f"gradients overflow in {where}"
     if where is None:
         overflow = "gradients are Inf or NaN"  # not inspected

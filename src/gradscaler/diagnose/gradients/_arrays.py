@@ -65,7 +65,7 @@ def to_numpy(array: Array) -> NDArray[Any]:
 
     A sparse array becomes its values, with the rows of one index summed. A complex array gets one
     more dimension, for real and imaginary parts. A dtype that NumPy lacks becomes float32. An array
-    without elements on any device, or whose elements are not numbers, is a TypeError.
+    on the meta device, or whose elements are not numbers, is a TypeError.
 
     >>> to_numpy(np.array([1 + 2j]))
     array([[1., 2.]])

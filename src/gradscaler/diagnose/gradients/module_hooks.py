@@ -69,17 +69,14 @@ class ModuleHooks:
     """Hooks on every module of a model: :func:`locate` for a training that runs anyway.
 
     Between ``start()`` and ``stop()``, every input and output of every module is read once, which
-    waits for the device.
-
-    Args:
-        model: a module of PyTorch or TensorPlay.
-        backward: check backward passes too. Without, an error in a hook never ends a training.
+    waits for the device. ``backward`` checks backward passes too. Without, an error in a hook never
+    ends a training.
 
     Attributes:
         located: the first module that made an Inf or a NaN since ``start()``, or None.
 
     Raises:
-        TypeError: ``model`` is not such a module.
+        TypeError: ``model`` is not a module of PyTorch or TensorPlay.
     """
 
     def __init__(self, model: Module, backward: bool = False) -> None:

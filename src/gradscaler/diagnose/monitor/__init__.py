@@ -206,7 +206,7 @@ class Monitor:
     def _judge(self, log: StepLog) -> Verdict:
         evidence = Evidence(
             log.num_steps,
-            log.num_skipped,
+            log.counts.num_skipped,
             self._dtype,
             scale=log.history[-1].scale if log.history else None,
             sample=log.latest,

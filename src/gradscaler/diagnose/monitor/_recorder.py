@@ -10,7 +10,7 @@ from gradscaler.diagnose.gradients._arrays import named_arrays
 from gradscaler.diagnose.gradients.nonfinite import inspect
 from gradscaler.diagnose.monitor._gradient_sample import fields_of, measure
 from gradscaler.diagnose.monitor._traced_scalers import Reading, number, policy_of, read
-from gradscaler.diagnose.monitor.steps import StepSource
+from gradscaler.diagnose.monitor.steps import Step, StepSource
 from gradscaler.outcome import NonfiniteGradient
 
 
@@ -35,7 +35,7 @@ class Recorder(StepSource):
         self._growth_interval = getattr(policy, "growth_interval", getattr(policy, "period", 1))
         self._parameters: Any = None  # of the latest step
         # The first was added to the log, or is the start; the others wait.
-        self._recorded = deque([RecordedStep(self.log.step, read(self.scaler))])
+        self._recorded = deque([RecordedStep(self.log.counts.step, read(self.scaler))])
 
     def record(self, scaler: Any, finite: Any, gradients: Any, loss: Any, parameters: Any) -> None:
         """Record one step; see :meth:`gradscaler.diagnose.Monitor.record`."""
@@ -77,7 +77,7 @@ class Recorder(StepSource):
             if skipped and has_gradients and self._inspects_next_skip:
                 nonfinite = inspect(gradients)
             loss_on_host = None if loss is None else number(loss)
-            self.log.add(step, before.scale, skipped, loss_on_host, nonfinite)
+            self.log.add(Step(step, before.scale, skipped, loss_on_host, nonfinite))
             self._recorded[1] = RecordedStep(step, after)
             self._recorded.popleft()
             scale, before = before.scale, after

@@ -93,8 +93,9 @@ def share(value: Any) -> float:
 
 
 def _integer(least: int, most: int, value: Any) -> int:
-    is_valid = type(value) is int and least <= value <= most
-    return int(_checked(is_valid, value, f"an integer from {least} to {most}"))
+    if type(value) is int and least <= value <= most:
+        return value
+    raise ValueError(f"must be an integer from {least} to {most}, got {shown(value)}")
 
 
 count = partial(_integer, 0, _LARGEST_COUNT)
