@@ -31,10 +31,11 @@ class RunFile:
 
     def __init__(self, path: Path, start: Start) -> None:
         self.step = start.step
-        whole = 0
+        whole = 0  # where the last complete line ends
         if path.exists() and (not path.is_file() or path.stat().st_size):
             self.step = max(self.step, read_run(path).num_steps)
-            whole = _end_of_last_line(path)
+            with path.open("rb") as file:
+                whole = sum(len(line) for line in file if line.endswith(b"\n"))
         self._file = path.open("ab", buffering=0)
         finalize(self, self._file.close)  # many scripts never close their monitor
         self._has_failed = False
@@ -71,9 +72,3 @@ class RunFile:
             if isinstance(error, OSError):
                 raise OSError(f"{self._file.name}: {error}") from error
             raise
-
-
-def _end_of_last_line(path: Path) -> int:
-    """Where the last complete line of a file ends."""
-    with path.open("rb") as file:
-        return sum(len(line) for line in file if line.endswith(b"\n"))
