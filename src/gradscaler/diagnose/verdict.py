@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from gradscaler.diagnose.gradients._formats import format_named
-
-if TYPE_CHECKING:
-    from gradscaler.diagnose.gradients.module_hooks import Located
-    from gradscaler.diagnose.run.lines import Sample, Skip
+from gradscaler.diagnose.gradients.module_hooks import Located
+from gradscaler.diagnose.run.lines import Sample, Skip
 
 Kind = Literal["normal", "loss", "parameter", "activations", "nan", "floor", "underflow"]
 
@@ -44,33 +42,19 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known about a run when it is judged.
-
-    Attributes:
-        steps: how many steps there were.
-        skipped: how many of them were skipped.
-        dtype: the format that the gradients are computed in.
-        scale: the last step's scale, if known.
-        skips_in_a_row: how many last steps of an optimizer were skipped in a row, if too many.
-        first_scale: the scale of the first of those.
-        skips: the latest of those.
-        min_scale: the scale's lower limit, if known.
-        parameter: the name of a parameter or a buffer that is not finite.
-        located: the module whose output was the first that was not finite.
-        sample: the latest sample with shares.
-    """
+    """What is known about a run when it is judged."""
 
     steps: int
-    skipped: int
-    dtype: str = "float16"
-    scale: float | None = None
-    skips_in_a_row: int = 0
-    first_scale: float | None = None
-    skips: tuple[Skip, ...] = ()
-    min_scale: float | None = None
-    parameter: str | None = None
-    located: Located | None = None
-    sample: Sample | None = None
+    skipped: int  # of the steps
+    dtype: str = "float16"  # what the gradients are computed in
+    scale: float | None = None  # the last step's, if known
+    skips_in_a_row: int = 0  # the last steps of an optimizer, if too many
+    first_scale: float | None = None  # of those
+    skips: tuple[Skip, ...] = ()  # the latest of those
+    min_scale: float | None = None  # the scale's lower limit, if known
+    parameter: str | None = None  # the name of a parameter or a buffer that is not finite
+    located: Located | None = None  # the module whose output was the first that was not finite
+    sample: Sample | None = None  # the latest with shares
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -126,8 +110,7 @@ def _of_skips(evidence: Evidence) -> Verdict:
             "operation.",
             name,
         )
-    gradients = [gradient.name for gradient in last.nonfinite]
-    where = gradients[0] if gradients else None
+    where = next((gradient.name for gradient in last.nonfinite), None)
     overflow = f"gradients overflow in {where}"
     if where is None:
         overflow = "gradients are Inf or NaN"  # not inspected
@@ -213,22 +196,20 @@ def _are_many(evidence: Evidence) -> bool:
 
 def _normal(evidence: Evidence) -> Verdict:
     if not evidence.skipped:
-        return Verdict(
-            "normal",
-            f"None of {evidence.steps} steps was skipped. Nothing needs fixing.",
-        )
+        text = f"None of {evidence.steps} steps was skipped. Nothing needs fixing."
+        return Verdict("normal", text)
     were = "was" if evidence.skipped == 1 else "were"
+    text = f"{evidence.skipped} of {evidence.steps} steps {were} skipped"
     scale = evidence.scale
     if _are_many(evidence) or (scale is not None and scale < 1):
         now = "" if scale is None else f", and the loss scale is {scale:g}"
-        return Verdict(
-            "normal",
-            f"{evidence.skipped} of {evidence.steps} steps {were} skipped{now}. If they are the "
-            "first steps, start from a lower init_scale; else look at what they have in common: an "
-            "optimizer, a batch, a parameter.",
+        text += (
+            f"{now}. If they are the first steps, start from a lower init_scale; else look at what "
+            "they have in common: an optimizer, a batch, a parameter."
         )
-    return Verdict(
-        "normal",
-        f"{evidence.skipped} of {evidence.steps} steps {were} skipped while the loss scale "
-        "settled, and a lower scale cured each overflow. Nothing needs fixing.",
-    )
+    else:
+        text += (
+            " while the loss scale settled, and a lower scale cured each overflow. "
+            "Nothing needs fixing."
+        )
+    return Verdict("normal", text)

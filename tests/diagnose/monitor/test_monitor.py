@@ -20,7 +20,7 @@ from gradscaler.diagnose import (  # noqa: E402
     locate,
     read_run,
 )
-from gradscaler.diagnose.monitor.steps import StepLog  # noqa: E402
+from gradscaler.diagnose.monitor.steps import Step, StepLog  # noqa: E402
 from gradscaler.torch import GradScaler  # noqa: E402
 
 linear, seq = torch.nn.Linear, torch.nn.Sequential
@@ -357,7 +357,7 @@ def test_a_final_verdict_is_given_once_in_a_streak():
     kinds = iter(["normal", "nan", "floor"])
     log = StepLog([], 0, "continue", 2, lambda log: Verdict(next(kinds), ""))
     for step in range(1, 6):
-        log.add(step, 1.0, skipped=True)
+        log.add(Step(step, 1.0, skipped=True))
         log.check_stuck()
     assert list(kinds) == ["floor"]
 

@@ -5,11 +5,12 @@ Each framework is recognized by the methods of its arrays. No framework is impor
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from itertools import chain, count
 from numbers import Number
 from typing import Any
 
@@ -19,32 +20,22 @@ from numpy.typing import NDArray
 Array = Any
 
 _UNKNOWN_TO_NUMPY = ("bfloat16", "float8")
-_NOT_NUMBERS = "MOSTUm"  # NumPy's kinds of dates, objects and texts
 
 
 def named_arrays(gradients: Any) -> dict[str, Array]:
-    """The arrays in a structure, each with its name: the path to it, joined with dots.
+    """The arrays in what :func:`~gradscaler.diagnose.exponents` takes, each with its name.
 
-    Args:
-        gradients: as :func:`~gradscaler.diagnose.exponents` takes them.
-
-    Returns:
-        The arrays in the order given, without ``None`` and without what JAX gives for the gradient
-        of an integer. If several share a name, the second becomes ``"name (2)"``, and so on.
-
-    Raises:
-        TypeError: ``gradients`` holds something else.
+    The name is the path to the array, joined with dots. If several share a name, the second becomes
+    ``"name (2)"``, and so on. ``None`` is left out, and what JAX gives for the gradient of an
+    integer. Anything else is a TypeError.
 
     >>> list(named_arrays({"layer": {"weight": np.ones(3), "bias": None}, "rest": [np.ones(1)]}))
     ['layer.weight', 'rest.0']
     """
     found: dict[str, Array] = {}
     for name, array in _leaves("", gradients):
-        unused, number = name, 1
-        while unused in found:
-            number += 1
-            unused = f"{name} ({number})"
-        found[unused] = array
+        names = chain([name], (f"{name} ({number})" for number in count(2)))
+        found[next(name for name in names if name not in found)] = array
     return found
 
 
@@ -73,10 +64,8 @@ def to_numpy(array: Array) -> NDArray[Any]:
     """An array's elements on the host, without a copy where possible.
 
     A sparse array becomes its values, with the rows of one index summed. A complex array gets one
-    more dimension, for real and imaginary parts. A dtype that NumPy lacks becomes float32.
-
-    Raises:
-        TypeError: the array has no elements, or they are not numbers.
+    more dimension, for real and imaginary parts. A dtype that NumPy lacks becomes float32. An array
+    on the meta device, or whose elements are not numbers, is a TypeError.
 
     >>> to_numpy(np.array([1 + 2j]))
     array([[1., 2.]])
@@ -93,7 +82,7 @@ def to_numpy(array: Array) -> NDArray[Any]:
     elif hasattr(array, "asnumpy"):
         array = array.asnumpy()
     host = np.asarray(array)
-    if host.dtype.kind in _NOT_NUMBERS:
+    if host.dtype.kind in "MOSTUm":  # dates, objects and texts
         raise TypeError(f"an array of {host.dtype} holds no numbers")
     if host.dtype.kind == "c":
         return np.stack([host.real, host.imag], axis=-1)
@@ -118,9 +107,11 @@ def dense(array: Array) -> Array:
     array = array.detach()
     if hasattr(array, "is_selected_rows") and array.is_selected_rows():  # Paddle's
         return _summed(array.rows(), to_numpy(array._get_tensor_from_selected_rows()))
-    if _has_layout(array, "is_sparse_csr"):
+    flags = array.is_sparse_csr, array.is_sparse  # attributes in PyTorch, methods in Paddle
+    is_csr, is_sparse = (flag() if callable(flag) else flag for flag in flags)
+    if is_csr:
         return array.values()
-    return array.coalesce().values() if _has_layout(array, "is_sparse") else array
+    return array.coalesce().values() if is_sparse else array
 
 
 def strided_sample(array: Array, limit: int) -> Array:
@@ -138,12 +129,6 @@ def strided_sample(array: Array, limit: int) -> Array:
         flat = sys.modules["tensorflow"].reshape(array, [-1])
     stride = -(-size // limit) | 1  # odd: a divisor of the row length picks few columns
     return flat[::stride]
-
-
-def _has_layout(array: Array, name: str) -> bool:
-    """The value of a flag that is an attribute in PyTorch and a method in Paddle."""
-    flag = getattr(array, name)
-    return bool(flag() if callable(flag) else flag)
 
 
 def _is_rows(array: Array) -> bool:
@@ -182,18 +167,18 @@ def _items(name: str, value: Any) -> Iterable[tuple[Any, Any]]:
         return zip(value._fields, value, strict=True)
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
         items = list(value)
-        return items if all(map(_is_pair, items)) else enumerate(items)
+        are_pairs = all(
+            isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
+            for item in items
+        )
+        return items if are_pairs else enumerate(items)
     jax: Any = sys.modules.get("jax")
     if jax is not None:
         leaves = jax.tree_util.tree_leaves_with_path(value)
         if all(path for path, _ in leaves):  # a leaf by itself has an empty path
-            keystr = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+            keystr = partial(jax.tree_util.keystr, simple=True, separator=".")
             return [(keystr(path), leaf) for path, leaf in leaves]
     raise TypeError(
         f"expected arrays, or mappings, sequences or modules that hold them, but "
         f"{name or 'what was given'} is {value!r} ({type(value).__name__})"
     )
-
-
-def _is_pair(item: object) -> bool:
-    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)

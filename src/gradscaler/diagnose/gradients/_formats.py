@@ -11,18 +11,12 @@ class Format(NamedTuple):
     >>> half = format_named("float16")
     >>> half.largest, half.smallest_normal, half.smallest_subnormal
     (65504.0, 6.103515625e-05, 5.960464477539063e-08)
-
-    Attributes:
-        name: as frameworks call it.
-        min_exponent: the exponent of the smallest normal number.
-        mantissa_bits: how many are stored.
-        largest: the largest finite number.
     """
 
-    name: str
-    min_exponent: int
-    mantissa_bits: int
-    largest: float
+    name: str  # as frameworks call it
+    min_exponent: int  # of the smallest normal number
+    mantissa_bits: int  # those that are stored
+    largest: float  # finite number
 
     @property
     def smallest_normal(self) -> float:
@@ -47,12 +41,8 @@ FORMATS = {
 
 
 def format_named(name: str) -> Format:
-    """A format by its name, or by ``"float8_e4m3fn"``, as PyTorch and JAX call ``float8_e4m3``.
-
-    Raises:
-        ValueError: no format has this name.
-    """
-    form = FORMATS.get(name.removesuffix("fn") if name == "float8_e4m3fn" else name)
+    """A format by its name; PyTorch and JAX call ``float8_e4m3`` ``"float8_e4m3fn"``."""
+    form = FORMATS.get("float8_e4m3" if name == "float8_e4m3fn" else name)
     if form is None:
         raise ValueError(f"dtype must be one of {', '.join(FORMATS)}, got {name!r}")
     return form

@@ -11,8 +11,6 @@ from gradscaler.diagnose.gradients._formats import format_named
 from gradscaler.diagnose.gradients.histogram import NO_GRADIENTS, Histogram, histograms_of
 from gradscaler.policies import checks
 
-_LARGEST_POWER = 127  # of 2, that a float32 loss scale can be
-
 
 @dataclass(frozen=True, eq=False)
 class Exponents:
@@ -44,7 +42,7 @@ class Exponents:
         mantissa, exponent = math.frexp(self.total.largest)
         limit, power = math.frexp(format_named(self.dtype).largest)
         power -= exponent + headroom + (mantissa > limit)
-        return math.ldexp(1.0, min(power, _LARGEST_POWER))
+        return math.ldexp(1.0, min(power, 127))
 
     def __str__(self) -> str:
         columns = ("zero", "flushed", "subnormal", "normal", "overflow", "nonfinite")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -108,81 +107,45 @@ def histograms_of(gradients: Any, form: Format, scale: float) -> dict[str, Histo
 
 
 def _histogram(values: NDArray[Any], form: Format, scale: float) -> Histogram:
-    dtype = values.dtype if values.dtype in (np.float16, np.float32) else np.dtype(np.float64)
-    limits = _limits(dtype, form, scale)
-    flat = values.ravel(order="K")
-    chunks = (
-        flat[start : start + _CHUNK].astype(dtype, copy=False)
-        for start in range(0, flat.size, _CHUNK)
-    )
-    return sum((_of_chunk(chunk, *limits) for chunk in chunks), start=NO_GRADIENTS)
+    flat, limits = values.ravel(order="K"), _limits(form, scale)
+    starts = range(0, flat.size, _CHUNK)
+    with np.errstate(invalid="ignore"):  # a NaN is a valid value here
+        chunks = (flat[start : start + _CHUNK].astype(np.float64) for start in starts)
+        return sum((_of_chunk(chunk, limits) for chunk in chunks), start=NO_GRADIENTS)
 
 
-def _of_chunk(values: NDArray[Any], kept: int, normal: int, overflow: int) -> Histogram:
-    """The histogram of float16, float32 or float64 numbers.
-
-    A larger magnitude has larger bits, read as an integer. So the bits are compared with limits:
-    those of the smallest numbers that are not flushed, that become normal, and that overflow.
-    """
-    info, unsigned = np.finfo(values.dtype), _unsigned(values.dtype)
-    bits = values.view(unsigned) & unsigned.type(np.iinfo(unsigned).max >> 1)
-    fields = _exponent_fields(bits, info)
-    num_nonfinite = int(fields[-1])
-    num_nan = 0
-    if num_nonfinite:
-        infinity = _bits_of_infinity(values.dtype)
-        num_nan = int(np.count_nonzero(bits > infinity))
-        bits = bits[bits < infinity]
-    num_nonzero = int(np.count_nonzero(bits))
-    num_zero = bits.size - num_nonzero
-    counts = np.concatenate([np.zeros(info.nmant, np.int64), fields[1:-1]])
-    if fields[0] > num_zero:  # of subnormal numbers: their bits count the last place
-        integers = (bits * (bits < 1 << info.nmant)).astype(np.float64)
-        wide = _exponent_fields(integers.view(np.uint64), np.finfo(np.float64))
-        counts[: info.nmant] = wide[1023:][: info.nmant]
-    (used,) = counts.nonzero()
-    counts = counts[used[0] : used[-1] + 1] if used.size else counts[:0]
+def _of_chunk(values: NDArray[Any], limits: tuple[float, float, float]) -> Histogram:
+    magnitudes = np.abs(values)
+    nonzero = magnitudes[(magnitudes > 0) & (magnitudes < math.inf)]
+    num_zero = int(np.count_nonzero(magnitudes == 0))
+    num_inf = int(np.count_nonzero(magnitudes == math.inf))
     num_kept, num_normal, num_overflow = (
-        int(np.count_nonzero(bits >= unsigned.type(limit))) for limit in (kept, normal, overflow)
+        int(np.count_nonzero(nonzero >= limit)) for limit in limits
     )
-    one = unsigned.type(1)
-    largest = smallest = unsigned.type(0)
-    if num_nonzero:
-        largest = bits.max()
-        smallest = bits.min() if not num_zero else (bits - one).min() + one
+    exponents = np.frexp(nonzero)[1] - 1  # its mantissas are below 1
+    first = int(exponents.min()) if exponents.size else 0
     return Histogram(
         values.size,
         num_zero,
-        num_nonzero - num_kept,
+        nonzero.size - num_kept,
         num_kept - num_normal,
         num_normal - num_overflow,
         num_overflow,
-        num_nonfinite - num_nan,
-        num_nan,
-        float(largest.view(values.dtype)),
-        float(smallest.view(values.dtype)) if num_nonzero else math.inf,
-        int(used[0]) + info.minexp - info.nmant if used.size else 0,
-        counts,
+        num_inf,
+        values.size - num_zero - nonzero.size - num_inf,
+        float(nonzero.max(initial=0.0)),
+        float(nonzero.min(initial=math.inf)),
+        first,
+        np.bincount(exponents - first),
     )
 
 
-def _exponent_fields(bits: NDArray[Any], info: Any) -> NDArray[Any]:
-    """How many magnitudes have each value of the exponent's bits; subnormal ones have 0."""
-    return np.bincount((bits >> info.nmant).astype(np.intp), minlength=2**info.iexp)
-
-
 @lru_cache
-def _limits(dtype: np.dtype[Any], form: Format, scale: float) -> tuple[int, int, int]:
-    """The bits of the smallest numbers that, times ``scale``, are kept, are normal, or overflow.
+def _limits(form: Format, scale: float) -> tuple[float, float, float]:
+    """The smallest float64 that, times ``scale``, is kept, that is normal, and that overflows.
 
-    Found by bisection over all bits in exact arithmetic, which rounds no product and no limit.
+    Found in exact arithmetic, which rounds no product and no limit.
     """
-    unsigned = _unsigned(dtype)
-    all_finite = range(_bits_of_infinity(dtype))
-
-    def scaled(bits: int) -> Fraction:
-        return Fraction(float(unsigned.type(bits).view(dtype))) * Fraction(scale)
-
     _, exponent = math.frexp(form.largest)
     last_place = Fraction(2) ** (exponent - 1 - form.mantissa_bits)
     largest = Fraction(form.largest)
@@ -191,17 +154,14 @@ def _limits(dtype: np.dtype[Any], form: Format, scale: float) -> tuple[int, int,
     half = Fraction(form.smallest_subnormal) / 2
     is_even = largest / last_place % 2 == 0
     return (
-        bisect_right(all_finite, half, key=scaled),
-        bisect_left(all_finite, Fraction(form.smallest_normal) - half, key=scaled),
-        (bisect_right if is_even else bisect_left)(
-            all_finite, largest + last_place / 2, key=scaled
-        ),
+        _smallest_float(half / Fraction(scale), above=True),
+        _smallest_float((Fraction(form.smallest_normal) - half) / Fraction(scale), above=False),
+        _smallest_float((largest + last_place / 2) / Fraction(scale), above=is_even),
     )
 
 
-def _unsigned(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return np.dtype(f"u{dtype.itemsize}")
-
-
-def _bits_of_infinity(dtype: np.dtype[Any]) -> int:
-    return int(dtype.type(math.inf).view(_unsigned(dtype)))
+def _smallest_float(limit: Fraction, above: bool) -> float:
+    """The smallest float64 that is at least ``limit``, or that is above it."""
+    nearest = float(limit)
+    is_enough = nearest > limit if above else nearest >= limit
+    return nearest if is_enough else math.nextafter(nearest, math.inf)

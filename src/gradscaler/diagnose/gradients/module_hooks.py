@@ -69,17 +69,14 @@ class ModuleHooks:
     """Hooks on every module of a model: :func:`locate` for a training that runs anyway.
 
     Between ``start()`` and ``stop()``, every input and output of every module is read once, which
-    waits for the device.
-
-    Args:
-        model: a module of PyTorch or TensorPlay.
-        backward: check backward passes too. Without, an error in a hook never ends a training.
+    waits for the device. ``backward`` checks backward passes too. Without, an error in a hook never
+    ends a training.
 
     Attributes:
         located: the first module that made an Inf or a NaN since ``start()``, or None.
 
     Raises:
-        TypeError: ``model`` is not such a module.
+        TypeError: ``model`` is not a module of PyTorch or TensorPlay.
     """
 
     def __init__(self, model: Module, backward: bool = False) -> None:
@@ -95,26 +92,23 @@ class ModuleHooks:
         """Add the hooks, all or none."""
         self.stop()
         self.located = None
-        try:
-            self._add_hooks()
-        except BaseException:
-            self.stop()
-            raise
-
-    def _add_hooks(self) -> None:
         jit = getattr(self._framework, "jit", None)
         compiled: Any = getattr(jit, "ScriptModule", ())  # these take no such hooks
-        for name, module in self._model.named_modules():
-            if isinstance(module, compiled):
-                continue
-            enter, leave = (self._hook(partial(hook, name)) for hook in (self._enter, self._leave))
-            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(leave))
-        if self._backward:
-            for parameter in self._model.parameters():
+        try:
+            for name, module in self._model.named_modules():
+                if isinstance(module, compiled):
+                    continue
+                enter = self._hook(partial(self._enter, name))
+                leave = self._hook(partial(self._leave, name))
+                self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(leave))
+            for parameter in self._model.parameters() if self._backward else ():
                 if parameter.requires_grad:
                     hook = partial(self._parameter_gradient, parameter)
                     self._handles.append(parameter.register_hook(hook))
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self) -> None:
         """Remove the hooks."""
@@ -143,7 +137,7 @@ class ModuleHooks:
             return None
         # Read now: a module may change its input in place.
         inputs = [_largest(tensor, masks=True) for tensor in self._tensors((args, kwargs))]
-        call = _Call(max(inputs, default=0.0, key=_nan_last))
+        call = _Call(_largest_of(inputs))
         self._entered[name].append(call)
         if not self._backward:
             return None
@@ -171,7 +165,7 @@ class ModuleHooks:
         if self.located or not self._entered[name]:
             return
         call = self._entered[name].pop()
-        masks = not any(True for _ in module.parameters(recurse=False))
+        masks = next(module.parameters(recurse=False), None) is None
         for tensor in self._tensors(output):
             if math.isfinite(call.input) and not math.isfinite(_largest(tensor, masks)):
                 self._found("forward", name, module, tensor, call.input, _nonfinite_of(module))
@@ -210,11 +204,11 @@ class ModuleHooks:
         name: str,
         module: Module,
         tensor: Tensor,
-        entering: float,
+        largest_input: float,
         parameter: str | None = None,
     ) -> None:
         values = to_numpy(tensor)
-        num_inf, num_nan, largest = count_nonfinite(values) or (0, 0, math.nan)
+        num_inf, num_nan, largest = count_nonfinite(values)
         self.located = Located(
             name,
             kind,
@@ -224,7 +218,7 @@ class ModuleHooks:
             num_nan,
             values.size,
             largest,
-            entering,
+            largest_input,
             parameter,
         )
 
@@ -246,20 +240,14 @@ class ModuleHooks:
 
 @dataclass
 class _Call:
-    """One call of a module.
+    """One call of a module."""
 
-    Attributes:
-        input: the largest magnitude that went in.
-        gradient: the largest magnitude of its outputs' gradients; None before there are any.
-        nodes: the nodes of the graph that its inputs came from.
-    """
-
-    input: float
-    gradient: float | None = None
-    nodes: list[Any] = dataclasses.field(default_factory=list)
+    input: float  # the largest magnitude that went in
+    gradient: float | None = None  # the largest of its outputs' gradients, once there are any
+    nodes: list[Any] = dataclasses.field(default_factory=list)  # of the graph of its inputs
 
     def see_gradient(self, grad: Tensor) -> None:
-        self.gradient = max(self.gradient or 0.0, _largest(grad), key=_nan_last)
+        self.gradient = _largest_of([self.gradient or 0.0, _largest(grad)])
 
 
 def _largest(tensor: Tensor, masks: bool = False) -> float:
@@ -267,8 +255,7 @@ def _largest(tensor: Tensor, masks: bool = False) -> float:
     if not tensor.numel():
         return 0.0
     if dtype_name(tensor).startswith(("float8", "complex")) or tensor.is_sparse:
-        values = to_numpy(tensor)
-        largest = float(np.abs(values).max(initial=0.0))
+        largest = float(np.abs(to_numpy(tensor)).max(initial=0.0))
     else:
         largest = float(tensor.detach().abs().max())
     if masks and largest == math.inf:
@@ -277,17 +264,15 @@ def _largest(tensor: Tensor, masks: bool = False) -> float:
     return largest
 
 
-def _nan_last(value: float) -> tuple[bool, float]:
-    """A sort key that puts NaN last."""
-    return math.isnan(value), value
+def _largest_of(values: list[float]) -> float:
+    """The largest value, 0 at least; NaN if there is one."""
+    return float(np.max(values, initial=0.0))
 
 
 def _nonfinite_of(module: Module) -> str | None:
     """The name of one of the module's own parameters that is not finite, or None."""
-    for name, parameter in module.named_parameters(recurse=False):
-        if not math.isfinite(_largest(parameter)):
-            return str(name)
-    return None
+    own = module.named_parameters(recurse=False)
+    return next((name for name, p in own if not math.isfinite(_largest(p))), None)
 
 
 def framework_of(model: Module) -> Any:

@@ -31,18 +31,15 @@ def inspect(gradients: Any) -> tuple[NonfiniteGradient, ...]:
 largest_finite=1.0),)
     """
     return tuple(
-        NonfiniteGradient(name, shape_of(array), dtype_name(array), *counts)
+        NonfiniteGradient(name, shape_of(array), dtype_name(array), *count_nonfinite(values))
         for name, array in named_arrays(gradients).items()
-        if (counts := count_nonfinite(to_numpy(array)))
+        if not np.isfinite(values := to_numpy(array)).all()
     )
 
 
-def count_nonfinite(values: NDArray[Any]) -> tuple[int, int, float] | None:
-    """How many are Inf, how many NaN, the largest magnitude of the rest; None if all are finite."""
-    finite = np.isfinite(values)
-    if finite.all():
-        return None
+def count_nonfinite(values: NDArray[Any]) -> tuple[int, int, float]:
+    """How many are Inf, how many NaN, and the largest magnitude of the rest."""
     num_nan = int(np.count_nonzero(np.isnan(values)))
-    rest = np.abs(values[finite])
+    rest = np.abs(values[np.isfinite(values)])
     num_inf = values.size - rest.size - num_nan
     return num_inf, num_nan, float(rest.max()) if rest.size else math.nan

@@ -6,18 +6,18 @@ import os
 import sys
 from dataclasses import is_dataclass, replace
 from pathlib import Path
+from time import gmtime, strftime
 from typing import Any, get_args
 
 from gradscaler._eager.scaler import EagerScaler
 from gradscaler.diagnose.gradients._formats import format_named
 from gradscaler.diagnose.monitor._observer import EagerObserver
 from gradscaler.diagnose.monitor._recorder import Recorder
-from gradscaler.diagnose.monitor._source import StepSource
 from gradscaler.diagnose.monitor._traced_scalers import policy_of, read
 from gradscaler.diagnose.monitor.steps import OnStuck, Step, StepLog
 from gradscaler.diagnose.run._tensorboard import EventFile, load_writer
-from gradscaler.diagnose.run._writer import RunFile, now
-from gradscaler.diagnose.run.lines import LineWriter, Start
+from gradscaler.diagnose.run._writer import RunFile
+from gradscaler.diagnose.run.lines import Start
 from gradscaler.diagnose.verdict import Evidence, Verdict, judge
 from gradscaler.policies import checks
 
@@ -103,14 +103,21 @@ class Monitor:
         self._framework = _framework_of(scaler)
         is_eager = isinstance(scaler, EagerScaler)
         _check(scaler, model, is_eager)
-        writers: list[LineWriter] = []
+        writers: list[RunFile | EventFile] = []
         step = 0
         if not is_eager or scaler.observed.is_enabled:
-            policy = _describe(policy_of(scaler))
-            start = Start(self._framework, self._dtype, every, 0, policy, now())
-            writers, step = _open(start, path, tensorboard)
+            event_writer = None if tensorboard is None else load_writer()
+            if path is not None:
+                policy = _describe(policy_of(scaler))
+                time = strftime("%Y-%m-%dT%H:%M:%SZ", gmtime())
+                start = Start(self._framework, self._dtype, every, 0, policy, time)
+                file = RunFile(Path(path), start)
+                step = file.step
+                writers.append(file)
+            if tensorboard is not None:
+                writers.append(EventFile(event_writer, tensorboard))
         self._log = StepLog(writers, step, on_stuck, stuck_after, self._judge)
-        source: type[StepSource] = EagerObserver if is_eager else Recorder
+        source: type[EagerObserver | Recorder] = EagerObserver if is_eager else Recorder
         self._source = source(scaler, model, self._log, every, forensics, self._dtype)
         self._is_open = True
         if is_eager:  # last: an interrupt before leaves no observer
@@ -199,7 +206,7 @@ class Monitor:
     def _judge(self, log: StepLog) -> Verdict:
         evidence = Evidence(
             log.num_steps,
-            log.num_skipped,
+            log.counts.num_skipped,
             self._dtype,
             scale=log.history[-1].scale if log.history else None,
             sample=log.latest,
@@ -227,30 +234,10 @@ def _check(scaler: Any, model: Any, is_eager: bool) -> None:
         raise TypeError(f"model must have {' or '.join(names)}, got {type(model).__name__}{rest}")
 
 
-def _open(
-    start: Start,
-    path: str | os.PathLike[str] | None,
-    tensorboard: str | os.PathLike[str] | None,
-) -> tuple[list[LineWriter], int]:
-    """Where to write lines, and how many steps there were before."""
-    event_writer = None if tensorboard is None else load_writer()
-    writers: list[LineWriter] = []
-    step = 0
-    if path is not None:
-        file = RunFile(Path(path), start)
-        step = file.step
-        writers.append(file)
-    if tensorboard is not None:
-        writers.append(EventFile(event_writer, tensorboard))
-    return writers, step
-
-
 def _min_scale(policy: Any) -> float | None:
-    for name in ("min_scale", "minimum_scale", "min_loss_scale"):  # ours, flax's, jmp's
-        scale = getattr(policy, name, None)
-        if scale is not None:
-            return float(scale)
-    return None
+    names = "min_scale", "minimum_scale", "min_loss_scale"  # ours, flax's, jmp's
+    scales = (getattr(policy, name, None) for name in names)
+    return next((float(scale) for scale in scales if scale is not None), None)
 
 
 def _describe(policy: Any) -> dict[str, Any]:

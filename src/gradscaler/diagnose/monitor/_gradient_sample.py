@@ -23,17 +23,11 @@ _SMALL = 0.05  # of the gradients
 
 @dataclass(frozen=True)
 class GradientSample:
-    """What was measured of one optimizer's gradients in one step.
+    """What was measured of one optimizer's gradients in one step, by the parameters' names."""
 
-    Attributes:
-        norm: the norm of all of them, unscaled.
-        sizes: how many elements each has, by the parameters' names.
-        histograms: of a part of each, by the same names.
-    """
-
-    norm: float
-    sizes: Mapping[str, int]
-    histograms: Mapping[str, Histogram]
+    norm: float  # of all of them, unscaled
+    sizes: Mapping[str, int]  # how many elements each has
+    histograms: Mapping[str, Histogram]  # of a part of each
 
 
 def measure(
@@ -43,14 +37,10 @@ def measure(
     scaled: bool,
     norm: float | None = None,
 ) -> GradientSample:
-    """Measure gradients.
+    """Measure gradients, given by the parameters' names.
 
-    Args:
-        gradients: by the parameters' names.
-        dtype: the format whose range the shares refer to.
-        scale: the loss scale in use.
-        scaled: whether they are still multiplied by it.
-        norm: the norm of all of them, if it is known.
+    The shares refer to the range of ``dtype``. ``scaled`` gradients are still multiplied by the
+    loss scale; ``norm`` is that of all of them as they are, if it is known.
     """
     divisor = scale if scaled else 1.0
     if norm is None:
@@ -68,24 +58,28 @@ def fields_of(measured: Iterable[GradientSample]) -> dict[str, Any]:
         norm = math.hypot(norm, one.norm)
         sizes |= one.sizes
         histograms |= one.histograms
+    if not histograms:
+        return {}
     parameters = {
         name: ParameterSample(
-            found.zero, found.flushed, found.subnormal, found.nonfinite, _bins(found)
+            h.zero, h.flushed, h.subnormal, h.nonfinite, Bins(h.first, tuple(h.counts.tolist()))
         )
-        for name, found in histograms.items()
+        for name, h in histograms.items()
     }
-    if not parameters:
-        return {}
-    weights = {name: sizes[name] / found.size for name, found in histograms.items() if found.size}
-    size = sum(sizes[name] for name in weights) or 1
+    used = {name: h for name, h in histograms.items() if h.size}
+    size = sum(sizes[name] for name in used) or 1
     shares = {
-        share: sum(getattr(histograms[name], share) * sizes[name] for name in weights) / size
+        share: sum(getattr(h, share) * sizes[name] for name, h in used.items()) / size
         for share in (field.name for field in dataclasses.fields(Shares))
     }
+    # Each histogram is weighted to count all gradients that it was sampled from.
+    first, counts = sum_of_bins(
+        (h.first, h.counts * (sizes[name] / h.size)) for name, h in used.items()
+    )
     return {
         "norm": norm,
         "shares": Shares(**{name: min(share, 1.0) for name, share in shares.items()}),
-        "histogram": _total(histograms, weights),
+        "histogram": Bins(first, tuple(np.rint(counts).astype(np.int64).tolist())),
         "parameters": parameters,
         "worst": _worst(parameters, shares["flushed"] + shares["subnormal"]),
     }
@@ -100,10 +94,8 @@ def _part(array: Any) -> np.ndarray[Any, Any]:
 def _worst(parameters: Mapping[str, ParameterSample], small: float) -> tuple[str, ...]:
     """The worst parameters first.
 
-    Args:
-        parameters: what was found of each.
-        small: the share of all gradients that are flushed or subnormal. If it is small, all-zero
-            parameters count as unused and come last; else they count as flushed.
+    If few of all gradients are ``small``, that is, flushed or subnormal, all-zero parameters count
+    as unused and come last; else they count as flushed.
     """
 
     def badness(name: str) -> tuple[bool, float, float]:
@@ -112,17 +104,6 @@ def _worst(parameters: Mapping[str, ParameterSample], small: float) -> tuple[str
         return is_unused, -found.nonfinite, -(found.zero + found.flushed + found.subnormal)
 
     return tuple(sorted(parameters, key=badness)[:_MOST_WORST])
-
-
-def _bins(found: Histogram) -> Bins:
-    return Bins(found.first, tuple(found.counts.tolist()))
-
-
-def _total(histograms: Mapping[str, Histogram], weights: Mapping[str, float]) -> Bins:
-    """All histograms together, each weighted to count all gradients that it was sampled from."""
-    used = {name: found for name, found in histograms.items() if found.counts.size}
-    first, total = sum_of_bins((h.first, h.counts * weights[name]) for name, h in used.items())
-    return Bins(first, tuple(np.rint(total).astype(np.int64).tolist()))
 
 
 def _norm_of(array: Any) -> float:

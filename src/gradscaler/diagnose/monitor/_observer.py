@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -13,28 +14,19 @@ from gradscaler.diagnose.gradients.locate import is_locating
 from gradscaler.diagnose.gradients.module_hooks import Located, ModuleHooks
 from gradscaler.diagnose.gradients.nonfinite import inspect
 from gradscaler.diagnose.monitor._gradient_sample import GradientSample, fields_of, measure
-from gradscaler.diagnose.monitor._source import StepSource
-from gradscaler.diagnose.monitor.steps import StuckError
+from gradscaler.diagnose.monitor.steps import Step, StepSource, StuckError
 from gradscaler.outcome import NonfiniteGradient, StepOutcome
 
 
+@dataclass
 class Iteration:
-    """What is known of an iteration.
+    """What is known of an iteration; optimizers are given by their ids."""
 
-    Attributes:
-        number: the number of its step, if an optimizer has gradients.
-        optimizers: those that stepped, by id.
-        outcomes: the outcomes of their steps, by the same ids.
-        losses: the losses that were scaled, without their graphs.
-        measured: a sample of each optimizer's gradients, by its id.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.optimizers: dict[int, Any] = {}
-        self.outcomes: dict[int, StepOutcome] = {}
-        self.losses: list[Any] = []
-        self.measured: dict[int, GradientSample] = {}
+    number: int  # of its step, if an optimizer has gradients
+    optimizers: dict[int, Any] = field(default_factory=dict)  # those that stepped
+    outcomes: dict[int, StepOutcome] = field(default_factory=dict)
+    losses: list[Any] = field(default_factory=list)  # those that were scaled, without their graphs
+    measured: dict[int, GradientSample] = field(default_factory=dict)
 
 
 class EagerObserver(StepSource):
@@ -56,9 +48,10 @@ class EagerObserver(StepSource):
         with suppress(TypeError):  # a Paddle layer takes none of these hooks; a model may be None
             self._hooks = ModuleHooks(self.model)
         self._inspected = 0  # the latest iteration that is inspected whatever `forensics` says
-        self._iterations = deque([Iteration(self.log.step + 1)])  # the last one is not over
-        self._updated = self.log.step  # the last step whose `updating` ended
-        self._noted = self._latest_outcomes()
+        self._iterations = deque([Iteration(self.log.counts.step + 1)])  # the last one is not over
+        self._updated = self.log.counts.step  # the last step whose `updating` ended
+        latest = self.scaler.observed.last_steps()
+        self._noted = {id(optimizer): outcome for optimizer, outcome in latest}
 
     # The calls of an observer.
 
@@ -100,7 +93,9 @@ class EagerObserver(StepSource):
             return
         was_inspected = self._inspected == ended
         try:
-            if self.forensics or was_inspected or self._must_read():
+            waiting = len(self._iterations) - 1
+            is_due = waiting >= HISTORY_LENGTH or (waiting > 0 and self._iterations[-2].measured)
+            if self.forensics or was_inspected or is_due:
                 self.read()
             streak = self.log.stuck_streak
             is_unseen = streak is not None and not streak.skips[-1].nonfinite and not was_inspected
@@ -108,11 +103,10 @@ class EagerObserver(StepSource):
             self._inspect_next(self.log.is_nearly_stuck or is_late)
             if not is_late:
                 self.log.check_stuck()
-        except StuckError as error:
+        except Exception as error:  # the next call continues; after an interrupt it tries again
             self._updated = ended
-            raise StuckError(f"{error} To go on all the same, call update() again.") from None
-        except Exception:  # the next call continues; after an interrupt it tries again
-            self._updated = ended
+            if isinstance(error, StuckError):
+                raise StuckError(f"{error} To go on all the same, call update() again.") from None
             raise
         self._updated = ended
 
@@ -123,12 +117,9 @@ class EagerObserver(StepSource):
             self._hooks.stop()
         self._note_missed_steps()
         self._end()
-        super().close()
+        self.read()
 
     # Steps that were taken.
-
-    def _latest_outcomes(self) -> dict[int, StepOutcome]:
-        return {id(optimizer): outcome for optimizer, outcome in self.scaler.observed.last_steps()}
 
     def _note(self, optimizer: Any, outcome: StepOutcome) -> None:
         iteration = self._iterations[-1]
@@ -156,11 +147,6 @@ class EagerObserver(StepSource):
 
     # Reading late.
 
-    def _must_read(self) -> bool:
-        """Whether the iteration that ended is a sample, or too many wait."""
-        waiting = len(self._iterations) - 1
-        return waiting >= HISTORY_LENGTH or (waiting > 0 and bool(self._iterations[-2].measured))
-
     def read(self) -> None:
         """Add the iterations that ended to the log."""
         while len(self._iterations) > 1:
@@ -171,7 +157,7 @@ class EagerObserver(StepSource):
             *_, last = iteration.outcomes.values()
             found = [o.nonfinite for o in iteration.outcomes.values() if o.nonfinite is not None]
             nonfinite = tuple(chain(*found)) if found else None
-            self.log.add(iteration.number, last.scale, is_skip, loss, nonfinite, skipped)
+            self.log.add(Step(iteration.number, last.scale, is_skip, loss, nonfinite), skipped)
             self._iterations.popleft()
             if iteration.measured:
                 self.log.add_sample(loss, **fields_of(iteration.measured.values()))

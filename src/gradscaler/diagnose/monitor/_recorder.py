@@ -9,8 +9,8 @@ from gradscaler._eager.scaler import HISTORY_LENGTH
 from gradscaler.diagnose.gradients._arrays import named_arrays
 from gradscaler.diagnose.gradients.nonfinite import inspect
 from gradscaler.diagnose.monitor._gradient_sample import fields_of, measure
-from gradscaler.diagnose.monitor._source import StepSource
 from gradscaler.diagnose.monitor._traced_scalers import Reading, number, policy_of, read
+from gradscaler.diagnose.monitor.steps import Step, StepSource
 from gradscaler.outcome import NonfiniteGradient
 
 
@@ -28,12 +28,14 @@ class Recorder(StepSource):
     A step's scale is the one that the scaler had after the step before it.
     """
 
+    located = None  # it watches no modules
+
     def __post_init__(self) -> None:
         policy = policy_of(self.scaler)
         self._growth_interval = getattr(policy, "growth_interval", getattr(policy, "period", 1))
         self._parameters: Any = None  # of the latest step
         # The first was added to the log, or is the start; the others wait.
-        self._recorded = deque([RecordedStep(self.log.step, read(self.scaler))])
+        self._recorded = deque([RecordedStep(self.log.counts.step, read(self.scaler))])
 
     def record(self, scaler: Any, finite: Any, gradients: Any, loss: Any, parameters: Any) -> None:
         """Record one step; see :meth:`gradscaler.diagnose.Monitor.record`."""
@@ -60,13 +62,9 @@ class Recorder(StepSource):
         self.log.check_stuck()
 
     def read(self, gradients: dict[str, Any] | None = None) -> tuple[float, float | None]:
-        """Add the steps that wait to the log.
+        """Add the steps that wait to the log; waits for the device.
 
-        Args:
-            gradients: of the last of them, by name.
-
-        Returns:
-            The scale and the loss of the last of them.
+        ``gradients`` are of the last of them, by name. Returns its scale and its loss.
         """
         before = self._recorded[0].reading.on_host()
         scale, loss_on_host = before.scale, None
@@ -79,11 +77,15 @@ class Recorder(StepSource):
             if skipped and has_gradients and self._inspects_next_skip:
                 nonfinite = inspect(gradients)
             loss_on_host = None if loss is None else number(loss)
-            self.log.add(step, before.scale, skipped, loss_on_host, nonfinite)
+            self.log.add(Step(step, before.scale, skipped, loss_on_host, nonfinite))
             self._recorded[1] = RecordedStep(step, after)
             self._recorded.popleft()
             scale, before = before.scale, after
         return scale, loss_on_host
+
+    def close(self) -> None:
+        """Add the steps that wait."""
+        self.read()
 
     def nonfinite_parameters(self) -> tuple[NonfiniteGradient, ...]:
         """The parameters of the latest step, or else the model's, that are not finite."""

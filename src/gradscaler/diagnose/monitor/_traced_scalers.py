@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from gradscaler.diagnose.gradients._arrays import to_numpy
 
 
 class Reading(NamedTuple):
-    """The state of a scaler, in scalars that may be on a device and will not change.
-
-    Attributes:
-        scale: the loss scale.
-        finite_steps: finite steps in a row; None if the scale does not move.
-        finite: whether the latest step's gradients were finite, if the scaler knows.
-        applied: how many steps its optimizer took, if the scaler knows.
-    """
+    """The state of a scaler, in scalars that may be on a device and will not change."""
 
     scale: Any
-    finite_steps: Any = None
-    finite: Any = None
-    applied: Any = None
+    finite_steps: Any = None  # in a row; None if the scale does not move
+    finite: Any = None  # whether the latest step's gradients were, if the scaler knows
+    applied: Any = None  # how many steps its optimizer took, if the scaler knows
 
     def on_host(self) -> Reading:
         """The same as Python numbers; waits for the device."""
@@ -44,11 +38,7 @@ class Reading(NamedTuple):
 
 
 def read(scaler: Any) -> Reading:
-    """The state of a gradscaler scaler for JAX, Keras, tf-keras or MindSpore.
-
-    Raises:
-        TypeError: ``scaler`` is not one of these.
-    """
+    """The state of a scaler for JAX, Keras, tf-keras or MindSpore; TypeError for anything else."""
     for part in _parts(scaler):
         for attribute, reader in _READERS.items():
             if hasattr(part, attribute):
@@ -103,38 +93,28 @@ def _of_keras(optimizer: Any) -> Reading:
     return Reading(optimizer.loss_scale, None if counter is None else counter + 0, None, applied)
 
 
-def _of_cell(step: Any) -> Reading:
-    return Reading(step.scale_sense + 0, _finite_steps_of(step.loss_scaling_manager))
+def _of_mindspore(scaler: Any) -> Reading:
+    """A manager, or a train step that may hold one."""
+    manager = getattr(scaler, "loss_scaling_manager", scaler)
+    last = getattr(manager, "last_overflow_iter", None)
+    scale = scaler.scale_sense + 0 if hasattr(scaler, "scale_sense") else scaler.get_loss_scale()
+    return Reading(scale, None if last is None else manager.cur_iter - 1 - last)
 
 
-def _of_manager(manager: Any) -> Reading:
-    return Reading(manager.get_loss_scale(), _finite_steps_of(manager))
-
-
-def _finite_steps_of(manager: Any) -> Any:
-    if not hasattr(manager, "last_overflow_iter"):
-        return None
-    return manager.cur_iter - 1 - manager.last_overflow_iter
-
-
-def _with_counter(scale: str, counter: str) -> Callable[[Any], Reading]:
-    """Reads a scaler whose scale and counter have these names; a fixed one has no counter."""
-
-    def read_both(scaler: Any) -> Reading:
-        steps = getattr(scaler, counter, None)
-        return Reading(getattr(scaler, scale) + 0, None if steps is None else steps + 0)
-
-    return read_both
+def _of_counter(scale: str, counter: str, scaler: Any) -> Reading:
+    """A scaler whose scale and counter have these names; a fixed one has no counter."""
+    steps = getattr(scaler, counter, None)
+    return Reading(getattr(scaler, scale) + 0, None if steps is None else steps + 0)
 
 
 _READERS: dict[str, Callable[[Any], Reading]] = {
     "grads_finite": _of_optax,
     "state": _of_jax,
-    "fin_steps": _with_counter("scale", "fin_steps"),  # flax's
+    "fin_steps": partial(_of_counter, "scale", "fin_steps"),  # flax's
     "inner_optimizer": _of_keras,
-    "scale_sense": _of_cell,
-    "scale_value": _with_counter("scale_value", "counter"),
-    "update_loss_scale": _of_manager,
-    "adjust": _with_counter("loss_scale", "counter"),
+    "scale_sense": _of_mindspore,
+    "scale_value": partial(_of_counter, "scale_value", "counter"),
+    "update_loss_scale": _of_mindspore,
+    "adjust": partial(_of_counter, "loss_scale", "counter"),
 }
 """Each kind of scaler by an attribute that none of the kinds after it has."""

@@ -6,10 +6,13 @@ import logging
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from gradscaler._eager.scaler import HISTORY_LENGTH
-from gradscaler.diagnose.run.lines import Line, LineWriter, Sample, Skip, VerdictLine
+from gradscaler.diagnose.run._tensorboard import EventFile
+from gradscaler.diagnose.run._writer import RunFile
+from gradscaler.diagnose.run.lines import Line, Sample, Skip, VerdictLine
 from gradscaler.diagnose.verdict import Verdict
 from gradscaler.outcome import NonfiniteGradient
 
@@ -48,61 +51,41 @@ class Step(NamedTuple):
 
 
 class SkipStreak(NamedTuple):
-    """A streak of consecutive skipped steps of one optimizer.
-
-    Attributes:
-        length: how many steps.
-        first_scale: the scale of the first.
-        skips: the latest of them.
-        verdict: the latest verdict on them, if there is one.
-    """
+    """A streak of consecutive skipped steps of one optimizer."""
 
     length: int
-    first_scale: float
-    skips: tuple[Skip, ...]
-    verdict: VerdictLine | None = None
+    first_scale: float  # of the first step
+    skips: tuple[Skip, ...]  # the latest of them
+    verdict: VerdictLine | None = None  # the latest on them
 
 
 class Counts(NamedTuple):
-    """What a log has counted; one assignment replaces it, so an interrupt leaves it whole.
+    """What a log has counted; one assignment replaces it, so an interrupt leaves it whole."""
 
-    Attributes:
-        step: the number of the last step.
-        num_skipped: how many of the steps were skipped.
-        streaks: the streaks of skips, by optimizer.
-        sampled: the step of the last sample.
-        scales: since then, each step whose scale differs from the step before, with its scale.
-        skips: the steps since then that were skipped.
-    """
-
-    step: int
+    step: int  # the number of the last step
     num_skipped: int
-    streaks: Mapping[int, SkipStreak]
-    sampled: int
-    scales: tuple[tuple[int, float], ...] = ()
-    skips: tuple[int, ...] = ()
+    streaks: Mapping[int, SkipStreak]  # by optimizer
+    sampled: int  # the step of the last sample
+    scales: tuple[tuple[int, float], ...] = ()  # since then: each step with a new scale, and that
+    skips: tuple[int, ...] = ()  # since then: the steps that were skipped
 
 
 class StepLog:
     """Steps, in their order.
 
-    An interrupt may stop any method. The same call again continues from there, and counts nothing
-    twice.
-
-    Args:
-        writers: where lines are written.
-        step: how many steps there were before.
-        on_stuck: what to do after ``stuck_after`` skips in a row.
-        judge: gives a verdict.
+    There were ``step`` steps before. ``on_stuck`` says what to do after ``stuck_after`` skips in a
+    row. An interrupt may stop any method. The same call again continues from there, and counts
+    nothing twice.
 
     Attributes:
         history: the latest steps.
         latest: the latest sample with shares.
+        counts: what was counted.
     """
 
     def __init__(
         self,
-        writers: Sequence[LineWriter],
+        writers: Sequence[RunFile | EventFile],
         step: int,
         on_stuck: OnStuck,
         stuck_after: int,
@@ -115,66 +98,43 @@ class StepLog:
         self._on_stuck = on_stuck
         self._stuck_after = stuck_after
         self._judge = judge
-        self._counts = Counts(step, 0, {}, step)
-
-    @property
-    def step(self) -> int:
-        """The number of the last step."""
-        return self._counts.step
+        self.counts = Counts(step, 0, {}, step)
 
     @property
     def num_steps(self) -> int:
         """How many steps were added."""
-        return self._counts.step - self._step_before
+        return self.counts.step - self._step_before
 
-    @property
-    def num_skipped(self) -> int:
-        """How many of those were skipped."""
-        return self._counts.num_skipped
+    def add(self, step: Step, optimizers: Mapping[int, bool] | None = None) -> None:
+        """Add a step, once; :meth:`check_stuck` gives the verdict.
 
-    def add(
-        self,
-        step: int,
-        scale: float,
-        skipped: bool,
-        loss: float | None = None,
-        nonfinite: tuple[NonfiniteGradient, ...] | None = None,
-        optimizers: Mapping[int, bool] | None = None,
-    ) -> None:
-        """Add a step; :meth:`check_stuck` gives the verdict.
-
-        Args:
-            step: its number, one more than the last; it is added once.
-            scale: the loss scale that it used.
-            skipped: whether any optimizer's step was skipped.
-            loss: the unscaled loss.
-            nonfinite: the gradients that were not finite, if the step was inspected.
-            optimizers: by id, whether its step was skipped; None if there is only one.
+        It is skipped if any optimizer skipped it. ``optimizers`` says which did, by id; None stands
+        for a single one.
         """
-        counts = self._counts
-        if step <= counts.step:
+        counts, number = self.counts, step.step
+        if number <= counts.step:
             return
-        found = nonfinite or ()
-        more = max(len(found) - _MOST_NONFINITE, 0)
-        skip = Skip(step, scale, loss, found[:_MOST_NONFINITE], more)
-        has_moved = not counts.scales or counts.scales[-1][1] != scale
+        nonfinite = step.nonfinite or ()
+        more = max(len(nonfinite) - _MOST_NONFINITE, 0)
+        skip = Skip(number, step.scale, step.loss, nonfinite[:_MOST_NONFINITE], more)
+        has_moved = not counts.scales or counts.scales[-1][1] != step.scale
         after = counts._replace(
-            step=step,
-            num_skipped=counts.num_skipped + skipped,
-            streaks=self._continued(counts.streaks, skip, optimizers or {0: skipped}),
-            scales=(*counts.scales, (step, scale)) if has_moved else counts.scales,
-            skips=(*counts.skips, step) if skipped else counts.skips,
+            step=number,
+            num_skipped=counts.num_skipped + step.skipped,
+            streaks=self._continued(counts.streaks, skip, optimizers or {0: step.skipped}),
+            scales=(*counts.scales, (number, step.scale)) if has_moved else counts.scales,
+            skips=(*counts.skips, number) if step.skipped else counts.skips,
         )
-        if not self.history or self.history[-1].step < step:
-            self.history.append(Step(step, scale, skipped, loss, nonfinite))
-        self._counts = after
-        if skipped and nonfinite is not None:
+        if not self.history or self.history[-1].step < number:
+            self.history.append(step)
+        self.counts = after
+        if step.skipped and step.nonfinite is not None:
             logger.info("%s", _in_one_line(skip))
             self._write(skip)
 
     def add_sample(self, loss: float | None = None, **measured: Any) -> None:
         """Write what happened since the last sample, and what was measured at the last step."""
-        counts = self._counts
+        counts = self.counts
         if counts.step == counts.sampled:
             return
         sample = Sample(
@@ -189,7 +149,7 @@ class StepLog:
         if measured:
             self.latest = sample
         self._write(sample)
-        self._counts = counts._replace(sampled=counts.step, scales=(), skips=())
+        self.counts = counts._replace(sampled=counts.step, scales=(), skips=())
 
     def check_stuck(self) -> None:
         """Give the verdict if ``stuck_after`` steps in a row were skipped, once in that streak.
@@ -204,18 +164,18 @@ class StepLog:
         if streak is None or not self.needs_verdict:
             return
         line = streak.verdict
-        if line is None or line.step < self.step:
+        if line is None or line.step < self.counts.step:
             verdict = self._judge(self)
             if line is not None and line.verdict == verdict.kind:
                 return
-            line = VerdictLine(self.step, verdict.kind, verdict.text, verdict.where)
+            line = VerdictLine(self.counts.step, verdict.kind, verdict.text, verdict.where)
             self.add_sample()
             self._write(line)
             streaks = {
                 optimizer: streak._replace(verdict=line) if other is streak else other
-                for optimizer, other in self._counts.streaks.items()
+                for optimizer, other in self.counts.streaks.items()
             }
-            self._counts = self._counts._replace(streaks=streaks)
+            self.counts = self.counts._replace(streaks=streaks)
         if line.verdict == "normal":
             return
         if self._on_stuck == "raise":
@@ -226,7 +186,7 @@ class StepLog:
     @property
     def stuck_streak(self) -> SkipStreak | None:
         """The longest streak of skips, if it is too long."""
-        streak = max(self._counts.streaks.values(), key=lambda streak: streak.length, default=None)
+        streak = max(self.counts.streaks.values(), key=lambda streak: streak.length, default=None)
         return streak if streak is not None and streak.length >= self._stuck_after else None
 
     @property
@@ -234,13 +194,13 @@ class StepLog:
         """Whether a streak is too long, and no earlier verdict on it is final."""
         streak = self.stuck_streak
         line = None if streak is None else streak.verdict
-        is_final = line is not None and line.verdict != "normal" and line.step < self.step
+        is_final = line is not None and line.verdict != "normal" and line.step < self.counts.step
         return streak is not None and not is_final
 
     @property
     def is_nearly_stuck(self) -> bool:
         """Whether one more skip makes a streak too long."""
-        streaks = self._counts.streaks.values()
+        streaks = self.counts.streaks.values()
         return any(0 < streak.length == self._stuck_after - 1 for streak in streaks)
 
     def _continued(
@@ -253,10 +213,11 @@ class StepLog:
             if skip.step - streak.skips[-1].step <= self._stuck_after
             and optimizers.get(optimizer, True)
         }
-        for optimizer in (optimizer for optimizer, skipped in optimizers.items() if skipped):
-            streak = kept.get(optimizer, SkipStreak(0, skip.scale, ()))
-            skips = (*streak.skips, skip)[-self._stuck_after :]
-            kept[optimizer] = streak._replace(length=streak.length + 1, skips=skips)
+        for optimizer, skipped in optimizers.items():
+            if skipped:
+                streak = kept.get(optimizer, SkipStreak(0, skip.scale, ()))
+                skips = (*streak.skips, skip)[-self._stuck_after :]
+                kept[optimizer] = streak._replace(length=streak.length + 1, skips=skips)
         return kept
 
     def close(self) -> None:
@@ -268,6 +229,25 @@ class StepLog:
     def _write(self, line: Line) -> None:
         for writer in self._writers:
             writer.write(line)
+
+
+@dataclass(eq=False, repr=False)
+class StepSource:
+    """Learns of a scaler's steps, and adds them to a log."""
+
+    scaler: Any  # as it is before the first step
+    model: Any  # gives the parameters their names, or None
+    log: StepLog
+    every: int  # steps from one sample to the next
+    forensics: int  # inspect every n-th skipped step; 0 disables
+    dtype: str  # the format for samples
+
+    def __post_init__(self) -> None:
+        """Note where the scaler stands."""
+
+    @property
+    def _inspects_next_skip(self) -> bool:
+        return self.forensics > 0 and (self.log.counts.num_skipped + 1) % self.forensics == 0
 
 
 def _in_one_line(skip: Skip) -> str:

@@ -55,33 +55,21 @@ _MOST_NAMES = 36
 
 
 class Panel(NamedTuple):
-    """A part of the figure over time.
+    """A part of the figure over time."""
 
-    Attributes:
-        height: in inches.
-        draw: draws on empty axes.
-        start: its first step.
-    """
-
-    height: float
-    draw: Callable[[Axes], None]
-    start: int = 0
+    title: str
+    height: float  # in inches
+    draw: Callable[[Axes], None]  # on empty axes
+    start: int = 0  # its first step
 
 
 class Drawing(NamedTuple):
-    """A figure to draw, alone or beside others.
-
-    Attributes:
-        title: the figure's title.
-        caption: how to read it.
-        height: in inches, at a width of ``WIDTH``.
-        draw: draws on an empty figure.
-    """
+    """A figure to draw, alone or beside others."""
 
     title: str
-    caption: str
-    height: float
-    draw: Callable[[FigureBase], None]
+    caption: str  # how to read it
+    height: float  # in inches, at a width of `WIDTH`
+    draw: Callable[[FigureBase], None]  # on an empty figure
 
 
 @contextmanager
@@ -95,45 +83,38 @@ def drawing_settings() -> Iterator[None]:
 def drawings_of(run: Run) -> list[Drawing]:
     """The figures for which the run has data."""
     made = []
-    if panels := _panels_over_time(run):
+    first, last = run.longest_skips
+    length = last - first + 1
+    dtype = shown(run.starts[-1].dtype, 20)
+    panels = []
+    if run.scales[0]:
+        if _STUCK <= length < run.num_steps / 10:  # too narrow to see in the whole
+            start = max(1, first - length)
+            draw = partial(_draw_scale, run=run, start=start)
+            panels.append(Panel(f"Loss scale from step {start:,} on", 1.8, draw, start))
+        panels.append(Panel("Loss scale", 1.8, partial(_draw_scale, run=run)))
+    if run.losses:
+        panels.append(Panel("Loss, unscaled", 1.2, partial(_draw_curve, points=run.losses)))
+    if run.norms:
+        panels.append(Panel("Norm of the gradients", 1.2, partial(_draw_curve, points=run.norms)))
+    if run.shares:
+        title = f"What {dtype} makes of the gradients"
+        panels.append(Panel(title, 1.6, partial(_draw_shares, shares=run.shares)))
+    if panels:
         caption = "The loss scale that each step used; a mark below it is a skipped step."
-        first, last = run.longest_skips
-        if last - first + 1 >= _STUCK:
-            caption += f" Shaded: {last - first + 1:,} skips in a row, from step {first:,} on."
+        if length >= _STUCK:
+            caption += f" Shaded: {length:,} skips in a row, from step {first:,} on."
         height = sum(panel.height for panel in panels) + 0.6
-        draw = partial(_over_time, run=run, panels=panels)
-        made.append(Drawing("Over time", caption, height, draw))
+        over_time = partial(_over_time, run=run, panels=panels)
+        made.append(Drawing("Over time", caption, height, over_time))
     if (spectrum := spectrum_of(run)) is not None:
         caption = (
-            "How large the gradients are, multiplied by the scale, and what "
-            f"{shown(run.starts[-1].dtype, 20)} makes of them. "
-            "The outer columns: those that are zero, and those that are Inf or NaN."
+            f"How large the gradients are, multiplied by the scale, and what {dtype} makes of "
+            "them. The outer columns: those that are zero, and those that are Inf or NaN."
         )
         height = 2.8 + _height_of_heat_map(spectrum)
         made.append(Drawing("By size", caption, height, partial(_by_size, spectrum=spectrum)))
     return made
-
-
-def _panels_over_time(run: Run) -> list[Panel]:
-    """The panels for which the run has data."""
-    panels = []
-    first, last = run.longest_skips
-    length = last - first + 1
-    if run.scales[0]:
-        if _STUCK <= length < run.num_steps / 10:  # too narrow to see in the whole
-            start = max(1, first - length)
-            title = f"Loss scale from step {start:,} on"
-            panels.append(Panel(1.8, lambda axes: _draw_scale(axes, title, run, start), start))
-        panels.append(Panel(1.8, lambda axes: _draw_scale(axes, "Loss scale", run)))
-    if run.losses:
-        panels.append(Panel(1.2, lambda axes: _draw_curve(axes, "Loss, unscaled", run.losses)))
-    if run.norms:
-        title_of_norm = "Norm of the gradients"
-        panels.append(Panel(1.2, lambda axes: _draw_curve(axes, title_of_norm, run.norms)))
-    if run.shares:
-        title_of_shares = f"What {shown(run.starts[-1].dtype, 20)} makes of the gradients"
-        panels.append(Panel(1.6, lambda axes: _draw_shares(axes, title_of_shares, run.shares)))
-    return panels
 
 
 def _over_time(figure: FigureBase, run: Run, panels: list[Panel]) -> None:
@@ -141,6 +122,7 @@ def _over_time(figure: FigureBase, run: Run, panels: list[Panel]) -> None:
     column = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
     first, last = run.longest_skips
     for axes, panel in zip(column, panels, strict=True):
+        axes.set_title(panel.title)
         panel.draw(axes)
         axes.yaxis.grid(color=GRID)
         axes.set_axisbelow(True)
@@ -155,7 +137,7 @@ def _over_time(figure: FigureBase, run: Run, panels: list[Panel]) -> None:
     column[-1].set_xlabel("step")
 
 
-def _draw_scale(axes: Axes, title: str, run: Run, start: int = 0) -> None:
+def _draw_scale(axes: Axes, run: Run, start: int = 0) -> None:
     steps, scales = (np.array(values, float) for values in run.scales)
     usable = np.isfinite(scales) & (scales > 0)
     exponents = np.log2(scales, out=np.full(scales.shape, np.nan), where=usable)
@@ -166,23 +148,21 @@ def _draw_scale(axes: Axes, title: str, run: Run, start: int = 0) -> None:
         axes.set_ylim(lowest - 2.5 - (highest - lowest) / 8, highest + 1.5)  # marks go below
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda exponent, _: power(2, exponent)))
-    axes.set_title(title)
     if run.skipped:
         note = "" if start else f"{len(run.skipped):,} of {run.num_steps:,} steps skipped"
         _mark(axes, [step for step in run.skipped if step >= start], 0.06, note)
 
 
-def _draw_curve(axes: Axes, title: str, points: Mapping[int, float]) -> None:
-    axes.set_title(title)
+def _draw_curve(axes: Axes, points: Mapping[int, float]) -> None:
     steps = np.array(sorted(points))
     values = np.array([points[step] for step in steps])
-    lost = steps[~np.isfinite(values)]
+    finite = np.isfinite(values)
+    lost = steps[~finite]
     if lost.size:
         _mark(axes, lost, 0.94, f"NaN or Inf at {lost.size:,} of the {steps.size:,} seen")
     if lost.size == steps.size:
         axes.set_yticks([])
         return
-    finite = np.isfinite(values)
     steps, values = steps[finite], values[finite].clip(-1e100, 1e100)  # leaves room for margins
     axes.plot(steps, values, marker="." if steps.size <= 50 else "", color=LINE, linewidth=1.2)
     if 0 < 100 * values.min() < values.max():
@@ -193,7 +173,7 @@ def _draw_curve(axes: Axes, title: str, points: Mapping[int, float]) -> None:
         axes.yaxis.set_major_locator(MaxNLocator(4))
 
 
-def _draw_shares(axes: Axes, title: str, shares: Mapping[int, Shares]) -> None:
+def _draw_shares(axes: Axes, shares: Mapping[int, Shares]) -> None:
     """Stack the shares of each sample, drawn from the sample before it up to its own step."""
     groups = np.array_split(sorted(shares), min(len(shares), _MOST_POINTS))
     layers: dict[str, Callable[[Shares], float]] = {
@@ -214,7 +194,6 @@ def _draw_shares(axes: Axes, title: str, shares: Mapping[int, Shares]) -> None:
         labels=list(layers),
         colors=[COLOURS[name.partition(",")[0]] for name in layers],
     )
-    axes.set_title(title)
     axes.set_ylim(0, 100)
     axes.yaxis.set_major_formatter(_percent)
     axes.legend(
@@ -253,7 +232,7 @@ def _by_size(figure: FigureBase, spectrum: Spectrum) -> None:
     if spectrum.names:
         column[1].set_title("Each parameter")
         _draw_heat_map(column[1], spectrum)
-    axes, (left, right), outer = column[-1], _ends(spectrum), _outer(spectrum)
+    axes, (left, right, outer) = column[-1], _columns(spectrum)
     axes.set_xlim(left - outer - 1, right + outer + 1)
     every = 8 if right - left <= 100 else 32
     margin = 2 + (right - left) // 20  # so that no label touches an outer one
@@ -266,7 +245,7 @@ def _by_size(figure: FigureBase, spectrum: Spectrum) -> None:
 
 
 def _draw_histogram(axes: Axes, spectrum: Spectrum) -> None:
-    (left, right), outer = _ends(spectrum), _outer(spectrum)
+    left, right, outer = _columns(spectrum)
     shares = 100 * spectrum.shares[0]
     zero, nonfinite = 100 * spectrum.zero[0], 100 * spectrum.nonfinite[0]
     top = 1.45 * max(4.0, shares.max(), zero, nonfinite)
@@ -292,7 +271,7 @@ def _draw_histogram(axes: Axes, spectrum: Spectrum) -> None:
 
 
 def _draw_heat_map(axes: Axes, spectrum: Spectrum) -> None:
-    (left, right), outer = _ends(spectrum), _outer(spectrum)
+    left, right, outer = _columns(spectrum)
     rows, inner = len(spectrum.names), slice(outer + 1, -outer - 1)
     image = np.zeros((rows, right - left + 2 * outer + 2, 4))
     image[:, :outer, :3] = to_rgb(COLOURS["zero"])
@@ -318,13 +297,10 @@ def _height_of_heat_map(spectrum: Spectrum) -> float:
     return 0.3 + 0.16 * min(len(spectrum.names), _MOST_NAMES)
 
 
-def _ends(spectrum: Spectrum) -> tuple[int, int]:
-    return int(spectrum.exponents[0]), int(spectrum.exponents[-1]) + 1
-
-
-def _outer(spectrum: Spectrum) -> int:
-    """How many columns wide the outer columns are, those for zeros and for Inf and NaN."""
-    return math.ceil(spectrum.exponents.size / 30)
+def _columns(spectrum: Spectrum) -> tuple[int, int, int]:
+    """The ends of the exponents, and how wide the columns of zeros and of Inf and NaN are."""
+    exponents = spectrum.exponents
+    return int(exponents[0]), int(exponents[-1]) + 1, math.ceil(exponents.size / 30)
 
 
 _percent = FuncFormatter(lambda share, _: f"{share:.0f}%")

@@ -25,27 +25,18 @@ class Zone(NamedTuple):
 class Spectrum:
     """Where gradients, times the scale in use, lie in their format's range.
 
-    Attributes:
-        step: the step of the sample.
-        scale: the scale that the step used.
-        exponents: each column's, from below the format's range to beyond it.
-        shares: the share of gradients in each column: a row for all, and one for each parameter.
-        zero: by row, the share that is 0.
-        nonfinite: by row, the share that is Inf or NaN.
-        names: the parameters' names.
-        worst: the names of the worst parameters, the worst first.
-        zones: the parts of the range, from the smallest exponents to the largest.
+    ``shares``, ``zero`` and ``nonfinite`` have a row for all, and then one for each parameter.
     """
 
-    step: int
-    scale: float
-    exponents: np.ndarray
-    shares: np.ndarray
-    zero: np.ndarray
-    nonfinite: np.ndarray
-    names: tuple[str, ...]
-    worst: tuple[str, ...]
-    zones: tuple[Zone, ...]
+    step: int  # of the sample
+    scale: float  # that the step used
+    exponents: np.ndarray  # each column's, from below the format's range to beyond it
+    shares: np.ndarray  # of the row's gradients, in each column
+    zero: np.ndarray  # the share that is 0
+    nonfinite: np.ndarray  # the share that is Inf or NaN
+    names: tuple[str, ...]  # the parameters'
+    worst: tuple[str, ...]  # the names of the worst parameters, the worst first
+    zones: tuple[Zone, ...]  # from the smallest exponents to the largest
 
     def within(self, zone: Zone) -> np.ndarray:
         """Which columns are in a zone."""

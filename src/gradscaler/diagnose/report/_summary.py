@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradscaler.diagnose.report._texts import number, percent, shown
+from gradscaler.diagnose.run.lines import Sample
 from gradscaler.diagnose.run.reader import Run
 
 LATEST = 10  # skipped steps in the table
@@ -66,20 +67,18 @@ def facts_of(run: Run) -> dict[str, str]:
 
 def tables_of(run: Run) -> list[Table]:
     """The tables that have rows."""
-    return [table for table in (_worst(run), _skips(run)) if table.rows]
+    latest = [sample for sample in run.samples if sample.parameters][-1:]
+    return [table for table in (*map(_worst, latest), _skips(run)) if table.rows]
 
 
-def _worst(run: Run) -> Table:
-    """The parameters that lose most, in the latest sample."""
-    headings = "Parameter", "NaN or Inf", "Flushed", "Subnormal", "Zero"
-    sample = next((sample for sample in reversed(run.samples) if sample.parameters), None)
-    if sample is None:
-        return Table("Worst parameters", headings, [], names=0)
+def _worst(sample: Sample) -> Table:
+    """The parameters that lose most."""
     rows = []
     for name in sample.worst:
         if (parameter := sample.parameters.get(name)) is not None:
             shares = parameter.nonfinite, parameter.flushed, parameter.subnormal, parameter.zero
             rows.append((shown(name), *map(percent, shares)))
+    headings = "Parameter", "NaN or Inf", "Flushed", "Subnormal", "Zero"
     return Table(f"Worst parameters at step {sample.step:,}", headings, rows, names=0)
 
 

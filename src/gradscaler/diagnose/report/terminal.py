@@ -58,11 +58,8 @@ def _over_time(run: Run, blocks: str) -> Table:
     ):
         if points:
             chart.add_row(name, _line(points, run.num_steps, blocks), ends)
-    for name, kind in (
-        ("zero", "zero"),
-        ("flushed to zero", "flushed"),
-        ("subnormal", "subnormal"),
-    ):
+    kinds = {"zero": "zero", "flushed to zero": "flushed", "subnormal": "subnormal"}
+    for name, kind in kinds.items():
         if shares := {step: getattr(found, kind) for step, found in run.shares.items()}:
             line = _line(shares, run.num_steps, blocks, limits=(0.0, 1.0))
             chart.add_row(name, line, _ends(shares, percent))
@@ -91,10 +88,9 @@ def _line(
     The lowest block stands for the lower limit, or for the smallest number.
     """
     halves = {step: value / 2 for step, value in points.items()}  # so that their range is finite
-    finite = [value for value in halves.values() if math.isfinite(value)]
-    if limits is not None:
-        finite = [limit / 2 for limit in limits]
-    low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
+    ends = [limit / 2 for limit in limits or ()] or list(filter(math.isfinite, halves.values()))
+    low = min(ends, default=0.0)
+    span = max(ends, default=0.0) - low
     columns = [" "] * _width(last_step)
     for step in sorted(halves):
         height = (halves[step] - low) / (span or 1.0)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -14,21 +14,14 @@ _FARTHEST_EXPONENT = 1100  # float64 ends at 1023, and at -1074
 
 
 def loads(line: bytes) -> dict[str, Any]:
-    """The JSON object in a line.
-
-    Raises:
-        ValueError: the line is not a JSON object.
-        RecursionError: it is nested too deeply.
-    """
+    """The JSON object in a line; ValueError if it is not one, RecursionError if nested deeply."""
     try:
         value = json.loads(line.decode(), parse_constant=_refuse)
     except UnicodeDecodeError:
         raise ValueError("is not UTF-8") from None
     except ValueError as error:
         raise ValueError(f"is not JSON: {str(error)[:200]}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"must be a JSON object, got {shown(value)}")
-    return value
+    return _checked(isinstance(value, dict), value, "a JSON object")  # type: ignore[no-any-return]
 
 
 def _refuse(constant: str) -> None:
@@ -41,13 +34,18 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:60] + "..."
 
 
+def _checked(is_valid: bool, value: Any, what: str) -> Any:
+    """The value if it is valid; else an error that says what it must be."""
+    if not is_valid:
+        raise ValueError(f"must be {what}, got {shown(value)}")
+    return value
+
+
 def value_as(kind: Any, value: Any) -> Any:
     """A JSON value as an instance of a type: one of the lines, or of their fields.
 
-    Keys that a later version may add are left out.
-
-    Raises:
-        ValueError: it does not fit the type, or the check that an ``Annotated`` type brings.
+    Keys that a later version may add are left out. What fits neither the type nor the check that
+    an ``Annotated`` type brings is a ValueError.
     """
     arguments = get_args(kind)
     if get_origin(kind) is Annotated:
@@ -83,49 +81,38 @@ def number(value: Any) -> float:
     """Any float: a number, or the text for one that JSON has no word for."""
     if value in ("nan", "inf", "-inf"):
         return float(value)
-    try:
-        if type(value) in (int, float) and math.isfinite(value):
-            return float(value)
-    except OverflowError:  # an int that no float can hold
-        pass
-    raise ValueError(f"must be a number, got {shown(value)}")
+    is_finite = type(value) in (int, float) and abs(value) <= sys.float_info.max
+    return float(_checked(is_finite, value, "a number"))
 
 
 def share(value: Any) -> float:
     """From 0 to 1."""
-    if not 0 <= (checked := number(value)) <= 1:
-        raise ValueError(f"must be a share from 0 to 1, got {shown(value)}")
+    checked = number(value)
+    _checked(0 <= checked <= 1, value, "a share from 0 to 1")
     return checked
 
 
-def _integer(value: Any, least: int, most: int) -> int:
+def _integer(least: int, most: int, value: Any) -> int:
     if type(value) is int and least <= value <= most:
         return value
     raise ValueError(f"must be an integer from {least} to {most}, got {shown(value)}")
 
 
-def count(value: Any) -> int:
-    """From 0 to the largest that 64 bits hold."""
-    return _integer(value, 0, _LARGEST_COUNT)
+count = partial(_integer, 0, _LARGEST_COUNT)
 
-
-def exponent(value: Any) -> int:
-    """Of 2, that a float64 can have."""
-    return _integer(value, -_FARTHEST_EXPONENT, _FARTHEST_EXPONENT)
+exponent = partial(_integer, -_FARTHEST_EXPONENT, _FARTHEST_EXPONENT)
+"""Of 2, that a float64 can have."""
 
 
 def bin_counts(value: Any) -> tuple[int, ...]:
     """An array of counts, one for each exponent at most."""
-    if not isinstance(value, list) or len(value) > 2 * _FARTHEST_EXPONENT:
-        most = 2 * _FARTHEST_EXPONENT
-        raise ValueError(f"must be an array of at most {most}, got {shown(value)}")
-    return tuple(map(count, value))
+    most = 2 * _FARTHEST_EXPONENT
+    is_valid = isinstance(value, list) and len(value) <= most
+    return tuple(map(count, _checked(is_valid, value, f"an array of at most {most}")))
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"must be a text, got {shown(value)}")
-    return value
+def _text(value: Any) -> Any:
+    return _checked(isinstance(value, str), value, "a text")
 
 
 def _plain(value: Any) -> Any:
@@ -138,17 +125,13 @@ def _plain(value: Any) -> Any:
 _CHECKS: dict[Any, Callable[[Any], Any]] = {int: count, float: number, str: _text, Any: _plain}
 
 
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"must be an object, got {shown(value)}")
-    return value
+def _object(value: Any) -> Any:
+    return _checked(isinstance(value, dict), value, "an object")
 
 
-def _array(value: Any, length: int | None = None) -> list[Any]:
-    if not isinstance(value, list) or length not in (None, len(value)):
-        of = "" if length is None else f" of {length}"
-        raise ValueError(f"must be an array{of}, got {shown(value)}")
-    return value
+def _array(value: Any, length: int | None = None) -> Any:
+    is_valid = isinstance(value, list) and length in (None, len(value))
+    return _checked(is_valid, value, "an array" if length is None else f"an array of {length}")
 
 
 def _field(key: str, kind: Any, value: Any) -> Any:

@@ -10,11 +10,7 @@ from gradscaler.diagnose.run.lines import Line, Sample
 
 
 def load_writer() -> Any:
-    """TensorBoard's ``Writer``.
-
-    Raises:
-        ImportError: TensorBoard is not installed.
-    """
+    """TensorBoard's ``Writer``; ImportError if it is not installed."""
     try:
         return importlib.import_module("tensorboard.summary").Writer
     except ImportError:
@@ -22,12 +18,7 @@ def load_writer() -> Any:
 
 
 class EventFile:
-    """A directory of event files that holds the numbers of each sample under ``gradscaler/``.
-
-    Args:
-        writer: what :func:`load_writer` returned.
-        directory: created if it does not exist.
-    """
+    """A directory of event files that holds the numbers of each sample under ``gradscaler/``."""
 
     def __init__(self, writer: Any, directory: str | os.PathLike[str]) -> None:
         self._writer = writer(os.fspath(directory))
@@ -36,8 +27,6 @@ class EventFile:
         """Write the numbers of a sample; ignore other lines."""
         if not isinstance(line, Sample):
             return
-        for step, scale in line.scales:
-            self._add("loss_scale", scale, step)
         numbers = {
             "loss_scale": line.scale,
             "skipped_steps": len(line.skips),
@@ -45,14 +34,12 @@ class EventFile:
             "gradient_norm": line.norm,
             **({} if line.shares is None else vars(line.shares)),
         }
-        for name, number in numbers.items():
-            if number is not None:
-                self._add(name, number, line.step)
+        scalars = [("loss_scale", scale, step) for step, scale in line.scales]
+        scalars += [(name, n, line.step) for name, n in numbers.items() if n is not None]
+        for name, number, step in scalars:
+            self._writer.add_scalar(f"gradscaler/{name}", number, step)
         self._writer.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._writer.close()
-
-    def _add(self, name: str, number: float, step: int) -> None:
-        self._writer.add_scalar(f"gradscaler/{name}", number, step)

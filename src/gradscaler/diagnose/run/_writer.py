@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -17,27 +16,26 @@ _SPELLED = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
 
 
 class RunFile:
-    """A run file to append to.
+    """A run file to append to: one that does not exist, is empty, or holds a run to continue.
 
-    Args:
-        path: a file that does not exist, is empty, or holds a run to continue. If its last writer
-            was killed, the incomplete last line is cut off.
-        start: the first line. Its ``step`` is raised to the file's last.
+    If its last writer was killed, the incomplete last line is cut off. ``start`` is written first,
+    with its ``step`` raised to the file's last. A file that holds something else stays as it is.
 
     Attributes:
         step: the last step in the file, 0 if it is new.
 
     Raises:
-        ValueError: the file holds something else. It stays as it is.
+        ValueError: the file holds something else.
         OSError: the file cannot be read or written.
     """
 
     def __init__(self, path: Path, start: Start) -> None:
         self.step = start.step
-        whole = 0
+        whole = 0  # where the last complete line ends
         if path.exists() and (not path.is_file() or path.stat().st_size):
             self.step = max(self.step, read_run(path).num_steps)
-            whole = _end_of_last_line(path)
+            with path.open("rb") as file:
+                whole = sum(len(line) for line in file if line.endswith(b"\n"))
         self._file = path.open("ab", buffering=0)
         finalize(self, self._file.close)  # many scripts never close their monitor
         self._has_failed = False
@@ -74,14 +72,3 @@ class RunFile:
             if isinstance(error, OSError):
                 raise OSError(f"{self._file.name}: {error}") from error
             raise
-
-
-def _end_of_last_line(path: Path) -> int:
-    """Where the last complete line of a file ends."""
-    with path.open("rb") as file:
-        return sum(len(line) for line in file if line.endswith(b"\n"))
-
-
-def now() -> str:
-    """The time, for a :class:`Start`."""
-    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

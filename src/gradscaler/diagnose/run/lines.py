@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, NamedTuple, Protocol
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from gradscaler.diagnose.run._checks import bin_counts, exponent, share
 from gradscaler.outcome import NonfiniteGradient
@@ -154,13 +154,3 @@ class VerdictLine:
 
 
 Line = Start | Sample | Skip | VerdictLine
-
-
-class LineWriter(Protocol):
-    """Takes a monitor's lines."""
-
-    def write(self, line: Line, /) -> None:
-        """Write a line."""
-
-    def close(self) -> None:
-        """Expect no more lines."""

@@ -86,9 +86,8 @@ class Run:
         if self.verdicts and not self._has_stepped_since(self.verdicts[-1].step):
             last = self.verdicts[-1]
             return Verdict(last.verdict, last.text, last.where)
-        sampled = [sample for sample in self.samples if sample.shares is not None]
-        dtype = self.starts[-1].dtype if self.starts else "float16"
-        latest = sampled[-1] if sampled else None
+        dtype = self.starts[-1].dtype
+        latest = next((sample for sample in reversed(self.samples) if sample.shares), None)
         scale = self.samples[-1].scale if self.samples else None
         return judge(Evidence(self.num_steps, len(self.skipped), dtype, scale=scale, sample=latest))
 
@@ -128,11 +127,7 @@ def read_run(path: str | Path) -> Run:
 
 
 def _line(record: dict[str, Any], first: bool) -> Line:
-    """The line of a record.
-
-    Raises:
-        ValueError: it is not a line of a run, or not one that can be the first.
-    """
+    """The line of a record; ValueError if it is not a line of a run, or cannot be the first."""
     if first and "gradscaler" not in record:
         raise ValueError("is not the first line of a gradscaler run")
     version = record.get("gradscaler", VERSION)
