@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gradscaler._frameworks import FRAMEWORKS
-from gradscaler.checkpoint.formats import FORMATS, LAYOUTS
+from gradscaler.checkpoint._formats import FORMATS, LAYOUTS
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs" / "contributing.md").read_text()

@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from gradscaler import __version__, checkpoint
-from gradscaler.checkpoint import files
+from gradscaler.checkpoint import _files
 from gradscaler.diagnose import read_run
 
 
@@ -121,14 +121,14 @@ def _demo(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
 def _convert(parsed: argparse.Namespace) -> None:
     place = parsed.source
     try:
-        state_dict = files.load(place)
+        state_dict = _files.load(place)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             converted = checkpoint.convert(state_dict, parsed.to, lossy=True)
         if warned and not parsed.lossy:
             raise ValueError(f"{warned[0].message}; --lossy leaves that out")
         place = parsed.target
-        files.save(place, converted)
+        _files.save(place, converted)
     except (TypeError, ValueError) as error:
         raise _FailedError(f"{place}: {error}") from None
     for warning in warned:

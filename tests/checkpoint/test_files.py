@@ -17,7 +17,7 @@ import torch
 
 from gradscaler import DynamicScale
 from gradscaler.__main__ import main
-from gradscaler.checkpoint import FORMATS, files, read, write
+from gradscaler.checkpoint import FORMATS, _files, read, write
 from gradscaler.torch import GradScaler
 
 
@@ -76,16 +76,16 @@ def test_between_default_rules_every_format_converts_to_every_other(
     source, target, tmp_path, capsys
 ):
     policy = getattr(DynamicScale, source.removeprefix("tf_"))()
-    files.save(tmp_path / "a.json", write(policy, policy.init(), source))
+    _files.save(tmp_path / "a.json", write(policy, policy.init(), source))
     assert convert(tmp_path / "a.json", tmp_path / "b.json", target) == 0
     assert capsys.readouterr() == ("", "")
-    assert read(files.load(tmp_path / "b.json"))[1] == policy.init()
+    assert read(_files.load(tmp_path / "b.json"))[1] == policy.init()
 
 
 def test_leaving_out_what_a_format_cannot_hold_needs_an_option(tmp_path, capsys):
     source, target = tmp_path / "in.json", tmp_path / "out.json"
     policy = DynamicScale.paddle(decr_every_n_nan_or_inf=3)
-    files.save(source, write(policy, policy.init(), "paddle"))
+    _files.save(source, write(policy, policy.init(), "paddle"))
     said = (
         f"{source}: torch's format has no place for a hysteresis of 3 (torch's scaler backs off at "
         "every overflow)"
@@ -239,17 +239,17 @@ def test_torch_s_older_files_and_every_binary_protocol_are_read(saved, protocol,
     torch.save(
         state_dict, path, _use_new_zipfile_serialization=False, pickle_protocol=min(protocol, 4)
     )
-    assert files.load(path) == state_dict
+    assert _files.load(path) == state_dict
     path.write_bytes(pickle.dumps({**state_dict, "scale": np.float32(512)}, protocol=protocol))
-    assert files.load(path) == state_dict
+    assert _files.load(path) == state_dict
 
 
 def test_a_flipped_bit_in_torch_s_file_never_gives_another_scale(saved):
-    whole, good = saved.read_bytes(), files.load(saved)
+    whole, good = saved.read_bytes(), _files.load(saved)
     for place in range(0, len(whole), 7):
         saved.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        with contextlib.suppress(files.FileError):
-            assert files.load(saved) == good
+        with contextlib.suppress(_files.FileError):
+            assert _files.load(saved) == good
 
 
 def test_a_link_is_followed_and_a_file_keeps_its_mode(saved, tmp_path):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradscaler.__main__ import main
-from gradscaler.checkpoint import pickles
+from gradscaler.checkpoint import _pickles
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def alarm():
 
 
 def load(data):
-    return pickles.load(io.BytesIO(data))
+    return _pickles.load(io.BytesIO(data))
 
 
 def text(letters):
@@ -70,7 +70,7 @@ PLACES = {
 def test_a_small_file_that_doubles_a_tuple_29_times_is_refused():
     data = b"\x80\x02" + doubled() + b")R."
     assert len(data) < 220
-    with pytest.raises(pickles.RefusedError, match="nested tuples"):
+    with pytest.raises(_pickles.RefusedError, match="nested tuples"):
         load(data)
 
 
@@ -130,7 +130,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("program", "message"), REFUSED.values(), ids=REFUSED)
 def test_more_than_a_state_holds_is_refused(program, message):
-    with pytest.raises(pickles.RefusedError, match=message):
+    with pytest.raises(_pickles.RefusedError, match=message):
         load(b"\x80\x02" + program + b".")
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from libraries import library
 
 from gradscaler import DynamicScale, FixedScale
-from gradscaler.policies.checks import LARGEST_SCALE
+from gradscaler.policies._checks import LARGEST_SCALE
 
 PRESETS = ["torch", "tensorplay", "paddle", "keras", "mindspore", "flax", "jmp", "apex", "megatron"]
 PRESETS = {name: getattr(DynamicScale, name)() for name in PRESETS}

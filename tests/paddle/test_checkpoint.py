@@ -3,7 +3,7 @@
 import paddle
 
 from gradscaler import DynamicScale, checkpoint
-from gradscaler.checkpoint import files
+from gradscaler.checkpoint import _files
 from gradscaler.paddle import GradScaler
 
 TORCH = {
@@ -38,16 +38,16 @@ def test_paddle_s_own_scaler_loads_what_was_converted(native):
 
 def test_files_go_both_ways(native, tmp_path):
     path = tmp_path / "scaler.pdparams"
-    files.save(path, checkpoint.convert(TORCH, "paddle"))
+    _files.save(path, checkpoint.convert(TORCH, "paddle"))
     scaler = native()
     scaler.load_state_dict(paddle.load(str(path)))
     assert checkpoint.read(scaler.state_dict()) == checkpoint.read(TORCH)
     paddle.save(scaler.state_dict(), str(path))
-    assert checkpoint.read(files.load(path)) == checkpoint.read(TORCH)
+    assert checkpoint.read(_files.load(path)) == checkpoint.read(TORCH)
 
 
 def test_files_with_tensors_of_paddle_s_are_read(tmp_path):
     path = tmp_path / "scaler.pdparams"
     saved = checkpoint.convert(TORCH, "paddle")
     paddle.save({**saved, "scale": paddle.to_tensor(saved["scale"])}, str(path))
-    assert checkpoint.read(files.load(path)) == checkpoint.read(TORCH)
+    assert checkpoint.read(_files.load(path)) == checkpoint.read(TORCH)

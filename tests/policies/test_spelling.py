@@ -6,7 +6,7 @@ import pytest
 
 from gradscaler import DynamicScale, FixedScale, ParameterError, ScaleState
 from gradscaler.policies import Rule
-from gradscaler.policies.spelling import changed, check_alone, check_policy, spelled
+from gradscaler.policies._spelling import changed, check_alone, check_policy, spelled
 
 
 class Custom:

@@ -8,23 +8,23 @@ import torch
 from sklearn.datasets import load_sample_images
 
 from gradscaler.__main__ import main
-from gradscaler.demo import training
+from gradscaler.demo import _training
 from gradscaler.diagnose import read_run
 
 
 @pytest.fixture(scope="module")
 def photographs():
-    return training.Photographs.load("cpu")
+    return _training.Photographs.load("cpu")
 
 
 def train(photographs, mode, seed=0, steps=3):
-    return training.train(mode, photographs, seed, steps, lambda loss: None)
+    return _training.train(mode, photographs, seed, steps, lambda loss: None)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.usefixtures("own_random_numbers_and_one_thread")
 def test_fp16_learns_nothing_and_with_gradscaler_as_much_as_fp32(photographs, seed):
-    fp32, fp16, scaled = (train(photographs, mode, seed, 250) for mode in training.MODES)
+    fp32, fp16, scaled = (train(photographs, mode, seed, 250) for mode in _training.MODES)
     assert fp32.explained > 0.7
     assert fp16.explained < fp32.explained - 0.2
     assert abs(scaled.explained - fp32.explained) < 0.015
@@ -50,7 +50,7 @@ def test_a_short_demo_prints_the_table_and_writes_a_png_and_a_report(tmp_path, c
         assert main(["demo", *arguments, "--output", str(output)]) == 0
     assert output.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     printed = capsys.readouterr().out
-    assert all(mode in printed for mode in training.MODES)
+    assert all(mode in printed for mode in _training.MODES)
     rows = re.findall(r"│ +(\d) │ +(\d) │ +-?\d", printed)
     assert rows == [("0", "1"), ("1", "1"), ("0", "2"), ("1", "2")] * 2
     recorded = read_run(tmp_path / "out.jsonl")
@@ -119,25 +119,25 @@ def test_ctrl_c_ends_with_exit_status_130(monkeypatch):
 
 
 def test_all_runs_start_from_the_same_weights():
-    first, second = training.make_network(3), training.make_network(3)
+    first, second = _training.make_network(3), _training.make_network(3)
     assert all(map(torch.equal, first.parameters(), second.parameters()))
 
 
 def test_one_seed_gives_one_result_and_another_another(photographs):
-    mode = training.MODES[2]
+    mode = _training.MODES[2]
     runs = [train(photographs, mode, seed).losses for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
 
 
 def test_measuring_changes_nothing_in_the_training(photographs, monkeypatch):
-    measured = train(photographs, training.MODES[1]).losses
-    monkeypatch.setattr(training, "_measure", lambda *_: None)
-    assert train(photographs, training.MODES[1]).losses == measured
+    measured = train(photographs, _training.MODES[1]).losses
+    monkeypatch.setattr(_training, "_measure", lambda *_: None)
+    assert train(photographs, _training.MODES[1]).losses == measured
 
 
 def test_the_held_out_square_is_a_part_of_the_photograph_and_not_trained_on(photographs):
     image = load_sample_images().images[0] / 255
-    square = training.picture(photographs.held_out.numpy())
+    square = _training.picture(photographs.held_out.numpy())
     assert np.allclose(square, image[96:256, 224:384], atol=1e-7)
     patches = sum(
         photo.shape[0] // 4 * (photo.shape[1] // 4) for photo in load_sample_images().images
@@ -148,18 +148,20 @@ def test_the_held_out_square_is_a_part_of_the_photograph_and_not_trained_on(phot
 def test_explained_is_1_for_a_perfect_copy_and_0_for_the_mean_patch(photographs, monkeypatch):
     mean = photographs.patches.mean(dim=0)
     for restore, explained in ((lambda x: x, 1.0), (lambda x: x * 0 + mean, 0.0)):
-        monkeypatch.setattr(training, "make_network", lambda _, f=restore: Restoring(f))
-        monkeypatch.setattr(training, "_measure", lambda *_: None)
-        assert train(photographs, training.MODES[0]).explained == pytest.approx(explained, abs=1e-6)
+        monkeypatch.setattr(_training, "make_network", lambda _, f=restore: Restoring(f))
+        monkeypatch.setattr(_training, "_measure", lambda *_: None)
+        assert train(photographs, _training.MODES[0]).explained == pytest.approx(
+            explained, abs=1e-6
+        )
 
 
 def test_the_flushed_share_counts_what_fp16_cannot_hold():
     true = torch.tensor([2.0**-26, -(2.0**-30), 2.0**-20, 1.0, 0.0])
-    assert training.flushed_share(true, true.half().float()) == 0.5
-    assert training.flushed_share(torch.zeros(2), torch.zeros(2)) == 0.0
+    assert _training.flushed_share(true, true.half().float()) == 0.5
+    assert _training.flushed_share(torch.zeros(2), torch.zeros(2)) == 0.0
 
 
 def test_without_scaling_fp16_flushes_gradients_that_scaling_keeps(photographs):
-    unscaled, scaled = (train(photographs, mode, steps=60) for mode in training.MODES[1:])
+    unscaled, scaled = (train(photographs, mode, steps=60) for mode in _training.MODES[1:])
     assert unscaled.flushed_share > 0.3
     assert scaled.flushed_share < 0.01

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradscaler import DynamicScale, ScaleState
-from gradscaler.policies.checks import LARGEST_SCALE
-from gradscaler.torch.operations import TorchOperations, _is_torch_s
+from gradscaler.policies._checks import LARGEST_SCALE
+from gradscaler.torch._operations import TorchOperations, _is_torch_s
 
 
 @settings(deadline=None)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gradscaler.policies import DynamicScale, FixedScale, Rule, ScaleState
-from gradscaler.policies.spelling import changed, check_alone, check_policy
+from gradscaler.policies._spelling import changed, check_alone, check_policy
 
 Tensor = Any
 T = TypeVar("T", bound="Wrapper")

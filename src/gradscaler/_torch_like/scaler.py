@@ -20,11 +20,11 @@ from gradscaler._torch_like.fused import (
     takes_grad_scaler,
 )
 from gradscaler._torch_like.operations import TorchLikeOperations
-from gradscaler.checkpoint.formats import TORCH_KEYS, read_torch
-from gradscaler.checkpoint.state_dicts import state_values
+from gradscaler.checkpoint._formats import TORCH_KEYS, read_torch
+from gradscaler.checkpoint._state_dicts import state_values
 from gradscaler.errors import CallOrderError, ParameterError
-from gradscaler.policies import DynamicScale, Policy, ScaleState, checks
-from gradscaler.policies.spelling import check_alone, check_policy
+from gradscaler.policies import DynamicScale, Policy, ScaleState, _checks
+from gradscaler.policies._spelling import check_alone, check_policy
 
 _dynamic_scale = lru_cache(typed=True)(DynamicScale)  # checking takes longest of all in a scaler
 
@@ -292,9 +292,9 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
                     f"requires_grad=False, got {new_scale!r}"
                 )
             new_scale = new_scale.item()
-        lowest = getattr(self._policy, "min_scale", checks.SMALLEST_SCALE)
-        highest = getattr(self._policy, "max_scale", checks.LARGEST_SCALE)
-        scale.fill_(checks.loss_scale("new_scale", new_scale, lowest, highest))
+        lowest = getattr(self._policy, "min_scale", _checks.SMALLEST_SCALE)
+        highest = getattr(self._policy, "max_scale", _checks.LARGEST_SCALE)
+        scale.fill_(_checks.loss_scale("new_scale", new_scale, lowest, highest))
 
     def _place(self, device: Any) -> ScaleState:
         self._lazy_init_scale_growth_tracker(device)

@@ -22,11 +22,11 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from gradscaler.checkpoint.formats import FORMATS, LAYOUTS, OPTIONAL, Layout, Values
-from gradscaler.checkpoint.losses import losses
-from gradscaler.checkpoint.state_dicts import count_in, number_in
+from gradscaler.checkpoint._formats import FORMATS, LAYOUTS, OPTIONAL, Layout, Values
+from gradscaler.checkpoint._losses import losses
+from gradscaler.checkpoint._state_dicts import count_in, number_in
 from gradscaler.policies import DynamicScale, Rule, ScaleState
-from gradscaler.policies.spelling import check_policy
+from gradscaler.policies._spelling import check_policy
 
 __all__ = ["FORMATS", "convert", "detect", "read", "write"]
 

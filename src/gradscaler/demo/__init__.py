@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from gradscaler.demo.figure import draw
-from gradscaler.demo.training import MODES, Photographs, Run, train
+from gradscaler.demo._figure import draw
+from gradscaler.demo._training import MODES, Photographs, Run, train
 from gradscaler.diagnose import read_run, report
 
 

@@ -1,8 +1,8 @@
 """Loss scaling for JAX: pure functions, an optax wrapper, and the classes of jmp and flax."""
 
+from gradscaler.jax._operations import all_finite, select_tree
 from gradscaler.jax.flax import DynamicScale, DynamicScaleResult
 from gradscaler.jax.jmp import DynamicLossScale, NoOpLossScale, StaticLossScale
-from gradscaler.jax.operations import all_finite, select_tree
 from gradscaler.jax.optax import LossScaledState, loss_scaled
 from gradscaler.jax.scaler import GradScaler, ScaledGradients
 

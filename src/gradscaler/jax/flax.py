@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradscaler.jax import operations, trees
-from gradscaler.jax.operations import AxisName
+from gradscaler.jax import _operations, _trees
+from gradscaler.jax._operations import AxisName
 from gradscaler.jax.scaler import GradScaler
 from gradscaler.policies import DynamicScale as DynamicPolicy
-from gradscaler.policies import ScaleState, checks
+from gradscaler.policies import ScaleState, _checks
 
 Array = Any
 
@@ -67,14 +67,14 @@ class DynamicScale:
     growth_interval: int = 2000
     fin_steps: Array = 0
     scale: Array = 65536.0
-    minimum_scale: float | None = checks.SMALLEST_SCALE
+    minimum_scale: float | None = _checks.SMALLEST_SCALE
 
     def __post_init__(self) -> None:
-        operations.check_scale("scale", self.scale)
+        _operations.check_scale("scale", self.scale)
         # With weak types, jit would compile the second call again.
-        object.__setattr__(self, "fin_steps", operations.strong(self.fin_steps, np.int32))
-        object.__setattr__(self, "scale", operations.strong(self.scale, np.float32))
-        trees.serialise()
+        object.__setattr__(self, "fin_steps", _operations.strong(self.fin_steps, np.int32))
+        object.__setattr__(self, "scale", _operations.strong(self.scale, np.float32))
+        _trees.serialise()
 
     replace = dataclasses.replace  # a copy with some fields changed
 
@@ -86,7 +86,7 @@ class DynamicScale:
         axis_name: AxisName | None = None,
     ) -> Callable[..., DynamicScaleResult]:
         """:meth:`GradScaler.value_and_grad`, but its results are :class:`DynamicScaleResult`."""
-        floor = checks.SMALLEST_SCALE if self.minimum_scale is None else self.minimum_scale
+        floor = _checks.SMALLEST_SCALE if self.minimum_scale is None else self.minimum_scale
         policy = DynamicPolicy.flax(
             self.growth_factor, self.backoff_factor, self.growth_interval, floor, floor
         )
@@ -98,12 +98,12 @@ class DynamicScale:
             moved, finite, aux, grad = differentiated(*args, **kwargs)
             scale, fin_steps, _ = moved.state
             grad = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grad)
-            dynamic_scale = trees.replaced(self, fin_steps=fin_steps, scale=scale)
+            dynamic_scale = _trees.replaced(self, fin_steps=fin_steps, scale=scale)
             return DynamicScaleResult(dynamic_scale, finite, aux, grad)
 
         return unscaled
 
 
-trees.register(
+_trees.register(
     DynamicScale, static=["growth_factor", "backoff_factor", "growth_interval", "minimum_scale"]
 )

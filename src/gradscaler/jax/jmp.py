@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradscaler.jax import operations, trees
-from gradscaler.policies import ScaleState, checks
-from gradscaler.policies.rule import Constants, next_values
+from gradscaler.jax import _operations, _trees
+from gradscaler.policies import ScaleState, _checks
+from gradscaler.policies._rule import Constants, next_values
 
 T = TypeVar("T")
 Array = Any
@@ -50,12 +50,12 @@ class StaticLossScale:
 
     def scale(self, tree: T) -> T:
         """Multiply every leaf by the loss scale."""
-        operations.check_scale("loss_scale", self.loss_scale)
+        _operations.check_scale("loss_scale", self.loss_scale)
         return _multiplied(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
         """Multiply every leaf by 1 / the loss scale."""
-        operations.check_scale("loss_scale", self.loss_scale)
+        _operations.check_scale("loss_scale", self.loss_scale)
         return _multiplied(tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> StaticLossScale:
@@ -102,18 +102,18 @@ class DynamicLossScale:
 
     def __post_init__(self) -> None:
         for name in ("loss_scale", "min_loss_scale"):
-            operations.check_scale(name, getattr(self, name))
+            _operations.check_scale(name, getattr(self, name))
             dtype = jnp.result_type(getattr(self, name))
             if not _is_floating(dtype):
                 warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=3)
-        checks.count("period", self.period)
-        checks.growth_factor("factor", self.factor)
+        _checks.count("period", self.period)
+        _checks.growth_factor("factor", self.factor)
         floor = self.min_loss_scale
         if not isinstance(floor, jax.core.Tracer) and jnp.ndim(floor) == 0:
             object.__setattr__(self, "min_loss_scale", np.asarray(floor)[()])
         for name in ("loss_scale", "counter"):
-            object.__setattr__(self, name, operations.strong(getattr(self, name)))
-        trees.serialise()
+            object.__setattr__(self, name, _operations.strong(getattr(self, name)))
+        _trees.serialise()
 
     def tree_flatten(self) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
         """The arrays, and what is static, such as a floor that is a number."""
@@ -129,7 +129,7 @@ class DynamicLossScale:
         """The loss scale again, from what ``tree_flatten`` returned."""
         (loss_scale, counter, *floor), (period, factor, *static_floor) = leaves, metadata
         values = loss_scale, counter, period, factor, *floor, *static_floor
-        return trees.rebuilt(cls, cls.__match_args__, values)
+        return _trees.rebuilt(cls, cls.__match_args__, values)
 
     def scale(self, tree: T) -> T:
         """Multiply every leaf by the loss scale."""
@@ -148,7 +148,7 @@ class DynamicLossScale:
         Raises:
             ValueError: `grads_finite` is not a boolean scalar.
         """
-        found_inf = ~operations.as_flag("grads_finite", grads_finite)
+        found_inf = ~_operations.as_flag("grads_finite", grads_finite)
         dtype = jnp.result_type(self.loss_scale)
         finfo: Any = jnp.finfo
         constants = Constants(
@@ -163,7 +163,7 @@ class DynamicLossScale:
         )
         state = ScaleState(jnp.asarray(self.loss_scale), jnp.asarray(self.counter), 0)
         state = ScaleState(*next_values(constants, *state, found_inf, jnp.where))
-        return trees.replaced(self, loss_scale=state.scale, counter=state.finite_steps)
+        return _trees.replaced(self, loss_scale=state.scale, counter=state.finite_steps)
 
 
 @dataclass(frozen=True)
@@ -188,4 +188,4 @@ def _is_floating(dtype: Any) -> bool:
 for _empty in (NoOpLossScale, StaticLossScale):
     jax.tree_util.register_pytree_node(_empty, lambda scale: ((), scale), lambda scale, _: scale)
 jax.tree_util.register_pytree_node_class(DynamicLossScale)
-trees.serialise(DynamicLossScale, "loss_scale", "counter", "min_loss_scale")
+_trees.serialise(DynamicLossScale, "loss_scale", "counter", "min_loss_scale")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from gradscaler.jax.operations import AxisName, all_finite, select_tree
+from gradscaler.jax._operations import AxisName, all_finite, select_tree
 from gradscaler.jax.scaler import GradScaler
 from gradscaler.policies import DynamicScale, Policy
-from gradscaler.policies.spelling import check_policy
+from gradscaler.policies._spelling import check_policy
 
 if TYPE_CHECKING:
     import optax

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from gradscaler.jax import operations, trees
-from gradscaler.jax.operations import AxisName, all_finite
+from gradscaler.jax import _operations, _trees
+from gradscaler.jax._operations import AxisName, all_finite
 from gradscaler.policies import DynamicScale, Policy, ScaleState
-from gradscaler.policies.spelling import check_policy
+from gradscaler.policies._spelling import check_policy
 
 T = TypeVar("T")
 Array = Any
@@ -68,10 +68,10 @@ class GradScaler:
         state = self.policy.init() if self.state is None else self.state
         if not isinstance(state, ScaleState):
             raise TypeError(f"state must be a ScaleState, got {state!r}")
-        operations.check_scale("the scale in state", state.scale)
+        _operations.check_scale("the scale in state", state.scale)
         arrays = map(jnp.asarray, state, (jnp.float32, jnp.int32, jnp.int32))
         object.__setattr__(self, "state", ScaleState(*arrays))
-        trees.serialise()
+        _trees.serialise()
 
     @property
     def loss_scale(self) -> Array:
@@ -84,7 +84,7 @@ class GradScaler:
         Leaves narrower than float32 become float32, because most scales are above the largest
         float16. Leaves that are neither floating nor complex stay as they are.
         """
-        return operations.map_inexact(lambda leaf: jnp.multiply(*self._beside(leaf)), tree)
+        return _operations.map_inexact(lambda leaf: jnp.multiply(*self._beside(leaf)), tree)
 
     def unscale(self, tree: T) -> T:
         """Divide the gradients by the loss scale.
@@ -92,7 +92,7 @@ class GradScaler:
         As in ``scale``, leaves narrower than float32 become float32: in their own dtype they would
         underflow again.
         """
-        return operations.map_inexact(lambda leaf: jnp.divide(*self._beside(leaf)), tree)
+        return _operations.map_inexact(lambda leaf: jnp.divide(*self._beside(leaf)), tree)
 
     def _beside(self, leaf: Any) -> tuple[Array, Array]:
         """A leaf in float32 at least, and the scale in its precision."""
@@ -110,8 +110,8 @@ class GradScaler:
         Raises:
             ValueError: `grads_finite` is not a boolean scalar.
         """
-        found_inf = ~operations.as_flag("grads_finite", grads_finite)
-        return trees.replaced(self, state=self.policy.update(self.state, found_inf, jnp.where))
+        found_inf = ~_operations.as_flag("grads_finite", grads_finite)
+        return _trees.replaced(self, state=self.policy.update(self.state, found_inf, jnp.where))
 
     def value_and_grad(
         self,
@@ -149,17 +149,17 @@ class GradScaler:
                 places = (argnums,) if isinstance(argnums, int) else argnums
                 chosen = {place % len(args) for place in places}
                 args = tuple(
-                    operations.varying(arg, axis_name) if place in chosen else arg
+                    _operations.varying(arg, axis_name) if place in chosen else arg
                     for place, arg in enumerate(args)
                 )
             (_, value), grads = differentiated(*args, **kwargs)
             grads = self.unscale(grads)
             if axis_name is not None:
-                grads = operations.lax.pmean(grads, axis_name)
+                grads = _operations.lax.pmean(grads, axis_name)
             grads_finite = all_finite(grads)
             return ScaledGradients(self.adjust(grads_finite), grads_finite, value, grads)
 
         return unscaled
 
 
-trees.register(GradScaler, static=["policy"])
+_trees.register(GradScaler, static=["policy"])

@@ -12,7 +12,7 @@ from keras import ops
 
 from gradscaler._keras_like import wrapper
 from gradscaler._keras_like.wrapper import OPTIONS, Wrapper
-from gradscaler.keras.operations import on_backend
+from gradscaler.keras._operations import on_backend
 from gradscaler.policies import Rule
 
 Tensor = Any

@@ -5,9 +5,9 @@ Each name is a drop-in for the same name in ``mindspore.amp`` or ``mindspore.nn`
 
 from mindspore.amp import LossScaleManager, LossScaler
 
+from gradscaler.mindspore._operations import all_finite
 from gradscaler.mindspore.cells import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
 from gradscaler.mindspore.managers import DynamicLossScaleManager, FixedLossScaleManager
-from gradscaler.mindspore.operations import all_finite
 from gradscaler.mindspore.scaler import DynamicLossScaler, StaticLossScaler
 from gradscaler.mindspore.train import TrainOneStepWithLossScaleCell, build_train_network
 

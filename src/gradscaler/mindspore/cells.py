@@ -6,10 +6,10 @@ from typing import Any
 
 from mindspore import nn, ops
 
-from gradscaler.mindspore.operations import as_flag, compiled
-from gradscaler.mindspore.spelling import dynamic_policy, nonfinite_steps
-from gradscaler.policies import DynamicScale, checks
-from gradscaler.policies.rule import next_values
+from gradscaler.mindspore._operations import as_flag, compiled
+from gradscaler.mindspore._spelling import dynamic_policy, nonfinite_steps
+from gradscaler.policies import DynamicScale, _checks
+from gradscaler.policies._rule import next_values
 
 
 class FixedLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):  # type: ignore[misc] # untyped base
@@ -29,7 +29,7 @@ class FixedLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):  # type: ignore[mis
     """
 
     def __init__(self, loss_scale_value: float) -> None:
-        checks.loss_scale("loss_scale_value", loss_scale_value, lowest=1.0)
+        _checks.loss_scale("loss_scale_value", loss_scale_value, lowest=1.0)
         super().__init__(loss_scale_value)
 
 

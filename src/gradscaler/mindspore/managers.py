@@ -7,9 +7,9 @@ import dataclasses
 import mindspore
 import numpy as np
 
+from gradscaler.mindspore._spelling import WindowAndFactor, dynamic_policy, parameter
 from gradscaler.mindspore.cells import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
-from gradscaler.mindspore.spelling import WindowAndFactor, dynamic_policy, parameter
-from gradscaler.policies import DynamicScale, ScaleState, checks
+from gradscaler.policies import DynamicScale, ScaleState, _checks
 
 
 class FixedLossScaleManager(mindspore.amp.FixedLossScaleManager):  # type: ignore[misc] # untyped base
@@ -29,7 +29,7 @@ class FixedLossScaleManager(mindspore.amp.FixedLossScaleManager):  # type: ignor
     """
 
     def __init__(self, loss_scale: float = 128.0, drop_overflow_update: bool = True) -> None:
-        checks.loss_scale("loss_scale", loss_scale, lowest=1.0)
+        _checks.loss_scale("loss_scale", loss_scale, lowest=1.0)
         super().__init__(loss_scale, drop_overflow_update)
 
     def get_update_cell(self) -> FixedLossScaleUpdateCell | None:
@@ -111,7 +111,7 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
     @loss_scale.setter
     def loss_scale(self, loss_scale: float) -> None:
         bounds = self._policy.min_scale, self._policy.max_scale
-        self._loss_scale = checks.loss_scale("loss_scale", loss_scale, *bounds)
+        self._loss_scale = _checks.loss_scale("loss_scale", loss_scale, *bounds)
 
     def update_loss_scale(self, overflow: bool) -> None:
         """Move the scale after a step.

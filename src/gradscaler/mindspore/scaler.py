@@ -7,10 +7,10 @@ from typing import Any
 import mindspore
 from mindspore import Parameter, Tensor, mutable, ops
 
-from gradscaler.mindspore.operations import as_flag, compiled, scaled, unscaled
-from gradscaler.mindspore.spelling import WindowAndFactor, dynamic_policy, nonfinite_steps
-from gradscaler.policies import DynamicScale, checks
-from gradscaler.policies.rule import Constants, next_values
+from gradscaler.mindspore._operations import as_flag, compiled, scaled, unscaled
+from gradscaler.mindspore._spelling import WindowAndFactor, dynamic_policy, nonfinite_steps
+from gradscaler.policies import DynamicScale, _checks
+from gradscaler.policies._rule import Constants, next_values
 
 _map = ops.HyperMap()
 _partial = ops.Partial()
@@ -83,7 +83,7 @@ class StaticLossScaler(_Scaling, mindspore.amp.StaticLossScaler):  # type: ignor
     """
 
     def __init__(self, scale_value: float) -> None:
-        super().__init__(checks.loss_scale("scale_value", scale_value, lowest=1.0))
+        super().__init__(_checks.loss_scale("scale_value", scale_value, lowest=1.0))
 
 
 class DynamicLossScaler(WindowAndFactor, _Scaling, mindspore.amp.DynamicLossScaler):  # type: ignore[misc] # untyped base

@@ -7,9 +7,9 @@ from typing import Any
 import mindspore
 from mindspore import Tensor, amp, nn, ops
 
+from gradscaler.mindspore._operations import every_finite, on_cpu, unscale_all
 from gradscaler.mindspore.managers import DynamicLossScaleManager
-from gradscaler.mindspore.operations import every_finite, on_cpu, unscale_all
-from gradscaler.policies import checks
+from gradscaler.policies import _checks
 
 
 class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: ignore[misc] # untyped base
@@ -103,7 +103,7 @@ def _as_scale(name: str, scale: Any) -> Any:
     if scale.size != 1:
         raise ValueError(f"{name} must have the shape () or (1,), got {scale.shape}")
     value = scale.astype(mindspore.float32).asnumpy()
-    checks.loss_scale(name, value.item())
+    _checks.loss_scale(name, value.item())
     return Tensor(value.copy())
 
 

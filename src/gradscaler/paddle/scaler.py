@@ -13,14 +13,14 @@ from gradscaler._eager.closure import DEFAULT_MAX_RETRIES
 from gradscaler._eager.operations import FoundInf, Operations, Tensor
 from gradscaler._eager.record import OptimizerRecord, Stage
 from gradscaler._eager.scaler import EagerScaler
-from gradscaler.checkpoint.formats import PADDLE_KEYS, read_paddle, write_paddle
-from gradscaler.checkpoint.state_dicts import state_values
+from gradscaler.checkpoint._formats import PADDLE_KEYS, read_paddle, write_paddle
+from gradscaler.checkpoint._state_dicts import state_values
 from gradscaler.outcome import Reason, StepOutcome
-from gradscaler.paddle import operations
-from gradscaler.paddle.record import PaddleOptimizer, PaddleRecord
-from gradscaler.policies import DynamicScale, FixedScale, Rule, ScaleState, checks
-from gradscaler.policies.presets import PADDLE
-from gradscaler.policies.spelling import changed, check_alone, check_policy
+from gradscaler.paddle import _operations
+from gradscaler.paddle._record import PaddleOptimizer, PaddleRecord
+from gradscaler.policies import DynamicScale, FixedScale, Rule, ScaleState, _checks
+from gradscaler.policies._presets import PADDLE
+from gradscaler.policies._spelling import changed, check_alone, check_policy
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     StepOutcome(applied, reason='finite', scale=1024.0)
     """
 
-    _operations: ClassVar[Operations] = operations
+    _operations: ClassVar[Operations] = _operations
     _record_type: ClassVar[type[OptimizerRecord]] = PaddleRecord
     _policy: DynamicScale
     _cache_found_inf: bool | None  # type: ignore[assignment] # Paddle's has the type of its None
@@ -130,7 +130,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         Raises:
             TypeError: ``var`` is not a tensor.
         """
-        if not operations.is_tensor(var):
+        if not _operations.is_tensor(var):
             raise TypeError(f"var must be a paddle.Tensor, got {type(var).__name__}")
         if not var._is_initialized():
             return var
@@ -188,7 +188,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         try:
             record = self._unscaled(record)
             result = self._step_if_finite(optimizer, record, args, kwargs, "minimize")
-            if not record.found_inf or operations.any_set(record.found_inf):
+            if not record.found_inf or _operations.any_set(record.found_inf):
                 result = _skipped_minimize(optimizer, args, kwargs)
             self._conclude(optimizer, record)
         except BaseException:
@@ -240,7 +240,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             ValueError, TypeError: it cannot be a loss scale; nothing changes.
         """
         bounds = self._policy.min_scale, self._policy.max_scale
-        scale = checks.loss_scale("new_init_loss_scaling", new_init_loss_scaling, *bounds)
+        scale = _checks.loss_scale("new_init_loss_scaling", new_init_loss_scaling, *bounds)
         self._init_loss_scaling = scale
         self._replace_scale(scale)
 
@@ -406,7 +406,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         if not record.found_inf:
             self._cache_found_inf = False
             return None
-        self._cache_found_inf = operations.any_set(record.found_inf)
+        self._cache_found_inf = _operations.any_set(record.found_inf)
         result = None
         if not self._cache_found_inf:
             self._apply_pending(record)
@@ -416,7 +416,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             result = getattr(optimizer, method)(*args, **kwargs)
             if shares_flag:  # a distributed optimizer may have found one elsewhere
                 flag = optimizer._get_auxiliary_var("found_inf")
-                self._cache_found_inf = operations.is_set(flag)
+                self._cache_found_inf = _operations.is_set(flag)
         record.found_inf = {"found_inf": self._cache_found_inf}  # read once
         return result
 

@@ -8,9 +8,9 @@ from typing import ClassVar, Literal, get_args
 import numpy as np
 
 from gradscaler.errors import ParameterError
-from gradscaler.policies import checks
-from gradscaler.policies.presets import Presets
-from gradscaler.policies.rule import Constants, next_values
+from gradscaler.policies import _checks
+from gradscaler.policies._presets import Presets
+from gradscaler.policies._rule import Constants, next_values
 from gradscaler.policies.state import Scalar, ScaleState, Where, host_where, on_host, where_for
 
 HysteresisReset = Literal["finite_step", "finite_step_only", "growth"]
@@ -71,13 +71,13 @@ class DynamicScale(Presets):
     growth_interval: int = 2000
     hysteresis: int = 1
     hysteresis_reset: HysteresisReset = "finite_step"
-    min_scale: float = checks.SMALLEST_SCALE
-    max_scale: float = checks.LARGEST_SCALE
+    min_scale: float = _checks.SMALLEST_SCALE
+    max_scale: float = _checks.LARGEST_SCALE
 
     def __post_init__(self) -> None:
-        min_scale = checks.loss_scale("min_scale", self.min_scale)
-        max_scale = checks.loss_scale("max_scale", self.max_scale)
-        if checks.in_float32(min_scale) > checks.in_float32(max_scale):
+        min_scale = _checks.loss_scale("min_scale", self.min_scale)
+        max_scale = _checks.loss_scale("max_scale", self.max_scale)
+        if _checks.in_float32(min_scale) > _checks.in_float32(max_scale):
             bounds = f"{self.min_scale!r} > {self.max_scale!r}"
             raise ParameterError(f"min_scale must not be above max_scale, got {bounds}")
         if self.hysteresis_reset not in _RESETS:
@@ -88,21 +88,21 @@ class DynamicScale(Presets):
         checked = {
             "min_scale": min_scale,
             "max_scale": max_scale,
-            "init_scale": checks.loss_scale("init_scale", self.init_scale, min_scale, max_scale),
-            "growth_factor": checks.growth_factor("growth_factor", self.growth_factor),
-            "backoff_factor": checks.backoff_factor("backoff_factor", self.backoff_factor),
-            "growth_interval": checks.count("growth_interval", self.growth_interval),
-            "hysteresis": checks.count("hysteresis", self.hysteresis),
+            "init_scale": _checks.loss_scale("init_scale", self.init_scale, min_scale, max_scale),
+            "growth_factor": _checks.growth_factor("growth_factor", self.growth_factor),
+            "backoff_factor": _checks.backoff_factor("backoff_factor", self.backoff_factor),
+            "growth_interval": _checks.count("growth_interval", self.growth_interval),
+            "hysteresis": _checks.count("hysteresis", self.hysteresis),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         constants = Constants(
-            checks.in_float32(self.growth_factor),
-            checks.in_float32(self.backoff_factor),
-            checks.in_float32(self.min_scale),
-            checks.in_float32(self.max_scale),
-            min(self.growth_interval, checks.LONGEST_COUNT),
-            min(self.hysteresis, checks.LONGEST_COUNT),
+            _checks.in_float32(self.growth_factor),
+            _checks.in_float32(self.backoff_factor),
+            _checks.in_float32(self.min_scale),
+            _checks.in_float32(self.max_scale),
+            min(self.growth_interval, _checks.LONGEST_COUNT),
+            min(self.hysteresis, _checks.LONGEST_COUNT),
             finite_step_resets=self.hysteresis_reset != "growth",
             backoff_resets=self.hysteresis_reset == "finite_step",
         )

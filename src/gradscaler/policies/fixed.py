@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradscaler.policies import checks
+from gradscaler.policies import _checks
 from gradscaler.policies.state import Scalar, ScaleState, Where
 
 
@@ -29,7 +29,7 @@ class FixedScale:
     scale: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "scale", checks.loss_scale("scale", self.scale))
+        object.__setattr__(self, "scale", _checks.loss_scale("scale", self.scale))
 
     def init(self) -> ScaleState:
         """The state before the first step, and after every other."""

@@ -14,7 +14,7 @@ from gradscaler._eager.record import OptimizerRecord
 from gradscaler._torch_like.record import TorchLikeRecord
 from gradscaler._torch_like.scaler import TorchLikeScaler
 from gradscaler.policies import Policy
-from gradscaler.tensorplay.operations import TensorPlayOperations
+from gradscaler.tensorplay._operations import TensorPlayOperations
 
 
 class _Record(TorchLikeRecord):

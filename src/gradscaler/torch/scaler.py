@@ -15,7 +15,7 @@ from gradscaler._eager.record import OptimizerRecord
 from gradscaler._torch_like.record import TorchLikeRecord
 from gradscaler._torch_like.scaler import TorchLikeScaler
 from gradscaler.policies import Policy
-from gradscaler.torch.operations import TorchOperations
+from gradscaler.torch._operations import TorchOperations
 
 
 class _Record(TorchLikeRecord):

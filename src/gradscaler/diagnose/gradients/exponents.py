@@ -9,7 +9,7 @@ from typing import Any
 
 from gradscaler.diagnose.gradients._formats import format_named
 from gradscaler.diagnose.gradients.histogram import NO_GRADIENTS, Histogram, histograms_of
-from gradscaler.policies import checks
+from gradscaler.policies._checks import loss_scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +111,7 @@ def exponents(gradients: Any, dtype: str = "float16", scale: float = 1.0) -> Exp
     weight    25.00%    25.00%    25.00%    25.00%     0.00%     0.00%
     """
     form = format_named(dtype)
-    scale = checks.loss_scale("scale", scale)
+    scale = loss_scale("scale", scale)
     parameters = histograms_of(gradients, form, scale)
     found = Exponents(form.name, scale, sum(parameters.values(), start=NO_GRADIENTS), parameters)
     if doubt := found._doubt():

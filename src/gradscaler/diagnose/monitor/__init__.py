@@ -19,7 +19,7 @@ from gradscaler.diagnose.run._tensorboard import EventFile, load_writer
 from gradscaler.diagnose.run._writer import RunFile
 from gradscaler.diagnose.run.lines import Start
 from gradscaler.diagnose.verdict import Evidence, Verdict, judge
-from gradscaler.policies import checks
+from gradscaler.policies._checks import count
 
 
 class Monitor:
@@ -92,9 +92,9 @@ class Monitor:
         dtype: str = "float16",
         tensorboard: str | os.PathLike[str] | None = None,
     ) -> None:
-        every = checks.count("every", every)
-        forensics = checks.count("forensics", forensics, least=0)
-        stuck_after = checks.count("stuck_after", stuck_after)
+        every = count("every", every)
+        forensics = count("forensics", forensics, least=0)
+        stuck_after = count("stuck_after", stuck_after)
         if on_stuck not in get_args(OnStuck):
             choices = ", ".join(map(repr, get_args(OnStuck)))
             raise ValueError(f"on_stuck must be one of {choices}, got {on_stuck!r}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from gradscaler.policies import checks
-from gradscaler.policies.spelling import spelled
+from gradscaler.policies import _checks
+from gradscaler.policies._spelling import spelled
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ class Presets:
         scale_window: int = 2000,
     ) -> T:
         """``mindspore.amp.DynamicLossScaleManager`` (MindSpore 2.10), never below 1."""
-        factor = checks.growth_factor("scale_factor", scale_factor)
+        factor = _checks.growth_factor("scale_factor", scale_factor)
         factors = {"growth_factor": factor, "backoff_factor": 1 / factor}
         fields = {"init_loss_scale": "init_scale", "scale_window": "growth_interval"}
         return spelled(cls, fields, init_loss_scale, scale_window, **factors, min_scale=1.0)
@@ -91,7 +91,7 @@ class Presets:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         scale: float = 65536.0,
-        minimum_scale: float | None = checks.SMALLEST_SCALE,
+        minimum_scale: float | None = _checks.SMALLEST_SCALE,
     ) -> T:
         """``flax.training.dynamic_scale.DynamicScale`` (flax 0.12).
 
@@ -99,8 +99,8 @@ class Presets:
         one more than the argument. A ``minimum_scale`` of None is the default.
         """
         if minimum_scale is None:
-            minimum_scale = checks.SMALLEST_SCALE
-        interval = checks.count("growth_interval", growth_interval) + 1
+            minimum_scale = _checks.SMALLEST_SCALE
+        interval = _checks.count("growth_interval", growth_interval) + 1
         factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
         fields = {"scale": "init_scale", "minimum_scale": "min_scale"}
         return spelled(cls, fields, scale, minimum_scale, **factors, growth_interval=interval)
@@ -114,7 +114,7 @@ class Presets:
         min_loss_scale: float = 1.0,
     ) -> T:
         """``jmp.DynamicLossScale`` (jmp 0.0.4), whose ``loss_scale`` has no default there."""
-        ratio = checks.growth_factor("factor", factor)
+        ratio = _checks.growth_factor("factor", factor)
         factors = {"growth_factor": ratio, "backoff_factor": 1 / ratio}
         fields = {"loss_scale": "init_scale", "period": "growth_interval"}
         fields["min_loss_scale"] = "min_scale"

@@ -27,4 +27,4 @@ if BACKEND not in ("tensorflow", "jax", "torch"):
         f"gradscaler.keras needs Keras on TensorFlow, JAX or PyTorch, not on {BACKEND!r}"
     )
 
-on_backend = import_module(f"gradscaler.keras.operations.on_{BACKEND}")
+on_backend = import_module(f"gradscaler.keras._operations.on_{BACKEND}")

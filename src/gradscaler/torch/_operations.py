@@ -10,7 +10,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradscaler._eager.operations import FoundInf
 from gradscaler._torch_like.operations import TorchLikeOperations, parameters_of
-from gradscaler.policies import DynamicScale, Policy, ScaleState, checks
+from gradscaler.policies import DynamicScale, Policy, ScaleState, _checks
 
 
 class TorchOperations(TorchLikeOperations):
@@ -47,7 +47,7 @@ class TorchOperations(TorchLikeOperations):
         if self.on_host(state.scale) or not _is_torch_s(policy):
             return super().advance(policy, state, found_infs)
         # The kernel grows when a count is equal to the interval, and lets the scale sink to 0.
-        growth_interval = min(policy.growth_interval, checks.LONGEST_COUNT)
+        growth_interval = min(policy.growth_interval, _checks.LONGEST_COUNT)
         state.finite_steps.clamp_(max=growth_interval - 1)
         torch._amp_update_scale_(
             state.scale,
@@ -69,8 +69,8 @@ def _is_torch_s(policy: Policy) -> TypeGuard[DynamicScale]:
     return (
         type(policy) is DynamicScale
         and policy.hysteresis == 1
-        and policy.max_scale == checks.LARGEST_SCALE
-        and all(checks.in_float32(f) == f for f in (policy.growth_factor, policy.backoff_factor))
+        and policy.max_scale == _checks.LARGEST_SCALE
+        and all(_checks.in_float32(f) == f for f in (policy.growth_factor, policy.backoff_factor))
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradscaler.checkpoint.formats import FORMATS
-from gradscaler.policies import DynamicScale, FixedScale, Rule, checks
+from gradscaler.checkpoint._formats import FORMATS
+from gradscaler.policies import DynamicScale, FixedScale, Rule, _checks
 
 # Keras 2 and Keras 3 share a preset.
 _DEFAULTS = {name: getattr(DynamicScale, name.removeprefix("tf_"))() for name in FORMATS}
@@ -25,7 +25,7 @@ def losses(rule: Rule, kept: Rule, to: str) -> list[str]:
     """
     if isinstance(rule, FixedScale) or isinstance(kept, FixedScale):
         return [] if isinstance(kept, FixedScale) else ["a scale that does not move"]
-    has_floor = kept.min_scale != checks.SMALLEST_SCALE
+    has_floor = kept.min_scale != _checks.SMALLEST_SCALE
     floor = f"a floor of {kept.min_scale!r}" if has_floor else "no floor"
     backs_off = "backs off at every overflow"
     resets = "resets it at a finite step and at a backoff"
@@ -52,4 +52,4 @@ def _value(rule: DynamicScale, name: str) -> Any:
     if name == "hysteresis":
         return rule.hysteresis, rule.hysteresis_reset if rule.hysteresis > 1 else None
     value = getattr(rule, name)
-    return checks.in_float32(value) if isinstance(value, float) else value
+    return _checks.in_float32(value) if isinstance(value, float) else value

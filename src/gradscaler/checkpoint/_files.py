@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gradscaler._atomic import replacing
-from gradscaler.checkpoint import pickles
+from gradscaler.checkpoint import _pickles
 
 TORCH_SUFFIXES = (".pt", ".pth")
 PADDLE_SUFFIXES = (".pdparams", ".pdopt", ".pdstates")
@@ -43,7 +43,7 @@ def load(path: Path) -> dict[str, Any]:
         if len(data) > _MOST_BYTES:
             raise FileError("is too large for the state of a loss scale")
         loaded = _parse(data)
-    except (FileError, pickles.RefusedError) as error:
+    except (FileError, _pickles.RefusedError) as error:
         raise FileError(str(error)) from None
     except OSError as error:
         raise FileError(error.strerror or str(error)) from None
@@ -64,14 +64,14 @@ def load(path: Path) -> dict[str, Any]:
 
 def _parse(data: bytes) -> Any:
     if data.startswith(b"PK\x03\x04"):
-        return pickles.load(io.BytesIO(_pickle_in_zip(data)))
+        return _pickles.load(io.BytesIO(_pickle_in_zip(data)))
     if not data.startswith(b"\x80"):
         return json.loads(data, parse_int=_integer)
     file = io.BytesIO(data)
-    loaded = pickles.load(file)
+    loaded = _pickles.load(file)
     if loaded == _TORCH_MAGIC:
         for _ in range(3):  # the protocol, the machine, and then the dict
-            loaded = pickles.load(file)
+            loaded = _pickles.load(file)
     return loaded
 
 

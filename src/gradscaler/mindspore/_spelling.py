@@ -8,8 +8,8 @@ from typing import Any
 import mindspore
 from mindspore import Parameter, Tensor
 
-from gradscaler.policies import DynamicScale, checks
-from gradscaler.policies.spelling import changed, check_alone, check_policy, spelled
+from gradscaler.policies import DynamicScale, _checks
+from gradscaler.policies._spelling import changed, check_alone, check_policy, spelled
 
 
 def dynamic_policy(
@@ -58,7 +58,7 @@ class WindowAndFactor:
 
     @scale_factor.setter
     def scale_factor(self, scale_factor: float) -> None:
-        factor = checks.growth_factor("scale_factor", scale_factor)
+        factor = _checks.growth_factor("scale_factor", scale_factor)
         self._policy = dataclasses.replace(
             self._policy, growth_factor=factor, backoff_factor=1 / factor
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gradscaler.policies import checks
+from gradscaler.policies import _checks
 
 
 def state_values(state_dict: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def state_values(state_dict: Mapping[str, Any], keys: tuple[str, ...]) -> dict[s
 
 def count_in(key: str, value: object) -> int:
     """``value`` if a counter can hold it."""
-    return checks.count(key, number_in(key, value), least=0, most=checks.LONGEST_COUNT)
+    return _checks.count(key, number_in(key, value), least=0, most=_checks.LONGEST_COUNT)
 
 
 def number_in(key: str, value: Any) -> Any:

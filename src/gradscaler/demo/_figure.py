@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from gradscaler.demo.training import MODES, Run, picture
+from gradscaler.demo._training import MODES, Run, picture
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 GREY, RED, BLUE = "#555555", "#D55E00", "#0072B2"

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradscaler._frameworks import FRAMEWORKS
-from gradscaler.checkpoint.state_dicts import count_in
-from gradscaler.policies import DynamicScale, FixedScale, Rule, ScaleState, checks
-from gradscaler.policies.presets import PADDLE
-from gradscaler.policies.spelling import changed, spelled
+from gradscaler.checkpoint._state_dicts import count_in
+from gradscaler.policies import DynamicScale, FixedScale, Rule, ScaleState, _checks
+from gradscaler.policies._presets import PADDLE
+from gradscaler.policies._spelling import changed, spelled
 
 Values = Mapping[str, Any]
 
@@ -63,7 +63,7 @@ def read_torch(values: Values, policy: DynamicScale) -> tuple[Rule, ScaleState]:
 
     ``_nonfinite_steps`` may be missing.
     """
-    scale = checks.loss_scale("scale", values["scale"])
+    scale = _checks.loss_scale("scale", values["scale"])
     state = _state(values, scale, "_growth_tracker", "_nonfinite_steps")
     if values["growth_factor"] == values["backoff_factor"] == 1.0:
         return FixedScale(scale), state
@@ -90,7 +90,7 @@ PADDLE_KEYS = ("scale", *list(PADDLE)[1:], "incr_count", "decr_count", "use_dyna
 
 def read_paddle(values: Values, policy: DynamicScale) -> tuple[DynamicScale, ScaleState, bool]:
     """The rule, with the bounds of ``policy``; the state; and whether the scale moves."""
-    scale = checks.loss_scale("scale", values["scale"])
+    scale = _checks.loss_scale("scale", values["scale"])
     state = _state(values, scale, "incr_count", "decr_count")
     fields = {**PADDLE, "scale": "init_scale"}
     parameters = {key: values[key] for key in PADDLE_KEYS if key in fields}
@@ -123,11 +123,11 @@ def _read_keras(
 ) -> tuple[Rule, ScaleState]:
     scale, count, *parameters = keys
     _no_hysteresis(values, nonfinite)
-    state = _state(values, checks.loss_scale(scale, values[scale]), count)
+    state = _state(values, _checks.loss_scale(scale, values[scale]), count)
     if keys is _KERAS and not _flag("dynamic", values.get("dynamic", True)):
         return FixedScale(float(state.scale)), state
     policy = DynamicScale.keras(*(values[key] for key in parameters))
-    checks.loss_scale(scale, float(state.scale), lowest=1.0)
+    _checks.loss_scale(scale, float(state.scale), lowest=1.0)
     return policy, state
 
 
@@ -216,9 +216,9 @@ def _write_flax(policy: DynamicScale, state: ScaleState) -> tuple[Any, ...]:
 
 
 def _read_fixed(
-    values: Values, key: str, lowest: float = checks.SMALLEST_SCALE
+    values: Values, key: str, lowest: float = _checks.SMALLEST_SCALE
 ) -> tuple[Rule, ScaleState]:
-    policy = FixedScale(checks.loss_scale(key, values[key], lowest))
+    policy = FixedScale(_checks.loss_scale(key, values[key], lowest))
     return policy, policy.init()
 
 
