@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 
 import pytest
 
-from gradscaler.diagnose.run._writer import RunFile
 from gradscaler.diagnose.run.lines import (
     Bins,
     ParameterSample,
@@ -31,13 +30,7 @@ from gradscaler.diagnose.report._spectrum import spectrum_of
 from gradscaler.diagnose.report._summary import HEADLINES
 from gradscaler.diagnose.report._texts import number, percent
 
-HOSTILE = [
-    "<script>alert(1)</script>",
-    "$x_{",
-    r"$\bad{$ & <b>",
-    "name\n\x00\u202e",
-    "w" * 300,
-]
+HOSTILE = ["<script>alert(1)</script>", "$x_{", r"$\bad{$ & <b>", "name\n\x00\u202e", "w" * 300]
 VERDICT = ("nan", "The gradient of encoder.0.weight is NaN. Look there.", "encoder.0.weight")
 
 
@@ -73,27 +66,17 @@ def size_of_png(data):
     return struct.unpack(">II", data[16:24])
 
 
-def save(run, path):
-    start, *_ = run.starts
-    file = RunFile(path, start)
-    for line in (*run.samples, *run.skips, *run.verdicts):
-        file.write(line)
-    file.close()
-    return path
-
-
-def test_the_command_writes_a_page_from_a_file(tmp_path, made_up_run, capsys):
-    source = save(made_up_run(stuck=37, verdict=VERDICT), tmp_path / "run.jsonl")
-    target = tmp_path / "report.html"
-    assert main(["report", str(source), "-o", str(target)]) == 0
+def test_the_command_writes_a_page_from_a_file(tmp_path, save, made_up_run, capsys):
+    source, target = save(made_up_run(stuck=37, verdict=VERDICT)), tmp_path / "report.html"
+    assert main(["report", source, "-o", str(target)]) == 0
     texts = Page(target.read_text(encoding="utf-8")).texts
     assert {HEADLINES["nan"].text, VERDICT[1], VERDICT[2]} <= set(texts)
     assert capsys.readouterr() == ("", "")
 
 
-def test_the_command_writes_a_picture_from_a_file(tmp_path, made_up_run):
-    source, target = save(made_up_run(), tmp_path / "run.jsonl"), tmp_path / "report.PNG"
-    assert main(["report", str(source), "--output", str(target)]) == 0
+def test_the_command_writes_a_picture_from_a_file(tmp_path, save, made_up_run):
+    target = tmp_path / "report.PNG"
+    assert main(["report", save(made_up_run()), "--output", str(target)]) == 0
     width, height = size_of_png(target.read_bytes())
     assert width > 1000
     assert height > 1000
@@ -203,11 +186,8 @@ def test_a_spectrum_keeps_every_gradient_and_moves_it_by_the_scale(made_up_run):
     histogram = Bins(-20, (1, 0, 3))
     sample = Sample(1, 1024.0, (), 1, (), None, None, shares, histogram, {"w": parameter})
     spectrum = spectrum_of(replace(made_up_run(samples=0), samples=(sample,)))
-    found = dict(zip(spectrum.exponents.tolist(), spectrum.shares[0].tolist(), strict=True))
-    assert {exponent: share for exponent, share in found.items() if share} == {
-        -10: 0.125,
-        -8: 0.375,
-    }
+    columns = zip(spectrum.exponents.tolist(), spectrum.shares[0].tolist(), strict=True)
+    assert [column for column in columns if column[1]] == [(-10, 0.125), (-8, 0.375)]
     assert spectrum.shares[1][0] == 0.5  # far below the range: in the first column
     assert spectrum.zero.tolist() == [0.25, 0.0]
     assert spectrum.nonfinite.tolist() == [0.25, 0.5]
@@ -222,28 +202,21 @@ def test_the_spectrum_is_of_the_latest_sample_that_has_finite_gradients(made_up_
     assert spectrum_of(replace(made_up_run(), samples=(last,))) is None
 
 
-def extreme_run():
-    """What a run file may hold, though a training hardly ever writes it."""
-    largest, tiny = 1.7976931348623157e308, 5e-324
-    count = 2**63 - 1
-    shares = Shares(1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
-    bins = Bins(-1100, (count,) * 2200)
+@pytest.mark.parametrize("suffix", [".html", ".png"])
+def test_whatever_a_run_file_may_hold_can_be_drawn(tmp_path, suffix):
+    largest, count = 1.7976931348623157e308, 2**63 - 1
+    shares, bins = Shares(*[1.0] * 6), Bins(-1100, (count,) * 2200)
     nonfinite = NonfiniteGradient("", (count,) * 8, "", count, count, math.nan)
     parameters = {"": ParameterSample(0.0, 0.0, 0.0, 0.0, Bins(1100, ()))}
-    samples = [
-        Sample(count - 3, tiny, ((1, 0.0), (2, -1.0), (3, math.nan)), 0, (), largest, -1.0),
+    samples = (
+        Sample(count - 3, 5e-324, ((1, 0.0), (2, -1.0), (3, math.nan)), 0, (), largest, -1.0),
         Sample(count, math.inf, (), 3, (count - 1, count), -largest, math.inf, shares, bins),
         Sample(5, largest, (), 1, (0,), 0.0, 0.0, shares, bins, parameters, ("", "gone")),
-    ]
+    )
     start = Start("", "float16", 0, 0, {}, "")
     skips = (Skip(count, -math.inf, math.nan, (nonfinite,), count), Skip(0, 0.0))
-    verdicts = (VerdictLine(0, "", "", ""),)
-    return Run((start, start), tuple(samples), skips, verdicts)
-
-
-def test_extreme_numbers_can_be_drawn(tmp_path):
-    for suffix in (".html", ".png"):
-        report.write(extreme_run(), tmp_path / f"report{suffix}")
+    run = Run((start, start), samples, skips, (VerdictLine(0, "", "", ""),))
+    report.write(run, tmp_path / f"report{suffix}")
 
 
 def test_letters_that_the_font_lacks_do_not_warn(page_of, made_up_run, tmp_path):
@@ -270,21 +243,20 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("content", "complaint"), FILES.values(), ids=FILES)
 @pytest.mark.parametrize("command", ["report", "explain"])
-def test_a_bad_file_is_one_line_with_exit_status_1(tmp_path, capsys, name, command):
-    content, complaint = FILES[name]
-    source, target = tmp_path / "run.jsonl", tmp_path / "report.html"
+def test_a_bad_file_is_one_line_with_exit_status_1(path, capsys, content, complaint, command):
+    target = path.with_name("report.html")
     target.write_text("kept")
     if content is not None:
-        source.write_text(content)
+        path.write_text(content)
     output = ["-o", str(target)] if command == "report" else []
-    assert main([command, str(source), *output]) == 1
+    assert main([command, str(path), *output]) == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
     assert err[:-1].isprintable()
-    assert f"{source}: " in err
+    assert f"{path}: " in err
     assert complaint in err
     assert target.read_text() == "kept"
 
@@ -297,10 +269,9 @@ def test_a_bad_file_is_one_line_with_exit_status_1(tmp_path, capsys, name, comma
     ],
 )
 def test_a_bad_output_is_one_line_with_exit_status_1(
-    tmp_path, capsys, made_up_run, name, complaint
+    tmp_path, capsys, save, made_up_run, name, complaint
 ):
-    source = save(made_up_run(samples=1), tmp_path / "run.jsonl")
-    assert main(["report", str(source), "-o", str(tmp_path / name)]) == 1
+    assert main(["report", save(made_up_run(samples=1)), "-o", str(tmp_path / name)]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert name in err
@@ -308,9 +279,9 @@ def test_a_bad_output_is_one_line_with_exit_status_1(
     assert [path.name for path in tmp_path.iterdir()] == ["run.jsonl"]
 
 
-def test_a_format_of_unknown_range_is_refused_by_name(path, capsys, made_up_run):
-    source = save(made_up_run(samples=1, dtype="float4"), path)
-    assert main(["report", str(source), "-o", str(path.with_suffix(".html"))]) == 1
+def test_a_format_of_unknown_range_is_refused_by_name(path, capsys, save, made_up_run):
+    source = save(made_up_run(samples=1, dtype="float4"))
+    assert main(["report", source, "-o", str(path.with_suffix(".html"))]) == 1
     assert "'float4'" in capsys.readouterr().err
 
 
@@ -324,13 +295,13 @@ def test_a_failed_drawing_leaves_the_old_report(tmp_path, made_up_run, monkeypat
 
 
 def test_without_matplotlib_the_command_says_what_to_install(
-    tmp_path, capsys, made_up_run, monkeypatch
+    tmp_path, capsys, save, made_up_run, monkeypatch
 ):
-    source = save(made_up_run(samples=1), tmp_path / "run.jsonl")
+    source = save(made_up_run(samples=1))
     for name in ("_figures", "_page", "_picture"):
         monkeypatch.delitem(sys.modules, f"gradscaler.diagnose.report.{name}")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["report", str(source), "-o", str(tmp_path / "report.html")]) == 1
+    assert main(["report", source, "-o", str(tmp_path / "report.html")]) == 1
     assert "pip install 'gradscaler[diagnose]'" in capsys.readouterr().err
 
 
