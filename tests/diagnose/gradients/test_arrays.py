@@ -84,7 +84,7 @@ def test_what_holds_no_arrays_is_refused_by_its_name(gradients, message):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int32])
-def test_numpy_s_own_arrays_are_not_copied(dtype):
+def test_numpy_arrays_are_not_copied(dtype):
     array = np.ones((2, 3), dtype)
     assert to_numpy(array) is array
 

@@ -94,7 +94,7 @@ def test_scalars_and_empty_arrays_have_exponents():
 
 
 @only(*TORCH_LIKE, "paddle")
-def test_a_module_stands_for_its_parameters_gradients():
+def test_a_module_stands_for_the_gradients_of_its_parameters():
     nn = LIBRARY.nn
     model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
     model[0](make(np.float32([[math.inf, math.inf]]), "float32")).sum().backward()
@@ -106,7 +106,7 @@ def test_a_module_stands_for_its_parameters_gradients():
 
 
 @only("tensorplay")
-def test_locate_finds_a_module_of_tensorplay_s_and_leaves_the_model_as_it_was():
+def test_locate_finds_a_tensorplay_module_and_leaves_the_model_as_it_was():
     nn = LIBRARY.nn
 
     class Root(nn.Module):
@@ -160,12 +160,12 @@ def test_float8_is_read(dtype):
 
 
 @only("torch")
-def test_torch_s_integers_stay_exact():
+def test_torch_integers_stay_exact():
     assert to_numpy(LIBRARY.tensor([2**40 + 1])).tolist() == [2**40 + 1]
 
 
 @only("torch")
-def test_torch_s_lazy_conjugates_and_negatives_are_read():
+def test_torch_lazy_conjugates_and_negatives_are_read():
     numbers = LIBRARY.tensor([1 + 2j, 3 - 4j]).conj()
     assert to_numpy(numbers).tolist() == [[1, -2], [3, 4]]
     assert to_numpy(numbers.imag).tolist() == [-2, 4]
@@ -188,7 +188,7 @@ def sparse_gradient():
 
 
 @only("torch", "paddle", "mindspore", "tf_keras")
-def test_a_sparse_gradient_is_its_values_those_of_one_index_summed():
+def test_a_sparse_gradient_is_its_values_with_the_rows_of_one_index_summed():
     grad = sparse_gradient()
     assert list(named_arrays([grad])) == ["0"]
     assert to_numpy(grad).tolist() == [[2, 2], [1, 1]]
@@ -222,7 +222,7 @@ def test_a_torch_tensor_without_elements_is_refused():
 
 
 @only("torch")
-def test_a_distributed_torch_tensor_is_this_process_s_part_of_it(tmp_path):
+def test_a_distributed_torch_tensor_is_the_part_that_this_process_holds(tmp_path):
     import torch.distributed as dist
     from torch.distributed.tensor import distribute_tensor, init_device_mesh
 

@@ -32,7 +32,7 @@ def test_each_that_is_not_finite_is_named_with_shape_and_dtype_in_order():
     assert types == (int, int, float)  # not NumPy's
 
 
-def test_where_nothing_is_finite_the_largest_is_nan():
+def test_the_largest_is_nan_if_nothing_is_finite():
     (found,) = inspect(np.float32([math.nan, math.inf]))
     assert math.isnan(found.largest_finite)
 

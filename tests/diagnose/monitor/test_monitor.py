@@ -140,7 +140,7 @@ def test_no_flag_is_read_before_a_sample_without_forensics():
         assert {callable(outcome._found_inf) for outcome in training.scaler.history} == {waits}
 
 
-def test_of_several_losses_the_one_that_is_not_finite_counts():
+def test_a_loss_that_is_not_finite_counts_before_others():
     training = Training()
     training.scaler.scale(torch.tensor(math.inf))
     training.step(finite=False)
@@ -569,13 +569,18 @@ def test_tensorboard_shows_the_numbers(tmp_path):
     }
 
 
+def refuse(error, message, **arguments):
+    """Monitor refuses these arguments, and leaves the scaler alone."""
+    scaler = GradScaler()
+    with pytest.raises(error, match=message):
+        Monitor(scaler, **arguments)
+    assert scaler._observers == []
+
+
 def test_without_tensorboard_it_says_what_to_install(monkeypatch, path, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
-    scaler = GradScaler()
-    with pytest.raises(ImportError, match="pip install tensorboard"):
-        Monitor(scaler, path=path, tensorboard=tmp_path / "events")
+    refuse(ImportError, "pip install tensorboard", path=path, tensorboard=tmp_path / "events")
     assert list(tmp_path.iterdir()) == []
-    assert scaler._observers == []
 
 
 @pytest.mark.parametrize(
@@ -591,10 +596,7 @@ def test_without_tensorboard_it_says_what_to_install(monkeypatch, path, tmp_path
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_opened(arguments, error, message, path):
-    scaler = GradScaler()
-    with pytest.raises(error, match=message):
-        Monitor(scaler, path=path, **arguments)
-    assert scaler._observers == []
+    refuse(error, message, path=path, **arguments)
     assert not path.exists()
 
 
@@ -605,8 +607,5 @@ def test_what_is_not_a_scaler_is_refused():
 
 def test_a_foreign_file_is_refused(path):
     path.write_text("dear diary\n")
-    scaler = GradScaler()
-    with pytest.raises(ValueError, match=r"run\.jsonl: line 1"):
-        Monitor(scaler, path=path)
+    refuse(ValueError, r"run\.jsonl: line 1", path=path)
     assert path.read_text() == "dear diary\n"
-    assert scaler._observers == []

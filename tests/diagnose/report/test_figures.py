@@ -229,7 +229,7 @@ def test_the_picture_of_the_page_has_these_colours():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2"])
-def test_a_block_in_the_terminal_has_the_colour_of_the_one_class_that_it_stands_for(dtype):
+def test_a_block_in_the_terminal_has_the_colour_of_its_only_class(dtype):
     run = run_of_every_class((), dtype)
     _, *above = spectrum_of(run).zones
     exponents = [int(zone.start) + offset for zone in above for offset in (-1, 0)]

@@ -153,7 +153,7 @@ def test_a_torn_last_line_is_left_out_and_cut_off_before_more_is_written(path):
         assert (len(run.starts), run.samples, run.verdicts) == (2, (SAMPLE,), (JUDGEMENT,))
 
 
-def test_an_empty_file_can_be_written_to_and_read_by_a_path_that_is_a_text(path):
+def test_an_empty_file_can_be_written_to_and_read_by_a_path_that_is_a_string(path):
     path.touch()
     assert read_run(str(written(path))).starts == (START,)
 
@@ -263,7 +263,7 @@ SKIP_LINE, SAMPLE_LINE = record(Skip(1, 2.0)), record(Sample(1, 2.0, (), 1, ()))
         ({**SAMPLE_LINE, "worst": [1]}, "worst: must be a text, got 1"),
     ],
 )
-def test_an_error_is_one_line_with_the_line_s_number(path, line, message):
+def test_an_error_is_one_line_that_gives_the_number_of_the_bad_line(path, line, message):
     text = line if isinstance(line, str) else json.dumps(line)
     path.write_text(f"{HEADER}\n{text}\n", errors="surrogateescape")
     with pytest.raises(ValueError, match=r"run\.jsonl: line 2: .*" + message) as raised:
