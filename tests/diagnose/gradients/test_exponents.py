@@ -261,14 +261,14 @@ def test_the_table_has_a_line_for_each_array():
 # Gradients that are multiplied by the scale twice.
 
 
-def trained(scale=2.0**16, factor=1.0):
-    """A model after a scaled backward pass, whose true gradients are ``factor``, and the rest."""
+def trained(factor=1.0):
+    """A model after a scaled backward pass that gives ``factor`` as gradients, and the rest."""
     torch = pytest.importorskip("torch")
     from gradscaler.torch import GradScaler
 
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = GradScaler(init_scale=scale)
+    scaler = GradScaler(init_scale=2.0**16)
     scaler.scale(factor * model(torch.ones(3)).sum()).backward()
     return model, optimizer, scaler
 

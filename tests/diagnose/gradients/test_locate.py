@@ -212,7 +212,6 @@ def test_the_input_is_judged_as_it_went_in(model, module, largest):
 
 def test_what_autocast_makes_is_judged():
     model = seq(nn.Linear(4, 4), filled(nn.Linear(4, 4), 1e5))
-
     found = locate(model, torch.autocast("cpu", torch.float16)(lambda: model(ones())))
     assert (*named(found), found.dtype) == ("forward", "1", "float16")
 

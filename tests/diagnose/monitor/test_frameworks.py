@@ -150,7 +150,7 @@ def on_tf_keras(policy):
 
 
 def mindspore_scaler(policy, dynamic, fixed):
-    """Of the class of these two that the policy needs."""
+    """A scaler of the class that takes such a policy."""
     if isinstance(policy, DynamicScale):
         return getattr(ours, dynamic)(policy=policy)
     return getattr(ours, fixed)(policy.scale)

@@ -66,7 +66,7 @@ class Training:
 
 
 def one_step(path, parameters, loss, scale=1.0, model=None):
-    """The step of an optimizer of these parameters, and its sample."""
+    """One step of SGD on these parameters: its entry in the history, and its sample."""
     scaler, optimizer = GradScaler(init_scale=scale), torch.optim.SGD(parameters)
     with Monitor(scaler, model, every=1, path=path) as monitor:
         scaler.scale(loss).backward()
@@ -149,13 +149,11 @@ def test_a_loss_that_is_not_finite_counts_before_others():
 
 def test_a_loss_in_locate_belongs_to_no_step():
     training = Training()
-    inputs = training.inputs * math.nan
-
-    def backward():
-        training.scaler.scale(training.model(inputs).sum()).backward()
-
+    inputs = training.inputs
     for _ in range(2):
-        locate(training.model, backward)
+        training.inputs = inputs * math.nan
+        locate(training.model, training.backward)
+        training.inputs = inputs
         training.step(finite=False)
     assert all(math.isfinite(step.loss) for step in training.monitor.history)
 
@@ -340,7 +338,6 @@ def test_a_final_verdict_is_given_once_in_a_streak():
 def test_a_closure_that_overflows_at_every_scale_counts():
     scaler = GradScaler(init_scale=1.0, max_retries=1)
     training = Training(stuck_after=2, on_stuck="raise", scaler=scaler)
-
     training.scaler.step(training.optimizer, lambda: training.backward(finite=False))
     training.scaler.update()
     training.scaler.step(training.optimizer, lambda: training.backward(finite=False))
@@ -404,12 +401,12 @@ def test_the_culprit_is_named_whichever_skips_are_inspected(kind, where, model, 
     assert str(raised.value) == f"{verdict.text} To go on all the same, call update() again."
 
 
-def train_in_float16(scaler, model, steps, **options):
+def train_in_float16(scaler, model, steps, watched=None, **options):
     """Trains on the same batch, and returns the monitor."""
     torch.manual_seed(0)
     inputs, labels = torch.randn(32, 16), torch.randint(0, 4, (32,))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    monitor = Monitor(scaler, getattr(model, "_orig_mod", model), **options)
+    monitor = Monitor(scaler, watched or model, **options)
     for _ in range(steps):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.float16):
@@ -453,7 +450,8 @@ def test_a_compiled_model_is_trained_on_while_it_is_watched(how):
         model.compile(backend="eager")
     else:
         trained = torch.compile(model, backend="eager")
-    monitor = train_in_float16(GradScaler(), trained, 22, on_stuck="continue")
+    watched = trained if how == "compiled given" else model
+    monitor = train_in_float16(GradScaler(), trained, 22, watched, on_stuck="continue")
     assert monitor.verdict.kind in ("activations", "loss")
 
 
@@ -569,18 +567,18 @@ def test_tensorboard_shows_the_numbers(tmp_path):
     }
 
 
-def refuse(error, message, **arguments):
-    """Monitor refuses these arguments, and leaves the scaler alone."""
+def assert_refused(error, message, **arguments):
+    """The monitor refuses these arguments, and the scaler stays unobserved."""
     scaler = GradScaler()
     with pytest.raises(error, match=message):
         Monitor(scaler, **arguments)
     assert scaler._observers == []
 
 
-def test_without_tensorboard_it_says_what_to_install(monkeypatch, path, tmp_path):
+def test_without_tensorboard_it_says_what_to_install(monkeypatch, path):
     monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
-    refuse(ImportError, "pip install tensorboard", path=path, tensorboard=tmp_path / "events")
-    assert list(tmp_path.iterdir()) == []
+    assert_refused(ImportError, "pip install tensorboard", path=path, tensorboard=path.parent / "x")
+    assert list(path.parent.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -596,7 +594,7 @@ def test_without_tensorboard_it_says_what_to_install(monkeypatch, path, tmp_path
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_opened(arguments, error, message, path):
-    refuse(error, message, path=path, **arguments)
+    assert_refused(error, message, path=path, **arguments)
     assert not path.exists()
 
 
@@ -607,5 +605,5 @@ def test_what_is_not_a_scaler_is_refused():
 
 def test_a_foreign_file_is_refused(path):
     path.write_text("dear diary\n")
-    refuse(ValueError, r"run\.jsonl: line 1", path=path)
+    assert_refused(ValueError, r"run\.jsonl: line 1", path=path)
     assert path.read_text() == "dear diary\n"
