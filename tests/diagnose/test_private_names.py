@@ -1,4 +1,4 @@
-"""The diagnosis reads what other packages offer it, and none of their private names."""
+"""The diagnosis reads the public names of other packages, and not their private ones."""
 
 import ast
 from pathlib import Path

@@ -1,5 +1,6 @@
 import math
 from collections import OrderedDict, namedtuple
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,11 +26,10 @@ class Module:
     dtype = "float32"
 
     def __init__(self, **gradients):
-        self.gradients = gradients
+        self.parameters = {name: SimpleNamespace(grad=grad) for name, grad in gradients.items()}
 
     def named_parameters(self):
-        for name, grad in self.gradients.items():
-            yield name, type("Parameter", (), {"grad": grad})
+        return self.parameters.items()
 
 
 # Names.
@@ -84,7 +84,7 @@ def test_what_holds_no_arrays_is_refused_by_its_name(gradients, message):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int32])
-def test_numpy_s_own_arrays_are_not_copied(dtype):
+def test_numpy_arrays_are_not_copied(dtype):
     array = np.ones((2, 3), dtype)
     assert to_numpy(array) is array
 
@@ -111,19 +111,15 @@ def test_what_ml_dtypes_adds_comes_as_float32_of_the_same_values(name):
     np.testing.assert_array_equal(seen, np.float32([1.5, -0.0, math.nan, 2.0**-6]))
 
 
-class Rows:
-    """As TensorFlow's IndexedSlices and MindSpore's RowTensor are."""
-
-    def __init__(self, indices, values, dense_shape=None):
-        self.indices, self.values, self.dense_shape = indices, values, dense_shape
-
-
 def test_rows_of_one_index_are_added():
-    rows = Rows(np.array([4, 1, 4]), np.float32([[1, 2], [3, 4], [5, 6]]), (9, 2))
+    """As TensorFlow's IndexedSlices and MindSpore's RowTensor hold them."""
+    indices, values = np.array([4, 1, 4]), np.float32([[1, 2], [3, 4], [5, 6]])
+    rows = SimpleNamespace(indices=indices, values=values, dense_shape=(9, 2))
     assert list(named_arrays([rows])) == ["0"]
     assert (dtype_name(rows), shape_of(rows)) == ("float32", (9, 2))
     assert to_numpy(rows).tolist() == [[3, 4], [6, 8]]
-    assert shape_of(Rows(rows.indices, rows.values)) == (3, 2)  # of a table of unknown size
+    rows.dense_shape = None  # of a table of unknown size
+    assert shape_of(rows) == (3, 2)
 
 
 def test_a_number_is_an_array():

@@ -5,17 +5,17 @@ import math
 
 import pytest
 
-torch = pytest.importorskip("torch")
-nn = torch.nn
-seq = nn.Sequential
+pytest.importorskip("torch")
 
-from torch.utils.checkpoint import checkpoint  # noqa: E402 # after the skip
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from gradscaler.diagnose import locate  # noqa: E402
-from gradscaler.diagnose.gradients.module_hooks import Located, ModuleHooks  # noqa: E402
-from gradscaler.torch import GradScaler  # noqa: E402
+from gradscaler.diagnose import locate
+from gradscaler.diagnose.gradients.module_hooks import Located, ModuleHooks
+from gradscaler.torch import GradScaler
 
-INF, NAN = math.inf, math.nan
+seq, INF, NAN = nn.Sequential, math.inf, math.nan
 
 
 class Times(nn.Module):
@@ -67,15 +67,9 @@ def ones(*shape):
     return torch.ones(shape or (2, 4), requires_grad=True)
 
 
-def located(model, *inputs, backward=True):
+def located(model, *inputs):
     inputs = inputs or (ones(),)
-
-    def closure():
-        loss = model(*inputs).sum()
-        if backward:
-            loss.backward()
-
-    return locate(model, closure)
+    return locate(model, lambda: model(*inputs).sum().backward())
 
 
 def named(found):
@@ -89,12 +83,12 @@ def filled(module, value, where=slice(None), parameter="weight"):
     return module
 
 
-def one(function, **modules):
+def one(function):
     """A model of one module, `bad`, whose forward method is given."""
-    return Calls(lambda self, x: (self.bad(x), x)[1], bad=Calls(function), **modules)
+    return Calls(lambda self, x: (self.bad(x), x)[1], bad=Calls(function))
 
 
-def used_twice(self, x):
+def used_often(self, x):
     x = x * 1.0
     return self.fine(x) + self.bad(x) + self.last(x)
 
@@ -104,91 +98,57 @@ def hands_on_beside_another_output(self, x):
     return _Times.apply(same, 1, INF) + double
 
 
-def sharing(first, second):
+def sharing_a_weight():
     """A model of two modules that share their weight; the second is given a bad gradient."""
-    second.weight = first.weight
-    modules = {"first": first, "second": second, "bad": Times(1, INF)}
+    modules = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4), "bad": Times(1, INF)}
+    modules["second"].weight = modules["first"].weight
     return Calls(lambda self, x: self.first(x) + self.bad(self.second(x)), **modules)
 
 
 MASK = nn.Transformer.generate_square_subsequent_mask(3)
 ATTENTION = filled(nn.MultiheadAttention(4, 1, batch_first=True), 1e30, parameter="in_proj_weight")
-TRANSFORMER = nn.TransformerEncoderLayer(4, 1, 8, batch_first=True)
+MASKED = Calls(lambda self, x: self.layer(x, x, x, attn_mask=MASK)[0], layer=ATTENTION)
+LAYER = nn.TransformerEncoderLayer(4, 1, 8, batch_first=True)
+TRANSFORMER = Calls(lambda self, x: self.layer(x, MASK), layer=LAYER)
+SPARSE = Calls(lambda self, x: self.times(torch.sparse.mm(x, ones(4, 4))), times=Times(INF))
+OVERFLOWS = Calls(lambda self, x: self.b(self.a(x) * 1e39), a=Times(), b=Times())
+OVERFLOWS_BACKWARD = Calls(lambda self, x: _Times.apply(self.a(x), 1, INF), a=Times())
 IN_PLACE = seq(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), Times(1, INF))
-LOCATED = {
-    # The first whose output is not finite although its inputs are.
-    "the innermost": ("forward", "0.0.1", seq(seq(seq(Times(), Times(INF))))),
-    "a container": (
-        "forward",
-        "1",
-        seq(Times(), Calls(lambda self, x: self.b(self.a(x) * 1e39), a=Times(), b=Times())),
-    ),
-    "the model": ("forward", "", Calls(lambda self, x: self.a(x=x * INF), a=Keyword())),
-    "a sequence": ("forward", "bad", one(lambda self, x: (None, [x * INF]))),
-    "a mapping": ("forward", "bad", one(lambda self, x: {"a": 3, "b": {"c": x * INF}})),
-    "a dataclass": ("forward", "bad", one(lambda self, x: Located(x * INF, *[None] * 8))),
-    "before a backward overflow": ("forward", "0", seq(Times(INF), Times(1, INF))),
-    "beside a mask": (
-        "forward",
-        "layer",
-        Calls(lambda self, x: self.layer(x, x, x, attn_mask=MASK)[0], layer=ATTENTION),
-        ones(2, 3, 4),
-    ),
-    "of a sparse input": (
-        "forward",
-        "times",
-        Calls(lambda self, x: self.times(torch.sparse.mm(x, ones(4, 4))), times=Times(INF)),
-        torch.eye(4).to_sparse().requires_grad_(),
-    ),
-    # Else the first in the backward pass whose gradient is not finite although its output's is.
-    "after in-place activations": ("backward", "3", IN_PLACE),
-    "the innermost, backward": (
-        "backward",
-        "0.1.0",
-        seq(seq(Times(), seq(Times(1, INF))), Times()),
-    ),
-    "a container, backward": (
-        "backward",
-        "1",
-        seq(Times(), Calls(lambda self, x: _Times.apply(self.a(x), 1, INF), a=Times()), Times()),
-    ),
-    "one of several uses": (
-        "backward",
-        "bad",
-        Calls(used_twice, fine=Times(), bad=Times(1, INF), last=Times()),
-    ),
-    "not one that hands its input on": (
-        "backward",
-        "2",
-        seq(Times(), nn.Identity(), Times(1, INF), nn.Identity(), nn.Identity()),
-    ),
-    "nor beside another output": (
-        "backward",
-        "",
-        Calls(hands_on_beside_another_output, both=Calls(lambda self, x: (x, x * 2))),
-    ),
-    "nor for a shared weight": (
-        "backward",
-        "bad",
-        sharing(nn.Linear(4, 4), nn.Linear(4, 4)),
-        torch.ones(2, 4),
-    ),
-    # None.
-    "in a healthy model": (None, None, seq(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))),
-    "in what is not a tensor": (None, None, one(lambda self, x: "text")),
-    "in a mask": (
-        None,
-        None,
-        Calls(lambda self, x: self.layer(x, MASK), layer=TRANSFORMER),
-        ones(2, 3, 4),
-    ),
-    "in empty tensors": (None, None, seq(Times()), ones(0, 3)),
+HANDED_ON = seq(Times(), nn.Identity(), Times(1, INF), nn.Identity(), nn.Identity())
+USED_OFTEN = Calls(used_often, fine=Times(), bad=Times(1, INF), last=Times())
+TWO_OUTPUTS = Calls(hands_on_beside_another_output, both=Calls(lambda self, x: (x, x * 2)))
+FORWARD = {  # the first whose output is not finite although its inputs are
+    "the innermost": ("0.0.1", seq(seq(seq(Times(), Times(INF))))),
+    "a container": ("1", seq(Times(), OVERFLOWS)),
+    "the model": ("", Calls(lambda self, x: self.a(x=x * INF), a=Keyword())),
+    "a sequence": ("bad", one(lambda self, x: (None, [x * INF]))),
+    "a mapping": ("bad", one(lambda self, x: {"a": 3, "b": {"c": x * INF}})),
+    "a dataclass": ("bad", one(lambda self, x: Located(x * INF, *[None] * 8))),
+    "before a backward overflow": ("0", seq(Times(INF), Times(1, INF))),
+    "beside a mask": ("layer", MASKED, ones(2, 3, 4)),
+    "of a sparse input": ("times", SPARSE, torch.eye(4).to_sparse().requires_grad_()),
 }
+BACKWARD = {  # else the first whose gradient is not finite although its output's is
+    "after in-place activations": ("3", IN_PLACE),
+    "the innermost, backward": ("0.1.0", seq(seq(Times(), seq(Times(1, INF))), Times())),
+    "a container, backward": ("1", seq(Times(), OVERFLOWS_BACKWARD, Times())),
+    "one of several uses": ("bad", USED_OFTEN),
+    "not one that hands its input on": ("2", HANDED_ON),
+    "nor beside another output": ("", TWO_OUTPUTS),
+    "nor for a shared weight": ("bad", sharing_a_weight(), torch.ones(2, 4)),
+}
+NOTHING = {
+    "in a healthy model": (None, seq(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))),
+    "in what is not a tensor": (None, one(lambda self, x: "text")),
+    "in a mask": (None, TRANSFORMER, ones(2, 3, 4)),
+    "in empty tensors": (None, seq(Times()), ones(0, 3)),
+}
+LOCATED = {"forward": FORWARD, "backward": BACKWARD, None: NOTHING}
 
 
-@pytest.mark.parametrize("which", LOCATED)
-def test_the_module_that_makes_the_first_inf_or_nan_is_located(which):
-    kind, module, model, *inputs = LOCATED[which]
+@pytest.mark.parametrize(("kind", "which"), [(kind, w) for kind in LOCATED for w in LOCATED[kind]])
+def test_the_module_that_makes_the_first_inf_or_nan_is_located(kind, which):
+    module, model, *inputs = LOCATED[kind][which]
     assert named(located(model, *inputs)) == (kind and (kind, module))
 
 
@@ -199,9 +159,10 @@ def test_a_scripted_module_is_part_of_the_module_that_holds_it():
 
 
 def test_without_a_backward_pass_only_the_forward_pass_is_judged():
-    assert located(seq(Times(1, INF)), backward=False) is None
+    overflows_backward = seq(Times(1, INF))
+    assert locate(overflows_backward, lambda: overflows_backward(ones())) is None
     model = seq(Calls(lambda self, x: torch.complex(x, x)), Times(INF))
-    assert named(located(model, backward=False)) == ("forward", "1")
+    assert named(locate(model, lambda: model(ones()))) == ("forward", "1")
 
 
 def test_the_first_module_to_overflow_is_located_and_counted():
@@ -251,12 +212,7 @@ def test_the_input_is_judged_as_it_went_in(model, module, largest):
 
 def test_what_autocast_makes_is_judged():
     model = seq(nn.Linear(4, 4), filled(nn.Linear(4, 4), 1e5))
-
-    def closure():
-        with torch.autocast("cpu", torch.float16):
-            model(ones())
-
-    found = locate(model, closure)
+    found = locate(model, torch.autocast("cpu", torch.float16)(lambda: model(ones())))
     assert (*named(found), found.dtype) == ("forward", "1", "float16")
 
 
@@ -277,14 +233,13 @@ def test_a_weight_whose_gradient_overflows_in_float16_is_named():
 
 
 @pytest.mark.parametrize(
-    ("factor", "expected"),
-    [(None, None), (1e10, ("backward", "1"))],
+    ("loss_factor", "factor", "expected"),
+    [(1e10, 1, None), (1, 1e10, ("backward", "1"))],
     ids=["in scaling the loss", "in a module"],
 )
-def test_a_scale_that_is_too_large_is_located_where_it_overflows(factor, expected):
-    model = seq(nn.Linear(4, 4), Times(1, factor or 1), nn.Linear(4, 1))
+def test_a_scale_that_is_too_large_is_located_where_it_overflows(loss_factor, factor, expected):
+    model = seq(nn.Linear(4, 4), Times(1, factor), nn.Linear(4, 1))
     scaler = GradScaler(init_scale=2.0**120)
-    loss_factor = 1.0 if factor else 1e10
     found = locate(model, lambda: scaler.scale(model(ones()).sum() * loss_factor).backward())
     assert named(found) == expected
 
@@ -303,30 +258,25 @@ def test_checkpointed_modules_are_judged(reentrant, factors, expected):
 
 
 def everything(model):
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    gradients = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
-    return state, gradients, torch.get_rng_state()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    tensors = *model.state_dict().values(), *gradients, torch.get_rng_state()
+    return [tensor if tensor is None else tensor.clone() for tensor in tensors]
 
 
-def same(one, other):
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one is other is None
+def has_hooks(model):
+    modules = [(m._forward_hooks, m._forward_pre_hooks) for m in model.modules()]
+    return any(map(any, modules)) or any(p._backward_hooks for p in model.parameters())
 
 
 def assert_as_before(model, before):
-    after = everything(model)
-    assert all(same(before[0][name], after[0][name]) for name in before[0])
-    assert all(map(same, before[1], after[1]))
-    assert same(before[2], after[2])
-    for module in model.modules():
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
-    assert not any(parameter._backward_hooks for parameter in model.parameters())
+    for old, new in zip(before, everything(model), strict=True):
+        assert old is new is None or torch.equal(old, new)
+    assert not has_hooks(model)
 
 
 def noisy():
     """A model with buffers, random numbers and gradients."""
-    layers = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4), Times()
-    model = seq(*layers)
+    model = seq(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4), Times())
     model(ones(3, 4)).sum().backward()
     model[3].bias.grad = None
     return model

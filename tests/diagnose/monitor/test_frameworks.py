@@ -3,6 +3,7 @@
 import importlib
 import math
 import os
+from itertools import accumulate
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,8 @@ from gradscaler import DynamicScale, FixedScale, NonfiniteGradient
 from gradscaler.diagnose import Monitor, StuckError, read_run
 
 FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch").replace("-", "_")
-pytest.importorskip(FRAMEWORK)
+framework = pytest.importorskip(FRAMEWORK)
+ours = importlib.import_module(f"gradscaler.{FRAMEWORK}")
 EAGER = ("torch", "tensorplay", "paddle")
 IS_KERAS = FRAMEWORK in ("keras", "tf_keras")
 
@@ -23,11 +25,9 @@ GRADIENT = np.float32([0.0, 2.0**-30, 2.0**-20, 3.0, -4.0])
 
 def by_policy(policy, finite):
     """The scales that steps use."""
-    state, scales = policy.init(), []
-    for flag in finite:
-        scales.append(float(state.scale))
-        state = policy.update(state, not flag)
-    return scales
+    flags = [not flag for flag in finite]
+    states = accumulate(flags[:-1], policy.update, initial=policy.init())
+    return [float(state.scale) for state in states]
 
 
 # Each driver makes a scaler, a model of one parameter, `weight`, of five elements, and a step.
@@ -36,58 +36,39 @@ def by_policy(policy, finite):
 
 
 def on_torch(policy):
-    framework = importlib.import_module(FRAMEWORK)
-    model = framework.nn.Module()
-    model.weight = framework.nn.Parameter(framework.zeros(5))
-    optimizer = framework.optim.SGD(model.parameters(), lr=0.0)
-    scaler = importlib.import_module(f"gradscaler.{FRAMEWORK}").GradScaler(policy=policy)
+    if FRAMEWORK == "paddle":
+        model = framework.nn.Layer()
+        model.weight = model.create_parameter([5])
+        optimizer = framework.optimizer.SGD(0.0, model.parameters())
+        tensor, clear, put = framework.to_tensor, optimizer.clear_grad, framework.Tensor.set_value
+    else:
+        model = framework.nn.Module()
+        model.weight = framework.nn.Parameter(framework.zeros(5))
+        optimizer = framework.optim.SGD(model.parameters(), lr=0.0)
+        tensor, clear, put = framework.tensor, optimizer.zero_grad, framework.Tensor.copy_
+    scaler = ours.GradScaler(policy=policy)
 
     def step(finite):
-        optimizer.zero_grad()
         scaler.scale(model.weight.sum()).backward()
-        grad = model.weight.grad
-        grad.copy_(grad * framework.tensor(gradient(finite).tolist()))
+        put(model.weight.grad, model.weight.grad * tensor(gradient(finite)))
         scaler.step(optimizer)
         scaler.update()
+        clear()
 
     return scaler, model, step
 
 
-on_tensorplay = on_torch
-
-
-def on_paddle(policy):
-    import paddle
-
-    from gradscaler.paddle import GradScaler
-
-    model = paddle.nn.Layer()
-    model.weight = model.create_parameter([5])
-    optimizer = paddle.optimizer.SGD(0.0, model.parameters())
-    scaler = GradScaler(policy=policy)
-
-    def step(finite):
-        factor = paddle.to_tensor(gradient(finite))
-        handle = model.weight.register_hook(lambda grad: grad * factor)
-        scaler.scale(model.weight.sum()).backward()
-        handle.remove()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.clear_grad()
-
-    return scaler, model, step
+on_tensorplay = on_paddle = on_torch
 
 
 def traced(scaler, adjust):
     """Drives a scaler of JAX; ``adjust(scaler, gradients, finite)`` makes the next one."""
-    import jax
-
     state = SimpleNamespace(scaler=scaler)
-    adjust = jax.jit(adjust, donate_argnums=0)
+    adjust = framework.jit(adjust, donate_argnums=0)
 
     def step(finite):
-        grads = {"weight": jax.numpy.array(gradient(finite))}
-        flag = jax.numpy.array(finite)
+        grads = {"weight": framework.numpy.array(gradient(finite))}
+        flag = framework.numpy.array(finite)
         state.scaler = adjust(state.scaler, grads, flag)
         knows = {} if isinstance(scaler, tuple) else {"finite": flag}
         return {"scaler": state.scaler, "gradients": grads, **knows}
@@ -96,32 +77,26 @@ def traced(scaler, adjust):
 
 
 def on_jax(policy):
-    from gradscaler.jax import GradScaler
-
-    return traced(GradScaler(policy), lambda scaler, _, finite: scaler.adjust(finite))
+    return traced(ours.GradScaler(policy), lambda scaler, _, finite: scaler.adjust(finite))
 
 
 def on_jax_optax(policy):
-    import jax
     import optax
 
-    from gradscaler.jax import loss_scaled
-
-    optimizer = optax.chain(optax.identity(), loss_scaled(optax.sgd(0.0), policy))
-    state = optimizer.init({"weight": jax.numpy.zeros(5)})
+    optimizer = optax.chain(optax.identity(), ours.loss_scaled(optax.sgd(0.0), policy))
+    state = optimizer.init({"weight": framework.numpy.zeros(5)})
     return traced(state, lambda state, grads, _: optimizer.update(grads, state)[1])
 
 
 def on_jax_jmp(policy):
-    import jax
-
     from gradscaler.jax import jmp
 
+    float32 = framework.numpy.float32
     if isinstance(policy, FixedScale):
-        scaler = jmp.StaticLossScale(jax.numpy.float32(policy.scale))
+        scaler = jmp.StaticLossScale(float32(policy.scale))
     else:
         scaler = jmp.DynamicLossScale(
-            jax.numpy.float32(policy.init_scale),
+            float32(policy.init_scale),
             period=policy.growth_interval,
             factor=policy.growth_factor,
             min_loss_scale=np.float32(policy.min_scale),
@@ -130,8 +105,6 @@ def on_jax_jmp(policy):
 
 
 def on_jax_flax(policy):
-    import jax
-
     from gradscaler.jax.flax import DynamicScale as FlaxScale
 
     interval = policy.growth_interval - 1  # it grows a step later
@@ -140,23 +113,19 @@ def on_jax_flax(policy):
     )
 
     def adjust(scaler, grads, finite):
-        value = jax.numpy.where(finite, 1.0, jax.numpy.inf)
+        value = framework.numpy.where(finite, 1.0, math.inf)
         return scaler.value_and_grad(lambda x: x * value)(1.0).dynamic_scale
 
     return traced(scaler, adjust)
 
 
 def on_keras(policy):
-    import keras
-
-    from gradscaler.keras import LossScaleOptimizer
-
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.0), policy=policy)
-    variable = keras.Variable(np.zeros(5, np.float32), name="weight")
+    optimizer = ours.LossScaleOptimizer(framework.optimizers.SGD(0.0), policy=policy)
+    variable = framework.Variable(np.zeros(5, np.float32), name="weight")
     optimizer.build([variable])
 
     def step(finite):
-        grad = keras.ops.convert_to_tensor(gradient(finite))
+        grad = framework.ops.convert_to_tensor(gradient(finite))
         optimizer.apply([grad * optimizer.loss_scale], [variable])
         return {"gradients": [grad]}
 
@@ -165,11 +134,8 @@ def on_keras(policy):
 
 def on_tf_keras(policy):
     import tensorflow as tf
-    import tf_keras
 
-    from gradscaler.tf_keras import LossScaleOptimizer
-
-    optimizer = LossScaleOptimizer(tf_keras.optimizers.SGD(0.0), policy=policy)
+    optimizer = ours.LossScaleOptimizer(framework.optimizers.SGD(0.0), policy=policy)
     variable = tf.Variable(np.zeros(5, np.float32), name="weight")
     optimizer.build([variable])
 
@@ -183,56 +149,46 @@ def on_tf_keras(policy):
     return optimizer, SimpleNamespace(trainable_variables=[variable]), step
 
 
+def mindspore_scaler(policy, dynamic, fixed):
+    """A scaler of the class that takes such a policy."""
+    if isinstance(policy, DynamicScale):
+        return getattr(ours, dynamic)(policy=policy)
+    return getattr(ours, fixed)(policy.scale)
+
+
 def on_mindspore(policy):
-    from mindspore import Parameter, Tensor
-
-    from gradscaler.mindspore import DynamicLossScaler, StaticLossScaler
-
-    moves = isinstance(policy, DynamicScale)
-    scaler = DynamicLossScaler(policy=policy) if moves else StaticLossScaler(policy.scale)
-    weight = Parameter(Tensor(np.zeros(5, np.float32)), name="weight")
+    scaler = mindspore_scaler(policy, "DynamicLossScaler", "StaticLossScaler")
+    tensor = framework.Tensor
+    weight = framework.Parameter(tensor(np.zeros(5, np.float32)), name="weight")
 
     def step(finite):
-        scaler.adjust(Tensor(finite))
-        return {"gradients": [Tensor(gradient(finite))], "finite": Tensor(finite)}
+        scaler.adjust(tensor(finite))
+        return {"gradients": [tensor(gradient(finite))], "finite": tensor(finite)}
 
     return scaler, SimpleNamespace(trainable_params=lambda: [weight]), step
 
 
 def on_mindspore_manager(policy):
-    from mindspore import Tensor
-
-    from gradscaler.mindspore import DynamicLossScaleManager, FixedLossScaleManager
-
-    if isinstance(policy, DynamicScale):
-        manager = DynamicLossScaleManager(policy=policy)
-    else:
-        manager = FixedLossScaleManager(policy.scale)
+    manager = mindspore_scaler(policy, "DynamicLossScaleManager", "FixedLossScaleManager")
 
     def step(finite):
         manager.update_loss_scale(not finite)
-        return {"gradients": {"weight": Tensor(gradient(finite))}, "finite": finite}
+        return {"gradients": {"weight": framework.Tensor(gradient(finite))}, "finite": finite}
 
     return manager, None, step
 
 
 def on_mindspore_cell(policy):
-    from mindspore import Tensor, nn
-
-    from gradscaler import mindspore as ours
-
+    nn, tensor = framework.nn, framework.Tensor
     network = nn.WithLossCell(nn.Dense(5, 1, has_bias=False), nn.MSELoss())
     optimizer = nn.SGD(network.trainable_params(), learning_rate=1e-9)
-    if isinstance(policy, DynamicScale):
-        cell = ours.DynamicLossScaleUpdateCell(policy=policy)
-    else:
-        cell = ours.FixedLossScaleUpdateCell(policy.scale)
+    cell = mindspore_scaler(policy, "DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell")
     train = ours.TrainOneStepWithLossScaleCell(network, optimizer, cell)
 
     def step(finite):
         inputs = np.full((1, 5), 1.0 if finite else math.inf, np.float32)
-        loss, overflow, _ = train(Tensor(inputs), Tensor(np.zeros((1, 1), np.float32)))
-        grads = {"weight": Tensor(gradient(finite))}
+        loss, overflow, _ = train(tensor(inputs), tensor(np.zeros((1, 1), np.float32)))
+        grads = {"weight": tensor(gradient(finite))}
         return {"gradients": grads, "finite": not overflow, "loss": loss}
 
     return train, network, step
@@ -247,24 +203,19 @@ def scaler_of(policy, driver=FRAMEWORK):
     return globals()[f"on_{driver}"](policy)
 
 
-@pytest.fixture
-def train():
+def train(policy, finite, driver=FRAMEWORK, forensics=1, **options):
     """Trains under a monitor, which records no more than it needs, and returns the monitor."""
-
-    def run(policy, finite, driver=FRAMEWORK, forensics=1, **options):
-        scaler, model, step = scaler_of(policy, driver)
-        monitor = Monitor(scaler, model, forensics=forensics, **options)
-        for flag in finite:
-            arguments = step(flag)
-            if arguments is not None:
-                if isinstance(policy, DynamicScale):
-                    arguments.pop("finite", None)
-                if not forensics:
-                    arguments.pop("gradients")
-                monitor.record(**arguments)
-        return monitor
-
-    return run
+    scaler, model, step = scaler_of(policy, driver)
+    monitor = Monitor(scaler, model, forensics=forensics, **options)
+    for flag in finite:
+        arguments = step(flag)
+        if arguments is not None:
+            if isinstance(policy, DynamicScale):
+                arguments.pop("finite", None)
+            if not forensics:
+                arguments.pop("gradients")
+            monitor.record(**arguments)
+    return monitor
 
 
 DRIVERS = {
@@ -276,7 +227,7 @@ DRIVERS = {
 @pytest.mark.parametrize("forensics", [0, 1])
 @pytest.mark.parametrize("policy", [RULE, FixedScale(64.0)], ids=["dynamic", "fixed"])
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_the_history_is_what_the_policy_says(train, driver, policy, forensics):
+def test_the_history_is_what_the_policy_says(driver, policy, forensics):
     if driver == "jax_flax" and policy is not RULE:
         pytest.skip("flax's always moves")
     history = train(policy, FINITE, driver, every=5, forensics=forensics).history
@@ -285,13 +236,13 @@ def test_the_history_is_what_the_policy_says(train, driver, policy, forensics):
     assert [step.scale for step in history] == by_policy(policy, FINITE)
 
 
-def test_a_growth_that_the_largest_scale_forbids_is_not_a_skip(train):
+def test_a_growth_that_the_largest_scale_forbids_is_not_a_skip():
     policy = DynamicScale(init_scale=8.0, growth_interval=1, max_scale=8.0)
     history = train(policy, [True, True, False, True, True, True], every=3, forensics=0).history
     assert [step.skipped for step in history] == [False, False, True, False, False, False]
 
 
-def test_a_skip_names_the_parameter(train):
+def test_a_skip_names_the_parameter():
     first, second = train(RULE, [True, False]).history
     assert first.nonfinite is None
     assert second.nonfinite == (NonfiniteGradient("weight", (5,), "float32", 1, 0, 3.0),)
@@ -306,12 +257,12 @@ def test_variables_of_one_name_get_numbers():
     assert [found.name for found in monitor.history[0].nonfinite] == ["kernel", "kernel (2)"]
 
 
-def test_forensics_2_inspects_every_second_skip(train):
+def test_forensics_2_inspects_every_second_skip():
     history = train(RULE, [False] * 4, forensics=2).history
     assert [step.nonfinite is None for step in history] == [True, False, True, False]
 
 
-def test_a_sample_is_of_the_true_gradients_at_the_scale_in_use(train, path):
+def test_a_sample_is_of_the_true_gradients_at_the_scale_in_use(path):
     train(RULE, FINITE[:4], every=4, path=path).close()
     run = read_run(path)
     (sample,) = run.samples
@@ -327,7 +278,7 @@ def test_a_sample_is_of_the_true_gradients_at_the_scale_in_use(train, path):
     assert list(sample.parameters) == list(sample.worst) == ["weight"]
 
 
-def test_a_file_says_that_a_scale_does_not_move(train, path):
+def test_a_file_says_that_a_scale_does_not_move(path):
     train(FixedScale(64.0), [], path=path).close()
     expected = {"name": "FixedScale", "scale": 64.0}
     if FRAMEWORK == "mindspore":  # whose static scaler has no policy
@@ -337,14 +288,13 @@ def test_a_file_says_that_a_scale_does_not_move(train, path):
 
 @pytest.mark.skipif(FRAMEWORK != "paddle", reason="only Paddle has use_dynamic_loss_scaling")
 def test_a_policy_that_is_not_used_is_a_fixed_scale(path):
-    from gradscaler.paddle import GradScaler
-
-    Monitor(GradScaler(init_loss_scaling=64.0, use_dynamic_loss_scaling=False), path=path).close()
+    scaler = ours.GradScaler(init_loss_scaling=64.0, use_dynamic_loss_scaling=False)
+    Monitor(scaler, path=path).close()
     assert read_run(path).starts[0].policy == {"name": "FixedScale", "scale": 64.0}
 
 
 @pytest.mark.parametrize("forensics", [0, 1])
-def test_a_stuck_run_raises_and_its_file_says_so(train, path, forensics):
+def test_a_stuck_run_raises_and_its_file_says_so(path, forensics):
     options = {"stuck_after": 4, "on_stuck": "raise", "every": 6, "path": path}
     is_eager = FRAMEWORK in EAGER
     with pytest.raises(StuckError, match="overflow" if is_eager or forensics else "are Inf or NaN"):
@@ -394,9 +344,7 @@ def test_what_is_not_an_array_is_refused_and_nothing_is_recorded(recording, what
 
 @pytest.mark.skipif(FRAMEWORK != "jax", reason="only JAX deletes what is donated")
 def test_deleted_parameters_are_not_inspected(recording):
-    import jax
-
-    parameters = jax.numpy.array([math.nan])
+    parameters = framework.numpy.array([math.nan])
     for _ in range(2):
         recording.record(finite=False, parameters=parameters)
     assert recording.verdict.kind == "parameter"
@@ -404,7 +352,7 @@ def test_deleted_parameters_are_not_inspected(recording):
     assert recording.verdict.kind != "parameter"
 
 
-def test_a_scaler_that_announces_its_steps_refuses_record(train):
+def test_a_scaler_that_announces_its_steps_refuses_record():
     monitor = train(RULE, [True])
     if FRAMEWORK in EAGER:
         with pytest.raises(TypeError, match="by itself"):
@@ -416,7 +364,7 @@ def test_a_scaler_that_announces_its_steps_refuses_record(train):
 
 
 @pytest.mark.skipif(FRAMEWORK != "paddle", reason="the others need update()")
-def test_steps_without_update_are_counted_one_by_one(train):
+def test_steps_without_update_are_counted_one_by_one():
     scaler, model, step = on_paddle(FixedScale(64.0))
     scaler.update = lambda: None
     monitor = Monitor(scaler, model)
@@ -427,7 +375,7 @@ def test_steps_without_update_are_counted_one_by_one(train):
 
 
 @pytest.mark.skipif(IS_KERAS, reason="it is Keras' own")
-def test_a_callback_is_only_for_keras(train):
+def test_a_callback_is_only_for_keras():
     with pytest.raises(TypeError, match=f"a scaler for {FRAMEWORK}"):
         train(RULE, []).callback()
 
@@ -435,12 +383,10 @@ def test_a_callback_is_only_for_keras(train):
 @pytest.mark.skipif(not IS_KERAS, reason="it is Keras'")
 @pytest.mark.parametrize("policy", [RULE, FixedScale(64.0)], ids=["dynamic", "fixed"])
 def test_the_callback_records_each_step_of_fit(policy):
-    keras = importlib.import_module(FRAMEWORK)
-    module = importlib.import_module(f"gradscaler.{FRAMEWORK}")
     if FRAMEWORK == "tf_keras" and policy is not RULE:
         pytest.skip("a fixed scale gives no evidence of a skip")
-    optimizer = module.LossScaleOptimizer(keras.optimizers.SGD(0.01), policy=policy)
-    model = keras.Sequential([keras.layers.Dense(1)])
+    optimizer = ours.LossScaleOptimizer(framework.optimizers.SGD(0.01), policy=policy)
+    model = framework.Sequential([framework.layers.Dense(1)])
     model.compile(optimizer, "mse")
     inputs = np.float32([[1.0] if finite else [math.inf] for finite in FINITE])
     monitor = Monitor(optimizer, every=5)

@@ -3,21 +3,24 @@
 import inspect
 import sys
 from bisect import bisect
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from gradscaler import DynamicScale, diagnose  # noqa: E402 # after the skip
-from gradscaler.diagnose import Monitor, StuckError, locate, read_run  # noqa: E402
-from gradscaler.diagnose.gradients.locate import is_locating  # noqa: E402
-from gradscaler.diagnose.gradients.module_hooks import ModuleHooks  # noqa: E402
-from gradscaler.errors import CallOrderError  # noqa: E402
-from gradscaler.torch import GradScaler  # noqa: E402
+import torch
+
+from gradscaler import DynamicScale, diagnose
+from gradscaler.diagnose import Monitor, StuckError, locate, read_run
+from gradscaler.diagnose.gradients.locate import is_locating
+from gradscaler.diagnose.gradients.module_hooks import ModuleHooks
+from gradscaler.errors import CallOrderError
+from gradscaler.torch import GradScaler
 
 PACKAGE = str(Path(diagnose.__file__).parent)
 PURE = ("arrays.py", "exponents.py", "formats.py", "histogram.py", "verdict.py")
@@ -57,28 +60,19 @@ def moments(run):
     """Where to interrupt: each line's first time and its last, as numbers of events."""
     seen = []
     run(watching_lines(seen.append))
-    first, last = {}, {}
-    for number, place in enumerate(seen):
-        first.setdefault(place, number)
-        last[place] = number
-    return sorted({*first.values(), *last.values()})
+    last = {place: number for number, place in enumerate(seen)}
+    return sorted({*map(seen.index, last), *last.values()})
 
 
 def interrupting(moment):
     """Raise KeyboardInterrupt at one moment."""
-    left = [moment]
+    numbers = count()
 
     def see(_):
-        left[0] -= 1
-        if left[0] == -1:
+        if next(numbers) == moment:
             raise KeyboardInterrupt
 
     return watching_lines(see)
-
-
-@contextmanager
-def undisturbed():
-    yield
 
 
 class Half(torch.nn.Module):
@@ -88,6 +82,14 @@ class Half(torch.nn.Module):
         return (inputs * 1e3).half().float()
 
 
+def model_that_overflows():
+    return torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False), Half())
+
+
+def has_hooks(model):
+    return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
 class Training:
     """A training by a user who repeats each call that an interrupt stops."""
 
@@ -95,19 +97,19 @@ class Training:
         self.path, self.call, self.options = path, call, options
         path.unlink(missing_ok=True)
         torch.manual_seed(0)
-        self.model = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False), Half())
+        self.model = model_that_overflows()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-9)
         self.scaler = GradScaler(init_scale=2.0)
         self.stuck_at = set()
 
     def run(self, flags, at, disturbance):
         """Step as ``flags`` say, and disturb step ``at``; 0 is the start."""
-        with disturbance if at == 0 else undisturbed():
+        with disturbance if at == 0 else nullcontext():
             self.again(self.open)
         for number, flag in enumerate(flags, 1):
-            with disturbance if at == number else undisturbed():
+            with disturbance if at == number else nullcontext():
                 self.step(number, flag == ".")
-        with disturbance if at > len(flags) else undisturbed():
+        with disturbance if at > len(flags) else nullcontext():
             self.again(self.monitor.close)
         return self
 
@@ -151,9 +153,6 @@ class Training:
             self.again(self.scaler.step, self.optimizer)
         self.again(update)
 
-    def hooks(self):
-        return [hook for module in self.model for hook in module._forward_hooks]
-
 
 def known(training, without=None):
     """All that a monitor and its file know, without what an interrupted step may lack."""
@@ -192,26 +191,24 @@ CASES = {
 
 @pytest.mark.filterwarnings("ignore:.*unclosed file")  # it was opened, but never used
 @pytest.mark.parametrize("case", CASES)
-def test_an_interrupt_loses_the_sample_of_its_step_at_most(case, tmp_path):
+def test_an_interrupt_loses_the_sample_of_its_step_at_most(case, path):
     options, flags, at = CASES[case]
-    options = {"stuck_after": 3, **options}
-    path = tmp_path / "run.jsonl"
 
     def run(disturbance):
-        return Training(path, **options).run(flags, at, disturbance)
+        return Training(path, stuck_after=3, **options).run(flags, at, disturbance)
 
-    expected = known(run(undisturbed()), at)
+    expected = known(run(nullcontext()), at)
     tried = moments(run)
     assert len(tried) > 20
     for moment in tried:
         training = run(interrupting(moment))
         assert known(training, at) == expected, moment
-        assert training.hooks() == []
+        assert not has_hooks(training.model)
         assert training.scaler._observers == []
 
 
 def test_an_interrupted_locate_leaves_no_mark():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False), Half())
+    model = model_that_overflows()
     inputs = torch.full((4, 2), 1e3)
 
     def run(disturbance):
@@ -224,7 +221,7 @@ def test_an_interrupted_locate_leaves_no_mark():
 
 
 def test_an_interrupted_closure_of_locate_leaves_no_hook():
-    model = torch.nn.Linear(2, 1)
+    model = model_that_overflows()
 
     def closure():
         model(torch.ones(1, 2))
@@ -232,22 +229,19 @@ def test_an_interrupted_closure_of_locate_leaves_no_hook():
 
     with pytest.raises(KeyboardInterrupt):
         locate(model, closure)
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
+    assert not has_hooks(model)
 
 
 def test_hooks_are_added_all_or_none(monkeypatch):
-    first, second = model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    model = model_that_overflows()
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(second, "register_forward_hook", interrupted)
+    monkeypatch.setattr(model[1], "register_forward_hook", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ModuleHooks(model).start()
-    for module in (model, first, second):
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
+    assert not has_hooks(model)
 
 
 # Scalers that announce nothing: JAX's, Keras' and MindSpore's. This one is NumPy's.
@@ -269,7 +263,7 @@ def recorded(path, at, disturbance, **options):
         scaler = SimpleNamespace(policy=policy, state=state)
         if step == at and disturbance is None:
             continue
-        with suppress(KeyboardInterrupt), disturbance if step == at else undisturbed():
+        with suppress(KeyboardInterrupt), disturbance if step == at else nullcontext():
             monitor.record(scaler=scaler, gradients={"weight": GRADIENTS[flag]})
     monitor.close()
     run = read_run(path)
@@ -278,11 +272,11 @@ def recorded(path, at, disturbance, **options):
 
 
 @pytest.mark.parametrize(("at", "forensics"), [(4, 1), (7, 1), (6, 0)])
-def test_an_interrupted_record_counts_its_step_once_or_never(at, forensics, tmp_path):
+def test_an_interrupted_record_counts_its_step_once_or_never(at, forensics, path):
     def run(disturbance):
-        return recorded(tmp_path / "run.jsonl", at, disturbance, forensics=forensics)
+        return recorded(path, at, disturbance, forensics=forensics)
 
-    once, never = run(undisturbed()), run(None)
+    once, never = run(nullcontext()), run(None)
     assert (len(once[0]), len(never[0])) == (len(FLAGS), len(FLAGS) - 1)
     for moment in moments(run):
         assert run(interrupting(moment)) in (once, never), moment

@@ -1,3 +1,5 @@
+"""The monitor of a training with PyTorch."""
+
 import copy
 import gc
 import logging
@@ -6,22 +8,18 @@ import pickle
 import sys
 import warnings
 import weakref
+from operator import attrgetter
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from gradscaler import DynamicScale, FixedScale, NonfiniteGradient  # noqa: E402 # after the skip
-from gradscaler.diagnose import (  # noqa: E402
-    Monitor,
-    StuckError,
-    StuckWarning,
-    Verdict,
-    locate,
-    read_run,
-)
-from gradscaler.diagnose.monitor.steps import Step, StepLog  # noqa: E402
-from gradscaler.torch import GradScaler  # noqa: E402
+import torch
+
+from gradscaler import DynamicScale, FixedScale, NonfiniteGradient
+from gradscaler.diagnose import Monitor, StuckError, StuckWarning, Verdict, locate, read_run
+from gradscaler.diagnose.monitor.steps import Step, StepLog
+from gradscaler.torch import GradScaler
 
 linear, seq = torch.nn.Linear, torch.nn.Sequential
 
@@ -29,11 +27,11 @@ linear, seq = torch.nn.Linear, torch.nn.Sequential
 class Training:
     """Steps of a small model; those that `steps` marks with "!" overflow."""
 
-    def __init__(self, fused=False, every=4, model=None, scaler=None, **options):
+    def __init__(self, fused=False, every=4, model=None, scaler=None, scale=2.0**10, **options):
         torch.manual_seed(0)
         self.model = model or seq(linear(4, 8), torch.nn.Tanh(), linear(8, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=fused)
-        self.scaler = scaler or GradScaler(init_scale=2.0**10)
+        self.scaler = scaler or GradScaler(init_scale=scale)
         self.monitor = Monitor(self.scaler, self.model, every, **options)
         self.inputs = torch.randn(16, 4)
 
@@ -54,12 +52,27 @@ class Training:
     def steps(self, flags):
         for flag in flags:
             self.step(flag == ".")
+        return self
 
-    def true_norm(self):
-        """Of the gradients, unscaled in float64."""
-        scale = self.scaler.get_scale()
-        grads = [p.grad.double() / scale for p in self.model.parameters()]
-        return math.sqrt(sum(float(grad.square().sum()) for grad in grads))
+    def close(self):
+        self.monitor.close()
+        return self.monitor
+
+    def stuck(self, flags, match=None):
+        """The monitor, after these steps raise."""
+        with pytest.raises(StuckError, match=match):
+            self.steps(flags)
+        return self.monitor
+
+
+def one_step(path, parameters, loss, scale=1.0, model=None):
+    """One step of SGD on these parameters: its entry in the history, and its sample."""
+    scaler, optimizer = GradScaler(init_scale=scale), torch.optim.SGD(parameters)
+    with Monitor(scaler, model, every=1, path=path) as monitor:
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return monitor.history[0], read_run(path).samples[0]
 
 
 # Its history.
@@ -68,20 +81,15 @@ class Training:
 @pytest.mark.parametrize("forensics", [0, 1, 2])
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_history_agrees_with_the_scalers_own(fused, forensics):
-    training = Training(fused, forensics=forensics)
-    training.steps(".!..!!....!.")
-    history = training.monitor.history
-    own = training.scaler.history
+    training = Training(fused, forensics=forensics).steps(".!..!!....!.")
+    history, known = training.monitor.history, attrgetter("scale", "skipped", "nonfinite")
     assert [step.step for step in history] == list(range(1, 13))
-    assert [(step.scale, step.skipped) for step in history] == [(o.scale, o.skipped) for o in own]
-    assert [step.nonfinite for step in history] == [outcome.nonfinite for outcome in own]
+    assert list(map(known, history)) == list(map(known, training.scaler.history))
 
 
 def test_a_skip_is_inspected_by_name_and_logged_in_one_line(caplog):
     caplog.set_level(logging.INFO, "gradscaler")
-    training = Training()
-    training.steps("..!.")
-    (found,) = training.scaler.history[2].nonfinite
+    (found,) = Training().steps("..!.").scaler.history[2].nonfinite
     assert found == NonfiniteGradient("0.weight", (8, 4), "float32", 1, 0, found.largest_finite)
     (record,) = caplog.records
     assert record.name == "gradscaler"
@@ -102,12 +110,9 @@ def test_two_optimizers_make_one_step_of_an_iteration(path):
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizers = [torch.optim.SGD([weight], lr=0.0) for weight in weights]
     with Monitor(scaler, every=2, path=path) as monitor:
-        for overflow in (False, True):
-            for weight, optimizer in zip(weights, optimizers, strict=True):
-                optimizer.zero_grad()
-                scaler.scale(weight.sum()).backward()
-            if overflow:
-                weights[1].grad[0] = math.inf
+        for factors in ((1.0, 1.0), (1.0, math.inf)):
+            for weight, factor in zip(weights, factors, strict=True):
+                scaler.scale((weight * factor).sum()).backward()
             for optimizer in optimizers:
                 scaler.step(optimizer)
             scaler.update()
@@ -125,8 +130,7 @@ def test_an_iteration_without_gradients_is_not_a_step():
     training.scaler.step(training.optimizer)
     training.scaler.update(1024.0)
     assert len(training.monitor.history) == 1
-    with pytest.raises(StuckError):  # nor does it end the streak
-        training.step(finite=False)
+    training.stuck("!")  # nor does it end the streak
 
 
 def test_no_flag_is_read_before_a_sample_without_forensics():
@@ -136,7 +140,7 @@ def test_no_flag_is_read_before_a_sample_without_forensics():
         assert {callable(outcome._found_inf) for outcome in training.scaler.history} == {waits}
 
 
-def test_of_several_losses_the_one_that_is_not_finite_counts():
+def test_a_loss_that_is_not_finite_counts_before_others():
     training = Training()
     training.scaler.scale(torch.tensor(math.inf))
     training.step(finite=False)
@@ -145,13 +149,11 @@ def test_of_several_losses_the_one_that_is_not_finite_counts():
 
 def test_a_loss_in_locate_belongs_to_no_step():
     training = Training()
-    inputs = training.inputs * math.nan
-
-    def backward():
-        training.scaler.scale(training.model(inputs).sum()).backward()
-
+    inputs = training.inputs
     for _ in range(2):
-        locate(training.model, backward)
+        training.inputs = inputs * math.nan
+        locate(training.model, training.backward)
+        training.inputs = inputs
         training.step(finite=False)
     assert all(math.isfinite(step.loss) for step in training.monitor.history)
 
@@ -164,16 +166,13 @@ def test_the_graph_of_a_loss_is_not_kept():
 
 
 def test_no_file_is_written_for_a_disabled_scaler(path):
-    training = Training(path=path, scaler=GradScaler(enabled=False))
-    training.steps("....")
-    training.monitor.close()
-    assert training.monitor.history == ()
+    training = Training(path=path, scaler=GradScaler(enabled=False)).steps("....")
+    assert training.close().history == ()
     assert not path.exists()
 
 
 def test_a_closed_monitor_and_a_copy_of_the_scaler_observe_no_more(path):
-    training = Training(path=path)
-    training.steps("..")
+    training = Training(path=path).steps("..")
     assert pickle.loads(pickle.dumps(training.scaler))._observers == []
     training.monitor.close()
     assert training.scaler._observers == []
@@ -191,7 +190,8 @@ def test_a_closed_monitor_and_a_copy_of_the_scaler_observe_no_more(path):
 def test_the_norm_is_that_of_the_unscaled_unclipped_gradients(call, fused, path):
     training = Training(fused, every=1, path=path)
     training.backward()
-    norm = training.true_norm()
+    grads = [parameter.grad.double().flatten() for parameter in training.model.parameters()]
+    norm = float(torch.cat(grads).norm()) / 1024
     if call == "unscale_":
         training.scaler.unscale_(training.optimizer)
     elif call == "torch's":
@@ -208,21 +208,15 @@ def test_the_norm_is_that_of_the_unscaled_unclipped_gradients(call, fused, path)
 
 
 def test_a_sample_at_a_scale_that_is_too_large_does_not_warn(path):
-    training = Training(scaler=GradScaler(init_scale=2.0**40), every=1, path=path)
-    training.step()
+    Training(scale=2.0**40, every=1, path=path).step()
     (sample,) = read_run(path).samples
     assert sample.shares.overflow > 0.5
 
 
 def test_shares_are_of_all_gradients_though_few_elements_are_measured(path):
-    scaler = GradScaler(init_scale=2.0)
-    large, small = (torch.nn.Parameter(torch.zeros(size)) for size in (30_000, 10_000))
-    optimizer = torch.optim.SGD([large, small])
-    with Monitor(scaler, every=1, path=path):
-        scaler.scale((large * 2.0**-30).sum() + small.sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    (sample,) = read_run(path).samples
+    large, small = (torch.zeros(size, requires_grad=True) for size in (30_000, 10_000))
+    loss = (large * 2.0**-30).sum() + small.sum()
+    _, sample = one_step(path, [large, small], loss, scale=2.0)
     assert sample.shares.flushed == pytest.approx(0.75)
     assert sample.shares.normal == pytest.approx(0.25)
     first, counts = sample.histogram
@@ -230,16 +224,10 @@ def test_shares_are_of_all_gradients_though_few_elements_are_measured(path):
 
 
 def worst_of(factors, path):
-    scaler = GradScaler(init_scale=1.0)
-    model = torch.nn.ParameterDict({name: torch.zeros(2) for name in factors})
-    model["partly"] = torch.zeros(2)
-    optimizer = torch.optim.SGD(model.parameters())
-    with Monitor(scaler, model, every=1, path=path):
-        loss = sum((model[name] * factor).sum() for name, factor in factors.items())
-        scaler.scale(loss + model["partly"] @ torch.tensor([1.0, 2.0**-20])).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    return read_run(path).samples[0].worst
+    model = torch.nn.ParameterDict({name: torch.zeros(2) for name in (*factors, "partly")})
+    loss = sum((model[name] * factor).sum() for name, factor in factors.items())
+    loss = loss + model["partly"] @ torch.tensor([1.0, 2.0**-20])
+    return one_step(path, model.parameters(), loss, model=model)[1].worst
 
 
 def test_the_worst_parameters_are_named(path):
@@ -257,8 +245,7 @@ def test_a_zero_gradient_counts_as_unused_while_no_other_is_small(path):
 
 
 def test_a_sample_of_a_skipped_step_counts_its_nonfinite_gradients(path):
-    training = Training(path=path)
-    training.steps("...!")
+    Training(path=path).steps("...!")
     (sample,) = read_run(path).samples
     assert sample.shares.nonfinite == pytest.approx(1 / 49)
     assert sample.worst[0] == "0.weight"
@@ -266,9 +253,7 @@ def test_a_sample_of_a_skipped_step_counts_its_nonfinite_gradients(path):
 
 
 def test_a_file_holds_each_skip_and_each_scale(path):
-    training = Training(path=path)
-    training.steps(".!..!!...")
-    training.monitor.close()
+    Training(path=path).steps(".!..!!...").close()
     run = read_run(path)
     assert [sample.step for sample in run.samples] == [4, 8, 9]
     assert run.samples[0].scales == ((1, 1024.0), (3, 512.0))
@@ -280,10 +265,8 @@ def test_a_file_holds_each_skip_and_each_scale(path):
 
 
 def test_a_resumed_run_continues_counting(path):
-    for flags in ("...!", "!..."):
-        training = Training(path=path)
-        training.steps(flags)
-        training.monitor.close()
+    Training(path=path).steps("...!").close()
+    Training(path=path).steps("!...").close()
     run = read_run(path)
     assert [start.step for start in run.starts] == [0, 4]
     assert run.skipped == (4, 5)
@@ -291,15 +274,9 @@ def test_a_resumed_run_continues_counting(path):
 
 
 def test_at_most_ten_gradients_of_a_skip_are_listed(path):
-    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(12)]
-    scaler, optimizer = GradScaler(), torch.optim.SGD(weights)
-    with Monitor(scaler, path=path) as monitor:
-        scaler.scale(sum(weights).sum()).backward()
-        for weight in weights:
-            weight.grad.fill_(math.nan)
-        scaler.step(optimizer)
-        scaler.update()
-        assert len(monitor.history[0].nonfinite) == 12
+    weights = [torch.ones(1, requires_grad=True) for _ in range(12)]
+    step, _ = one_step(path, weights, sum(weights).sum() * math.nan)
+    assert len(step.nonfinite) == 12
     (skip,) = read_run(path).skips
     assert (len(skip.nonfinite), skip.more) == (10, 2)
 
@@ -308,7 +285,7 @@ def test_at_most_ten_gradients_of_a_skip_are_listed(path):
 
 
 def test_it_warns_once_in_a_streak_where_update_was_called(path):
-    training = Training(stuck_after=3, path=path, scaler=GradScaler(init_scale=1.0))
+    training = Training(stuck_after=3, path=path, scale=1.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         training.steps("!!!!!.!!.!!!!")
@@ -319,8 +296,7 @@ def test_it_warns_once_in_a_streak_where_update_was_called(path):
 
 
 def test_it_raises_before_the_scale_moves_and_the_next_update_continues():
-    scaler = GradScaler(init_scale=1.0)
-    training = Training(stuck_after=2, on_stuck="raise", scaler=scaler)
+    training = Training(stuck_after=2, on_stuck="raise", scale=1.0)
     training.step(finite=False)
     training.backward(finite=False)
     training.scaler.step(training.optimizer)
@@ -329,8 +305,7 @@ def test_it_raises_before_the_scale_moves_and_the_next_update_continues():
     assert training.scaler.get_scale() == 0.5
     training.scaler.update()
     assert training.scaler.get_scale() == 0.25
-    training.steps("!.")
-    assert len(training.monitor.history) == 4
+    assert len(training.steps("!.").monitor.history) == 4
 
 
 @pytest.mark.parametrize(
@@ -343,11 +318,9 @@ def test_it_raises_before_the_scale_moves_and_the_next_update_continues():
 )
 def test_a_file_and_its_monitor_agree(flags, scale, num_verdicts, kind, text, path):
     scaler = GradScaler(policy=FixedScale(scale) if scale < 1 else DynamicScale(scale))
-    training = Training(stuck_after=2, on_stuck="continue", scaler=scaler, path=path)
-    training.steps(flags)
+    training = Training(stuck_after=2, on_stuck="continue", scaler=scaler, path=path).steps(flags)
     assert len(read_run(path).verdicts) == num_verdicts  # without a word
-    training.monitor.close()
-    verdict = training.monitor.verdict
+    verdict = training.close().verdict
     assert read_run(path).verdict == verdict
     assert verdict.kind == kind
     assert verdict.text.startswith(text)
@@ -365,14 +338,11 @@ def test_a_final_verdict_is_given_once_in_a_streak():
 def test_a_closure_that_overflows_at_every_scale_counts():
     scaler = GradScaler(init_scale=1.0, max_retries=1)
     training = Training(stuck_after=2, on_stuck="raise", scaler=scaler)
-
-    def step():
-        training.scaler.step(training.optimizer, lambda: training.backward(finite=False))
-        training.scaler.update()
-
-    step()
+    training.scaler.step(training.optimizer, lambda: training.backward(finite=False))
+    training.scaler.update()
+    training.scaler.step(training.optimizer, lambda: training.backward(finite=False))
     with pytest.raises(StuckError):
-        step()
+        training.scaler.update()
 
 
 def test_the_hooks_of_the_watched_iteration_are_removed():
@@ -380,8 +350,7 @@ def test_the_hooks_of_the_watched_iteration_are_removed():
     for flags, hooked in (("!!", True), ("!", False), (".", False)):
         training.steps(flags)
         assert [bool(m._forward_hooks) for m in training.model] == [hooked] * 3
-    training.steps("!!")
-    training.monitor.close()
+    training.steps("!!").close()
     assert not any(module._forward_hooks for module in training.model)
 
 
@@ -423,9 +392,8 @@ def frozen():
     ],
 )
 def test_the_culprit_is_named_whichever_skips_are_inspected(kind, where, model, forensics):
-    scaler = GradScaler(init_scale=4.0)
     options = {"stuck_after": 4, "on_stuck": "raise", "forensics": forensics}
-    training = Training(model=copy.deepcopy(model), scaler=scaler, **options)
+    training = Training(model=copy.deepcopy(model), scale=4.0, **options)
     with pytest.raises(StuckError) as raised:
         training.steps("." * 9)
     verdict = training.monitor.verdict
@@ -433,12 +401,12 @@ def test_the_culprit_is_named_whichever_skips_are_inspected(kind, where, model, 
     assert str(raised.value) == f"{verdict.text} To go on all the same, call update() again."
 
 
-def train_in_float16(scaler, model, steps, **options):
+def train_in_float16(scaler, model, steps, watched=None, **options):
     """Trains on the same batch, and returns the monitor."""
     torch.manual_seed(0)
     inputs, labels = torch.randn(32, 16), torch.randint(0, 4, (32,))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    monitor = Monitor(scaler, getattr(model, "_orig_mod", model), **options)
+    monitor = Monitor(scaler, watched or model, **options)
     for _ in range(steps):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.float16):
@@ -466,11 +434,9 @@ def test_a_healthy_training_from_a_far_too_large_scale_is_left_alone(exponent, p
 
 def test_a_nan_is_reported_once_the_scale_has_fallen_to_1(path):
     model = seq(linear(4, 2), Root())
-    scaler = GradScaler(init_scale=2.0**10)
-    training = Training(stuck_after=4, on_stuck="raise", model=model, scaler=scaler, path=path)
-    with pytest.raises(StuckError, match=r"The gradient of 0\.weight is NaN"):
-        training.steps("." * 20)
-    assert scaler.get_scale() == 1.0
+    training = Training(stuck_after=4, on_stuck="raise", model=model, path=path)
+    training.stuck("." * 20, r"The gradient of 0\.weight is NaN")
+    assert training.scaler.get_scale() == 1.0
     verdicts = read_run(path).verdicts
     assert [(verdict.step, verdict.verdict) for verdict in verdicts] == [(4, "normal"), (11, "nan")]
 
@@ -484,18 +450,15 @@ def test_a_compiled_model_is_trained_on_while_it_is_watched(how):
         model.compile(backend="eager")
     else:
         trained = torch.compile(model, backend="eager")
-    monitor = train_in_float16(GradScaler(), trained, 22, on_stuck="continue")
+    watched = trained if how == "compiled given" else model
+    monitor = train_in_float16(GradScaler(), trained, 22, watched, on_stuck="continue")
     assert monitor.verdict.kind in ("activations", "loss")
 
 
 def test_an_error_in_watching_does_not_reach_the_training(monkeypatch):
-    def fail(*_):
-        raise RuntimeError("not readable")
-
-    monkeypatch.setattr(sys.modules["gradscaler.diagnose.gradients.module_hooks"], "_largest", fail)
-    training = Training(stuck_after=3, on_stuck="continue")
-    training.steps("!!!")
-    assert len(training.monitor.history) == 3
+    largest = "gradscaler.diagnose.gradients.module_hooks._largest"
+    monkeypatch.setattr(largest, lambda *_: 1 / 0)
+    assert len(Training(stuck_after=3, on_stuck="continue").steps("!!!").monitor.history) == 3
 
 
 class Mask(torch.nn.Module):
@@ -506,18 +469,18 @@ class Mask(torch.nn.Module):
 class Attention(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.inputs, self.mask = linear(16, 16), Mask()
-        self.outputs = linear(16, 4)
+        self.mask = Mask()
 
     def forward(self, inputs):
-        hidden = self.inputs(inputs).view(8, 4, 16)
+        hidden = inputs.view(8, 4, 16)
         mask = self.mask(hidden).to(hidden.dtype)
         attend = torch.nn.functional.scaled_dot_product_attention
-        return self.outputs(attend(hidden, hidden, hidden, attn_mask=mask)).flatten(0, 1)
+        return attend(hidden, hidden, hidden, attn_mask=mask).flatten(0, 1)
 
 
 def test_a_module_that_makes_a_mask_is_not_blamed_for_a_scale_too_large():
-    monitor = train_in_float16(GradScaler(init_scale=2.0**50), Attention(), 22, on_stuck="raise")
+    model = seq(linear(16, 16), Attention(), linear(16, 4))
+    monitor = train_in_float16(GradScaler(init_scale=2.0**50), model, 22, on_stuck="raise")
     assert monitor.verdict.kind == "normal"
 
 
@@ -532,9 +495,7 @@ def test_a_layer_that_overflows_to_negative_infinity_alone_is_named():
 def test_a_nonfinite_loss_is_reported():
     training = Training(stuck_after=4, on_stuck="raise")
     training.inputs[0, 0] = math.nan
-    with pytest.raises(StuckError, match="The unscaled loss is itself nan"):
-        training.steps("." * 9)
-    assert training.monitor.verdict.kind == "loss"
+    assert training.stuck("." * 9, "The unscaled loss is itself nan").verdict.kind == "loss"
 
 
 def alternate(monitored, steps, **options):
@@ -563,20 +524,16 @@ def test_a_streak_of_skips_is_one_optimizer_s():
 
 
 def test_an_optimizer_that_stops_stepping_is_forgotten():
-    training = Training(stuck_after=3, on_stuck="continue", scaler=GradScaler(init_scale=1.0))
-    training.steps("!!!!")
+    training = Training(stuck_after=3, on_stuck="continue", scale=1.0).steps("!!!!")
     assert training.monitor.verdict.kind == "floor"
     training.optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-3)
-    training.steps("....")
-    assert training.monitor.verdict.text.startswith("4 of 8 steps were skipped")
+    assert training.steps("....").monitor.verdict.text.startswith("4 of 8 steps were skipped")
 
 
 def test_a_verdict_gives_the_whole_fall_of_the_scale():
-    training = Training(stuck_after=4, on_stuck="continue")
-    training.steps("!" * 20)
-    assert "last 20 steps in a row were skipped while the loss scale fell from 1024 to" in (
-        training.monitor.verdict.text
-    )
+    monitor = Training(stuck_after=4, on_stuck="continue").steps("!" * 20).monitor
+    words = "last 20 steps in a row were skipped while the loss scale fell from 1024 to"
+    assert words in monitor.verdict.text
 
 
 @pytest.mark.parametrize(
@@ -584,9 +541,8 @@ def test_a_verdict_gives_the_whole_fall_of_the_scale():
 )
 def test_a_scale_at_its_floor_is_reported(policy):
     training = Training(scaler=GradScaler(policy=policy), stuck_after=4, on_stuck="raise")
-    with pytest.raises(StuckError):
-        training.steps("!" * 9)
-    assert (training.monitor.verdict.kind, training.monitor.verdict.where) == ("floor", "0.weight")
+    verdict = training.stuck("!" * 9).verdict
+    assert (verdict.kind, verdict.where) == ("floor", "0.weight")
 
 
 # TensorBoard, and arguments.
@@ -596,9 +552,7 @@ def test_tensorboard_shows_the_numbers(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    training = Training(tensorboard=tmp_path)
-    training.steps("...." + "!...")
-    training.monitor.close()
+    Training(tensorboard=tmp_path).steps("...." + "!...").close()
     events = EventAccumulator(str(tmp_path)).Reload()
 
     def values(name):
@@ -613,13 +567,18 @@ def test_tensorboard_shows_the_numbers(tmp_path):
     }
 
 
-def test_without_tensorboard_it_says_what_to_install(monkeypatch, path, tmp_path):
-    monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
+def assert_refused(error, message, **arguments):
+    """The monitor refuses these arguments, and the scaler stays unobserved."""
     scaler = GradScaler()
-    with pytest.raises(ImportError, match="pip install tensorboard"):
-        Monitor(scaler, path=path, tensorboard=tmp_path / "events")
-    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(error, match=message):
+        Monitor(scaler, **arguments)
     assert scaler._observers == []
+
+
+def test_without_tensorboard_it_says_what_to_install(monkeypatch, path):
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
+    assert_refused(ImportError, "pip install tensorboard", path=path, tensorboard=path.parent / "x")
+    assert list(path.parent.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -635,10 +594,7 @@ def test_without_tensorboard_it_says_what_to_install(monkeypatch, path, tmp_path
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_opened(arguments, error, message, path):
-    scaler = GradScaler()
-    with pytest.raises(error, match=message):
-        Monitor(scaler, path=path, **arguments)
-    assert scaler._observers == []
+    assert_refused(error, message, path=path, **arguments)
     assert not path.exists()
 
 
@@ -649,8 +605,5 @@ def test_what_is_not_a_scaler_is_refused():
 
 def test_a_foreign_file_is_refused(path):
     path.write_text("dear diary\n")
-    scaler = GradScaler()
-    with pytest.raises(ValueError, match=r"run\.jsonl: line 1"):
-        Monitor(scaler, path=path)
+    assert_refused(ValueError, r"run\.jsonl: line 1", path=path)
     assert path.read_text() == "dear diary\n"
-    assert scaler._observers == []

@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("torch", reason="the trainings are torch's")
 
-
 from gradscaler.diagnose import read_run, verdict
 
 ROOT = Path(__file__).parents[3]
@@ -21,7 +20,6 @@ KINDS = verdict.Kind.__args__
 spec = importlib.util.spec_from_file_location("torch_stuck", SCRIPT)
 torch_stuck = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(torch_stuck)
-
 
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
 
@@ -63,13 +61,8 @@ def test_the_culprit_is_named(tmp_path, kind, where):
 
 
 def test_it_runs_as_a_script(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-W", "error", SCRIPT, "loss"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = [sys.executable, "-W", "error", SCRIPT, "loss"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert result.stderr == ""
     assert result.stdout.startswith("loss, after 20 steps: loss\n")
     assert list(tmp_path.iterdir()) == []

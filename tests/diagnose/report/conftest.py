@@ -1,8 +1,11 @@
 """The runs that are reported on: a fixture, as test modules cannot import one another."""
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 
+from gradscaler.diagnose.run._writer import RunFile
 from gradscaler.diagnose.run.lines import (
     Bins,
     ParameterSample,
@@ -90,3 +93,17 @@ def _shares(counts, scale):
 @pytest.fixture(scope="session")
 def made_up_run():
     return _made_up_run
+
+
+@pytest.fixture
+def save(path):
+    """Writes a run to its file, and returns the file's path."""
+
+    def save(run):
+        start, *_ = run.starts
+        with closing(RunFile(path, start)) as file:
+            for line in (*run.samples, *run.skips, *run.verdicts):
+                file.write(line)
+        return str(path)
+
+    return save

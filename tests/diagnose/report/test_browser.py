@@ -31,23 +31,10 @@ def page(tmp_path_factory, made_up_run):
 
 def browse(page, *arguments):
     """What the browser prints, after a check that it logs no complaint."""
-    result = subprocess.run(
-        [
-            BROWSER,
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            "--enable-logging=stderr",
-            f"--user-data-dir={page.parent / 'profile'}",
-            *arguments,
-            page.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    options = "--headless=new --no-sandbox --disable-gpu --hide-scrollbars --enable-logging=stderr"
+    profile = f"--user-data-dir={page.parent / 'profile'}"
+    command = [BROWSER, *options.split(), profile, *arguments, page.as_uri()]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "CONSOLE" not in result.stderr
     return result.stdout
 

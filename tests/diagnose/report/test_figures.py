@@ -36,14 +36,11 @@ PARAMETERS = {  # which is all of one class, and the exponent of its gradients a
 }
 
 
-def run_of_every_class(skipped, scale=1.0):
+def run_of_every_class(skipped, dtype="float16"):
     """A sample at each tenth step, in which gradients of every class occur."""
     parameters = {
         name: ParameterSample(
-            float(name == "zero"),
-            float(name == "flushed"),
-            float(name == "subnormal"),
-            float(name == "nonfinite"),
+            *(float(name == each) for each in ("zero", "flushed", "subnormal", "nonfinite")),
             Bins(0, ()) if exponent is None else Bins(exponent, (10,)),
         )
         for name, exponent in PARAMETERS.items()
@@ -55,8 +52,8 @@ def run_of_every_class(skipped, scale=1.0):
     samples = tuple(
         Sample(
             step,
-            scale,
-            ((step - 9, scale),),
+            1.0,
+            ((step - 9, 1.0),),
             10,
             tuple(s for s in skipped if step - 9 <= s <= step),
             1.0 / step,
@@ -68,7 +65,7 @@ def run_of_every_class(skipped, scale=1.0):
         )
         for step in range(10, STEPS + 1, 10)
     )
-    start = Start("torch", "float16", 10, 0, {"name": "FixedScale"}, "")
+    start = Start("torch", dtype, 10, 0, {"name": "FixedScale"}, "")
     return Run((start,), samples, (), ())
 
 
@@ -134,33 +131,25 @@ def test_skips_are_shaded_where_they_are_and_only_there(title):
     assert (before, within) == ((255, 255, 255), as_pixel(SHADE))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_outer_bars_have_the_colours_of_the_legend(dtype):
-    run = run_of_every_class(SKIPPED["all"])
-    drawn = Drawn(replace(run, starts=(replace(run.starts[0], dtype=dtype),)))
+def test_the_outer_bars_have_the_colours_of_the_legend_in_bfloat16():
+    drawn = Drawn(run_of_every_class(SKIPPED["all"], "bfloat16"))
     axes, legend = drawn.axes("All gradients"), drawn.legend()
     zero, *_, nonfinite = axes.get_xticks()
     assert drawn.at(axes, zero, 1.0) == legend["zero"]
     assert drawn.at(axes, nonfinite, 1.0) == legend["overflow"]
 
 
-def test_the_bars_have_the_colours_of_the_legend():
+@pytest.mark.parametrize("title", ["All gradients", "Each parameter"])
+def test_bars_and_full_rows_of_the_heat_map_have_the_colours_of_the_legend(title):
     drawn = Drawn(run_of_every_class(SKIPPED["all"]))
-    axes, legend = drawn.axes("All gradients"), drawn.legend()
-    for name, exponent in PARAMETERS.items():
-        if exponent is not None:
-            assert drawn.at(axes, exponent + 0.5, 1.0) == legend[name], name
-
-
-def test_the_full_rows_of_the_heat_map_have_the_colours_of_the_legend():
-    drawn = Drawn(run_of_every_class(SKIPPED["all"]))
-    axes, legend = drawn.axes("Each parameter"), drawn.legend()
+    axes, legend = drawn.axes(title), drawn.legend()
     zero, *_, nonfinite = axes.get_xticks()
     outer = {"zero": zero, "nonfinite": nonfinite}
     for row, (name, exponent) in enumerate(PARAMETERS.items()):
         place = outer[name] if exponent is None else exponent + 0.5
+        height = row + 0.5 if title == "Each parameter" else 1.0
         colour = legend["overflow" if name == "nonfinite" else name]
-        assert drawn.at(axes, place, row + 0.5) == colour, name
+        assert drawn.at(axes, place, height) == colour, name
 
 
 # Where things are.
@@ -176,9 +165,7 @@ def test_the_marks_of_skips_are_below_the_scale(made_up_run):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_shares_of_zeros_and_of_nan_are_written_within_the_panel(dtype):
-    run = run_of_every_class(())
-    run = replace(run, starts=(replace(run.starts[0], dtype=dtype),))
-    axes = Drawn(run).axes("All gradients")
+    axes = Drawn(run_of_every_class((), dtype)).axes("All gradients")
     left, right = (
         next(text for text in axes.texts if text.get_text() == share).get_window_extent()
         for share in ("20.0%", "15.0%")
@@ -242,9 +229,8 @@ def test_the_picture_of_the_page_has_these_colours():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2"])
-def test_a_block_in_the_terminal_has_the_colour_of_the_one_class_that_it_stands_for(dtype):
-    run = run_of_every_class(())
-    run = replace(run, starts=(replace(run.starts[0], dtype=dtype),))
+def test_a_block_in_the_terminal_has_the_colour_of_its_only_class(dtype):
+    run = run_of_every_class((), dtype)
     _, *above = spectrum_of(run).zones
     exponents = [int(zone.start) + offset for zone in above for offset in (-1, 0)]
     counts = np.isin(np.arange(exponents[0], exponents[-1] + 1), exponents).astype(int).tolist()

@@ -10,7 +10,6 @@ import pytest
 
 from gradscaler.diagnose.report._spectrum import spectrum_of
 from gradscaler.diagnose.report._texts import power
-from gradscaler.diagnose.run._writer import RunFile
 from gradscaler.diagnose.run.lines import Bins, ParameterSample, Sample, Shares, Skip
 
 pytest.importorskip("rich", reason="the terminal is written to with it")
@@ -51,14 +50,9 @@ def test_it_shows_the_numbers(made_up_run):
 
 
 def test_a_chart_has_a_column_for_each_step_of_a_short_run(made_up_run):
-    run = made_up_run(samples=0, stuck=8)
-    scale = line_of(explained(run), "loss scale")
-    assert scale.split()[2] == "█▇▆▅▄▃▂▁"
-
-
-def test_numbers_that_are_not_finite_are_marked(made_up_run):
-    loss = line_of(explained(made_up_run(samples=0, stuck=8)), "loss  ")
-    assert loss.split()[1:] == ["!!!!!!!!", "NaN", "→", "NaN"]
+    text = explained(made_up_run(samples=0, stuck=8))
+    assert line_of(text, "loss scale").split()[2] == "█▇▆▅▄▃▂▁"
+    assert line_of(text, "loss  ").split()[1:] == ["!!!!!!!!", "NaN", "→", "NaN"]
 
 
 def test_the_largest_and_the_smallest_float_differ_in_a_chart(made_up_run):
@@ -106,18 +100,11 @@ def test_a_run_without_steps_is_no_error(made_up_run):
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
-def test_the_command_prints_in_any_encoding(tmp_path, made_up_run, encoding):
-    run, path = made_up_run(names=["名前"]), tmp_path / "run.jsonl"
-    file = RunFile(path, run.starts[0])
-    for line in (*run.samples, *run.skips):
-        file.write(line)
-    file.close()
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "gradscaler", "explain", path],
-        env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"},
-        capture_output=True,
-        check=True,
-    )
+def test_the_command_prints_in_any_encoding(save, made_up_run, encoding):
+    path = save(made_up_run(names=["名前"]))
+    command = [sys.executable, "-W", "error", "-m", "gradscaler", "explain", path]
+    env = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    result = subprocess.run(command, env=env, capture_output=True, check=True)
     assert result.stderr == b""
     text = result.stdout.decode(encoding)
     blocks = {"ascii": "@@", "utf-8": "██"}[encoding]
@@ -125,38 +112,32 @@ def test_the_command_prints_in_any_encoding(tmp_path, made_up_run, encoding):
     assert ("名前" in text) == (encoding == "utf-8")
 
 
+def tuples(elements, max_size):
+    return st.lists(elements, max_size=max_size).map(tuple)
+
+
 numbers = st.floats() | st.sampled_from([0.0, 1.0, 65536.0, 5e-324, float("nan"), float("inf")])
 steps = st.integers(0, 50) | st.integers(0, 2**63 - 1)
 share = st.floats(0, 1)
-bins = st.builds(
-    Bins, st.integers(-1100, 1100), st.lists(st.integers(0, 2**63 - 1), max_size=60).map(tuple)
-)
+bins = st.builds(Bins, st.integers(-1100, 1100), tuples(st.integers(0, 2**63 - 1), 60))
 parameter_samples = st.builds(ParameterSample, share, share, share, share, bins)
 samples = st.builds(
     Sample,
     steps,
     numbers,
-    st.lists(st.tuples(steps, numbers), max_size=3).map(tuple),
+    tuples(st.tuples(steps, numbers), 3),
     steps,
-    st.lists(steps, max_size=3).map(tuple),
+    tuples(steps, 3),
     st.none() | numbers,
     st.none() | numbers,
-    st.none() | st.builds(Shares, share, share, share, share, share, share),
+    st.none() | st.builds(Shares, *[share] * 6),
     st.none() | bins,
     st.dictionaries(st.text(max_size=3), parameter_samples, max_size=3),
-    st.lists(st.text(max_size=3), max_size=3).map(tuple),
+    tuples(st.text(max_size=3), 3),
 )
-nonfinite = st.builds(
-    NonfiniteGradient, st.text(), st.just((2, 3)), st.text(), steps, steps, numbers
-)
-skips = st.builds(
-    Skip,
-    steps,
-    numbers,
-    st.none() | numbers,
-    st.lists(nonfinite, max_size=2).map(tuple),
-    steps,
-)
+shapes = st.just((2, 3))
+nonfinite = st.builds(NonfiniteGradient, st.text(), shapes, st.text(), steps, steps, numbers)
+skips = st.builds(Skip, steps, numbers, st.none() | numbers, tuples(nonfinite, 2), steps)
 
 
 @given(st.lists(samples, max_size=4), st.lists(skips, max_size=4))
