@@ -65,22 +65,17 @@ def content(path):
     return [numpy(value).tobytes() for value in [*model.variables, *optimizer.variables, *scale]]
 
 
-@contextlib.contextmanager
 def as_in_a_process_of_its_own():
-    """A run neither finds nor leaves global names and modes of its framework."""
+    """In this context, a run neither finds nor leaves its framework's names and modes."""
+    stack = contextlib.ExitStack()
     if FRAMEWORK == "paddle":
-        with framework.utils.unique_name.guard():
-            yield
+        stack.enter_context(framework.utils.unique_name.guard())
     elif FRAMEWORK == "mindspore":
-        mode = framework.get_context("mode")
-        yield
-        framework.set_context(mode=mode)
+        stack.callback(framework.set_context, mode=framework.get_context("mode"))
     elif FRAMEWORK.endswith("keras"):
         framework.backend.clear_session()
-        yield
-        framework.mixed_precision.set_global_policy("float32")
-    else:
-        yield
+        stack.callback(framework.mixed_precision.set_global_policy, "float32")
+    return stack
 
 
 @pytest.fixture(scope="module")

@@ -103,10 +103,6 @@ def test_the_new_family_delegates_what_its_optimizers_offer_subclasses():
     assert float(variable) == 0.75
 
 
-class OfNeitherFamily(LossScaleOptimizer):
-    pass
-
-
 class OfTheNew(LossScaleOptimizerV3):
     def __init__(self, inner_optimizer, more=1, **arguments):
         super().__init__(inner_optimizer, **arguments)
@@ -116,11 +112,10 @@ class OfTheNew(LossScaleOptimizerV3):
         return {**super().get_config(), "more": self.more}
 
 
-class OfTheLegacy(LossScaleOptimizerV2):
-    pass
-
-
 def test_the_classes_of_the_families_can_be_subclassed():
+    class OfTheLegacy(LossScaleOptimizerV2):
+        pass
+
     variable = tf.Variable(1.0)
     optimizer = OfTheNew(tf_keras.optimizers.SGD(0.25), 2, initial_scale=8.0)
     restored = OfTheNew.from_config(optimizer.get_config())
@@ -131,6 +126,9 @@ def test_the_classes_of_the_families_can_be_subclassed():
 
 
 def test_the_class_of_both_families_cannot_be_subclassed(family):
+    class OfNeitherFamily(LossScaleOptimizer):
+        pass
+
     with pytest.raises(
         TypeError, match=r"OfNeitherFamily belongs to neither family: subclass .*V3, for"
     ):
