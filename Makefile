@@ -38,7 +38,7 @@ $(addprefix test-,$(FRAMEWORKS)): test-%: $$(call venv,$$*)/.ready
 	$(call venv,$*)/bin/mypy $(CORE) $(SOURCES) $($*_SOURCES) examples/$(name)_*.py benchmarks/$(name)_*.py
 	set -e; for run in $(or $($*_RUNS),''); do env $$run TF_CPP_MIN_LOG_LEVEL=2 \
 		GRADSCALER_FRAMEWORK=$(name) $(call venv,$*)/bin/python -m pytest -n auto \
-		$(or $($*_TESTS),$(EVERYWHERE)) $(SOURCES) $($*_SOURCES) tests/$(name) \
+		$(or $($*_TESTS),$(EVERYWHERE)) $(SOURCES) $($*_SOURCES) tests/$(name) tests/examples \
 		$(if $(wildcard tests/eager/libraries/on_$(name).py),tests/eager) tests/conformance; done
 
 # Every scaler, ours and the frameworks' own, on the same recorded traces: one table.

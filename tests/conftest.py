@@ -43,10 +43,11 @@ def _the_same_random_numbers_each_time():
 
 
 @pytest.fixture
-def own_random_numbers_and_one_thread():
+def own_random_numbers_and_one_thread(monkeypatch):
     """For trainings with PyTorch: one thread is enough for a small network beside other tests."""
     import torch
 
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of a subprocess
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.random.fork_rng(devices=[]):

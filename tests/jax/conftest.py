@@ -20,7 +20,7 @@ def _is_key(leaf):
     return jax.numpy.issubdtype(jax.numpy.result_type(leaf), jax.dtypes.prng_key)
 
 
-def _jit(function):
+def _jit(function, **options):
     """``jax.jit(function)``, and a list that grows by one with each trace of it."""
     traces = []
 
@@ -28,7 +28,7 @@ def _jit(function):
         traces.append(args)
         return function(*args)
 
-    return jax.jit(traced), traces
+    return jax.jit(traced, **options), traces
 
 
 @pytest.fixture(scope="session")

@@ -80,7 +80,7 @@ def test_it_steps_like_the_bare_optimizer_and_skips_what_overflows(name, overflo
     assert exact(state.inner_state)[0] == exact(inner)[0]
 
 
-def test_by_a_power_of_two_a_run_is_the_bare_optimizer_s_to_the_bit(exact):
+def test_a_run_scaled_by_a_power_of_two_has_the_bits_of_the_bare_optimizer_s(exact):
     bare, theirs, inner = start(optax.adam(0.1))
     scaled, mine, state = start(loss_scaled(optax.adam(0.1), POLICY))
     for step in range(8):  # grows twice
@@ -113,7 +113,7 @@ def test_the_scaler_is_found_however_deep_it_is(name):
     assert scaler.scale(1.0) == 2.0**10
 
 
-def test_an_overflow_discards_its_own_gradients_and_no_accumulated_ones():
+def test_an_overflow_discards_its_own_gradients_and_keeps_the_accumulated_ones():
     optimizer, weights, state = start(NESTINGS["MultiSteps"]())
     bare, _, inner = start(optax.MultiSteps(optax.adam(0.1), 2))
     for step, overflow in enumerate([False, True, False, False, False]):

@@ -26,7 +26,7 @@ POLICIES = st.builds(
     growth_interval=st.integers(1, 4),
     hysteresis=st.integers(1, 3),
     hysteresis_reset=st.sampled_from(["finite_step", "finite_step_only", "growth"]),
-)
+) | st.builds(FixedScale, st.sampled_from([3.0, 128.0]))
 
 
 def quick(**options):
@@ -66,13 +66,6 @@ def test_the_trace_has_the_bits_of_the_policy_on_the_host(policy, found_infs):
         assert states.nonfinite_steps[i] == state.nonfinite_steps
 
 
-def test_a_fixed_scale_does_not_move():
-    scaler = GradScaler(FixedScale(128.0))
-    for finite in (True, False):
-        scaler = scaler.adjust(finite)
-    assert scaler.loss_scale == 128.0
-
-
 @pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
 def test_dtypes_are_float32_and_int32_and_strong_before_and_after_a_step(x64):
     with jax.enable_x64(x64):
@@ -83,8 +76,9 @@ def test_dtypes_are_float32_and_int32_and_strong_before_and_after_a_step(x64):
             assert not any(leaf.weak_type for leaf in scaler.state)
 
 
-def test_nothing_is_traced_again_when_the_scale_changes(counted_jit):
-    step, traces = counted_jit(lambda scaler, finite: scaler.adjust(finite))
+@pytest.mark.parametrize("options", [{}, {"donate_argnums": 0}], ids=["kept", "donated"])
+def test_nothing_is_traced_again_when_the_scale_changes(options, counted_jit):
+    step, traces = counted_jit(lambda scaler, finite: scaler.adjust(finite), **options)
     scaler = quick()
     for finite in (True, True, False, True):
         scaler = step(scaler, finite)
@@ -141,7 +135,7 @@ def test_a_loss_in_float16_does_not_overflow_when_it_is_scaled():
 
 @settings(max_examples=50, deadline=None)
 @given(exponent=st.integers(-20, 40), data=st.lists(st.floats(-(2.0**60), 2.0**60, width=32)))
-def test_by_a_power_of_two_scaling_and_unscaling_change_no_bit(exponent, data):
+def test_scaling_and_unscaling_by_a_power_of_two_change_no_bit(exponent, data):
     values = np.array(data, np.float32)
     values = np.where(np.abs(values) < 2.0**-80, 0, values).astype(np.float32)
     scaler = GradScaler(FixedScale(2.0**exponent))
@@ -301,14 +295,6 @@ def test_jax_checkpoint_changes_nothing(exact):
     plain = quick().value_and_grad(mean_of_squares)(WEIGHT, INPUTS)
     again = quick().value_and_grad(jax.checkpoint(mean_of_squares))(WEIGHT, INPUTS)
     assert exact(again) == exact(plain)
-
-
-def test_the_scaler_s_buffers_can_be_donated():
-    step = jax.jit(lambda s, finite: s.adjust(finite), donate_argnums=0)
-    scaler = quick()
-    for finite in (True, True, False):
-        scaler = step(scaler, finite)
-    assert scaler.loss_scale == 8.0
 
 
 SHARDS = jnp.arange(8.0).at[3].set(INF)

@@ -2,8 +2,7 @@
 
 import keras
 import numpy as np
-import pytest
-from keras_like import IMAGES, LABELS, NATIVE, everything, numpy, scale_of, trained
+from keras_like import NATIVE, everything, numpy, scale_of, trained
 
 from gradscaler.keras import LossScaleOptimizer
 
@@ -23,21 +22,6 @@ def test_a_static_scale_learns_as_a_constant_factor_does():
     assert np.allclose(losses, expected, rtol=1e-6)
     assert all(map(np.allclose, model.get_weights(), reference.get_weights()))
     assert float(model.optimizer.loss_scale) == 64.0
-
-
-@pytest.mark.parametrize("arguments", [{"dynamic_growth_steps": 5}, {"dynamic": False}], ids=str)
-def test_a_saved_model_goes_on_as_if_it_had_not_stopped(arguments, tmp_path):
-    model, _ = trained(LossScaleOptimizer(adam(), initial_scale=2.0**12, **arguments))
-    model.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert type(loaded.optimizer) is LossScaleOptimizer
-    assert state(loaded) == state(model)
-    if loaded.optimizer.dynamic:
-        assert float(loaded.optimizer.loss_scale) != 2.0**12
-        assert int(loaded.optimizer.dynamic_counter) > 0
-    for each in (model, loaded):
-        each.fit(IMAGES, LABELS, batch_size=16, shuffle=False, verbose=0)
-    assert state(loaded) == state(model)
 
 
 def test_an_h5_file_keeps_the_scale_and_the_counters(tmp_path):

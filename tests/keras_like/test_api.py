@@ -3,14 +3,18 @@ import json
 import numpy as np
 import pytest
 from keras_like import (
+    IMAGES,
     KERAS_3,
+    LABELS,
     NATIVE,
     LossScaleOptimizer,
     Variable,
     dtype,
+    everything,
     keras,
     numpy,
     tensor,
+    trained,
 )
 
 from gradscaler import DynamicScale, FixedScale
@@ -165,3 +169,24 @@ def test_a_config_says_how_the_scale_moves(family, arguments):
         assert type(each) is type(optimizer)
         assert each.get_config() == optimizer.get_config()
         assert each._policy == optimizer._policy
+
+
+@pytest.mark.parametrize("arguments", [{"dynamic_growth_steps": 5}, {"dynamic": False}], ids=str)
+def test_a_saved_model_goes_on_as_if_it_had_not_stopped(arguments, tmp_path):
+    """tf-keras' own wrapper starts from the initial scale again."""
+
+    def state(model):
+        return everything(model.optimizer, model.trainable_variables)
+
+    adam = keras.optimizers.Adam(0.05)
+    model, _ = trained(LossScaleOptimizer(adam, initial_scale=2.0**12, **arguments))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert type(loaded.optimizer) is type(model.optimizer)
+    assert state(loaded) == state(model)
+    if loaded.optimizer.dynamic:
+        assert float(loaded.optimizer.loss_scale) != 2.0**12
+        assert int(loaded.optimizer.dynamic_counter) > 0
+    for each in (model, loaded):
+        each.fit(IMAGES, LABELS, batch_size=16, shuffle=False, verbose=0)
+    assert state(loaded) == state(model)

@@ -118,7 +118,7 @@ def test_more_than_1000_overflows_in_a_row_are_an_error_as_in_mindspore(module):
 
 
 @pytest.mark.parametrize("limit", [2, 1000])
-def test_that_error_comes_after_bad_step_max_and_changes_nothing(limit):
+def test_overflows_past_bad_step_max_are_an_error_and_change_nothing(limit):
     manager = ours.DynamicLossScaleManager()
     manager.bad_step_max = limit
     before = vars(after(manager, [True] * limit)).copy()

@@ -1,0 +1,239 @@
+"""The training scripts: each learns, resumes as if it had not stopped, and needs its scaler."""
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch")
+SCRIPT = Path(__file__).parents[2] / "examples" / f"{FRAMEWORK}_digits.py"
+framework = importlib.import_module(FRAMEWORK)
+
+SUFFIX = {
+    "torch": ".pt",
+    "tensorplay": ".pt",
+    "paddle": ".pdckpt",
+    "jax": ".msgpack",
+    "keras": ".keras",
+    "tf_keras": ".keras",
+    "mindspore": ".ckpt",
+}[FRAMEWORK]
+EAGER = FRAMEWORK in ("torch", "tensorplay", "paddle")
+BY_STEPS = EAGER or FRAMEWORK == "jax"  # the other scripts count epochs, of three steps each
+if BY_STEPS:
+    COLUMNS = ["step", "loss", "accuracy", "scale", "skipped"]
+    LONG, WHOLE, HALF = 200, 60, 31
+    WAYS, UNSCALED = [()], ("--no-scaling",)
+else:
+    COLUMNS = ["epoch", "loss", "accuracy", "scale", "steps"]
+    LONG, WHOLE, HALF = 70, 4, 2
+    WAYS, UNSCALED = [(), ("--loop",)], ("--scale", 1)
+END = f"--{COLUMNS[0]}s"
+
+if EAGER:
+    from libraries import library
+
+    GROWING = "GradScaler", library.spelling["growth_interval"]
+elif FRAMEWORK == "jax":
+    GROWING = "DynamicScale", "growth_interval"
+elif FRAMEWORK != "mindspore":
+    from keras_like import numpy
+
+if "torch" in (FRAMEWORK, os.environ.get("KERAS_BACKEND")):
+    pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
+
+
+def content(path):
+    """A checkpoint to the bit, without the addresses of Paddle's random generators."""
+    if EAGER:
+        return re.sub(r"0x\w+", "address", str(library.exact(framework.load(str(path)))))
+    if FRAMEWORK == "jax":
+        return path.read_bytes()
+    if FRAMEWORK == "mindspore":
+        values = framework.load_checkpoint(str(path))
+        return {name: value.asnumpy().tobytes() for name, value in values.items()}
+    model = framework.models.load_model(path)
+    optimizer = model.optimizer
+    scale = [optimizer.loss_scale, optimizer.dynamic_counter]
+    return [numpy(value).tobytes() for value in [*model.variables, *optimizer.variables, *scale]]
+
+
+def as_in_a_process_of_its_own():
+    """In this context, a run neither finds nor leaves its framework's names and modes."""
+    stack = contextlib.ExitStack()
+    if FRAMEWORK == "paddle":
+        stack.enter_context(framework.utils.unique_name.guard())
+    elif FRAMEWORK == "mindspore":
+        stack.callback(framework.set_context, mode=framework.get_context("mode"))
+    elif FRAMEWORK.endswith("keras"):
+        framework.backend.clear_session()
+        stack.callback(framework.mixed_precision.set_global_policy, "float32")
+    return stack
+
+
+@pytest.fixture(scope="module")
+def script():
+    specification = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[SCRIPT.stem] = module  # where MindSpore looks for what it compiles
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def run(script):
+    """Run the script up to a step or an epoch; the rows that it prints."""
+
+    def run(end, *arguments):
+        with as_in_a_process_of_its_own(), contextlib.redirect_stdout(io.StringIO()) as printed:
+            script.main([str(argument) for argument in (END, end, *arguments)])
+        header, *rows = printed.getvalue().splitlines()
+        assert header.split() == COLUMNS
+        values = ([float(value.rstrip("%")) for value in row.split()] for row in rows)
+        return [dict(zip(COLUMNS, row, strict=True)) for row in values]
+
+    return run
+
+
+@pytest.fixture
+def soon_growing(script, monkeypatch):
+    """The scale of a script that counts steps grows so soon that it skips steps all along."""
+    if BY_STEPS:
+        name, interval = GROWING
+        make = getattr(script, name)
+        monkeypatch.setattr(
+            script, name, lambda *args, **given: make(*args, **{**given, interval: 2})
+        )
+
+
+def test_it_learns_only_with_loss_scaling(run):
+    tables = [run(LONG, *way) for way in WAYS]
+    assert all(table == tables[0] for table in tables)
+    scaled = tables[0][-1]
+    for way in WAYS:
+        unscaled = run(LONG, *UNSCALED, *way)[-1]
+        assert (unscaled[COLUMNS[0]], unscaled["scale"]) == (LONG, 1.0)
+        assert unscaled.get("skipped", 0) == 0
+        assert unscaled["accuracy"] < 20.0 < 80.0 < scaled["accuracy"]  # chance is 10
+    if FRAMEWORK == "mindspore":
+        assert 200 < scaled["steps"] < 210  # it skips some
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(run, soon_growing, tmp_path, way):
+    whole, half, resumed = (tmp_path / f"{name}{SUFFIX}" for name in ("whole", "half", "resumed"))
+    end = run(WHOLE, "--checkpoint", whole, *way)[-1]
+    middle = run(HALF, "--checkpoint", half, *way)[-1]
+    assert run(WHOLE, "--resume", half, "--checkpoint", resumed, *way)[-1] == end
+    assert content(resumed) == content(whole) != content(half)
+    assert not BY_STEPS or 0 < middle["skipped"] < end["skipped"]
+
+
+@pytest.mark.skipif(not EAGER, reason="of the eager frameworks")
+def test_a_schedule_counts_the_steps_that_were_not_skipped(run, soon_growing, tmp_path):
+    path = tmp_path / f"run{SUFFIX}"
+    skipped = run(60, "--checkpoint", path)[-1]["skipped"]
+    checkpoint = framework.load(str(path))
+    schedule = checkpoint.get("scheduler") or checkpoint["optimizer"]["LR_Scheduler"]
+    assert schedule["last_epoch"] == 60 - skipped < 60
+
+
+@pytest.mark.skipif(FRAMEWORK != "keras", reason="of Keras 3: Keras 2 counts skipped steps")
+def test_skipped_steps_do_not_make_a_resumed_run_longer(run, tmp_path):
+    path = tmp_path / f"run{SUFFIX}"
+    assert run(2, "--scale", 2.0**127, "--checkpoint", path)[-1]["steps"] == 0
+    assert run(2, "--resume", path) == []  # it was trained already
+
+
+def test_a_run_killed_in_a_save_goes_on_from_the_one_before(
+    run, tmp_path, killed_in_its_second_save
+):
+    path, first, whole = (tmp_path / f"{name}{SUFFIX}" for name in ("run", "first", "whole"))
+    command = ("--save-every", 2, "--checkpoint", path, "--resume")
+    killed_in_its_second_save(SCRIPT, END, 6, *command)
+    run(2, "--checkpoint", first)
+    assert content(path) == content(first)
+    run(6, *command)
+    run(6, "--checkpoint", whole)
+    assert content(path) == content(whole)
+    assert set(tmp_path.iterdir()) == {path, first, whole}
+
+
+def test_it_runs_as_a_script(tmp_path):
+    path = tmp_path / f"out{SUFFIX}"
+    strict = FRAMEWORK not in ("paddle", "keras", "tf_keras")  # whose imports may warn
+    command = [sys.executable, "-W", "error" if strict else "default", SCRIPT, END, "2"]
+    command += ["--checkpoint", path.name, *([] if BY_STEPS else ["--scale", "8"])]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert not strict or "Error" not in result.stderr
+    assert not strict or FRAMEWORK == "mindspore" or result.stderr == ""
+    row = result.stdout.splitlines()[-1].split()
+    assert row[0] == "2"
+    assert BY_STEPS or row[3] == "8"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def remove_the_scaler(path):
+    checkpoint = framework.load(str(path))
+    del checkpoint["scaler"]
+    framework.save(checkpoint, str(path))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_text("no checkpoint"),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:999]),
+        lambda path: path.write_bytes(path.read_bytes()[:5000]),
+        *([remove_the_scaler] if EAGER else []),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_name(run, tmp_path, damage):
+    path = tmp_path / f"broken{SUFFIX}"
+    run(1, "--checkpoint", path)
+    path.chmod(0o600)  # MindSpore's are read-only
+    damage(path)
+    for resume in (["--resume", path], ["--checkpoint", path, "--resume"]):
+        with pytest.raises(
+            SystemExit, match=f"{re.escape(path.name)} is (missing, )?damaged, or no"
+        ):
+            run(2, *resume)
+
+
+def test_a_missing_checkpoint_is_refused_by_name(run, tmp_path):
+    path = tmp_path / f"none{SUFFIX}"
+    with pytest.raises(SystemExit, match=f"{re.escape(path.name)}(: .*No such file| is missing)"):
+        run(2, "--resume", path)
+
+
+REFUSED = [
+    (["--checkpoint", f"none/out{SUFFIX}"], "there is no folder none"),
+    (["--checkpoint", f"folder{SUFFIX}"], f"folder{re.escape(SUFFIX)} is a folder"),
+    (["--save-every", "0", "--checkpoint", f"out{SUFFIX}"], "at least 1, got 0"),
+    (["--resume"], "name a FILE, or a --checkpoint"),
+]
+if FRAMEWORK == "tensorplay" or not BY_STEPS:
+    REFUSED.append((["--checkpoint", "out.no"], f"ends in {SUFFIX}"))
+if not BY_STEPS:
+    REFUSED.append((["--scale", "0"], "at least 1 and less than"))
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_a_command_that_cannot_work_is_refused_before_training(
+    script, arguments, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path(f"folder{SUFFIX}").mkdir()
+    with pytest.raises(SystemExit):
+        script.main(arguments)
+    printed = capsys.readouterr()
+    assert re.search(message, printed.err)
+    assert printed.out == ""
