@@ -31,21 +31,6 @@ def native(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def exact():
-    return library.exact
-
-
-@pytest.fixture(scope="session")
-def everything():
-    return library.everything
-
-
-@pytest.fixture(scope="session")
-def stepped():
-    return library.stepped
-
-
-@pytest.fixture(scope="session")
 def make():
     return _make
 

@@ -68,23 +68,8 @@ def exact():
 
 
 @pytest.fixture(scope="session")
-def stepped():
-    return library.kept
-
-
-@pytest.fixture(scope="session")
-def everything():
-    return library.everything
-
-
-@pytest.fixture(scope="session")
 def randn():
     return _randn
-
-
-@pytest.fixture(scope="session")
-def backward():
-    return library.backward
 
 
 @pytest.fixture(scope="session")
@@ -100,18 +85,6 @@ def kind(request):
 @pytest.fixture
 def parameters():
     return [tp.nn.Parameter(value) for value in _randn(0, (2, 3), (4,))]
-
-
-@pytest.fixture
-def finite():
-    """Gradients of those parameters, finite at any scale up to 2**120."""
-    return _randn(1, (2, 3), (4,))
-
-
-@pytest.fixture
-def overflowed(finite):
-    """The same, with an inf in the last."""
-    return [*finite[:-1], tp.full((4,), INF)]
 
 
 @pytest.fixture

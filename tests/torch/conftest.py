@@ -35,16 +35,6 @@ def exact():
 
 
 @pytest.fixture(scope="session")
-def everything():
-    return library.everything
-
-
-@pytest.fixture(scope="session")
-def stepped():
-    return library.stepped
-
-
-@pytest.fixture(scope="session")
 def backward():
     return library.backward
 
