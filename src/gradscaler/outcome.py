@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, SupportsFloat
+from typing import Any, Literal, Protocol, SupportsFloat
 
 Reason = Literal["finite", "overflow", "retries_exhausted", "no_gradients", "disabled"]
 
@@ -100,3 +100,25 @@ class StepOutcome:
     def __repr__(self) -> str:
         verb = "applied" if self.applied else "skipped"
         return f"StepOutcome({verb}, reason={self.reason!r}, scale={self.scale!r})"
+
+
+class Observer(Protocol):
+    """Hears of a scaler's calls, as a :class:`gradscaler.diagnose.Monitor` does."""
+
+    def scaled(self, outputs: Any, /) -> None:
+        """``scale`` was given this tensor."""
+
+    def unscaling(self, optimizer: Any, scale: Any, /) -> None:
+        """``unscale_`` was called; gradients are still multiplied by ``scale``.
+
+        The scaler's own call in ``step`` is announced too, but no call in a closure.
+        """
+
+    def stepping(self, optimizer: Any, scale: Any, /) -> None:
+        """``step`` was called; gradients are still multiplied by ``scale``, unless it is None."""
+
+    def stepped(self, optimizer: Any, outcome: StepOutcome, /) -> None:
+        """``step`` is done, and the gradients are still there."""
+
+    def updating(self) -> None:
+        """``update`` was called, and nothing has moved yet. An exception stops it."""

@@ -1,5 +1,7 @@
 """Orders of calls that Paddle allows and PyTorch does not."""
 
+from unittest.mock import Mock
+
 import pytest
 from libraries import library
 
@@ -17,6 +19,18 @@ def test_gradients_may_come_from_elsewhere_than_a_scaled_loss_as_with_paddle(nat
         scaler.update()
         finals.append(library.exact(parameters))
     assert finals[0] == finals[1]
+
+
+def test_unscaling_is_announced_where_a_subclass_unscales_by_itself(backward, finite):
+    class Own(GradScaler):
+        def _unscale(self, optimizer):
+            super()._unscale(optimizer)
+
+    parameters, scaler, seen = library.parameters(), Own(init_loss_scaling=1024.0), Mock()
+    scaler.add_observer(seen)
+    backward(scaler, parameters, finite)
+    scaler.step(library.sgd(parameters))
+    assert seen.unscaling.called
 
 
 @pytest.mark.parametrize("unscale", [False, True], ids=["step alone", "unscale_ and step"])

@@ -85,6 +85,12 @@ def test_copies_are_equal(policy, copied):
 
 
 @a_policy
+def test_a_pickle_holds_only_the_parameters(policy):
+    moved(policy)
+    assert b"_constants" not in pickle.dumps(policy)
+
+
+@a_policy
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_pickle_gives_an_equal_policy(policy, protocol):
     restored = pickle.loads(pickle.dumps(policy, protocol))

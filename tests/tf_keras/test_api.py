@@ -133,3 +133,18 @@ def test_the_class_of_both_families_cannot_be_subclassed(family):
         TypeError, match=r"OfNeitherFamily belongs to neither family: subclass .*V3, for"
     ):
         OfNeitherFamily(family.SGD())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "set_weights",
+        "exclude_from_weight_decay",
+        "add_variable",
+        "add_variable_from_reference",
+        "update_step",
+        "aggregate_gradients",
+    ],
+)
+def test_what_the_inner_optimizer_does_is_a_method_of_the_class(name):
+    assert callable(getattr(LossScaleOptimizerV3, name))

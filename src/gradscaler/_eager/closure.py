@@ -80,9 +80,9 @@ class ClosureRun:
     ) -> tuple[Any, OptimizerRecord, Reason | None]:
         """Step the optimizer, or skip.
 
-        The first evaluation is made before ``optimizer.step``, so most skips never enter it. One
-        that overflows for good later, in an optimizer that evaluates repeatedly, rolls the step
-        back. If anything else raises, all is as before.
+        The first evaluation is made before ``optimizer.step``, so most skips never enter it.
+        An optimizer may evaluate repeatedly: if a later evaluation uses up its retries, the step is
+        rolled back. If anything else raises, all is as before.
 
         Returns:
             What ``optimizer.step`` returned, the record of the last evaluation, and the reason of

@@ -1,6 +1,6 @@
 """What an eager adapter supplies to the engine: its framework's tensor operations.
 
-An adapter's ``operations.py`` is a module of functions that satisfies this Protocol. Tensors,
+An adapter's ``_operations.py`` satisfies this Protocol, as a module or by an object in it. Tensors,
 optimizers and found_inf flags are opaque to the engine: it only hands them back.
 """
 
@@ -48,7 +48,7 @@ class Operations(Protocol):
     def inverse(self, scale: Tensor, /) -> tuple[Any, Any]:
         """A copy of the scale for the record, and 1/scale in the form that ``unscale_`` takes.
 
-        That is the scale itself where the framework's kernel divides.
+        Paddle's kernel divides, so its ``unscale_`` takes the scale itself.
         """
 
     def unscale_(self, optimizer: Optimizer, inv_scale: Any, /) -> FoundInf:

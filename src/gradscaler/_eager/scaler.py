@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
 from gradscaler._eager.closure import ClosureRun, Closures
-from gradscaler._eager.observers import Observer
 from gradscaler._eager.operations import FoundInf, Operations, Optimizer, Tensor
 from gradscaler._eager.outcomes import Outcomes
 from gradscaler._eager.record import UNKNOWN_GRADIENTS, OptimizerRecord, Stage
 from gradscaler.errors import CallOrderError
-from gradscaler.outcome import Reason, StepOutcome
+from gradscaler.outcome import Observer, Reason, StepOutcome
 from gradscaler.policies import FixedScale, Policy, ScaleState
 
 _KNOWN = (Stage.MEASURED, Stage.UNSCALED_TO_CLIP, Stage.UNSCALED)
@@ -41,7 +40,6 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         self._max_retries = _check_retries(max_retries)
         self._initial_state = policy.init()
         self._state: ScaleState | None = None  # placed where the first scaled tensor lives
-        self._records: defaultdict[int, OptimizerRecord] = defaultdict(self._record_type)
         self._start_records()
 
     # The five calls of a training loop.
@@ -310,7 +308,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         return ObservedScaler(self)
 
     # What an adapter supplies or may override: two class attributes, one method, and what a
-    # framework does in its own way. Nothing else of the engine is overridden.
+    # framework does in its own way. An adapter may also override a public method whose signature
+    # or rules differ in its framework, and what is pickled.
 
     _operations: ClassVar[Operations]
     _record_type: ClassVar[type[OptimizerRecord]] = OptimizerRecord
@@ -407,7 +406,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
                 "the end: call update() first"
             )
         left_out = dict.fromkeys(
-            ("_state", "_outcomes", "_history", "_observers", "_closures", "_awaiting")
+            ("_state", "_records", "_outcomes", "_history", "_observers", "_closures", "_awaiting")
         )
         return {**self.__dict__, **left_out, "_initial_state": self._host_state()}
 
@@ -419,6 +418,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
     def _start_records(self) -> None:
         """Start without steps and without observers."""
+        self._records: defaultdict[int, OptimizerRecord] = defaultdict(self._record_type)
         self._outcomes = Outcomes()
         self._history: deque[StepOutcome] = deque(maxlen=HISTORY_LENGTH)
         self._observers: list[Observer] = []

@@ -13,7 +13,7 @@ import numpy as np
 
 from gradscaler.jax import _operations, _trees
 from gradscaler.policies import ScaleState, _checks
-from gradscaler.policies._rule import Constants, next_values
+from gradscaler.policies.rule import Constants, next_values
 
 T = TypeVar("T")
 Array = Any

@@ -57,7 +57,7 @@ def loss_scaled(
     arguments reach it as they are: pass an unscaled ``value``.
 
     Wrap ``MultiSteps`` and ``apply_if_finite`` in this, and not this in them. ``MultiSteps`` would
-    accumulate an Inf for good, and ``apply_if_finite`` would hide it from the scale.
+    accumulate an Inf permanently, and ``apply_if_finite`` would hide it from the scale.
 
     Args:
         optimizer: any optax transformation.

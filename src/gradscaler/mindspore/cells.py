@@ -9,7 +9,7 @@ from mindspore import nn, ops
 from gradscaler.mindspore._operations import as_flag, compiled
 from gradscaler.mindspore._spelling import dynamic_policy, nonfinite_steps
 from gradscaler.policies import DynamicScale, _checks
-from gradscaler.policies._rule import next_values
+from gradscaler.policies.rule import next_values
 
 
 class FixedLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):  # type: ignore[misc] # untyped base

@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, mutable, ops
 from gradscaler.mindspore._operations import as_flag, compiled, scaled, unscaled
 from gradscaler.mindspore._spelling import WindowAndFactor, dynamic_policy, nonfinite_steps
 from gradscaler.policies import DynamicScale, _checks
-from gradscaler.policies._rule import Constants, next_values
+from gradscaler.policies.rule import Constants, next_values
 
 _map = ops.HyperMap()
 _partial = ops.Partial()

@@ -36,7 +36,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     """Loss scaling for Paddle's dynamic graph: a drop-in for ``paddle.amp.GradScaler``.
 
     It scales on every device and under every autocast dtype; Paddle's switches itself off on the
-    CPU, and for good when ``scale`` is first called outside float16 autocast. found_inf is each
+    CPU, and permanently when ``scale`` is first called outside float16 autocast. found_inf is each
     optimizer's own. An overflow prints nothing.
 
     Args:
@@ -154,7 +154,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         if not record.is_scaled:
             record.stage = after
             return
-        if "_unscale" in vars(self):  # a wrapper's own, which announces nothing
+        if self._unscale_is_replaced():  # by one that announces nothing
             self._announce_unscale(optimizer, self._host_state())
         self._unscale(optimizer)
         record = self._records.get(id(optimizer))
@@ -379,6 +379,9 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         """What Fleet and group-sharded training put a method of their own in place of."""
         super().unscale_(optimizer)
 
+    def _unscale_is_replaced(self) -> bool:
+        return getattr(self._unscale, "__func__", None) is not GradScaler._unscale
+
     def _unscale_gradients(self, optimizer: Any, inv_scale: Any) -> FoundInf:
         found_inf = super()._unscale_gradients(optimizer, inv_scale)
         flag = found_inf.get("found_inf", False)
@@ -388,7 +391,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         return found_inf
 
     def _measure(self, record: OptimizerRecord) -> Any:
-        if "_unscale" in vars(self):  # a wrapper's own, which may reduce found_inf over processes
+        if self._unscale_is_replaced():  # it may reduce found_inf over processes
             return None
         norm = super()._measure(record)
         if norm is not None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
 from gradscaler.errors import ParameterError
 from gradscaler.policies import _checks
 from gradscaler.policies._presets import Presets
-from gradscaler.policies._rule import Constants, next_values
+from gradscaler.policies.rule import Constants, next_values
 from gradscaler.policies.state import Scalar, ScaleState, Where, host_where, on_host, where_for
 
 HysteresisReset = Literal["finite_step", "finite_step_only", "growth"]
@@ -96,6 +96,9 @@ class DynamicScale(Presets):
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        self._set_constants()
+
+    def _set_constants(self) -> None:
         constants = Constants(
             _checks.in_float32(self.growth_factor),
             _checks.in_float32(self.backoff_factor),
@@ -107,6 +110,14 @@ class DynamicScale(Presets):
             backoff_resets=self.hysteresis_reset == "finite_step",
         )
         object.__setattr__(self, "_constants", constants)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, state[field.name])
+        self._set_constants()
 
     def init(self) -> ScaleState:
         """The state before the first step, in host scalars: a float32 and two ints."""

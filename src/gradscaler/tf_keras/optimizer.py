@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import attrgetter
 from typing import Any
 
 import tensorflow as tf
@@ -16,12 +15,6 @@ from gradscaler.policies import FixedScale, Rule
 Tensor = Any
 Gradient = Any  # a tensor or IndexedSlices
 Pairs = list[tuple[Gradient | None, tf.Variable]]
-
-
-def _of_inner(name: str, doc: str) -> property:
-    """An attribute or method of the inner optimizer, as a property."""
-    get = attrgetter(f"_optimizer.{name}")
-    return property(get, lambda self, value: setattr(self._optimizer, name, value), doc=doc)
 
 
 class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignore[misc] # untyped base
@@ -106,8 +99,12 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
         """
         return self._loss_scale.counter if self.dynamic else None
 
-    def _scaled(self, loss: Tensor) -> Tensor:
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """The loss times the scale, in float32 at least; for a callable loss, a callable."""
         self._loss_has_been_scaled = True
+        return super().get_scaled_loss(loss)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
         if loss.dtype.size < 4:  # its largest value may be less than the scale
             loss = tf.cast(loss, tf.float32)
         return loss * tf.cast(self.loss_scale, loss.dtype)
@@ -185,20 +182,42 @@ class LossScaleOptimizerV3(LossScaleOptimizer, native.LossScaleOptimizerV3):  # 
         return pairs
 
     # tf-keras leaves these to a base class whose constructor it does not call.
-    name = _of_inner("name", "The inner optimizer's name.")
-    set_weights = _of_inner("set_weights", "Set the inner optimizer's variables, in their order.")
-    add_variable = _of_inner("add_variable", "Add a variable to the inner optimizer's.")
-    add_variable_from_reference = _of_inner(
-        "add_variable_from_reference",
-        "Add a variable like one of the model to the inner optimizer's.",
-    )
-    exclude_from_weight_decay = _of_inner(
-        "exclude_from_weight_decay", "Have the inner optimizer exclude variables from weight decay."
-    )
-    update_step = _of_inner(
-        "update_step", "The inner optimizer's step of one variable, by an unscaled gradient."
-    )
-    aggregate_gradients = _of_inner("aggregate_gradients", "Sum the gradients over the replicas.")
+
+    def set_weights(self, weights: list[Any]) -> None:
+        """Set the inner optimizer's variables, in the order of ``variables``."""
+        self._optimizer.set_weights(weights)
+
+    def exclude_from_weight_decay(
+        self, var_list: list[tf.Variable] | None = None, var_names: list[str] | None = None
+    ) -> None:
+        """Have the inner optimizer exclude variables from weight decay."""
+        self._optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    @property
+    def name(self) -> str:
+        """The inner optimizer's name."""
+        name: str = self._optimizer.name
+        return name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._optimizer.name = name
+
+    def add_variable(self, *args: Any, **kwargs: Any) -> tf.Variable:
+        """Add a variable to the inner optimizer's."""
+        return self._optimizer.add_variable(*args, **kwargs)
+
+    def add_variable_from_reference(self, *args: Any, **kwargs: Any) -> tf.Variable:
+        """Add a variable like one of the model to the inner optimizer's."""
+        return self._optimizer.add_variable_from_reference(*args, **kwargs)
+
+    def update_step(self, gradient: Gradient, variable: tf.Variable) -> None:
+        """The inner optimizer's step of one variable, by an unscaled gradient."""
+        self._optimizer.update_step(gradient, variable)
+
+    def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> Any:
+        """Sum the gradients over the replicas."""
+        return self._optimizer.aggregate_gradients(grads_and_vars)
 
     def save_own_variables(self, store: Any) -> None:
         """Put the inner optimizer's variables into a store, and the scale's by name."""

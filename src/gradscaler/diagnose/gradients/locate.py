@@ -36,7 +36,7 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
     Raises:
         TypeError: ``model`` is not such a module.
         ValueError: the model has lazy modules that were not called yet. The closure would change
-            them for good.
+            them permanently.
     """
     hooks = ModuleHooks(model, backward=True)
     is_lazy = getattr(getattr(framework_of(model).nn, "parameter", None), "is_lazy", None)

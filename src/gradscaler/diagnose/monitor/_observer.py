@@ -30,7 +30,7 @@ class Iteration:
 
 
 class EagerObserver(StepSource):
-    """Satisfies :class:`gradscaler._eager.observers.Observer`; the caller adds it to the scaler.
+    """Satisfies :class:`gradscaler.outcome.Observer`; the caller adds it to the scaler.
 
     An iteration ends with ``update``, or when an optimizer steps again without one. Flags, scales
     and losses that may be on a device are read at once only if skips are inspected; else when a
