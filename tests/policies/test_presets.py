@@ -321,36 +321,45 @@ def with_hysteresis(preset):
 
 
 THREE = (powers_of_two, intervals, hystereses)
-# A preset, the framework's rule, and what both are given before the trace.
+SIXTY = st.text(".x", max_size=60)
+# A preset, the framework's rule, what both are given, and traces in which no scale overflows.
 FOLLOWED = {
     "paddle": (
         lambda init, *counts: DynamicScale.paddle(init, 2.0, 0.5, *counts),
         paddles_rule,
         THREE,
+        SIXTY,
     ),
-    "keras": (DynamicScale.keras, keras_rule, (powers_of_two, intervals)),
+    "keras": (DynamicScale.keras, keras_rule, (powers_of_two, intervals), traces),
     "mindspore": (
         DynamicScale.mindspore,
         mindspores_rule,
         (powers_of_two, st.sampled_from([2, 4, 8]), intervals),
+        st.text(".x", max_size=30),
     ),
     "flax": (
         lambda init, interval: DynamicScale.flax(growth_interval=interval, scale=init),
         flaxs_rule,
         (powers_of_two, intervals),
+        traces,
     ),
-    "jmp": (DynamicScale.jmp, jmps_rule, (powers_of_two, intervals, st.sampled_from([2, 16]))),
-    "apex": (with_hysteresis(DynamicScale.apex), apex_rule, THREE),
-    "megatron": (with_hysteresis(DynamicScale.megatron), megatrons_rule, THREE),
+    "jmp": (
+        DynamicScale.jmp,
+        jmps_rule,
+        (powers_of_two, intervals, st.sampled_from([2, 16])),
+        traces,
+    ),
+    "apex": (with_hysteresis(DynamicScale.apex), apex_rule, THREE, SIXTY),
+    "megatron": (with_hysteresis(DynamicScale.megatron), megatrons_rule, THREE, SIXTY),
 }
 
 
-@pytest.mark.parametrize(("preset", "rule", "parameters"), FOLLOWED.values(), ids=FOLLOWED)
+@pytest.mark.parametrize(("preset", "rule", "given_to", "traced"), FOLLOWED.values(), ids=FOLLOWED)
 @settings(deadline=None)
-@given(data=st.data(), trace=st.one_of(traces, st.text(".x", max_size=60)))
-def test_a_preset_follows_its_frameworks_rule(preset, rule, parameters, data, trace):
-    given_to_both = data.draw(st.tuples(*parameters))
-    assert scales(preset(*given_to_both), trace) == rule(*given_to_both, trace)
+@given(data=st.data())
+def test_a_preset_follows_its_frameworks_rule(preset, rule, given_to, traced, data):
+    parameters, trace = data.draw(st.tuples(*given_to)), data.draw(traced)
+    assert scales(preset(*parameters), trace) == rule(*parameters, trace)
 
 
 ENDS = {
