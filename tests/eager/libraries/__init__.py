@@ -26,4 +26,4 @@ import os
 
 FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch")
 
-library = importlib.import_module(f"libraries.on_{FRAMEWORK}").library
+library = importlib.import_module(f"libraries.on_{FRAMEWORK}").instance

@@ -180,4 +180,4 @@ class _Native:
         return scaler
 
 
-library = Paddle()
+instance = Paddle()

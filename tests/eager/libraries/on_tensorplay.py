@@ -10,5 +10,5 @@ class TensorPlay(TorchLike):
         return super().exact_tensor(tensor)
 
 
-library = TensorPlay("tensorplay")
-library.framework.set_num_threads(1)  # the tests' tensors are too small to share among threads
+instance = TensorPlay("tensorplay")
+instance.framework.set_num_threads(1)  # the tests' tensors are too small to share among threads

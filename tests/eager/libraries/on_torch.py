@@ -2,4 +2,4 @@
 
 from libraries.torch_like import TorchLike
 
-library = TorchLike("torch")
+instance = TorchLike("torch")
