@@ -151,7 +151,7 @@ def _explain(parsed: argparse.Namespace) -> None:
     try:
         from rich.console import Console
 
-        from gradscaler.diagnose.report.terminal import explain
+        from gradscaler.diagnose.report._terminal import explain
 
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a name may hold any letter

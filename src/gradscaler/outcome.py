@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, SupportsFloat
 
+HISTORY_LENGTH = 1000
+"""Steps that a scaler's ``history`` goes back."""
+
 Reason = Literal["finite", "overflow", "retries_exhausted", "no_gradients", "disabled"]
 
 

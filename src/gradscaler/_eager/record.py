@@ -35,11 +35,12 @@ UNKNOWN_GRADIENTS = (
 )
 
 TRANSITIONS: dict[tuple[Stage, str], Stage | str] = {
+    # A user's call: the stage after it, or the error that it raises.
     (Stage.SCALED, "unscale_"): Stage.UNSCALED,
-    (Stage.SCALED, "clip_grad_norm_"): Stage.MEASURED,  # UNSCALED_TO_CLIP where that cannot tell
+    (Stage.SCALED, "clip_grad_norm_"): Stage.SCALED,  # until it has measured or unscaled
     (Stage.SCALED, "step"): Stage.STEPPED,
     (Stage.MEASURED, "unscale_"): Stage.UNSCALED,
-    (Stage.MEASURED, "clip_grad_norm_"): Stage.UNSCALED_TO_CLIP,
+    (Stage.MEASURED, "clip_grad_norm_"): Stage.MEASURED,
     (Stage.MEASURED, "step"): Stage.STEPPED,
     (Stage.UNSCALED_TO_CLIP, "unscale_"): Stage.UNSCALED,
     (Stage.UNSCALED_TO_CLIP, "clip_grad_norm_"): Stage.UNSCALED_TO_CLIP,
@@ -63,16 +64,23 @@ TRANSITIONS: dict[tuple[Stage, str], Stage | str] = {
     (Stage.INTERRUPTED, "unscale_"): UNKNOWN_GRADIENTS,
     (Stage.INTERRUPTED, "clip_grad_norm_"): UNKNOWN_GRADIENTS,
     (Stage.INTERRUPTED, "step"): UNKNOWN_GRADIENTS,
+    # What a call does on its way.
+    (Stage.SCALED, "measured"): Stage.MEASURED,
+    (Stage.UNSCALED, "unscaled to clip"): Stage.UNSCALED_TO_CLIP,
+    (Stage.SCALED, "unscaled to clip"): Stage.UNSCALED_TO_CLIP,  # a subclass's own unscale_
+    (Stage.MEASURED, "multiplied"): Stage.UNSCALED_TO_CLIP,
+    (Stage.UNSCALED_TO_CLIP, "multiplied"): Stage.UNSCALED_TO_CLIP,
+    (Stage.UNSCALED, "multiplied"): Stage.UNSCALED,
+    **{(stage, "interrupted"): Stage.INTERRUPTED for stage in Stage},
 }
-"""The stage after a user's call that runs to its end, or the error that the call raises."""
+"""Every way from one stage to the next, by what happens."""
 
 
-FRAMEWORK_STAGES = {
+_FRAMEWORK_STAGES = {
     "READY": Stage.SCALED,
     "UNSCALED": Stage.UNSCALED,
     "STEPPED": Stage.STEPPED,
 }
-"""The three stages that frameworks know."""
 
 
 class OptimizerRecord:
@@ -108,21 +116,34 @@ class OptimizerRecord:
 
     @property
     def framework_stage(self) -> str:
-        """The name of the stage that frameworks know: READY, UNSCALED or STEPPED."""
+        """The name of the stage that frameworks know, and may set: READY, UNSCALED or STEPPED."""
         if self.is_scaled:
             return "READY"
         return "STEPPED" if self.stage is Stage.STEPPED else "UNSCALED"
 
-    def after(self, call: str) -> Stage:
-        """The stage after a call of the user's.
+    @framework_stage.setter
+    def framework_stage(self, name: str) -> None:
+        self.stage = _FRAMEWORK_STAGES[name]
+
+    def check(self, event: str) -> Stage:
+        """The stage after an event; the record stays as it is.
 
         Raises:
-            CallOrderError: it may not come now; the message names the call that is missing.
+            CallOrderError: the user's call may not come now; the message names the missing one.
         """
-        after = TRANSITIONS[self.stage, call]
+        after = TRANSITIONS[self.stage, event]
         if isinstance(after, str):
             raise CallOrderError(after)
         return after
+
+    def move(self, event: str) -> None:
+        """Go to the stage after an event; raises as ``check`` does."""
+        self.stage = self.check(event)
+
+    def interrupt(self, gradients: list[Tensor]) -> None:
+        """Note that only some of these gradients may be unscaled."""
+        self.move("interrupted")
+        self.stale = gradients
 
     def pending(self) -> Tensor | None:
         """What the gradients are yet to be multiplied by; None if nothing."""

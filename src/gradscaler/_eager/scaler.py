@@ -13,14 +13,10 @@ from gradscaler._eager.operations import FoundInf, Operations, Optimizer, Tensor
 from gradscaler._eager.outcomes import Outcomes
 from gradscaler._eager.record import UNKNOWN_GRADIENTS, OptimizerRecord, Stage
 from gradscaler.errors import CallOrderError
-from gradscaler.outcome import Observer, Reason, StepOutcome
+from gradscaler.outcome import HISTORY_LENGTH, Observer, Reason, StepOutcome
 from gradscaler.policies import FixedScale, Policy, ScaleState
 
 _KNOWN = (Stage.MEASURED, Stage.UNSCALED_TO_CLIP, Stage.UNSCALED)
-
-HISTORY_LENGTH = 1000
-"""Steps that ``history`` goes back."""
-
 
 TensorT = TypeVar("TensorT")
 OptimizerT = TypeVar("OptimizerT", bound=Any)
@@ -107,9 +103,9 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             return
         state = self._placed_state("unscale_")
         record = self._record(optimizer)
-        after = record.after("unscale_")
+        record.check("unscale_")
         if not record.is_scaled:  # clip_grad_norm_() has done it
-            record.stage = after
+            record.move("unscale_")
             return
         if self._observers:
             self._announce_unscale(optimizer, state)
@@ -117,7 +113,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             record.scale, inv_scale = self._operations.inverse(self._scale_in_use(state))
             record.found_inf = self._unscale_gradients(optimizer, inv_scale)
             record.inv_scale = None
-            record.stage = after
+            record.move("unscale_")
             self._records[id(optimizer)] = record
         except BaseException as error:
             self._note_interrupt(record, error)
@@ -338,7 +334,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if measured is None:
             return None
         norm, record.scale, record.inv_scale, record.found_inf = measured
-        record.stage = Stage.MEASURED
+        record.move("measured")
         return norm
 
     def _step_or_skip(
@@ -379,7 +375,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if scale is None:  # a subclass has an unscale_ of its own
             scale = self._operations.copy(self._placed_state("step")).scale
         flag = (lambda: self._operations.any_set(found_inf)) if found_inf else False
-        record.stage = Stage.STEPPED
+        record.move("step")
         self._records[id(optimizer)] = record
         outcome = StepOutcome(scale, flag, reason)
         self._outcomes.put(optimizer, outcome)
@@ -444,7 +440,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if self._closures.losses is not None:
             raise self._closures.refusal("step")
         record = self._record(optimizer)
-        record.after("step")
+        record.check("step")
         return record
 
     def _clip(
@@ -452,19 +448,18 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     ) -> Any:
         """Measure the norm, and have the gradients multiplied in ``step``."""
         record = self._record(optimizer)
-        after = record.after("clip_grad_norm_")
+        record.check("clip_grad_norm_")
         if record.is_outdated:
             raise CallOrderError(UNKNOWN_GRADIENTS)
         if record.clip_coefficient is not None:  # of an earlier call
             self._apply_pending(record)
-            record.stage = after
         norm: Tensor | None = None
         if self._enabled and record.stage is Stage.SCALED and norm_type == 2:
             norm = self._measure(record)
         if self._enabled and norm is None and record.is_scaled:
             self.unscale_(optimizer)
             record = self._record(optimizer)
-            record.stage = Stage.UNSCALED_TO_CLIP
+            record.move("unscaled to clip")
         if norm is None:
             norm = self._operations.total_norm(optimizer, float(norm_type))
         if error_if_nonfinite and not math.isfinite(float(norm)):
@@ -517,8 +512,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         An adapter that refuses gradients raises one of these types before it changes any.
         """
         if not isinstance(error, (ValueError, NotImplementedError, AttributeError)):
-            record.stage = Stage.INTERRUPTED
-            record.stale = self._operations.current_gradients(record.optimizer)
+            record.interrupt(self._operations.current_gradients(record.optimizer))
             self._records[id(record.optimizer)] = record
 
     def _note_raised(self, optimizer: Optimizer) -> None:
@@ -533,8 +527,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         for record in self._awaiting:
             record.is_outdated = True
             if record.has_raised and record.stage in _KNOWN:
-                record.stage = Stage.INTERRUPTED
-                record.stale = self._operations.current_gradients(record.optimizer)
+                record.interrupt(self._operations.current_gradients(record.optimizer))
         self._awaiting.clear()
 
     def _announce_unscale(self, optimizer: Optimizer, state: ScaleState) -> None:
@@ -578,8 +571,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         try:
             self._operations.multiply_gradients_(record.optimizer, factor)
             record.clip_coefficient = record.inv_scale = None
-            if record.is_scaled:
-                record.stage = Stage.UNSCALED
+            record.move("multiplied")
         except BaseException as error:
             self._note_interrupt(record, error)
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, ClassVar
 
-from gradscaler._eager.record import FRAMEWORK_STAGES, OptimizerRecord
+from gradscaler._eager.record import OptimizerRecord
 
 
 class TorchLikeRecord(OptimizerRecord):
@@ -22,7 +22,7 @@ class TorchLikeRecord(OptimizerRecord):
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "stage":
-            self.stage = FRAMEWORK_STAGES[value.name]
+            self.framework_stage = value.name
         elif key == "found_inf_per_device":
             self.found_inf = value
         else:

@@ -31,10 +31,10 @@ class Layout(NamedTuple):
     rules: tuple[type[Rule], ...] = (DynamicScale,)
 
 
-def _state(values: Values, scale: float, finite: str, nonfinite: str = "") -> ScaleState:
+def _state(values: Values, scale: float, finite: str, nonfinite: str | None = None) -> ScaleState:
     """The scale, and the counts under these keys; a non-finite count that is not there is 0."""
-    counts = count_in(finite, values[finite]), count_in(nonfinite, values.get(nonfinite, 0))
-    return ScaleState(np.float32(scale), *counts)
+    count = count_in(nonfinite, values.get(nonfinite, 0)) if nonfinite else 0
+    return ScaleState(np.float32(scale), count_in(finite, values[finite]), count)
 
 
 def _no_hysteresis(values: Values, key: str) -> None:

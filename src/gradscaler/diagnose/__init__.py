@@ -4,13 +4,13 @@ Nothing else in gradscaler imports this package, and it imports no framework: it
 of whichever framework is loaded.
 """
 
-from gradscaler.diagnose.gradients.exponents import exponents
-from gradscaler.diagnose.gradients.locate import locate
-from gradscaler.diagnose.gradients.nonfinite import inspect
-from gradscaler.diagnose.monitor import Monitor
-from gradscaler.diagnose.monitor.steps import StuckError, StuckWarning
-from gradscaler.diagnose.run.reader import read_run
-from gradscaler.diagnose.verdict import Verdict
+from gradscaler.diagnose._gradients.exponents import exponents
+from gradscaler.diagnose._gradients.locate import locate
+from gradscaler.diagnose._gradients.nonfinite import inspect
+from gradscaler.diagnose._monitor import Monitor
+from gradscaler.diagnose._monitor.steps import StuckError, StuckWarning
+from gradscaler.diagnose._run.reader import read_run
+from gradscaler.diagnose._verdict import Verdict
 
 __all__ = [
     "Monitor",

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from paddle.amp.grad_scaler import OptimizerState
 
-from gradscaler._eager.record import FRAMEWORK_STAGES, OptimizerRecord
+from gradscaler._eager.record import OptimizerRecord
 
 _STAGES = {
     "READY": OptimizerState.INIT,
@@ -26,8 +26,7 @@ class PaddleRecord(OptimizerRecord):
     def __setitem__(self, key: str, value: OptimizerState) -> None:
         if key != "state":
             raise KeyError(key)
-        name = next(name for name, state in _STAGES.items() if state is value)
-        self.stage = FRAMEWORK_STAGES[name]
+        self.framework_stage = next(name for name, state in _STAGES.items() if state is value)
 
 
 class PaddleOptimizer(Protocol):

@@ -11,7 +11,7 @@ import paddle
 from gradscaler import checkpoint
 from gradscaler._eager.closure import DEFAULT_MAX_RETRIES
 from gradscaler._eager.operations import FoundInf, Operations, Tensor
-from gradscaler._eager.record import OptimizerRecord, Stage
+from gradscaler._eager.record import OptimizerRecord
 from gradscaler._eager.scaler import EagerScaler
 from gradscaler.checkpoint._formats import PADDLE_KEYS, read_paddle, write_paddle
 from gradscaler.checkpoint._state_dicts import state_values
@@ -150,9 +150,9 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         if record is not None and not isinstance(record, PaddleRecord):  # a wrapper's own dict
             del self._records[id(optimizer)]
         record = self._record(optimizer)
-        after = record.after("unscale_")  # a wrapper's _unscale may not look at the order
+        record.check("unscale_")  # a wrapper's _unscale may not look at the order
         if not record.is_scaled:
-            record.stage = after
+            record.move("unscale_")
             return
         if self._unscale_is_replaced():  # by one that announces nothing
             self._announce_unscale(optimizer, self._host_state())
@@ -164,7 +164,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             record.optimizer = optimizer
             record.scale = self._scale_in_use(self._host_state())
             record.found_inf = {"found_inf": self._found_inf}
-        record.stage = Stage.UNSCALED
+        if record.is_scaled:
+            record.move("unscale_")
 
     def minimize(  # type: ignore[override] # wider than Paddle's, whose own optimizers are untyped
         self, optimizer: PaddleOptimizer, *args: Any, **kwargs: Any

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradscaler.diagnose import exponents, inspect
-from gradscaler.diagnose.gradients._arrays import (
+from gradscaler.diagnose._gradients.arrays import (
     dtype_name,
     named_arrays,
     shape_of,

@@ -9,7 +9,7 @@ import pytest
 
 from gradscaler import NonfiniteGradient
 from gradscaler.diagnose import exponents, inspect, locate
-from gradscaler.diagnose.gradients._arrays import (
+from gradscaler.diagnose._gradients.arrays import (
     dtype_name,
     named_arrays,
     shape_of,

@@ -18,7 +18,7 @@ import torch
 
 from gradscaler import DynamicScale, FixedScale, NonfiniteGradient
 from gradscaler.diagnose import Monitor, StuckError, StuckWarning, Verdict, locate, read_run
-from gradscaler.diagnose.monitor.steps import Step, StepLog
+from gradscaler.diagnose._monitor.steps import Step, StepLog
 from gradscaler.torch import GradScaler
 
 linear, seq = torch.nn.Linear, torch.nn.Sequential
@@ -456,7 +456,7 @@ def test_a_compiled_model_is_trained_on_while_it_is_watched(how):
 
 
 def test_an_error_in_watching_does_not_reach_the_training(monkeypatch):
-    largest = "gradscaler.diagnose.gradients.module_hooks._largest"
+    largest = "gradscaler.diagnose._gradients.module_hooks._largest"
     monkeypatch.setattr(largest, lambda *_: 1 / 0)
     assert len(Training(stuck_after=3, on_stuck="continue").steps("!!!").monitor.history) == 3
 

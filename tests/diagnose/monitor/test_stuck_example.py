@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("torch", reason="the trainings are torch's")
 
-from gradscaler.diagnose import read_run, verdict
+from gradscaler.diagnose import _verdict as verdict
+from gradscaler.diagnose import read_run
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "examples" / "torch_stuck.py"

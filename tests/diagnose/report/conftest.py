@@ -5,8 +5,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from gradscaler.diagnose.run._writer import RunFile
-from gradscaler.diagnose.run.lines import (
+from gradscaler.diagnose._run.lines import (
     Bins,
     ParameterSample,
     Sample,
@@ -15,7 +14,8 @@ from gradscaler.diagnose.run.lines import (
     Start,
     VerdictLine,
 )
-from gradscaler.diagnose.run.reader import Run
+from gradscaler.diagnose._run.reader import Run
+from gradscaler.diagnose._run.writer import RunFile
 from gradscaler.outcome import NonfiniteGradient
 
 NAN = float("nan")

@@ -17,12 +17,12 @@ from matplotlib.image import imread
 from rich.console import Console
 from rich.text import Text
 
+from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Start
+from gradscaler.diagnose._run.reader import Run
 from gradscaler.diagnose.report._figures import COLOURS, SHADE, drawing_settings
 from gradscaler.diagnose.report._picture import draw
 from gradscaler.diagnose.report._spectrum import spectrum_of
-from gradscaler.diagnose.report.terminal import explain
-from gradscaler.diagnose.run.lines import Bins, ParameterSample, Sample, Shares, Start
-from gradscaler.diagnose.run.reader import Run
+from gradscaler.diagnose.report._terminal import explain
 
 STEPS = 40
 SHARES = Shares(zero=0.2, flushed=0.1, subnormal=0.2, normal=0.3, overflow=0.05, nonfinite=0.15)

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from gradscaler.diagnose.run.lines import (
+from gradscaler.diagnose._run.lines import (
     Bins,
     ParameterSample,
     Sample,
@@ -18,7 +18,7 @@ from gradscaler.diagnose.run.lines import (
     Start,
     VerdictLine,
 )
-from gradscaler.diagnose.run.reader import Run
+from gradscaler.diagnose._run.reader import Run
 from gradscaler.outcome import NonfiniteGradient
 
 pytest.importorskip("matplotlib", reason="the report is drawn with it")
@@ -95,7 +95,7 @@ def test_each_verdict_comes_first(page_of, made_up_run, kind):
 
 
 def test_the_verdicts_of_the_monitor_are_those_with_a_headline():
-    from gradscaler.diagnose.verdict import Kind
+    from gradscaler.diagnose._verdict import Kind
 
     assert set(HEADLINES) == set(Kind.__args__)
 

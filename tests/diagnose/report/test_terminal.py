@@ -8,9 +8,9 @@ from io import StringIO
 
 import pytest
 
+from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip
 from gradscaler.diagnose.report._spectrum import spectrum_of
 from gradscaler.diagnose.report._texts import power
-from gradscaler.diagnose.run.lines import Bins, ParameterSample, Sample, Shares, Skip
 
 pytest.importorskip("rich", reason="the terminal is written to with it")
 
@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from gradscaler.diagnose.report.terminal import explain
+from gradscaler.diagnose.report._terminal import explain
 from gradscaler.outcome import NonfiniteGradient
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from gradscaler import NonfiniteGradient
 from gradscaler.diagnose import read_run
-from gradscaler.diagnose.run._writer import RunFile
-from gradscaler.diagnose.run.lines import (
+from gradscaler.diagnose._run.lines import (
     Bins,
     ParameterSample,
     Sample,
@@ -22,6 +21,7 @@ from gradscaler.diagnose.run.lines import (
     Start,
     VerdictLine,
 )
+from gradscaler.diagnose._run.writer import RunFile
 
 START = Start("torch", "float16", 100, 0, {"name": "FixedScale", "scale": 8.0}, "2026-01-01T00:00Z")
 SHARES = Shares(0.25, 0.125, 0.125, 0.5, 0.0, 0.0)
@@ -161,8 +161,8 @@ def test_an_empty_file_can_be_written_to_and_read_by_a_path_that_is_a_string(pat
 SCRIPT_ON_A_FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from gradscaler.diagnose.run._writer import RunFile
-from gradscaler.diagnose.run.lines import VerdictLine, Start
+from gradscaler.diagnose._run.writer import RunFile
+from gradscaler.diagnose._run.lines import VerdictLine, Start
 
 def limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
@@ -319,8 +319,8 @@ def test_any_value_anywhere_is_read_or_refused(tmp_path_factory, data):
 WRITER = """
 import sys
 from pathlib import Path
-from gradscaler.diagnose.run._writer import RunFile
-from gradscaler.diagnose.run.lines import Skip, Start
+from gradscaler.diagnose._run.writer import RunFile
+from gradscaler.diagnose._run.lines import Skip, Start
 
 file = RunFile(Path(sys.argv[1]), Start("torch", "float16", 100, 0, {}, ""))
 step = 0

@@ -16,10 +16,10 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import FigureBase
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
+from gradscaler.diagnose._run.lines import Shares
+from gradscaler.diagnose._run.reader import Run
 from gradscaler.diagnose.report._spectrum import Spectrum, spectrum_of
 from gradscaler.diagnose.report._texts import number, percent, power, shown
-from gradscaler.diagnose.run.lines import Shares
-from gradscaler.diagnose.run.reader import Run
 
 COLOURS = {
     "flushed": "#A03200",

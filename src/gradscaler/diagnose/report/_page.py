@@ -10,10 +10,10 @@ from string import Template
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from gradscaler.diagnose._run.reader import Run
 from gradscaler.diagnose.report._figures import LEVELS, WIDTH, Drawing, drawings_of
 from gradscaler.diagnose.report._summary import Table, facts_of, headline_of, tables_of
 from gradscaler.diagnose.report._texts import shown
-from gradscaler.diagnose.run.reader import Run
 
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradscaler.diagnose.gradients._formats import format_named
-from gradscaler.diagnose.run.lines import Bins, ParameterSample, Sample, Shares
-from gradscaler.diagnose.run.reader import Run
+from gradscaler.diagnose._gradients.formats import format_named
+from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares
+from gradscaler.diagnose._run.reader import Run
 
 
 class Zone(NamedTuple):

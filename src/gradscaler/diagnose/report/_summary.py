@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from gradscaler.diagnose._run.lines import Sample
+from gradscaler.diagnose._run.reader import Run
 from gradscaler.diagnose.report._texts import number, percent, shown
-from gradscaler.diagnose.run.lines import Sample
-from gradscaler.diagnose.run.reader import Run
 
 LATEST = 10  # skipped steps in the table
 

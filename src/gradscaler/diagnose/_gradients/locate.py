@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from itertools import chain
 
-from gradscaler.diagnose.gradients.module_hooks import Located, Module, ModuleHooks, framework_of
+from gradscaler.diagnose._gradients.module_hooks import Located, Module, ModuleHooks, framework_of
 
 is_locating = ContextVar("is_locating", default=False)
 """Whether a closure of :func:`locate` runs, whose losses belong to no step."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 from weakref import finalize
 
-from gradscaler.diagnose.run.lines import VERSION, Line, Start
-from gradscaler.diagnose.run.reader import read_run
+from gradscaler.diagnose._run.lines import VERSION, Line, Start
+from gradscaler.diagnose._run.reader import read_run
 
 _SPELLED = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
 

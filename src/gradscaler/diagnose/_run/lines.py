@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-from gradscaler.diagnose.run._checks import bin_counts, exponent, share
+from gradscaler.diagnose._run.checks import bin_counts, exponent, share
 from gradscaler.outcome import NonfiniteGradient
 
 VERSION = 1

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from gradscaler.diagnose.gradients._formats import format_named
-from gradscaler.diagnose.gradients.module_hooks import Located
-from gradscaler.diagnose.run.lines import Sample, Skip
+from gradscaler.diagnose._gradients.formats import format_named
+from gradscaler.diagnose._gradients.module_hooks import Located
+from gradscaler.diagnose._run.lines import Sample, Skip
 
 Kind = Literal["normal", "loss", "parameter", "activations", "nan", "floor", "underflow"]
 

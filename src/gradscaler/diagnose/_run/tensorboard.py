@@ -6,7 +6,7 @@ import importlib
 import os
 from typing import Any
 
-from gradscaler.diagnose.run.lines import Line, Sample
+from gradscaler.diagnose._run.lines import Line, Sample
 
 
 def load_writer() -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from gradscaler.diagnose.gradients._arrays import to_numpy
+from gradscaler.diagnose._gradients.arrays import to_numpy
 
 
 class Reading(NamedTuple):

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gradscaler.diagnose.gradients._arrays import dtype_name, to_numpy
-from gradscaler.diagnose.gradients.nonfinite import count_nonfinite
+from gradscaler.diagnose._gradients.arrays import dtype_name, to_numpy
+from gradscaler.diagnose._gradients.nonfinite import count_nonfinite
 
 Module = Any
 Tensor = Any

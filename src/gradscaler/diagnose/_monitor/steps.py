@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from gradscaler._eager.scaler import HISTORY_LENGTH
-from gradscaler.diagnose.run._tensorboard import EventFile
-from gradscaler.diagnose.run._writer import RunFile
-from gradscaler.diagnose.run.lines import Line, Sample, Skip, VerdictLine
-from gradscaler.diagnose.verdict import Verdict
-from gradscaler.outcome import NonfiniteGradient
+from gradscaler.diagnose._run.lines import Line, Sample, Skip, VerdictLine
+from gradscaler.diagnose._run.tensorboard import EventFile
+from gradscaler.diagnose._run.writer import RunFile
+from gradscaler.diagnose._verdict import Verdict
+from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient
 
 OnStuck = Literal["warn", "raise", "continue"]
 

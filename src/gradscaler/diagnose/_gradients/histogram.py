@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradscaler.diagnose.gradients._arrays import named_arrays, to_numpy
-from gradscaler.diagnose.gradients._formats import Format
+from gradscaler.diagnose._gradients.arrays import named_arrays, to_numpy
+from gradscaler.diagnose._gradients.formats import Format
 
 _CHUNK = 2**17  # elements, so that intermediate results stay in the cache
 

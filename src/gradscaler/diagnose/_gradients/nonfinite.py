@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradscaler.diagnose.gradients._arrays import dtype_name, named_arrays, shape_of, to_numpy
+from gradscaler.diagnose._gradients.arrays import dtype_name, named_arrays, shape_of, to_numpy
 from gradscaler.outcome import NonfiniteGradient
 
 

@@ -9,16 +9,15 @@ from pathlib import Path
 from time import gmtime, strftime
 from typing import Any, get_args
 
-from gradscaler._eager.scaler import EagerScaler
-from gradscaler.diagnose.gradients._formats import format_named
-from gradscaler.diagnose.monitor._observer import EagerObserver
-from gradscaler.diagnose.monitor._recorder import Recorder
-from gradscaler.diagnose.monitor._traced_scalers import policy_of, read
-from gradscaler.diagnose.monitor.steps import OnStuck, Step, StepLog
-from gradscaler.diagnose.run._tensorboard import EventFile, load_writer
-from gradscaler.diagnose.run._writer import RunFile
-from gradscaler.diagnose.run.lines import Start
-from gradscaler.diagnose.verdict import Evidence, Verdict, judge
+from gradscaler.diagnose._gradients.formats import format_named
+from gradscaler.diagnose._monitor.observer import EagerObserver
+from gradscaler.diagnose._monitor.recorder import Recorder
+from gradscaler.diagnose._monitor.steps import OnStuck, Step, StepLog
+from gradscaler.diagnose._monitor.traced_scalers import policy_of, read
+from gradscaler.diagnose._run.lines import Start
+from gradscaler.diagnose._run.tensorboard import EventFile, load_writer
+from gradscaler.diagnose._run.writer import RunFile
+from gradscaler.diagnose._verdict import Evidence, Verdict, judge
 from gradscaler.policies._checks import count
 
 
@@ -49,7 +48,7 @@ class Monitor:
         model: gives the parameters their names. In PyTorch and TensorPlay, its activations are
             inspected in the last of ``stuck_after`` steps.
         every: steps from one sample to the next.
-        path: a run file to create or append to; see :mod:`gradscaler.diagnose.run.lines`. Only one
+        path: a run file to create or append to; see :mod:`gradscaler.diagnose._run.lines`. Only one
             process may write to a file: give it to rank 0 alone, or give each rank its own.
         forensics: inspect every n-th skipped step; 0 disables.
         on_stuck: ``"warn"`` warns once in a streak of skips. ``"raise"`` raises before the scale
@@ -101,7 +100,7 @@ class Monitor:
         self._dtype = format_named(dtype).name
         self._scaler = scaler
         self._framework = _framework_of(scaler)
-        is_eager = isinstance(scaler, EagerScaler)
+        is_eager = hasattr(scaler, "add_observer")
         _check(scaler, model, is_eager)
         writers: list[RunFile | EventFile] = []
         step = 0

@@ -7,9 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gradscaler.diagnose.run._checks import loads, shown, value_as
-from gradscaler.diagnose.run.lines import VERSION, Line, Sample, Shares, Skip, Start, VerdictLine
-from gradscaler.diagnose.verdict import Evidence, Verdict, judge
+from gradscaler.diagnose._run.checks import loads, shown, value_as
+from gradscaler.diagnose._run.lines import VERSION, Line, Sample, Shares, Skip, Start, VerdictLine
+from gradscaler.diagnose._verdict import Evidence, Verdict, judge
 
 _LONGEST_LINE = 2**26  # bytes; a model of 10,000 parameters takes 2**22
 _KINDS: dict[str, type[Line]] = {kind.kind: kind for kind in (Start, Sample, Skip, VerdictLine)}

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from gradscaler.diagnose.gradients._arrays import shape_of, strided_sample, to_numpy
-from gradscaler.diagnose.gradients._formats import format_named
-from gradscaler.diagnose.gradients.histogram import Histogram, histograms_of, sum_of_bins
-from gradscaler.diagnose.run.lines import Bins, ParameterSample, Shares
+from gradscaler.diagnose._gradients.arrays import shape_of, strided_sample, to_numpy
+from gradscaler.diagnose._gradients.formats import format_named
+from gradscaler.diagnose._gradients.histogram import Histogram, histograms_of, sum_of_bins
+from gradscaler.diagnose._run.lines import Bins, ParameterSample, Shares
 
 _MOST_ELEMENTS = 2**14  # of one parameter
 _MOST_WORST = 5
@@ -52,7 +52,7 @@ def measure(
 
 
 def fields_of(measured: Iterable[GradientSample]) -> dict[str, Any]:
-    """The fields of a :class:`~gradscaler.diagnose.run.lines.Sample`, of all optimizers."""
+    """The fields of a :class:`~gradscaler.diagnose._run.lines.Sample`, of all optimizers."""
     norm, sizes, histograms = 0.0, dict[str, int](), dict[str, Histogram]()
     for one in measured:
         norm = math.hypot(norm, one.norm)

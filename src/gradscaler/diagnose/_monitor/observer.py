@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from gradscaler._eager.scaler import HISTORY_LENGTH
-from gradscaler.diagnose.gradients.locate import is_locating
-from gradscaler.diagnose.gradients.module_hooks import Located, ModuleHooks
-from gradscaler.diagnose.gradients.nonfinite import inspect
-from gradscaler.diagnose.monitor._gradient_sample import GradientSample, fields_of, measure
-from gradscaler.diagnose.monitor.steps import Step, StepSource, StuckError
-from gradscaler.outcome import NonfiniteGradient, StepOutcome
+from gradscaler.diagnose._gradients.locate import is_locating
+from gradscaler.diagnose._gradients.module_hooks import Located, ModuleHooks
+from gradscaler.diagnose._gradients.nonfinite import inspect
+from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of, measure
+from gradscaler.diagnose._monitor.steps import Step, StepSource, StuckError
+from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient, StepOutcome
 
 
 @dataclass

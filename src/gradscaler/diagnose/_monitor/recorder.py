@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
-from gradscaler._eager.scaler import HISTORY_LENGTH
-from gradscaler.diagnose.gradients._arrays import named_arrays
-from gradscaler.diagnose.gradients.nonfinite import inspect
-from gradscaler.diagnose.monitor._gradient_sample import fields_of, measure
-from gradscaler.diagnose.monitor._traced_scalers import Reading, number, policy_of, read
-from gradscaler.diagnose.monitor.steps import Step, StepSource
-from gradscaler.outcome import NonfiniteGradient
+from gradscaler.diagnose._gradients.arrays import named_arrays
+from gradscaler.diagnose._gradients.nonfinite import inspect
+from gradscaler.diagnose._monitor.gradient_sample import fields_of, measure
+from gradscaler.diagnose._monitor.steps import Step, StepSource
+from gradscaler.diagnose._monitor.traced_scalers import Reading, number, policy_of, read
+from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient
 
 
 class RecordedStep(NamedTuple):
