@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from gradscaler._frameworks import FRAMEWORKS
-from gradscaler.errors import CallOrderError, ParameterError
+from gradscaler.errors import CallOrderError, ParameterError, ScaleMismatchError
 from gradscaler.outcome import NonfiniteGradient, StepOutcome
 from gradscaler.policies import DynamicScale, FixedScale, Policy, ScaleState
 
@@ -22,6 +22,7 @@ __all__ = [
     "NonfiniteGradient",
     "ParameterError",
     "Policy",
+    "ScaleMismatchError",
     "ScaleState",
     "StepOutcome",
 ]

@@ -13,3 +13,7 @@ class CallOrderError(RuntimeError, AssertionError):
 
 class ParameterError(ValueError, AssertionError):
     """A parameter's value cannot work; the message names the parameter and the value."""
+
+
+class ScaleMismatchError(RuntimeError):
+    """Processes that decide together hold different loss scales; the message names both."""

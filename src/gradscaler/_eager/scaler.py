@@ -107,11 +107,14 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if not record.is_scaled:  # clip_grad_norm_() has done it
             record.move("unscale_")
             return
+        deciders = self._deciders(optimizer)
         if self._observers:
             self._announce_unscale(optimizer, state)
         try:
             record.scale, inv_scale = self._operations.inverse(self._scale_in_use(state))
-            record.found_inf = self._unscale_gradients(optimizer, inv_scale)
+            found_inf = self._unscale_gradients(optimizer, inv_scale)
+            if record.stage is not Stage.MEASURED:  # or all have decided
+                record.found_inf = self._decision(deciders, found_inf)
             record.inv_scale = None
             record.move("unscale_")
             self._records[id(optimizer)] = record
@@ -231,6 +234,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
+        *,
+        shards: Any = None,
     ) -> TensorT:
         """Clip the unscaled gradients of an optimizer by their total norm.
 
@@ -246,6 +251,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             max_norm: the largest norm to let through, >= 0; inf only measures.
             norm_type: the p of the p-norm; inf for the largest magnitude.
             error_if_nonfinite: raise where the norm is NaN or Inf.
+            shards: the process group of those who hold other parts of the model, whose norms are
+                part of the total; PyTorch alone.
 
         Returns:
             The total norm of the unscaled gradients, a scalar tensor.
@@ -254,13 +261,18 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             RuntimeError: ``step`` was called before in this iteration; no loss was scaled yet; or
                 the norm is not finite and ``error_if_nonfinite`` is True.
             ValueError: ``max_norm`` is negative or NaN; or as ``unscale_`` does.
+            TypeError: ``shards`` is not a process group, or this framework has none.
         """
         if not float(max_norm) >= 0:
             raise ValueError(f"max_norm must be >= 0, got {max_norm!r}")
+        if shards is not None and not self._knows_process_groups:
+            raise TypeError(f"{type(self).__module__} knows no process groups: leave out shards")
         if self._enabled:
             self._placed_state("clip_grad_norm_")
         try:
-            norm: TensorT = self._clip(optimizer, float(max_norm), norm_type, error_if_nonfinite)
+            norm: TensorT = self._clip(
+                optimizer, float(max_norm), norm_type, error_if_nonfinite, shards
+            )
         except BaseException:
             self._note_raised(optimizer)
             raise
@@ -303,12 +315,13 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """What an observer may ask of this scaler."""
         return ObservedScaler(self)
 
-    # What an adapter supplies or may override: two class attributes, one method, and what a
+    # What an adapter supplies or may override: three class attributes, one method, and what a
     # framework does in its own way. An adapter may also override a public method whose signature
     # or rules differ in its framework, and what is pickled.
 
     _operations: ClassVar[Operations]
     _record_type: ClassVar[type[OptimizerRecord]] = OptimizerRecord
+    _knows_process_groups: ClassVar[bool] = False
 
     @abstractmethod
     def _set_scale(self, new_scale: Any) -> None:
@@ -327,7 +340,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """Divide gradients by the scale in place, and flag those that are not finite."""
         return self._operations.unscale_(optimizer, inv_scale)
 
-    def _measure(self, record: OptimizerRecord) -> Tensor | None:
+    def _measure(self, record: OptimizerRecord, shards: Any) -> Tensor | None:
         """The norm that the gradients will have once unscaled, if one reading of them can tell."""
         scale = self._scale_in_use(self._placed_state("clip_grad_norm_"))
         measured = self._operations.measure(record.optimizer, scale)
@@ -336,6 +349,21 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         norm, record.scale, record.inv_scale, record.found_inf = measured
         record.move("measured")
         return norm
+
+    def _total_norm(self, optimizer: Optimizer, norm_type: float, shards: Any) -> Tensor:
+        """The norm of unscaled gradients, those of the processes that hold other parts included."""
+        return self._operations.total_norm(optimizer, norm_type)
+
+    def _deciders(self, optimizer: Optimizer) -> Any:
+        """The processes that decide about this optimizer together; None for this one alone.
+
+        It is asked before any gradient changes, so it may raise.
+        """
+        return None
+
+    def _decision(self, deciders: Any, found_inf: FoundInf) -> FoundInf:
+        """What all that decide together found, from what this process found."""
+        return found_inf
 
     def _step_or_skip(
         self,
@@ -444,7 +472,12 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         return record
 
     def _clip(
-        self, optimizer: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool
+        self,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+        shards: Any,
     ) -> Any:
         """Measure the norm, and have the gradients multiplied in ``step``."""
         record = self._record(optimizer)
@@ -455,18 +488,15 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             self._apply_pending(record)
         norm: Tensor | None = None
         if self._enabled and record.stage is Stage.SCALED and norm_type == 2:
-            norm = self._measure(record)
+            norm = self._measure(record, shards)
         if self._enabled and norm is None and record.is_scaled:
             self.unscale_(optimizer)
             record = self._record(optimizer)
             record.move("unscaled to clip")
         if norm is None:
-            norm = self._operations.total_norm(optimizer, float(norm_type))
-        if error_if_nonfinite and not math.isfinite(float(norm)):
-            raise RuntimeError(
-                f"the total norm of order {norm_type} of the gradients is {float(norm)}, so they "
-                "cannot be clipped; with error_if_nonfinite=False the step is skipped instead"
-            )
+            norm = self._total_norm(optimizer, float(norm_type), shards)
+        if error_if_nonfinite:
+            self._check_finite(record, norm, norm_type)
         coefficient = self._operations.clip_coefficient(max_norm, norm)
         if self._enabled:
             record.clip_coefficient = coefficient
@@ -475,6 +505,17 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         else:  # step() is not ours then: clip at once
             self._operations.multiply_gradients_(optimizer, coefficient)
         return norm
+
+    def _check_finite(self, record: OptimizerRecord, norm: Tensor, norm_type: float) -> None:
+        """Raise where the norm is not finite, or the gradients of another process are not."""
+        is_finite = math.isfinite(float(norm))
+        if is_finite and not self._operations.any_set(record.found_inf or {}):
+            return
+        elsewhere = " here, and gradients of another process are not finite" if is_finite else ""
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {float(norm)}{elsewhere}, so "
+            "they cannot be clipped; with error_if_nonfinite=False the step is skipped instead"
+        )
 
     def _end_iteration(self) -> None:
         """Forget what is known of the gradients."""
@@ -550,9 +591,13 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         return self._state
 
     def _scale_in_use(self, state: ScaleState) -> Tensor:
-        """The scale that backward passes use: a closure's may be backed off before update()."""
+        """The scale that backward passes use."""
+        return self._in_use(state).scale
+
+    def _in_use(self, state: ScaleState) -> ScaleState:
+        """The state that backward passes use: a closure's may be backed off before update()."""
         in_closure = self._closures.losses is not None
-        return ((self._closures.backed_off if in_closure else None) or state).scale
+        return (self._closures.backed_off if in_closure else None) or state
 
     def _unscaled(self, record: OptimizerRecord) -> OptimizerRecord:
         """The record of gradients that are unscaled."""

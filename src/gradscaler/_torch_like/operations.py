@@ -11,6 +11,7 @@ from typing import Any
 
 from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
 from gradscaler._torch_like.norm import norm_on_cpu
+from gradscaler.errors import CallOrderError
 from gradscaler.policies import Policy, ScaleState
 
 Device = Any
@@ -39,9 +40,18 @@ class TorchLikeOperations:
 
         Raises:
             ValueError: a gradient is float16 and ``allow_fp16`` is False.
+            RuntimeError: optimizers have used the gradients in the backward pass.
         """
         parameters = parameters_of(optimizer)
         grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+        if len(grads) < len(parameters) and any(
+            hasattr(parameter, "_in_backward_optimizers") for parameter in parameters
+        ):
+            raise CallOrderError(
+                "optimizers have stepped in the backward pass, on gradients that were multiplied "
+                "by the loss scale: leave out _apply_optimizer_in_backward(), and call "
+                "scaler.step(optimizer) after the backward pass"
+            )
         if not allow_fp16:
             float16 = self.framework.float16
             if any(grad.dtype == float16 for grad in grads):

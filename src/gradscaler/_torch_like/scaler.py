@@ -244,7 +244,8 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
         self._placed_state("_check_inf_per_device")
         record = self._record(optimizer)
-        record.found_inf = self._check(optimizer)
+        deciders = self._deciders(optimizer)
+        record.found_inf = self._decision(deciders, self._check(optimizer))
         self._records[id(optimizer)] = record
         return dict(record.found_inf)
 
@@ -259,8 +260,8 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         zero = self._operations.scalar(0.0, inv_scale.device)
         return self._unscale_grads_(optimizer, inv_scale, zero, self._allow_fp16_gradients)
 
-    def _measure(self, record: OptimizerRecord) -> Tensor | None:
-        return super()._measure(record) if self._unscales_plainly() else None
+    def _measure(self, record: OptimizerRecord, shards: Any) -> Tensor | None:
+        return super()._measure(record, shards) if self._unscales_plainly() else None
 
     def _unscales_plainly(self) -> bool:
         """Whether nothing replaces how gradients are unscaled; it may reduce flags, for example."""

@@ -1,7 +1,24 @@
-"""Loss scaling for PyTorch: :class:`GradScaler`, in place of ``torch.amp.GradScaler``."""
+"""Loss scaling for PyTorch: :class:`GradScaler`, in place of ``torch.amp.GradScaler``.
+
+:class:`ShardedGradScaler` stands in for the class of that name in ``torch.distributed.fsdp``.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from torch.amp.grad_scaler import OptState
 
 from gradscaler.torch.scaler import GradScaler
 
-__all__ = ["GradScaler", "OptState"]
+if TYPE_CHECKING:
+    from gradscaler.torch.sharded import ShardedGradScaler
+
+__all__ = ["GradScaler", "OptState", "ShardedGradScaler"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import FSDP's scaler when it is first used, because FSDP's modules take long."""
+    if name == "ShardedGradScaler":
+        from gradscaler.torch.sharded import ShardedGradScaler
+
+        return ShardedGradScaler
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,6 +11,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from gradscaler._eager.operations import FoundInf
 from gradscaler._torch_like.operations import TorchLikeOperations, parameters_of
 from gradscaler.policies import DynamicScale, Policy, ScaleState, _checks
+from gradscaler.torch._processes import reduced, to_local
 
 
 class TorchOperations(TorchLikeOperations):
@@ -25,9 +26,9 @@ class TorchOperations(TorchLikeOperations):
         A sparse gradient is represented by its values. If it is float16 they are coalesced first:
         a sum of duplicates may overflow. A gradient whose elements share memory, as an expanded
         tensor's do, is replaced by a copy: multiplying it in place would multiply some twice, and
-        a fused optimizer writes past its end.
+        a fused optimizer writes past its end. A DTensor is represented by this process' part.
         """
-        grads: list[torch.Tensor] = super().gradients(optimizer, allow_fp16)
+        grads: list[torch.Tensor] = to_local(super().gradients(optimizer, allow_fp16))
         return grads if _are_contiguous(grads) else _values(optimizer, coalesce=False)
 
     def grouped(
@@ -38,9 +39,16 @@ class TorchOperations(TorchLikeOperations):
             yield device, [_real_view(t) for t in group] if group[0].is_complex() else group
 
     def gradients_to_measure(self, optimizer: Any) -> list[torch.Tensor]:
-        """The same, sparse ones coalesced and complex ones as they are, measured by magnitude."""
-        grads: list[torch.Tensor] = super().gradients(optimizer)
+        """The same, sparse ones coalesced and complex ones as they are, measured by magnitude.
+
+        DTensors that are partial sums are reduced first.
+        """
+        grads: list[torch.Tensor] = to_local(reduced(super().gradients(optimizer)))
         return grads if _are_contiguous(grads) else _values(optimizer, coalesce=True)
+
+    def current_gradients(self, optimizer: Any) -> list[torch.Tensor]:
+        """Those of DTensors by this process' part, which has an address."""
+        return to_local(super().current_gradients(optimizer))
 
     def advance(self, policy: Policy, state: ScaleState, found_infs: list[FoundInf]) -> ScaleState:
         """One step of the policy: by torch's kernel on a device, where that knows the rule."""

@@ -8,14 +8,17 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
 from gradscaler._eager.closure import DEFAULT_MAX_RETRIES
+from gradscaler._eager.operations import FoundInf
 from gradscaler._eager.record import OptimizerRecord
 from gradscaler._torch_like.record import TorchLikeRecord
 from gradscaler._torch_like.scaler import TorchLikeScaler
 from gradscaler.policies import Policy
 from gradscaler.torch._operations import TorchOperations
+from gradscaler.torch._processes import Vote, group_of, reduce_norm, split_by
 
 
 class _Record(TorchLikeRecord):
@@ -46,6 +49,12 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             underflows in that division is lost; torch always refuses.
         max_retries: how often ``step(optimizer, closure)`` repeats an evaluation that overflows.
 
+        group: the process group that decides together whether to step, and at which scale. None
+            takes the processes that hold the optimizer's DTensors, so FSDP2, tensor parallelism and
+            their products need no group; nor does DDP, which gives all the same gradients. Name it
+            for FSDP1, pipeline and expert parallelism, ZeRO and parameters of one process alone.
+            Each of them then calls ``step`` for the same optimizers in the same order.
+
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.
         TypeError: a parameter is not the kind of number it should be, or ``device`` is a number,
@@ -74,6 +83,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
 
     _operations: ClassVar[TorchOperations] = TorchOperations()
     _record_type: ClassVar[type[OptimizerRecord]] = _Record
+    _knows_process_groups: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -87,6 +97,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
         policy: Policy | None = None,
         allow_fp16_gradients: bool = False,
         max_retries: int = DEFAULT_MAX_RETRIES,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         if device is not None and not isinstance(device, (str, torch.device)):
             raise TypeError(
@@ -103,6 +114,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             )
             enabled = False
         self._device = device
+        self._group = group
         super().__init__(
             init_scale,
             growth_factor,
@@ -113,6 +125,53 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             allow_fp16_gradients,
             max_retries,
         )
+
+    # Many processes.
+
+    def _start_records(self) -> None:
+        super()._start_records()
+        self._vote = Vote(self._operations)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_vote": None}
+
+    def _deciders(self, optimizer: Any) -> dist.ProcessGroup | None:
+        group = group_of(optimizer) if self._group is None else self._group
+        return None if group is None or group.size() == 1 else group
+
+    def _decision(self, deciders: dist.ProcessGroup | None, found_inf: FoundInf) -> FoundInf:
+        if deciders is None:
+            return found_inf
+        return self._vote.settle(deciders, self._in_use(self._placed_state("step")), found_inf)
+
+    def _measure(self, record: OptimizerRecord, shards: Any) -> torch.Tensor | None:
+        deciders = self._deciders(record.optimizer)
+        parts = split_by(record.optimizer, shards)
+        if deciders is None and list(parts) == [()]:
+            return super()._measure(record, shards)
+        if not self._unscales_plainly():
+            return None
+        scale = self._scale_in_use(self._placed_state("clip_grad_norm_"))
+        norms, flags = {}, []
+        for groups, part in parts.items():
+            measured = self._operations.measure(part, scale)
+            if measured is None:  # another process may go on: the same collectives follow
+                return None
+            norms[groups], record.scale, record.inv_scale, found_inf = measured
+            flags += [found_inf] if found_inf else []
+        together = {scale.device: self._operations.combine(flags, scale.device)} if flags else {}
+        record.found_inf = self._decision(deciders, together)
+        record.move("measured")
+        return reduce_norm(norms, 2.0)
+
+    def _total_norm(self, optimizer: Any, norm_type: float, shards: Any) -> torch.Tensor:
+        parts = split_by(optimizer, shards)
+        norms: dict[tuple[Any, ...], torch.Tensor] = {
+            groups: self._operations.total_norm(part, norm_type) for groups, part in parts.items()
+        }
+        if list(norms) == [()]:
+            return norms[()]
+        return reduce_norm(norms, norm_type)
 
 
 def _cuda_may_be_available() -> bool:

@@ -1,0 +1,253 @@
+"""Many processes: who decides together, and whose gradients belong to one norm.
+
+A decision is a MAX over those who must act alike; a norm is a SUM over those who hold different
+parts. Which collectives run, and in which order, follows from parameters and arguments alone: never
+from gradients, which one process may have and another not.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gradscaler._eager.decision import ballot, check_same
+from gradscaler._eager.operations import FoundInf
+from gradscaler._torch_like.operations import TorchLikeOperations, parameters_of
+from gradscaler.errors import ParameterError
+from gradscaler.policies import ScaleState
+
+Group = Any  # dist.ProcessGroup, which a build without distributed lacks
+
+
+def is_distributed() -> bool:
+    """Whether there are other processes at all."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor; its module is not imported for the question."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def to_local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, DTensors by this process' part; what is changed in it changes in them."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return tensors
+    with torch.no_grad():
+        parts: list[Any] = [t.to_local() if is_dtensor(t) else t for t in tensors]  # type: ignore[attr-defined]
+        return [part.wait() if hasattr(part, "wait") else part for part in parts]
+
+
+def reduced(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, those DTensors that are partial sums replicated instead; a collective."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return tensors
+    return [_replicated(t, module) if is_dtensor(t) else t for t in tensors]
+
+
+def _replicated(tensor: Any, module: Any) -> Any:
+    if not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    whole = [module.Replicate() if p.is_partial() else p for p in tensor.placements]
+    return tensor.redistribute(placements=whole)
+
+
+def group_of(optimizer: Any) -> Group | None:
+    """The processes that hold the optimizer's DTensors, by all dimensions of their meshes.
+
+    None if nothing is distributed: then each process decides by itself, as under DDP, whose
+    all-reduce gives all of them the same gradients.
+
+    Raises:
+        ParameterError: nothing tells who decides together.
+    """
+    if not is_distributed():
+        return None
+    parameters = parameters_of(optimizer)
+    if any(map(is_flattened, parameters)):
+        raise ParameterError(
+            "the optimizer has parameters that FullyShardedDataParallel flattened, and nothing "
+            "tells which processes hold their shards: construct GradScaler(group=...) with the "
+            "process group that decides together, such as torch.distributed.group.WORLD, or "
+            "gradscaler.torch.ShardedGradScaler()"
+        )
+    if "torch.distributed.tensor" not in sys.modules:
+        return None
+    meshes = {parameter.device_mesh: None for parameter in parameters if is_dtensor(parameter)}
+    ranks = _connected(list(meshes))
+    if len(ranks) < 2:
+        return None
+    groups: Iterable[Group] = dist.distributed_c10d._world.pg_group_ranks
+    known = (group for group in groups if sorted(dist.get_process_group_ranks(group)) == ranks)
+    return next(known, None) or dist.new_group(ranks, use_local_synchronization=True)
+
+
+def is_flattened(parameter: torch.Tensor) -> bool:
+    """Whether it is a flat parameter of FSDP's first version, or a view into one."""
+    return getattr(parameter, "_fsdp_flattened", False)
+
+
+def _connected(meshes: list[Any]) -> list[int]:
+    """The ranks that these meshes connect with this process, sorted."""
+    if not meshes:
+        return []
+    ranks = [sorted(mesh.mesh.flatten().tolist()) for mesh in meshes]
+    largest = max(ranks, key=len)
+    if all(set(largest).issuperset(few) for few in ranks):
+        return largest
+    roots = {mesh._get_root_mesh() for mesh in meshes}
+    names = {name for mesh in meshes for name in mesh.mesh_dim_names or ()}
+    root = roots.pop()
+    of_root = tuple(name for name in root.mesh_dim_names or () if name in names)
+    if roots or len(of_root) < len(names):
+        raise ParameterError(
+            f"the optimizer's parameters lie on meshes of the ranks {ranks}, which nothing "
+            "connects: construct GradScaler(group=...) with the process group that decides together"
+        )
+    return sorted(root[of_root].mesh.flatten().tolist())
+
+
+class Vote:
+    """Settles one flag for all processes of a group, from one all-reduce.
+
+    Args:
+        operations: those of the scaler.
+    """
+
+    def __init__(self, operations: TorchLikeOperations) -> None:
+        self._operations = operations
+        self._unread: Callable[[], None] | None = None
+
+    def settle(self, group: Group, state: ScaleState, found_inf: FoundInf) -> FoundInf:
+        """What the processes of a group found together; empty if none of them has gradients.
+
+        On a device nothing waits for the host, unless this process has no gradients. There
+        scales are compared one step later.
+
+        Raises:
+            ScaleMismatchError: the processes hold different scales or counters.
+        """
+        operations, scale = self._operations, state.scale
+        if operations.on_host(scale):
+            found = float(operations.any_set(found_inf))
+            values = ballot(found, float(bool(found_inf)), operations.read(state))
+            vote = torch.tensor(values, dtype=torch.float64, device=_device_of(group, scale.device))
+            dist.all_reduce(vote, dist.ReduceOp.MAX, group)
+            found, has_gradients, *bounds = vote.tolist()
+            check_same(bounds)
+            flag = operations.scalar(found, scale.device)
+        else:
+            if self._unread is not None:
+                self._unread()
+            zero, one = (operations.scalar(value, scale.device) for value in (0.0, 1.0))
+            flag = operations.combine([found_inf], scale.device) if found_inf else zero
+            scalars = ballot(flag, one if found_inf else zero, state)
+            vote = torch.stack([scalar.double() for scalar in scalars])
+            dist.all_reduce(vote, dist.ReduceOp.MAX, group)
+            self._unread = _read_later(vote[2:])
+            flag = vote[0].float()
+            has_gradients = bool(found_inf) or vote[1].item()
+        if not has_gradients:
+            return {}
+        return {
+            device: operations.on_device(flag, device) for device in found_inf or [scale.device]
+        }
+
+
+def _read_later(bounds: torch.Tensor) -> Callable[[], None] | None:
+    """What compares the scales once the device has them; None while a CUDA graph is captured."""
+    if bounds.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    copy = bounds.to("cpu", non_blocking=True)
+    copied = torch.cuda.Event() if bounds.is_cuda else None
+    if copied is not None:
+        copied.record()
+
+    def read() -> None:
+        if copied is not None:
+            copied.synchronize()  # an iteration ago
+        check_same(copy.tolist())
+
+    return read
+
+
+def _device_of(group: Group, device: torch.device) -> torch.device:
+    """A device that the group's backend reduces on, ``device`` if it can."""
+    devices = group._device_types
+    return device if torch.device(device.type) in devices else devices[0]
+
+
+def reduce_norm(norms: dict[tuple[Group, ...], torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The p-norm of parts of gradients that lie on many processes, a scalar.
+
+    ``(sum of n**p)**(1/p)``, in float64; the largest n for p = inf.
+
+    Args:
+        norms: of this process' part of the gradients that are split over each of these groups.
+        norm_type: p.
+    """
+    is_max = math.isinf(norm_type)
+    power = 1.0 if is_max or norm_type == 0 else norm_type
+    parts = {groups: norm.double() ** power for groups, norm in norms.items()}
+    for group in dict.fromkeys(group for groups in parts for group in groups):
+        split = [groups for groups in parts if group in groups]
+        values = torch.stack([parts[groups] for groups in split])
+        values = values.to(_device_of(group, values.device))
+        if is_max:  # a maximum may lose a NaN
+            values = torch.cat([values.nan_to_num(torch.inf, torch.inf), values.isnan().double()])
+            dist.all_reduce(values, dist.ReduceOp.MAX, group)
+            values, is_nan = values.view(2, -1)
+            values = values.where(is_nan == 0, torch.nan)
+        else:
+            dist.all_reduce(values, dist.ReduceOp.SUM, group)
+        parts.update(zip(split, values, strict=True))
+    device = next(iter(norms.values())).device
+    together = torch.stack([part.to(device) for part in parts.values()])
+    total = together.amax() if is_max else together.sum() ** (1.0 / power)
+    return total.float()
+
+
+class Part(NamedTuple):
+    """Some parameters of an optimizer, for operations that take an optimizer."""
+
+    param_groups: list[dict[str, list[torch.Tensor]]]
+
+
+def split_by(optimizer: Any, shards: Group | None) -> dict[tuple[Group, ...], Any]:
+    """Parts of an optimizer, by the groups that the elements of their parameters are split over.
+
+    A DTensor is split over the dimensions of its mesh that it is sharded on. ``shards`` splits all;
+    but beside flat parameters of FSDP's first version, the others are on each process as a whole.
+
+    Raises:
+        ParameterError: flat parameters are split over a group that only the user can name.
+    """
+    if shards is None and not is_distributed():
+        return {(): optimizer}
+    parameters = parameters_of(optimizer)
+    flattened = [is_flattened(parameter) for parameter in parameters]
+    if any(flattened) and shards is None:
+        raise ParameterError(
+            "FullyShardedDataParallel has split these parameters: call clip_grad_norm_(optimizer, "
+            "max_norm, shards=...) with the process group that it sharded them over"
+        )
+    split: dict[tuple[Group, ...], list[torch.Tensor]] = {}
+    if not parameters:
+        split[() if shards is None else (shards,)] = []
+    for parameter, is_flat in zip(parameters, flattened, strict=True):
+        groups: tuple[Group, ...] = ()
+        if is_dtensor(parameter):
+            placements = enumerate(parameter.placements)
+            mesh: Any = parameter.device_mesh
+            groups = tuple(mesh.get_group(i) for i, where in placements if where.is_shard())
+        if shards is not None and (is_flat or not any(flattened)):
+            groups = (*groups, shards)
+        split.setdefault(groups, []).append(parameter)
+    return {groups: Part([{"params": members}]) for groups, members in split.items()}

@@ -1,0 +1,86 @@
+"""``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``, with the engine behind it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import sharded_grad_scaler
+
+from gradscaler._eager.closure import DEFAULT_MAX_RETRIES
+from gradscaler.policies import Policy
+from gradscaler.torch._operations import TorchOperations
+from gradscaler.torch.scaler import GradScaler
+
+
+class _Operations(TorchOperations):
+    """FSDP expects a scaled loss of the loss' own dtype."""
+
+    def multiply(self, output: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = super().multiply(output, scale)
+        return scaled.to(output.dtype)
+
+
+class ShardedGradScaler(  # type: ignore[misc] # FSDP's has a default in a private method
+    GradScaler, sharded_grad_scaler.ShardedGradScaler
+):
+    """Loss scaling for ``FullyShardedDataParallel``: a drop-in for FSDP's own class.
+
+    It is a :class:`gradscaler.torch.GradScaler` whose ``group`` is the world. Like FSDP's, it
+    unscales float16 gradients, and a scaled loss keeps its dtype. Unlike with FSDP's, all processes
+    agree in one all-reduce, and they notice different scales.
+
+    Args:
+        device: as for :class:`gradscaler.torch.GradScaler`; None takes that of the first scaled
+            tensor.
+        init_scale: the scale before the first step.
+        backoff_factor: multiplies the scale when it backs off, in (0, 1).
+        growth_factor: multiplies the scale when it grows, > 1.
+        growth_interval: finite steps in a row before the scale grows.
+        enabled: if False, ``step`` is ``optimizer.step`` and all else passes through.
+        process_group: who decides together; None is the world.
+        policy: as for :class:`gradscaler.torch.GradScaler`.
+        max_retries: as for :class:`gradscaler.torch.GradScaler`.
+
+    Raises:
+        ValueError, TypeError: as :class:`gradscaler.torch.GradScaler` does.
+    """
+
+    _operations: ClassVar[TorchOperations] = _Operations()
+
+    def __init__(
+        self,
+        device: str | torch.device | None = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        policy: Policy | None = None,
+        max_retries: int = DEFAULT_MAX_RETRIES,
+    ) -> None:
+        GradScaler.__init__(
+            self,
+            device,
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            enabled,
+            policy=policy,
+            allow_fp16_gradients=True,
+            max_retries=max_retries,
+            group=process_group,
+        )
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:  # type: ignore[override] # an attribute
+        """Who decides together; None is the world."""
+        return self._group
+
+    def _deciders(self, optimizer: Any) -> dist.ProcessGroup | None:
+        group = self._group or (dist.group.WORLD if dist.is_initialized() else None)
+        return None if group is None or group.size() == 1 else group

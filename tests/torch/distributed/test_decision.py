@@ -1,0 +1,179 @@
+"""One all-reduce decides for all processes: the flag, whether there are gradients, the scale."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradscaler import ScaleMismatchError
+from gradscaler.torch import GradScaler, ShardedGradScaler
+
+INF = float("inf")
+
+
+class Counted:
+    """Counts the all-reduces while it is entered."""
+
+    def __enter__(self):
+        self.count, self._all_reduce = 0, dist.all_reduce
+
+        def all_reduce(*args, **kwargs):
+            self.count += 1
+            return self._all_reduce(*args, **kwargs)
+
+        dist.all_reduce = all_reduce
+        return self
+
+    def __exit__(self, *_):
+        dist.all_reduce = self._all_reduce
+
+
+def scaler_of(name, **kwargs):
+    if name == "ShardedGradScaler":
+        return ShardedGradScaler("cpu", init_scale=1024.0, **kwargs)
+    return GradScaler(init_scale=1024.0, group=dist.group.WORLD, **kwargs)
+
+
+def own_parameter(name, fused, clip, unscale, bad):
+    """A parameter of each rank alone; the gradient of rank ``bad`` overflows."""
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=fused)
+    scaler = scaler_of(name, growth_interval=2)
+    results = []
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale((parameter * (dist.get_rank() + 1)).sum()).backward()
+        if step == 1 and dist.get_rank() == bad:
+            parameter.grad[-1] = INF
+        with Counted() as counted:
+            if unscale:
+                scaler.unscale_(optimizer)
+            if clip:
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        outcome = scaler.last_step(optimizer)
+        results.append((outcome.reason, outcome.scale, scaler.state_dict(), counted.count))
+    return results, bool(torch.equal(parameter, torch.ones(4)))
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", ["GradScaler", "ShardedGradScaler"])
+def test_all_skip_what_one_finds(ranks, name, fused, clip, unscale, bad):
+    (first, _), (second, _) = ranks(2).run(own_parameter, name, fused, clip, unscale, bad)
+    assert first == second
+    assert [reason for reason, *_ in first] == ["finite", "overflow", "finite", "finite"]
+    assert [count for *_, count in first] == [1, 1, 1, 1]
+    assert [state["scale"] for _, _, state, _ in first] == [1024.0, 512.0, 512.0, 1024.0]
+
+
+def without_gradients(has, fused):
+    """Only the ranks in ``has`` have gradients."""
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([parameter], fused=fused)
+    scaler = scaler_of("GradScaler", growth_interval=2)
+    reasons = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = scaler.scale(parameter.sum())
+        if dist.get_rank() in has:
+            loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+        reasons.append(scaler.last_step(optimizer).reason)
+    return reasons, scaler.state_dict()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_process_with_gradients_makes_it_a_step_of_all(ranks, fused):
+    first, second = ranks(2).run(without_gradients, [1], fused)
+    assert first == second
+    assert first[0] == ["finite"] * 6
+    assert first[1]["scale"] == 8192.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_without_gradients_anywhere_it_is_not_a_step(ranks, fused):
+    first, second = ranks(2).run(without_gradients, [], fused)
+    assert first == second
+    assert first[0] == ["no_gradients"] * 6
+    assert first[1]["scale"] == 1024.0
+
+
+def different(what):
+    scaler = scaler_of("GradScaler")
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    if dist.get_rank() == 1:
+        scaler.load_state_dict({**scaler.state_dict(), **what})
+    scaler.scale(parameter.sum()).backward()
+    with pytest.raises(ScaleMismatchError) as raised:
+        scaler.step(optimizer)
+    assert torch.equal(parameter, torch.ones(4))
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0, "_growth_tracker": 0})
+    optimizer.zero_grad()
+    scaler.update()
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return str(raised.value), parameter.tolist()
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ({"scale": 64.0}, ["scale", "64", "1024"]),
+        ({"_growth_tracker": 7}, ["finite_steps", "0", "7"]),
+    ],
+)
+def test_processes_with_different_scales_all_raise_and_can_go_on(ranks, what, named):
+    first, second = ranks(2).run(different, what)
+    assert first == second
+    assert all(word in first[0] for word in named)
+    assert first[1] == [pytest.approx(0.9)] * 4
+
+
+def distributed_data_parallel():
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler()
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    with Counted() as counted:
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return counted.count
+
+
+def test_data_parallel_training_needs_no_all_reduce(ranks):
+    assert ranks(2).run(distributed_data_parallel) == [0, 0]
+
+
+def stranded():
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scaler = scaler_of("GradScaler")
+    scaler.scale(parameter.sum()).backward()
+    if dist.get_rank() == 0:
+        parameter.grad[0] = INF
+    with pytest.raises(RuntimeError, match="not|inf"):
+        scaler.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
+    return True
+
+
+def test_a_norm_that_is_not_finite_on_one_process_raises_on_all(ranks):
+    assert ranks(2).run(stranded) == [True, True]
+
+
+def copies():
+    scaler = scaler_of("ShardedGradScaler")
+    return copy.copy(scaler).process_group is scaler.process_group
+
+
+def test_a_copy_decides_with_the_same_group(ranks):
+    assert ranks(2).run(copies) == [True, True]
