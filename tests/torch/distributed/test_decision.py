@@ -161,7 +161,7 @@ def stranded():
     scaler.scale(parameter.sum()).backward()
     if dist.get_rank() == 0:
         parameter.grad[0] = INF
-    with pytest.raises(RuntimeError, match="not|inf"):
+    with pytest.raises(RuntimeError, match=r"not|inf"):
         scaler.clip_grad_norm_(optimizer, 1.0, error_if_nonfinite=True)
     return True
 
