@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradscaler._eager.operations import FoundInf, Operations, Optimizer, Tensor
-from gradscaler._eager.record import OptimizerRecord
+from gradscaler._eager.record import OptimizerRecord, owner_of
 from gradscaler.errors import CallOrderError
 from gradscaler.outcome import Reason
 from gradscaler.policies import Policy, ScaleState
@@ -80,7 +80,9 @@ class ClosureRun:
     ) -> tuple[Any, OptimizerRecord, Reason | None]:
         """Step the optimizer, or skip.
 
-        The first evaluation is made before ``optimizer.step``, so most skips never enter it.
+        The first evaluation is made before ``optimizer.step``, so most skips never enter it. It
+        serves as the optimizer's first if the optimizer has changed neither parameters nor
+        gradients before.
         An optimizer may evaluate repeatedly: if a later evaluation uses up its retries, the step is
         rolled back. If anything else raises, all is as before.
 
@@ -89,19 +91,22 @@ class ClosureRun:
             a skip that found_inf does not tell.
         """
         backed_off = self.closures.backed_off
-        record_before = self.records.get(id(self.optimizer))
+        key = id(owner_of(self.optimizer))
+        record_before = self.records.get(key)
         restore: Callable[[], None] | None = None
         try:
             loss, record = self._evaluate()
             if not record.found_inf:
                 return None, record, None
             restore = self.operations.snapshot(self.optimizer)
+            is_untouched = self.operations.watch(self.optimizer)
             first = [loss]
 
             def evaluate() -> Any:
                 nonlocal record
-                if first:
+                if first and is_untouched():
                     return first.pop()
+                first.clear()  # SAM, for one, has moved the parameters
                 loss, record = self._evaluate()
                 return loss
 
@@ -113,16 +118,20 @@ class ClosureRun:
         except BaseException:
             if restore is not None:
                 restore()
-            self.records.pop(id(self.optimizer), None)
+            self.records.pop(key, None)
             if record_before is not None:
-                self.records[id(self.optimizer)] = record_before
+                self.records[key] = record_before
             self.closures.backed_off = backed_off
             self.closures.losses = None  # an interrupt may have come before it was
             raise
         return result, record, None
 
     def _evaluate(self) -> tuple[Any, OptimizerRecord]:
-        """The unscaled loss of an evaluation that left finite, unscaled gradients."""
+        """The unscaled loss of an evaluation that left finite, unscaled gradients.
+
+        What overflows at every scale is not the scale's fault, and ``update`` backs off once.
+        """
+        backed_off = self.closures.backed_off
         for retries_left in reversed(range(self.max_retries + 1)):
             loss, record = self._evaluate_once()
             if not (record.found_inf and self.operations.any_set(record.found_inf)):
@@ -131,11 +140,12 @@ class ClosureRun:
             if retries_left == 0 or not self._back_off(record.found_inf):
                 break
             self.operations.clear_gradients(self.optimizer)
+        self.closures.backed_off = backed_off
         raise _RetriesExhaustedError(record)
 
     def _evaluate_once(self) -> tuple[Any, OptimizerRecord]:
         """The unscaled loss, and the record of gradients that are unscaled."""
-        key = id(self.optimizer)
+        key = id(owner_of(self.optimizer))
         self.records.pop(key, None)
         try:
             self.closures.losses = []

@@ -87,5 +87,8 @@ class Operations(Protocol):
     def snapshot(self, optimizer: Optimizer, /) -> Callable[[], None]:
         """Copy the optimizer's parameters and state; the callable puts them back."""
 
+    def watch(self, optimizer: Optimizer, /) -> Callable[[], bool]:
+        """A callable that says whether parameters and gradients are still what they are now."""
+
     def enable_grad(self) -> AbstractContextManager[object]:
         """A context in which a closure can run its backward pass."""

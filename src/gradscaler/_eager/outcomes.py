@@ -7,6 +7,7 @@ from typing import Any
 from weakref import ref
 
 from gradscaler._eager.operations import Optimizer
+from gradscaler._eager.record import owner_of
 from gradscaler.outcome import StepOutcome
 
 
@@ -18,6 +19,7 @@ class Outcomes:
 
     def put(self, optimizer: Optimizer, outcome: StepOutcome) -> None:
         """Keep an outcome as long as its optimizer lives."""
+        optimizer = owner_of(optimizer)
         key = id(optimizer)
         kept = self._by_id.get(key)
         alive = kept[0] if kept and kept[0]() is optimizer else ref(optimizer, self._forget(key))
@@ -25,6 +27,7 @@ class Outcomes:
 
     def get(self, optimizer: Optimizer) -> StepOutcome | None:
         """The optimizer's outcome, if there is one."""
+        optimizer = owner_of(optimizer)
         alive, outcome = self._by_id.get(id(optimizer), (lambda: None, None))
         return outcome if alive() is optimizer else None
 

@@ -83,11 +83,31 @@ _FRAMEWORK_STAGES = {
 }
 
 
+def owner_of(optimizer: Optimizer) -> Optimizer:
+    """The innermost optimizer that owns ``param_groups``: trainers wrap it, and step either.
+
+    A wrapper's ``optimizer`` has the same list of groups.
+    """
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        return optimizer
+    while True:
+        inner = getattr(optimizer, "optimizer", None)
+        if (
+            inner is None
+            or inner is optimizer
+            or getattr(inner, "param_groups", None) is not groups
+        ):
+            return optimizer
+        optimizer = inner
+
+
 class OptimizerRecord:
     """The state of one optimizer in one iteration.
 
     Attributes:
-        optimizer: kept alive until the iteration ends, so that its id stays its own.
+        optimizer: the owner of its parameters; kept alive until the iteration ends, so that its id
+            stays its own.
         stage: what is true of its gradients.
         found_inf: its own flags; None until its gradients were checked.
         scale: the scale that its gradients are unscaled by.
@@ -113,6 +133,16 @@ class OptimizerRecord:
     def is_scaled(self) -> bool:
         """Whether the gradients are still multiplied by the loss scale."""
         return self.stage in (Stage.SCALED, Stage.MEASURED)
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether the gradients are to be clipped in a step that has not come.
+
+        After an error, or with another loss, ``update`` ends what is not worth a step.
+        """
+        is_over = self.stage in (Stage.STEPPED, Stage.INTERRUPTED)
+        given_up = self.has_raised or self.is_outdated
+        return self.clip_coefficient is not None and not is_over and not given_up
 
     @property
     def framework_stage(self) -> str:

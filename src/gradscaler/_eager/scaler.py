@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar, overload
 from gradscaler._eager.closure import ClosureRun, Closures
 from gradscaler._eager.operations import FoundInf, Operations, Optimizer, Tensor
 from gradscaler._eager.outcomes import Outcomes
-from gradscaler._eager.record import UNKNOWN_GRADIENTS, OptimizerRecord, Stage
+from gradscaler._eager.record import UNKNOWN_GRADIENTS, OptimizerRecord, Stage, owner_of
 from gradscaler.errors import CallOrderError
 from gradscaler.outcome import HISTORY_LENGTH, Observer, Reason, StepOutcome
 from gradscaler.policies import FixedScale, Policy, ScaleState
@@ -117,7 +117,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
                 record.found_inf = self._decision(deciders, found_inf)
             record.inv_scale = None
             record.move("unscale_")
-            self._records[id(optimizer)] = record
+            self._keep(record)
         except BaseException as error:
             self._note_interrupt(record, error)
             raise
@@ -183,7 +183,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             new_scale: set the scale to this instead: a number, or a tensor of one element.
 
         Raises:
-            RuntimeError: nothing was checked since the last call.
+            RuntimeError: nothing was checked since the last call; or gradients are to be clipped in
+                a ``step`` that did not come.
             ValueError, TypeError: ``new_scale`` cannot be a loss scale; nothing changes.
         """
         if not self._enabled:
@@ -191,6 +192,11 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if self._closures.losses is not None:
             raise self._closures.refusal("update")
         state = self._placed_state("update")
+        if any(record.awaits_step for record in self._records.values()):
+            raise CallOrderError(
+                "update() was called after clip_grad_norm_(), which clips in step(optimizer), and "
+                "without that step: call scaler.step(optimizer) in place of optimizer.step()"
+            )
         for observer in self._observers:
             observer.updating()
         if new_scale is not None:
@@ -404,7 +410,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             scale = self._operations.copy(self._placed_state("step")).scale
         flag = (lambda: self._operations.any_set(found_inf)) if found_inf else False
         record.move("step")
-        self._records[id(optimizer)] = record
+        self._keep(record)
         outcome = StepOutcome(scale, flag, reason)
         self._outcomes.put(optimizer, outcome)
         self._history.append(outcome)
@@ -455,13 +461,17 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
     def _record(self, optimizer: Optimizer) -> OptimizerRecord:
         """The optimizer's record, or a new one that is not kept yet."""
-        record = self._records.get(id(optimizer)) or self._record_type()
+        owner = owner_of(optimizer)
+        record = self._records.get(id(owner)) or self._record_type()
         if record.stage is Stage.INTERRUPTED and self._operations.are_new(
-            self._operations.current_gradients(optimizer), record.stale or []
+            self._operations.current_gradients(owner), record.stale or []
         ):
             record = self._record_type()  # all come from another loss
-        record.optimizer = optimizer
+        record.optimizer = owner
         return record
+
+    def _keep(self, record: OptimizerRecord) -> None:
+        self._records[id(record.optimizer)] = record
 
     def _record_to_step(self, optimizer: Optimizer) -> OptimizerRecord:
         """The record of an optimizer that has not stepped in this iteration."""
@@ -499,9 +509,9 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             self._check_finite(record, norm, norm_type)
         coefficient = self._operations.clip_coefficient(max_norm, norm)
         if self._enabled:
-            record.clip_coefficient = coefficient
-            self._records[id(optimizer)] = record
             self._awaiting.append(record)
+            record.clip_coefficient = None if math.isinf(max_norm) else coefficient
+            self._keep(record)
         else:  # step() is not ours then: clip at once
             self._operations.multiply_gradients_(optimizer, coefficient)
         return norm
@@ -554,11 +564,11 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """
         if not isinstance(error, (ValueError, NotImplementedError, AttributeError)):
             record.interrupt(self._operations.current_gradients(record.optimizer))
-            self._records[id(record.optimizer)] = record
+            self._keep(record)
 
     def _note_raised(self, optimizer: Optimizer) -> None:
         """Allow a call that raised to be repeated, until another loss is scaled."""
-        record = self._records.get(id(optimizer))
+        record = self._records.get(id(owner_of(optimizer)))
         if record is not None and record.stage in _KNOWN:
             record.has_raised = True
             self._awaiting.append(record)

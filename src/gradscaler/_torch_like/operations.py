@@ -328,6 +328,18 @@ class TorchLikeOperations:
         context: AbstractContextManager[object] = self.framework.enable_grad()
         return context
 
+    def watch(self, optimizer: Optimizer) -> Callable[[], bool]:
+        def seen() -> list[tuple[int, ...]]:
+            return [
+                (p._version,)
+                if p.grad is None
+                else (p._version, p.grad.data_ptr(), p.grad._version)
+                for p in parameters_of(optimizer)
+            ]
+
+        before = seen()
+        return lambda: seen() == before
+
     def snapshot(self, optimizer: Optimizer) -> Callable[[], None]:
         parameters = parameters_of(optimizer)
         values = [parameter.detach().clone() for parameter in parameters]

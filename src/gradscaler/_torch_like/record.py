@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, MutableMapping
 from enum import Enum
 from typing import Any, ClassVar
 
 from gradscaler._eager.record import OptimizerRecord
 
 
-class TorchLikeRecord(OptimizerRecord):
-    """A record that also reads and writes like the dict that torch keeps."""
+class TorchLikeRecord(OptimizerRecord, MutableMapping[str, Any]):
+    """A record that also is a mapping, equal to the dict that torch keeps."""
 
     opt_state: ClassVar[type[Enum]]  # the framework's own
 
@@ -27,3 +28,12 @@ class TorchLikeRecord(OptimizerRecord):
             self.found_inf = value
         else:
             raise KeyError(key)
+
+    def __delitem__(self, key: str) -> None:
+        raise TypeError(f"a scaler needs {key!r} of its record")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("stage", "found_inf_per_device"))
+
+    def __len__(self) -> int:
+        return 2

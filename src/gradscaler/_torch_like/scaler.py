@@ -246,7 +246,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         record = self._record(optimizer)
         deciders = self._deciders(optimizer)
         record.found_inf = self._decision(deciders, self._check(optimizer))
-        self._records[id(optimizer)] = record
+        self._keep(record)
         return dict(record.found_inf)
 
     def _maybe_opt_step(

@@ -236,6 +236,25 @@ def snapshot(optimizer: Any) -> Callable[[], None]:
     return restore
 
 
+def watch(optimizer: Any) -> Callable[[], bool]:
+    """By value: Paddle's count of changes misses ``set_value`` and its optimizers' steps."""
+
+    def seen() -> list[Tensor]:
+        parameters = parameters_of(optimizer)
+        grads = [grad for p in parameters if (grad := p._grad_ivar()) is not None]
+        return [*parameters, *grads]
+
+    before = [tensor.detach().clone() for tensor in seen()]
+
+    def is_untouched() -> bool:
+        now = seen()
+        return len(now) == len(before) and all(
+            bool(paddle.equal_all(tensor, value)) for tensor, value in zip(now, before, strict=True)
+        )
+
+    return is_untouched
+
+
 def enable_grad() -> AbstractContextManager[object]:
     context: AbstractContextManager[object] = paddle.enable_grad()
     return context

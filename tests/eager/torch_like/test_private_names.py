@@ -56,6 +56,20 @@ def norm(optimizer, norm_type=2.0):
 # Reading.
 
 
+def test_a_record_equals_the_framework_s_dict(scaler, optimizer, parameters, finite):
+    fresh = scaler._per_optimizer_states["no optimizer"]
+    assert fresh == {"stage": OptState.READY, "found_inf_per_device": {}}
+    assert dict(fresh) == fresh
+    library.backward(scaler, parameters, finite)
+    scaler.unscale_(optimizer)
+    record = scaler._per_optimizer_states[id(optimizer)]
+    assert sorted(record) == ["found_inf_per_device", "stage"]
+    assert record["stage"] is OptState.UNSCALED
+    assert record != fresh
+    with pytest.raises(TypeError, match="stage"):
+        del record["stage"]
+
+
 def test_the_stages_are_the_framework_s():
     ours = importlib.import_module(f"gradscaler.{library.name}")
     assert ours.OptState is OptState
