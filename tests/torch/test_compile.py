@@ -111,6 +111,41 @@ def test_a_whole_iteration_may_be_compiled(exact):
     assert ours.run(exact) == theirs.run(exact)
 
 
+@pytest.mark.parametrize("first", ["step", "unscale_"])
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        torch.optim.SGD,
+        lambda parameters: torch.optim.Adam(parameters, foreach=True),
+        lambda parameters: torch.optim.AdamW(parameters, fused=True),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+    ],
+    ids=["SGD", "foreach Adam", "fused AdamW", "fused SGD"],
+)
+def test_a_whole_iteration_makes_no_more_graphs_and_breaks_than_with_torch(
+    make_optimizer, first, exact
+):
+    traces, graphs, breaks = [], [], []
+    for kind in (GradScaler, torch.amp.GradScaler):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        training = Training(kind, make_optimizer)
+        training.batches = training.batches[1:2] * 4  # the scale moves at each
+        if first == "unscale_":
+            training.scaler.step = lambda optimizer, scaler=training.scaler: (
+                scaler.unscale_(optimizer),
+                type(scaler).step(scaler, optimizer),
+            )
+        training.iteration = torch.compile(training.iteration, backend="eager")
+        traces.append(training.run(exact))
+        counters = torch._dynamo.utils.counters
+        graphs.append(counters["stats"]["unique_graphs"])
+        breaks.append(sum(counters["graph_break"].values()))
+    assert traces[0] == traces[1]
+    assert graphs[0] <= graphs[1]
+    assert breaks[0] <= breaks[1]
+
+
 def test_clipping_and_outcomes_work_with_a_compiled_model():
     training = Training(GradScaler)
     training.forward = torch.compile(training.model, backend="eager")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.amp.grad_scaler import OptState
 
+from gradscaler.torch._compile import keep_out_of_graphs
 from gradscaler.torch.scaler import GradScaler
 
 if TYPE_CHECKING:
@@ -20,5 +21,9 @@ def __getattr__(name: str) -> Any:
     if name == "ShardedGradScaler":
         from gradscaler.torch.sharded import ShardedGradScaler
 
+        keep_out_of_graphs()
         return ShardedGradScaler
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+keep_out_of_graphs()

@@ -1,0 +1,61 @@
+"""Keeps the scaler's code out of what ``torch.compile`` traces, as PyTorch keeps its own scaler.
+
+A scaler reads flags on the host and sets attributes of optimizers, so traced code would break into
+dozens of graphs and recompile whenever the scale moves. ``scale`` itself is traced, as a part of
+the loss, and so are models and optimizers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+PACKAGES = tuple(
+    f"gradscaler.{name}" for name in ("_eager", "_torch_like", "torch", "policies", "outcome")
+)
+CALLS = "unscale_", "step", "update", "minimize", "clip_grad_norm_"
+
+
+def keep_out_of_graphs() -> None:
+    """Mark every function of the scaler that is loaded; what they call is traced all the same.
+
+    ``torch._dynamo.skip`` does the same to one function, but importing it takes a second. It costs
+    nothing in a call.
+    """
+    try:
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameExecStrategy(
+            eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+        )
+    except (ImportError, AttributeError):  # another release: traced, with more graphs
+        return
+    for name, module in list(sys.modules.items()):
+        if name.startswith(PACKAGES):
+            for function in _functions(module, name):
+                if function.__name__ in CALLS:
+                    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+                for code in _codes(function.__code__):
+                    eval_frame.set_code_exec_strategy(code, skip)
+
+
+def _functions(owner: Any, module: str) -> Iterator[FunctionType]:
+    """The functions, methods and properties that a module defines."""
+    for value in list(vars(owner).values()):
+        if isinstance(value, type):
+            if value.__module__ == module:
+                yield from _functions(value, module)
+            continue
+        value = getattr(value, "fget", None) or getattr(value, "__func__", value)
+        if isinstance(value, FunctionType) and value.__module__ == module:
+            yield value
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
