@@ -171,6 +171,7 @@ def test_the_scale_is_the_preset_s_on_every_step():
 def test_growth_past_the_largest_float32_is_left_out():
     scaler = DynamicGradScaler(**RULE | {"initial_scale": 2.0**127, "growth_interval": 1})
     assert visited(scaler, "..") == [2.0**127] * 2
+    assert visited(scaler, "x.x") == [2.0**127, 2.0**127, 2.0**126]  # it did not grow
 
 
 def test_lowering_the_interval_below_the_tracker_does_not_freeze_growth():

@@ -199,10 +199,10 @@ class DynamicLossScaler(LossScalerBase):
         # The policy counts from 0 after an overflow, and from 1 after growth.
         stable = self.cur_iter - self.last_overflow_iter - 1
         finite_steps = (stable - 1) % self.scale_window + 1 if stable > 0 else 0
-        nonfinite_steps = min(self.delayed_shift - self.cur_hysteresis, self.delayed_shift - 1)
+        nonfinite_steps = self.delayed_shift - self.cur_hysteresis
         scale = np.float32(_checks.loss_scale("cur_scale", self.cur_scale))
         state = policy.update(ScaleState(scale, finite_steps, nonfinite_steps), overflow)
-        backs_off = overflow and nonfinite_steps + 1 == self.delayed_shift
+        backs_off = overflow and nonfinite_steps + 1 >= self.delayed_shift
         if backs_off and state.scale == scale and self.raise_error_at_min_scale:
             raise RuntimeError(
                 f"Current loss scale already at minimum: min_scale is {self.min_scale!r}, and the "

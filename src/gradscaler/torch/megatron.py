@@ -160,9 +160,9 @@ class DynamicGradScaler(MegatronGradScaler):
             found_inf: whether the step's gradients held an Inf or a NaN in any process.
         """
         found_inf = bool(found_inf)
-        # Megatron counts down, and on past 0; the policy counts up, and stops below the hysteresis.
+        # Megatron's tracker counts down, and on past 0; the policy counts up.
         hysteresis = self._policy.hysteresis
-        nonfinite_steps = min(hysteresis - self._hysteresis_tracker, hysteresis - 1)
+        nonfinite_steps = hysteresis - self._hysteresis_tracker
         scale = self._scale_on_host
         state = self._policy.update(
             ScaleState(scale, self._growth_tracker, nonfinite_steps), found_inf
