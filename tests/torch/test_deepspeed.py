@@ -163,6 +163,13 @@ def test_the_scale_first_doubles_a_step_late_and_halves_at_the_second_overflow()
     assert (scaler.cur_iter, scaler.last_overflow_iter, scaler.cur_hysteresis) == (17, 16, 1)
 
 
+def test_a_window_of_one_waits_one_step_after_an_overflow_all_the_same():
+    scaler = DynamicLossScaler(**RULE | {"scale_window": 1, "delayed_shift": 1})
+    assert visited(scaler, "..x..") == [8.0, 16.0, 8.0, 8.0, 16.0]
+    scaler.scale_factor = 4.0
+    assert visited(scaler, ".x") == [64.0, 16.0]
+
+
 def test_with_consecutive_hysteresis_only_overflows_in_a_row_halve_the_scale():
     scaler = DynamicLossScaler(**RULE | {"consecutive_hysteresis": True, "scale_window": 100})
     assert visited(scaler, "x.x.xxx") == [8.0, 8.0, 8.0, 8.0, 8.0, 4.0, 2.0]
