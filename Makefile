@@ -8,6 +8,7 @@ $(foreach line,$(shell $(PYTHON) -I src/gradscaler/_frameworks.py),$(eval $(line
 $(if $(FRAMEWORKS),,$(error $(PYTHON) cannot list the frameworks))
 ENVIRONMENTS := $(sort $(foreach framework,$(FRAMEWORKS),$($(framework)_ENVIRONMENT)))
 keras_NO_DEPS := 'tf-keras==2.21.*' # it depends on TensorFlow for GPUs; that for CPUs is there
+torch_NO_DEPS := deepspeed==0.19.8 # the tests need one of its modules, which needs torch alone
 venv = .venv/$($(1)_ENVIRONMENT)
 
 CORE := $(filter-out src/gradscaler/__main__.py,$(wildcard src/gradscaler/*.py)) \

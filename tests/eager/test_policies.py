@@ -8,9 +8,11 @@ from libraries import library
 
 from gradscaler import DynamicScale, FixedScale
 from gradscaler.policies._checks import LARGEST_SCALE
+from gradscaler.policies._presets import Presets
 
-PRESETS = ["torch", "tensorplay", "paddle", "keras", "mindspore", "flax", "jmp", "apex", "megatron"]
-PRESETS = {name: getattr(DynamicScale, name)() for name in PRESETS}
+PRESETS = {
+    name: getattr(DynamicScale, name)() for name in vars(Presets) if not name.startswith("_")
+}
 
 
 @settings(

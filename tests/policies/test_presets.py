@@ -43,6 +43,12 @@ RULES = {
         "hysteresis_reset": "growth",
         "min_scale": 1.0,
     },
+    "deepspeed": {
+        "growth_interval": 1001,
+        "hysteresis": 2,
+        "hysteresis_reset": "growth",
+        "min_scale": 1.0,
+    },
 }
 
 # The parameters in the frameworks' own spelling and order, each with a value that cannot work.
@@ -64,6 +70,13 @@ BAD_PARAMETERS = {
     "jmp": {"loss_scale": -1.0, "period": 0, "factor": 1.0, "min_loss_scale": 0.0},
     "apex": {**TORCH, "hysteresis": 0},
     "megatron": {"initial_scale": -1.0, "min_scale": 0.0, **RULE, "hysteresis": 0},
+    "deepspeed": {
+        "init_scale": -1.0,
+        "scale_window": 0,
+        "min_scale": 0.0,
+        "delayed_shift": 0,
+        "consecutive_hysteresis": "no",
+    },
 }
 
 runs = st.tuples(st.sampled_from(".x"), st.integers(1, 12)).map(lambda run: run[0] * run[1])
@@ -105,7 +118,8 @@ def test_a_presets_parameters_are_its_frameworks_in_the_frameworks_order(name):
 )
 def test_a_presets_error_names_the_parameter_as_the_caller_spelt_it(name, parameter):
     value = BAD_PARAMETERS[name][parameter]
-    with pytest.raises(ValueError, match=rf"(?<!\w){parameter}\b") as caught:
+    error = TypeError if isinstance(value, str) else ValueError
+    with pytest.raises(error, match=rf"(?<!\w){parameter}\b") as caught:
         getattr(DynamicScale, name)(**{parameter: value})
     assert repr(value) in str(caught.value)
 
@@ -311,6 +325,29 @@ def megatrons_rule(init, interval, hysteresis, trace):
     return visited
 
 
+# DeepSpeed.
+
+
+def deepspeeds_rule(init, window, delayed_shift, consecutive, trace):
+    """Like MindSpore's, but it divides the steps after the one that followed the last overflow."""
+    scale, last_overflow, tolerated, visited = init, -1, delayed_shift - 1, []
+    for iteration, step in enumerate(trace):
+        stable = iteration - last_overflow - 1
+        grows = stable > 0 and stable % window == 0
+        if step == "x":
+            last_overflow = iteration
+            if tolerated == 0:
+                scale = max(scale / 2, 1.0)
+            tolerated = max(tolerated - 1, 0)
+        else:
+            if consecutive or grows:
+                tolerated = delayed_shift - 1
+            if grows:
+                scale *= 2
+        visited.append(scale)
+    return visited
+
+
 # The presets beside those rules.
 
 
@@ -320,6 +357,13 @@ def with_hysteresis(preset):
     )
 
 
+# Windows, and traces with at most twice as many finite steps in a row: one growth without an
+# overflow. The second would come one step sooner in DeepSpeed.
+WINDOWS = st.integers(6, 12)
+ONE_GROWTH_A_RUN = st.lists(
+    st.tuples(st.integers(0, 12), st.integers(1, 5)).map(lambda run: "." * run[0] + "x" * run[1]),
+    max_size=8,
+).map("".join)
 THREE = (powers_of_two, intervals, hystereses)
 SIXTY = st.text(".x", max_size=60)
 # A preset, the framework's rule, what both are given, and traces in which no scale overflows.
@@ -351,6 +395,12 @@ FOLLOWED = {
     ),
     "apex": (with_hysteresis(DynamicScale.apex), apex_rule, THREE, SIXTY),
     "megatron": (with_hysteresis(DynamicScale.megatron), megatrons_rule, THREE, SIXTY),
+    "deepspeed": (
+        lambda init, window, *hysteresis: DynamicScale.deepspeed(init, window, 1.0, *hysteresis),
+        deepspeeds_rule,
+        (powers_of_two, WINDOWS, hystereses, st.booleans()),
+        ONE_GROWTH_A_RUN,
+    ),
 }
 
 
@@ -389,6 +439,19 @@ ENDS = {
     ),
     "megatron doubles after 1000 finite steps, and tolerates again": (
         DynamicScale.megatron(), "x" + "." * 1000 + "xx", [2.0**32, 2.0**33, 2.0**33, 2.0**32]
+    ),
+    "deepspeed doubles at the 1001st finite step": (
+        DynamicScale.deepspeed(), "." * 1001, [2.0**16, 2.0**17]
+    ),
+    "deepspeed's preset doubles again 1001 steps later, where DeepSpeed takes 1000": (
+        DynamicScale.deepspeed(), "." * 2002, [2.0**17, 2.0**18]
+    ),
+    "deepspeed halves at the second non-finite step, however late it comes": (
+        DynamicScale.deepspeed(), "x" + "." * 1000 + "xx", [2.0**16, 2.0**15, 2.0**14]
+    ),
+    "deepspeed halves at the second in a row, with consecutive_hysteresis": (
+        DynamicScale.deepspeed(consecutive_hysteresis=True),
+        "x.xxx", [2.0**16, 2.0**16, 2.0**16, 2.0**15, 2.0**14]
     ),
 }  # fmt: skip
 

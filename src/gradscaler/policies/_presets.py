@@ -158,3 +158,32 @@ class Presets:
             hysteresis_reset="growth",
             min_scale=min_scale,
         )
+
+    @classmethod
+    def deepspeed(
+        cls: Callable[..., T],
+        init_scale: float = 2.0**16,
+        scale_window: int = 1000,
+        min_scale: float = 1.0,
+        delayed_shift: int = 2,
+        consecutive_hysteresis: bool = False,
+    ) -> T:
+        """DeepSpeed's ``DynamicLossScaler`` (0.19), with the defaults of its fp16 config.
+
+        It grows at the step after ``scale_window`` finite ones, so ``growth_interval`` here is one
+        more than the argument. DeepSpeed counts that step towards the next growth too: if nothing
+        overflows between two growths, its second comes one step sooner than this rule's.
+        """
+        if not isinstance(consecutive_hysteresis, bool):
+            raise TypeError(
+                f"consecutive_hysteresis must be a bool, got {consecutive_hysteresis!r}"
+            )
+        return spelled(
+            cls,
+            {"delayed_shift": "hysteresis"},
+            init_scale=init_scale,
+            growth_interval=_checks.count("scale_window", scale_window) + 1,
+            min_scale=min_scale,
+            delayed_shift=delayed_shift,
+            hysteresis_reset="finite_step_only" if consecutive_hysteresis else "growth",
+        )
