@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
-PACKAGES = tuple(
-    f"gradscaler.{name}" for name in ("_eager", "_torch_like", "torch", "policies", "outcome")
-)
+PACKAGES = tuple(f"gradscaler.{name}" for name in ("_eager", "_torch_like", "torch", "outcome"))
 CALLS = "unscale_", "step", "update", "minimize", "clip_grad_norm_"
 
 
@@ -27,9 +25,9 @@ def keep_out_of_graphs() -> None:
     try:
         from torch._C._dynamo import eval_frame
 
-        skip = eval_frame._FrameExecStrategy(
-            eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
-        )
+        action = eval_frame._FrameAction
+        skip = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        skip_all = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP)
     except (ImportError, AttributeError):  # another release: traced, with more graphs
         return
     for name, module in list(sys.modules.items()):
@@ -37,8 +35,10 @@ def keep_out_of_graphs() -> None:
             for function in _functions(module, name):
                 if function.__name__ in CALLS:
                     function._torchdynamo_disable = True  # type: ignore[attr-defined]
+                # A policy is traced where users compile it, but not on the host's numbers.
+                strategy = skip_all if function.__name__ == "advance" else skip
                 for code in _codes(function.__code__):
-                    eval_frame.set_code_exec_strategy(code, skip)
+                    eval_frame.set_code_exec_strategy(code, strategy)
 
 
 def _functions(owner: Any, module: str) -> Iterator[FunctionType]:
