@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from gradscaler.errors import ParameterError
 from gradscaler.jax import _operations, _trees
 from gradscaler.jax._operations import AxisName, all_finite
 from gradscaler.policies import DynamicScale, Policy, ScaleState
@@ -108,9 +109,18 @@ class GradScaler:
             grads_finite: whether the step's gradients were finite, a boolean scalar.
 
         Raises:
-            ValueError: `grads_finite` is not a boolean scalar.
+            ValueError: `grads_finite` is not a boolean scalar, or ``shard_map`` knows it to differ
+                between devices that hold one loss scale.
         """
         found_inf = ~_operations.as_flag("grads_finite", grads_finite)
+        apart = _operations.varies_over(found_inf) - _operations.varies_over(self.loss_scale)
+        if apart:
+            raise ParameterError(
+                f"grads_finite varies over {_operations.spelled(apart)} and the loss scale does "
+                "not, so each device would move the scale alone. Decide together: pass "
+                f"finite_axis={_operations.spelled(apart)} to value_and_grad, all_finite or "
+                "loss_scaled"
+            )
         return _trees.replaced(self, state=self.policy.update(self.state, found_inf, jnp.where))
 
     def value_and_grad(
@@ -119,6 +129,8 @@ class GradScaler:
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
         axis_name: AxisName | None = None,
+        *,
+        finite_axis: AxisName | None = None,
     ) -> Callable[..., ScaledGradients]:
         """``jax.value_and_grad`` of the scaled function, unscaled and checked.
 
@@ -126,11 +138,18 @@ class GradScaler:
             fun: returns a scalar, or a pair of a scalar and anything.
             argnums: what to differentiate with respect to.
             has_aux: whether ``fun`` returns a pair.
-            axis_name: named axes to average the gradients over. One device's Inf is then in
+            axis_name: named axes to average the gradients over, where each device holds all the
+                weights, and ``fun`` returns the loss of its own batch. One device's Inf is then in
                 everyone's gradients, and every device takes the same decision.
+            finite_axis: named axes to decide over without averaging, where each device holds
+                another part of the weights: one device's Inf is not in the others' gradients.
+                ``fun`` averages the loss over the devices that have different batches.
 
         Returns:
-            A function with the arguments of ``fun`` that returns :class:`ScaledGradients`.
+            A function with the arguments of ``fun`` that returns :class:`ScaledGradients`. Inside
+            ``shard_map`` it raises ValueError where these axes contradict how a weight, the loss
+            or the gradients are sharded. With ``check_vma=False``, and in ``pmap``, JAX does not
+            say how they are, and wrong axes pass unnoticed.
         """
 
         def scaled(*args: Any, **kwargs: Any) -> tuple[Array, Any]:
@@ -139,7 +158,10 @@ class GradScaler:
                 raise TypeError(
                     f"with has_aux, fun must return a pair of a scalar and anything, got {value!r}"
                 )
-            return self.scale(value[0] if has_aux else value), value
+            loss = value[0] if has_aux else value
+            if axis_name is not None:
+                _operations.check_not_averaged(loss, axis_name)
+            return self.scale(loss), value
 
         differentiated = jax.value_and_grad(scaled, argnums, has_aux=True)
 
@@ -156,7 +178,7 @@ class GradScaler:
             grads = self.unscale(grads)
             if axis_name is not None:
                 grads = _operations.lax.pmean(grads, axis_name)
-            grads_finite = all_finite(grads)
+            grads_finite = all_finite(grads, finite_axis=finite_axis)
             return ScaledGradients(self.adjust(grads_finite), grads_finite, value, grads)
 
         return unscaled
