@@ -266,14 +266,17 @@ def test_each_device_may_keep_a_scale_of_its_own():
     assert step(state, weights, batches_with_inf(1, 2)[BAD_STEP]).tolist() == [8, 4, 8, 8]
 
 
-def test_all_finite_reduces_over_both_kinds_of_axes():
-    values = jnp.zeros((2, 3, 2)).at[0, 1, 1].set(jnp.inf)
-
+@pytest.mark.parametrize(
+    ("axis_name", "finite_axis"),
+    [("a", "b"), (["a", "b"], None), (None, ("a", "b")), ("a", ["b", "a"])],
+)
+def test_all_finite_reduces_over_both_kinds_of_axes(axis_name, finite_axis):
     def finite(value):
-        return all_finite(value, "a", finite_axis=["b", "a"])
+        return all_finite(value, axis_name, finite_axis=finite_axis)
 
     for axis in ("c", "b", "a"):
         finite = jax.vmap(finite, axis_name=axis)
+    values = jnp.zeros((2, 3, 2)).at[0, 1, 1].set(jnp.inf)
     assert finite(values)[:, :, 0].all()
     assert not finite(values)[:, :, 1].any()
 

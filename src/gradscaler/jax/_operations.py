@@ -51,9 +51,8 @@ def varying(tree: T, axis_name: AxisName) -> T:
     Raises:
         ValueError: a leaf is sharded over one of the axes.
     """
-
-    def vary(path: Any, leaf: Array) -> Array:
-        sharding = varies_over(leaf) & {*_axes(axis_name)}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        sharding = _is_inexact(path, leaf) and varies_over(leaf) & {*_axes(axis_name)}
         if sharding:
             raise ParameterError(
                 f"{_place(path)} varies over {spelled(sharding)}: each device holds another part "
@@ -62,10 +61,8 @@ def varying(tree: T, axis_name: AxisName) -> T:
                 f"GradScaler.value_and_grad with finite_axis={spelled(sharding)} instead. If every "
                 f"device holds all of it, leave {spelled(sharding)} out of its in_specs"
             )
-        return jnp.where(here, leaf, lax.stop_gradient(leaf))
-
     here = lax.axis_index(axis_name) >= 0  # always true, but JAX does not know that
-    return map_inexact_with_path(vary, tree)
+    return map_inexact(lambda leaf: jnp.where(here, leaf, lax.stop_gradient(leaf)), tree)
 
 
 def check_not_averaged(loss: Array, axis_name: AxisName) -> None:
@@ -77,14 +74,14 @@ def check_not_averaged(loss: Array, axis_name: AxisName) -> None:
     if averaged:
         raise ParameterError(
             f"the loss is the same all over {spelled(averaged)}: fun has averaged it, and "
-            "axis_name would average again. Return each device's own loss from fun"
+            "axis_name would average it again. Return each device's own loss from fun"
         )
 
 
 def varies_over(leaf: Any) -> frozenset[Hashable]:
     """The axes over which ``shard_map`` takes a value to differ: none with ``check_vma=False``."""
     aval: Any = jax.typeof(leaf)
-    if hasattr(aval, "vma"):  # until JAX 0.9
+    if hasattr(aval, "vma"):  # its name before JAX 0.10
         axes: frozenset[Hashable] = aval.vma
     else:
         axes = aval.manual_axis_type.varying
@@ -151,13 +148,8 @@ def as_flag(name: str, value: Any) -> Array:
 
 def map_inexact(function: Callable[[Array], Array], tree: T) -> T:
     """Apply a function to the floating and complex leaves."""
-    return map_inexact_with_path(lambda _, leaf: function(leaf), tree)
-
-
-def map_inexact_with_path(function: Callable[[Any, Array], Array], tree: T) -> T:
-    """Apply a function of a path and a leaf to the floating and complex leaves."""
     mapped: T = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: function(path, leaf) if _is_inexact(path, leaf) else leaf, tree
+        lambda path, leaf: function(leaf) if _is_inexact(path, leaf) else leaf, tree
     )
     return mapped
 

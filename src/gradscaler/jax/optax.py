@@ -66,8 +66,8 @@ def loss_scaled(
         policy: the rule: a :class:`gradscaler.DynamicScale` or a :class:`gradscaler.FixedScale`.
         axis_name: named axes whose devices take one decision. Needed if the gradients were not
             averaged over them before.
-        finite_axis: more such axes. Needed if they shard the weights. An optimizer that takes a
-            norm over all weights, as ``optax.clip_by_global_norm``, then sees its own device's.
+        finite_axis: more such axes. Needed inside ``shard_map`` if they shard the weights. There
+            ``optax.clip_by_global_norm`` takes the norm of one device's part only.
 
     Raises:
         TypeError: `optimizer` is not an optax transformation, or `policy` is not a policy.

@@ -138,18 +138,22 @@ class GradScaler:
             fun: returns a scalar, or a pair of a scalar and anything.
             argnums: what to differentiate with respect to.
             has_aux: whether ``fun`` returns a pair.
-            axis_name: named axes to average the gradients over, where each device holds all the
-                weights, and ``fun`` returns the loss of its own batch. One device's Inf is then in
+            axis_name: named axes to average the gradients over: each device holds all the weights,
+                and ``fun`` returns the loss of its own batch. One device's Inf is then in
                 everyone's gradients, and every device takes the same decision.
-            finite_axis: named axes to decide over without averaging, where each device holds
-                another part of the weights: one device's Inf is not in the others' gradients.
-                ``fun`` averages the loss over the devices that have different batches.
+            finite_axis: named axes that shard the weights: the devices take one decision, and the
+                gradients are not averaged. If they have different batches, ``fun`` returns
+                ``jax.lax.pmean(loss, finite_axis)``.
 
         Returns:
-            A function with the arguments of ``fun`` that returns :class:`ScaledGradients`. Inside
-            ``shard_map`` it raises ValueError where these axes contradict how a weight, the loss
-            or the gradients are sharded. With ``check_vma=False``, and in ``pmap``, JAX does not
-            say how they are, and wrong axes pass unnoticed.
+            A function with the arguments of ``fun`` that returns :class:`ScaledGradients`.
+
+        Raises:
+            ValueError: in that function, inside ``shard_map``: a weight is sharded over
+                ``axis_name``, ``fun`` has averaged the loss over it, or devices would decide
+                differently. With ``check_vma=False`` JAX cannot tell, and nothing is raised; there
+                a ``pmean`` in ``fun`` leaves the gradients summed, so divide the loss by the number
+                of devices instead.
         """
 
         def scaled(*args: Any, **kwargs: Any) -> tuple[Array, Any]:
@@ -158,10 +162,10 @@ class GradScaler:
                 raise TypeError(
                     f"with has_aux, fun must return a pair of a scalar and anything, got {value!r}"
                 )
-            loss = value[0] if has_aux else value
+            loss = self.scale(value[0] if has_aux else value)
             if axis_name is not None:
                 _operations.check_not_averaged(loss, axis_name)
-            return self.scale(loss), value
+            return loss, value
 
         differentiated = jax.value_and_grad(scaled, argnums, has_aux=True)
 
