@@ -1,5 +1,7 @@
 import importlib.util
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -27,3 +29,25 @@ def test_the_small_examples_learn_and_skip_what_overflows(name, monkeypatch, cap
     taken_or_skipped = int(re.search(r"(\d+) of 60 steps", printed)[1])
     assert 0 < taken_or_skipped < 60
     assert float(printed.split()[-1]) < 2.0**30
+
+
+SHARDED = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import jax_sharded
+jax_sharded.POLICY = jax_sharded.DynamicScale(init_scale=2.0**30)
+jax_sharded.main(steps=60)
+"""
+
+
+def test_both_ways_to_shard_over_four_devices_learn_and_skip_alike():
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, "-W", "error", "-c", SHARDED]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert result.stderr == ""
+    pattern = r"(by_\w+) on 4 devices: loss (.*), (\d+) of 60 steps skipped, scale (.*)"
+    names, losses, skipped, scales = zip(*re.findall(pattern, result.stdout), strict=True)
+    assert names == ("by_jit", "by_shard_map")
+    assert max(map(float, losses)) < 0.3  # chance is 2.3
+    assert 0 < int(skipped[0]) == int(skipped[1]) < 60
+    assert float(scales[0]) == float(scales[1]) == 2.0 ** (30 - int(skipped[0]))

@@ -1,6 +1,7 @@
 """Loss scaling for JAX: pure functions, an optax wrapper, and the classes of jmp and flax."""
 
 from gradscaler.jax._operations import all_finite, select_tree
+from gradscaler.jax._processes import check_same
 from gradscaler.jax.flax import DynamicScale, DynamicScaleResult
 from gradscaler.jax.jmp import DynamicLossScale, NoOpLossScale, StaticLossScale
 from gradscaler.jax.optax import LossScaledState, loss_scaled
@@ -16,6 +17,7 @@ __all__ = [
     "ScaledGradients",
     "StaticLossScale",
     "all_finite",
+    "check_same",
     "loss_scaled",
     "select_tree",
 ]

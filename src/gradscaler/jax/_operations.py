@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -20,7 +20,9 @@ AxisName = Hashable | Sequence[Hashable]
 lax: Any = jax.lax  # partly untyped
 
 
-def all_finite(tree: Any, axis_name: AxisName | None = None) -> Array:
+def all_finite(
+    tree: Any, axis_name: AxisName | None = None, *, finite_axis: AxisName | None = None
+) -> Array:
     """Whether no leaf of a pytree holds an Inf or a NaN, a boolean scalar.
 
     Leaves that are neither floating nor complex count as finite, and so does an empty tree.
@@ -29,6 +31,7 @@ def all_finite(tree: Any, axis_name: AxisName | None = None) -> Array:
         tree: any pytree of arrays.
         axis_name: one or more named axes (of ``pmap``, ``shard_map`` or ``vmap``) to reduce over:
             an Inf on one device then counts on all.
+        finite_axis: more named axes to reduce over, such as those that shard the weights.
 
     Raises:
         TypeError: a leaf is neither an array nor a number.
@@ -36,18 +39,53 @@ def all_finite(tree: Any, axis_name: AxisName | None = None) -> Array:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     finite = [jnp.isfinite(leaf).all() for path, leaf in leaves if _is_inexact(path, leaf)]
     everywhere = functools.reduce(operator.and_, finite, jnp.array(True))
-    if axis_name is None:
-        return everywhere
-    return lax.pmin(everywhere.astype(jnp.int32), axis_name) == 1
+    axes = _axes(axis_name, finite_axis)
+    return lax.pmin(everywhere.astype(jnp.int32), axes) == 1 if axes else everywhere
 
 
 def varying(tree: T, axis_name: AxisName) -> T:
-    """The same tree, in a form that ``shard_map`` takes to differ between devices.
+    """The same replicated tree, in a form that ``shard_map`` takes to differ between devices.
 
     ``shard_map`` sums the gradients of a replicated tree, before they can be averaged.
+
+    Raises:
+        ValueError: a leaf is sharded over one of the axes.
     """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        sharding = _is_inexact(path, leaf) and varies_over(leaf) & {*_axes(axis_name)}
+        if sharding:
+            raise ParameterError(
+                f"{_place(path)} varies over {spelled(sharding)}: each device holds another part "
+                "of it, and axis_name would average the gradients of different parts. Let fun "
+                f"return jax.lax.pmean(loss, {spelled(sharding)}), and call "
+                f"GradScaler.value_and_grad with finite_axis={spelled(sharding)} instead. If every "
+                f"device holds all of it, leave {spelled(sharding)} out of its in_specs"
+            )
     here = lax.axis_index(axis_name) >= 0  # always true, but JAX does not know that
     return map_inexact(lambda leaf: jnp.where(here, leaf, lax.stop_gradient(leaf)), tree)
+
+
+def check_not_averaged(loss: Array, axis_name: AxisName) -> None:
+    """ValueError if ``fun`` has averaged or summed its loss over one of the axes itself.
+
+    The gradients that :func:`varying` keeps apart are then 1/n of the device's own already.
+    """
+    averaged = varies_over(lax.axis_index(axis_name)) - varies_over(loss)
+    if averaged:
+        raise ParameterError(
+            f"the loss is the same all over {spelled(averaged)}: fun has averaged it, and "
+            "axis_name would average it again. Return each device's own loss from fun"
+        )
+
+
+def varies_over(leaf: Any) -> frozenset[Hashable]:
+    """The axes over which ``shard_map`` takes a value to differ: none with ``check_vma=False``."""
+    aval: Any = jax.typeof(leaf)
+    if hasattr(aval, "vma"):  # its name before JAX 0.10
+        axes: frozenset[Hashable] = aval.vma
+    else:
+        axes = aval.manual_axis_type.varying
+    return axes
 
 
 def select_tree(pred: Any, a: T, b: T) -> T:
@@ -114,6 +152,18 @@ def map_inexact(function: Callable[[Array], Array], tree: T) -> T:
         lambda path, leaf: function(leaf) if _is_inexact(path, leaf) else leaf, tree
     )
     return mapped
+
+
+def spelled(axes: Iterable[Hashable]) -> str:
+    """Axes as an argument: ``'a'`` or ``('a', 'b')``."""
+    first, *others = sorted(axes, key=str)
+    return repr((first, *others) if others else first)
+
+
+def _axes(*names: AxisName | None) -> tuple[Hashable, ...]:
+    """Each axis once; a tuple or a list names several of them, as in JAX."""
+    several = (name if isinstance(name, (tuple, list)) else (name,) for name in names)
+    return tuple(dict.fromkeys(axis for axes in several for axis in axes if axis is not None))
 
 
 def _is_inexact(path: Any, leaf: Any) -> bool:

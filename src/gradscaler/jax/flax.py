@@ -85,7 +85,10 @@ class DynamicScale:
         has_aux: bool = False,
         axis_name: AxisName | None = None,
     ) -> Callable[..., DynamicScaleResult]:
-        """:meth:`GradScaler.value_and_grad`, but its results are :class:`DynamicScaleResult`."""
+        """:meth:`GradScaler.value_and_grad`, but its results are :class:`DynamicScaleResult`.
+
+        It has no ``finite_axis``, as flax's has none.
+        """
         floor = _checks.SMALLEST_SCALE if self.minimum_scale is None else self.minimum_scale
         policy = DynamicPolicy.flax(
             self.growth_factor, self.backoff_factor, self.growth_interval, floor, floor

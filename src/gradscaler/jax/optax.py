@@ -44,6 +44,8 @@ def loss_scaled(
     optimizer: Transformation,
     policy: Policy = DynamicScale(),  # noqa: B008 # immutable
     axis_name: AxisName | None = None,
+    *,
+    finite_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap an optax optimizer so that it takes gradients of a scaled loss.
 
@@ -64,6 +66,8 @@ def loss_scaled(
         policy: the rule: a :class:`gradscaler.DynamicScale` or a :class:`gradscaler.FixedScale`.
         axis_name: named axes whose devices take one decision. Needed if the gradients were not
             averaged over them before.
+        finite_axis: more such axes. Needed inside ``shard_map`` if they shard the weights. There
+            ``optax.clip_by_global_norm`` takes the norm of one device's part only.
 
     Raises:
         TypeError: `optimizer` is not an optax transformation, or `policy` is not a policy.
@@ -94,7 +98,7 @@ def loss_scaled(
         alike = structure(params) == structure(updates)
         dtypes = jax.tree.map(jnp.result_type, updates, *([params] if alike else []))
         grads = jax.tree.map(jnp.asarray, state.scaler.unscale(updates), dtypes)
-        grads_finite = all_finite(grads, axis_name)
+        grads_finite = all_finite(grads, axis_name, finite_axis=finite_axis)
         updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
         updates = select_tree(grads_finite, updates, jax.tree.map(jnp.zeros_like, updates))
         inner_state = jax.tree.map(_in_dtype_of, inner_state, state.inner_state)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from gradscaler.errors import ParameterError
 from gradscaler.jax import _operations, _trees
 from gradscaler.jax._operations import AxisName, all_finite
 from gradscaler.policies import DynamicScale, Policy, ScaleState
@@ -108,9 +109,18 @@ class GradScaler:
             grads_finite: whether the step's gradients were finite, a boolean scalar.
 
         Raises:
-            ValueError: `grads_finite` is not a boolean scalar.
+            ValueError: `grads_finite` is not a boolean scalar, or ``shard_map`` knows it to differ
+                between devices that hold one loss scale.
         """
         found_inf = ~_operations.as_flag("grads_finite", grads_finite)
+        apart = _operations.varies_over(found_inf) - _operations.varies_over(self.loss_scale)
+        if apart:
+            raise ParameterError(
+                f"grads_finite varies over {_operations.spelled(apart)} and the loss scale does "
+                "not, so each device would move the scale alone. Decide together: pass "
+                f"finite_axis={_operations.spelled(apart)} to value_and_grad, all_finite or "
+                "loss_scaled"
+            )
         return _trees.replaced(self, state=self.policy.update(self.state, found_inf, jnp.where))
 
     def value_and_grad(
@@ -119,6 +129,8 @@ class GradScaler:
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
         axis_name: AxisName | None = None,
+        *,
+        finite_axis: AxisName | None = None,
     ) -> Callable[..., ScaledGradients]:
         """``jax.value_and_grad`` of the scaled function, unscaled and checked.
 
@@ -126,11 +138,22 @@ class GradScaler:
             fun: returns a scalar, or a pair of a scalar and anything.
             argnums: what to differentiate with respect to.
             has_aux: whether ``fun`` returns a pair.
-            axis_name: named axes to average the gradients over. One device's Inf is then in
+            axis_name: named axes to average the gradients over: each device holds all the weights,
+                and ``fun`` returns the loss of its own batch. One device's Inf is then in
                 everyone's gradients, and every device takes the same decision.
+            finite_axis: named axes that shard the weights: the devices take one decision, and the
+                gradients are not averaged. If they have different batches, ``fun`` returns
+                ``jax.lax.pmean(loss, finite_axis)``.
 
         Returns:
             A function with the arguments of ``fun`` that returns :class:`ScaledGradients`.
+
+        Raises:
+            ValueError: in that function, inside ``shard_map``: a weight is sharded over
+                ``axis_name``, ``fun`` has averaged the loss over it, or devices would decide
+                differently. With ``check_vma=False`` JAX cannot tell, and nothing is raised; there
+                a ``pmean`` in ``fun`` leaves the gradients summed, so divide the loss by the number
+                of devices instead.
         """
 
         def scaled(*args: Any, **kwargs: Any) -> tuple[Array, Any]:
@@ -139,7 +162,10 @@ class GradScaler:
                 raise TypeError(
                     f"with has_aux, fun must return a pair of a scalar and anything, got {value!r}"
                 )
-            return self.scale(value[0] if has_aux else value), value
+            loss = self.scale(value[0] if has_aux else value)
+            if axis_name is not None:
+                _operations.check_not_averaged(loss, axis_name)
+            return loss, value
 
         differentiated = jax.value_and_grad(scaled, argnums, has_aux=True)
 
@@ -156,7 +182,7 @@ class GradScaler:
             grads = self.unscale(grads)
             if axis_name is not None:
                 grads = _operations.lax.pmean(grads, axis_name)
-            grads_finite = all_finite(grads)
+            grads_finite = all_finite(grads, finite_axis=finite_axis)
             return ScaledGradients(self.adjust(grads_finite), grads_finite, value, grads)
 
         return unscaled
