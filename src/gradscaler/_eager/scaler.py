@@ -346,7 +346,14 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """Divide gradients by the scale in place, and flag those that are not finite."""
         return self._operations.unscale_(optimizer, inv_scale)
 
-    def _measure(self, record: OptimizerRecord, shards: Any) -> Tensor | None:
+    def _parts(self, optimizer: Optimizer, shards: Any) -> Any:
+        """What a norm is put together from, for the two methods below.
+
+        It is asked before any gradient changes, so it may raise.
+        """
+        return shards
+
+    def _measure(self, record: OptimizerRecord, parts: Any) -> Tensor | None:
         """The norm that the gradients will have once unscaled, if one reading of them can tell."""
         scale = self._scale_in_use(self._placed_state("clip_grad_norm_"))
         measured = self._operations.measure(record.optimizer, scale)
@@ -356,7 +363,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         record.move("measured")
         return norm
 
-    def _total_norm(self, optimizer: Optimizer, norm_type: float, shards: Any) -> Tensor:
+    def _total_norm(self, optimizer: Optimizer, norm_type: float, parts: Any) -> Tensor:
         """The norm of unscaled gradients, those of the processes that hold other parts included."""
         return self._operations.total_norm(optimizer, norm_type)
 
@@ -494,17 +501,18 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         record.check("clip_grad_norm_")
         if record.is_outdated:
             raise CallOrderError(UNKNOWN_GRADIENTS)
+        parts = self._parts(optimizer, shards)
         if record.clip_coefficient is not None:  # of an earlier call
             self._apply_pending(record)
         norm: Tensor | None = None
         if self._enabled and record.stage is Stage.SCALED and norm_type == 2:
-            norm = self._measure(record, shards)
+            norm = self._measure(record, parts)
         if self._enabled and norm is None and record.is_scaled:
             self.unscale_(optimizer)
             record = self._record(optimizer)
             record.move("unscaled to clip")
         if norm is None:
-            norm = self._total_norm(optimizer, float(norm_type), shards)
+            norm = self._total_norm(optimizer, float(norm_type), parts)
         if error_if_nonfinite:
             self._check_finite(record, norm, norm_type)
         coefficient = self._operations.clip_coefficient(max_norm, norm)

@@ -260,8 +260,8 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         zero = self._operations.scalar(0.0, inv_scale.device)
         return self._unscale_grads_(optimizer, inv_scale, zero, self._allow_fp16_gradients)
 
-    def _measure(self, record: OptimizerRecord, shards: Any) -> Tensor | None:
-        return super()._measure(record, shards) if self._unscales_plainly() else None
+    def _measure(self, record: OptimizerRecord, parts: Any) -> Tensor | None:
+        return super()._measure(record, parts) if self._unscales_plainly() else None
 
     def _unscales_plainly(self) -> bool:
         """Whether nothing replaces how gradients are unscaled; it may reduce flags, for example."""

@@ -391,10 +391,10 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         self._found_inf = flag
         return found_inf
 
-    def _measure(self, record: OptimizerRecord, shards: Any) -> Any:
+    def _measure(self, record: OptimizerRecord, parts: Any) -> Any:
         if self._unscale_is_replaced():  # it may reduce found_inf over processes
             return None
-        norm = super()._measure(record, shards)
+        norm = super()._measure(record, parts)
         if norm is not None:
             self._found_inf = self._temp_found_inf_value_false
         return norm

@@ -29,6 +29,16 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def check_group(name: str, group: Group | None) -> None:
+    """Raise TypeError for what is not a process group that this process belongs to."""
+    if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        return
+    raise TypeError(
+        f"{name} must be a torch.distributed.ProcessGroup that this process belongs to, such as "
+        f"torch.distributed.group.WORLD or mesh.get_group(), got {group!r}"
+    )
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor; its module is not imported for the question."""
     module: Any = sys.modules.get("torch.distributed.tensor")

@@ -18,7 +18,7 @@ from gradscaler._torch_like.record import TorchLikeRecord
 from gradscaler._torch_like.scaler import TorchLikeScaler
 from gradscaler.policies import Policy
 from gradscaler.torch._operations import TorchOperations
-from gradscaler.torch._processes import Vote, group_of, reduce_norm, split_by
+from gradscaler.torch._processes import Vote, check_group, group_of, reduce_norm, split_by
 
 
 class _Record(TorchLikeRecord):
@@ -48,7 +48,6 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
         allow_fp16_gradients: unscale float16 gradients in place rather than refuse them. What
             underflows in that division is lost; torch always refuses.
         max_retries: how often ``step(optimizer, closure)`` repeats an evaluation that overflows.
-
         group: the process group that decides together whether to step, and at which scale. None
             takes the processes that hold the optimizer's DTensors, so FSDP2, tensor parallelism and
             their products need no group; nor does DDP, which gives all the same gradients. Name it
@@ -57,8 +56,8 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.
-        TypeError: a parameter is not the kind of number it should be, or ``device`` is a number,
-            as in ``torch.cuda.amp.GradScaler(1024.0)``.
+        TypeError: a parameter is not the kind of number it should be; ``device`` is a number,
+            as in ``torch.cuda.amp.GradScaler(1024.0)``; or ``group`` is not a process group.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -113,6 +112,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
                 stacklevel=2,
             )
             enabled = False
+        check_group("group", group)
         self._device = device
         self._group = group
         super().__init__(
@@ -144,11 +144,14 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             return found_inf
         return self._vote.settle(deciders, self._in_use(self._placed_state("step")), found_inf)
 
-    def _measure(self, record: OptimizerRecord, shards: Any) -> torch.Tensor | None:
+    def _parts(self, optimizer: Any, shards: Any) -> dict[tuple[Any, ...], Any]:
+        check_group("shards", shards)
+        return split_by(optimizer, shards)
+
+    def _measure(self, record: OptimizerRecord, parts: Any) -> torch.Tensor | None:
         deciders = self._deciders(record.optimizer)
-        parts = split_by(record.optimizer, shards)
         if deciders is None and list(parts) == [()]:
-            return super()._measure(record, shards)
+            return super()._measure(record, parts)
         if not self._unscales_plainly():
             return None
         scale = self._scale_in_use(self._placed_state("clip_grad_norm_"))
@@ -164,8 +167,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
         record.move("measured")
         return reduce_norm(norms, 2.0)
 
-    def _total_norm(self, optimizer: Any, norm_type: float, shards: Any) -> torch.Tensor:
-        parts = split_by(optimizer, shards)
+    def _total_norm(self, optimizer: Any, norm_type: float, parts: Any) -> torch.Tensor:
         norms: dict[tuple[Any, ...], torch.Tensor] = {
             groups: self._operations.total_norm(part, norm_type) for groups, part in parts.items()
         }

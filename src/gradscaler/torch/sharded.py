@@ -11,6 +11,7 @@ from torch.distributed.fsdp import sharded_grad_scaler
 from gradscaler._eager.closure import DEFAULT_MAX_RETRIES
 from gradscaler.policies import Policy
 from gradscaler.torch._operations import TorchOperations
+from gradscaler.torch._processes import check_group
 from gradscaler.torch.scaler import GradScaler
 
 
@@ -62,6 +63,7 @@ class ShardedGradScaler(  # type: ignore[misc] # FSDP's has a default in a priva
         policy: Policy | None = None,
         max_retries: int = DEFAULT_MAX_RETRIES,
     ) -> None:
+        check_group("process_group", process_group)
         GradScaler.__init__(
             self,
             device,
