@@ -1,6 +1,5 @@
 """Processes that are joined by gloo over the loopback, each for many cases."""
 
-import contextlib
 import importlib.util
 import multiprocessing
 import os
@@ -38,10 +37,9 @@ def _serve(rank, world, port, degrees, connection):
     import paddle.distributed as dist
     from paddle.distributed import fleet
 
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-        dist.init_parallel_env()
-        if degrees:
-            _start_fleet(dist, fleet, degrees)
+    dist.init_parallel_env()
+    if degrees:
+        _start_fleet(dist, fleet, degrees)
     while True:
         path, name, args = connection.recv()
         paddle.seed(0)
@@ -61,8 +59,9 @@ def _start_fleet(dist, fleet, degrees):
 
     dist.new_group = one_after_another
     strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {f"{name}_degree": degree for name, degree in degrees}
-    strategy.pipeline_configs = {"accumulate_steps": 2, "micro_batch_size": 2}
+    degrees = {"dp": 1, **dict(degrees)}
+    strategy.hybrid_configs = {f"{name}_degree": degree for name, degree in degrees.items()}
+    strategy.pipeline_configs = {"accumulate_steps": 2, "micro_batch_size": 4}
     fleet.init(is_collective=True, strategy=strategy)
     dist.new_group = new_group
 
@@ -129,7 +128,7 @@ class Ranks:
 
 @pytest.fixture(scope="session")
 def ranks():
-    """``ranks(world, mp=2)``: that many processes, kept from case to case; with degrees, fleet's."""
+    """``ranks(2, mp=2)``: so many processes, laid out by fleet if degrees are given, and kept."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     made = cache(lambda world, degrees: Ranks(world, degrees))
     kept = set()
