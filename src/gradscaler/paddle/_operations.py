@@ -173,16 +173,18 @@ def total_norm(optimizer: Any, norm_type: float) -> Tensor:
     if not grads:
         return paddle.zeros([])
     wide = "float64" if any(g.dtype == paddle.float64 for g in grads) else "float32"
-    norms = [_norm(grad.astype(wide), norm_type) for grad in grads]
-    return paddle.linalg.vector_norm(paddle.stack(norms), norm_type)
+    norms = paddle.stack([_norm(grad.astype(wide), norm_type) for grad in grads])
+    if math.isinf(norm_type) and any(paddle.isnan(grad).any().item() for grad in grads):
+        return paddle.full([], math.nan, wide)  # a maximum may lose it
+    return paddle.linalg.vector_norm(norms, norm_type)
 
 
 def _norm(grad: Tensor, norm_type: float) -> Tensor:
     if not grad.is_dist():
         return paddle.linalg.vector_norm(grad, norm_type)
     # Paddle adds up the norms of the shards of a tensor on a mesh.
-    if math.isinf(norm_type):  # a maximum over processes may lose a NaN
-        return grad.abs().max() * (math.nan if paddle.isnan(grad).any().item() else 1.0)
+    if math.isinf(norm_type):
+        return grad.abs().max()
     if norm_type == 0:
         return (grad != 0).astype(grad.dtype).sum()
     return (grad.abs() ** norm_type).sum() ** (1.0 / norm_type)
