@@ -175,7 +175,7 @@ def total_norm(optimizer: Any, norm_type: float) -> Tensor:
     wide = "float64" if any(g.dtype == paddle.float64 for g in grads) else "float32"
     norms = paddle.stack([_norm(grad.astype(wide), norm_type) for grad in grads])
     if math.isinf(norm_type) and any(paddle.isnan(grad).any().item() for grad in grads):
-        return paddle.full([], math.nan, wide)  # a maximum may lose it
+        return paddle.full([], math.nan, norms.dtype)  # a maximum may lose it
     return paddle.linalg.vector_norm(norms, norm_type)
 
 

@@ -16,6 +16,7 @@ from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer
 from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication
 
+from gradscaler import ScaleMismatchError
 from gradscaler.paddle import GradScaler
 
 INF = float("inf")
@@ -290,6 +291,58 @@ def test_gradients_that_are_not_averaged_yet_are_not_clipped(ranks, scaling):
     first, second = ranks(2, sharding=2).run(clip_before_the_average, scaling)
     assert first == second
     assert first[1] == "finite"
+
+
+def uneven(scaling, norm_type):
+    """The first stage has slices alone, of [3, 0] and [0, 4]; the second has whole weights alone.
+
+    One of those is shared with a stage that counts it.
+    """
+    topology = fleet.get_hybrid_communicate_group()
+    gradients = [[12.0, 0.0], [100.0, 0.0]]
+    if topology.is_first_stage:
+        gradients = [[[3.0, 0.0], [0.0, 4.0]][topology.get_model_parallel_rank()]]
+    parameters = [paddle.create_parameter([2], "float32") for _ in gradients]
+    parameters[0].is_distributed = topology.is_first_stage
+    parameters[-1].is_firstly_shared = topology.is_first_stage
+    before = [parameter.numpy() for parameter in parameters]
+    optimizer = paddle.optimizer.SGD(1.0, parameters=parameters)
+    optimizer = fleet.distributed_optimizer(optimizer)
+    scaler = GradScaler(init_loss_scaling=1024.0)
+    if scaling == "fleet":
+        scaler = fleet.distributed_scaler(scaler)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        scaler.scale((parameter * paddle.to_tensor(gradient)).sum()).backward()
+    norm = scaler.clip_grad_norm_(optimizer, 1.0, norm_type).item()
+    scaler.step(optimizer)
+    for one, parameter, gradient in zip(before, parameters, gradients, strict=True):
+        np.testing.assert_allclose(one - parameter.numpy(), np.array(gradient) / norm, atol=1e-5)
+    return norm
+
+
+@pytest.mark.parametrize(("norm_type", "norm"), [(2.0, 13.0), (1.0, 19.0), (INF, 12.0)])
+@pytest.mark.parametrize("scaling", ["fleet", "plain"])
+def test_stages_that_hold_different_kinds_of_weights_have_one_norm(ranks, scaling, norm_type, norm):
+    assert ranks(4, mp=2, pp=2).run(uneven, scaling, norm_type) == [pytest.approx(norm)] * 4
+
+
+def fleet_with_different_scales():
+    scaler = GradScaler(init_loss_scaling=[64.0, 1024.0][dist.get_rank()], group=dist.get_group(0))
+    scaler = fleet.distributed_scaler(scaler)
+    parameter = paddle.create_parameter([2], "float32")
+    before = parameter.tolist()
+    optimizer = fleet.distributed_optimizer(paddle.optimizer.SGD(1.0, parameters=[parameter]))
+    scaler.scale(parameter.sum()).backward()
+    with pytest.raises(ScaleMismatchError) as raised:
+        scaler.step(optimizer)
+    assert parameter.tolist() == before
+    return str(raised.value)
+
+
+def test_a_group_compares_scales_where_fleet_does_not(ranks):
+    first, second = ranks(2, mp=2).run(fleet_with_different_scales)
+    assert first == second
+    assert "scale is 64 on one and 1024 on another" in first
 
 
 def counts(scaling):
