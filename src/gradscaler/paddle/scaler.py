@@ -48,6 +48,10 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     CPU, and permanently when ``scale`` is first called outside float16 autocast. found_inf is each
     optimizer's own. An overflow prints nothing.
 
+    Under fleet's model and pipeline parallelism ``clip_grad_norm_`` goes by the norm of the whole
+    model. Where ``optimizer.step`` averages gradients (sharding, or data parallelism beside
+    another) it raises a ``ValueError``: there, give ``ClipGradByGlobalNorm`` to the optimizer.
+
     Args:
         enable: if False, everything passes through.
         init_loss_scaling: the scale before the first step.
