@@ -44,3 +44,12 @@ def test_gradients_are_measured_and_clipped_in_any_dtype(
     scaler.step(optimizer)
     rounding = 2.0**-7 if dtype in ("float16", "bfloat16") else 1e-6
     np.testing.assert_allclose(library.numpy(parameter.grad), clipped, rtol=rounding)
+
+
+@pytest.mark.parametrize("gradient", [[np.nan, 1.0], [1.0, np.nan]])
+def test_the_largest_magnitude_is_nan_where_one_is(gradient):
+    """Paddle's own norm of infinite order forgets a NaN that comes before a number."""
+    (parameter,) = library.make_parameters(library.tensor(np.zeros(2), "float32"))
+    library.set_gradients([parameter], [np.array(gradient)])
+    optimizer = paddle.optimizer.SGD(parameters=[parameter])
+    assert np.isnan(GradScaler().clip_grad_norm_(optimizer, 1.0, np.inf).item())

@@ -241,6 +241,20 @@ def test_a_fixed_scale_steps_every_iteration(way, finite, monkeypatch):
     loop.assert_moved_by(finite, finite)
 
 
+def test_gradients_that_sharding_still_reduces_are_left_to_fleet_s_scaler(parameters, finite):
+    class Overlapping(paddle.optimizer.SGD):
+        _hcg = SimpleNamespace(get_parallel_mode=lambda: dist.ParallelMode.SHARDING_PARALLEL)
+        comm_overlap = True
+
+    scaler, optimizer = GradScaler(init_loss_scaling=8.0), Overlapping(1.0, parameters=parameters)
+    library.backward(scaler, parameters, finite)
+    before = library.exact([parameter.grad for parameter in parameters])
+    for call in (scaler.unscale_, scaler.step, scaler.minimize):
+        with pytest.raises(ValueError, match=r"scaler = fleet.distributed_scaler\(scaler\)"):
+            call(optimizer)
+    assert library.exact([parameter.grad for parameter in parameters]) == before
+
+
 # Records that come from outside.
 
 

@@ -31,6 +31,6 @@ def check_same(bounds: Sequence[float]) -> None:
         if largest != -negated:
             raise ScaleMismatchError(
                 f"processes that decide together hold different loss scales or counters: {name} is "
-                f"{-negated:g} on one and {largest:g} on another. Construct the scaler with the "
+                f"{0 - negated:g} on one and {largest:g} on another. Construct the scaler with the "
                 "same arguments on each, or load the same state dict on each"
             )

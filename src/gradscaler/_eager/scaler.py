@@ -258,7 +258,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             norm_type: the p of the p-norm; inf for the largest magnitude.
             error_if_nonfinite: raise where the norm is NaN or Inf.
             shards: the process group of those who hold other parts of the model, whose norms are
-                part of the total; PyTorch alone.
+                part of the total; PyTorch and Paddle alone.
 
         Returns:
             The total norm of the unscaled gradients, a scalar tensor.

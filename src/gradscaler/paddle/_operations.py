@@ -172,10 +172,22 @@ def total_norm(optimizer: Any, norm_type: float) -> Tensor:
     grads = [grad for group in gradients(optimizer) for grad in group]
     if not grads:
         return paddle.zeros([])
-    norm = paddle.linalg.vector_norm
     wide = "float64" if any(g.dtype == paddle.float64 for g in grads) else "float32"
-    norms = [norm(grad.astype(wide), norm_type) for grad in grads]
-    return norm(paddle.stack(norms), norm_type)
+    norms = paddle.stack([_norm(grad.astype(wide), norm_type) for grad in grads])
+    if math.isinf(norm_type) and any(paddle.isnan(grad).any().item() for grad in grads):
+        return paddle.full([], math.nan, norms.dtype)  # a maximum may lose it
+    return paddle.linalg.vector_norm(norms, norm_type)
+
+
+def _norm(grad: Tensor, norm_type: float) -> Tensor:
+    if not grad.is_dist():
+        return paddle.linalg.vector_norm(grad, norm_type)
+    # Paddle adds up the norms of the shards of a tensor on a mesh.
+    if math.isinf(norm_type):
+        return grad.abs().max()
+    if norm_type == 0:
+        return (grad != 0).astype(grad.dtype).sum()
+    return (grad.abs() ** norm_type).sum() ** (1.0 / norm_type)
 
 
 def clip_coefficient(max_norm: float, norm: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import paddle
+from paddle.distributed.communication.group import Group
 
 from gradscaler import checkpoint
 from gradscaler._eager.closure import DEFAULT_MAX_RETRIES
@@ -17,6 +18,14 @@ from gradscaler.checkpoint._formats import PADDLE_KEYS, read_paddle, write_paddl
 from gradscaler.checkpoint._state_dicts import state_values
 from gradscaler.outcome import Reason, StepOutcome
 from gradscaler.paddle import _operations
+from gradscaler.paddle._processes import (
+    check_group,
+    check_shards,
+    group_of,
+    reduce_norm,
+    settle,
+    split_by,
+)
 from gradscaler.paddle._record import PaddleOptimizer, PaddleRecord
 from gradscaler.policies import DynamicScale, FixedScale, Rule, ScaleState, _checks
 from gradscaler.policies._presets import PADDLE
@@ -39,6 +48,10 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     CPU, and permanently when ``scale`` is first called outside float16 autocast. found_inf is each
     optimizer's own. An overflow prints nothing.
 
+    Under fleet's model and pipeline parallelism ``clip_grad_norm_`` goes by the norm of the whole
+    model. Where ``optimizer.step`` averages gradients (sharding, or data parallelism beside
+    another) it raises a ``ValueError``: there, give ``ClipGradByGlobalNorm`` to the optimizer.
+
     Args:
         enable: if False, everything passes through.
         init_loss_scaling: the scale before the first step.
@@ -51,6 +64,11 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             and ``update`` need not be called.
         policy: the rule as a whole, in place of the parameters after ``enable``.
         max_retries: how often ``step(optimizer, closure)`` repeats an evaluation that overflows.
+        group: the process group that decides together whether to step, and at which scale, by one
+            all-reduce a step. None takes all processes for an optimizer of fleet's hybrid
+            parallelism (sharding, model, pipeline and segment), and this one alone otherwise:
+            ``DataParallel`` gives all the same gradients. Name it for parameters of one process
+            alone. Each of them then calls ``step`` for the same optimizers in the same order.
 
     The defaults are those of Paddle's reference documentation. Release 3.3.1 itself has 65536.0,
     2000 and 1 for ``init_loss_scaling``, ``incr_every_n_steps`` and ``decr_every_n_nan_or_inf``.
@@ -72,6 +90,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     _operations: ClassVar[Operations] = _operations
     _record_type: ClassVar[type[OptimizerRecord]] = PaddleRecord
+    _knows_process_groups: ClassVar[bool] = True
     _policy: DynamicScale
     _cache_found_inf: bool | None  # type: ignore[assignment] # Paddle's has the type of its None
 
@@ -87,6 +106,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         *,
         policy: Rule | None = None,
         max_retries: int = DEFAULT_MAX_RETRIES,
+        group: Group | None = None,
     ) -> None:
         if enable not in (True, False):
             raise TypeError(
@@ -106,6 +126,9 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             given["use_dynamic_loss_scaling"] = use_dynamic_loss_scaling
             check_alone(policy, (2.0**15, 2.0, 0.5, 1000, 2, True), **given)
             check_policy(policy, Rule)
+        if group is not None:
+            check_group("group", group)
+        self._group = group
         if isinstance(policy, FixedScale):
             policy, use_dynamic_loss_scaling = DynamicScale.paddle(policy.scale), False
         super().__init__(policy, enable, max_retries)
@@ -163,7 +186,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         if record.found_inf is None:  # Fleet and the like put an _unscale of their own here
             record.optimizer = optimizer
             record.scale = self._scale_in_use(self._host_state())
-            record.found_inf = {"found_inf": self._found_inf}
+            deciders = self._deciders(optimizer)
+            record.found_inf = self._decision(deciders, {"found_inf": self._found_inf})
         if record.is_scaled:
             record.move("unscale_")
 
@@ -383,21 +407,38 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     def _unscale_is_replaced(self) -> bool:
         return getattr(self._unscale, "__func__", None) is not GradScaler._unscale
 
-    def _unscale_gradients(self, optimizer: Any, inv_scale: Any) -> FoundInf:
-        found_inf = super()._unscale_gradients(optimizer, inv_scale)
+    def _deciders(self, optimizer: Any) -> Group | None:
+        group = self._group
+        if group is None and not self._unscale_is_replaced():  # Fleet's asks all processes
+            group = group_of(optimizer)
+        return None if group is None or group.nranks == 1 else group
+
+    def _decision(self, deciders: Group | None, found_inf: FoundInf) -> FoundInf:
+        if deciders is not None:
+            found_inf = settle(deciders, self._in_use(self._host_state()), found_inf)
         flag = found_inf.get("found_inf", False)
         if isinstance(flag, bool):
             flag = paddle.ones([1], "bool") if flag else self._temp_found_inf_value_false
         self._found_inf = flag
         return found_inf
 
+    def _parts(self, optimizer: Any, shards: Any) -> Any:
+        check_shards(optimizer, shards)
+        return split_by(optimizer, shards)
+
     def _measure(self, record: OptimizerRecord, parts: Any) -> Any:
         if self._unscale_is_replaced():  # it may reduce found_inf over processes
             return None
-        norm = super()._measure(record, parts)
-        if norm is not None:
-            self._found_inf = self._temp_found_inf_value_false
-        return norm
+        norm = super()._measure(record, parts) if len(parts) == 1 else None
+        if norm is None:
+            return None
+        deciders = self._deciders(record.optimizer)
+        record.found_inf = self._decision(deciders, record.found_inf or {})
+        return reduce_norm(dict.fromkeys(parts, norm), 2.0)
+
+    def _total_norm(self, optimizer: Any, norm_type: float, parts: Any) -> Any:
+        norms = {groups: _operations.total_norm(part, norm_type) for groups, part in parts.items()}
+        return reduce_norm(norms, norm_type)
 
     def _step_if_finite(
         self,

@@ -1,0 +1,180 @@
+"""Many processes: who decides together, and whose gradients belong to one norm.
+
+A decision is a MAX over those who must act alike; a norm is a SUM over those who hold different
+parts. Which collectives run, and in which order, follows from fleet's topology and from arguments
+alone: never from gradients, which one process may have and another not.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+from paddle.distributed.communication.group import Group
+
+from gradscaler._eager.decision import ballot, check_same
+from gradscaler._eager.operations import FoundInf
+from gradscaler.errors import ParameterError
+from gradscaler.paddle import _operations
+from gradscaler.policies import ScaleState
+
+Tensor = Any
+
+
+def check_group(name: str, group: object) -> None:
+    """Check a process group that the user gave.
+
+    Raises:
+        TypeError: it is not one.
+        ParameterError: this process is not in it.
+    """
+    if not isinstance(group, Group):
+        raise TypeError(
+            f"{name} must be a process group, as paddle.distributed.new_group() returns one, "
+            f"got {group!r}"
+        )
+    if dist.get_rank() not in group.ranks:
+        raise ParameterError(
+            f"{name} has the ranks {group.ranks}, and this process is not one of them: name the "
+            "group that it is in"
+        )
+
+
+def group_of(optimizer: Any) -> Group | None:
+    """All processes, for an optimizer of fleet's whose processes hold different gradients.
+
+    Fleet's own scaler asks all of them too. None where nothing is distributed: under data
+    parallelism alone, the backward pass gives all processes the same gradients.
+
+    Raises:
+        ParameterError: sharding still reduces the gradients, and only fleet can wait for that.
+    """
+    if _topology_of(optimizer) is None:
+        return None
+    if getattr(optimizer, "comm_overlap", False):
+        raise ParameterError(
+            "sharding with comm_overlap reduces gradients while the backward pass goes on, and "
+            "only fleet's scaler waits for them: write scaler = fleet.distributed_scaler(scaler)"
+        )
+    return dist.get_group(0)
+
+
+def _topology_of(optimizer: Any) -> Any:
+    """Fleet's HybridCommunicateGroup; None where it only repeats one model."""
+    topology = getattr(optimizer, "_hcg", None)
+    if topology is None or topology.get_parallel_mode() == dist.ParallelMode.DATA_PARALLEL:
+        return None
+    return topology
+
+
+def settle(group: Group, state: ScaleState, found_inf: FoundInf) -> FoundInf:
+    """What the processes of a group found together; empty if none of them has gradients.
+
+    Raises:
+        ScaleMismatchError: the processes hold different scales or counters.
+    """
+    found = float(_operations.any_set(found_inf))
+    values = ballot(found, float(bool(found_inf)), state)
+    vote: Tensor = paddle.to_tensor([float(value) for value in values], "float64", _place_of(group))
+    dist.all_reduce(vote, dist.ReduceOp.MAX, group)
+    found, has_gradients, *bounds = vote.tolist()
+    check_same(bounds)
+    return {"found_inf": bool(found)} if has_gradients else {}
+
+
+def _place_of(group: Group) -> Any:
+    """Where the group's backend reduces: gloo on the host, others on the device in use."""
+    return paddle.CPUPlace() if group.backend == "GLOO" else None
+
+
+def check_shards(optimizer: Any, shards: object) -> None:
+    """Check that gradients may be clipped before the step.
+
+    Raises:
+        TypeError, ParameterError: ``shards`` is neither None nor a group of this process; or
+            ``optimizer.step`` has yet to average the gradients.
+    """
+    if shards is not None:
+        check_group("shards", shards)
+        return
+    topology = _topology_of(optimizer)
+    if topology is None:
+        return
+    degrees = {
+        "data parallelism": topology.get_data_parallel_world_size(),
+        "sharding": topology.get_sharding_parallel_world_size(),
+        "segment parallelism": topology.get_sep_parallel_world_size(),
+    }
+    averaging = [name for name, degree in degrees.items() if degree > 1]
+    if averaging:
+        raise ParameterError(
+            f"with {' and '.join(averaging)}, fleet averages gradients in optimizer.step(), so "
+            "they cannot be clipped before it: construct the optimizer with "
+            "grad_clip=paddle.nn.ClipGradByGlobalNorm(max_norm)"
+        )
+
+
+def split_by(optimizer: Any, shards: Group | None) -> dict[tuple[Group, ...], Any]:
+    """Parts of an optimizer, by the groups that the elements of their parameters are split over.
+
+    ``shards`` splits all. Fleet's parameters are split over the stages of the pipeline, and those
+    that are ``is_distributed`` over model parallelism too; a weight that two stages share counts
+    on the first of them. All processes have the same parts, which may be empty.
+    """
+    if shards is not None:
+        return {(shards,) if shards.nranks > 1 else (): optimizer}
+    topology = _topology_of(optimizer)
+    if topology is None:
+        return {(): optimizer}
+    stages, slices = topology.get_pipe_parallel_group(), topology.get_model_parallel_group()
+    over_stages = tuple(group for group in (stages,) if group.nranks > 1)
+    over_both = tuple(group for group in (slices, stages) if group.nranks > 1)
+    parts: dict[tuple[Group, ...], list[Tensor]] = {over_both: [], over_stages: []}
+    for parameter in _operations.parameters_of(optimizer):
+        if getattr(parameter, "is_firstly_shared", True):
+            parts[over_both if getattr(parameter, "is_distributed", False) else over_stages].append(
+                parameter
+            )
+    return {
+        groups: SimpleNamespace(_parameter_list=parameters) for groups, parameters in parts.items()
+    }
+
+
+def reduce_norm(norms: dict[tuple[Group, ...], Tensor], norm_type: float) -> Tensor:
+    """The p-norm of parts of gradients that lie on many processes, a scalar.
+
+    ``(sum of n**p)**(1/p)``, in float64; the largest n for p = inf.
+
+    Args:
+        norms: of this process' part of the gradients that are split over each of these groups.
+        norm_type: p.
+    """
+    groups = dict.fromkeys(group for split in norms for group in split)
+    first = next(iter(norms.values()))
+    if not groups:
+        return first
+    is_max = math.isinf(norm_type)
+    power = 1.0 if is_max or norm_type == 0 else norm_type
+    place = _place_of(next(iter(groups)))
+    values: Tensor = paddle.to_tensor([norm.item() for norm in norms.values()], "float64", place)
+    values = values**power
+    for group in groups:
+        is_split = paddle.to_tensor([group in split for split in norms], place=values.place)
+        values = paddle.where(is_split, _reduced(values, is_max, group), values)
+    total = values.max() if is_max else values.sum() ** (1.0 / power)
+    return paddle.to_tensor(total.item(), first.dtype, first.place)
+
+
+def _reduced(values: Tensor, is_max: bool, group: Group) -> Tensor:
+    """The sums of the values over a group, or the largest of them."""
+    if not is_max:
+        sums = values.clone()
+        dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+        return sums
+    is_nan = paddle.isnan(values)  # a maximum may lose it
+    largest = paddle.stack([values.masked_fill(is_nan, -1.0), is_nan.astype(values.dtype)])
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    return largest[0].masked_fill(largest[1] > 0, math.nan)

@@ -1,0 +1,23 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "paddle_fleet.py"
+
+
+@pytest.mark.parametrize("scaling", [True, False])
+def test_two_processes_learn_only_with_loss_scaling(scaling, tmp_path):
+    command = [sys.executable, SCRIPT, "--steps", "100", *([] if scaling else ["--no-scaling"])]
+    result = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=90
+    )
+    table = [line.split() for line in result.stdout.splitlines()]
+    assert table[0] == ["step", "loss", "accuracy", "scale", "skipped", "overflowed", "here"]
+    step, _, accuracy, scale, *_ = table[-1]
+    assert step == "100"
+    assert (
+        float(accuracy.rstrip("%")) > 50.0 if scaling else float(accuracy.rstrip("%")) < 20.0
+    )  # chance is 10
+    assert float(scale) > 1e5 if scaling else scale == "1"
