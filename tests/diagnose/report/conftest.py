@@ -14,7 +14,7 @@ from gradscaler.diagnose._run.lines import (
     Start,
     VerdictLine,
 )
-from gradscaler.diagnose._run.reader import Run
+from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose._run.writer import RunFile
 from gradscaler.outcome import NonfiniteGradient
 

@@ -18,7 +18,7 @@ from gradscaler.diagnose._run.lines import (
     Start,
     VerdictLine,
 )
-from gradscaler.diagnose._run.reader import Run
+from gradscaler.diagnose._run.run import Run
 from gradscaler.outcome import NonfiniteGradient
 
 pytest.importorskip("matplotlib", reason="the report is drawn with it")
@@ -95,9 +95,9 @@ def test_each_verdict_comes_first(page_of, made_up_run, kind):
 
 
 def test_the_verdicts_of_the_monitor_are_those_with_a_headline():
-    from gradscaler.diagnose._verdict import Kind
+    from gradscaler.diagnose._verdict import Kind, KindOfRanks
 
-    assert set(HEADLINES) == set(Kind.__args__)
+    assert set(HEADLINES) == {*Kind.__args__, *KindOfRanks.__args__}
 
 
 def test_the_page_needs_nothing_else(page_of, made_up_run):

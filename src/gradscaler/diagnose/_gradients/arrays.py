@@ -97,7 +97,7 @@ def to_numpy(array: Array) -> NDArray[Any]:
 
 
 def local(array: Array) -> Array:
-    """This process' part of PyTorch's distributed tensor; any other array as it is.
+    """Of PyTorch's distributed tensor, this process' part; any other array as it is.
 
     An operation on a distributed tensor may be a collective, in which other processes do not join.
     """

@@ -99,7 +99,8 @@ class EagerObserver(StepSource):
             if self.forensics or was_inspected or is_due:
                 self.read()
             streak = self.log.stuck_streak
-            is_unseen = streak is not None and not streak.skips[-1].nonfinite and not was_inspected
+            is_unseen = streak is not None and streak.skips[-1].nonfinite is None
+            is_unseen = is_unseen and not was_inspected
             is_late = is_unseen and self.log.needs_verdict  # flags were read after the step
             self._inspect_next(self.log.is_nearly_stuck or is_late)
             if not is_late:
