@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from gradscaler.diagnose._run.checks import shown
@@ -10,7 +10,7 @@ from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose._verdict import Verdict
 
 _SEVERITY = "parameter", "activations", "loss", "nan", "floor", "underflow", "elsewhere", "normal"
-_WITHOUT_CAUSE = {"underflow": 1, "elsewhere": 2, "normal": 2}  # other verdicts come before these
+_LATER = {"underflow": 1, "elsewhere": 2, "normal": 2}  # verdicts that name no cause of skips
 
 
 class RunOfRanks(Run):
@@ -20,7 +20,7 @@ class RunOfRanks(Run):
     def verdict(self) -> Verdict:
         """That of the rank at fault, which it names; where ranks differ, that comes first."""
         rank = self.starts[-1].rank
-        own, differences = self.ranks[rank].verdict, _differences(list(self.ranks.items()))
+        own, differences = self.ranks[rank].verdict, _differences(self.ranks)
         kind = "ranks" if differences else own.kind
         return Verdict(kind, f"{differences}rank {rank}: {own.text}", own.where)
 
@@ -48,36 +48,34 @@ def of_ranks(files: Sequence[tuple[str, Run]]) -> Run:
             other = path_of[start.rank]
             raise ValueError(f"{path}: is of rank {start.rank}, as {other} is: give one file each")
         path_of[start.rank] = path
-    ranks = {run.starts[-1].rank: run for _, run in files}
-    ranks = {rank: ranks[rank] for rank in sorted(ranks)}
-    run = min(ranks.values(), key=_order)
+    runs = sorted((run for _, run in files), key=_order)
+    ranks = {run.starts[-1].rank: run for run in runs}
+    run = runs[0]
     return RunOfRanks(run.starts, run.samples, run.skips, run.verdicts, ranks)
 
 
-def _order(run: Run) -> tuple[int, float, int]:
-    """The rank at fault comes first."""
-    kind, since = run.verdict.kind, run.nonfinite_since - run.starts[-1].step
+def _order(run: Run) -> tuple[int, float, int, int]:
+    """The rank at fault comes first; see :func:`gradscaler.diagnose.read_run`."""
+    kind, start = run.verdict.kind, run.starts[-1]
     severity = _SEVERITY.index(kind) if kind in _SEVERITY else len(_SEVERITY)
-    return _WITHOUT_CAUSE.get(kind, 0), since, severity
+    return _LATER.get(kind, 0), run.nonfinite_since - start.step, severity, start.rank
 
 
-def _differences(ranks: Sequence[tuple[int, Run]]) -> str:
+def _differences(ranks: Mapping[int, Run]) -> str:
     """Where ranks first differ from the lowest one, in sentences; empty if they do not.
 
     Steps are compared since each rank's latest start, as far as each rank has samples: when a run
     is killed, the files may end at different steps.
     """
-    (lowest, run), *others = ranks
-    courses = [(rank, _Course(other)) for rank, other in others]
-    reference = _Course(run)
-    scales = [(*scale, rank) for rank, c in courses if (scale := reference.other_scale(c))]
-    skips = [(*skip, rank) for rank, c in courses if (skip := reference.other_skip(c))]
+    (lowest, reference), *others = ((rank, _Course(run)) for rank, run in sorted(ranks.items()))
+    scales = [(*found, rank) for rank, c in others if (found := reference.other_scale(c))]
+    skips = [(*skip, rank) for rank, c in others if (skip := reference.other_skip(c))]
     text = ""
     if scales:
-        step, own, other_, rank = min(scales)
+        step, scale, other_scale, rank = min(scales)
         text += (
-            f"Ranks hold different loss scales from step {step + reference.start} on: {own:g} on "
-            f"rank {lowest}, {other_:g} on rank {rank}. "
+            f"Ranks hold different loss scales from step {step + reference.start} on: "
+            f"{scale:g} on rank {lowest}, {other_scale:g} on rank {rank}. "
         )
     if skips:
         step, is_others, rank = min(skips)

@@ -21,8 +21,11 @@ def read_run(path: str | Path, *others: str | Path) -> Run:
     the rank's that is at fault, with a verdict on all, and with all of them by rank in its
     attribute ``ranks``.
 
-    The rank at fault is the one whose gradients were not finite, by its own verdict's cause, since
-    the earliest step; of equals, the one with the most severe verdict; then the lowest rank.
+    The rank at fault is one whose own verdict names a cause of skipped steps, if there is one. Of
+    several it is the one whose gradients hold an Inf or a NaN since the earliest step of the latest
+    streak of skips; then the one with the most severe verdict: parameter, activations, loss, nan,
+    floor; then the lowest. If ranks used different scales or skipped different steps, the verdict
+    begins with that, and its kind is ``"ranks"``.
 
     Raises:
         ValueError: a file is not a valid run, or the files do not belong together. The message is

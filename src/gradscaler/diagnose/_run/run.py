@@ -16,7 +16,7 @@ class Run:
     """The lines of a run file, by kind, in their order.
 
     Attributes:
-        ranks: if several ranks' files were read, all their runs, by rank; this is one of them.
+        ranks: if several ranks' files were read, their runs by rank, the rank at fault first.
     """
 
     starts: tuple[Start, ...]

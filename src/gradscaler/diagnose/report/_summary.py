@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from gradscaler.diagnose._run.lines import Sample
@@ -11,6 +12,7 @@ from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._texts import number, percent, shown
 
 LATEST = 10  # skipped steps in the table
+_MOST_RANKS = 20
 
 
 class Headline(NamedTuple):
@@ -63,7 +65,7 @@ def facts_of(run: Run) -> dict[str, str]:
         ends = (scales[0], scales[-1]) if scales[0] != scales[-1] else scales[:1]
         facts["Loss scale"] = " → ".join(map(number, ends))
     if start.world_size > 1:
-        facts["Rank"] = f"{start.rank:,} of {start.world_size:,}"
+        facts["Rank"] = f"{start.rank:,} (of {start.world_size:,})"
     facts["Policy"] = shown(str(start.policy.get("name", "unknown")), 40)
     facts["Trained with"] = shown(f"{start.framework}, {start.dtype}", 40)
     return facts
@@ -92,6 +94,8 @@ def _skips(run: Run) -> Table:
     rows = []
     for skip in reversed(run.skips[-LATEST:]):
         gradient, counts = "", ("", "", "")
+        if skip.nonfinite == () and run.starts[-1].world_size > 1:
+            gradient = "another rank's"
         if skip.nonfinite:
             first, others = skip.nonfinite[0], len(skip.nonfinite) - 1 + skip.more
             shape = "x".join(map(str, first.shape))
@@ -109,17 +113,15 @@ def _skips(run: Run) -> Table:
 
 
 def _ranks(run: Run) -> Table:
-    """What each rank says of itself, if several ranks' files were read."""
+    """What each rank says of itself, if several ranks' files were read; the one at fault first."""
     rows = []
-    for rank, own in run.ranks.items():
+    for rank, own in islice(run.ranks.items(), _MOST_RANKS):
         kind, scales = shown(own.verdict.kind, 40), own.scales[1]
         bad = [skip for skip in own.skips if skip.nonfinite]
         first = f"{bad[0].step:,}" if bad else ""
         scale = number(scales[-1]) if scales else ""
         counts = f"{own.num_steps:,}", f"{len(own.skipped):,}", f"{len(bad):,}"
         rows.append((f"{rank:,}", kind, *counts, first, scale))
-    headings = "Rank", "Verdict", "Steps", "Skipped", "Not finite here", "First", "Last scale"
-    title = "Ranks"
-    if absent := run.starts[-1].world_size - len(run.ranks):
-        title += f": the files of {absent:,} others were not given"
+    headings = "Rank", "Verdict", "Steps", "Skipped", "Own Inf or NaN", "First step", "Last scale"
+    title = f"Ranks: the files of {len(run.ranks):,} of {run.starts[-1].world_size:,}"
     return Table(title, headings, rows, names=1)
