@@ -35,7 +35,8 @@ class Verdict:
             where it no longer makes gradients larger. With several processes also
             ``"elsewhere"``: another rank's gradients keep the scale at its floor, and this rank's
             are finite; and ``"ranks"``: ranks hold different scales, or skipped different steps.
-        text: two sentences: what happened, with the evidence, and what to try.
+        text: two sentences: what happened, with the evidence, and what to try. From the files of
+            several ranks, it also names the rank at fault, and where ranks differ.
         where: the name of the parameter or the module that caused it, if one did.
     """
 

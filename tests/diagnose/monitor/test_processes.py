@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.overrides import TorchFunctionMode
 
 from gradscaler.diagnose import Monitor, StuckError, inspect, read_run
 from gradscaler.torch import GradScaler
@@ -180,7 +181,7 @@ def test_a_monitor_samples_its_own_shards_whoever_else_has_one(on_both_ranks, tm
 
 def stopped(rank, monitored, path, model):
     """Steps of which the last ones overflow on rank 1 alone, and what each monitor says."""
-    training = Training(4.0, model)
+    training = Training(32.0, model)
     flags = "..!..!!!!!!"
     options = {"every": 2, "stuck_after": 4, "path": path}
     monitor = Monitor(training.scaler, training.model, **options) if rank in monitored else None
@@ -200,14 +201,16 @@ def stopped(rank, monitored, path, model):
 def test_the_rank_that_overflows_is_named_from_the_files_of_both(on_both_ranks, tmp_path, model):
     path = str(tmp_path / "run.{rank}.jsonl")
     along, at_fault = on_both_ranks(stopped, (0, 1), path, model)
-    assert along == ("elsewhere", None, 1, [()] * 7, 2.0**-5)
+    assert along == ("elsewhere", None, 1, [()] * 7, 2.0**-2)
     kind, where, num_warnings, skips, scale = at_fault
-    assert (kind, where, num_warnings, scale) == ("floor", "0.weight", 1, 2.0**-5)
+    assert (kind, where, num_warnings, scale) == ("floor", "0.weight", 1, 2.0**-2)
     assert [[found.num_inf for found in skip] for skip in skips] == [[1]] * 7
     assert {found.shape for skip in skips for found in skip} == {(4, 4)}  # of its own shard
     run = read_run(*(path.format(rank=rank) for rank in range(RANKS)))
     assert run.verdict.text.startswith("rank 1: The gradients overflow in 0.weight")
     assert (run.verdict.kind, run.starts[0].rank, run.starts[0].world_size) == ("floor", 1, 2)
+    for own in run.ranks.values():  # at the same steps
+        assert [line.step for line in own.verdicts] == [9, 10]
 
 
 @pytest.mark.parametrize("model", [fsdp2, tensor_parallel])
@@ -254,6 +257,68 @@ def overflowing_activations(rank):
 
 def test_activations_that_are_dtensors_are_read_by_one_rank_alone(on_both_ranks):
     assert on_both_ranks(overflowing_activations)[0] == ("activations", "2")
+
+
+class Touched(TorchFunctionMode):
+    """Notes what is called with a DTensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if any(isinstance(arg, DTensor) for arg in args):
+            self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def touched(rank, model):
+    """What the monitor, and not the training, calls with DTensors, in samples and skips."""
+    training = Training(4.0, model)
+    monitor = Monitor(training.scaler, training.model, 1, stuck_after=2, on_stuck="continue")
+    mode, source = Touched(), monitor._source
+
+    def noted(call):
+        def call_and_note(*args):
+            with mode:
+                return call(*args)
+
+        return call_and_note
+
+    for owner, names in (
+        (source, ("scaled", "unscaling", "stepping", "stepped", "updating")),
+        (source._hooks, ("_enter", "_leave")),
+    ):
+        for name in names:
+            setattr(owner, name, noted(getattr(owner, name)))
+    for _ in range(4):
+        training.step(overflows=True)
+    monitor.close()
+    return sorted(mode.names)
+
+
+@pytest.mark.parametrize("model", [fsdp2, tensor_parallel])
+def test_a_monitor_touches_dtensors_only_to_get_what_is_local(on_both_ranks, model):
+    for names in on_both_ranks(touched, model):
+        assert set(names) <= {"__get__", "to_local", "is_floating_point", "is_complex"}
+
+
+def without_a_loss_of_its_own(rank):
+    """A loss that is a DTensor, and of which rank 1 holds nothing."""
+    training = Training()
+    monitor = Monitor(training.scaler, training.model)
+    part = torch.ones(1 - rank)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    training.scaler.scale(
+        DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=(1,), stride=(1,))
+    )
+    training.step(overflows=True)
+    monitor.close()
+    return monitor.history[0].loss
+
+
+def test_a_loss_of_which_a_rank_holds_nothing_is_not_nan(on_both_ranks):
+    assert all(map(math.isfinite, on_both_ranks(without_a_loss_of_its_own)))
 
 
 def refused_and_taken(rank, path):

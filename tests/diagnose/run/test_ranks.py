@@ -5,6 +5,7 @@ import math
 import re
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,10 +13,12 @@ from gradscaler import NonfiniteGradient
 from gradscaler.diagnose import read_run
 from gradscaler.diagnose._run.lines import Sample, Skip, Start, VerdictLine
 from gradscaler.diagnose._run.writer import RunFile
+from gradscaler.diagnose._verdict import Evidence, judge
 
 START = Start("torch", "float16", 100, 0, {"name": "DynamicScale"}, "2026-01-01T00:00Z")
 BAD = (NonfiniteGradient("layer.weight", (4,), "float16", 1, 0, 1.0),)
 LAST = 40  # step
+PAGE = Path(__file__).parents[3] / "docs" / "stuck.md"
 
 
 @pytest.fixture
@@ -72,6 +75,7 @@ def healthy(skipped=(), bad=True):
         # What overflowed in the warm-up does not count, nor what no longer does.
         (1, [stuck("elsewhere", earlier=(1, 2, 3)), stuck("floor", bad_since=30)]),
         (1, [stuck("nan", bad_since=22, earlier=(1, 2)), stuck("floor", bad_since=21)]),
+        (1, [stuck("nan", bad_since=21, earlier=(1, 2)), stuck("loss", bad_since=21)]),
         # A cause counts before what has none.
         (1, [healthy((3,)), stuck("floor")]),
         (0, [stuck("underflow"), healthy((3,)), stuck("elsewhere")]),
@@ -122,6 +126,11 @@ def test_a_rank_that_only_skips_along_blames_no_gradient_of_its_own(files, skipp
     assert re.search(text, verdict.text)
 
 
+def test_a_rank_that_overflowed_once_itself_does_not_put_all_skips_on_another(files):
+    mixed, _ = files([*healthy((3,), bad=False), Skip(5, 8.0, None, BAD)], healthy())
+    assert "another" not in read_run(mixed).verdict.text
+
+
 def test_a_process_alone_has_no_other_rank_to_blame(files):
     (path,) = files(healthy((3,), bad=False))
     assert "rank" not in read_run(path).verdict.text
@@ -170,6 +179,30 @@ def test_steps_are_compared_from_the_latest_start_on(files):
     ]
     files(*[[line] for line in later])
     assert f"from step {LAST + 13} on: 4 on rank 0, 2 on" in read_run(*paths).verdict.text
+
+
+def test_which_rank_was_first_counts_from_the_latest_start_too(files):
+    files([sample(last=LAST + 5)], [sample()])
+
+    def after(step, bad):
+        nonfinite = [() if k < bad else BAD for k in range(1, 9)]
+        skips = [Skip(step + k, 8.0, None, found) for k, found in enumerate(nonfinite, 1)]
+        return [*skips, VerdictLine(step + 8, "floor", "What. Why.", "w")]
+
+    paths = files(after(LAST + 5, bad=2), after(LAST, bad=4))
+    assert read_run(*paths).verdict.text == "rank 0: What. Why."
+
+
+def test_the_docs_quote_what_ranks_are_told(files):
+    page = " ".join(PAGE.read_text(encoding="utf-8").split())
+    moves = ((1, 4.0),), ((1, 4.0), (6, 2.0))
+    ranks = files(
+        *[[sample(skips, scales)] for skips, scales in zip(((), (5,)), moves, strict=True)]
+    )
+    assert read_run(*ranks).verdict.text.partition(" rank 0: ")[0] in page
+    skips = Skip(1, 65536.0, 2.5, ()), Skip(20, 1.0, 2.5, ())
+    along = judge(Evidence(20, 20, skips_in_a_row=20, skips=skips, world_size=2))
+    assert along.text in page
 
 
 # Files that do not belong together.

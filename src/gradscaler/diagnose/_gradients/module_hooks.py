@@ -252,7 +252,7 @@ class _Call:
 
 def _largest(tensor: Tensor, masks: bool = False) -> float:
     """The largest magnitude; Inf or NaN if there is one. In masks -inf does not count."""
-    tensor = local(tensor.detach())
+    tensor = local(tensor).detach()
     if not tensor.numel():
         return 0.0
     if dtype_name(tensor).startswith(("float8", "complex")) or tensor.is_sparse:

@@ -113,7 +113,7 @@ def _norm_of(array: Any) -> float:
         return float(jax.numpy.linalg.norm(array.astype("float32").ravel()))
     if hasattr(array, "to_local") and not array.is_complex():
         torch: Any = sys.modules["torch"]
-        return float(torch.linalg.vector_norm(local(array.detach()), dtype=torch.float64))
+        return float(torch.linalg.vector_norm(local(array).detach(), dtype=torch.float64))
     flat = to_numpy(array).ravel()
     with np.errstate(over="ignore"):  # squares of finite numbers may overflow
         norm = float(np.linalg.norm(flat if flat.dtype.itemsize > 2 else flat.astype(np.float32)))

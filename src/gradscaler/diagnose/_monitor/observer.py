@@ -59,7 +59,7 @@ class EagerObserver(StepSource):
         """Remember the loss, without its graph."""
         if is_locating.get():
             return
-        loss = local(outputs.detach())
+        loss = local(outputs).detach()
         if 0 not in loss.shape:  # as this process' part may be
             self._iterations[-1].losses.append(loss if loss.ndim == 0 else loss.mean())
 
