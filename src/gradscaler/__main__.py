@@ -30,6 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+_RUNS = "the file to read, or one of each rank"
+
+
 class _FailedError(Exception):
     """A command failed; the message says why."""
 
@@ -84,21 +87,23 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser(
         "report",
         help="draw what a run was like, and say what is wrong with it",
-        description="Read the file that a gradscaler.diagnose.Monitor wrote. Write a page that "
-        "needs nothing else (.html), or a picture (.png): a verdict in two sentences, the loss "
-        "scale and the gradients over time, and the gradients against their format's range.",
+        description="Read the file that a gradscaler.diagnose.Monitor wrote, or the files of "
+        "several ranks of one run. Write a page that needs nothing else (.html), or a picture "
+        "(.png): a verdict in two sentences, the loss scale and the gradients over time, and the "
+        "gradients against their format's range. Of several ranks, they are those of the rank at "
+        "fault.",
     )
-    report.add_argument("source", type=Path, metavar="RUN", help="the file to read")
+    report.add_argument("sources", type=Path, nargs="+", metavar="RUN", help=_RUNS)
     report.add_argument("-o", "--output", type=Path, required=True, help="the file to write")
     report.set_defaults(run=_report)
 
     explain = commands.add_parser(
         "explain",
         help="print what a run was like, and what is wrong with it",
-        description="Read the file that a gradscaler.diagnose.Monitor wrote, and print what the "
-        "report shows.",
+        description="Read the file that a gradscaler.diagnose.Monitor wrote, or the files of "
+        "several ranks of one run, and print what the report shows.",
     )
-    explain.add_argument("source", type=Path, metavar="RUN", help="the file to read")
+    explain.add_argument("sources", type=Path, nargs="+", metavar="RUN", help=_RUNS)
     explain.set_defaults(run=_explain)
     return parser
 
@@ -136,15 +141,15 @@ def _convert(parsed: argparse.Namespace) -> None:
 
 
 def _report(parsed: argparse.Namespace) -> None:
-    place = parsed.source
+    place = None
     try:
         from gradscaler.diagnose import report
 
-        run = read_run(place)
+        run = read_run(*parsed.sources)
         place = parsed.output
         report.write(run, place)
     except (ImportError, OSError, ValueError) as error:
-        raise _failed(place, error) from None
+        raise _failed(error, place) from None
 
 
 def _explain(parsed: argparse.Namespace) -> None:
@@ -155,17 +160,17 @@ def _explain(parsed: argparse.Namespace) -> None:
 
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a name may hold any letter
-        explain(read_run(parsed.source), Console())
+        explain(read_run(*parsed.sources), Console())
     except (ImportError, OSError, ValueError) as error:
-        raise _failed(parsed.source, error) from None
+        raise _failed(error) from None
 
 
-def _failed(place: Path, error: Exception) -> _FailedError:
-    """What went wrong with a run, or with a report on it."""
+def _failed(error: Exception, place: Path | None = None) -> _FailedError:
+    """What went wrong with a run, or with a report on it, at the error's file or at ``place``."""
     if isinstance(error, ImportError):
         return _FailedError(f"this needs {error.name}: pip install 'gradscaler[diagnose]'")
     if isinstance(error, OSError):
-        return _FailedError(f"{place}: {error.strerror or error}")
+        return _FailedError(f"{place or error.filename}: {error.strerror or error}")
     return _FailedError(str(error))
 
 

@@ -29,7 +29,8 @@ NAN_LOSS = streak(INF, NAN, loss=math.nan)
 NAN_AT_1 = ending(streak(INF, NAN), 1.0, NAN)
 OF_NAN = streak(NAN, first=2.0**16)
 SOME_INSPECTED = tuple(
-    skip if i % 3 == 0 else replace(skip, nonfinite=(), loss=None) for i, skip in enumerate(OF_NAN)
+    skip if i % 3 == 0 else replace(skip, nonfinite=None, loss=None)
+    for i, skip in enumerate(OF_NAN)
 )
 
 
@@ -79,7 +80,11 @@ def test_a_text_gives_the_evidence(words, changes):
         (streak(INF, first=256.0), 2.0**-11, "cannot fall further"),
         (streak(INF, first=256.0), None, "enlarges no gradient"),
         (streak(INF, first=8.0, factor=1), None, "at a loss scale of 8, which cannot fall further"),
-        (streak(first=8.0, factor=1), None, "The gradients are Inf or NaN at a loss scale of 8"),
+        (
+            tuple(replace(skip, nonfinite=None) for skip in streak(first=8.0, factor=1)),
+            None,
+            "The gradients are Inf or NaN at a loss scale of 8",
+        ),
     ],
     ids=["at its smallest", "below 1", "fixed", "not inspected"],
 )
@@ -88,6 +93,47 @@ def test_a_scale_that_can_or_need_not_fall_is_at_its_floor(skips, min_scale, wor
     assert found.kind == "floor"
     assert words in found.text
     assert found.where == ("fc1.weight" if skips[0].nonfinite else None)
+
+
+ALONG = {"world_size": 4, "is_finite_here": True}  # this rank's gradients are finite
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "changes"),
+    [
+        ("normal", "Another rank's gradients, but not this one's, are Inf or NaN, and", {}),
+        ("elsewhere", "at a loss scale of 1, which enlarges", {"skips": streak(first=2.0**19)}),
+        ("elsewhere", "which cannot fall further", {"min_scale": 32.0}),
+        # At last: an overflow of its own before is no reason, nor a skip that was not inspected.
+        ("elsewhere", "Another rank's", {"skips": (*NAN_AT_1, Skip(120, 1.0, 2.5, ()))}),
+        ("elsewhere", "Another rank's", {"skips": (*streak(first=1.0), Skip(120, 0.5))}),
+        ("nan", "The gradient of fc2.weight is NaN", {"skips": (*streak(), *NAN_AT_1)}),
+        ("loss", "The unscaled loss is itself nan", {"skips": streak(loss=math.nan)}),
+        ("parameter", "The model's w is itself", {"parameter": "w"}),
+        ("activations", "The forward pass of encoder.3", {"located": LOCATED}),
+    ],
+)
+def test_a_rank_with_finite_gradients_blames_another_unless_it_has_evidence(kind, words, changes):
+    found = judge(replace(STUCK, **{"skips": streak(), "min_scale": None, **ALONG, **changes}))
+    assert found.kind == kind
+    assert words in found.text
+    assert (found.where is None) == (kind in ("normal", "elsewhere", "loss"))
+    assert found.text.count(". ") == 1
+
+
+@pytest.mark.parametrize(
+    ("evidence", "words"),
+    [
+        (Evidence(1000, 3, **ALONG), "while this one's were finite. Nothing needs fixing."),
+        (Evidence(80, 40, **ALONG), "give each rank's monitor a file of its own"),
+        (Evidence(1000, 3, scale=0.5, **ALONG), "give each rank's monitor a file of its own"),
+    ],
+)
+def test_skips_for_another_rank_are_said_to_be(evidence, words):
+    found = judge(evidence)
+    assert (found.kind, found.where) == ("normal", None)
+    assert "because another rank's gradients overflowed" in found.text
+    assert words in found.text
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,15 @@ from gradscaler.diagnose._gradients.module_hooks import Located
 from gradscaler.diagnose._run.lines import Sample, Skip
 
 Kind = Literal["normal", "loss", "parameter", "activations", "nan", "floor", "underflow"]
+KindOfRanks = Literal["elsewhere", "ranks"]  # only where several processes train together
 
 _LOST = 0.05  # of the gradients: flushed, or so small that many more must be flushed
 _FEW = 20  # skips that any loss scale may need to settle
 _HEADROOM = 4.0  # a larger scale fits if the largest gradient can double this often
+_EXPLAIN_ALL = (
+    'To see which, give each rank\'s monitor a file of its own (path="run.{rank}.jsonl"), and '
+    "explain all of them together."
+)
 
 
 @dataclass(frozen=True)
@@ -27,8 +32,11 @@ class Verdict:
             itself not finite. ``"activations"``: a module makes Inf or NaN from finite inputs.
             ``"loss"``: the unscaled loss is not finite. ``"nan"``: a gradient is NaN at every
             scale, even at 1 or less. ``"floor"``: the scale cannot fall further, or is below 1,
-            where it no longer makes gradients larger.
-        text: two sentences: what happened, with the evidence, and what to try.
+            where it no longer makes gradients larger. With several processes also
+            ``"elsewhere"``: another rank's gradients keep the scale at its floor, and this rank's
+            are finite; and ``"ranks"``: ranks hold different scales, or skipped different steps.
+        text: two sentences: what happened, with the evidence, and what to try. From the files of
+            several ranks, it also names the rank at fault, and where ranks differ.
         where: the name of the parameter or the module that caused it, if one did.
     """
 
@@ -55,6 +63,8 @@ class Evidence:
     parameter: str | None = None  # the name of a parameter or a buffer that is not finite
     located: Located | None = None  # the module whose output was the first that was not finite
     sample: Sample | None = None  # the latest with shares
+    world_size: int = 1  # how many processes train together
+    is_finite_here: bool = False  # this rank's gradients, in all skipped steps that were inspected
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -100,7 +110,9 @@ def _of_skips(evidence: Evidence) -> Verdict:
             "fix this: look for Inf or NaN in the batch, and for a logarithm, a division or a "
             "power in the loss that float16 or a value of 0 makes infinite.",
         )
-    name = _nan_in_all(evidence.skips)
+    inspected = [skip.nonfinite for skip in evidence.skips if skip.nonfinite is not None]
+    is_elsewhere = evidence.world_size > 1 and inspected[-1:] == [()]
+    name = None if is_elsewhere else _nan_in_all(evidence.skips)
     if name is not None:
         return Verdict(
             "nan",
@@ -110,27 +122,33 @@ def _of_skips(evidence: Evidence) -> Verdict:
             "operation.",
             name,
         )
-    where = next((gradient.name for gradient in last.nonfinite), None)
-    overflow = f"gradients overflow in {where}"
-    if where is None:
-        overflow = "gradients are Inf or NaN"  # not inspected
-    elif not any(gradient.num_inf for gradient in last.nonfinite):
-        overflow = f"gradient of {where} is NaN"
+    nonfinite = last.nonfinite or ()
+    where = next((gradient.name for gradient in nonfinite), None)
+    overflow = f"The gradients overflow in {where}"
+    if is_elsewhere:
+        overflow = "Another rank's gradients, but not this one's, are Inf or NaN"
+    elif where is None:
+        overflow = "The gradients are Inf or NaN"  # not inspected
+    elif not any(gradient.num_inf for gradient in nonfinite):
+        overflow = f"The gradient of {where} is NaN"
     at_floor = evidence.min_scale is not None and last.scale <= evidence.min_scale
     limit = "enlarges no gradient, so a lower one won't fix this"
     if at_floor or last.scale > 1:
         limit = "cannot fall further"
     if at_floor or last.scale <= 1 or (len(evidence.skips) > 1 and first.scale == last.scale):
+        what = f"{overflow} at a loss scale of {last.scale:g}, which {limit}: {fell}."
+        if is_elsewhere:
+            return Verdict("elsewhere", f"{what} {_EXPLAIN_ALL}")
         return Verdict(
             "floor",
-            f"The {overflow} at a loss scale of {last.scale:g}, which {limit}: {fell}. Look for "
-            "what makes them so large (the learning rate, a sum in place of a mean, a division by "
-            "0), allow a lower scale if this one is above 1, or train in bfloat16.",
+            f"{what} Look for what makes them so large (the learning rate, a sum in place of a "
+            "mean, a division by 0), allow a lower scale if this one is above 1, or train in "
+            "bfloat16.",
             where,
         )
     return Verdict(
         "normal",
-        f"The {overflow}, and {fell}. The scale is still falling, and a lower one may fix this: "
+        f"{overflow}, and {fell}. The scale is still falling, and a lower one may fix this: "
         "start from a lower init_scale to get there sooner.",
         where,
     )
@@ -142,13 +160,14 @@ def _nan_in_all(skips: tuple[Skip, ...]) -> str | None:
     None at a scale above 1, or if a gradient holds an Inf. Overflow makes NaN too, as Inf - Inf
     and 0 * Inf, and far above the right scale it leaves nothing else.
     """
-    inspected = [skip for skip in skips if skip.nonfinite]
-    if not inspected or inspected[-1].scale > 1:
+    inspected = [(skip.scale, skip.nonfinite) for skip in skips if skip.nonfinite]
+    if not inspected:
         return None
-    if any(gradient.num_inf for gradient in inspected[-1].nonfinite):
+    scale, latest = inspected[-1]
+    if scale > 1 or any(gradient.num_inf for gradient in latest):
         return None
-    common = set.intersection(*({g.name for g in s.nonfinite if g.num_nan} for s in inspected))
-    return next((g.name for skip in skips for g in skip.nonfinite if g.name in common), None)
+    common = set.intersection(*({g.name for g in found if g.num_nan} for _, found in inspected))
+    return next((g.name for _, found in inspected for g in found if g.name in common), None)
 
 
 def _of_sample(evidence: Evidence) -> Verdict | None:
@@ -201,7 +220,12 @@ def _normal(evidence: Evidence) -> Verdict:
     were = "was" if evidence.skipped == 1 else "were"
     text = f"{evidence.skipped} of {evidence.steps} steps {were} skipped"
     scale = evidence.scale
-    if _are_many(evidence) or (scale is not None and scale < 1):
+    is_unusual = _are_many(evidence) or (scale is not None and scale < 1)
+    if evidence.world_size > 1 and evidence.is_finite_here:
+        text += ", because another rank's gradients overflowed while this one's were finite"
+        what_to_do = _EXPLAIN_ALL if is_unusual else "Nothing needs fixing."
+        return Verdict("normal", f"{text}. {what_to_do}")
+    if is_unusual:
         now = "" if scale is None else f", and the loss scale is {scale:g}"
         text += (
             f"{now}. If they are the first steps, start from a lower init_scale; else look at what "

@@ -1,6 +1,7 @@
 """The runs that are reported on: a fixture, as test modules cannot import one another."""
 
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from gradscaler.diagnose._run.lines import (
     Start,
     VerdictLine,
 )
-from gradscaler.diagnose._run.reader import Run
+from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose._run.writer import RunFile
 from gradscaler.outcome import NonfiniteGradient
 
@@ -107,3 +108,25 @@ def save(path):
         return str(path)
 
     return save
+
+
+@pytest.fixture
+def save_ranks(tmp_path):
+    """Writes the files of three ranks of four, which skip the same steps; returns their paths."""
+
+    def save_ranks(at_fault):
+        verdict = "floor", "What happened. What to try.", "w"
+        run, paths = _made_up_run(samples=1, verdict=verdict), []
+        for rank in range(3):
+            start = replace(run.starts[0], rank=rank, world_size=4)
+            paths.append(str(tmp_path / f"run.{rank}.jsonl"))
+            skips, verdicts = run.skips, run.verdicts
+            if rank != at_fault:
+                skips = [replace(skip, nonfinite=()) for skip in skips]
+                verdicts = [replace(run.verdicts[0], verdict="elsewhere", where=None)]
+            with closing(RunFile(tmp_path / f"run.{rank}.jsonl", start)) as file:
+                for line in (*run.samples, *skips, *verdicts):
+                    file.write(line)
+        return paths
+
+    return save_ranks

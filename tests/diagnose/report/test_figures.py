@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Start
-from gradscaler.diagnose._run.reader import Run
+from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._figures import COLOURS, SHADE, drawing_settings
 from gradscaler.diagnose.report._picture import draw
 from gradscaler.diagnose.report._spectrum import spectrum_of

@@ -18,7 +18,7 @@ from gradscaler.diagnose._run.lines import (
     Start,
     VerdictLine,
 )
-from gradscaler.diagnose._run.reader import Run
+from gradscaler.diagnose._run.run import Run
 from gradscaler.outcome import NonfiniteGradient
 
 pytest.importorskip("matplotlib", reason="the report is drawn with it")
@@ -85,6 +85,29 @@ def test_the_command_writes_a_picture_from_a_file(tmp_path, save, made_up_run):
     assert height > 1000
 
 
+def test_the_page_of_several_ranks_is_that_of_the_rank_at_fault_with_a_row_each(
+    tmp_path, save_ranks
+):
+    target = tmp_path / "report.html"
+    paths = save_ranks(at_fault=1)
+    assert main(["report", *paths, "-o", str(target)]) == 0
+    page = Page(target.read_text(encoding="utf-8"))
+    assert page.tags.count("h1") == 1
+    assert {HEADLINES["floor"].text, "rank 1: What happened. What to try."} <= set(page.texts)
+    assert {"Rank", "1 (of 4)", "elsewhere", "Own Inf or NaN"} <= set(page.texts)
+    assert main(["report", *paths, "-o", str(target.with_suffix(".png"))]) == 0
+
+
+def test_of_several_files_the_bad_one_is_named(tmp_path, save_ranks, capsys):
+    paths = save_ranks(at_fault=1)
+    missing, target = str(tmp_path / "missing.jsonl"), str(tmp_path / "report.html")
+    for command in (["explain"], ["report", "-o", target]):
+        assert main([*command, *paths, missing]) == 1
+        assert capsys.readouterr().err == f"{missing}: No such file or directory\n"
+        assert main([*command, *paths, paths[0]]) == 1
+        assert "is of rank 0, as" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", HEADLINES)
 def test_each_verdict_comes_first(page_of, made_up_run, kind):
     page = page_of(made_up_run(samples=0, stuck=3, verdict=(kind, "What. Why.", None)))
@@ -95,9 +118,9 @@ def test_each_verdict_comes_first(page_of, made_up_run, kind):
 
 
 def test_the_verdicts_of_the_monitor_are_those_with_a_headline():
-    from gradscaler.diagnose._verdict import Kind
+    from gradscaler.diagnose._verdict import Kind, KindOfRanks
 
-    assert set(HEADLINES) == set(Kind.__args__)
+    assert set(HEADLINES) == {*Kind.__args__, *KindOfRanks.__args__}
 
 
 def test_the_page_needs_nothing_else(page_of, made_up_run):

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from gradscaler.__main__ import main
 from gradscaler.diagnose.report._terminal import explain
 from gradscaler.outcome import NonfiniteGradient
 
@@ -95,6 +96,25 @@ def test_names_are_shown_as_they_are_and_control_nothing(made_up_run):
     assert "\x1b" not in text
 
 
+def test_several_ranks_have_one_verdict_and_a_row_each(save_ranks, capsys):
+    paths = save_ranks(at_fault=2)
+    assert main(["explain", *paths]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    text = " ".join(" ".join(line) for line in lines)
+    assert "Gradients overflow at the smallest scale" in text
+    assert "rank 2: What happened. What to try." in text
+    assert "Rank: 2 (of 4)" in text
+    assert "Ranks: the files of 3 of 4" in text
+    rows = [line for line in lines if line[1:3] in (["elsewhere", "100"], ["floor", "100"])]
+    assert rows == [
+        ["2", "floor", "100", "2", "2", "98", "16,384"],
+        ["0", "elsewhere", "100", "2", "0", "16,384"],
+        ["1", "elsewhere", "100", "2", "0", "16,384"],
+    ]
+    assert main(["explain", paths[0]]) == 0
+    assert capsys.readouterr().out.count("another rank's") == 2  # in the table of skipped steps
+
+
 def test_a_run_without_steps_is_no_error(made_up_run):
     assert "No step is recorded yet" in explained(made_up_run(samples=0))
 
@@ -137,7 +157,8 @@ samples = st.builds(
 )
 shapes = st.just((2, 3))
 nonfinite = st.builds(NonfiniteGradient, st.text(), shapes, st.text(), steps, steps, numbers)
-skips = st.builds(Skip, steps, numbers, st.none() | numbers, tuples(nonfinite, 2), steps)
+found = st.none() | tuples(nonfinite, 2)
+skips = st.builds(Skip, steps, numbers, st.none() | numbers, found, steps)
 
 
 @given(st.lists(samples, max_size=4), st.lists(skips, max_size=4))

@@ -53,7 +53,11 @@ def dtype_name(array: Array) -> str:
 
 
 def shape_of(array: Array) -> tuple[int, ...]:
-    """An array's shape; that of its rows, if it is made of rows of a table of unknown size."""
+    """An array's shape; that of its rows, if it is made of rows of a table of unknown size.
+
+    That of this process' part, if the array is distributed.
+    """
+    array = local(array)
     shape = getattr(array, "dense_shape", None)
     if shape is None:
         shape = array.values.shape if _is_rows(array) else np.shape(array)
@@ -92,14 +96,21 @@ def to_numpy(array: Array) -> NDArray[Any]:
     return host
 
 
+def local(array: Array) -> Array:
+    """Of PyTorch's distributed tensor, this process' part; any other array as it is.
+
+    An operation on a distributed tensor may be a collective, in which other processes do not join.
+    """
+    return array.to_local() if hasattr(array, "to_local") else array
+
+
 def dense(array: Array) -> Array:
     """The detached array of all elements; a NumPy array if they are rows, else its framework's."""
     keras: Any = sys.modules.get("keras")
     variable: Any = getattr(keras, "Variable", ())
     if isinstance(array, variable):
         array = array.value
-    if hasattr(array, "to_local"):  # this process' part of a distributed tensor
-        array = array.to_local()
+    array = local(array)
     if _is_rows(array):
         return _summed(to_numpy(array.indices), to_numpy(array.values))
     if not hasattr(array, "detach"):

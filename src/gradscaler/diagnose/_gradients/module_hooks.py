@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gradscaler.diagnose._gradients.arrays import dtype_name, to_numpy
+from gradscaler.diagnose._gradients.arrays import dtype_name, local, to_numpy
 from gradscaler.diagnose._gradients.nonfinite import count_nonfinite
 
 Module = Any
@@ -252,12 +252,13 @@ class _Call:
 
 def _largest(tensor: Tensor, masks: bool = False) -> float:
     """The largest magnitude; Inf or NaN if there is one. In masks -inf does not count."""
+    tensor = local(tensor).detach()
     if not tensor.numel():
         return 0.0
     if dtype_name(tensor).startswith(("float8", "complex")) or tensor.is_sparse:
         largest = float(np.abs(to_numpy(tensor)).max(initial=0.0))
     else:
-        largest = float(tensor.detach().abs().max())
+        largest = float(tensor.abs().max())
     if masks and largest == math.inf:
         values = to_numpy(tensor)
         return float(np.abs(values[values != -math.inf]).max(initial=0.0))

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._monitor.observer import EagerObserver
+from gradscaler.diagnose._monitor.ranks import rank_and_world_size
 from gradscaler.diagnose._monitor.recorder import Recorder
 from gradscaler.diagnose._monitor.steps import OnStuck, Step, StepLog
 from gradscaler.diagnose._monitor.traced_scalers import policy_of, read
@@ -39,6 +40,11 @@ class Monitor:
     inspect. Without, a verdict waits for the next sample; a scaler that announces its steps is
     then inspected for one more step.
 
+    With several processes, each monitor reads and reports its own process' part of losses,
+    gradients, parameters and activations, and waits for no other: any ranks may have one. All ranks
+    skip a step that overflows on one; with a file of each rank, ``python -m gradscaler explain``
+    names that one.
+
     An interrupt (Ctrl-C) costs at most the sample of its step. Do not repeat a :meth:`record` that
     was interrupted: it may have counted the step.
 
@@ -48,11 +54,14 @@ class Monitor:
         model: gives the parameters their names. In PyTorch and TensorPlay, its activations are
             inspected in the last of ``stuck_after`` steps.
         every: steps from one sample to the next.
-        path: a run file to create or append to; see :mod:`gradscaler.diagnose._run.lines`. Only one
-            process may write to a file: give it to rank 0 alone, or give each rank its own.
+        path: a run file to create or append to; see :mod:`gradscaler.diagnose._run.lines`. One
+            monitor at a time may write to a file. ``{rank}`` in it becomes the process' rank:
+            that of torch.distributed, else of the environment variable ``RANK``, else 0.
         forensics: inspect every n-th skipped step; 0 disables.
         on_stuck: ``"warn"`` warns once in a streak of skips. ``"raise"`` raises before the scale
             moves, and the next ``update()`` continues. ``"continue"`` only writes the verdict.
+            Each process decides for itself: one that raises may leave the others waiting for it
+            until the launcher ends them.
         stuck_after: how many skips in a row of one optimizer are too many. 1 leaves no step in
             which activations can be inspected.
         dtype: what gradients are computed in: ``"float16"``, ``"bfloat16"``, ``"float8_e4m3"`` or
@@ -60,7 +69,8 @@ class Monitor:
         tensorboard: a directory for scalars that TensorBoard shows.
 
     Raises:
-        TypeError, ValueError: an argument cannot work, or ``path`` is not a run file.
+        TypeError, ValueError: an argument cannot work; or ``path`` is not a run file, or another
+            monitor is writing to it.
         ImportError: TensorBoard is not installed.
         OSError: a file cannot be written.
 
@@ -102,25 +112,31 @@ class Monitor:
         self._framework = _framework_of(scaler)
         is_eager = hasattr(scaler, "add_observer")
         _check(scaler, model, is_eager)
-        writers: list[RunFile | EventFile] = []
-        step = 0
-        if not is_eager or scaler.observed.is_enabled:
-            event_writer = None if tensorboard is None else load_writer()
-            if path is not None:
+        rank, self._world_size = rank_and_world_size()
+        is_enabled = not is_eager or scaler.observed.is_enabled
+        event_writer = load_writer() if tensorboard is not None and is_enabled else None
+        file: RunFile | None = None
+        try:
+            if path is not None and is_enabled:
                 policy = _describe(policy_of(scaler))
                 time = strftime("%Y-%m-%dT%H:%M:%SZ", gmtime())
-                start = Start(self._framework, self._dtype, every, 0, policy, time)
-                file = RunFile(Path(path), start)
-                step = file.step
-                writers.append(file)
-            if tensorboard is not None:
+                ranks = rank, self._world_size
+                start = Start(self._framework, self._dtype, every, 0, policy, time, *ranks)
+                file = RunFile(Path(os.fspath(path).replace("{rank}", str(rank))), start)
+            writers: list[RunFile | EventFile] = [] if file is None else [file]
+            if tensorboard is not None and is_enabled:
                 writers.append(EventFile(event_writer, tensorboard))
-        self._log = StepLog(writers, step, on_stuck, stuck_after, self._judge)
-        source: type[EagerObserver | Recorder] = EagerObserver if is_eager else Recorder
-        self._source = source(scaler, model, self._log, every, forensics, self._dtype)
-        self._is_open = True
-        if is_eager:  # last: an interrupt before leaves no observer
-            scaler.add_observer(self._source)
+            step = 0 if file is None else file.step
+            self._log = StepLog(writers, step, on_stuck, stuck_after, self._judge)
+            source: type[EagerObserver | Recorder] = EagerObserver if is_eager else Recorder
+            self._source = source(scaler, model, self._log, every, forensics, self._dtype)
+            self._is_open = True
+            if is_eager:  # last: an interrupt before leaves no observer
+                scaler.add_observer(self._source)
+        except BaseException:  # the next monitor may write to the file
+            if file is not None:
+                file.close()
+            raise
 
     def record(
         self,
@@ -209,6 +225,8 @@ class Monitor:
             self._dtype,
             scale=log.history[-1].scale if log.history else None,
             sample=log.latest,
+            world_size=self._world_size,
+            is_finite_here=log.counts.num_inspected > 0 and not log.counts.num_nonfinite,
         )
         if (streak := log.stuck_streak) is not None:
             parameters = self._source.nonfinite_parameters()

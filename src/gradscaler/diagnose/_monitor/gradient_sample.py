@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gradscaler.diagnose._gradients.arrays import shape_of, strided_sample, to_numpy
+from gradscaler.diagnose._gradients.arrays import local, shape_of, strided_sample, to_numpy
 from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._gradients.histogram import Histogram, histograms_of, sum_of_bins
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Shares
@@ -107,10 +107,13 @@ def _worst(parameters: Mapping[str, ParameterSample], small: float) -> tuple[str
 
 
 def _norm_of(array: Any) -> float:
-    """The 2-norm of one array."""
+    """The 2-norm of one array: of JAX's and of PyTorch's distributed ones where the array is."""
     jax: Any = sys.modules.get("jax")
-    if jax is not None and isinstance(array, jax.Array):  # computed where the array is
+    if jax is not None and isinstance(array, jax.Array):
         return float(jax.numpy.linalg.norm(array.astype("float32").ravel()))
+    if hasattr(array, "to_local") and not array.is_complex():
+        torch: Any = sys.modules["torch"]
+        return float(torch.linalg.vector_norm(local(array).detach(), dtype=torch.float64))
     flat = to_numpy(array).ravel()
     with np.errstate(over="ignore"):  # squares of finite numbers may overflow
         norm = float(np.linalg.norm(flat if flat.dtype.itemsize > 2 else flat.astype(np.float32)))

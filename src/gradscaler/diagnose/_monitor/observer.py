@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.locate import is_locating
 from gradscaler.diagnose._gradients.module_hooks import Located, ModuleHooks
 from gradscaler.diagnose._gradients.nonfinite import inspect
@@ -58,8 +59,9 @@ class EagerObserver(StepSource):
         """Remember the loss, without its graph."""
         if is_locating.get():
             return
-        loss = outputs.detach()
-        self._iterations[-1].losses.append(loss if loss.ndim == 0 else loss.mean())
+        loss = local(outputs).detach()
+        if 0 not in loss.shape:  # as this process' part may be
+            self._iterations[-1].losses.append(loss if loss.ndim == 0 else loss.mean())
 
     def unscaling(self, optimizer: Any, scale: Any, /) -> None:
         """Measure the gradients if a sample is due, before anything clips them."""
@@ -97,7 +99,8 @@ class EagerObserver(StepSource):
             if self.forensics or was_inspected or is_due:
                 self.read()
             streak = self.log.stuck_streak
-            is_unseen = streak is not None and not streak.skips[-1].nonfinite and not was_inspected
+            is_unseen = streak is not None and streak.skips[-1].nonfinite is None
+            is_unseen = is_unseen and not was_inspected
             is_late = is_unseen and self.log.needs_verdict  # flags were read after the step
             self._inspect_next(self.log.is_nearly_stuck or is_late)
             if not is_late:
@@ -219,8 +222,10 @@ class EagerObserver(StepSource):
         gradients = self._gradients(optimizer)
         if not gradients:
             return
-        norm = self.scaler.observed.total_norm(optimizer)
-        known = norm if math.isfinite(norm) else None
+        known = None
+        if not any(hasattr(gradient, "to_local") for gradient in gradients.values()):
+            norm = self.scaler.observed.total_norm(optimizer)
+            known = norm if math.isfinite(norm) else None
         scale = float(self.scaler.observed.state.scale)
         iteration.measured[id(optimizer)] = measure(gradients, self.dtype, scale, scaled, known)
 

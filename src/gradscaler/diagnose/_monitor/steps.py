@@ -67,6 +67,8 @@ class Counts(NamedTuple):
     sampled: int  # the step of the last sample
     scales: tuple[tuple[int, float], ...] = ()  # since then: each step with a new scale, and that
     skips: tuple[int, ...] = ()  # since then: the steps that were skipped
+    num_inspected: int = 0  # skipped steps that were
+    num_nonfinite: int = 0  # those in which this process' own gradients were not finite
 
 
 class StepLog:
@@ -113,13 +115,17 @@ class StepLog:
         counts, number = self.counts, step.step
         if number <= counts.step:
             return
-        nonfinite = step.nonfinite or ()
-        more = max(len(nonfinite) - _MOST_NONFINITE, 0)
-        skip = Skip(number, step.scale, step.loss, nonfinite[:_MOST_NONFINITE], more)
+        found = step.nonfinite or ()
+        more = max(len(found) - _MOST_NONFINITE, 0)
+        listed = None if step.nonfinite is None else found[:_MOST_NONFINITE]
+        skip = Skip(number, step.scale, step.loss, listed, more)
+        is_inspected = step.skipped and listed is not None
         has_moved = not counts.scales or counts.scales[-1][1] != step.scale
         after = counts._replace(
             step=number,
             num_skipped=counts.num_skipped + step.skipped,
+            num_inspected=counts.num_inspected + is_inspected,
+            num_nonfinite=counts.num_nonfinite + bool(found),
             streaks=self._continued(counts.streaks, skip, optimizers or {0: step.skipped}),
             scales=(*counts.scales, (number, step.scale)) if has_moved else counts.scales,
             skips=(*counts.skips, number) if step.skipped else counts.skips,
@@ -127,7 +133,7 @@ class StepLog:
         if not self.history or self.history[-1].step < number:
             self.history.append(step)
         self.counts = after
-        if step.skipped and step.nonfinite is not None:
+        if is_inspected:
             logger.info("%s", _in_one_line(skip))
             self._write(skip)
 
@@ -254,8 +260,9 @@ def _in_one_line(skip: Skip) -> str:
     listed = "; ".join(
         f"{g.name} ({'x'.join(map(str, g.shape)) or 'scalar'} {g.dtype}): {g.num_inf} Inf, "
         f"{g.num_nan} NaN, largest of the rest {g.largest_finite:g}"
-        for g in skip.nonfinite
+        for g in skip.nonfinite or ()
     )
+    found = listed or "this process' gradients are finite"
     more = f"; and {skip.more} more" if skip.more else ""
-    line = f"step {skip.step} skipped at loss scale {skip.scale:g}: {listed}{more}"
+    line = f"step {skip.step} skipped at loss scale {skip.scale:g}: {found}{more}"
     return "".join(letter if letter.isprintable() else " " for letter in line)

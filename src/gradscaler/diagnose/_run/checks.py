@@ -65,9 +65,10 @@ def value_as(kind: Any, value: Any) -> Any:
         return kind(*map(value_as, types.values(), _array(value, len(types))))
     found = _object(value)
     for key in types:
-        if key not in found:
+        if key not in found and not hasattr(kind, key):  # older files lack some with a default
             raise ValueError(f"{key} is missing")
-    return kind(**{key: _field(key, type_, found[key]) for key, type_ in types.items()})
+    given = {key: type_ for key, type_ in types.items() if key in found}
+    return kind(**{key: _field(key, type_, found[key]) for key, type_ in given.items()})
 
 
 @lru_cache

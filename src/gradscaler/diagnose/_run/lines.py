@@ -74,6 +74,8 @@ class Start:
         step: how many steps there were before.
         policy: the policy's ``name``, and its parameters by their names.
         time: when it started, in UTC, in ISO 8601.
+        rank: of the process; left out where there is one process.
+        world_size: how many processes train together; left out where there is one.
     """
 
     kind: ClassVar[str] = "start"
@@ -84,6 +86,8 @@ class Start:
     step: int
     policy: Mapping[str, Any]
     time: str
+    rank: int = 0
+    world_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -122,13 +126,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Skip:
-    """A skipped step that was inspected.
+    """A skipped step; a file holds those that were inspected.
 
     Attributes:
         step: the step's number.
         scale: the loss scale that it used.
         loss: the unscaled loss, if it was seen.
-        nonfinite: the gradients that held an Inf or a NaN, the first 10.
+        nonfinite: the gradients of this process that held an Inf or a NaN, the first 10; None if
+            the step was not inspected, and is not in the file. With several processes there may be
+            none: the step is skipped on all of them if it overflows on one.
         more: how many other gradients did.
     """
 
@@ -137,7 +143,7 @@ class Skip:
     step: int
     scale: float
     loss: float | None = None
-    nonfinite: tuple[NonfiniteGradient, ...] = ()
+    nonfinite: tuple[NonfiniteGradient, ...] | None = None
     more: int = 0
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import warnings
+from io import FileIO
 from pathlib import Path
 from typing import Any
-from weakref import finalize
+from weakref import WeakSet, finalize
 
 from gradscaler.diagnose._run.lines import VERSION, Line, Start
 from gradscaler.diagnose._run.reader import read_run
 
+_fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 _SPELLED = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
+_SHARE = 'give each process a Monitor and a file of its own, path="run.{rank}.jsonl"'
+_open_files: WeakSet[RunFile] = WeakSet()
 
 
 class RunFile:
@@ -21,27 +27,40 @@ class RunFile:
     If its last writer was killed, the incomplete last line is cut off. ``start`` is written first,
     with its ``step`` raised to the file's last. A file that holds something else stays as it is.
 
+    A second writer is refused, whichever process it is in, until the first closes the file or
+    ends. A forked child is no writer: it cannot write what its parent opened. On Windows, and on a
+    file system without locks, a second writer goes unnoticed; the latter warns.
+
     Attributes:
         step: the last step in the file, 0 if it is new.
 
     Raises:
-        ValueError: the file holds something else.
+        ValueError: the file holds something else, or has a writer.
         OSError: the file cannot be read or written.
     """
 
     def __init__(self, path: Path, start: Start) -> None:
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path}: is not a file")
         self.step = start.step
-        whole = 0  # where the last complete line ends
-        if path.exists() and (not path.is_file() or path.stat().st_size):
-            self.step = max(self.step, read_run(path).num_steps)
-            with path.open("rb") as file:
-                whole = sum(len(line) for line in file if line.endswith(b"\n"))
+        self._has_failed = False
         self._file = path.open("ab", buffering=0)
         finalize(self, self._file.close)  # many scripts never close their monitor
-        self._has_failed = False
-        if whole:
-            self._file.truncate(whole)
-        self._append({"gradscaler": VERSION, "kind": start.kind, **vars(start), "step": self.step})
+        try:
+            _lock(self._file)
+            _open_files.add(self)
+            if self._file.seek(0, os.SEEK_END):
+                self.step = max(self.step, read_run(path).num_steps)
+                with path.open("rb") as file:  # up to where the last complete line ends
+                    whole = sum(len(line) for line in file if line.endswith(b"\n"))
+                self._file.truncate(whole)
+            fields = {**vars(start), "step": self.step}
+            if start.world_size == 1:
+                del fields["rank"], fields["world_size"]
+            self._append({"gradscaler": VERSION, "kind": start.kind, **fields})
+        except BaseException:  # an interrupt, too, leaves no lock
+            self._file.close()
+            raise
 
     def write(self, line: Line) -> None:
         """Append a line, whole. If that fails, warn, and write no more lines."""
@@ -51,14 +70,16 @@ class RunFile:
             self._append({"kind": line.kind, **vars(line)})
         except OSError as error:
             self._has_failed = True
-            what = f"The run file ends here, and the training continues: {error}"
+            what = f"This process writes no more lines, and the training continues: {error}"
             warnings.warn(RuntimeWarning(what), stacklevel=2)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, which another may write to from then on."""
         self._file.close()
 
     def _append(self, record: dict[str, Any]) -> None:
+        if self._file.closed:
+            raise OSError(f"{self._file.name}: was opened before this process was forked; {_SHARE}")
         text = json.dumps(record, default=vars)
         if "NaN" in text or "Infinity" in text:  # a name may hold these too
             text = json.dumps(json.loads(text, parse_constant=_SPELLED.__getitem__))
@@ -72,3 +93,32 @@ class RunFile:
             if isinstance(error, OSError):
                 raise OSError(f"{self._file.name}: {error}") from error
             raise
+
+
+def _lock(file: FileIO) -> None:
+    """Keep other writers away until the file is closed; ValueError if it has one."""
+    if _fcntl is None:
+        return
+    flags = _fcntl.LOCK_EX | _fcntl.LOCK_NB
+    try:
+        try:
+            _fcntl.flock(file, flags)
+        except BlockingIOError:
+            gc.collect()  # the writer may be a monitor that nothing refers to
+            _fcntl.flock(file, flags)
+    except BlockingIOError:
+        what = f"{file.name}: another monitor is writing to this file; close() it, or"
+        raise ValueError(f"{what} {_SHARE}") from None
+    except OSError as error:
+        what = f"{file.name} cannot be locked, so a second writer goes unnoticed: {error}"
+        warnings.warn(RuntimeWarning(what), stacklevel=4)
+
+
+def _close_in_child() -> None:
+    """Leave the files, and their locks, to the process that was forked."""
+    for file in list(_open_files):
+        file.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gradscaler._atomic import replacing
-from gradscaler.diagnose._run.reader import Run
+from gradscaler.diagnose._run.run import Run
 
 
 def write(run: Run, path: str | Path) -> None:

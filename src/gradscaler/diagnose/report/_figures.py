@@ -17,7 +17,7 @@ from matplotlib.figure import FigureBase
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from gradscaler.diagnose._run.lines import Shares
-from gradscaler.diagnose._run.reader import Run
+from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._spectrum import Spectrum, spectrum_of
 from gradscaler.diagnose.report._texts import number, percent, power, shown
 

@@ -10,7 +10,7 @@ from string import Template
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from gradscaler.diagnose._run.reader import Run
+from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._figures import LEVELS, WIDTH, Drawing, drawings_of
 from gradscaler.diagnose.report._summary import Table, facts_of, headline_of, tables_of
 from gradscaler.diagnose.report._texts import shown
@@ -119,7 +119,7 @@ th, td { border-bottom: 1px solid #ddd; padding: .3rem .7rem .3rem 0; text-align
 @media (min-width: 50rem) {
   .sections { display: grid; grid-template: auto 1fr / 1fr 1fr; column-gap: 2.5rem; }
   section:first-child { grid-row: span 2; }
-  section:nth-child(4) { grid-column: span 2; }
+  section:nth-child(n+4) { grid-column: span 2; }
 }
 @media print { main { max-width: none; padding: 0; } }
 </style>

@@ -9,7 +9,7 @@ from textwrap import fill
 
 from matplotlib.figure import Figure, FigureBase
 
-from gradscaler.diagnose._run.reader import Run
+from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._figures import LEVELS, WIDTH, drawings_of
 from gradscaler.diagnose.report._summary import Table, facts_of, headline_of, tables_of
 from gradscaler.diagnose.report._texts import shown

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares
-from gradscaler.diagnose._run.reader import Run
+from gradscaler.diagnose._run.run import Run
 
 
 class Zone(NamedTuple):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from gradscaler.diagnose._run.lines import Sample
-from gradscaler.diagnose._run.reader import Run
+from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._texts import number, percent, shown
 
 LATEST = 10  # skipped steps in the table
+_MOST_RANKS = 20
 
 
 class Headline(NamedTuple):
@@ -28,6 +30,8 @@ HEADLINES = {
     "activations": Headline("bad", "Activations are too large"),
     "nan": Headline("bad", "A gradient is NaN at every scale"),
     "floor": Headline("bad", "Gradients overflow at the smallest scale"),
+    "elsewhere": Headline("bad", "Another rank's gradients are Inf or NaN"),
+    "ranks": Headline("bad", "The ranks do not decide together"),
 }
 
 
@@ -50,6 +54,7 @@ def headline_of(run: Run) -> Headline:
 
 def facts_of(run: Run) -> dict[str, str]:
     """What to know about a run at a glance, by name."""
+    start = run.starts[-1]
     facts = {"Steps": f"{run.num_steps:,}", "Skipped": f"{len(run.skipped):,}"}
     if run.skipped:
         first, last = run.longest_skips
@@ -59,7 +64,8 @@ def facts_of(run: Run) -> dict[str, str]:
     if scales:
         ends = (scales[0], scales[-1]) if scales[0] != scales[-1] else scales[:1]
         facts["Loss scale"] = " → ".join(map(number, ends))
-    start = run.starts[-1]
+    if start.world_size > 1:
+        facts["Rank"] = f"{start.rank:,} (of {start.world_size:,})"
     facts["Policy"] = shown(str(start.policy.get("name", "unknown")), 40)
     facts["Trained with"] = shown(f"{start.framework}, {start.dtype}", 40)
     return facts
@@ -68,7 +74,8 @@ def facts_of(run: Run) -> dict[str, str]:
 def tables_of(run: Run) -> list[Table]:
     """The tables that have rows."""
     latest = [sample for sample in run.samples if sample.parameters][-1:]
-    return [table for table in (*map(_worst, latest), _skips(run)) if table.rows]
+    tables = (*map(_worst, latest), _skips(run), _ranks(run))
+    return [table for table in tables if table.rows]
 
 
 def _worst(sample: Sample) -> Table:
@@ -87,6 +94,8 @@ def _skips(run: Run) -> Table:
     rows = []
     for skip in reversed(run.skips[-LATEST:]):
         gradient, counts = "", ("", "", "")
+        if skip.nonfinite == () and run.starts[-1].world_size > 1:
+            gradient = "another rank's"
         if skip.nonfinite:
             first, others = skip.nonfinite[0], len(skip.nonfinite) - 1 + skip.more
             shape = "x".join(map(str, first.shape))
@@ -100,4 +109,19 @@ def _skips(run: Run) -> Table:
     title = "Skipped steps"
     if len(run.skips) > LATEST:
         title += f": the latest {LATEST} of {len(run.skips):,} inspected"
+    return Table(title, headings, rows, names=1)
+
+
+def _ranks(run: Run) -> Table:
+    """What each rank says of itself, if several ranks' files were read; the one at fault first."""
+    rows = []
+    for rank, own in islice(run.ranks.items(), _MOST_RANKS):
+        kind, scales = shown(own.verdict.kind, 40), own.scales[1]
+        bad = [skip for skip in own.skips if skip.nonfinite]
+        first = f"{bad[0].step:,}" if bad else ""
+        scale = number(scales[-1]) if scales else ""
+        counts = f"{own.num_steps:,}", f"{len(own.skipped):,}", f"{len(bad):,}"
+        rows.append((f"{rank:,}", kind, *counts, first, scale))
+    headings = "Rank", "Verdict", "Steps", "Skipped", "Own Inf or NaN", "First step", "Last scale"
+    title = f"Ranks: the files of {len(run.ranks):,} of {run.starts[-1].world_size:,}"
     return Table(title, headings, rows, names=1)

@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from gradscaler.diagnose._run.reader import Run
+from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._spectrum import spectrum_of
 from gradscaler.diagnose.report._summary import Table as SummaryTable
 from gradscaler.diagnose.report._summary import facts_of, headline_of, tables_of

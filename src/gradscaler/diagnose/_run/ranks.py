@@ -1,0 +1,118 @@
+"""The runs of several ranks as one: which rank is at fault, and where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from gradscaler.diagnose._run.checks import shown
+from gradscaler.diagnose._run.run import Run
+from gradscaler.diagnose._verdict import Verdict
+
+_SEVERITY = "parameter", "activations", "loss", "nan", "floor", "underflow", "elsewhere", "normal"
+_LATER = {"underflow": 1, "elsewhere": 2, "normal": 2}  # verdicts that name no cause of skips
+
+
+class RunOfRanks(Run):
+    """The run of the rank at fault, with a verdict on all ranks."""
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """That of the rank at fault, which it names; where ranks differ, that comes first."""
+        rank = self.starts[-1].rank
+        own, differences = self.ranks[rank].verdict, _differences(self.ranks)
+        kind = "ranks" if differences else own.kind
+        return Verdict(kind, f"{differences}rank {rank}: {own.text}", own.where)
+
+
+def of_ranks(files: Sequence[tuple[str, Run]]) -> Run:
+    """The runs of several ranks, each with its file's name, as one: that of the rank at fault.
+
+    Raises:
+        ValueError: they are not runs of different ranks that train together.
+    """
+    path_of: dict[int, str] = {}
+    first, reference = files[0][0], files[0][1].starts[-1]
+    for path, run in files:
+        start = run.starts[-1]
+        for name in ("framework", "dtype", "world_size", "policy"):
+            own, other = getattr(start, name), getattr(reference, name)
+            if own != other:
+                raise ValueError(
+                    f"{path}: {name} is {shown(own)}, but in {first} it is {shown(other)}: several "
+                    "files are those of the ranks of one run"
+                )
+        if start.world_size == 1:
+            raise ValueError(f"{path}: is of a process that trained alone: explain it by itself")
+        if start.rank in path_of:
+            other = path_of[start.rank]
+            raise ValueError(f"{path}: is of rank {start.rank}, as {other} is: give one file each")
+        path_of[start.rank] = path
+    runs = sorted((run for _, run in files), key=_order)
+    ranks = {run.starts[-1].rank: run for run in runs}
+    run = runs[0]
+    return RunOfRanks(run.starts, run.samples, run.skips, run.verdicts, ranks)
+
+
+def _order(run: Run) -> tuple[int, float, int, int]:
+    """The rank at fault comes first; see :func:`gradscaler.diagnose.read_run`."""
+    kind, start = run.verdict.kind, run.starts[-1]
+    severity = _SEVERITY.index(kind) if kind in _SEVERITY else len(_SEVERITY)
+    return _LATER.get(kind, 0), run.nonfinite_since - start.step, severity, start.rank
+
+
+def _differences(ranks: Mapping[int, Run]) -> str:
+    """Where ranks first differ from the lowest one, in sentences; empty if they do not.
+
+    Steps are compared since each rank's latest start, as far as each rank has samples: when a run
+    is killed, the files may end at different steps.
+    """
+    (lowest, reference), *others = ((rank, _Course(run)) for rank, run in sorted(ranks.items()))
+    scales = [(*found, rank) for rank, c in others if (found := reference.other_scale(c))]
+    skips = [(*skip, rank) for rank, c in others if (skip := reference.other_skip(c))]
+    text = ""
+    if scales:
+        step, scale, other_scale, rank = min(scales)
+        text += (
+            f"Ranks hold different loss scales from step {step + reference.start} on: "
+            f"{scale:g} on rank {lowest}, {other_scale:g} on rank {rank}. "
+        )
+    if skips:
+        step, is_others, rank = min(skips)
+        one, other = (rank, lowest) if is_others else (lowest, rank)
+        step += reference.start
+        text += f"Step {step} was skipped on rank {one}, and not on rank {other}. "
+    if text:
+        text += (
+            "Let all ranks decide together (in PyTorch, GradScaler(group=...)), and load the same "
+            "checkpoint on each. "
+        )
+    return text
+
+
+class _Course:
+    """A rank's scales and skips since its latest start, up to its last sample, from step 1 on."""
+
+    def __init__(self, run: Run) -> None:
+        self.start = start = run.starts[-1].step
+        self.length = max((sample.step for sample in run.samples), default=start) - start
+        self.scales = {step - start: s for step, s in zip(*run.scales, strict=True) if step > start}
+        self.skipped = {step - start for step in run.skipped if step > start}
+
+    def other_scale(self, other: _Course) -> tuple[int, float, float] | None:
+        """The first step at which another rank's scale differs, and both scales."""
+        own_scale = other_scale = None
+        for step in sorted(self.scales.keys() | other.scales.keys()):
+            own_scale = self.scales.get(step, own_scale)
+            other_scale = other.scales.get(step, other_scale)
+            if own_scale is None or other_scale is None or step > min(self.length, other.length):
+                continue
+            if own_scale != other_scale:
+                return step, own_scale, other_scale
+        return None
+
+    def other_skip(self, other: _Course) -> tuple[int, bool] | None:
+        """The first step that one rank alone skipped, and whether it was the other one."""
+        length = min(self.length, other.length)
+        step = min((s for s in self.skipped ^ other.skipped if s <= length), default=None)
+        return None if step is None else (step, step in other.skipped)

@@ -1,0 +1,127 @@
+"""What one process recorded of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from gradscaler.diagnose._run.lines import Line, Sample, Shares, Skip, Start, VerdictLine
+from gradscaler.diagnose._verdict import Evidence, Verdict, judge
+
+
+@dataclass(frozen=True)
+class Run:
+    """The lines of a run file, by kind, in their order.
+
+    Attributes:
+        ranks: if several ranks' files were read, their runs by rank, the rank at fault first.
+    """
+
+    starts: tuple[Start, ...]
+    samples: tuple[Sample, ...]
+    skips: tuple[Skip, ...]
+    verdicts: tuple[VerdictLine, ...]
+    ranks: Mapping[int, Run] = field(default_factory=dict)
+
+    @cached_property
+    def num_steps(self) -> int:
+        """The number of the last step."""
+        lines: tuple[Line, ...] = (*self.starts, *self.samples, *self.skips, *self.verdicts)
+        return max((line.step for line in lines), default=0)
+
+    @cached_property
+    def skipped(self) -> tuple[int, ...]:
+        """The steps that were skipped."""
+        seen = {step for sample in self.samples for step in sample.skips}
+        return tuple(sorted(seen | {skip.step for skip in self.skips}))
+
+    @cached_property
+    def streaks(self) -> tuple[tuple[int, int], ...]:
+        """The first and the last step of each streak of skips."""
+        found: list[tuple[int, int]] = []
+        for step in self.skipped:
+            if found and step == found[-1][1] + 1:
+                found[-1] = found[-1][0], step
+            else:
+                found.append((step, step))
+        return tuple(found)
+
+    @cached_property
+    def longest_skips(self) -> tuple[int, int]:
+        """The first and the last step of the longest streak of skips, the latest of them.
+
+        (0, -1) if there are no skips.
+        """
+        longest = max(self.streaks, key=lambda s: (s[1] - s[0], s[1]), default=None)
+        return (0, -1) if longest is None else longest
+
+    @cached_property
+    def nonfinite_since(self) -> float:
+        """The step since which this rank's own gradients hold an Inf or a NaN.
+
+        In the latest streak of skips, up to its last step that was inspected; Inf if they do not.
+        """
+        first, _ = self.streaks[-1] if self.streaks else (0, 0)
+        since = math.inf
+        for skip in reversed(self.skips):
+            if skip.step < first or not skip.nonfinite:
+                break
+            since = skip.step
+        return since
+
+    @cached_property
+    def losses(self) -> dict[int, float]:
+        """The unscaled loss by step, where it was seen."""
+        lines: tuple[Sample | Skip, ...] = (*self.samples, *self.skips)
+        return {line.step: line.loss for line in lines if line.loss is not None}
+
+    @cached_property
+    def norms(self) -> dict[int, float]:
+        """The norm of the unscaled gradients by step, where they were seen."""
+        return {sample.step: sample.norm for sample in self.samples if sample.norm is not None}
+
+    @cached_property
+    def shares(self) -> dict[int, Shares]:
+        """What became of the gradients by step, where they were seen."""
+        return {sample.step: sample.shares for sample in self.samples if sample.shares is not None}
+
+    @cached_property
+    def scales(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Steps, and the scale that was used at each of them and until the next."""
+        used = {step: scale for sample in self.samples for step, scale in sample.scales}
+        used |= {sample.step: sample.scale for sample in self.samples}
+        used |= {skip.step: skip.scale for skip in self.skips}
+        steps = sorted(used)
+        return tuple(steps), tuple(used[step] for step in steps)
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """The monitor's last verdict.
+
+        If there is none, or if a later step was not skipped, so that the run recovered, it is what
+        the samples say.
+        """
+        if self.verdicts and not self._has_stepped_since(self.verdicts[-1].step):
+            last = self.verdicts[-1]
+            return Verdict(last.verdict, last.text, last.where)
+        latest = next((sample for sample in reversed(self.samples) if sample.shares), None)
+        start = self.starts[-1]
+        evidence = Evidence(
+            self.num_steps,
+            len(self.skipped),
+            start.dtype,
+            scale=self.samples[-1].scale if self.samples else None,
+            sample=latest,
+            world_size=start.world_size,
+            is_finite_here=bool(self.skips) and not any(skip.nonfinite for skip in self.skips),
+        )
+        return judge(evidence)
+
+    def _has_stepped_since(self, step: int) -> bool:
+        """Whether a sample counts a later step that was not skipped."""
+        return any(
+            min(sample.steps, sample.step - step) > sum(skip > step for skip in sample.skips)
+            for sample in self.samples
+        )
