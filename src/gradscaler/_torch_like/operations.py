@@ -300,7 +300,8 @@ class TorchLikeOperations:
     def total_norm(self, optimizer: Optimizer, norm_type: float) -> Tensor:
         with self.framework.no_grad():
             norm = self.framework.nn.utils.get_total_norm
-            return norm(self.gradients_to_measure(optimizer), norm_type)
+            grads = self.gradients_to_measure(optimizer)
+            return norm([grad for grad in grads if grad.numel()], norm_type)  # max of none raises
 
     def clip_coefficient(self, max_norm: float, norm: Tensor) -> Tensor:
         return self.framework.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -14,11 +14,12 @@ from torch.amp.grad_scaler import OptState
 from gradscaler._eager.closure import DEFAULT_MAX_RETRIES
 from gradscaler._eager.operations import FoundInf
 from gradscaler._eager.record import OptimizerRecord
+from gradscaler._torch_like.operations import parameters_of
 from gradscaler._torch_like.record import TorchLikeRecord
 from gradscaler._torch_like.scaler import TorchLikeScaler
 from gradscaler.policies import Policy
 from gradscaler.torch._operations import TorchOperations
-from gradscaler.torch._processes import Vote, group_of, reduce_norm, split_by
+from gradscaler.torch._processes import Vote, group_of, is_displaced, reduce_norm, split_by
 
 
 class _Record(TorchLikeRecord):
@@ -149,7 +150,8 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
         parts = split_by(record.optimizer, shards)
         if deciders is None and list(parts) == [()]:
             return super()._measure(record, shards)
-        if not self._unscales_plainly():
+        displaced = any(map(is_displaced, parameters_of(record.optimizer)))
+        if displaced or not self._unscales_plainly():
             return None
         scale = self._scale_in_use(self._placed_state("clip_grad_norm_"))
         norms, flags = {}, []
