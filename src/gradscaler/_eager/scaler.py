@@ -365,6 +365,10 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """What all that decide together found, from what this process found."""
         return found_inf
 
+    def _is_anywhere(self, optimizer: Optimizer, flag: bool) -> bool:
+        """Whether a flag is True on any of those that decide about this optimizer together."""
+        return flag
+
     def _step_or_skip(
         self,
         optimizer: Optimizer,
@@ -507,11 +511,15 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         return norm
 
     def _check_finite(self, record: OptimizerRecord, norm: Tensor, norm_type: float) -> None:
-        """Raise where the norm is not finite, or the gradients of another process are not."""
+        """Raise on all processes where the norm or a gradient of one is not finite.
+
+        Their norms may differ, and a norm of finite gradients may overflow.
+        """
         is_finite = math.isfinite(float(norm))
-        if is_finite and not self._operations.any_set(record.found_inf or {}):
+        is_bad = not is_finite or self._operations.any_set(record.found_inf or {})
+        if not self._is_anywhere(record.optimizer, is_bad):
             return
-        elsewhere = " here, and gradients of another process are not finite" if is_finite else ""
+        elsewhere = " here, and not finite on another process" if is_finite else ""
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {float(norm)}{elsewhere}, so "
             "they cannot be clipped; with error_if_nonfinite=False the step is skipped instead"

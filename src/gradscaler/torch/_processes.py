@@ -187,6 +187,13 @@ def _device_of(group: Group, device: torch.device) -> torch.device:
     return device if torch.device(device.type) in devices else devices[0]
 
 
+def any_of(group: Group, flag: bool) -> bool:
+    """Whether a flag is True on any process of a group."""
+    vote = torch.tensor(float(flag), device=_device_of(group, torch.device("cpu")))
+    dist.all_reduce(vote, dist.ReduceOp.MAX, group)
+    return bool(vote.item())
+
+
 def reduce_norm(norms: dict[tuple[Group, ...], torch.Tensor], norm_type: float) -> torch.Tensor:
     """The p-norm of parts of gradients that lie on many processes, a scalar.
 

@@ -19,7 +19,14 @@ from gradscaler._torch_like.record import TorchLikeRecord
 from gradscaler._torch_like.scaler import TorchLikeScaler
 from gradscaler.policies import Policy
 from gradscaler.torch._operations import TorchOperations
-from gradscaler.torch._processes import Vote, group_of, is_displaced, reduce_norm, split_by
+from gradscaler.torch._processes import (
+    Vote,
+    any_of,
+    group_of,
+    is_displaced,
+    reduce_norm,
+    split_by,
+)
 
 
 class _Record(TorchLikeRecord):
@@ -144,6 +151,10 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
         if deciders is None:
             return found_inf
         return self._vote.settle(deciders, self._in_use(self._placed_state("step")), found_inf)
+
+    def _is_anywhere(self, optimizer: Any, flag: bool) -> bool:
+        deciders = self._deciders(optimizer) if self._enabled else None
+        return flag if deciders is None else any_of(deciders, flag)
 
     def _measure(self, record: OptimizerRecord, shards: Any) -> torch.Tensor | None:
         deciders = self._deciders(record.optimizer)
