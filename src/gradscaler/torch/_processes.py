@@ -29,6 +29,19 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def check_group(name: str, group: object) -> None:
+    """Check what the user gave as a process group.
+
+    Raises:
+        TypeError: it is not one, or this process is not part of it.
+    """
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"{name} must be a process group that this process is part of, such as "
+            f"torch.distributed.group.WORLD or mesh.get_group('dp'), got {group!r}"
+        )
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor; its module is not imported for the question."""
     module: Any = sys.modules.get("torch.distributed.tensor")
@@ -249,8 +262,13 @@ def split_by(optimizer: Any, shards: Group | None) -> dict[tuple[Group, ...], An
     but beside flat parameters of FSDP's first version, the others are on each process as a whole.
 
     Raises:
-        ParameterError: flat parameters are split over a group that only the user can name.
+        ParameterError: flat parameters are split over a group that only the user can name; or
+            ``shards`` counts a DTensor's parts twice.
+        TypeError: ``shards`` is not a process group.
     """
+    if shards is not None:
+        check_group("shards", shards)
+        _check_apart(shards, optimizer)
     if shards is None and not is_distributed():
         return {(): optimizer}
     parameters = parameters_of(optimizer)
@@ -274,3 +292,15 @@ def split_by(optimizer: Any, shards: Group | None) -> dict[tuple[Group, ...], An
             groups = (shards, *groups)
         split.setdefault(groups, []).append(parameter)
     return {groups: Part([{"params": members}]) for groups, members in split.items()}
+
+
+def _check_apart(shards: Group, optimizer: Any) -> None:
+    parameters: list[Any] = parameters_of(optimizer)
+    meshes = dict.fromkeys(p.device_mesh for p in parameters if is_dtensor(p))
+    others = set(dist.get_process_group_ranks(shards)) - {dist.get_rank()}
+    for mesh in meshes:
+        if not others.isdisjoint(mesh.mesh.flatten().tolist()):
+            raise ParameterError(
+                f"shards has ranks of {mesh}, over which the norm of its DTensors is summed "
+                "already: leave out shards, or name the group of those who hold other parameters"
+            )

@@ -22,6 +22,7 @@ from gradscaler.torch._operations import TorchOperations
 from gradscaler.torch._processes import (
     Vote,
     any_of,
+    check_group,
     group_of,
     is_displaced,
     reduce_norm,
@@ -65,8 +66,8 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.
-        TypeError: a parameter is not the kind of number it should be, or ``device`` is a number,
-            as in ``torch.cuda.amp.GradScaler(1024.0)``.
+        TypeError: a parameter is not the kind of number it should be; ``device`` is a number, as
+            in ``torch.cuda.amp.GradScaler(1024.0)``; or ``group`` is not a process group.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -121,6 +122,8 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
                 stacklevel=2,
             )
             enabled = False
+        if group is not None:
+            check_group("group", group)
         self._device = device
         self._group = group
         super().__init__(
