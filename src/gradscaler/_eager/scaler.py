@@ -101,7 +101,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """
         if not self._enabled:
             return
-        state = self._placed_state("unscale_")
+        state = self._placed_state("unscale_", optimizer)
         record = self._record(optimizer)
         record.check("unscale_")
         if not record.is_scaled:  # clip_grad_norm_() has done it
@@ -164,7 +164,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
                 )
             retries = self._max_retries if max_retries is None else _check_retries(max_retries)
             return self._step_with_closure(optimizer, closure, retries, args, kwargs)
-        state = self._placed_state("step")
+        state = self._placed_state("step", optimizer)
         if self._observers:
             self._announce_step(optimizer, record, state)
         try:
@@ -268,7 +268,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if shards is not None and not self._knows_process_groups:
             raise TypeError(f"{type(self).__module__} knows no process groups: leave out shards")
         if self._enabled:
-            self._placed_state("clip_grad_norm_")
+            self._placed_state("clip_grad_norm_", optimizer)
         try:
             norm: TensorT = self._clip(
                 optimizer, float(max_norm), norm_type, error_if_nonfinite, shards
@@ -590,7 +590,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         for observer in self._observers:
             observer.stepping(optimizer, state.scale if record.is_scaled else None)
 
-    def _placed_state(self, caller: str) -> ScaleState:
+    def _placed_state(self, caller: str, optimizer: Optimizer | None = None) -> ScaleState:
         if self._state is None:
             raise CallOrderError(
                 f"{caller}() was called before any loss was scaled: call "

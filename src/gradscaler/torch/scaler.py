@@ -17,7 +17,7 @@ from gradscaler._eager.record import OptimizerRecord
 from gradscaler._torch_like.operations import parameters_of
 from gradscaler._torch_like.record import TorchLikeRecord
 from gradscaler._torch_like.scaler import TorchLikeScaler
-from gradscaler.policies import Policy
+from gradscaler.policies import Policy, ScaleState
 from gradscaler.torch._operations import TorchOperations
 from gradscaler.torch._processes import (
     Vote,
@@ -62,7 +62,8 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             takes the processes that hold the optimizer's DTensors, so FSDP2, tensor parallelism and
             their products need no group; nor does DDP, which gives all the same gradients. Name it
             for FSDP1, pipeline and expert parallelism, ZeRO and parameters of one process alone.
-            Each of them then calls ``step`` for the same optimizers in the same order.
+            Each of them then calls ``step`` for the same optimizers in the same order; a stage of
+            a pipeline that has no loss need not call ``scale``.
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.
@@ -145,6 +146,13 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_vote": None}
+
+    def _placed_state(self, caller: str, optimizer: Any = None) -> ScaleState:
+        # Another process of the group may have scaled the loss: the last stage of a pipeline.
+        if self._state is None and self._group is not None and optimizer is not None:
+            for parameter in parameters_of(optimizer)[:1]:
+                self._place(parameter.device)
+        return super()._placed_state(caller)
 
     def _deciders(self, optimizer: Any) -> dist.ProcessGroup | None:
         group = group_of(optimizer) if self._group is None else self._group
