@@ -250,7 +250,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             optimizer: the optimizer that owns the gradients.
             max_norm: the largest norm to let through, >= 0; inf only measures.
             norm_type: the p of the p-norm; inf for the largest magnitude.
-            error_if_nonfinite: raise where the norm is NaN or Inf.
+            error_if_nonfinite: raise where the norm is NaN or Inf; processes that decide together
+                raise together, which takes one more all-reduce.
             shards: the process group of those who hold other parts of the model, whose norms are
                 part of the total; PyTorch alone.
 

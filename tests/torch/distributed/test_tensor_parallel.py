@@ -172,24 +172,62 @@ def check(results):
     assert [scale for _, scale, *_ in first] == [64.0, 64.0, 32.0, 32.0, 64.0, 64.0, 128.0, 128.0]
 
 
-# Pairs of: fused, clipped, unscaled first, the optimizer's order, the parameter.
+# Fused, clipped, unscaled first, the optimizer's order, the last parameter: all pairs of each.
 CHOICES = [
     (False, False, True, False, False),
-    (False, True, False, True, True),
     (True, False, False, True, False),
+    (False, True, False, True, True),
     (True, True, True, False, True),
     (True, True, False, False, False),
 ]
 
 
-@pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize(
-    ("name", "bad"),
-    [(name, rank) for name, (world, _) in PARALLEL.items() for rank in range(world)],
+    ("name", "bad", "choice"),
+    [
+        (name, rank, choice)
+        for name, (world, _) in PARALLEL.items()
+        for rank in range(world)
+        for choice in CHOICES[rank % 2 :: 2]  # each has both parameters
+    ],
 )
 def test_parallel_training_is_that_of_one_process(ranks, name, bad, choice):
     *options, bad_last = choice
     check(ranks(PARALLEL[name][0]).run(train, name, *options, bad, bad_last))
+
+
+def count_of_all_reduces(clip):
+    """Those of the scaler, in each step: DTensors reduce by other functions."""
+    mesh = mesh_of(4)
+    model = fsdp_over(tensor_parallel)(Model(), mesh)
+    optimizer = optimizer_of(model, False, False)
+    scaler = GradScaler(init_scale=64.0)
+    all_reduce, counts = dist.all_reduce, []
+
+    def counted(*args, **kwargs):
+        counts[-1] += 1
+        return all_reduce(*args, **kwargs)
+
+    for step in range(3):
+        scaler.scale(model(batch(step)).square().mean()).backward()
+        if (step, dist.get_rank()) == (1, 2):
+            next(model.parameters()).grad.to_local()[0] = INF
+        counts.append(0)
+        dist.all_reduce = counted
+        try:
+            if clip:
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        finally:
+            dist.all_reduce = all_reduce
+        optimizer.zero_grad()
+    return counts
+
+
+def test_one_all_reduce_decides_and_one_for_each_dimension_measures(ranks):
+    assert ranks(4).run(count_of_all_reduces, False) == [[1, 1, 1]] * 4
+    assert ranks(4).run(count_of_all_reduces, True) == [[3, 3, 3]] * 4
 
 
 def lone_gradient(kind):
