@@ -172,7 +172,7 @@ def check(results):
     assert [scale for _, scale, *_ in first] == [64.0, 64.0, 32.0, 32.0, 64.0, 64.0, 128.0, 128.0]
 
 
-# Fused, clipped, unscaled first, the optimizer's order, the last parameter: all pairs of each.
+# Fused, clipped, unscaled first, parameters listed backwards, Inf in the last one.
 CHOICES = [
     (False, False, True, False, False),
     (True, False, False, True, False),
