@@ -101,7 +101,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """
         if not self._enabled:
             return
-        state = self._placed_state("unscale_")
+        state = self._placed_state("unscale_", optimizer)
         record = self._record(optimizer)
         record.check("unscale_")
         if not record.is_scaled:  # clip_grad_norm_() has done it
@@ -164,7 +164,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
                 )
             retries = self._max_retries if max_retries is None else _check_retries(max_retries)
             return self._step_with_closure(optimizer, closure, retries, args, kwargs)
-        state = self._placed_state("step")
+        state = self._placed_state("step", optimizer)
         if self._observers:
             self._announce_step(optimizer, record, state)
         try:
@@ -256,7 +256,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             optimizer: the optimizer that owns the gradients.
             max_norm: the largest norm to let through, >= 0; inf only measures.
             norm_type: the p of the p-norm; inf for the largest magnitude.
-            error_if_nonfinite: raise where the norm is NaN or Inf.
+            error_if_nonfinite: raise where the norm is NaN or Inf; processes that decide together
+                raise together, which takes one more all-reduce.
             shards: the process group of those who hold other parts of the model, whose norms are
                 part of the total; PyTorch and Paddle alone.
 
@@ -274,7 +275,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if shards is not None and not self._knows_process_groups:
             raise TypeError(f"{type(self).__module__} knows no process groups: leave out shards")
         if self._enabled:
-            self._placed_state("clip_grad_norm_")
+            self._placed_state("clip_grad_norm_", optimizer)
         try:
             norm: TensorT = self._clip(
                 optimizer, float(max_norm), norm_type, error_if_nonfinite, shards
@@ -377,6 +378,10 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def _decision(self, deciders: Any, found_inf: FoundInf) -> FoundInf:
         """What all that decide together found, from what this process found."""
         return found_inf
+
+    def _is_anywhere(self, optimizer: Optimizer, flag: bool) -> bool:
+        """Whether a flag is True on any of those that decide about this optimizer together."""
+        return flag
 
     def _step_or_skip(
         self,
@@ -525,11 +530,15 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         return norm
 
     def _check_finite(self, record: OptimizerRecord, norm: Tensor, norm_type: float) -> None:
-        """Raise where the norm is not finite, or the gradients of another process are not."""
+        """Raise on all processes where the norm or a gradient of one is not finite.
+
+        Their norms may differ, and a norm of finite gradients may overflow.
+        """
         is_finite = math.isfinite(float(norm))
-        if is_finite and not self._operations.any_set(record.found_inf or {}):
+        is_bad = not is_finite or self._operations.any_set(record.found_inf or {})
+        if not self._is_anywhere(record.optimizer, is_bad):
             return
-        elsewhere = " here, and gradients of another process are not finite" if is_finite else ""
+        elsewhere = " here, and not finite on another process" if is_finite else ""
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {float(norm)}{elsewhere}, so "
             "they cannot be clipped; with error_if_nonfinite=False the step is skipped instead"
@@ -600,7 +609,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         for observer in self._observers:
             observer.stepping(optimizer, state.scale if record.is_scaled else None)
 
-    def _placed_state(self, caller: str) -> ScaleState:
+    def _placed_state(self, caller: str, optimizer: Optimizer | None = None) -> ScaleState:
         if self._state is None:
             raise CallOrderError(
                 f"{caller}() was called before any loss was scaled: call "

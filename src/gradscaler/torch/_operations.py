@@ -11,7 +11,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from gradscaler._eager.operations import FoundInf
 from gradscaler._torch_like.operations import TorchLikeOperations, parameters_of
 from gradscaler.policies import DynamicScale, Policy, ScaleState, _checks
-from gradscaler.torch._processes import reduced, to_local
+from gradscaler.torch._processes import placed, to_local
 
 
 class TorchOperations(TorchLikeOperations):
@@ -29,7 +29,7 @@ class TorchOperations(TorchLikeOperations):
         a fused optimizer writes past its end. A DTensor is represented by this process' part.
         """
         grads: list[torch.Tensor] = to_local(super().gradients(optimizer, allow_fp16))
-        return grads if _are_contiguous(grads) else _values(optimizer, coalesce=False)
+        return grads if _are_contiguous(grads) else to_local(_values(optimizer, coalesce=False))
 
     def grouped(
         self, tensors: list[torch.Tensor]
@@ -41,10 +41,12 @@ class TorchOperations(TorchLikeOperations):
     def gradients_to_measure(self, optimizer: Any) -> list[torch.Tensor]:
         """The same, sparse ones coalesced and complex ones as they are, measured by magnitude.
 
-        DTensors that are partial sums are reduced first.
+        DTensors are first placed as their parameters are: partial sums are reduced.
         """
-        grads: list[torch.Tensor] = to_local(reduced(super().gradients(optimizer)))
-        return grads if _are_contiguous(grads) else _values(optimizer, coalesce=True)
+        grads = super().gradients(optimizer)
+        if not _are_contiguous(to_local(grads)):
+            grads = _values(optimizer, coalesce=True)
+        return to_local(placed(optimizer, grads))
 
     def current_gradients(self, optimizer: Any) -> list[torch.Tensor]:
         """Those of DTensors by this process' part, which has an address."""
@@ -112,7 +114,7 @@ def _values(optimizer: Any, coalesce: bool) -> list[torch.Tensor]:
             if coalesce or grad.dtype is torch.float16:
                 parameter.grad = grad = grad.coalesce()
             grad = grad._values()
-        elif _overlaps(grad):
+        elif _overlaps(*to_local([grad])):
             whole = torch.empty_like(
                 parameter, dtype=grad.dtype
             )  # fused optimizers need its layout

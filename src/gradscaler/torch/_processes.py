@@ -54,19 +54,22 @@ def to_local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [part.wait() if hasattr(part, "wait") else part for part in parts]
 
 
-def reduced(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors, those DTensors that are partial sums replicated instead; a collective."""
-    module: Any = sys.modules.get("torch.distributed.tensor")
-    if module is None:
-        return tensors
-    return [_replicated(t, module) if is_dtensor(t) else t for t in tensors]
+def is_displaced(parameter: torch.Tensor) -> bool:
+    """Whether its gradient is placed in another way than it: as a partial sum, for example."""
+    grad: Any = parameter.grad
+    placements = getattr(parameter, "placements", None)
+    return grad is not None and is_dtensor(grad) and grad.placements != placements
 
 
-def _replicated(tensor: Any, module: Any) -> Any:
-    if not any(placement.is_partial() for placement in tensor.placements):
-        return tensor
-    whole = [module.Replicate() if p.is_partial() else p for p in tensor.placements]
-    return tensor.redistribute(placements=whole)
+def placed(optimizer: Any, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """All gradients of an optimizer, DTensors placed as their parameters; may be collectives."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return gradients
+    owners: Any = [p for p in parameters_of(optimizer) if p.grad is not None]
+    return [
+        grad.redistribute(placements=owner.placements) if is_displaced(owner) else grad  # type: ignore[attr-defined]
+        for owner, grad in zip(owners, gradients, strict=True)
+    ]
 
 
 def group_of(optimizer: Any) -> Group | None:
@@ -194,34 +197,53 @@ def _device_of(group: Group, device: torch.device) -> torch.device:
     return device if torch.device(device.type) in devices else devices[0]
 
 
+def any_of(group: Group, flag: bool) -> bool:
+    """Whether a flag is True on any process of a group."""
+    vote = torch.tensor(float(flag), device=_device_of(group, torch.device("cpu")))
+    dist.all_reduce(vote, dist.ReduceOp.MAX, group)
+    return bool(vote.item())
+
+
 def reduce_norm(norms: dict[tuple[Group, ...], torch.Tensor], norm_type: float) -> torch.Tensor:
     """The p-norm of parts of gradients that lie on many processes, a scalar.
 
-    ``(sum of n**p)**(1/p)``, in float64; the largest n for p = inf.
+    ``(sum of n**p)**(1/p)``, in float64; the largest n for p = inf. Each all-reduce takes one
+    value, however many parts this process has: another may have fewer.
 
     Args:
-        norms: of this process' part of the gradients that are split over each of these groups.
+        norms: of this process' part of the gradients that are split over each of these groups,
+            the outermost first.
         norm_type: p.
+
+    Returns:
+        float64 if a norm is, else float32.
     """
     is_max = math.isinf(norm_type)
     power = 1.0 if is_max or norm_type == 0 else norm_type
-    parts = {groups: norm.double() ** power for groups, norm in norms.items()}
-    for group in dict.fromkeys(group for groups in parts for group in groups):
-        split = [groups for groups in parts if group in groups]
-        values = torch.stack([parts[groups] for groups in split])
-        values = values.to(_device_of(group, values.device))
-        if is_max:  # a maximum may lose a NaN
-            values = torch.cat([values.nan_to_num(torch.inf, torch.inf), values.isnan().double()])
-            dist.all_reduce(values, dist.ReduceOp.MAX, group)
-            values, is_nan = values.view(2, -1)
-            values = values.where(is_nan == 0, torch.nan)
-        else:
-            dist.all_reduce(values, dist.ReduceOp.SUM, group)
-        parts.update(zip(split, values, strict=True))
-    device = next(iter(norms.values())).device
-    together = torch.stack([part.to(device) for part in parts.values()])
-    total = together.amax() if is_max else together.sum() ** (1.0 / power)
-    return total.float()
+    first = next(iter(norms.values()))
+    parts = {groups: norm.to(first.device).double() ** power for groups, norm in norms.items()}
+    while groups := max(parts, key=len):
+        part, rest = _all_reduced(parts.pop(groups), groups[-1], is_max), groups[:-1]
+        if rest in parts:
+            part = torch.maximum(part, parts[rest]) if is_max else part + parts[rest]
+        parts[rest] = part
+    total: torch.Tensor = parts[()] ** (1.0 / power)
+    has_float64 = any(norm.dtype == torch.float64 for norm in norms.values())
+    return total if has_float64 else total.float()
+
+
+def _all_reduced(value: torch.Tensor, group: Group, is_max: bool) -> torch.Tensor:
+    """The sum of a float64 scalar over a group, or the largest, NaN if one is."""
+    device = _device_of(group, value.device)
+    if not is_max:
+        total = value.to(device, copy=True)
+        dist.all_reduce(total, dist.ReduceOp.SUM, group)
+        return total.to(value.device)
+    # A maximum may lose a NaN.
+    pair = torch.stack([value.nan_to_num(torch.inf, torch.inf), value.isnan().double()]).to(device)
+    dist.all_reduce(pair, dist.ReduceOp.MAX, group)
+    largest, is_nan = pair.to(value.device)
+    return torch.where(is_nan == 0, largest, torch.nan)
 
 
 class Part(NamedTuple):
@@ -237,9 +259,14 @@ def split_by(optimizer: Any, shards: Group | None) -> dict[tuple[Group, ...], An
     but beside flat parameters of FSDP's first version, the others are on each process as a whole.
 
     Raises:
-        ParameterError: flat parameters are split over a group that only the user can name.
+        ParameterError: flat parameters are split over a group that only the user can name; or
+            ``shards`` counts a DTensor's parts twice.
+        TypeError: ``shards`` is not a process group.
     """
-    if shards is None and not is_distributed():
+    check_group("shards", shards)
+    if shards is not None:
+        _check_apart(shards, optimizer)
+    elif not is_distributed():
         return {(): optimizer}
     parameters = parameters_of(optimizer)
     flattened = [is_flattened(parameter) for parameter in parameters]
@@ -256,8 +283,21 @@ def split_by(optimizer: Any, shards: Group | None) -> dict[tuple[Group, ...], An
         if is_dtensor(parameter):
             placements = enumerate(parameter.placements)
             mesh: Any = parameter.device_mesh
-            groups = tuple(mesh.get_group(i) for i, where in placements if where.is_shard())
+            # Not is_shard(): FSDP2 over tensor parallelism strides its shards.
+            groups = tuple(mesh.get_group(i) for i, p in placements if not p.is_replicate())
         if shards is not None and (is_flat or not any(flattened)):
-            groups = (*groups, shards)
+            groups = (shards, *groups)
         split.setdefault(groups, []).append(parameter)
     return {groups: Part([{"params": members}]) for groups, members in split.items()}
+
+
+def _check_apart(shards: Group, optimizer: Any) -> None:
+    parameters: list[Any] = parameters_of(optimizer)
+    meshes = dict.fromkeys(p.device_mesh for p in parameters if is_dtensor(p))
+    others = set(dist.get_process_group_ranks(shards)) - {dist.get_rank()}
+    for mesh in meshes:
+        if not others.isdisjoint(mesh.mesh.flatten().tolist()):
+            raise ParameterError(
+                f"shards has ranks of {mesh}, over which the norm of its DTensors is summed "
+                "already: leave out shards, or name the group of those who hold other parameters"
+            )

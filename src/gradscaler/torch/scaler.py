@@ -14,11 +14,20 @@ from torch.amp.grad_scaler import OptState
 from gradscaler._eager.closure import DEFAULT_MAX_RETRIES
 from gradscaler._eager.operations import FoundInf
 from gradscaler._eager.record import OptimizerRecord
+from gradscaler._torch_like.operations import parameters_of
 from gradscaler._torch_like.record import TorchLikeRecord
 from gradscaler._torch_like.scaler import TorchLikeScaler
-from gradscaler.policies import Policy
+from gradscaler.policies import Policy, ScaleState
 from gradscaler.torch._operations import TorchOperations
-from gradscaler.torch._processes import Vote, check_group, group_of, reduce_norm, split_by
+from gradscaler.torch._processes import (
+    Vote,
+    any_of,
+    check_group,
+    group_of,
+    is_displaced,
+    reduce_norm,
+    split_by,
+)
 
 
 class _Record(TorchLikeRecord):
@@ -52,7 +61,8 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             takes the processes that hold the optimizer's DTensors, so FSDP2, tensor parallelism and
             their products need no group; nor does DDP, which gives all the same gradients. Name it
             for FSDP1, pipeline and expert parallelism, ZeRO and parameters of one process alone.
-            Each of them then calls ``step`` for the same optimizers in the same order.
+            Each of them then calls ``step`` for the same optimizers in the same order; a stage of
+            a pipeline that has no loss need not call ``scale``.
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.
@@ -135,6 +145,13 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_vote": None}
 
+    def _placed_state(self, caller: str, optimizer: Any = None) -> ScaleState:
+        # Another process of the group may have scaled the loss: the last stage of a pipeline.
+        if self._state is None and self._group is not None and optimizer is not None:
+            for parameter in parameters_of(optimizer)[:1]:
+                self._place(parameter.device)
+        return super()._placed_state(caller)
+
     def _deciders(self, optimizer: Any) -> dist.ProcessGroup | None:
         group = group_of(optimizer) if self._group is None else self._group
         return None if group is None or group.size() == 1 else group
@@ -144,15 +161,19 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             return found_inf
         return self._vote.settle(deciders, self._in_use(self._placed_state("step")), found_inf)
 
+    def _is_anywhere(self, optimizer: Any, flag: bool) -> bool:
+        deciders = self._deciders(optimizer) if self._enabled else None
+        return flag if deciders is None else any_of(deciders, flag)
+
     def _parts(self, optimizer: Any, shards: Any) -> dict[tuple[Any, ...], Any]:
-        check_group("shards", shards)
         return split_by(optimizer, shards)
 
     def _measure(self, record: OptimizerRecord, parts: Any) -> torch.Tensor | None:
         deciders = self._deciders(record.optimizer)
         if deciders is None and list(parts) == [()]:
             return super()._measure(record, parts)
-        if not self._unscales_plainly():
+        displaced = any(map(is_displaced, parameters_of(record.optimizer)))
+        if displaced or not self._unscales_plainly():
             return None
         scale = self._scale_in_use(self._placed_state("clip_grad_norm_"))
         norms, flags = {}, []
