@@ -29,9 +29,10 @@ the same network, in one run. A ratio below 1 means that gradscaler takes less t
 the median of the paired repetitions, and the interval that holds the true median with 95 %
 confidence. `make bench` makes all of it again.
 
-"Added to fused AdamW" is the time beyond the median of its bare step. For `torch_monitor`, "native"
-is gradscaler without a monitor. For an import, "native" is the framework and the module of its own
-scaler, and "ours" is that and the adapter. "Clipping" is by the norm, in both.
+"Added to fused AdamW" is the time beyond the median of its bare step. For `torch_distributed`,
+"native" is FSDP's `ShardedGradScaler`. For `torch_monitor`, "native" is gradscaler without a
+monitor. For an import, "native" is the framework and the module of its own scaler, and "ours" is
+that and the adapter. "Clipping" is by the norm, in both.
 
 ![Median ratios, with intervals](results.png)
 

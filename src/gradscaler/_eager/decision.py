@@ -28,9 +28,11 @@ def check_same(bounds: Sequence[float]) -> None:
         ScaleMismatchError: they hold different scales or counters; all of them raise it.
     """
     for name, largest, negated in zip(ScaleState._fields, bounds[::2], bounds[1::2], strict=True):
-        if largest != -negated:
+        smallest = 0.0 - negated  # not -0.0
+        if largest != smallest:
             raise ScaleMismatchError(
                 f"processes that decide together hold different loss scales or counters: {name} is "
-                f"{0 - negated:g} on one and {largest:g} on another. Construct the scaler with the "
-                "same arguments on each, or load the same state dict on each"
+                f"{smallest:g} on one and {largest:g} on another. Construct the scaler with the "
+                "same arguments on each, load the same state dict on each, and call step() and "
+                "update() as often on each"
             )

@@ -47,7 +47,7 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 def to_local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors, DTensors by this process' part; what is changed in it changes in them."""
-    if "torch.distributed.tensor" not in sys.modules:
+    if set(map(type, tensors)) <= {torch.Tensor} or "torch.distributed.tensor" not in sys.modules:
         return tensors
     with torch.no_grad():
         parts: list[Any] = [t.to_local() if is_dtensor(t) else t for t in tensors]  # type: ignore[attr-defined]
@@ -153,7 +153,10 @@ class Vote:
             values = ballot(found, float(bool(found_inf)), operations.read(state))
             vote = torch.tensor(values, dtype=torch.float64, device=_device_of(group, scale.device))
             dist.all_reduce(vote, dist.ReduceOp.MAX, group)
-            found, has_gradients, *bounds = vote.tolist()
+            maxima = vote.tolist()
+            if found_inf and maxima == values:  # as in most steps, and the rest takes time
+                return found_inf
+            found, has_gradients, *bounds = maxima
             check_same(bounds)
             flag = operations.scalar(found, scale.device)
         else:
