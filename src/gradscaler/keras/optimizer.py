@@ -278,14 +278,18 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
     def _move_scale(self, found_inf: Tensor) -> None:
         if not self.dynamic:
             return
-        kept = [self.dynamic_scale, self.step_counter]
-        if hasattr(self, "nonfinite_counter"):
-            kept.append(self.nonfinite_counter)
-        moved = wrapper.next_values(
-            self._policy, [ops.copy(variable) for variable in kept], found_inf
-        )
-        for variable, value in zip(kept, moved, strict=False):
+        values = [ops.copy(variable) for variable in self._moved]
+        moved = wrapper.next_values(self._policy, values, found_inf)
+        for variable, value in zip(self._moved, moved, strict=False):
             variable.assign(value)
+
+    @property
+    def _moved(self) -> list[Variable]:
+        """What the policy moves: the fields of ScaleState, without a count that it does not use."""
+        moved = [self.dynamic_scale, self.step_counter]
+        if hasattr(self, "nonfinite_counter"):
+            moved.append(self.nonfinite_counter)
+        return moved
 
     # Keras' wrapper overrides it; the base class's calls `apply` on the values, as it should.
     stateless_apply = keras.optimizers.Optimizer.stateless_apply
@@ -299,7 +303,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         """Create the inner optimizer's variables for the variables that it will step."""
         if self.built:
             return
-        self.inner_optimizer.build(variables)
+        on_backend.build(self.inner_optimizer, variables)
         off = {"use_ema": False, "gradient_accumulation_steps": None}
         self.__dict__.update(off)  # or the base would average and accumulate a second time
         keras.optimizers.Optimizer.build(self, variables)
