@@ -28,16 +28,21 @@ class Squares(nn.Cell):
         return (ops.matmul(x, self.weight) ** 2).mean()
 
 
+def make_step():
+    network = Squares()
+    optimizer = nn.Adam(network.trainable_params(), learning_rate=0.1)
+    sense = ours.DynamicLossScaleUpdateCell(1024, 2, 2)
+    return ours.TrainOneStepWithLossScaleCell(network, optimizer, sense).set_train()
+
+
 def train(rank):
     """After each step whether it overflowed, the scale, the counter and the weights.
 
     Args:
         rank: of the worker, which trains on its part of the inputs; None trains on all.
     """
-    network = Squares()
-    optimizer = nn.Adam(network.trainable_params(), learning_rate=0.1)
-    sense = ours.DynamicLossScaleUpdateCell(1024, 2, 2)
-    step = ours.TrainOneStepWithLossScaleCell(network, optimizer, sense).set_train()
+    step = make_step()
+    sense, optimizer, network = step.loss_scaling_manager, step.optimizer, step.network
     seen = []
     for index, batch in enumerate(INPUTS):
         inputs = batch.copy() if rank is None else batch[2 * rank : 2 * rank + 2].copy()
@@ -50,10 +55,19 @@ def train(rank):
     return seen
 
 
+def flags(rank):
+    """Whether a gradient that only one worker has overflows: by that worker, and without one."""
+    step = make_step()
+    return [
+        bool(step.get_overflow_status(None, (Tensor(np.inf if rank == bad else 1.0),)))
+        for bad in (*range(WORLD), None)
+    ]
+
+
 if __name__ == "__main__":
     init()
     mindspore.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
-    results = {}
+    results = {"flags": flags(get_rank())}
     for name, mode in MODES.items():
         mindspore.set_context(mode=mode)
         results[name] = train(get_rank())

@@ -67,3 +67,7 @@ def test_workers_skip_together_and_end_as_one_process(mode, workers, results):
     for found, alone in zip(first, expected, strict=True):
         assert found[:4] == alone[:4]
         assert np.allclose(found[4], alone[4], rtol=1e-5)
+
+
+def test_what_one_worker_finds_all_find(workers, results):
+    assert [result["flags"] for result in results] == [[True] * workers.WORLD + [False]] * 2
