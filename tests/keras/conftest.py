@@ -1,3 +1,4 @@
 from keras_like import variables
+from processes import ranks
 
-__all__ = ["variables"]
+__all__ = ["ranks", "variables"]

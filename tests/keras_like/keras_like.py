@@ -28,6 +28,11 @@ if BACKEND == "tensorflow":
         tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
     )
 
+if BACKEND == "jax":
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 4)
+
 if KERAS_3:
     Variable, tensor = keras.Variable, keras.ops.convert_to_tensor
 else:

@@ -64,6 +64,10 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
     whatever else Keras 2 lets a schedule change, and what every optimizer takes (``clipnorm``,
     ``use_ema``, ...). Other attributes, such as ``epsilon``, are not.
 
+    Replicas of ``tf.distribute``, devices of ``keras.distribution`` and processes of PyTorch skip a
+    step together. On PyTorch the variables may be those of a ``keras.layers.TorchModuleWrapper``
+    around a module that ``torch.distributed.fsdp.fully_shard`` split.
+
     >>> import keras
     >>> optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.25))
     >>> variable = keras.Variable(1.0)
@@ -182,7 +186,10 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         ]
 
     def check_finite(self, grads: Iterable[Tensor | None]) -> Tensor:
-        """Whether no gradient holds an Inf or a NaN, a boolean scalar tensor."""
+        """Whether no gradient holds an Inf or a NaN, a boolean scalar tensor.
+
+        It looks at this replica's gradients alone, and at this process' part of a DTensor.
+        """
         return on_backend.all_finite(list(grads))
 
     def minimize(self, loss: Any, var_list: Any, tape: Any = None) -> None:
@@ -234,6 +241,8 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         Raises:
             ValueError: the two do not match, all gradients are None, or the optimizer does not know
                 the variables; or the call is in a cross-replica context of ``tf.distribute``.
+            ParameterError: PyTorch's ``FullyShardedDataParallel`` flattened the variables.
+            ScaleMismatchError: processes that decide together hold different scales or counters.
         """
         self._step(list(grads), trainable_variables, self._unscaled)
         self._next_step_unscales = False
@@ -278,14 +287,18 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
     def _move_scale(self, found_inf: Tensor) -> None:
         if not self.dynamic:
             return
-        kept = [self.dynamic_scale, self.step_counter]
-        if hasattr(self, "nonfinite_counter"):
-            kept.append(self.nonfinite_counter)
-        moved = wrapper.next_values(
-            self._policy, [ops.copy(variable) for variable in kept], found_inf
-        )
-        for variable, value in zip(kept, moved, strict=False):
+        values = [ops.copy(variable) for variable in self._moved]
+        moved = wrapper.next_values(self._policy, values, found_inf)
+        for variable, value in zip(self._moved, moved, strict=False):
             variable.assign(value)
+
+    @property
+    def _moved(self) -> list[Variable]:
+        """What the policy moves: the fields of ScaleState, without a count that it does not use."""
+        moved = [self.dynamic_scale, self.step_counter]
+        if hasattr(self, "nonfinite_counter"):
+            moved.append(self.nonfinite_counter)
+        return moved
 
     # Keras' wrapper overrides it; the base class's calls `apply` on the values, as it should.
     stateless_apply = keras.optimizers.Optimizer.stateless_apply
@@ -299,7 +312,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         """Create the inner optimizer's variables for the variables that it will step."""
         if self.built:
             return
-        self.inner_optimizer.build(variables)
+        on_backend.build(self.inner_optimizer, variables)
         off = {"use_ema": False, "gradient_accumulation_steps": None}
         self.__dict__.update(off)  # or the base would average and accumulate a second time
         keras.optimizers.Optimizer.build(self, variables)

@@ -7,6 +7,8 @@
 ``apply_if_finite(optimizer, apply, gradients, variables)``
     ``apply(gradients, variables)``, without any effect unless all gradients of all replicas are
     finite; then ``optimizer._move_scale(found_inf)``.
+``build(optimizer, variables)``
+    ``optimizer.build(variables)``, of the inner optimizer.
 ``divide(gradient, scale)``
     Computed in float32 at least.
 ``gradients(loss, scale_loss, variables, tape)``

@@ -17,6 +17,11 @@ def all_finite(gradients: list[Any]) -> Any:
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(g)) for g in gradients if g is not None]))
 
 
+def build(optimizer: Any, variables: list[Any]) -> None:
+    """Build the inner optimizer."""
+    optimizer.build(variables)
+
+
 def apply_if_finite(
     optimizer: Any, apply: Callable[..., None], gradients: list[Any], variables: list[Any]
 ) -> None:

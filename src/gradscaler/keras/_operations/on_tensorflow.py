@@ -18,6 +18,11 @@ def all_finite(gradients: list[Any]) -> Any:
     return tf.reduce_all(tf.stack(flags or [True]))
 
 
+def build(optimizer: Any, variables: list[Any]) -> None:
+    """Build the inner optimizer."""
+    optimizer.build(variables)
+
+
 def apply_if_finite(
     optimizer: Any, apply: Callable[..., None], gradients: list[Any], variables: list[Any]
 ) -> None:

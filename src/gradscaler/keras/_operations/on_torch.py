@@ -1,4 +1,8 @@
-"""Gradients and steps on PyTorch."""
+"""Gradients and steps on PyTorch; many processes decide together, as for PyTorch's own optimizers.
+
+Keras' variables may be the DTensors of a module that ``fully_shard`` split, in a
+``keras.layers.TorchModuleWrapper``.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,27 @@ from typing import Any
 import keras
 import torch
 
+from gradscaler.errors import ParameterError
+from gradscaler.policies import ScaleState
+from gradscaler.torch._operations import TorchOperations
+from gradscaler.torch._processes import (
+    Part,
+    Vote,
+    group_of,
+    is_distributed,
+    is_dtensor,
+    is_flattened,
+    to_local,
+)
+
+_operations = TorchOperations()
+
 
 def all_finite(gradients: list[Any]) -> Any:
-    """Whether no gradient holds an Inf or a NaN."""
+    """Whether no gradient holds an Inf or a NaN; of a DTensor, in this process' part."""
     # An extreme is Inf or NaN if anything is, and costs a tenth of looking at each value.
-    given = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
+    parts = to_local([gradient for gradient in gradients if gradient is not None])
+    given = [part for part in parts if part.numel()]
     extremes = [extreme for gradient in given for extreme in torch.aminmax(gradient)]
     return torch.stack(extremes or [torch.zeros(())]).isfinite().all()
 
@@ -36,11 +56,39 @@ def _widened(tensor: Any) -> Any:
 def apply_if_finite(
     optimizer: Any, apply: Callable[..., None], gradients: list[Any], variables: list[Any]
 ) -> None:
-    """Apply or not: the host reads the flag once."""
+    """Apply or not: the host reads the flag once. Those who hold parts of the variables agree."""
     finite = all_finite(gradients)
+    if is_distributed():
+        finite = _agreed(optimizer, finite, any(grad is not None for grad in gradients))
     if finite:
         apply(gradients, variables)
     optimizer._move_scale(~finite)
+
+
+def _agreed(optimizer: Any, finite: Any, has_gradients: bool) -> Any:
+    """Whether the gradients are finite in all processes that hold parts of the variables.
+
+    Raises:
+        ParameterError: nothing tells which processes these are.
+        ScaleMismatchError: they hold different scales or counters.
+    """
+    values = [variable.value for variable in optimizer._trainable_variables]
+    if any(map(is_flattened, values)):
+        raise ParameterError(
+            "Keras' optimizers cannot tell which processes hold the shards of parameters that "
+            "FullyShardedDataParallel flattened: shard the module with "
+            "torch.distributed.fsdp.fully_shard"
+        )
+    group = group_of(Part([{"params": values}]))
+    if group is None:
+        return finite
+    vote = vars(optimizer).setdefault("_vote", Vote(_operations))
+    scale = optimizer._scale.detach()
+    found_inf = {scale.device: (~finite).float()} if has_gradients else {}
+    counters = [variable.value for variable in optimizer._moved[1:]]
+    state = ScaleState(scale, *counters, *[torch.zeros_like(counters[0])] * (2 - len(counters)))
+    flags = vote.settle(group, state, found_inf)
+    return _operations.combine([flags], scale.device) == 0 if flags else finite
 
 
 def gradients(
@@ -54,4 +102,33 @@ def gradients(
     if not found:
         return [], []
     values = [variable.value for variable in found]
+    if is_distributed():  # processes exchange gradients only on their way to .grad
+        for value in values:
+            value.grad = None
+        scaled_loss.backward()
+        return [value.grad for value in values], found
     return list(torch.autograd.grad(scaled_loss, values, allow_unused=True)), found
+
+
+def build(optimizer: Any, variables: list[Any]) -> None:
+    """Split what the optimizer keeps for a variable, such as a momentum, as the variable is."""
+    add_variable = optimizer.add_variable_from_reference
+
+    def add_split_variable(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        added = add_variable(reference_variable, *args, **kwargs)
+        value = reference_variable.value
+        if is_dtensor(value) and not is_dtensor(added.value):
+            from torch.distributed.tensor import distribute_tensor
+
+            # All processes have the whole, so that without a source this is not a collective.
+            split = distribute_tensor(
+                added.value.detach(), value.device_mesh, value.placements, src_data_rank=None
+            )
+            added._value = torch.nn.Parameter(split, requires_grad=False)
+        return added
+
+    optimizer.__dict__["add_variable_from_reference"] = add_split_variable
+    try:
+        optimizer.build(variables)
+    finally:
+        del optimizer.__dict__["add_variable_from_reference"]

@@ -1,0 +1,141 @@
+"""Processes that are joined over the loopback, each for many cases."""
+
+import contextlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from functools import cache
+from multiprocessing.connection import wait
+from time import monotonic
+
+import pytest
+
+FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch")
+ON_TORCH = "torch" in (FRAMEWORK, os.environ.get("KERAS_BACKEND"))
+TIME_LIMIT = 90.0  # seconds, for each case
+ABANDONED = 5.0  # seconds that the others have to end once one has raised
+
+
+@cache
+def _module_at(path):
+    spec = importlib.util.spec_from_file_location("cases", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def free_ports(count):
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _join_by_gloo(rank, ports):
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{ports[0]}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=len(ports))
+
+
+def _name_the_workers_of_tensorflow(rank, ports):
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
+    task = {"type": "worker", "index": rank}
+    if len(ports) > 1:
+        os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
+
+
+def _serve(rank, ports, connection):
+    """One rank: run each function that comes, and send back what it returns or raises."""
+    (_join_by_gloo if ON_TORCH else _name_the_workers_of_tensorflow)(rank, ports)
+    while True:
+        path, name, args = connection.recv()
+        if ON_TORCH:
+            sys.modules["torch"].manual_seed(0)
+        try:
+            connection.send((True, getattr(_module_at(path), name)(*args)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+
+
+class Ranks:
+    """The ranks of one process group, forked from a process that has imported the framework."""
+
+    def __init__(self, world):
+        self.world = world
+        self._processes = []
+
+    def run(self, function, *args):
+        """What each rank returns from ``function(*args)``; all are killed if one hangs or raises.
+
+        It is the module-level function of this name in its file, so it need not be picklable.
+        """
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send((function.__code__.co_filename, function.__name__, args))
+        answers = {}
+        end = monotonic() + TIME_LIMIT
+        while len(answers) < self.world and monotonic() < end:
+            waiting = [c for c in self._connections if c not in answers]
+            for connection in wait(waiting, timeout=max(0.0, end - monotonic())):
+                try:
+                    answers[connection] = connection.recv()
+                except EOFError:
+                    answers[connection] = False, "the process died"
+                if not answers[connection][0]:
+                    end = min(end, monotonic() + ABANDONED)
+        wrong = {
+            rank: "it did not end" if c not in answers else answers[c][1]
+            for rank, c in enumerate(self._connections)
+            if c not in answers or not answers[c][0]
+        }
+        if wrong:
+            self.kill()
+            pytest.fail("\n".join(f"rank {rank}: {text}" for rank, text in wrong.items()))
+        return [answers[c][1] for c in self._connections]
+
+    def _start(self):
+        context = multiprocessing.get_context("forkserver")
+        preloaded = ["torch.distributed.fsdp"] if ON_TORCH else []
+        context.set_forkserver_preload([*preloaded, f"gradscaler.{FRAMEWORK}"])
+        ports = free_ports(self.world)
+        self._connections = []
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, ports, theirs))
+            process.daemon = True
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def kill(self):
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes = []
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """``ranks(world)``: that many processes in one group, kept from case to case."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    groups = cache(Ranks)
+    made = []
+
+    def of(world):
+        group = groups(world)
+        made.append(group)
+        return group
+
+    yield of
+    for group in made:
+        group.kill()
