@@ -62,6 +62,7 @@ class ClosureRun:
         policy: what backs off; None if the scale does not move.
         unscale: unscales the gradients of an optimizer, and keeps its record.
         apply_pending: multiplies the gradients by what a record says.
+        is_anywhere: whether a flag is True on any process that decides with this one.
     """
 
     optimizer: Optimizer
@@ -74,6 +75,7 @@ class ClosureRun:
     policy: Policy | None
     unscale: Callable[[Optimizer], None]
     apply_pending: Callable[[OptimizerRecord], None]
+    is_anywhere: Callable[[bool], bool]
 
     def step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -104,7 +106,7 @@ class ClosureRun:
 
             def evaluate() -> Any:
                 nonlocal record
-                if first and is_untouched():
+                if first and not self.is_anywhere(not is_untouched()):
                     return first.pop()
                 first.clear()  # SAM, for one, has moved the parameters
                 loss, record = self._evaluate()

@@ -569,6 +569,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             self._policy if self._scale_moves() else None,
             self.unscale_,
             self._apply_pending,
+            lambda flag: self._is_anywhere(optimizer, flag),
         )
         result, record, reason = run.step(args, kwargs)
         self._conclude(optimizer, record, reason)

@@ -15,7 +15,7 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
-from gradscaler._eager.decision import ballot, check_same
+from gradscaler._eager.decision import Ballot, bounds, check_same, digest
 from gradscaler._eager.operations import FoundInf
 from gradscaler.errors import ParameterError
 from gradscaler.paddle import _operations
@@ -76,13 +76,24 @@ def settle(group: Group, state: ScaleState, found_inf: FoundInf) -> FoundInf:
     Raises:
         ScaleMismatchError: the processes hold different scales or counters.
     """
-    found = float(_operations.any_set(found_inf))
-    values = ballot(found, float(bool(found_inf)), state)
-    vote: Tensor = paddle.to_tensor([float(value) for value in values], "float64", _place_of(group))
-    dist.all_reduce(vote, dist.ReduceOp.MAX, group)
-    found, has_gradients, *bounds = vote.tolist()
-    check_same(bounds)
+    count = group.nranks
+    own = Ballot(_operations.any_set(found_inf), bool(found_inf), digest(state, count))
+    vote: Tensor = paddle.to_tensor(own.packed(count), "int64", _place_of(group))
+    dist.all_reduce(vote, dist.ReduceOp.SUM, group)
+    found, has_gradients, digests = Ballot.unpacked(int(vote.item()), count)
+    if digests != own.digest * count:
+        values = [float(value) for value in bounds(state)]
+        maxima: Tensor = paddle.to_tensor(values, "float64", _place_of(group))
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
+        check_same(maxima.tolist())
     return {"found_inf": bool(found)} if has_gradients else {}
+
+
+def any_of(group: Group, flag: bool) -> bool:
+    """Whether a flag is True on any process of a group."""
+    vote: Tensor = paddle.to_tensor(float(flag), "float32", _place_of(group))
+    dist.all_reduce(vote, dist.ReduceOp.MAX, group)
+    return bool(vote.item())
 
 
 def _place_of(group: Group) -> Any:

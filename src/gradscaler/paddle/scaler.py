@@ -19,6 +19,7 @@ from gradscaler.checkpoint._state_dicts import state_values
 from gradscaler.outcome import Reason, StepOutcome
 from gradscaler.paddle import _operations
 from gradscaler.paddle._processes import (
+    any_of,
     check_group,
     check_shards,
     group_of,
@@ -421,6 +422,10 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             flag = paddle.ones([1], "bool") if flag else self._temp_found_inf_value_false
         self._found_inf = flag
         return found_inf
+
+    def _is_anywhere(self, optimizer: Any, flag: bool) -> bool:
+        deciders = self._deciders(optimizer) if self._enabled else None
+        return flag if deciders is None else any_of(deciders, flag)
 
     def _parts(self, optimizer: Any, shards: Any) -> Any:
         check_shards(optimizer, shards)

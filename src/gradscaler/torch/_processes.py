@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradscaler._eager.decision import ballot, check_same
+from gradscaler._eager.decision import Ballot, bounds, check_same, digest
 from gradscaler._eager.operations import FoundInf
 from gradscaler._torch_like.operations import TorchLikeOperations, parameters_of
 from gradscaler.errors import ParameterError
 from gradscaler.policies import ScaleState
+
+_CPU = torch.device("cpu")
 
 Group = Any  # dist.ProcessGroup, which a build without distributed lacks
 
@@ -34,7 +36,7 @@ def check_group(name: str, group: Group | None) -> None:
     if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         return
     raise TypeError(
-        f"{name} must be a torch.distributed.ProcessGroup that this process belongs to, such as "
+        f"{name} must be a process group that this process is in, such as "
         f"torch.distributed.group.WORLD or mesh.get_group(), got {group!r}"
     )
 
@@ -149,27 +151,28 @@ class Vote:
         """
         operations, scale = self._operations, state.scale
         if operations.on_host(scale):
-            found = float(operations.any_set(found_inf))
-            values = ballot(found, float(bool(found_inf)), operations.read(state))
-            vote = torch.tensor(values, dtype=torch.float64, device=_device_of(group, scale.device))
-            dist.all_reduce(vote, dist.ReduceOp.MAX, group)
-            maxima = vote.tolist()
-            if found_inf and maxima == values:  # as in most steps, and the rest takes time
+            count = group.size()
+            values = operations.read(state)
+            own = Ballot(operations.any_set(found_inf), bool(found_inf), digest(values, count))
+            vote = torch.tensor(own.packed(count), device=_device_of(group, scale.device))
+            dist.all_reduce(vote, dist.ReduceOp.SUM, group)
+            found, has_gradients, digests = Ballot.unpacked(int(vote.item()), count)
+            if digests != own.digest * count:
+                check_same(_maxima(group, values))
+            if found_inf and bool(found) == own.found_inf:  # as in most steps
                 return found_inf
-            found, has_gradients, *bounds = maxima
-            check_same(bounds)
-            flag = operations.scalar(found, scale.device)
+            flag = operations.scalar(float(found > 0), scale.device)
         else:
             if self._unread is not None:
                 self._unread()
             zero, one = (operations.scalar(value, scale.device) for value in (0.0, 1.0))
             flag = operations.combine([found_inf], scale.device) if found_inf else zero
-            scalars = ballot(flag, one if found_inf else zero, state)
+            scalars = [flag, one if found_inf else zero, *bounds(state)]
             vote = torch.stack([scalar.double() for scalar in scalars])
             dist.all_reduce(vote, dist.ReduceOp.MAX, group)
             self._unread = _read_later(vote[2:])
             flag = vote[0].float()
-            has_gradients = bool(found_inf) or vote[1].item()
+            has_gradients = int(bool(found_inf) or vote[1].item())
         if not has_gradients:
             return {}
         return {
@@ -177,12 +180,20 @@ class Vote:
         }
 
 
-def _read_later(bounds: torch.Tensor) -> Callable[[], None] | None:
+def _maxima(group: Group, state: ScaleState) -> list[float]:
+    values = bounds(state)
+    maxima = torch.tensor(values, dtype=torch.float64, device=_device_of(group, _CPU))
+    dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
+    found: list[float] = maxima.tolist()
+    return found
+
+
+def _read_later(maxima: torch.Tensor) -> Callable[[], None] | None:
     """What compares the scales once the device has them; None while a CUDA graph is captured."""
-    if bounds.is_cuda and torch.cuda.is_current_stream_capturing():
+    if maxima.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    copy = bounds.to("cpu", non_blocking=True)
-    copied = torch.cuda.Event() if bounds.is_cuda else None
+    copy = maxima.to("cpu", non_blocking=True)
+    copied = torch.cuda.Event() if maxima.is_cuda else None
     if copied is not None:
         copied.record()
 
@@ -202,7 +213,7 @@ def _device_of(group: Group, device: torch.device) -> torch.device:
 
 def any_of(group: Group, flag: bool) -> bool:
     """Whether a flag is True on any process of a group."""
-    vote = torch.tensor(float(flag), device=_device_of(group, torch.device("cpu")))
+    vote = torch.tensor(float(flag), device=_device_of(group, _CPU))
     dist.all_reduce(vote, dist.ReduceOp.MAX, group)
     return bool(vote.item())
 

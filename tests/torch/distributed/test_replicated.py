@@ -198,12 +198,12 @@ def test_optimizers_that_step_in_the_backward_pass_are_refused(ranks, call, fuse
 
 @pytest.mark.parametrize("group", [5, "world", -100])
 def test_what_is_not_a_process_group_is_refused(group):
-    with pytest.raises(TypeError, match=r"group must be a torch\.distributed\.ProcessGroup"):
+    with pytest.raises(TypeError, match="group must be a process group"):
         GradScaler(group=group)
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     scaler = GradScaler(**SETTINGS)
     scaler.scale(parameter.sum()).backward()
-    with pytest.raises(TypeError, match=r"shards must be a torch\.distributed\.ProcessGroup"):
+    with pytest.raises(TypeError, match="shards must be a process group"):
         scaler.clip_grad_norm_(optimizer, 1.0, 1.0, shards=group)
     assert parameter.grad.tolist() == [1024.0, 1024.0]
