@@ -14,10 +14,16 @@ from time import monotonic
 
 import pytest
 
+from gradscaler._frameworks import FRAMEWORKS
+
 FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch")
 ON_TORCH = "torch" in (FRAMEWORK, os.environ.get("KERAS_BACKEND"))
 TIME_LIMIT = 90.0  # seconds, for each case
 ABANDONED = 5.0  # seconds that the others have to end once one has raised
+ATTEMPTS = 3  # to join, before any test's code runs
+PRELOADED = ["torch.distributed.fsdp"] * ON_TORCH + ["paddle.distributed.fleet"] * (
+    FRAMEWORK == "paddle"
+)
 
 
 @cache
@@ -45,6 +51,38 @@ def _join_by_gloo(rank, ports):
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=len(ports))
 
 
+def _join_by_paddle(rank, ports, **degrees):
+    """Lay the ranks out by fleet, if degrees are given."""
+    address = f"127.0.0.1:{ports[0]}"
+    os.environ.update(
+        PADDLE_DISTRI_BACKEND="gloo",
+        PADDLE_TRAINER_ID=str(rank),
+        PADDLE_TRAINERS_NUM=str(len(ports)),
+        PADDLE_TRAINER_ENDPOINTS=",".join(address for _ in ports),
+        PADDLE_CURRENT_ENDPOINT=address,
+        PADDLE_MASTER=address,
+    )
+    import paddle.distributed as dist
+    from paddle.distributed import fleet
+
+    dist.init_parallel_env()
+    if not degrees:
+        return
+    new_group = dist.new_group
+
+    def one_after_another(*args, **kwargs):
+        dist.barrier()  # gloo cannot join two groups of ranks at the same moment
+        return new_group(*args, **kwargs)
+
+    dist.new_group = one_after_another
+    strategy = fleet.DistributedStrategy()
+    degrees = {"dp": 1, **degrees}
+    strategy.hybrid_configs = {f"{name}_degree": degree for name, degree in degrees.items()}
+    strategy.pipeline_configs = {"accumulate_steps": 2, "micro_batch_size": 4}
+    fleet.init(is_collective=True, strategy=strategy)
+    dist.new_group = new_group
+
+
 def _name_the_workers_of_tensorflow(rank, ports):
     cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
     task = {"type": "worker", "index": rank}
@@ -52,13 +90,20 @@ def _name_the_workers_of_tensorflow(rank, ports):
         os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
 
 
-def _serve(rank, ports, connection):
+JOIN = {"torch": _join_by_gloo, "paddle": _join_by_paddle}.get(
+    "torch" if ON_TORCH else FRAMEWORK, _name_the_workers_of_tensorflow
+)
+
+
+def _serve(rank, ports, options, connection):
     """One rank: run each function that comes, and send back what it returns or raises."""
-    (_join_by_gloo if ON_TORCH else _name_the_workers_of_tensorflow)(rank, ports)
+    JOIN(rank, ports, **options)
+    connection.send("joined")
     while True:
         path, name, args = connection.recv()
-        if ON_TORCH:
-            sys.modules["torch"].manual_seed(0)
+        for module in ("torch", "paddle"):
+            if module in sys.modules:
+                getattr(sys.modules[module], FRAMEWORKS[module].seed)(0)
         try:
             connection.send((True, getattr(_module_at(path), name)(*args)))
         except BaseException:
@@ -68,8 +113,8 @@ def _serve(rank, ports, connection):
 class Ranks:
     """The ranks of one process group, forked from a process that has imported the framework."""
 
-    def __init__(self, world):
-        self.world = world
+    def __init__(self, world, options):
+        self.world, self.options = world, dict(options)
         self._processes = []
 
     def run(self, function, *args):
@@ -77,8 +122,12 @@ class Ranks:
 
         It is the module-level function of this name in its file, so it need not be picklable.
         """
-        if not self._processes:
-            self._start()
+        for _ in range(ATTEMPTS):
+            if self._processes or self._start():
+                break
+            self.kill()
+        else:
+            pytest.fail(f"{self.world} processes could not join in {ATTEMPTS} attempts")
         for connection in self._connections:
             connection.send((function.__code__.co_filename, function.__name__, args))
         answers = {}
@@ -103,19 +152,24 @@ class Ranks:
         return [answers[c][1] for c in self._connections]
 
     def _start(self):
+        """Start the processes; False if they could not join, as gloo cannot now and then."""
         context = multiprocessing.get_context("forkserver")
-        preloaded = ["torch.distributed.fsdp"] if ON_TORCH else []
-        context.set_forkserver_preload([*preloaded, f"gradscaler.{FRAMEWORK}"])
+        context.set_forkserver_preload([*PRELOADED, f"gradscaler.{FRAMEWORK}"])
         ports = free_ports(self.world)
         self._connections = []
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, ports, theirs))
-            process.daemon = True
+            arguments = rank, ports, self.options, theirs
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
+        end = monotonic() + TIME_LIMIT
+        try:
+            return all(c.poll(max(0.0, end - monotonic())) and c.recv() for c in self._connections)
+        except EOFError:
+            return False
 
     def kill(self):
         for process in self._processes:
@@ -126,16 +180,17 @@ class Ranks:
 
 @pytest.fixture(scope="session")
 def ranks():
-    """``ranks(world)``: that many processes in one group, kept from case to case."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    groups = cache(Ranks)
-    made = []
+    """``ranks(world)``: that many processes in one group, kept from case to case.
 
-    def of(world):
-        group = groups(world)
-        made.append(group)
-        return group
+    ``ranks(2, mp=2)`` are laid out by Paddle's fleet.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    made = {}
+
+    def of(world, **options):
+        key = world, tuple(options.items())
+        return made.setdefault(key, Ranks(*key))
 
     yield of
-    for group in made:
+    for group in made.values():
         group.kill()
