@@ -135,6 +135,17 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_vote": None}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_policy" in state:
+            super().__setstate__(state)
+            return
+        # One of torch's own, copied or unpickled while install() holds.
+        GradScaler.__init__(self, state["_device"], enabled=state["_enabled"])
+        if self._enabled:
+            scale, tracker = state["_init_scale"], state["_init_growth_tracker"]
+            given = {**{name[1:]: value for name, value in state.items()}, "scale": scale}
+            self.load_state_dict({**given, "_growth_tracker": tracker})
+
     def _deciders(self, optimizer: Any) -> dist.ProcessGroup | None:
         group = group_of(optimizer) if self._group is None else self._group
         return None if group is None or group.size() == 1 else group
