@@ -73,7 +73,7 @@ def stepping(request, task, scaler, accelerator):
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-        ).fit(Module(), it.batches)
+        ).fit(Module(), torch.utils.data.DataLoader(it.samples, 4))
 
     before = [parameter.detach().clone() for parameter in it.model.parameters()]
 
