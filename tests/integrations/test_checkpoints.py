@@ -71,7 +71,7 @@ def test_accelerate_s_saved_state_holds_it(task, accelerator, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
 
 
-def test_the_trainer_of_transformers_saves_and_loads_it(tmp_path):
+def test_the_trainer_of_transformers_saves_and_loads_it(tmp_path, accelerator):
     import transformers
 
     class Model(torch.nn.Module):

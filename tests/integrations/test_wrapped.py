@@ -136,3 +136,15 @@ def test_a_clip_that_no_step_used_is_an_error(stepping, scaler):
         wrapped.step()
 
     assert stepping(calls) == pytest.approx(0.001, rel=1e-3)
+
+
+def test_last_step_is_right_where_accelerate_does_not_see_the_skip(task, scaler, accelerator):
+    for settings, seen in ({"fused": False}, True), ({"fused": True}, False):
+        it = task(torch.optim.SGD, lr=1.0, **settings)
+        model, optimizer = accelerator(scaler).prepare(it.model, it.optimizer)
+        before = model[0].weight.detach().clone()
+        scaler.scale(model(it.inputs[0]).sum() * float("inf")).backward()
+        optimizer.step()
+        assert torch.equal(model[0].weight, before)
+        assert optimizer.step_was_skipped == seen
+        assert not scaler.last_step(optimizer).applied
