@@ -9,6 +9,7 @@ $(if $(FRAMEWORKS),,$(error $(PYTHON) cannot list the frameworks))
 ENVIRONMENTS := $(sort $(foreach framework,$(FRAMEWORKS),$($(framework)_ENVIRONMENT)))
 keras_NO_DEPS := 'tf-keras==2.21.*' # it depends on TensorFlow for GPUs; that for CPUs is there
 torch_NO_DEPS := deepspeed==0.19.8 # the tests need one of its modules, which needs torch alone
+integrations_NO_DEPS := fastai==2.8.12 mmengine==0.10.7 # requirements/integrations.txt says why
 venv = .venv/$($(1)_ENVIRONMENT)
 
 CORE := $(filter-out src/gradscaler/__main__.py,$(wildcard src/gradscaler/*.py)) \
@@ -16,18 +17,19 @@ CORE := $(filter-out src/gradscaler/__main__.py,$(wildcard src/gradscaler/*.py))
 SOURCES = $(wildcard src/gradscaler/_$(name)_like) src/gradscaler/$(name)
 torch_SOURCES := src/gradscaler/diagnose src/gradscaler/demo src/gradscaler/__main__.py
 torch_TESTS := $(CORE) $(wildcard tests/*.py) tests/policies tests/checkpoint tests/diagnose
+TRAINERS := lightning accelerate transformers
 EVERYWHERE := $(wildcard tests/diagnose/*/test_frameworks.py)
 keras_TESTS := $(EVERYWHERE) tests/keras_like
 tf-keras_TESTS := $(keras_TESTS)
 
 .SECONDEXPANSION:
 .NOTPARALLEL: # what is timed is to be alone, and the tests take all cores themselves
-.PHONY: demo test lint conformance mutants bench bench-gpu clean $(foreach framework,$(FRAMEWORKS),test-$(framework) bench-$(framework))
+.PHONY: demo test test-integrations lint conformance mutants bench bench-gpu clean $(foreach framework,$(FRAMEWORKS),test-$(framework) bench-$(framework))
 
 demo: .venv/torch/.ready
 	.venv/torch/bin/python -m gradscaler demo
 
-test: lint $(addprefix test-,$(FRAMEWORKS))
+test: lint $(addprefix test-,$(FRAMEWORKS)) test-integrations
 
 lint: .venv/torch/.ready
 	.venv/torch/bin/ruff check .
@@ -41,6 +43,11 @@ $(addprefix test-,$(FRAMEWORKS)): test-%: $$(call venv,$$*)/.ready
 		GRADSCALER_FRAMEWORK=$(name) $(call venv,$*)/bin/python -m pytest -n auto \
 		$(or $($*_TESTS),$(EVERYWHERE)) $(SOURCES) $($*_SOURCES) tests/$(name) tests/examples \
 		$(if $(wildcard tests/eager/libraries/on_$(name).py),tests/eager) tests/conformance; done
+
+# Trainers and other packages that use PyTorch's scaler, in an environment of their own.
+test-integrations: .venv/integrations/.ready
+	.venv/integrations/bin/mypy $(TRAINERS:%=examples/%_*.py)
+	.venv/integrations/bin/python -m pytest -n auto tests/integrations
 
 # Every scaler, ours and the frameworks' own, on the same recorded traces: one table.
 conformance: $(ENVIRONMENTS:%=.venv/%/.ready)

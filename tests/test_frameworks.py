@@ -69,7 +69,7 @@ def test_every_extra_is_a_framework_or_a_tool():
 def test_every_environment_is_of_a_framework_or_of_the_tests():
     environments = {framework.environment for framework in FRAMEWORKS.values()}
     files = {path.stem for path in (ROOT / "requirements").iterdir()}
-    assert files == environments | {"test", "mutants"}
+    assert files == environments | {"test", "mutants", "integrations"}
 
 
 def test_every_format_has_a_layout_and_every_layout_is_of_a_format():
@@ -78,7 +78,7 @@ def test_every_format_has_a_layout_and_every_layout_is_of_a_format():
 
 def test_every_adapter_and_every_folder_of_tests_is_of_a_framework():
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/conftest.py")}
-    shared = {"conformance", "diagnose", "distributed", "eager", "keras_like"}
+    shared = {"conformance", "diagnose", "distributed", "eager", "integrations", "keras_like"}
     assert folders - shared == set(FRAMEWORKS)
     packages = {path.parent.name for path in (ROOT / "src/gradscaler").glob("[!_]*/__init__.py")}
     assert packages - {"policies", "checkpoint", "diagnose", "demo"} == set(FRAMEWORKS)

@@ -1,6 +1,7 @@
 """Loss scaling for PyTorch: :class:`GradScaler`, in place of ``torch.amp.GradScaler``.
 
 :class:`ShardedGradScaler` stands in for the class of that name in ``torch.distributed.fsdp``.
+:func:`install` puts ours in place of torch's in packages that make a scaler themselves.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -8,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from torch.amp.grad_scaler import OptState
 
 from gradscaler.torch._compile import keep_out_of_graphs
+from gradscaler.torch._install import install, uninstall
 from gradscaler.torch.scaler import GradScaler
 
 if TYPE_CHECKING:
     from gradscaler.torch.sharded import ShardedGradScaler
 
-__all__ = ["GradScaler", "OptState", "ShardedGradScaler"]
+__all__ = ["GradScaler", "OptState", "ShardedGradScaler", "install", "uninstall"]
 
 
 def __getattr__(name: str) -> Any:

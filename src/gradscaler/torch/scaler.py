@@ -145,6 +145,17 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_vote": None}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_policy" in state:
+            super().__setstate__(state)
+            return
+        # One of torch's own, copied or unpickled while install() holds.
+        GradScaler.__init__(self, state["_device"], enabled=state["_enabled"])
+        if self._enabled:
+            scale, tracker = state["_init_scale"], state["_init_growth_tracker"]
+            given = {**{name[1:]: value for name, value in state.items()}, "scale": scale}
+            self.load_state_dict({**given, "_growth_tracker": tracker})
+
     def _placed_state(self, caller: str, optimizer: Any = None) -> ScaleState:
         # Another process of the group may have scaled the loss: the last stage of a pipeline.
         if self._state is None and self._group is not None and optimizer is not None:
