@@ -114,10 +114,11 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     return selected
 
 
-def check_scale(name: str, value: Any) -> None:
+def check_scale(name: str, value: Any, *, zero: bool = False) -> None:
     """ValueError unless a loss scale, or each of an array of them, is positive and finite.
 
-    A traced value is not known yet, and passes. TypeError for anything but a number.
+    With ``zero``, it may be 0 as well. A traced value is not known yet, and passes. TypeError for
+    anything but a number.
     """
     if isinstance(value, jax.core.Tracer):
         return
@@ -125,8 +126,9 @@ def check_scale(name: str, value: Any) -> None:
         scale = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be a number, got {value!r}") from None
-    if not np.all((scale > 0) & np.isfinite(scale)):
-        raise ParameterError(f"{name} must be positive and finite, got {value}")
+    if not np.all(((scale > 0) | (zero & (scale == 0))) & np.isfinite(scale)):
+        positive = "0 or positive" if zero else "positive"
+        raise ParameterError(f"{name} must be {positive} and finite, got {value}")
 
 
 def strong(value: Any, dtype: Any = None) -> Array:
@@ -141,7 +143,7 @@ def as_flag(name: str, value: Any) -> Array:
     flag = jnp.asarray(value)
     if flag.ndim or flag.dtype != jnp.bool_:
         raise ParameterError(
-            f"{name} must be a boolean scalar, got {flag.dtype} of shape {flag.shape}"
+            f"{name}: expected boolean scalar, got {flag.dtype} of shape {flag.shape}"
         )
     return flag
 
