@@ -154,7 +154,8 @@ class DynamicLossScale:
         """
         found_inf = ~_operations.as_flag("grads_finite", grads_finite)
         dtype = jnp.result_type(self.loss_scale)
-        finfo: Any = jnp.finfo(dtype) if _is_floating(dtype) else None  # ints only warn, as in jmp
+        untyped: Any = jnp
+        finfo = untyped.finfo(dtype) if _is_floating(dtype) else None  # an int only warns
         smallest = finfo.smallest_normal if finfo else 1
         constants = Constants(
             growth_factor=self.factor,
