@@ -9,10 +9,12 @@ import optax
 import pytest
 from flax import nnx
 from flax.linen import fp8_ops
+from flax.training.dynamic_scale import DynamicScale as NativeScale
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, PartitionSpec
 
 from gradscaler import DynamicScale, FixedScale
+from gradscaler.diagnose import exponents
 from gradscaler.jax import DynamicScale as FlaxScale
 from gradscaler.jax import GradScaler, all_finite, loss_scaled, select_tree
 
@@ -57,9 +59,17 @@ def test_they_are_the_new_values_and_the_others_are_unscaled(variables, jit, exa
     assert result.grads_finite
 
 
-def test_flax_s_dynamic_scale_hands_them_on(variables):
-    grads = FlaxScale(scale=1024.0).value_and_grad(loss)(variables).grad
-    assert histories(grads)[:2] == histories(jax.grad(loss)(variables))[:2]
+def test_flax_s_dynamic_scale_hands_them_on_and_flax_s_own_divides_them(variables):
+    seen, mine, theirs = (
+        histories(grads)[:2]
+        for grads in (
+            jax.grad(loss)(variables),
+            FlaxScale(scale=1024.0).value_and_grad(loss)(variables).grad,
+            NativeScale(scale=1024.0).value_and_grad(loss)(variables).grad,
+        )
+    )
+    assert mine == seen
+    assert theirs == [amax / 1024 for amax in seen]
 
 
 def test_no_scale_divides_them_and_no_inf_in_them_is_an_overflow():
@@ -71,6 +81,13 @@ def test_no_scale_divides_them_and_no_inf_in_them_is_an_overflow():
         assert changed[NAME]["amax"].tolist() == [8.0, jnp.inf]
     assert all_finite(tree)
     assert not all_finite({**tree, "params": jnp.inf})
+
+
+def test_diagnose_does_not_count_them_as_gradients():
+    marked = nnx.variablelib.variable_type_from_name(NAME, allow_register=True)
+    state = nnx.State({"amax": marked(jnp.ones(3)), "w": nnx.Param(jnp.ones(1))})
+    assert list(exponents({"w": jnp.ones(1), NAME: {"amax": jnp.ones(3)}}).parameters) == ["w"]
+    assert list(exponents(state).parameters) == ["w"]
 
 
 def test_nnx_marks_them_by_the_type_of_a_variable(exact):

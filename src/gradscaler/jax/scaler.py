@@ -152,8 +152,8 @@ class GradScaler:
                 ``flax.nnx.value_and_grad`` take their models whole.
             retries: how often the same call is evaluated again, at the lower scale, after an
                 overflow that lowers it. The loop is inside the compiled step, and compiles ``fun``
-                twice. An evaluation that is finite counts as one step. If none is, the scale
-                backs off once: it is then likely that no scale would help.
+                twice; what ``fun`` returns must be arrays. An evaluation that is finite counts as
+                one step. If none is, the scale backs off once: most likely no scale would help.
 
         Returns:
             A function with the arguments of ``fun`` that returns :class:`ScaledGradients`.
@@ -172,8 +172,8 @@ class GradScaler:
         if in_place and (axis_name is not None or retries):
             raise ParameterError(
                 f"{transform.__name__} changes its model in place, so it takes neither axis_name "
-                "nor retries: split the model by nnx.split, and let fun merge it again from its "
-                "parameters, as in examples/jax_nnx.py"
+                "nor retries: split the model by nnx.split, differentiate by jax.value_and_grad, "
+                "and let fun merge the model again from its parameters"
             )
         if _checks.count("retries", retries, 0):
             return self._retried(
