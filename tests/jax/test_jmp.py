@@ -1,7 +1,9 @@
 """jmp's names against jmp itself, on the same traces."""
 
+import importlib.util
 import inspect
 import unittest
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jmp._src import loss_scale
 
 import gradscaler.jax as ours
 
@@ -18,14 +21,31 @@ CLASSES = ["NoOpLossScale", "StaticLossScale", "DynamicLossScale"]
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # in its sums
 def test_jmp_s_own_tests_pass(monkeypatch):
-    from jmp._src import loss_scale_test
+    used = Counter()
+
+    def counted(name):
+        def ours_by_name(*args, **kwargs):
+            used[name] += 1
+            return getattr(ours, name)(*args, **kwargs)
+
+        return ours_by_name
 
     for name in [*CLASSES, "all_finite", "select_tree"]:
-        monkeypatch.setattr(jmp, name, getattr(ours, name))
-    tests = unittest.defaultTestLoader.loadTestsFromModule(loss_scale_test)
-    result = tests.run(unittest.TestResult())
-    assert result.testsRun >= 20
+        monkeypatch.setattr(loss_scale, name, counted(name))  # where the suite looks names up
+    # Executed afresh: as it is imported, the suite takes classes for its parametrized tests.
+    spec = importlib.util.find_spec("jmp._src.loss_scale_test")
+    suite = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(suite)
+    result = unittest.defaultTestLoader.loadTestsFromModule(suite).run(unittest.TestResult())
     assert (result.failures, result.errors, result.skipped) == ([], [], [])
+    assert result.testsRun == 25
+    assert used == {
+        "NoOpLossScale": 2,
+        "StaticLossScale": 4,
+        "DynamicLossScale": 14,
+        "all_finite": 12,
+        "select_tree": 5,
+    }
 
 
 def both(*args, name="DynamicLossScale", **kwargs):
@@ -91,6 +111,17 @@ def test_a_floor_that_is_traced_or_an_array_is_a_leaf_like_the_scale():
         assert scale.loss_scale.tolist() == scale.min_loss_scale.tolist() == [2.0, 8.0]
         assert len(jax.tree.leaves(scale)) == 3
     assert len(jax.tree.leaves(lowered(jnp.float32(2)))) == 2
+
+
+def test_a_floor_of_0_is_the_smallest_normal_number_and_jmp_s_scale_sinks_to_0():
+    mine, theirs = both(jnp.float32(2.0**-120), min_loss_scale=jnp.float32(0))
+    for exponent in range(-121, -127, -1):
+        mine, theirs = (scale.adjust(jnp.bool_(False)) for scale in (mine, theirs))
+        assert mine.loss_scale == theirs.loss_scale == 2.0**exponent
+    for _ in range(30):
+        mine, theirs = (scale.adjust(jnp.bool_(False)) for scale in (mine, theirs))
+    assert (mine.loss_scale, theirs.loss_scale) == (2.0**-126, 0)
+    assert mine.min_loss_scale == 0
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
@@ -162,7 +193,8 @@ def test_rebuilding_the_tree_of_anything_does_not_warn():
         ("loss_scale", -1.0, ValueError),
         ("loss_scale", "large", TypeError),
         ("loss_scale", jnp.float32("nan"), ValueError),
-        ("min_loss_scale", jnp.float32(0), ValueError),
+        ("min_loss_scale", jnp.float32(-1), ValueError),
+        ("min_loss_scale", jnp.float32("inf"), ValueError),
         ("period", 0, ValueError),
         ("period", 2.5, TypeError),
         ("factor", 1, ValueError),

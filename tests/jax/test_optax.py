@@ -94,7 +94,7 @@ def test_a_run_scaled_by_a_power_of_two_has_the_bits_of_the_bare_optimizer_s(exa
 
 
 NESTINGS = {
-    "chain": lambda: optax.chain(optax.identity(), loss_scaled(optax.adam(0.1), POLICY)),
+    "chain": lambda: loss_scaled(optax.chain(optax.identity(), optax.adam(0.1)), POLICY),
     "MultiSteps": lambda: loss_scaled(
         optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), POLICY
     ),
@@ -106,11 +106,52 @@ NESTINGS = {
 
 
 @pytest.mark.parametrize("name", NESTINGS)
-def test_the_scaler_is_found_however_deep_it_is(name):
-    _, _, state = start(NESTINGS[name]())
-    scaler = optax.tree_utils.tree_get(state, "scaler")
+def test_optax_s_tree_functions_find_the_scaler_and_map_the_parameters(name):
+    optimizer, _, state = start(NESTINGS[name]())
+    scaler = optax.tree_utils.tree_get({"state": state}, "scaler")
     assert isinstance(scaler, GradScaler)
     assert scaler.scale(1.0) == 2.0**10
+    doubled = optax.tree_utils.tree_map_params(optimizer, lambda leaf: leaf * 2, state)
+    assert doubled.scaler.loss_scale == 2.0**10
+
+
+LABELS = {"w": "a", "b": "b", "none": "a"}
+OUTSIDE = {
+    "chain after a clip": lambda scaled: optax.chain(optax.clip_by_global_norm(1.0), scaled),
+    "chain before anything": lambda scaled: optax.chain(scaled, optax.add_noise(0.1, 0.5, 0)),
+    "named_chain": lambda scaled: optax.named_chain(("first", scaled)),
+    "multi_transform": lambda scaled: optax.multi_transform(
+        {"a": scaled, "b": optax.sgd(0.1)}, LABELS
+    ),
+    "masked": lambda scaled: optax.masked(scaled, {"w": True, "b": False, "none": True}),
+    "MultiSteps": lambda scaled: optax.MultiSteps(scaled, 2),
+    "apply_if_finite": lambda scaled: optax.apply_if_finite(scaled, 3),
+    "loss_scaled": lambda scaled: loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), scaled)),
+}
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_transformation_around_it_is_refused_with_what_to_write(name, jit):
+    init = OUTSIDE[name](loss_scaled(optax.sgd(0.1))).init
+    with pytest.raises(ValueError, match=r"inside another .*outermost: loss_scaled\(optax.chain"):
+        (jax.jit(init) if jit else init)(params())
+
+
+def test_outermost_a_clip_cuts_the_true_gradients():
+    optimizer = loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
+    weight = jnp.array([3.0, 4.0])
+    state = jax.eval_shape(optimizer.init, weight)  # JAX may call it
+    state = jax.jit(optimizer.init)(weight)
+    updates, _ = optimizer.update(state.scaler.scale(weight), state, weight)
+    np.testing.assert_allclose(updates, [-0.06, -0.08], rtol=1e-6)
+
+
+def test_flax_s_train_state_may_call_it():
+    from flax.training.train_state import TrainState
+
+    made = TrainState.create(apply_fn=None, params=params(), tx=loss_scaled(optax.sgd(0.1)))
+    assert made.opt_state.scaler.loss_scale == 2.0**16
 
 
 def test_an_overflow_discards_its_own_gradients_and_keeps_the_accumulated_ones():

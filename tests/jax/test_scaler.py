@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 import pickle
 import subprocess
 import sys
@@ -9,13 +10,14 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gradscaler import DynamicScale, FixedScale, ScaleState
-from gradscaler.jax import GradScaler, all_finite, select_tree
+from gradscaler.jax import GradScaler, all_finite, loss_scaled, select_tree
 
 INF = float("inf")
 POLICIES = st.builds(
@@ -171,14 +173,35 @@ def test_select_tree_keeps_every_bit(exact):
     assert exact(jax.jit(select_tree)(False, a, b)) == exact(b)
 
 
+def test_select_tree_leaves_settings_alone_and_chooses_between_numbers_that_differ():
+    a = {"relu": jax.nn.relu, "name": "mlp", "train": True, "rate": 0.5, "zero": 0.0}
+    b = {**a, "rate": float("0.5"), "zero": -0.0}
+
+    @jax.jit
+    def chosen(pred):
+        tree = select_tree(pred, a, b)
+        kept = [tree[name] is a[name] for name in ("relu", "name", "train")]
+        assert all(kept)
+        assert type(tree["rate"]) is float
+        return tree["zero"]
+
+    assert str(chosen(True)) == "0.0"
+    assert str(chosen(False)) == "-0.0"
+
+
+def test_select_tree_names_a_setting_that_differs():
+    with pytest.raises(ValueError, match=r"\['act'\]: cannot choose between 'relu' and 'gelu'"):
+        select_tree(True, {"act": "relu"}, {"act": "gelu"})
+
+
 # Bad input.
 
 
 @pytest.mark.parametrize("flag", [1.0, 1, jnp.ones(2, bool), jnp.ones((1,), bool)])
 def test_anything_but_a_boolean_scalar_is_refused(flag):
-    with pytest.raises(ValueError, match="grads_finite must be a boolean scalar"):
+    with pytest.raises(ValueError, match="grads_finite: expected boolean scalar, got"):
         quick().adjust(flag)
-    with pytest.raises(ValueError, match="pred must be a boolean scalar"):
+    with pytest.raises(ValueError, match="pred: expected boolean scalar, got"):
         select_tree(flag, 1.0, 2.0)
 
 
@@ -187,6 +210,14 @@ def test_anything_but_a_policy_is_refused_with_an_example(policy):
     message = r"policy must be a DynamicScale or a FixedScale, .* DynamicScale\(init_scale="
     with pytest.raises(TypeError, match=message):
         GradScaler(policy)
+
+
+@pytest.mark.parametrize("name", ["gradscaler.jax.flax", "flax.training.dynamic_scale"])
+def test_flax_s_class_of_the_policy_s_name_is_refused_by_its_module(name):
+    namesake = importlib.import_module(name).DynamicScale()
+    for make in (GradScaler, functools.partial(loss_scaled, optax.sgd(0.1))):
+        with pytest.raises(TypeError, match=f"a {name}.DynamicScale, which is no gradscaler.Dyn"):
+            make(namesake)
 
 
 @pytest.mark.parametrize("scale", [0.0, INF, jnp.float32(-1)])

@@ -91,6 +91,7 @@ def test_the_example_of_the_class_trains_as_with_tensorplay(trained):
 def test_the_example_of_the_class_scales(randn):
     given = {**names(randn), "GradScaler": gradscaler.tensorplay.GradScaler}
     scaler = run(EXAMPLE_OF_THE_CLASS, given)["scaler"]
+    assert type(scaler) is gradscaler.tensorplay.GradScaler
     assert scaler.state_dict() == {
         "scale": 65536.0,
         "growth_factor": 2.0,

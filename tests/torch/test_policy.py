@@ -1,5 +1,7 @@
 """Torch's own kernel of the rule, which moves the scale on a device."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -33,5 +35,8 @@ def test_torch_s_kernel_between_bounds_is_the_rule(
     assert _is_torch_s(policy)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operations, "on_host", lambda tensor: False)
+        kernel = Mock(wraps=torch._amp_update_scale_)
+        patch.setattr(torch, "_amp_update_scale_", kernel)
         moved = operations.advance(policy, placed, [{cpu: operations.scalar(found_inf, cpu)}])
+    assert kernel.call_count == 1
     assert operations.read(moved) == policy.update(state, found_inf)

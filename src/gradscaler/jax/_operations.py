@@ -19,13 +19,20 @@ AxisName = Hashable | Sequence[Hashable]
 
 lax: Any = jax.lax  # partly untyped
 
+OVERWRITTEN = "_overwrite_with_gradient"
+"""What flax calls the collection, and in NNX the type, of variables that are set to their gradient.
+
+Its fp8 layers pass their scales and histories of maxima through the backward pass that way.
+"""
+
 
 def all_finite(
     tree: Any, axis_name: AxisName | None = None, *, finite_axis: AxisName | None = None
 ) -> Array:
     """Whether no leaf of a pytree holds an Inf or a NaN, a boolean scalar.
 
-    Leaves that are neither floating nor complex count as finite, and so does an empty tree.
+    Leaves that are neither floating nor complex count as finite, and so do an empty tree and what
+    flax's fp8 layers mark as ``_overwrite_with_gradient``: those are new values, no gradients.
 
     Args:
         tree: any pytree of arrays.
@@ -36,23 +43,23 @@ def all_finite(
     Raises:
         TypeError: a leaf is neither an array nor a number.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    finite = [jnp.isfinite(leaf).all() for path, leaf in leaves if _is_inexact(path, leaf)]
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_marked)
+    finite = [jnp.isfinite(leaf).all() for path, leaf in leaves if _is_gradient(path, leaf)]
     everywhere = functools.reduce(operator.and_, finite, jnp.array(True))
     axes = _axes(axis_name, finite_axis)
     return lax.pmin(everywhere.astype(jnp.int32), axes) == 1 if axes else everywhere
 
 
-def varying(tree: T, axis_name: AxisName) -> T:
+def varying(tree: T, axis_name: AxisName, is_weight: Callable[[Any, Any], bool]) -> T:
     """The same replicated tree, in a form that ``shard_map`` takes to differ between devices.
 
-    ``shard_map`` sums the gradients of a replicated tree, before they can be averaged.
+    ``shard_map`` sums the gradients of replicated weights, before they can be averaged.
 
     Raises:
         ValueError: a leaf is sharded over one of the axes.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        sharding = _is_inexact(path, leaf) and varies_over(leaf) & {*_axes(axis_name)}
+        sharding = is_weight(path, leaf) and varies_over(leaf) & {*_axes(axis_name)}
         if sharding:
             raise ParameterError(
                 f"{_place(path)} varies over {spelled(sharding)}: each device holds another part "
@@ -62,7 +69,23 @@ def varying(tree: T, axis_name: AxisName) -> T:
                 f"device holds all of it, leave {spelled(sharding)} out of its in_specs"
             )
     here = lax.axis_index(axis_name) >= 0  # always true, but JAX does not know that
-    return map_inexact(lambda leaf: jnp.where(here, leaf, lax.stop_gradient(leaf)), tree)
+
+    def vary(path: Any, leaf: Any) -> Any:
+        return jnp.where(here, leaf, lax.stop_gradient(leaf)) if is_weight(path, leaf) else leaf
+
+    varied: T = jax.tree_util.tree_map_with_path(vary, tree)
+    return varied
+
+
+def averaged(grads: T, axis_name: AxisName) -> T:
+    """The mean of gradients over the axes; the largest of what overwrites, such as a maximum."""
+
+    def reduce(path: Any, leaf: Any) -> Any:
+        together = lax.pmax if _is_overwriting(path, leaf) else lax.pmean
+        return together(leaf, axis_name)
+
+    reduced: T = jax.tree_util.tree_map_with_path(reduce, grads, is_leaf=_is_marked)
+    return reduced
 
 
 def check_not_averaged(loss: Array, axis_name: AxisName) -> None:
@@ -91,6 +114,9 @@ def varies_over(leaf: Any) -> frozenset[Hashable]:
 def select_tree(pred: Any, a: T, b: T) -> T:
     """``a`` if ``pred``, else ``b``, leaf by leaf; not a bit of either is changed.
 
+    A leaf that is not an array, such as an activation function or a setting of a model, stays as
+    it is if both trees have the same.
+
     Args:
         pred: a boolean scalar.
         a: any pytree.
@@ -101,8 +127,15 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     """
     pred = as_flag("pred", pred)
 
-    def select(path: Any, a: Any, b: Any) -> Array:
-        a, b = jnp.asarray(a), jnp.asarray(b)
+    def select(path: Any, a: Any, b: Any) -> Any:
+        if not (_is_array(a) or _is_array(b)) and _are_the_same(a, b):
+            return a
+        try:
+            a, b = jnp.asarray(a), jnp.asarray(b)
+        except TypeError:
+            raise ParameterError(
+                f"{_place(path)}: cannot choose between {a!r} and {b!r}, which are not arrays"
+            ) from None
         if a.shape != b.shape or a.dtype != b.dtype:
             raise ParameterError(
                 f"{_place(path)}: cannot choose between {a.dtype}{list(a.shape)} and "
@@ -114,10 +147,16 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     return selected
 
 
-def check_scale(name: str, value: Any) -> None:
+def _are_the_same(a: Any, b: Any) -> bool:
+    """Whether two leaves that are not arrays are one; 1, True and 1.0 differ, and 0.0 and -0.0."""
+    return a is b or (type(a) is type(b) and a == b and str(a) == str(b))
+
+
+def check_scale(name: str, value: Any, *, zero: bool = False) -> None:
     """ValueError unless a loss scale, or each of an array of them, is positive and finite.
 
-    A traced value is not known yet, and passes. TypeError for anything but a number.
+    With ``zero``, it may be 0 as well. A traced value is not known yet, and passes. TypeError for
+    anything but a number.
     """
     if isinstance(value, jax.core.Tracer):
         return
@@ -125,8 +164,9 @@ def check_scale(name: str, value: Any) -> None:
         scale = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be a number, got {value!r}") from None
-    if not np.all((scale > 0) & np.isfinite(scale)):
-        raise ParameterError(f"{name} must be positive and finite, got {value}")
+    if not np.all(((scale > 0) | (zero & (scale == 0))) & np.isfinite(scale)):
+        positive = "0 or positive" if zero else "positive"
+        raise ParameterError(f"{name} must be {positive} and finite, got {value}")
 
 
 def strong(value: Any, dtype: Any = None) -> Array:
@@ -141,15 +181,17 @@ def as_flag(name: str, value: Any) -> Array:
     flag = jnp.asarray(value)
     if flag.ndim or flag.dtype != jnp.bool_:
         raise ParameterError(
-            f"{name} must be a boolean scalar, got {flag.dtype} of shape {flag.shape}"
+            f"{name}: expected boolean scalar, got {flag.dtype} of shape {flag.shape}"
         )
     return flag
 
 
-def map_inexact(function: Callable[[Array], Array], tree: T) -> T:
-    """Apply a function to the floating and complex leaves."""
+def map_gradients(function: Callable[[Array], Array], tree: T) -> T:
+    """Apply a function to the floating and complex leaves, except those that overwrite."""
     mapped: T = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: function(leaf) if _is_inexact(path, leaf) else leaf, tree
+        lambda path, leaf: function(leaf) if _is_gradient(path, leaf) else leaf,
+        tree,
+        is_leaf=_is_marked,
     )
     return mapped
 
@@ -166,7 +208,31 @@ def _axes(*names: AxisName | None) -> tuple[Hashable, ...]:
     return tuple(dict.fromkeys(axis for axes in several for axis in axes if axis is not None))
 
 
-def _is_inexact(path: Any, leaf: Any) -> bool:
+def _is_marked(node: Any) -> bool:
+    """Whether a node of a pytree is an NNX variable that its gradient overwrites."""
+    return type(node).__name__ == OVERWRITTEN
+
+
+def _is_overwriting(path: Any, leaf: Any) -> bool:
+    keys = (getattr(key, "key", getattr(key, "name", None)) for key in path)
+    return _is_marked(leaf) or OVERWRITTEN in keys
+
+
+def _is_gradient(path: Any, leaf: Any) -> bool:
+    return not _is_overwriting(path, leaf) and is_inexact(path, leaf)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+
+
+def is_inexact_array(path: Any, leaf: Any) -> bool:
+    """Whether a leaf is an array with a floating or complex dtype; anything may be asked."""
+    return _is_array(leaf) and is_inexact(path, leaf)
+
+
+def is_inexact(path: Any, leaf: Any) -> bool:
+    """Whether a leaf is floating or complex; TypeError if it is neither an array nor a number."""
     try:
         if isinstance(leaf, (str, type, np.dtype)):  # names of dtypes, to result_type
             raise TypeError

@@ -79,7 +79,8 @@ class DynamicLossScale:
         period: finite steps in a row before the scale grows.
         factor: what growth multiplies and backoff divides by.
         min_loss_scale: the floor, a float32 scalar. jmp loses it wherever its object is rebuilt
-            from its leaves, as at every jit.
+            from its leaves, as at every jit. With 0 the floor is the smallest normal number of the
+            scale's dtype; jmp's scale sinks to 0.
 
     Raises:
         TypeError: the period or the factor is not a number.
@@ -102,11 +103,14 @@ class DynamicLossScale:
 
     def __post_init__(self) -> None:
         for name in ("loss_scale", "min_loss_scale"):
-            _operations.check_scale(name, getattr(self, name))
+            _operations.check_scale(name, getattr(self, name), zero=name == "min_loss_scale")
             dtype = jnp.result_type(getattr(self, name))
             if not _is_floating(dtype):
                 warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=3)
-        _checks.count("period", self.period)
+        period: Any = self.period
+        if isinstance(period, float) and period.is_integer():  # jmp's own tests have 5.0
+            period = int(period)
+        object.__setattr__(self, "period", _checks.count("period", period))
         _checks.growth_factor("factor", self.factor)
         floor = self.min_loss_scale
         if not isinstance(floor, jax.core.Tracer) and jnp.ndim(floor) == 0:
@@ -150,12 +154,14 @@ class DynamicLossScale:
         """
         found_inf = ~_operations.as_flag("grads_finite", grads_finite)
         dtype = jnp.result_type(self.loss_scale)
-        finfo: Any = jnp.finfo
+        untyped: Any = jnp
+        finfo = untyped.finfo(dtype) if _is_floating(dtype) else None  # an int only warns
+        smallest = finfo.smallest_normal if finfo else 1
         constants = Constants(
             growth_factor=self.factor,
             backoff_factor=_Reciprocal(self.factor),
-            min_scale=jnp.asarray(self.min_loss_scale, dtype),
-            max_scale=float(finfo(dtype).max) if _is_floating(dtype) else math.inf,
+            min_scale=jnp.maximum(jnp.asarray(self.min_loss_scale, dtype), smallest),
+            max_scale=float(finfo.max) if finfo else math.inf,
             growth_interval=self.period,
             hysteresis=1,
             finite_step_resets=True,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from gradscaler.errors import ParameterError
 from gradscaler.jax._operations import AxisName, all_finite, select_tree
 from gradscaler.jax.scaler import GradScaler
 from gradscaler.policies import DynamicScale, Policy
@@ -51,15 +54,20 @@ def loss_scaled(
 
     If they are finite, the optimizer sees them divided by the scale. If not, the updates are zero,
     and the optimizer's state stays bit for bit as it was, step counts included. Either way the
-    scale moves by the policy's rule. The state holds the scale, however deeply it is nested:
-    ``optax.tree_utils.tree_get(state, "scaler").scale(loss)``.
+    scale moves by the policy's rule. The state holds the scale: ``state.scaler.scale(loss)``.
+
+    It goes outermost: ``loss_scaled(optax.chain(clip, adam))``. Inside ``chain``,
+    ``multi_transform``, ``masked``, ``MultiSteps`` or any other transformation, what comes before
+    or beside it would take scaled gradients for true ones: a clip would cut them to nothing, and
+    an accumulator would keep an Inf. optax's own transformations are refused around it; around
+    those of others, and around code that changes gradients before ``update``, it cannot tell.
 
     The optimizer gets gradients in their own dtype or the parameters', whichever is wider: pass
     ``params`` to ``update``, or float16 gradients of float32 parameters underflow again. Extra
     arguments reach it as they are: pass an unscaled ``value``.
 
-    Wrap ``MultiSteps`` and ``apply_if_finite`` in this, and not this in them. ``MultiSteps`` would
-    accumulate an Inf permanently, and ``apply_if_finite`` would hide it from the scale.
+    It divides all but what flax's fp8 layers mark as ``_overwrite_with_gradient``. Those are new
+    values: keep them from the optimizer, as flax's ``TrainState`` does.
 
     Args:
         optimizer: any optax transformation.
@@ -71,6 +79,7 @@ def loss_scaled(
 
     Raises:
         TypeError: `optimizer` is not an optax transformation, or `policy` is not a policy.
+        ValueError: from ``init``, if a transformation of optax is around this one.
 
     >>> import jax, optax
     >>> optimizer = loss_scaled(optax.sgd(0.5), DynamicScale(init_scale=1024.0))
@@ -89,6 +98,7 @@ def loss_scaled(
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: Any) -> LossScaledState:
+        _check_outermost(sys._getframe(1))
         return LossScaledState(GradScaler(policy), jnp.array(True), inner.init(params))
 
     def update(
@@ -107,6 +117,17 @@ def loss_scaled(
         return updates, LossScaledState(scaler, grads_finite, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_outermost(caller: FrameType) -> None:
+    """ValueError if it is optax that calls ``init``: nothing else tells what is around it."""
+    module = caller.f_globals.get("__name__", "")
+    if module.startswith("optax.") and not module.startswith("optax.tree_utils"):
+        raise ParameterError(
+            f"loss_scaled is inside another transformation ({module}), which would take scaled "
+            "gradients for true ones. Put it outermost: "
+            "loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.001)))"
+        )
 
 
 def _in_dtype_of(new: Any, old: Any) -> Any:

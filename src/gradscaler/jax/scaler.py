@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from gradscaler.errors import ParameterError
 from gradscaler.jax import _operations, _trees
-from gradscaler.jax._operations import AxisName, all_finite
-from gradscaler.policies import DynamicScale, Policy, ScaleState
+from gradscaler.jax._operations import AxisName, all_finite, select_tree
+from gradscaler.policies import DynamicScale, Policy, ScaleState, _checks
 from gradscaler.policies._spelling import check_policy
 
 T = TypeVar("T")
@@ -85,15 +85,16 @@ class GradScaler:
         Leaves narrower than float32 become float32, because most scales are above the largest
         float16. Leaves that are neither floating nor complex stay as they are.
         """
-        return _operations.map_inexact(lambda leaf: jnp.multiply(*self._beside(leaf)), tree)
+        return _operations.map_gradients(lambda leaf: jnp.multiply(*self._beside(leaf)), tree)
 
     def unscale(self, tree: T) -> T:
         """Divide the gradients by the loss scale.
 
         As in ``scale``, leaves narrower than float32 become float32: in their own dtype they would
-        underflow again.
+        underflow again. What flax's fp8 layers mark as ``_overwrite_with_gradient`` stays as it is:
+        it is a new value, no gradient.
         """
-        return _operations.map_inexact(lambda leaf: jnp.divide(*self._beside(leaf)), tree)
+        return _operations.map_gradients(lambda leaf: jnp.divide(*self._beside(leaf)), tree)
 
     def _beside(self, leaf: Any) -> tuple[Array, Array]:
         """A leaf in float32 at least, and the scale in its precision."""
@@ -126,17 +127,20 @@ class GradScaler:
     def value_and_grad(
         self,
         fun: Callable[..., Any],
-        argnums: int | Sequence[int] = 0,
+        argnums: Any = 0,
         has_aux: bool = False,
         axis_name: AxisName | None = None,
         *,
         finite_axis: AxisName | None = None,
+        transform: Callable[..., Any] = jax.value_and_grad,
+        retries: int = 0,
     ) -> Callable[..., ScaledGradients]:
         """``jax.value_and_grad`` of the scaled function, unscaled and checked.
 
         Args:
             fun: returns a scalar, or a pair of a scalar and anything.
-            argnums: what to differentiate with respect to.
+            argnums: what to differentiate with respect to: an int or several, or what else
+                `transform` takes.
             has_aux: whether ``fun`` returns a pair.
             axis_name: named axes to average the gradients over: each device holds all the weights,
                 and ``fun`` returns the loss of its own batch. One device's Inf is then in
@@ -144,17 +148,43 @@ class GradScaler:
             finite_axis: named axes that shard the weights: the devices take one decision, and the
                 gradients are not averaged. If they have different batches, ``fun`` returns
                 ``jax.lax.pmean(loss, finite_axis)``.
+            transform: what differentiates: ``equinox.filter_value_and_grad`` or
+                ``flax.nnx.value_and_grad`` take their models whole.
+            retries: how often the same call is evaluated again, at the lower scale, after an
+                overflow that lowers it. The loop is inside the compiled step, and compiles ``fun``
+                twice; what ``fun`` returns must be arrays. An evaluation that is finite counts as
+                one step. If none is, the scale backs off once: most likely no scale would help.
 
         Returns:
             A function with the arguments of ``fun`` that returns :class:`ScaledGradients`.
 
         Raises:
+            TypeError: `retries` is not an integer.
+            ValueError: `retries` is negative, or `axis_name` or `retries` is combined with
+                ``flax.nnx.value_and_grad``, which changes its model in place.
             ValueError: in that function, inside ``shard_map``: a weight is sharded over
                 ``axis_name``, ``fun`` has averaged the loss over it, or devices would decide
                 differently. With ``check_vma=False`` JAX cannot tell, and nothing is raised; there
                 a ``pmean`` in ``fun`` leaves the gradients summed, so divide the loss by the number
                 of devices instead.
         """
+        in_place = transform.__module__.startswith("flax.nnx")
+        if in_place and (axis_name is not None or retries):
+            raise ParameterError(
+                f"{transform.__name__} changes its model in place, so it takes neither axis_name "
+                "nor retries: split the model by nnx.split, differentiate by jax.value_and_grad, "
+                "and let fun merge the model again from its parameters"
+            )
+        if _checks.count("retries", retries, 0):
+            return self._retried(
+                fun,
+                retries,
+                argnums=argnums,
+                has_aux=has_aux,
+                axis_name=axis_name,
+                finite_axis=finite_axis,
+                transform=transform,
+            )
 
         def scaled(*args: Any, **kwargs: Any) -> tuple[Array, Any]:
             value = fun(*args, **kwargs)
@@ -167,7 +197,11 @@ class GradScaler:
                 _operations.check_not_averaged(loss, axis_name)
             return loss, value
 
-        differentiated = jax.value_and_grad(scaled, argnums, has_aux=True)
+        # Equinox's has no argnums: it takes the first argument.
+        wanted = {} if argnums == 0 else {"argnums": argnums}
+        differentiated = transform(scaled, **wanted, has_aux=True)
+        natively = transform is jax.value_and_grad  # it differentiates numbers, too
+        is_weight = _operations.is_inexact if natively else _operations.is_inexact_array
 
         @functools.wraps(fun)
         def unscaled(*args: Any, **kwargs: Any) -> ScaledGradients:
@@ -175,17 +209,46 @@ class GradScaler:
                 places = (argnums,) if isinstance(argnums, int) else argnums
                 chosen = {place % len(args) for place in places}
                 args = tuple(
-                    _operations.varying(arg, axis_name) if place in chosen else arg
+                    _operations.varying(arg, axis_name, is_weight) if place in chosen else arg
                     for place, arg in enumerate(args)
                 )
             (_, value), grads = differentiated(*args, **kwargs)
             grads = self.unscale(grads)
             if axis_name is not None:
-                grads = _operations.lax.pmean(grads, axis_name)
+                grads = _operations.averaged(grads, axis_name)
             grads_finite = all_finite(grads, finite_axis=finite_axis)
             return ScaledGradients(self.adjust(grads_finite), grads_finite, value, grads)
 
         return unscaled
+
+    def _retried(
+        self, fun: Callable[..., Any], retries: int, **options: Any
+    ) -> Callable[..., ScaledGradients]:
+        """:meth:`value_and_grad`, evaluated again while it overflows and the scale goes down."""
+
+        @functools.wraps(fun)
+        def evaluated(*args: Any, **kwargs: Any) -> ScaledGradients:
+            def evaluate(scaler: GradScaler) -> ScaledGradients:
+                return scaler.value_and_grad(fun, **options)(*args, **kwargs)
+
+            def worth_a_retry(carry: tuple[Array, Array, ScaledGradients]) -> Array:
+                tries, scale, result = carry
+                lower = result.scaler.loss_scale < scale
+                return ~result.grads_finite & lower & (tries < retries)
+
+            def retry(
+                carry: tuple[Array, Array, ScaledGradients],
+            ) -> tuple[Array, Array, ScaledGradients]:
+                tries, _, result = carry
+                return tries + 1, result.scaler.loss_scale, evaluate(result.scaler)
+
+            first = evaluate(self)
+            carry = 0, self.loss_scale, first
+            *_, last = _operations.lax.while_loop(worth_a_retry, retry, carry)
+            scaler = select_tree(last.grads_finite, last.scaler, first.scaler)
+            return ScaledGradients(scaler, *last[1:])
+
+        return evaluated
 
 
 _trees.register(GradScaler, static=["policy"])

@@ -59,7 +59,10 @@ def check_policy(policy: object, kind: type | UnionType = Policy, fixed: str = "
     """
     if isinstance(policy, type) or not isinstance(policy, kind):
         also = f" (for a scale that never moves, use {fixed})" if fixed else " or a FixedScale"
+        got = repr(policy)
+        if type(policy).__name__ == "DynamicScale":  # flax's, or gradscaler.jax's of that name
+            got = f"a {type(policy).__module__}.DynamicScale, which is no gradscaler.DynamicScale"
         raise TypeError(
-            f"policy must be a DynamicScale{also}, got {policy!r}; an example is "
+            f"policy must be a DynamicScale{also}, got {got}; an example is "
             "DynamicScale(init_scale=1024.0)"
         )

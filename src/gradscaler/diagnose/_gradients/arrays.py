@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 Array = Any
 
 _UNKNOWN_TO_NUMPY = ("bfloat16", "float8")
+_OVERWRITTEN = "_overwrite_with_gradient"  # flax's collection, or its NNX type of variable
 
 
 def named_arrays(gradients: Any) -> dict[str, Array]:
@@ -27,7 +28,8 @@ def named_arrays(gradients: Any) -> dict[str, Array]:
 
     The name is the path to the array, joined with dots. If several share a name, the second becomes
     ``"name (2)"``, and so on. ``None`` is left out, and what JAX gives for the gradient of an
-    integer. Anything else is a TypeError.
+    integer, and what flax's fp8 layers mark to be overwritten: new values, no gradients. Anything
+    else is a TypeError.
 
     >>> list(named_arrays({"layer": {"weight": np.ones(3), "bias": None}, "rest": [np.ones(1)]}))
     ['layer.weight', 'rest.0']
@@ -167,6 +169,8 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Array]]:
             yield name, value
         return
     for key, item in _items(name, value):
+        if _OVERWRITTEN in (key, type(item).__name__):
+            continue
         yield from _leaves(f"{name}.{key}" if name else str(key), item)
 
 
