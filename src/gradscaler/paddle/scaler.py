@@ -15,7 +15,8 @@ from gradscaler._eager.operations import FoundInf, Operations, Tensor
 from gradscaler._eager.record import OptimizerRecord
 from gradscaler._eager.scaler import EagerScaler
 from gradscaler.checkpoint._formats import PADDLE_KEYS, read_paddle, write_paddle
-from gradscaler.checkpoint._state_dicts import state_values
+from gradscaler.checkpoint._state_dicts import number_in, state_values
+from gradscaler.errors import ParameterTypeError
 from gradscaler.outcome import Reason, StepOutcome
 from gradscaler.paddle import _operations
 from gradscaler.paddle._processes import (
@@ -29,7 +30,7 @@ from gradscaler.paddle._processes import (
 from gradscaler.paddle._record import PaddleOptimizer, PaddleRecord
 from gradscaler.policies import DynamicScale, FixedScale, Rule, ScaleState, _checks
 from gradscaler.policies._presets import PADDLE
-from gradscaler.policies._spelling import changed, check_alone, check_policy
+from gradscaler.policies._spelling import changed, check_alone, check_policy, spelled
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +70,17 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             parallelism (sharding, model, pipeline and segment), and this one alone otherwise:
             ``DataParallel`` gives all the same gradients. Name it for parameters of one process
             alone. Each of them then calls ``step`` for the same optimizers in the same order.
+        enabled, init_scale, growth_factor, backoff_factor, growth_interval: PyTorch's names, which
+            Paddle's development version takes too, of ``enable``, ``init_loss_scaling``,
+            ``incr_ratio``, ``decr_ratio`` and ``incr_every_n_steps``. The defaults stay Paddle's.
 
     The defaults are those of Paddle's reference documentation. Release 3.3.1 itself has 65536.0,
     2000 and 1 for ``init_loss_scaling``, ``incr_every_n_steps`` and ``decr_every_n_nan_or_inf``.
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.
-        TypeError: a parameter is not the kind of number it should be, or ``enable`` is not a bool.
+        TypeError: a parameter is not the kind of number it should be, ``enable`` is not a bool, or
+            both names of a parameter are given.
 
     >>> import paddle
     >>> model = paddle.nn.Linear(2, 1)
@@ -107,21 +112,31 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         policy: Rule | None = None,
         max_retries: int = DEFAULT_MAX_RETRIES,
         group: Group | None = None,
+        enabled: bool | None = None,
+        init_scale: float | None = None,
+        growth_factor: float | None = None,
+        backoff_factor: float | None = None,
+        growth_interval: int | None = None,
     ) -> None:
+        ((name, enable),) = _given("enable", enable, True, "enabled", enabled).items()
         if enable not in (True, False):
             raise TypeError(
-                f"enable must be True or False, got {enable!r}; for the scale before the first "
+                f"{name} must be True or False, got {enable!r}; for the scale before the first "
                 f"step, write init_loss_scaling={enable!r}"
             )
         given: dict[str, Any] = {
-            "init_loss_scaling": init_loss_scaling,
-            "incr_ratio": incr_ratio,
-            "decr_ratio": decr_ratio,
-            "incr_every_n_steps": incr_every_n_steps,
+            **_given("init_loss_scaling", init_loss_scaling, 2.0**15, "init_scale", init_scale),
+            **_given("incr_ratio", incr_ratio, 2.0, "growth_factor", growth_factor),
+            **_given("decr_ratio", decr_ratio, 0.5, "backoff_factor", backoff_factor),
+            **_given(
+                "incr_every_n_steps", incr_every_n_steps, 1000, "growth_interval", growth_interval
+            ),
             "decr_every_n_nan_or_inf": decr_every_n_nan_or_inf,
         }
         if policy is None:
-            policy = DynamicScale.paddle(**given)
+            name = next(iter(given))
+            given[name] = _number(name, given[name])
+            policy = spelled(DynamicScale, PADDLE, **given)
         else:
             given["use_dynamic_loss_scaling"] = use_dynamic_loss_scaling
             check_alone(policy, (2.0**15, 2.0, 0.5, 1000, 2, True), **given)
@@ -250,9 +265,15 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         """Whether loss scaling is on; if not, every call passes through."""
         return self._enabled
 
+    is_enabled = is_enable
+
     def is_use_dynamic_loss_scaling(self) -> bool:
         """Whether the scale moves."""
         return self._enabled and self._use_dynamic_loss_scaling
+
+    def get_scale(self) -> float:
+        """The scale that the next loss is multiplied by; 1.0 if scaling is disabled."""
+        return float(self._host_state().scale) if self._enabled else 1.0
 
     def get_init_loss_scaling(self) -> float:
         """The initial scale, or the one that was set or loaded last; 1.0 if scaling is disabled."""
@@ -265,7 +286,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             ValueError, TypeError: it cannot be a loss scale; nothing changes.
         """
         bounds = self._policy.min_scale, self._policy.max_scale
-        scale = _checks.loss_scale("new_init_loss_scaling", new_init_loss_scaling, *bounds)
+        scale = _number("new_init_loss_scaling", new_init_loss_scaling)
+        scale = _checks.loss_scale("new_init_loss_scaling", scale, *bounds)
         self._init_loss_scaling = scale
         self._replace_scale(scale)
 
@@ -277,6 +299,12 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         """Grow by ``new_incr_ratio``, > 1, from now on."""
         self._change_policy(incr_ratio=new_incr_ratio)
 
+    get_growth_factor = get_incr_ratio
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Grow by ``new_factor``, > 1, from now on."""
+        self._change_policy(growth_factor=new_factor)
+
     def get_decr_ratio(self) -> float:
         """What a backoff multiplies the scale by."""
         return self._policy.backoff_factor
@@ -285,6 +313,12 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         """Back off by ``new_decr_ratio``, in (0, 1), from now on."""
         self._change_policy(decr_ratio=new_decr_ratio)
 
+    get_backoff_factor = get_decr_ratio
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Back off by ``new_factor``, in (0, 1), from now on."""
+        self._change_policy(backoff_factor=new_factor)
+
     def get_incr_every_n_steps(self) -> int:
         """Finite steps in a row before growth."""
         return self._policy.growth_interval
@@ -292,6 +326,12 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     def set_incr_every_n_steps(self, new_incr_every_n_steps: int) -> None:
         """Grow after this many finite steps from now on, those already taken included."""
         self._change_policy(incr_every_n_steps=new_incr_every_n_steps)
+
+    get_growth_interval = get_incr_every_n_steps
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Grow after this many finite steps from now on, those already taken included."""
+        self._change_policy(growth_interval=new_interval)
 
     def get_decr_every_n_nan_or_inf(self) -> int:
         """Non-finite steps before a backoff."""
@@ -367,7 +407,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     @_scale.setter
     def _scale(self, scale: Tensor) -> None:
-        self._replace_scale(scale.item())
+        self._replace_scale(number_in("_scale", scale))
 
     @property
     def _incr_count(self) -> int:
@@ -508,6 +548,27 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     def _change_policy(self, **changes: Any) -> None:
         self._policy = changed(self._policy, PADDLE, **changes)
+
+
+def _given(name: str, value: Any, default: Any, other: str, other_value: Any) -> dict[str, Any]:
+    """A parameter with two names, under the one that was given."""
+    if other_value is None:
+        return {name: value}
+    if value is not default and value != default:
+        raise TypeError(
+            f"{other} is another name of {name}: give one of them, got {name}={value!r} and "
+            f"{other}={other_value!r}"
+        )
+    return {other: other_value}
+
+
+def _number(name: str, value: object) -> float:
+    """A scale as Paddle's own scaler takes it: a number, or a tensor or array of one element."""
+    number = number_in(name, value)
+    try:
+        return _checks.number(name, number)
+    except TypeError as error:
+        raise ParameterTypeError(str(error)) from None
 
 
 def _skipped_minimize(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
