@@ -257,7 +257,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         super().update()
         after = self._host_state().scale
         if after < before:
-            logger.info("non-finite gradients: loss scale %g, now %g", before, after)
+            logger.debug("non-finite gradients: loss scale %g, now %g", before, after)
 
     # Getters and setters.
 
