@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import paddle
@@ -40,6 +40,14 @@ _FLAGS = (
     "_temp_found_inf_bf16",
     "_temp_found_inf_fp32",
 )
+
+
+class _Update(NamedTuple):
+    """An update that more optimizers may join: its first state, their ids, and their flags."""
+
+    start: ScaleState
+    optimizers: set[int]
+    found_infs: list[FoundInf]
 
 
 class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradScaler):
@@ -98,6 +106,9 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     _knows_process_groups: ClassVar[bool] = True
     _policy: DynamicScale
     _cache_found_inf: bool | None  # type: ignore[assignment] # Paddle's has the type of its None
+
+    _scaled_by: np.float32 | None = None  # what the last loss was multiplied by
+    _updated: _Update | None = None  # the last update, until another loss is scaled
 
     def __init__(
         self,
@@ -172,6 +183,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             raise TypeError(f"var must be a paddle.Tensor, got {type(var).__name__}")
         if not var._is_initialized():
             return var
+        self._scaled_by, self._updated = self._host_state().scale, None
         return super().scale(var)
 
     def unscale_(self, optimizer: PaddleOptimizer) -> None:
@@ -192,15 +204,20 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         if not record.is_scaled:
             record.move("unscale_")
             return
+        in_force, state = self._state, self._placed_state("unscale_")
         if self._unscale_is_replaced():  # by one that announces nothing
-            self._announce_unscale(optimizer, self._host_state())
-        self._unscale(optimizer)
+            self._announce_unscale(optimizer, state)
+        self._state = state  # what is put in place of _unscale divides by _scale
+        try:
+            self._unscale(optimizer)
+        finally:
+            self._state = in_force
         record = self._records.get(id(optimizer))
         if not isinstance(record, PaddleRecord):
             record = self._records[id(optimizer)] = PaddleRecord()
         if record.found_inf is None:  # Fleet and the like put an _unscale of their own here
             record.optimizer = optimizer
-            record.scale = self._scale_in_use(self._host_state())
+            record.scale = self._scale_in_use(state)
             deciders = self._deciders(optimizer)
             record.found_inf = self._decision(deciders, {"found_inf": self._found_inf})
         if record.is_scaled:
@@ -224,7 +241,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             self._outcomes.put(optimizer, StepOutcome(1.0, False, "disabled"))
             return result
         record = self._record_to_step(optimizer)
-        self._announce_step(optimizer, record, self._host_state())
+        self._announce_step(optimizer, record, self._placed_state("step"))
         try:
             record = self._unscaled(record)
             result = self._step_if_finite(optimizer, record, args, kwargs, "minimize")
@@ -240,8 +257,9 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     def update(self) -> None:  # type: ignore[override] # Paddle's takes no scale
         """Move the scale by the policy, from what this iteration's checks found.
 
-        Any optimizer's overflow makes it a non-finite step. Without dynamic loss scaling there is
-        nothing to do.
+        Any optimizer's overflow makes it a non-finite step. If other optimizers follow before
+        another loss is scaled, the next call counts them into the same step. Without dynamic loss
+        scaling there is nothing to do.
 
         Raises:
             RuntimeError: nothing was checked since the last call.
@@ -254,7 +272,18 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             self._end_iteration()
             return
         before = self._host_state().scale
+        start = self._closures.backed_off or self._host_state()
+        optimizers = set(self._records)
+        found_infs = [record.found_inf for record in self._records.values() if record.found_inf]
         super().update()
+        last = self._updated
+        if last is not None and optimizers.isdisjoint(last.optimizers):  # one loss, one step
+            start, optimizers = last.start, optimizers | last.optimizers
+            found_infs = last.found_infs + found_infs
+            if found_infs:
+                self._state = _operations.advance(self._policy, start, found_infs)
+        if self._scaled_by is not None:
+            self._updated = _Update(start, optimizers, found_infs)
         after = self._host_state().scale
         if after < before:
             logger.debug("non-finite gradients: loss scale %g, now %g", before, after)
@@ -382,8 +411,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         self._closures.backed_off = None
 
     def __getstate__(self) -> dict[str, Any]:
-        tensors = dict.fromkeys((*_FLAGS, "_found_inf"))
-        return {**super().__getstate__(), **tensors}
+        left_out = dict.fromkeys((*_FLAGS, "_found_inf", "_scaled_by", "_updated"))
+        return {**super().__getstate__(), **left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -439,6 +468,20 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         self._records = records
 
     # How Paddle does what the engine asks for.
+
+    def _placed_state(self, caller: str) -> ScaleState:
+        """The state that the gradients were made with; for ``update``, the one in force."""
+        state = super()._placed_state(caller)
+        if self._scaled_by is None or caller == "update":
+            return state
+        return state._replace(scale=self._scaled_by)
+
+    def _step_with_closure(self, *args: Any) -> Any:
+        scaled_by = self._scaled_by  # the closure scales a loss of its own
+        try:
+            return super()._step_with_closure(*args)
+        finally:
+            self._scaled_by = scaled_by
 
     def _unscale(self, optimizer: Any) -> None:
         """What Fleet and group-sharded training put a method of their own in place of."""
@@ -545,6 +588,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     def _set_state(self, state: ScaleState) -> None:
         self._initial_state = self._state = state
+        self._updated = None
 
     def _change_policy(self, **changes: Any) -> None:
         self._policy = changed(self._policy, PADDLE, **changes)
