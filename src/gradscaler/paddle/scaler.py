@@ -28,6 +28,7 @@ from gradscaler.paddle._processes import (
     split_by,
 )
 from gradscaler.paddle._record import PaddleOptimizer, PaddleRecord
+from gradscaler.paddle._static import run_dynamically
 from gradscaler.policies import DynamicScale, FixedScale, Rule, ScaleState, _checks
 from gradscaler.policies._presets import PADDLE
 from gradscaler.policies._spelling import changed, check_alone, check_policy, spelled
@@ -50,12 +51,16 @@ class _Update(NamedTuple):
     found_infs: list[FoundInf]
 
 
+@run_dynamically
 class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradScaler):
     """Loss scaling for Paddle's dynamic graph: a drop-in for ``paddle.amp.GradScaler``.
 
     It scales on every device and under every autocast dtype; Paddle's switches itself off on the
     CPU, and permanently when ``scale`` is first called outside float16 autocast. found_inf is each
-    optimizer's own. An overflow prints nothing.
+    optimizer's own. Gradients are unscaled by the scale that the last ``scale`` used. What is
+    updated after one loss, such as several optimizers by ``minimize``, is one iteration. An
+    overflow prints nothing; a backoff is a ``logging`` record at level DEBUG. Under
+    ``paddle.jit.to_static`` a step goes as in eager mode: each call breaks the graph.
 
     Under fleet's model and pipeline parallelism ``clip_grad_norm_`` goes by the norm of the whole
     model. Where ``optimizer.step`` averages gradients (sharding, or data parallelism beside
