@@ -41,6 +41,74 @@ def test_the_docstring_says_where_paddle_s_own_defaults_differ():
     assert all(name in stated and str(value) in stated for name, value in differing.items())
 
 
+# PyTorch's names, which Paddle's development version takes too.
+
+TORCH_NAMES = {
+    "enabled": ("enable", False),
+    "init_scale": ("init_loss_scaling", 96.0),
+    "growth_factor": ("incr_ratio", 3.0),
+    "backoff_factor": ("decr_ratio", 0.25),
+    "growth_interval": ("incr_every_n_steps", 7),
+}
+
+
+@pytest.mark.parametrize("names", [*([name] for name in TORCH_NAMES), [*TORCH_NAMES][1:]])
+def test_a_parameter_has_pytorch_s_name_too(names):
+    ours = GradScaler(**{name: TORCH_NAMES[name][1] for name in names})
+    plain = GradScaler(**dict(TORCH_NAMES[name] for name in names))
+    assert library.exact(ours.state_dict()) == library.exact(plain.state_dict())
+    assert ours.is_enabled() == ours.is_enable() == plain.is_enable()
+    assert repr(ours) == repr(plain) != repr(GradScaler())
+
+
+@pytest.mark.parametrize("name", TORCH_NAMES)
+def test_both_names_of_a_parameter_are_refused(name):
+    own, value = TORCH_NAMES[name]
+    with pytest.raises(TypeError, match=f"{name} is another name of {own}.*{own}={value}.*{value}"):
+        GradScaler(**{name: value, own: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("init_scale", -1.0), ("growth_factor", 1.0), ("backoff_factor", 1.5), ("growth_interval", 0)],
+)
+def test_an_error_names_the_parameter_as_it_was_given(name, value):
+    with pytest.raises(ValueError, match=rf"^{name} must .*{value}"):
+        GradScaler(**{name: value})
+    if name != "init_scale":
+        with pytest.raises(ValueError, match=rf"^{name} must .*{value}"):
+            getattr(GradScaler(), f"set_{name}")(value)
+
+
+def test_enabled_must_be_a_bool():
+    with pytest.raises(TypeError, match="enabled must be True or False, got 1024"):
+        GradScaler(enabled=1024.0)
+
+
+def test_pytorch_s_name_beside_a_policy_is_refused():
+    with pytest.raises(ValueError, match=r"policy=.*init_scale"):
+        GradScaler(init_scale=96.0, policy=DynamicScale())
+
+
+@pytest.mark.parametrize("name", ["growth_factor", "backoff_factor", "growth_interval"])
+def test_a_getter_and_a_setter_have_pytorch_s_name_too(name):
+    own, value = TORCH_NAMES[name]
+    ours, plain = GradScaler(), GradScaler()
+    getattr(ours, f"set_{name}")(value)
+    getattr(plain, f"set_{own}")(value)
+    assert library.exact(ours.state_dict()) == library.exact(plain.state_dict())
+    assert getattr(ours, f"get_{name}")() == getattr(plain, f"get_{own}")() == value
+
+
+def test_get_scale_is_the_scale_in_force():
+    scaler = GradScaler(init_loss_scaling=1024.0, incr_every_n_steps=1)
+    library.train(scaler, "oo")
+    assert scaler.get_scale() == scaler._scale.item() == 4096.0
+    assert scaler.get_init_loss_scaling() == 1024.0
+    assert isinstance(scaler.get_scale(), float)
+    assert GradScaler(enable=False).get_scale() == 1.0
+
+
 # Private values.
 
 
@@ -87,9 +155,10 @@ def test_a_private_value_can_be_set(name, value):
     assert getattr(scaler, name) == value
 
 
-def test_the_scale_can_be_set_as_a_tensor_of_paddle_s_shape():
+@pytest.mark.parametrize("make", [lambda: paddle.to_tensor([96.0]), lambda: 96.0])
+def test_the_scale_can_be_set_as_a_tensor_of_paddle_s_shape_or_a_number(make):
     scaler = GradScaler()
-    scaler._scale = paddle.to_tensor([96.0])
+    scaler._scale = make()
     assert scaler.state_dict()["scale"] == [96.0]
     assert scaler.scale(paddle.ones([1])).item() == 96.0
 
@@ -134,6 +203,50 @@ def test_a_scale_that_is_set_is_in_force_at_the_next_loss_and_is_given_as_paddle
         assert scaler.scale(paddle.ones([1])).item() == 96.0
     ours.load_state_dict(GradScaler(init_loss_scaling=8.0).state_dict())
     assert ours.get_init_loss_scaling() == 8.0
+
+
+SCALES = {
+    "a scalar tensor": lambda: paddle.to_tensor(96.0),
+    "a tensor of shape [1]": lambda: paddle.to_tensor([96.0]),
+    "an integer tensor": lambda: paddle.to_tensor(96),
+    "a float16 tensor": lambda: paddle.to_tensor(96.0, "float16"),
+    "an array of shape [1]": lambda: np.array([96.0], np.float32),
+    "a NumPy scalar": lambda: np.float16(96.0),
+}
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_a_scale_may_be_a_tensor_as_with_paddle(kind, native):
+    by_setter = []
+    for scaler in (GradScaler(), native()):
+        scaler.set_init_loss_scaling(SCALES[kind]())
+        by_setter.append(scaler)
+    by_name = [GradScaler(init_scale=SCALES[kind]())]
+    by_position = [make(True, SCALES[kind]()) for make in (GradScaler, native)]
+    for scaler in (*by_setter, *by_name, *by_position):
+        assert scaler.scale(paddle.ones([1])).item() == 96.0
+    assert GradScaler(True, SCALES[kind]()).get_init_loss_scaling() == 96.0
+
+
+def test_a_tensor_of_several_elements_is_no_scale(scaler):
+    for call in (scaler.set_init_loss_scaling, lambda value: GradScaler(init_scale=value)):
+        with pytest.raises(ValueError, match="must be one number"):
+            call(paddle.to_tensor([8.0, 16.0]))
+    assert scaler.get_scale() == 1024.0
+
+
+@pytest.mark.parametrize("value", ["many", {}, object()])
+def test_a_scale_of_a_wrong_type_raises_what_paddle_raises_and_a_type_error(value, native, scaler):
+    for ours, theirs in (
+        (scaler.set_init_loss_scaling, native().set_init_loss_scaling),
+        (lambda value: GradScaler(True, value), lambda value: native(True, value)),
+    ):
+        with pytest.raises((TypeError, ValueError)) as expected:
+            theirs(value)
+        for kind in (expected.type, TypeError):
+            with pytest.raises(kind, match="init_loss_scaling must be a number"):
+                ours(value)
+    assert scaler.get_scale() == 1024.0
 
 
 @pytest.mark.parametrize("value", [0.0, math.inf, "96"])

@@ -5,6 +5,7 @@ from unittest.mock import Mock
 import pytest
 from libraries import library
 
+from gradscaler import CallOrderError
 from gradscaler.paddle import GradScaler
 
 
@@ -19,6 +20,25 @@ def test_gradients_may_come_from_elsewhere_than_a_scaled_loss_as_with_paddle(nat
         scaler.update()
         finals.append(library.exact(parameters))
     assert finals[0] == finals[1]
+
+
+def test_paddle_counts_an_update_without_a_check_and_gradscaler_refuses_it(native, finite):
+    for kind, outcome in ((native, [1, 2, 3]), (GradScaler, ["refused", 1, "refused"])):
+        scaler, parameters = kind(init_loss_scaling=1024.0), library.parameters()
+        optimizer, counts = library.sgd(parameters), []
+
+        def update(scaler=scaler, counts=counts):
+            try:
+                scaler.update()
+            except CallOrderError:
+                return counts.append("refused")
+            return counts.append(scaler._incr_count)
+
+        update()
+        scaler.minimize(optimizer, library.backward(scaler, parameters, finite))
+        counts.append(scaler._incr_count)
+        update()
+        assert counts == outcome
 
 
 def test_unscaling_is_announced_where_a_subclass_unscales_by_itself(backward, finite):

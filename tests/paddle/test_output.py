@@ -1,6 +1,8 @@
 """What a user sees of an overflow: a logging record, and nothing on stdout."""
 
 import logging
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -32,6 +34,29 @@ def test_an_overflow_prints_nothing_and_warns_of_nothing(minimize, parameters, o
     assert scaler.state_dict()["scale"] == [512.0]
 
 
+SCRIPT = """
+import logging
+import paddle
+from gradscaler.paddle import GradScaler
+
+parameter = paddle.create_parameter([1], "float32")
+scaler = GradScaler(decr_every_n_nan_or_inf=1)
+scaler.scale((parameter * float("inf")).sum()).backward()
+scaler.step(paddle.optimizer.SGD(parameters=[parameter]))
+scaler.update()
+assert scaler.get_scale() == 2.0**14
+logging.getLogger("another").info("a record at level INFO")
+"""
+
+
+def test_an_overflow_prints_nothing_though_paddle_prints_every_record_at_level_info():
+    """Importing it sets up the root logger."""
+    script = [sys.executable, "-c", SCRIPT]
+    result = subprocess.run(script, capture_output=True, text=True, check=True)
+    assert "a record at level INFO" in result.stderr
+    assert "scale" not in result.stdout + result.stderr
+
+
 def test_paddle_s_own_prints(native):
     library.train(native(), "x")
     assert native.printed.getvalue().startswith("Found inf or nan")
@@ -40,7 +65,7 @@ def test_paddle_s_own_prints(native):
 def test_a_backoff_is_logged_with_both_scales(log):
     library.train(GradScaler(init_loss_scaling=1024.0, decr_every_n_nan_or_inf=1), "x")
     (record,) = log.records
-    assert (record.name, record.levelno) == ("gradscaler.paddle.scaler", logging.INFO)
+    assert (record.name, record.levelno) == ("gradscaler.paddle.scaler", logging.DEBUG)
     assert "1024" in record.getMessage()
     assert "512" in record.getMessage()
 

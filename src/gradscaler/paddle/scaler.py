@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import paddle
@@ -15,7 +15,8 @@ from gradscaler._eager.operations import FoundInf, Operations, Tensor
 from gradscaler._eager.record import OptimizerRecord
 from gradscaler._eager.scaler import EagerScaler
 from gradscaler.checkpoint._formats import PADDLE_KEYS, read_paddle, write_paddle
-from gradscaler.checkpoint._state_dicts import state_values
+from gradscaler.checkpoint._state_dicts import number_in, state_values
+from gradscaler.errors import ParameterTypeError
 from gradscaler.outcome import Reason, StepOutcome
 from gradscaler.paddle import _operations
 from gradscaler.paddle._processes import (
@@ -28,9 +29,10 @@ from gradscaler.paddle._processes import (
     split_by,
 )
 from gradscaler.paddle._record import PaddleOptimizer, PaddleRecord
+from gradscaler.paddle._static import run_dynamically
 from gradscaler.policies import DynamicScale, FixedScale, Rule, ScaleState, _checks
 from gradscaler.policies._presets import PADDLE
-from gradscaler.policies._spelling import changed, check_alone, check_policy
+from gradscaler.policies._spelling import changed, check_alone, check_policy, spelled
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +44,24 @@ _FLAGS = (
 )
 
 
+class _Update(NamedTuple):
+    """An update that more optimizers may join: its first state, their ids, and their flags."""
+
+    start: ScaleState
+    optimizers: set[int]
+    found_infs: list[FoundInf]
+
+
+@run_dynamically
 class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradScaler):
     """Loss scaling for Paddle's dynamic graph: a drop-in for ``paddle.amp.GradScaler``.
 
     It scales on every device and under every autocast dtype; Paddle's switches itself off on the
     CPU, and permanently when ``scale`` is first called outside float16 autocast. found_inf is each
-    optimizer's own. An overflow prints nothing.
+    optimizer's own. Gradients are unscaled by the scale that the last ``scale`` used. What is
+    updated after one loss, such as several optimizers by ``minimize``, is one iteration. An
+    overflow prints nothing; a backoff is a ``logging`` record at level DEBUG. Under
+    ``paddle.jit.to_static`` a step goes as in eager mode: each call breaks the graph.
 
     Under fleet's model and pipeline parallelism ``clip_grad_norm_`` goes by the norm of the whole
     model. Where ``optimizer.step`` averages gradients (sharding, or data parallelism beside
@@ -70,13 +84,17 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             parallelism (sharding, model, pipeline and segment), and this one alone otherwise:
             ``DataParallel`` gives all the same gradients. Name it for parameters of one process
             alone. Each of them then calls ``step`` for the same optimizers in the same order.
+        enabled, init_scale, growth_factor, backoff_factor, growth_interval: PyTorch's names, which
+            Paddle's development version takes too, of ``enable``, ``init_loss_scaling``,
+            ``incr_ratio``, ``decr_ratio`` and ``incr_every_n_steps``. The defaults stay Paddle's.
 
     The defaults are those of Paddle's reference documentation. Release 3.3.1 itself has 65536.0,
     2000 and 1 for ``init_loss_scaling``, ``incr_every_n_steps`` and ``decr_every_n_nan_or_inf``.
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.
-        TypeError: a parameter is not the kind of number it should be, or ``enable`` is not a bool.
+        TypeError: a parameter is not the kind of number it should be, ``enable`` is not a bool, or
+            both names of a parameter are given.
 
     >>> import paddle
     >>> model = paddle.nn.Linear(2, 1)
@@ -95,6 +113,9 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     _policy: DynamicScale
     _cache_found_inf: bool | None  # type: ignore[assignment] # Paddle's has the type of its None
 
+    _scaled_by: np.float32 | None = None  # what the last loss was multiplied by
+    _updated: _Update | None = None  # the last update, until another loss is scaled
+
     def __init__(
         self,
         enable: bool = True,
@@ -108,21 +129,31 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         policy: Rule | None = None,
         max_retries: int = DEFAULT_MAX_RETRIES,
         group: Group | None = None,
+        enabled: bool | None = None,
+        init_scale: float | None = None,
+        growth_factor: float | None = None,
+        backoff_factor: float | None = None,
+        growth_interval: int | None = None,
     ) -> None:
+        ((name, enable),) = _given("enable", enable, True, "enabled", enabled).items()
         if enable not in (True, False):
             raise TypeError(
-                f"enable must be True or False, got {enable!r}; for the scale before the first "
+                f"{name} must be True or False, got {enable!r}; for the scale before the first "
                 f"step, write init_loss_scaling={enable!r}"
             )
         given: dict[str, Any] = {
-            "init_loss_scaling": init_loss_scaling,
-            "incr_ratio": incr_ratio,
-            "decr_ratio": decr_ratio,
-            "incr_every_n_steps": incr_every_n_steps,
+            **_given("init_loss_scaling", init_loss_scaling, 2.0**15, "init_scale", init_scale),
+            **_given("incr_ratio", incr_ratio, 2.0, "growth_factor", growth_factor),
+            **_given("decr_ratio", decr_ratio, 0.5, "backoff_factor", backoff_factor),
+            **_given(
+                "incr_every_n_steps", incr_every_n_steps, 1000, "growth_interval", growth_interval
+            ),
             "decr_every_n_nan_or_inf": decr_every_n_nan_or_inf,
         }
         if policy is None:
-            policy = DynamicScale.paddle(**given)
+            name = next(iter(given))
+            given[name] = _number(name, given[name])
+            policy = spelled(DynamicScale, PADDLE, **given)
         else:
             given["use_dynamic_loss_scaling"] = use_dynamic_loss_scaling
             check_alone(policy, (2.0**15, 2.0, 0.5, 1000, 2, True), **given)
@@ -158,6 +189,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             raise TypeError(f"var must be a paddle.Tensor, got {type(var).__name__}")
         if not var._is_initialized():
             return var
+        self._scaled_by, self._updated = self._host_state().scale, None
         return super().scale(var)
 
     def unscale_(self, optimizer: PaddleOptimizer) -> None:
@@ -178,15 +210,20 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         if not record.is_scaled:
             record.move("unscale_")
             return
+        in_force, state = self._state, self._placed_state("unscale_")
         if self._unscale_is_replaced():  # by one that announces nothing
-            self._announce_unscale(optimizer, self._host_state())
-        self._unscale(optimizer)
+            self._announce_unscale(optimizer, state)
+        self._state = state  # what is put in place of _unscale divides by _scale
+        try:
+            self._unscale(optimizer)
+        finally:
+            self._state = in_force
         record = self._records.get(id(optimizer))
         if not isinstance(record, PaddleRecord):
             record = self._records[id(optimizer)] = PaddleRecord()
         if record.found_inf is None:  # Fleet and the like put an _unscale of their own here
             record.optimizer = optimizer
-            record.scale = self._scale_in_use(self._host_state())
+            record.scale = self._scale_in_use(state)
             deciders = self._deciders(optimizer)
             record.found_inf = self._decision(deciders, {"found_inf": self._found_inf})
         if record.is_scaled:
@@ -210,7 +247,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             self._outcomes.put(optimizer, StepOutcome(1.0, False, "disabled"))
             return result
         record = self._record_to_step(optimizer)
-        self._announce_step(optimizer, record, self._host_state())
+        self._announce_step(optimizer, record, self._placed_state("step"))
         try:
             record = self._unscaled(record)
             result = self._step_if_finite(optimizer, record, args, kwargs, "minimize")
@@ -226,8 +263,9 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     def update(self) -> None:  # type: ignore[override] # Paddle's takes no scale
         """Move the scale by the policy, from what this iteration's checks found.
 
-        Any optimizer's overflow makes it a non-finite step. Without dynamic loss scaling there is
-        nothing to do.
+        Any optimizer's overflow makes it a non-finite step. If other optimizers follow before
+        another loss is scaled, the next call counts them into the same step. Without dynamic loss
+        scaling there is nothing to do.
 
         Raises:
             RuntimeError: nothing was checked since the last call.
@@ -240,10 +278,21 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             self._end_iteration()
             return
         before = self._host_state().scale
+        start = self._closures.backed_off or self._host_state()
+        optimizers = set(self._records)
+        found_infs = [record.found_inf for record in self._records.values() if record.found_inf]
         super().update()
+        last = self._updated
+        if last is not None and optimizers.isdisjoint(last.optimizers):  # one loss, one step
+            start, optimizers = last.start, optimizers | last.optimizers
+            found_infs = last.found_infs + found_infs
+            if found_infs:
+                self._state = _operations.advance(self._policy, start, found_infs)
+        if self._scaled_by is not None:
+            self._updated = _Update(start, optimizers, found_infs)
         after = self._host_state().scale
         if after < before:
-            logger.info("non-finite gradients: loss scale %g, now %g", before, after)
+            logger.debug("non-finite gradients: loss scale %g, now %g", before, after)
 
     # Getters and setters.
 
@@ -251,9 +300,15 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         """Whether loss scaling is on; if not, every call passes through."""
         return self._enabled
 
+    is_enabled = is_enable
+
     def is_use_dynamic_loss_scaling(self) -> bool:
         """Whether the scale moves."""
         return self._enabled and self._use_dynamic_loss_scaling
+
+    def get_scale(self) -> float:
+        """The scale that the next loss is multiplied by; 1.0 if scaling is disabled."""
+        return float(self._host_state().scale) if self._enabled else 1.0
 
     def get_init_loss_scaling(self) -> float:
         """The initial scale, or the one that was set or loaded last; 1.0 if scaling is disabled."""
@@ -266,7 +321,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             ValueError, TypeError: it cannot be a loss scale; nothing changes.
         """
         bounds = self._policy.min_scale, self._policy.max_scale
-        scale = _checks.loss_scale("new_init_loss_scaling", new_init_loss_scaling, *bounds)
+        scale = _number("new_init_loss_scaling", new_init_loss_scaling)
+        scale = _checks.loss_scale("new_init_loss_scaling", scale, *bounds)
         self._init_loss_scaling = scale
         self._replace_scale(scale)
 
@@ -278,6 +334,12 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         """Grow by ``new_incr_ratio``, > 1, from now on."""
         self._change_policy(incr_ratio=new_incr_ratio)
 
+    get_growth_factor = get_incr_ratio
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Grow by ``new_factor``, > 1, from now on."""
+        self._change_policy(growth_factor=new_factor)
+
     def get_decr_ratio(self) -> float:
         """What a backoff multiplies the scale by."""
         return self._policy.backoff_factor
@@ -286,6 +348,12 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         """Back off by ``new_decr_ratio``, in (0, 1), from now on."""
         self._change_policy(decr_ratio=new_decr_ratio)
 
+    get_backoff_factor = get_decr_ratio
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Back off by ``new_factor``, in (0, 1), from now on."""
+        self._change_policy(backoff_factor=new_factor)
+
     def get_incr_every_n_steps(self) -> int:
         """Finite steps in a row before growth."""
         return self._policy.growth_interval
@@ -293,6 +361,12 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     def set_incr_every_n_steps(self, new_incr_every_n_steps: int) -> None:
         """Grow after this many finite steps from now on, those already taken included."""
         self._change_policy(incr_every_n_steps=new_incr_every_n_steps)
+
+    get_growth_interval = get_incr_every_n_steps
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Grow after this many finite steps from now on, those already taken included."""
+        self._change_policy(growth_interval=new_interval)
 
     def get_decr_every_n_nan_or_inf(self) -> int:
         """Non-finite steps before a backoff."""
@@ -343,8 +417,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         self._closures.backed_off = None
 
     def __getstate__(self) -> dict[str, Any]:
-        tensors = dict.fromkeys((*_FLAGS, "_found_inf"))
-        return {**super().__getstate__(), **tensors}
+        left_out = dict.fromkeys((*_FLAGS, "_found_inf", "_scaled_by", "_updated"))
+        return {**super().__getstate__(), **left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -368,7 +442,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     @_scale.setter
     def _scale(self, scale: Tensor) -> None:
-        self._replace_scale(scale.item())
+        self._replace_scale(number_in("_scale", scale))
 
     @property
     def _incr_count(self) -> int:
@@ -400,6 +474,20 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         self._records = records
 
     # How Paddle does what the engine asks for.
+
+    def _placed_state(self, caller: str) -> ScaleState:
+        """The state that the gradients were made with; for ``update``, the one in force."""
+        state = super()._placed_state(caller)
+        if self._scaled_by is None or caller == "update":
+            return state
+        return state._replace(scale=self._scaled_by)
+
+    def _step_with_closure(self, *args: Any) -> Any:
+        scaled_by = self._scaled_by  # the closure scales a loss of its own
+        try:
+            return super()._step_with_closure(*args)
+        finally:
+            self._scaled_by = scaled_by
 
     def _unscale(self, optimizer: Any) -> None:
         """What Fleet and group-sharded training put a method of their own in place of."""
@@ -510,9 +598,31 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     def _set_state(self, state: ScaleState) -> None:
         self._initial_state = self._state = state
+        self._updated = None
 
     def _change_policy(self, **changes: Any) -> None:
         self._policy = changed(self._policy, PADDLE, **changes)
+
+
+def _given(name: str, value: Any, default: Any, other: str, other_value: Any) -> dict[str, Any]:
+    """A parameter with two names, under the one that was given."""
+    if other_value is None:
+        return {name: value}
+    if value is not default and value != default:
+        raise TypeError(
+            f"{other} is another name of {name}: give one of them, got {name}={value!r} and "
+            f"{other}={other_value!r}"
+        )
+    return {other: other_value}
+
+
+def _number(name: str, value: object) -> float:
+    """A scale as Paddle's own scaler takes it: a number, or a tensor or array of one element."""
+    number = number_in(name, value)
+    try:
+        return _checks.number(name, number)
+    except TypeError as error:
+        raise ParameterTypeError(str(error)) from None
 
 
 def _skipped_minimize(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
