@@ -209,10 +209,21 @@ def test_a_norm_that_is_not_finite_on_one_process_raises_on_all(ranks):
     assert ranks(2).run(stranded) == [True, True]
 
 
-def copies():
-    scaler = scaler_of("ShardedGradScaler")
-    return copy.copy(scaler).process_group is scaler.process_group
+def copied(copier, name):
+    scaler = scaler_of("GradScaler")
+    if name == "ShardedGradScaler":
+        scaler = scaler_of(name, process_group=dist.group.WORLD)
+    again = getattr(copy, copier)(scaler)
+    parameter = torch.nn.Parameter(torch.ones(4))
+    again.scale(parameter.sum()).backward()
+    if dist.get_rank() == 1:
+        parameter.grad[0] = INF
+    again.step(torch.optim.SGD([parameter], lr=0.1))
+    again.update()
+    return again._group is scaler._group, again.get_scale(), scaler.get_scale()
 
 
-def test_a_copy_decides_with_the_same_group(ranks):
-    assert ranks(2).run(copies) == [True, True]
+@pytest.mark.parametrize("name", ["GradScaler", "ShardedGradScaler"])
+@pytest.mark.parametrize("copier", ["copy", "deepcopy"])
+def test_a_copy_decides_with_the_same_group(ranks, copier, name):
+    assert ranks(2).run(copied, copier, name) == [(True, 512.0, 1024.0)] * 2
