@@ -300,6 +300,32 @@ def test_any_scaler_on_one_device_is_the_same_everywhere(spelling):
     check_same(spelling())
 
 
+def one_scaler_for_each(scales):
+    return jax.vmap(lambda scale: GradScaler(state=POLICY.init()._replace(scale=scale)))(scales)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: one_scaler_for_each(jnp.array([4.0, 8.0])),
+        lambda: {"key": jax.random.key(0), "empty": jnp.zeros((0, 2)), "step": 3},
+    ],
+    ids=["vmap", "other leaves"],
+)
+def test_leaves_are_compared_element_by_element(make):
+    check_same(make())
+
+
+def test_the_element_that_differs_is_named():
+    rows = [[4.0, 8.0], [4.0, 2.0]]
+    devices = jax.devices()[:2]
+    arrays = [jax.device_put(jnp.array(r), d) for r, d in zip(rows, devices, strict=True)]
+    both = NamedSharding(Mesh(np.array(devices), "dp"), P())
+    leaf = jax.make_array_from_single_device_arrays((2,), both, arrays)
+    with pytest.raises(ScaleMismatchError, match=r"\['scale'\] is 2.0 on one and 8.0 on another"):
+        check_same({"scale": leaf})
+
+
 # Two processes of two devices each.
 
 
@@ -315,6 +341,7 @@ def run_as_process(rank, port):
         lambda leaf: jax.make_array_from_process_local_data(replicated, np.asarray(leaf)),
         of_one_process,
     )
+    check_same(one_scaler_for_each(jnp.array([4.0, 8.0])))
     for scaler in (of_one_process, on_the_mesh):
         with pytest.raises(ScaleMismatchError, match=r"state.scale is 4.0 on one and 16.0 on"):
             check_same(scaler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy as copying
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
@@ -455,6 +456,14 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start_records()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EagerScaler[TensorT, OptimizerT]:
+        group = getattr(self, "_group", None)
+        memo[id(group)] = group  # a process group cannot be copied, and copies decide together, too
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copying.deepcopy(self.__getstate__(), memo))
+        return copied
 
     # Shared steps.
 

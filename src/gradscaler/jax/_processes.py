@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -16,7 +17,7 @@ def check_same(scaler: Any) -> None:
 
     Call it outside of ``jit`` and on every process, such as after a checkpoint is loaded: a
     compiled step takes each device's own copy, and never looks at the others'. It waits for the
-    devices, and gathers two numbers for each leaf from each process.
+    devices, and gathers two numbers for each number in a leaf from each process.
 
     Args:
         scaler: a :class:`GradScaler`, or any pytree whose leaves are the same everywhere.
@@ -28,10 +29,14 @@ def check_same(scaler: Any) -> None:
     >>> check_same(GradScaler())
     """
     leaves = jax.tree_util.tree_leaves_with_path(scaler)
-    bounds = multihost_utils.process_allgather([_bounds(leaf) for _, leaf in leaves])
-    for (path, _), values in zip(leaves, bounds, strict=True):
-        if values.min() != values.max():
+    own = [_bounds(leaf) for _, leaf in leaves]
+    bounds = multihost_utils.process_allgather(own)
+    for (path, _), of_one, of_all in zip(leaves, own, bounds, strict=True):
+        values = of_all.reshape(2 * jax.process_count(), *of_one.shape[1:])
+        differs = values.min(0) != values.max(0)
+        if differs.any():
             name = jax.tree_util.keystr(path).removeprefix(".")
+            values = values[:, differs][:, 0]  # of the first element that differs
             raise ScaleMismatchError(
                 "devices that decide together hold different loss scales or counters: "
                 f"{name} is {values.min()} on one and {values.max()} on another. Construct the "
@@ -41,7 +46,9 @@ def check_same(scaler: Any) -> None:
 
 
 def _bounds(leaf: Any) -> np.ndarray[Any, Any]:
-    """The smallest and the largest value that this process holds."""
+    """The smallest and the largest value of each element that this process holds."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
     shards = leaf.addressable_shards if isinstance(leaf, jax.Array) else []
     values = np.stack([np.asarray(shard.data) for shard in shards] or [np.asarray(leaf)])
-    return np.stack([values.min(), values.max()])
+    return np.stack([values.min(0), values.max(0)])

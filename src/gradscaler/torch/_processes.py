@@ -163,8 +163,9 @@ class Vote:
                 return found_inf
             flag = operations.scalar(float(found > 0), scale.device)
         else:
-            if self._unread is not None:
-                self._unread()
+            unread, self._unread = self._unread, None  # after an error, the next call goes on
+            if unread is not None:
+                unread()
             zero, one = (operations.scalar(value, scale.device) for value in (0.0, 1.0))
             flag = operations.combine([found_inf], scale.device) if found_inf else zero
             scalars = [flag, one if found_inf else zero, *bounds(state)]

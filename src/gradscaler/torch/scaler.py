@@ -61,6 +61,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             takes the processes that hold the optimizer's DTensors, so FSDP2, tensor parallelism and
             their products need no group; nor does DDP, which gives all the same gradients. Name it
             for FSDP1, pipeline and expert parallelism, ZeRO and parameters of one process alone.
+            It must exist: before ``init_process_group``, ``group.WORLD`` is None.
             Each of them then calls ``step`` for the same optimizers in the same order; a stage of
             a pipeline that has no loss need not call ``scale``.
 

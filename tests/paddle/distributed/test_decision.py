@@ -283,7 +283,7 @@ def test_gradients_that_are_not_finite_on_one_process_raise_on_all(ranks, bad, s
 
 def copies():
     scaler = scaler_of()
-    return copy.copy(scaler)._group is scaler._group
+    return all(make(scaler)._group is scaler._group for make in (copy.copy, copy.deepcopy))
 
 
 def test_a_copy_decides_with_the_same_group(ranks):

@@ -138,6 +138,45 @@ def test_processes_with_different_scales_all_raise_and_can_go_on(ranks, what, na
     assert first[1] == [pytest.approx(0.9)] * 4
 
 
+def different_on_a_device():
+    """What each call to step() or update() raises, where nothing waits for the host."""
+
+    class Operations(type(GradScaler._operations)):
+        def on_host(self, tensor):
+            return False
+
+    class OnDevice(GradScaler):
+        _operations = Operations()
+
+    scaler = OnDevice(init_scale=1024.0, group=dist.group.WORLD)
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    errors = []
+    for step in range(4):
+        if step == 2 or (step == 0 and dist.get_rank() == 1):
+            scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0, "_growth_tracker": 0})
+        optimizer.zero_grad()
+        scaler.scale(parameter.sum()).backward()
+        try:
+            scaler.step(optimizer)
+            errors.append(None)
+        except ScaleMismatchError as error:
+            errors.append(str(error))
+            optimizer.zero_grad()
+        scaler.update()
+    return errors, scaler.state_dict(), parameter.tolist()
+
+
+def test_processes_on_devices_raise_one_step_later_and_can_go_on(ranks):
+    first, second = ranks(2).run(different_on_a_device)
+    assert first == second
+    errors, state, values = first
+    assert [error is None for error in errors] == [True, False, True, True]
+    assert all(word in errors[1] for word in ("scale", "64", "1024"))
+    assert (state["scale"], state["_growth_tracker"]) == (64.0, 2)
+    assert values == [pytest.approx(0.7)] * 4
+
+
 def distributed_data_parallel():
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -170,10 +209,21 @@ def test_a_norm_that_is_not_finite_on_one_process_raises_on_all(ranks):
     assert ranks(2).run(stranded) == [True, True]
 
 
-def copies():
-    scaler = scaler_of("ShardedGradScaler")
-    return copy.copy(scaler).process_group is scaler.process_group
+def copied(copier, name):
+    scaler = scaler_of("GradScaler")
+    if name == "ShardedGradScaler":
+        scaler = scaler_of(name, process_group=dist.group.WORLD)
+    again = getattr(copy, copier)(scaler)
+    parameter = torch.nn.Parameter(torch.ones(4))
+    again.scale(parameter.sum()).backward()
+    if dist.get_rank() == 1:
+        parameter.grad[0] = INF
+    again.step(torch.optim.SGD([parameter], lr=0.1))
+    again.update()
+    return again._group is scaler._group, again.get_scale(), scaler.get_scale()
 
 
-def test_a_copy_decides_with_the_same_group(ranks):
-    assert ranks(2).run(copies) == [True, True]
+@pytest.mark.parametrize("name", ["GradScaler", "ShardedGradScaler"])
+@pytest.mark.parametrize("copier", ["copy", "deepcopy"])
+def test_a_copy_decides_with_the_same_group(ranks, copier, name):
+    assert ranks(2).run(copied, copier, name) == [(True, 512.0, 1024.0)] * 2

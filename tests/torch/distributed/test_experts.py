@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from gradscaler import ScaleMismatchError
 from gradscaler.torch import GradScaler
 
 INF = float("inf")
@@ -184,3 +185,42 @@ def test_experts_of_one_process_alone(ranks, world, bad, routing, fused, clip):
         assert reasons == expected
     scales = [state["scale"] for _, state in first]
     assert scales == [64.0, 32.0, 32.0, 64.0, 64.0, 128.0, 128.0, 256.0]
+
+
+def of_two_optimizers(bad, named):
+    """The shared layer's optimizer is that of all four ranks, the expert's that of two."""
+    mesh, expert_mesh = meshes(4)
+    shared = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0), Replicate()]))
+    expert = torch.nn.Parameter(distribute_tensor(torch.ones(2), expert_mesh, [Shard(0)]))
+    optimizers = [torch.optim.SGD([parameter], lr=RATE) for parameter in (shared, expert)]
+    scaler = GradScaler(init_scale=64.0, group=dist.group.WORLD if named else None)
+    results = []
+    for step in range(OVERFLOW + 2):
+        scaler.scale(shared.to_local().sum() + expert.to_local().sum()).backward()
+        if step == OVERFLOW and dist.get_rank() == bad:
+            expert.grad.to_local()[0] = INF
+        try:
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+        except ScaleMismatchError as error:
+            return str(error)
+        scaler.update()
+        reasons = [scaler.last_step(optimizer).reason for optimizer in optimizers]
+        results.append((reasons, scaler.get_scale()))
+    return results
+
+
+@pytest.mark.parametrize("bad", range(4))
+def test_optimizers_on_different_meshes_keep_one_scale_in_a_group(ranks, bad):
+    first, *others = ranks(4).run(of_two_optimizers, bad, True)
+    assert others == [first] * 3
+    finite = ["finite", "finite"]
+    assert first == [(finite, 64.0), (["finite", "overflow"], 32.0), (finite, 32.0)]
+
+
+def test_optimizers_on_different_meshes_without_a_group_are_told_to_name_one(ranks):
+    messages = ranks(4).run(of_two_optimizers, 3, False)
+    assert len(set(messages)) == 1
+    assert "scale is 32 on one and 64 on another" in messages[0]
+    assert "group=" in messages[0]
