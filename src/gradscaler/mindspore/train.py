@@ -117,8 +117,8 @@ def build_train_network(
 ) -> Any:
     """Build a train step, on the CPU too: in place of ``mindspore.amp.build_train_network``.
 
-    On the CPU, MindSpore's own refuses all loss scaling that skips steps, and so does
-    ``mindspore.Model`` with a ``loss_scale_manager``. Give ``Model`` what this returns instead.
+    On the CPU, MindSpore's own refuses all loss scaling that skips steps.
+    :class:`gradscaler.mindspore.Model` builds its train step in the same way.
 
     Args:
         network: the network, or with ``loss_fn`` None a cell that returns the loss.
@@ -145,23 +145,37 @@ def build_train_network(
     >>> step = build_train_network(
     ...     network, optimizer, nn.MSELoss(), loss_scale_manager=DynamicLossScaleManager()
     ... )
-    >>> model = mindspore.Model(step)
+    >>> loss, overflow, scale = step(Tensor([[1.0, 2.0]]), Tensor([[4.0]]))
     """
     if level == "O2":
         kwargs.setdefault("loss_scale_manager", DynamicLossScaleManager())
     manager = kwargs.get("loss_scale_manager")
-    update_cell = None
-    if on_cpu() and isinstance(manager, amp.LossScaleManager):
-        update_cell = manager.get_update_cell()
+    update_cell = update_cell_on_cpu(manager)
     if update_cell is not None:
         kwargs["loss_scale_manager"] = None
     step = amp.build_train_network(network, optimizer, loss_fn, level, boost_level, **kwargs)
-    if update_cell is None:
-        return step
+    return step if update_cell is None else with_loss_scaling(step, manager, update_cell)
+
+
+def update_cell_on_cpu(manager: Any) -> Any:
+    """The cell that moves the scale of a train step which MindSpore cannot build; or None."""
+    if on_cpu() and isinstance(manager, amp.LossScaleManager):
+        return manager.get_update_cell()
+    return None
+
+
+def with_loss_scaling(step: Any, manager: Any, update_cell: Any) -> Any:
+    """The train step that MindSpore built without ``manager``, as one that skips overflows."""
     if type(step) is not nn.TrainOneStepCell:
         raise ValueError(
             f"On the CPU, {type(manager).__name__} cannot skip the steps of a "
             f"{type(step).__name__}: take boost_level='O0', a network without gradient "
             "accumulation, or FixedLossScaleManager(drop_overflow_update=False)"
         )
-    return TrainOneStepWithLossScaleCell(step.network, step.optimizer, update_cell).set_train()
+    inputs = step.get_inputs()  # dynamic shapes
+    step = TrainOneStepWithLossScaleCell(step.network, step.optimizer, update_cell).set_train()
+    if isinstance(inputs, dict):
+        step.set_inputs(**inputs)
+    elif inputs:
+        step.set_inputs(*inputs)
+    return step
