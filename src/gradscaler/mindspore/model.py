@@ -52,6 +52,8 @@ class Model(mindspore.Model):  # type: ignore[misc] # untyped base
     4096.0
     """
 
+    _loss_scale_manager: Any
+
     def _build_train_network(self) -> Any:
         if self._amp_level == "O2" and not self._loss_scale_manager_set:
             self._process_amp_args({"loss_scale_manager": DynamicLossScaleManager()})
