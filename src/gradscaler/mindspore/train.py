@@ -42,7 +42,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
 
     def __init__(self, network: Any, optimizer: Any, scale_sense: Any) -> None:
         if isinstance(scale_sense, Tensor):
-            scale_sense = _as_scale("scale_sense", scale_sense)
+            scale_sense = _as_scale("scale_sense", scale_sense, scale_sense.shape)
         elif isinstance(scale_sense, amp.LossScaleManager):
             raise TypeError(
                 "scale_sense must be an update cell or a Tensor: pass what get_update_cell() of "
@@ -94,17 +94,19 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
         """
         if not isinstance(sens, Tensor):
             raise TypeError(f"sens must be a Tensor, got {sens!r} ({type(sens).__name__})")
-        scale = _as_scale("sens", sens)
-        self.scale_sense.set_data(scale.reshape(self.scale_sense.shape))
+        self.scale_sense.set_data(_as_scale("sens", sens, self.scale_sense.shape))
 
 
-def _as_scale(name: str, scale: Any) -> Any:
-    """A new float32 Tensor, or ValueError."""
+def _as_scale(name: str, scale: Any, shape: Any) -> Any:
+    """A new float32 Tensor of this shape, or ValueError.
+
+    It is not a view of a Tensor, which no operation may then assign to in PyNative mode.
+    """
     if scale.size != 1:
         raise ValueError(f"{name} must have the shape () or (1,), got {scale.shape}")
     value = scale.astype(mindspore.float32).asnumpy()
     _checks.loss_scale(name, value.item())
-    return Tensor(value.copy())
+    return Tensor(value.reshape(shape).copy())
 
 
 def build_train_network(
