@@ -9,6 +9,7 @@ import mindspore
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore.dataset import NumpySlicesDataset
 
 INF = float("inf")
 MODES = {"pynative": mindspore.PYNATIVE_MODE, "graph": mindspore.GRAPH_MODE}
@@ -42,6 +43,42 @@ def _inputs(seed, overflow=None):
     if overflow is not None:
         values[1, 2] = overflow
     return Tensor(values)
+
+
+class Layer(nn.Cell):
+    """Two layers and a batch norm, with the same weights every time."""
+
+    def __init__(self):
+        super().__init__()
+        generator = np.random.default_rng(0)
+
+        def dense(inputs, outputs):
+            weight = generator.standard_normal((outputs, inputs)).astype(np.float32)
+            return nn.Dense(inputs, outputs, Tensor(weight), "zeros")
+
+        self.first, self.norm, self.second = dense(3, 4), nn.BatchNorm1d(4), dense(4, 2)
+
+    def construct(self, x):
+        return self.second(self.norm(self.first(x)))
+
+
+def _arrays(seed, overflow=None):
+    generator = np.random.default_rng(seed)
+    data = generator.standard_normal((4, 3)).astype(np.float32)
+    if overflow is not None:
+        data[0, 0] = overflow
+    return data, generator.standard_normal((4, 2)).astype(np.float32)
+
+
+def _batch(seed, overflow=None):
+    return map(Tensor, _arrays(seed, overflow))
+
+
+def _dataset(*overflows):
+    """One batch of data and labels for each; not None is among the data."""
+    batches = [_arrays(seed, overflow) for seed, overflow in enumerate(overflows)]
+    data, labels = (np.concatenate(column) for column in zip(*batches, strict=True))
+    return NumpySlicesDataset((data, labels), ["data", "label"], shuffle=False).batch(4)
 
 
 def _bits(cell):
@@ -82,6 +119,21 @@ def line():
 @pytest.fixture(scope="session")
 def inputs():
     return _inputs
+
+
+@pytest.fixture(scope="session")
+def layer():
+    return Layer
+
+
+@pytest.fixture(scope="session")
+def batch():
+    return _batch
+
+
+@pytest.fixture(scope="session")
+def dataset():
+    return _dataset
 
 
 @pytest.fixture(scope="session")

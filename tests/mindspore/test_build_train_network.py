@@ -7,8 +7,7 @@ import re
 import mindspore
 import numpy as np
 import pytest
-from mindspore import Tensor, amp, nn
-from mindspore.dataset import NumpySlicesDataset
+from mindspore import amp, nn
 from mindspore.train import Callback, LossMonitor, TimeMonitor
 
 import gradscaler.mindspore as ours
@@ -17,49 +16,14 @@ INF = float("inf")
 LEVELS = ["O0", "O1", "O2", "O3"]
 
 
-class Layer(nn.Cell):
-    """Two layers and a batch norm, with the same weights every time."""
-
-    def __init__(self):
-        super().__init__()
-        generator = np.random.default_rng(0)
-
-        def dense(inputs, outputs):
-            weight = generator.standard_normal((outputs, inputs)).astype(np.float32)
-            return nn.Dense(inputs, outputs, Tensor(weight), "zeros")
-
-        self.first, self.norm, self.second = dense(3, 4), nn.BatchNorm1d(4), dense(4, 2)
-
-    def construct(self, x):
-        return self.second(self.norm(self.first(x)))
-
-
 @pytest.fixture
-def build():
+def build(layer):
     def build(build_train_network=ours.build_train_network, *args, **kwargs):
-        network = Layer()
+        network = layer()
         optimizer = nn.Momentum(network.trainable_params(), learning_rate=0.1, momentum=0.9)
         return build_train_network(network, optimizer, nn.MSELoss(), *args, **kwargs)
 
     return build
-
-
-def arrays(seed, overflow=None):
-    generator = np.random.default_rng(seed)
-    data = generator.standard_normal((4, 3)).astype(np.float32)
-    if overflow is not None:
-        data[0, 0] = overflow
-    return data, generator.standard_normal((4, 2)).astype(np.float32)
-
-
-def batch(seed, overflow=None):
-    return map(Tensor, arrays(seed, overflow))
-
-
-def dataset(*overflows):
-    batches = [arrays(seed, overflow) for seed, overflow in enumerate(overflows)]
-    data, labels = (np.concatenate(column) for column in zip(*batches, strict=True))
-    return NumpySlicesDataset((data, labels), ["data", "label"], shuffle=False).batch(4)
 
 
 class Outputs(Callback):
@@ -91,7 +55,9 @@ def test_its_signature_is_mindspores():
     ],
 )
 @pytest.mark.parametrize("level", LEVELS)
-def test_managers_that_skip_steps_are_taken_at_every_level(mode, build, bits, level, manager):
+def test_managers_that_skip_steps_are_taken_at_every_level(
+    mode, build, bits, batch, level, manager
+):
     with pytest.raises(ValueError, match="CPU"):
         build(amp.build_train_network, level, loss_scale_manager=manager)
     step = build(ours.build_train_network, level, loss_scale_manager=manager)
@@ -117,7 +83,7 @@ def test_level_o2_scales_the_loss_by_default(mode, build):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_network_is_made_as_mindspore_makes_it(mode, build, level):
+def test_the_network_is_made_as_mindspore_makes_it(mode, build, batch, level):
     """The loss of the first step, and so the casts to float16, are the same."""
     native = build(amp.build_train_network, level, loss_scale_manager=None)
     mine = build(ours.build_train_network, level, loss_scale_manager=ours.FixedLossScaleManager())
@@ -127,7 +93,7 @@ def test_the_network_is_made_as_mindspore_makes_it(mode, build, level):
 @pytest.mark.parametrize(
     "manager", [None, ours.FixedLossScaleManager(8.0, drop_overflow_update=False)]
 )
-def test_mindspore_builds_what_it_can_on_the_cpu(mode, build, bits, manager):
+def test_mindspore_builds_what_it_can_on_the_cpu(mode, build, bits, batch, manager):
     mine, native = (
         build(function, loss_scale_manager=manager)
         for function in (ours.build_train_network, amp.build_train_network)
@@ -138,7 +104,7 @@ def test_mindspore_builds_what_it_can_on_the_cpu(mode, build, bits, manager):
     assert bits(mine) == bits(native)
 
 
-def test_model_trains_with_callbacks_and_a_dataset(mode, build, capsys):
+def test_model_trains_with_callbacks_and_a_dataset(mode, build, dataset, capsys):
     manager = ours.DynamicLossScaleManager(2**10, 2, 2)
     model = mindspore.Model(build(loss_scale_manager=manager))
     outputs = Outputs()
@@ -151,11 +117,11 @@ def test_model_trains_with_callbacks_and_a_dataset(mode, build, capsys):
     assert scales[-1] == 2**14
 
 
-def test_model_takes_the_fixed_manager_that_skips_nothing(mode):
+def test_model_takes_the_fixed_manager_that_skips_nothing(mode, layer, dataset):
     """As MindSpore's documentation has it: the optimizer divides by the scale."""
     ends = []
     for manager in (ours.FixedLossScaleManager, amp.FixedLossScaleManager):
-        network = Layer()
+        network = layer()
         parameters = network.trainable_params()
         optimizer = nn.Momentum(parameters, learning_rate=0.1, momentum=0.9, loss_scale=1024.0)
         model = mindspore.Model(
@@ -166,7 +132,7 @@ def test_model_takes_the_fixed_manager_that_skips_nothing(mode):
     assert ends[0] == ends[1]
 
 
-def test_model_skips_the_steps_that_overflow(mode, build):
+def test_model_skips_the_steps_that_overflow(mode, build, dataset):
     step = build(loss_scale_manager=ours.DynamicLossScaleManager(2**10, 2, 2))
     outputs = Outputs()
     mindspore.Model(step).train(1, dataset(None, INF, None, math.nan), callbacks=outputs)
@@ -220,6 +186,6 @@ def test_what_mindspore_refuses_is_refused_in_its_words(build, args, kwargs):
         assert refused(build, args, kwargs)[0] == expected
 
 
-def test_none_as_the_optimizer_is_refused():
+def test_none_as_the_optimizer_is_refused(layer):
     with pytest.raises(TypeError, match="optimizer"):
-        ours.build_train_network(Layer(), None, loss_scale_manager=ours.DynamicLossScaleManager())
+        ours.build_train_network(layer(), None, loss_scale_manager=ours.DynamicLossScaleManager())

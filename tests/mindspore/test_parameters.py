@@ -4,8 +4,9 @@ import math
 import re
 
 import mindspore
+import numpy as np
 import pytest
-from mindspore import amp, nn
+from mindspore import Parameter, Tensor, amp, nn
 
 import gradscaler.mindspore as ours
 from gradscaler import DynamicScale, FixedScale, ParameterError
@@ -81,15 +82,61 @@ def raised_by(function, *args):
     return None  # it takes what it cannot work with
 
 
-# MindSpore's scaler takes only integers as factors.
+@pytest.mark.parametrize(("which", "refused"), [("manager", 15), ("scaler", 18), ("cell", 1)])
+def test_what_mindspore_refuses_raises_its_types(which, refused):
+    """Its scaler takes only integers as factors, and so raises TypeError for 0.5."""
+    mine, native, _ = DYNAMIC[which]
+    bad = [bad[:2] for bad in BAD]
+    bad += [("loss_scale", Tensor([8.0, 8.0])), ("loss_scale", Tensor(0.5)), ("loss_scale", [8.0])]
+    raised = [[raised_by(cls, *arguments(*case)) for cls in (mine, native)] for case in bad]
+    assert sum(error is not None for _, error in raised) == refused
+    assert all(issubclass(error, expected) for error, expected in raised if expected)
+    assert all(error is not None for error, _ in raised)
+
+
+TENSORS = {
+    "scalar": lambda: Tensor(8.0),
+    "one element": lambda: Tensor([8.0]),
+    "int": lambda: Tensor(8),
+    "float16": lambda: Tensor(8.0, mindspore.float16),
+    "Parameter": lambda: Parameter(Tensor(8.0), name="scale"),
+    "array": lambda: np.array([8.0]),
+}
+
+
+@pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
 @pytest.mark.parametrize(
-    ("which", "same", "different"), [("manager", 12, []), ("scaler", 13, [0.5, INF])]
+    ("mine", "native"),
+    [
+        (ours.FixedLossScaleManager, amp.FixedLossScaleManager),
+        (ours.FixedLossScaleUpdateCell, nn.FixedLossScaleUpdateCell),
+        *(
+            (mine, native)
+            for mine, native, _ in DYNAMIC.values()
+            if native is not amp.DynamicLossScaler
+        ),
+    ],
 )
-def test_mindspore_raises_the_same_types_for_what_it_refuses(which, same, different):
-    raised = [(raised_by(DYNAMIC[which][1], *arguments(*bad[:2])), bad) for bad in BAD]
-    refused = [(error is bad[2], bad[1]) for error, bad in raised if error]
-    assert [value for alike, value in refused if not alike] == different
-    assert len(refused) == same + len(different)
+def test_a_tensor_as_the_scale_is_taken_where_mindspore_takes_it(mine, native, tensor):
+    """And its value stays what it was, whatever becomes of the tensor."""
+    others = () if "Fixed" in mine.__name__ else (2, 3)
+    given = tensor()
+    scale = mine(given, *others)
+    assert scale.get_loss_scale() == native(tensor(), *others).get_loss_scale() == 8
+    assert type(scale.get_loss_scale()) in (int, float)
+    if isinstance(given, Parameter):
+        given.set_data(Tensor(16.0))
+    assert scale.get_loss_scale() == 8
+
+
+def test_a_tensor_can_be_set_as_the_scale_of_a_manager():
+    manager = ours.DynamicLossScaleManager()
+    manager.loss_scale = Tensor([32.0])
+    assert (manager.get_loss_scale(), type(manager.loss_scale)) == (32, float)
+    for bad, error in [(Tensor([1.0, 2.0]), ValueError), (Tensor(True), TypeError)]:
+        with pytest.raises(error, match="loss_scale must"):
+            manager.loss_scale = bad
+    assert manager.loss_scale == 32
 
 
 @pytest.mark.parametrize(("cls", "native", "name"), DYNAMIC.values(), ids=DYNAMIC)

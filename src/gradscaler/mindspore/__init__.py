@@ -1,6 +1,6 @@
 """Loss scaling for MindSpore, on every device and in both modes.
 
-Each name is a drop-in for the same name in ``mindspore.amp`` or ``mindspore.nn``.
+Each name is a drop-in for the same name in ``mindspore``, ``mindspore.amp`` or ``mindspore.nn``.
 """
 
 from mindspore.amp import LossScaleManager, LossScaler
@@ -8,6 +8,7 @@ from mindspore.amp import LossScaleManager, LossScaler
 from gradscaler.mindspore._operations import all_finite
 from gradscaler.mindspore.cells import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
 from gradscaler.mindspore.managers import DynamicLossScaleManager, FixedLossScaleManager
+from gradscaler.mindspore.model import Model
 from gradscaler.mindspore.scaler import DynamicLossScaler, StaticLossScaler
 from gradscaler.mindspore.train import TrainOneStepWithLossScaleCell, build_train_network
 
@@ -19,6 +20,7 @@ __all__ = [
     "FixedLossScaleUpdateCell",
     "LossScaleManager",
     "LossScaler",
+    "Model",
     "StaticLossScaler",
     "TrainOneStepWithLossScaleCell",
     "all_finite",

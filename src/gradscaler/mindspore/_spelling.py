@@ -6,8 +6,10 @@ import dataclasses
 from typing import Any
 
 import mindspore
+import numpy as np
 from mindspore import Parameter, Tensor
 
+from gradscaler.errors import ParameterError
 from gradscaler.policies import DynamicScale, _checks
 from gradscaler.policies._spelling import changed, check_alone, check_policy, spelled
 
@@ -23,6 +25,25 @@ def dynamic_policy(
     fixed = "FixedLossScaleManager, FixedLossScaleUpdateCell or StaticLossScaler"
     check_policy(policy, DynamicScale, fixed)
     return policy
+
+
+def as_number(name: str, value: Any) -> Any:
+    """The element of a tensor or an array of one; anything else as it is.
+
+    MindSpore's managers and update cells take such scales, and its functional scalers do not.
+    """
+    if isinstance(value, (Tensor, np.ndarray)):
+        if value.size != 1:
+            raise ParameterError(f"{name} must have one element, got the shape {value.shape}")
+        return value.item()
+    return value
+
+
+def fixed_scale(name: str, value: Any) -> float:
+    """``value`` as a number, 1 at least; an int stays an int."""
+    value = as_number(name, value)
+    _checks.loss_scale(name, value, lowest=1.0)
+    return value  # type: ignore[no-any-return]
 
 
 def parameter(own: str, field: str, doc: str) -> property:

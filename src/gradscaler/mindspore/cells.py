@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspore import nn, ops
+from mindspore import Tensor, nn, ops
 
 from gradscaler.mindspore._operations import as_flag, compiled
-from gradscaler.mindspore._spelling import dynamic_policy, nonfinite_steps
-from gradscaler.policies import DynamicScale, _checks
+from gradscaler.mindspore._spelling import as_number, dynamic_policy, fixed_scale, nonfinite_steps
+from gradscaler.policies import DynamicScale
 from gradscaler.policies.rule import next_values
 
 
@@ -18,19 +18,18 @@ class FixedLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):  # type: ignore[mis
     Calling it with the loss scale and the overflow flag returns the flag.
 
     Args:
-        loss_scale_value: the loss scale, 1 at least.
+        loss_scale_value: the loss scale, 1 at least: a number, or a Tensor of one element.
 
     Raises:
         ValueError: it is below 1, or not finite in float32.
-        TypeError: it is not a number.
+        TypeError: it is neither a number nor a Tensor of numbers.
 
     >>> FixedLossScaleUpdateCell(2**12).get_loss_scale()
     4096
     """
 
-    def __init__(self, loss_scale_value: float) -> None:
-        _checks.loss_scale("loss_scale_value", loss_scale_value, lowest=1.0)
-        super().__init__(loss_scale_value)
+    def __init__(self, loss_scale_value: float | Tensor) -> None:
+        super().__init__(fixed_scale("loss_scale_value", loss_scale_value))
 
 
 class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):  # type: ignore[misc] # untyped base
@@ -41,7 +40,8 @@ class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):  # type: ignore
     the flag. It is compiled in either mode. Parameters and checkpoints are those of MindSpore's.
 
     Args:
-        loss_scale_value: the scale before the first step, 1 at least.
+        loss_scale_value: the scale before the first step, 1 at least: a number, or a Tensor of
+            one element.
         scale_factor: what growth multiplies and a backoff divides by, > 1.
         scale_window: finite steps in a row before the scale grows.
         policy: the rule as a whole, in place of the three parameters. A hysteresis above 1 adds a
@@ -64,12 +64,13 @@ class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):  # type: ignore
 
     def __init__(
         self,
-        loss_scale_value: float = 2**24,
+        loss_scale_value: float | Tensor = 2**24,
         scale_factor: float = 2,
         scale_window: int = 2000,
         *,
         policy: DynamicScale | None = None,
     ) -> None:
+        loss_scale_value = as_number("loss_scale_value", loss_scale_value)
         policy = dynamic_policy(
             policy, "loss_scale_value", loss_scale_value, scale_factor, scale_window
         )

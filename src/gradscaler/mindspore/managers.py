@@ -6,8 +6,15 @@ import dataclasses
 
 import mindspore
 import numpy as np
+from mindspore import Tensor
 
-from gradscaler.mindspore._spelling import WindowAndFactor, dynamic_policy, parameter
+from gradscaler.mindspore._spelling import (
+    WindowAndFactor,
+    as_number,
+    dynamic_policy,
+    fixed_scale,
+    parameter,
+)
 from gradscaler.mindspore.cells import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
 from gradscaler.policies import DynamicScale, ScaleState, _checks
 
@@ -16,21 +23,22 @@ class FixedLossScaleManager(mindspore.amp.FixedLossScaleManager):  # type: ignor
     """A loss scale that never moves: a drop-in for ``mindspore.amp.FixedLossScaleManager``.
 
     Args:
-        loss_scale: the loss scale, 1 at least.
+        loss_scale: the loss scale, 1 at least: a number, or a Tensor of one element.
         drop_overflow_update: whether an overflow skips its step. If not, give the scale to the
             optimizer too, as its own ``loss_scale``.
 
     Raises:
         ValueError: ``loss_scale`` is below 1, or not finite in float32.
-        TypeError: ``loss_scale`` is not a number.
+        TypeError: ``loss_scale`` is neither a number nor a Tensor of numbers.
 
     >>> FixedLossScaleManager(1024.0).get_loss_scale()
     1024.0
     """
 
-    def __init__(self, loss_scale: float = 128.0, drop_overflow_update: bool = True) -> None:
-        _checks.loss_scale("loss_scale", loss_scale, lowest=1.0)
-        super().__init__(loss_scale, drop_overflow_update)
+    def __init__(
+        self, loss_scale: float | Tensor = 128.0, drop_overflow_update: bool = True
+    ) -> None:
+        super().__init__(fixed_scale("loss_scale", loss_scale), drop_overflow_update)
 
     def get_update_cell(self) -> FixedLossScaleUpdateCell | None:
         """A cell for the train step; None if ``drop_overflow_update`` is False."""
@@ -47,7 +55,8 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
     ``scale_window``, unless float32 cannot hold that.
 
     Args:
-        init_loss_scale: the scale before the first step, 1 at least.
+        init_loss_scale: the scale before the first step, 1 at least: a number, or a Tensor of
+            one element.
         scale_factor: what growth multiplies and a backoff divides by, > 1.
         scale_window: finite steps in a row before the scale grows.
         policy: the rule as a whole, in place of the three parameters.
@@ -74,12 +83,13 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
 
     def __init__(
         self,
-        init_loss_scale: float = 2**24,
+        init_loss_scale: float | Tensor = 2**24,
         scale_factor: float = 2,
         scale_window: int = 2000,
         *,
         policy: DynamicScale | None = None,
     ) -> None:
+        init_loss_scale = as_number("init_loss_scale", init_loss_scale)
         self._policy = dynamic_policy(
             policy, "init_loss_scale", init_loss_scale, scale_factor, scale_window
         )
@@ -109,7 +119,8 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
         return self._loss_scale
 
     @loss_scale.setter
-    def loss_scale(self, loss_scale: float) -> None:
+    def loss_scale(self, loss_scale: float | Tensor) -> None:
+        loss_scale = as_number("loss_scale", loss_scale)
         bounds = self._policy.min_scale, self._policy.max_scale
         self._loss_scale = _checks.loss_scale("loss_scale", loss_scale, *bounds)
 

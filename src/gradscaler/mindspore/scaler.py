@@ -7,6 +7,7 @@ from typing import Any
 import mindspore
 from mindspore import Parameter, Tensor, mutable, ops
 
+from gradscaler.errors import ParameterError
 from gradscaler.mindspore._operations import as_flag, compiled, scaled, unscaled
 from gradscaler.mindspore._spelling import WindowAndFactor, dynamic_policy, nonfinite_steps
 from gradscaler.policies import DynamicScale, _checks
@@ -86,6 +87,10 @@ class StaticLossScaler(_Scaling, mindspore.amp.StaticLossScaler):  # type: ignor
         super().__init__(_checks.loss_scale("scale_value", scale_value, lowest=1.0))
 
 
+class _FactorError(ParameterError, TypeError):
+    """A float that cannot be a factor: MindSpore's scaler refuses each float for its type."""
+
+
 class DynamicLossScaler(WindowAndFactor, _Scaling, mindspore.amp.DynamicLossScaler):  # type: ignore[misc] # untyped base
     """A loss scale that moves: a drop-in for ``mindspore.amp.DynamicLossScaler``.
 
@@ -123,7 +128,12 @@ class DynamicLossScaler(WindowAndFactor, _Scaling, mindspore.amp.DynamicLossScal
         *,
         policy: DynamicScale | None = None,
     ) -> None:
-        policy = dynamic_policy(policy, "scale_value", scale_value, scale_factor, scale_window)
+        try:
+            policy = dynamic_policy(policy, "scale_value", scale_value, scale_factor, scale_window)
+        except ParameterError as error:
+            if isinstance(scale_factor, float):
+                raise _FactorError(*error.args) from None
+            raise
         scale = Tensor(policy.init_scale, mindspore.float32)
         self.scale_value = Parameter(scale, name="scale_value")
         self._policy = policy

@@ -42,7 +42,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
 
     def __init__(self, network: Any, optimizer: Any, scale_sense: Any) -> None:
         if isinstance(scale_sense, Tensor):
-            scale_sense = _as_scale("scale_sense", scale_sense)
+            scale_sense = _as_scale("scale_sense", scale_sense, scale_sense.shape)
         elif isinstance(scale_sense, amp.LossScaleManager):
             raise TypeError(
                 "scale_sense must be an update cell or a Tensor: pass what get_update_cell() of "
@@ -94,17 +94,19 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
         """
         if not isinstance(sens, Tensor):
             raise TypeError(f"sens must be a Tensor, got {sens!r} ({type(sens).__name__})")
-        scale = _as_scale("sens", sens)
-        self.scale_sense.set_data(scale.reshape(self.scale_sense.shape))
+        self.scale_sense.set_data(_as_scale("sens", sens, self.scale_sense.shape))
 
 
-def _as_scale(name: str, scale: Any) -> Any:
-    """A new float32 Tensor, or ValueError."""
+def _as_scale(name: str, scale: Any, shape: Any) -> Any:
+    """A new float32 Tensor of this shape, or ValueError.
+
+    It is not a view of a Tensor, which no operation may then assign to in PyNative mode.
+    """
     if scale.size != 1:
         raise ValueError(f"{name} must have the shape () or (1,), got {scale.shape}")
     value = scale.astype(mindspore.float32).asnumpy()
     _checks.loss_scale(name, value.item())
-    return Tensor(value.copy())
+    return Tensor(value.reshape(shape).copy())
 
 
 def build_train_network(
@@ -117,8 +119,8 @@ def build_train_network(
 ) -> Any:
     """Build a train step, on the CPU too: in place of ``mindspore.amp.build_train_network``.
 
-    On the CPU, MindSpore's own refuses all loss scaling that skips steps, and so does
-    ``mindspore.Model`` with a ``loss_scale_manager``. Give ``Model`` what this returns instead.
+    On the CPU, MindSpore's own refuses all loss scaling that skips steps.
+    :class:`gradscaler.mindspore.Model` builds its train step in the same way.
 
     Args:
         network: the network, or with ``loss_fn`` None a cell that returns the loss.
@@ -145,23 +147,37 @@ def build_train_network(
     >>> step = build_train_network(
     ...     network, optimizer, nn.MSELoss(), loss_scale_manager=DynamicLossScaleManager()
     ... )
-    >>> model = mindspore.Model(step)
+    >>> loss, overflow, scale = step(Tensor([[1.0, 2.0]]), Tensor([[4.0]]))
     """
     if level == "O2":
         kwargs.setdefault("loss_scale_manager", DynamicLossScaleManager())
     manager = kwargs.get("loss_scale_manager")
-    update_cell = None
-    if on_cpu() and isinstance(manager, amp.LossScaleManager):
-        update_cell = manager.get_update_cell()
+    update_cell = update_cell_on_cpu(manager)
     if update_cell is not None:
         kwargs["loss_scale_manager"] = None
     step = amp.build_train_network(network, optimizer, loss_fn, level, boost_level, **kwargs)
-    if update_cell is None:
-        return step
+    return step if update_cell is None else with_loss_scaling(step, manager, update_cell)
+
+
+def update_cell_on_cpu(manager: Any) -> Any:
+    """The cell that moves the scale of a train step which MindSpore cannot build; or None."""
+    if on_cpu() and isinstance(manager, amp.LossScaleManager):
+        return manager.get_update_cell()
+    return None
+
+
+def with_loss_scaling(step: Any, manager: Any, update_cell: Any) -> Any:
+    """The train step that MindSpore built without ``manager``, as one that skips overflows."""
     if type(step) is not nn.TrainOneStepCell:
         raise ValueError(
             f"On the CPU, {type(manager).__name__} cannot skip the steps of a "
             f"{type(step).__name__}: take boost_level='O0', a network without gradient "
             "accumulation, or FixedLossScaleManager(drop_overflow_update=False)"
         )
-    return TrainOneStepWithLossScaleCell(step.network, step.optimizer, update_cell).set_train()
+    inputs = step.get_inputs()  # dynamic shapes
+    step = TrainOneStepWithLossScaleCell(step.network, step.optimizer, update_cell).set_train()
+    if isinstance(inputs, dict):
+        step.set_inputs(**inputs)
+    elif inputs:
+        step.set_inputs(*inputs)
+    return step
