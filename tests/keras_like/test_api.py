@@ -104,7 +104,11 @@ def test_the_arguments_take_numpy_s_booleans_and_integral_floats(family):
         ),
         ({"initial_scale": -1.0}, ValueError, "initial_scale must be positive"),
         ({"initial_scale": 0}, ValueError, "initial_scale must be positive"),
-        ({"initial_scale": 0.5}, ValueError, "initial_scale must lie between 1.0"),
+        *(
+            []
+            if KERAS_3
+            else [({"initial_scale": 0.5}, ValueError, "initial_scale must lie between 1.0")]
+        ),
         ({"initial_scale": "8"}, TypeError, "initial_scale must be a number"),
         (
             {"dynamic": False, "initial_scale": float("nan")},

@@ -57,6 +57,7 @@ class Wrapper:
     """Mixin of a ``LossScaleOptimizer``: its policy, and attributes of the inner optimizer."""
 
     _inner_name = "inner_optimizer"
+    _preset: Callable[..., DynamicScale]
     _policy: Rule
     _scaled: Callable[[Tensor], Tensor]
 
@@ -92,7 +93,7 @@ class Wrapper:
         """The arguments that make the policy, as JSON can hold them."""
         fields = dataclasses.asdict(self._policy)
         changeable = {name: fields.get(name) for name in ("init_scale", "growth_interval")}
-        if self.dynamic and fields != {**dataclasses.asdict(DynamicScale.keras()), **changeable}:
+        if self.dynamic and fields != {**dataclasses.asdict(self._preset()), **changeable}:
             return {"policy": fields}
         return {
             "dynamic": self.dynamic,
@@ -130,9 +131,16 @@ class Wrapper:
 
 
 def policy_from(
-    dynamic: object, initial_scale: object, dynamic_growth_steps: object, policy: Rule | None
+    preset: Callable[..., DynamicScale],
+    dynamic: object,
+    initial_scale: object,
+    dynamic_growth_steps: object,
+    policy: Rule | None,
 ) -> Rule:
-    """The policy that a constructor's arguments ask for; TypeError or ValueError if they cannot."""
+    """The policy that a constructor's arguments ask for; TypeError or ValueError if they cannot.
+
+    ``preset`` makes the policy that the framework has by default.
+    """
     if not isinstance(dynamic, bool | np.bool_):
         raise TypeError(
             '"dynamic" argument to LossScaleOptimizer.__init__ must be a bool, '
@@ -148,7 +156,7 @@ def policy_from(
         )
         check_policy(policy, Rule)
         return policy
-    rule: Rule = DynamicScale.keras() if dynamic else FixedScale(1.0)
+    rule: Rule = preset() if dynamic else FixedScale(1.0)
     if initial_scale is not None:
         rule = with_initial_scale(rule, initial_scale)
     elif not dynamic:

@@ -13,7 +13,7 @@ from keras import ops
 from gradscaler._keras_like import wrapper
 from gradscaler._keras_like.wrapper import OPTIONS, Wrapper
 from gradscaler.keras._operations import on_backend
-from gradscaler.policies import Rule
+from gradscaler.policies import DynamicScale, Rule
 
 Tensor = Any
 Variable = Any
@@ -33,14 +33,14 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
     """Loss scaling for Keras 3, with the API of Keras 2: wraps any optimizer, on any backend.
 
     A drop-in for ``keras.optimizers.LossScaleOptimizer``, also in ``model.compile`` and
-    ``model.fit``. It adds a scale that does not move (``dynamic=False``), one that stays between 1
-    and the largest float32, Keras 2's methods and properties, and JAX outside ``stateless_apply``.
+    ``model.fit``. It adds a scale that does not move (``dynamic=False``), one that stays within the
+    normal float32 numbers, Keras 2's methods and properties, and JAX outside ``stateless_apply``.
 
     With a loss scale ``s``, ``minimize`` and ``apply_gradients`` do::
 
         g = gradients of (s * loss) / s
         finite:      inner_optimizer.apply(g);  after dynamic_growth_steps in a row: s = 2 * s
-        non-finite:  nothing is applied;  s = max(s / 2, 1)
+        non-finite:  nothing is applied;  s = max(s / 2, 2**-126)
 
     Args:
         inner_optimizer: the optimizer to wrap. Its ``loss_scale_factor`` is set to None.
@@ -51,7 +51,8 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
             if not ``dynamic``.
         policy: the whole rule, in place of the three arguments before: a
             :class:`gradscaler.DynamicScale`, with any factors, bounds and hysteresis, or a
-            :class:`gradscaler.FixedScale`.
+            :class:`gradscaler.FixedScale`. ``DynamicScale.tf_keras()`` is Keras 2's rule, with its
+            floor of 1.
         name: the optimizer's name.
         kwargs: other optimizers' arguments at their defaults, which Keras accepts in order to load
             old models.
@@ -76,6 +77,8 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
     (0.5, 32768.0, 1)
     """
 
+    _preset = DynamicScale.keras
+
     def __init__(
         self,
         inner_optimizer: keras.optimizers.Optimizer,
@@ -99,7 +102,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
             )
         # Bypass setattr, which needs the base's constructor; that in turn sets the policy's fields.
         self.__dict__["_policy"] = wrapper.policy_from(
-            dynamic, initial_scale, dynamic_growth_steps, policy
+            self._preset, dynamic, initial_scale, dynamic_growth_steps, policy
         )
         super().__init__(
             inner_optimizer, self.initial_scale, self.dynamic_growth_steps, name=name, **kwargs

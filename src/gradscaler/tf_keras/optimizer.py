@@ -10,7 +10,7 @@ import tf_keras
 from tf_keras.src.mixed_precision import loss_scale_optimizer as native
 
 from gradscaler._keras_like.wrapper import Wrapper, next_values, policy_from
-from gradscaler.policies import FixedScale, Rule
+from gradscaler.policies import DynamicScale, FixedScale, Rule
 
 Tensor = Any
 Gradient = Any  # a tensor or IndexedSlices
@@ -58,6 +58,7 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
     """
 
     _inner_name = "_optimizer"
+    _preset = DynamicScale.tf_keras
 
     def __new__(cls, inner_optimizer: Any = None, *args: Any, **kwargs: Any) -> LossScaleOptimizer:
         """An object of the class for the family of ``inner_optimizer``."""
@@ -80,7 +81,7 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
         *,
         policy: Rule | None = None,
     ) -> None:
-        policy = policy_from(dynamic, initial_scale, dynamic_growth_steps, policy)
+        policy = policy_from(self._preset, dynamic, initial_scale, dynamic_growth_steps, policy)
         super().__init__(inner_optimizer, dynamic=False, initial_scale=1.0)  # creates no variables
         self._follow(policy)
 
