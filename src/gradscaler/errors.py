@@ -15,5 +15,9 @@ class ParameterError(ValueError, AssertionError):
     """A parameter's value cannot work; the message names the parameter and the value."""
 
 
+class ParameterTypeError(TypeError, ValueError):
+    """A parameter is not the kind of number it should be; the message names it and the value."""
+
+
 class ScaleMismatchError(RuntimeError):
     """Processes that decide together hold different loss scales; the message names both."""

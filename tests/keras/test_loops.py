@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from keras_like import BACKEND, FINITE, OVERFLOW, numpy
+from keras_like import BACKEND, FINITE, OVERFLOW, numpy, stepper
 
 from gradscaler.keras import LossScaleOptimizer
 
@@ -41,6 +41,58 @@ def test_minimize_updates_all_that_the_loss_changes():
     assert len(ours.non_trainable_variables) == 3
     for found, variable in zip(ours.variables, expected.variables, strict=True):
         assert np.allclose(numpy(found), numpy(variable), rtol=1e-5, atol=1e-6), variable.path
+
+
+def sparse(values, rows, dtype="float32"):
+    """A gradient of four rows in the sparse format of the backend; rows may repeat."""
+    values = np.array(values, dtype)
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        return tf.IndexedSlices(tf.constant(values), tf.constant(rows), tf.constant([4, 2]))
+    if BACKEND == "jax":
+        import jax
+        from jax.experimental.sparse import BCOO
+
+        return BCOO(tuple(map(jax.numpy.array, (values, np.array(rows)[:, None]))), shape=(4, 2))
+    import torch
+
+    return torch.sparse_coo_tensor([rows], torch.tensor(values), (4, 2), check_invariants=True)
+
+
+@pytest.mark.parametrize("rows", [[0, 2], [2, 2]], ids=["unique", "duplicates"])
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("make", [SGD, keras.optimizers.Adam])
+def test_sparse_gradients_step_as_with_the_bare_optimizer(make, compiled, rows):
+    if make is not SGD and (BACKEND == "torch" or (BACKEND == "jax" and compiled)):
+        pytest.skip("the bare optimizer raises")
+    values = np.array([[1.0, 2.0], [3.0, 4.0]])
+    ours, bare = (keras.Variable(np.ones((4, 2))) for _ in range(2))
+    make(0.5).apply([sparse(values, rows)], [bare])
+    optimizer = LossScaleOptimizer(make(0.5), initial_scale=4.0)
+    step = stepper(optimizer, [ours], compiled)
+    step([sparse(values * 4, rows)])
+    assert np.allclose(numpy(ours), numpy(bare))
+    assert not np.array_equal(numpy(ours)[2], [1.0, 1.0])
+    before = numpy(ours)
+    for bad in (np.inf, -np.inf, np.nan):
+        step([sparse([[1.0, bad], [1.0, 1.0]], rows)])
+    assert np.array_equal(numpy(ours), before)
+    assert float(optimizer.loss_scale) == 0.5
+    assert int(optimizer.iterations) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_sparse_gradients_are_unscaled_in_float32(dtype):
+    """2**30 is not a float16, nor is 2**-30."""
+    optimizer = LossScaleOptimizer(SGD(), initial_scale=2.0**30)
+    (grad,) = optimizer.get_unscaled_gradients([sparse([[2.0**15] * 2] * 2, [1, 3], dtype)])
+    assert keras.backend.standardize_dtype(grad.dtype) == dtype
+    if BACKEND == "tensorflow":
+        values = grad.values
+    else:
+        values = grad.data if BACKEND == "jax" else grad._values()
+    assert (numpy(values) == 2.0**-15).all()
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="of TensorFlow")

@@ -173,7 +173,7 @@ def policy_from(
 def with_initial_scale(policy: Rule, initial_scale: Any) -> Rule:
     """The policy with another scale to start from; ValueError or TypeError if it cannot have it."""
     field = "init_scale" if isinstance(policy, DynamicScale) else "scale"
-    return changed(policy, {"initial_scale": field}, initial_scale=initial_scale)
+    return changed(policy, {"initial_scale": field}, initial_scale=_on_host(initial_scale))
 
 
 def with_growth_steps(policy: Rule, dynamic_growth_steps: Any) -> Rule:
@@ -185,7 +185,14 @@ def with_growth_steps(policy: Rule, dynamic_growth_steps: Any) -> Rule:
             '"dynamic_growth_steps" must be None if "dynamic" is False, '
             f"but got: {dynamic_growth_steps!r}"
         )
+    dynamic_growth_steps = _on_host(dynamic_growth_steps)
     if isinstance(dynamic_growth_steps, float) and dynamic_growth_steps.is_integer():
         dynamic_growth_steps = int(dynamic_growth_steps)  # Keras accepts 2000.0, too
     fields = {"dynamic_growth_steps": "growth_interval"}
     return changed(policy, fields, dynamic_growth_steps=dynamic_growth_steps)
+
+
+def _on_host(value: Any) -> Any:
+    """The number in a scalar tensor, variable or array, which Keras accepts, too."""
+    is_scalar = getattr(value, "shape", None) == () and not isinstance(value, np.generic)
+    return float(value) if is_scalar else value

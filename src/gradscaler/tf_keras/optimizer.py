@@ -122,14 +122,18 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
         It warns, once, if the loss or the gradients did not go through this optimizer before.
 
         Args:
-            grads_and_vars: pairs of unscaled gradient and variable.
+            grads_and_vars: pairs of unscaled gradient and variable. Without any, as of a frozen
+                model, the call has no effect.
             args: further arguments of the inner optimizer's ``apply_gradients``.
             kwargs: the same, by name.
 
         Raises:
-            ValueError: there is no gradient, or the call is in a cross-replica context.
+            ValueError: all gradients are None, or the call is in a cross-replica context.
         """
-        result = super().apply_gradients(grads_and_vars, *args, **kwargs)
+        pairs = list(grads_and_vars)
+        if not pairs:
+            return None
+        result = super().apply_gradients(pairs, *args, **kwargs)
         self._loss_has_been_scaled = self._gradients_have_been_unscaled = True  # no more warnings
         return result
 

@@ -8,13 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+from jax.experimental.sparse import BCOO
 
 multiply, divide = keras.ops.multiply, keras.ops.divide
 
 
 def all_finite(gradients: list[Any]) -> Any:
     """Whether no gradient holds an Inf or a NaN."""
-    return jnp.all(jnp.array([jnp.all(jnp.isfinite(g)) for g in gradients if g is not None]))
+    values = [g.data if isinstance(g, BCOO) else g for g in gradients if g is not None]
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(value)) for value in values]))
 
 
 def build(optimizer: Any, variables: list[Any]) -> None:
