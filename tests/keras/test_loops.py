@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from keras_like import BACKEND, FINITE, OVERFLOW, numpy, stepper
 
+from gradscaler import CallOrderError
 from gradscaler.keras import LossScaleOptimizer
 
 SGD = keras.optimizers.SGD
@@ -166,6 +167,58 @@ class TestJax:
         assert len(traces) == 1
         assert scaled == [8 * 5, 16 * 1.25, 32 * 0.3125]
         assert float(optimizer.loss_scale) == 8.0  # nothing leaked into the object
+
+    @pytest.mark.parametrize("arguments", [{}, {"dynamic": False}], ids=str)
+    def test_a_step_of_pure_functions_follows_the_scale(self, arguments):
+        import jax
+
+        variable = keras.Variable([1.0, 2.0])
+        growth = {} if arguments else {"dynamic_growth_steps": 1}
+        optimizer = LossScaleOptimizer(SGD(0.25), initial_scale=8.0, **growth, **arguments)
+        optimizer.build([variable])
+
+        @jax.jit
+        def step(values, state):
+            def loss(values):
+                return optimizer.stateless_scale_loss((values[0] ** 2).sum(), state)
+
+            scaled, grads = jax.value_and_grad(loss)(values)
+            return scaled, *optimizer.stateless_apply(state, grads, values)
+
+        values, state = [variable.value], [v.value for v in optimizer.variables]
+        scaled = []
+        for _ in range(3):
+            loss, values, state = step(values, state)
+            scaled.append(float(loss))
+        assert scaled == [8 * 5, (8 if arguments else 16) * 1.25, (8 if arguments else 32) * 0.3125]
+        assert values[0].tolist() == [0.125, 0.25]
+        with pytest.raises(ValueError, match=r"of which there are 6, but holds 5"):
+            optimizer.stateless_scale_loss(1.0, state[1:])
+
+    @pytest.mark.parametrize("scaled_by", ["scale_loss", "get_scaled_loss"])
+    def test_a_scale_that_a_compiled_loss_would_keep_is_refused(self, scaled_by):
+        """Keras' own wrapper trains with gradients of 1, 0.5, 0.25, ... of their size."""
+        import jax
+
+        optimizer = LossScaleOptimizer(SGD(0.25))
+        scale = getattr(optimizer, scaled_by)
+
+        def loss(value):
+            return scale((value**2).sum())
+
+        value = jax.numpy.ones(2)
+        for traced in (jax.jit(loss), jax.jit(jax.grad(loss)), jax.grad(jax.jit(loss))):
+            with pytest.raises(CallOrderError, match=r"optimizer\.stateless_scale_loss"):
+                traced(value)
+        assert not optimizer._loss_has_been_scaled
+        assert jax.grad(loss)(value).tolist() == [2.0**16] * 2
+        assert jax.vmap(loss)(value).tolist() == [2.0**15] * 2
+
+    def test_a_scale_that_does_not_move_may_be_compiled(self):
+        import jax
+
+        optimizer = LossScaleOptimizer(SGD(), dynamic=False, initial_scale=8.0)
+        assert float(jax.jit(optimizer.scale_loss)(2.0)) == 16.0
 
     def test_it_steps_outside_a_scope(self, variables):
         """Keras' wrapper leaks tracers there."""

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import keras
 from jax.experimental.sparse import BCOO
 
+from gradscaler.errors import CallOrderError
+
 multiply, divide = keras.ops.multiply, keras.ops.divide
 
 
@@ -17,6 +19,18 @@ def all_finite(gradients: list[Any]) -> Any:
     """Whether no gradient holds an Inf or a NaN."""
     values = [g.data if isinstance(g, BCOO) else g for g in gradients if g is not None]
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(value)) for value in values]))
+
+
+def check_compiled(scale: Any) -> None:
+    """What JAX traces reads a variable once, unless a stateless scope has its value."""
+    is_compiled = isinstance(jnp.zeros(()) + 0, jax.core.Tracer)  # not so if it differentiates
+    if is_compiled and not isinstance(scale.value, jax.core.Tracer):
+        raise CallOrderError(
+            "the loss is scaled in a function that JAX compiles, which would keep the loss scale "
+            "of now while the optimizer's moves: pass the scale as an argument of the function, by "
+            "optimizer.stateless_scale_loss(loss, optimizer_variables), or by a "
+            "keras.StatelessScope that holds optimizer.variables"
+        )
 
 
 def build(optimizer: Any, variables: list[Any]) -> None:

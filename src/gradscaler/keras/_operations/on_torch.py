@@ -111,6 +111,10 @@ def gradients(
     return list(torch.autograd.grad(scaled_loss, values, allow_unused=True)), found
 
 
+def check_compiled(scale: Any) -> None:
+    """Compiled code reads the variable in each step."""
+
+
 def build(optimizer: Any, variables: list[Any]) -> None:
     """Split what the optimizer keeps for a variable, such as a momentum, as the variable is."""
     add_variable = optimizer.add_variable_from_reference
