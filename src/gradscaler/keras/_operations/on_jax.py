@@ -43,6 +43,11 @@ def apply_if_finite(
 ) -> None:
     """Branch on the host where the flag is known, and in XLA where it is traced."""
     finite = all_finite(gradients)
+    if not isinstance(finite, jax.core.Tracer):
+        if finite:
+            apply(gradients, variables)
+        optimizer._move_scale(~finite)
+        return
     changing = [*optimizer._trainable_variables, *optimizer.variables]
     before = [variable.value for variable in changing]
 
@@ -52,10 +57,7 @@ def apply_if_finite(
             apply(gradients, variables)
         return [scope.get_current_value(variable) for variable in changing]
 
-    if isinstance(finite, jax.core.Tracer):
-        after = jax.lax.cond(finite, applied, lambda: before)
-    else:
-        after = applied() if finite else before
+    after = jax.lax.cond(finite, applied, lambda: before)
     for variable, value in zip(changing, after, strict=True):
         variable.assign(value)
     optimizer._move_scale(~finite)
