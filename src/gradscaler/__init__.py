@@ -10,7 +10,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from gradscaler._frameworks import FRAMEWORKS
-from gradscaler.errors import CallOrderError, ParameterError, ScaleMismatchError
+from gradscaler.errors import (
+    CallOrderError,
+    ParameterError,
+    ParameterTypeError,
+    ScaleMismatchError,
+)
 from gradscaler.outcome import NonfiniteGradient, StepOutcome
 from gradscaler.policies import DynamicScale, FixedScale, Policy, ScaleState
 
@@ -21,6 +26,7 @@ __all__ = [
     "FixedScale",
     "NonfiniteGradient",
     "ParameterError",
+    "ParameterTypeError",
     "Policy",
     "ScaleMismatchError",
     "ScaleState",

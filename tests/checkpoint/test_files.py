@@ -310,12 +310,17 @@ def test_the_error_for_an_unknown_dtype_names_it(value, dtype, tmp_path, check_r
 def test_torch_s_scaler_loads_any_format_with_its_bounds():
     scaler = GradScaler()
     scaler.load_state_dict(
-        {"dynamic_scale": 2.0, "step_counter": 3, "initial_scale": 8.0, "dynamic_growth_steps": 5}
+        {
+            "current_loss_scale": 2.0,
+            "good_steps": 3,
+            "initial_scale": 8.0,
+            "dynamic_growth_steps": 5,
+        }
     )
     state = scaler.get_scale(), scaler._growth_tracker, scaler.get_growth_interval()
     assert state == (2.0, None, 5)
     scales = list(scales_of(scaler, (1.0, 1.0, *[math.inf] * 4)))
-    assert scales == [2.0, 4.0, 2.0, 1.0, 1.0, 1.0]  # Keras' floor
+    assert scales == [2.0, 4.0, 2.0, 1.0, 1.0, 1.0]  # Keras 2's floor
 
 
 def test_a_bad_state_dict_changes_nothing():

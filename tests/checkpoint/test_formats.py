@@ -67,7 +67,7 @@ SAVED = {
         "minimum_scale": 2.0**-126,
     },
 }
-FLOOR_OF_ONE = ("keras", "tf_keras", "mindspore")
+FLOOR_OF_ONE = ("tf_keras", "mindspore")
 OWN_FLOOR = ("jmp", "flax")
 # What each framework's own scaler holds when it is made with its defaults.
 TORCH_DEFAULT = {**TORCH, "scale": 65536.0, "growth_interval": 2000, "_growth_tracker": 0}
@@ -111,7 +111,7 @@ DEFAULTS = {
         "minimum_scale": np.finfo(np.float32).tiny,
     },
 }  # fmt: skip
-PRESETS = {name: getattr(DynamicScale, name.removeprefix("tf_"))() for name in FORMATS}
+PRESETS = {name: getattr(DynamicScale, name)() for name in FORMATS}
 STATIC = {
     "torch": {**TORCH, "growth_factor": 1.0, "backoff_factor": 1.0},
     "paddle": {**SAVED["paddle"], "use_dynamic_loss_scaling": False},
@@ -214,10 +214,11 @@ LOST = [
     ),
     (DynamicScale(max_scale=2.0**20), "torch", "a ceiling of 1048576.0 (torch's scaler has none)"),
     (DynamicScale(min_scale=16.0), "torch", "a floor of 16.0 (torch's scaler has no floor)"),
+    (DynamicScale(min_scale=16.0), "keras", "a floor of 16.0 (keras's scaler has no floor)"),
     (
         DynamicScale.jmp(min_loss_scale=2.0),
-        "keras",
-        "a floor of 2.0 (keras's scaler has a floor of 1.0)",
+        "tf_keras",
+        "a floor of 2.0 (tf_keras's scaler has a floor of 1.0)",
     ),
     (DynamicScale(growth_factor=4.0), "keras", "a growth factor of 4.0 (keras's scaler has 2.0)"),
     (DynamicScale(growth_factor=4.0), "jmp", "a backoff factor of 0.5 (jmp's scaler has 0.25)"),
@@ -405,7 +406,11 @@ def test_paddle_s_format_holds_its_whole_rule_and_state(policy, counts):
             TypeError,
             "use_dynamic_loss_scaling must be a bool",
         ),
-        ({**SAVED["keras"], "dynamic_scale": 0.5}, ValueError, "dynamic_scale must lie"),
+        (
+            {**SAVED["tf_keras"], "current_loss_scale": 0.5},
+            ValueError,
+            "current_loss_scale must lie",
+        ),
         (
             {**SAVED["mindspore"], "last_overflow_iterator_step": 8},
             ValueError,

@@ -95,9 +95,7 @@ def native(policy):
 PRESET = DynamicScale.keras(SCALE, INTERVAL)
 DIFFERS = {
     "interval lowered": rules.FREEZES,
-    "overflow at every scale": "no floor",
-    "scale set by hand": "no floor",
-    "everything": "no floor",
+    "overflow at every scale": rules.SINKS,
     "towards the largest": rules.TO_INF,
 }
 RULE = rules.keras if BACKEND == "torch" else rules.keras_by_xla

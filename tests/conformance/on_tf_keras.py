@@ -76,7 +76,7 @@ def native(family, policy):
     )
 
 
-PRESET = DynamicScale.keras(SCALE, INTERVAL)
+PRESET = DynamicScale.tf_keras(SCALE, INTERVAL)
 WAYS = [
     (f"{name}, {way}", family, compiled)
     for name, family in FAMILIES.items()

@@ -56,8 +56,8 @@ def test_the_scale_is_what_the_policy_makes_of_the_trace(policy, trace):
             "xoxxxx",
             [8.0, 8.0, 8.0, 4.0, 4.0, 2.0],
         ),
-        # Keras's stops at one.
-        (DynamicScale.keras(initial_scale=2.0), "xxx", [1.0] * 3),
+        # Keras 2's stops at one.
+        (DynamicScale.tf_keras(initial_scale=2.0), "xxx", [1.0] * 3),
         (DynamicScale(init_scale=8.0, min_scale=4.0), "xxx", [4.0] * 3),
         # Growth that would pass the maximum is not made.
         (DynamicScale(init_scale=4.0, growth_interval=1, max_scale=12.0), "ooo", [8.0] * 3),

@@ -11,8 +11,8 @@ SGD = keras.optimizers.SGD
 ONE = keras.ops.ones(())
 
 
-def test_it_is_the_only_public_name():
-    assert gradscaler.keras.__all__ == ["LossScaleOptimizer"]
+def test_the_public_names():
+    assert gradscaler.keras.__all__ == ["LossScaleOptimizer", "load_model"]
     assert LossScaleOptimizer(SGD()).name.startswith("loss_scale_optimizer")
 
 

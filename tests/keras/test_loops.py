@@ -3,8 +3,9 @@
 import keras
 import numpy as np
 import pytest
-from keras_like import BACKEND, FINITE, OVERFLOW, numpy
+from keras_like import BACKEND, FINITE, OVERFLOW, numpy, stepper
 
+from gradscaler import CallOrderError
 from gradscaler.keras import LossScaleOptimizer
 
 SGD = keras.optimizers.SGD
@@ -41,6 +42,58 @@ def test_minimize_updates_all_that_the_loss_changes():
     assert len(ours.non_trainable_variables) == 3
     for found, variable in zip(ours.variables, expected.variables, strict=True):
         assert np.allclose(numpy(found), numpy(variable), rtol=1e-5, atol=1e-6), variable.path
+
+
+def sparse(values, rows, dtype="float32"):
+    """A gradient of four rows in the sparse format of the backend; rows may repeat."""
+    values = np.array(values, dtype)
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        return tf.IndexedSlices(tf.constant(values), tf.constant(rows), tf.constant([4, 2]))
+    if BACKEND == "jax":
+        import jax
+        from jax.experimental.sparse import BCOO
+
+        return BCOO(tuple(map(jax.numpy.array, (values, np.array(rows)[:, None]))), shape=(4, 2))
+    import torch
+
+    return torch.sparse_coo_tensor([rows], torch.tensor(values), (4, 2), check_invariants=True)
+
+
+@pytest.mark.parametrize("rows", [[0, 2], [2, 2]], ids=["unique", "duplicates"])
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("make", [SGD, keras.optimizers.Adam])
+def test_sparse_gradients_step_as_with_the_bare_optimizer(make, compiled, rows):
+    if make is not SGD and (BACKEND == "torch" or (BACKEND == "jax" and compiled)):
+        pytest.skip("the bare optimizer raises")
+    values = np.array([[1.0, 2.0], [3.0, 4.0]])
+    ours, bare = (keras.Variable(np.ones((4, 2))) for _ in range(2))
+    make(0.5).apply([sparse(values, rows)], [bare])
+    optimizer = LossScaleOptimizer(make(0.5), initial_scale=4.0)
+    step = stepper(optimizer, [ours], compiled)
+    step([sparse(values * 4, rows)])
+    assert np.allclose(numpy(ours), numpy(bare))
+    assert not np.array_equal(numpy(ours)[2], [1.0, 1.0])
+    before = numpy(ours)
+    for bad in (np.inf, -np.inf, np.nan):
+        step([sparse([[1.0, bad], [1.0, 1.0]], rows)])
+    assert np.array_equal(numpy(ours), before)
+    assert float(optimizer.loss_scale) == 0.5
+    assert int(optimizer.iterations) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_sparse_gradients_are_unscaled_in_float32(dtype):
+    """2**30 is not a float16, nor is 2**-30."""
+    optimizer = LossScaleOptimizer(SGD(), initial_scale=2.0**30)
+    (grad,) = optimizer.get_unscaled_gradients([sparse([[2.0**15] * 2] * 2, [1, 3], dtype)])
+    assert keras.backend.standardize_dtype(grad.dtype) == dtype
+    if BACKEND == "tensorflow":
+        values = grad.values
+    else:
+        values = grad.data if BACKEND == "jax" else grad._values()
+    assert (numpy(values) == 2.0**-15).all()
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="of TensorFlow")
@@ -114,6 +167,58 @@ class TestJax:
         assert len(traces) == 1
         assert scaled == [8 * 5, 16 * 1.25, 32 * 0.3125]
         assert float(optimizer.loss_scale) == 8.0  # nothing leaked into the object
+
+    @pytest.mark.parametrize("arguments", [{}, {"dynamic": False}], ids=str)
+    def test_a_step_of_pure_functions_follows_the_scale(self, arguments):
+        import jax
+
+        variable = keras.Variable([1.0, 2.0])
+        growth = {} if arguments else {"dynamic_growth_steps": 1}
+        optimizer = LossScaleOptimizer(SGD(0.25), initial_scale=8.0, **growth, **arguments)
+        optimizer.build([variable])
+
+        @jax.jit
+        def step(values, state):
+            def loss(values):
+                return optimizer.stateless_scale_loss((values[0] ** 2).sum(), state)
+
+            scaled, grads = jax.value_and_grad(loss)(values)
+            return scaled, *optimizer.stateless_apply(state, grads, values)
+
+        values, state = [variable.value], [v.value for v in optimizer.variables]
+        scaled = []
+        for _ in range(3):
+            loss, values, state = step(values, state)
+            scaled.append(float(loss))
+        assert scaled == [8 * 5, (8 if arguments else 16) * 1.25, (8 if arguments else 32) * 0.3125]
+        assert values[0].tolist() == [0.125, 0.25]
+        with pytest.raises(ValueError, match=r"of which there are 6, but holds 5"):
+            optimizer.stateless_scale_loss(1.0, state[1:])
+
+    @pytest.mark.parametrize("scaled_by", ["scale_loss", "get_scaled_loss"])
+    def test_a_scale_that_a_compiled_loss_would_keep_is_refused(self, scaled_by):
+        """Keras' own wrapper trains with gradients of 1, 0.5, 0.25, ... of their size."""
+        import jax
+
+        optimizer = LossScaleOptimizer(SGD(0.25))
+        scale = getattr(optimizer, scaled_by)
+
+        def loss(value):
+            return scale((value**2).sum())
+
+        value = jax.numpy.ones(2)
+        for traced in (jax.jit(loss), jax.jit(jax.grad(loss)), jax.grad(jax.jit(loss))):
+            with pytest.raises(CallOrderError, match=r"optimizer\.stateless_scale_loss"):
+                traced(value)
+        assert not optimizer._loss_has_been_scaled
+        assert jax.grad(loss)(value).tolist() == [2.0**16] * 2
+        assert jax.vmap(loss)(value).tolist() == [2.0**15] * 2
+
+    def test_a_scale_that_does_not_move_may_be_compiled(self):
+        import jax
+
+        optimizer = LossScaleOptimizer(SGD(), dynamic=False, initial_scale=8.0)
+        assert float(jax.jit(optimizer.scale_loss)(2.0)) == 16.0
 
     def test_it_steps_outside_a_scope(self, variables):
         """Keras' wrapper leaks tracers there."""

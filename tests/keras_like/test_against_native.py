@@ -80,11 +80,9 @@ def test_every_step_leaves_the_same_bits(inner, family, compiled):
 @given(
     pattern=st.lists(st.sampled_from([None, None, *BAD]), min_size=1, max_size=8),
     growth_steps=st.integers(1, 4),
-    scale=st.sampled_from([3.0, 2.0**15, 1000.0, *([] if KERAS_3 else [1.0, 2.0**126])]),
+    scale=st.sampled_from([1.0, 3.0, 2.0**15, 1000.0, *([2.0**-60] if KERAS_3 else [2.0**126])]),
 )
 def test_any_run_of_steps_leaves_the_same_bits(family, pattern, growth_steps, scale):
-    if KERAS_3 and scale / 2 ** len(pattern) < 1:  # Keras 3's wrapper has no bounds
-        scale = 2.0**20
     scales_of_both(
         lambda: family.Adam(0.01),
         [gradients(bad, seed) for seed, bad in enumerate(pattern)],

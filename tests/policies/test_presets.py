@@ -5,6 +5,7 @@ its own counters, and blind to gradscaler's.
 """
 
 import dataclasses
+import functools
 import inspect
 import math
 
@@ -31,7 +32,8 @@ RULES = {
     },
     "tensorplay": {},
     "paddle": {"init_scale": 32768.0, "growth_interval": 1000, "hysteresis": 2},
-    "keras": {"init_scale": 32768.0, "min_scale": 1.0},
+    "keras": {"init_scale": 32768.0},
+    "tf_keras": {"init_scale": 32768.0, "min_scale": 1.0},
     "mindspore": {"init_scale": 16777216.0, "min_scale": 1.0},
     "flax": {"growth_interval": 2001},
     "jmp": {"init_scale": 32768.0, "min_scale": 1.0},
@@ -65,6 +67,7 @@ BAD_PARAMETERS = {
         "decr_every_n_nan_or_inf": 0,
     },
     "keras": {"initial_scale": -1.0, "dynamic_growth_steps": 0},
+    "tf_keras": {"initial_scale": -1.0, "dynamic_growth_steps": 0},
     "mindspore": {"init_loss_scale": -1.0, "scale_factor": 1.0, "scale_window": 0},
     "flax": {**RULE, "scale": -1.0, "minimum_scale": 0.0},
     "jmp": {"loss_scale": -1.0, "period": 0, "factor": 1.0, "min_loss_scale": 0.0},
@@ -227,11 +230,11 @@ def paddles_rule(init, every_n_steps, every_n_nan_or_inf, trace):
 # Keras.
 
 
-def keras_rule(init, growth_steps, trace):
+def keras_rule(init, growth_steps, trace, floor=0.0):
     scale, counter, visited = init, 0, []
     for step in trace:
         if step == "x":
-            scale, counter = max(scale / 2, 1.0), 0
+            scale, counter = max(scale / 2, floor), 0
         elif counter + 1 >= growth_steps:
             scale, counter = scale * 2, 0
         else:
@@ -375,6 +378,12 @@ FOLLOWED = {
         SIXTY,
     ),
     "keras": (DynamicScale.keras, keras_rule, (powers_of_two, intervals), traces),
+    "tf_keras": (
+        DynamicScale.tf_keras,
+        functools.partial(keras_rule, floor=1.0),
+        (powers_of_two, intervals),
+        traces,
+    ),
     "mindspore": (
         DynamicScale.mindspore,
         mindspores_rule,
@@ -419,9 +428,13 @@ ENDS = {
     "paddle doubles at the 1000th finite step": (
         DynamicScale.paddle(), "." * 1000, [32768.0, 65536.0]
     ),
-    "keras never halves below 1": (DynamicScale.keras(4.0), "xxxx", [2.0, 1.0, 1.0, 1.0]),
-    "keras' floor holds for a scale that is not a power of two": (
-        DynamicScale.keras(3.0), "xx", [1.5, 1.0]
+    "keras halves below 1": (DynamicScale.keras(2.0), "xxxx", [1.0, 0.5, 0.25, 0.125]),
+    "keras' scale stays a normal float32": (
+        DynamicScale.keras(2.0**-125), "xxx", [2.0**-126] * 3
+    ),
+    "tf_keras never halves below 1": (DynamicScale.tf_keras(4.0), "xxxx", [2.0, 1.0, 1.0, 1.0]),
+    "tf_keras' floor holds for a scale that is not a power of two": (
+        DynamicScale.tf_keras(3.0), "xx", [1.5, 1.0]
     ),
     "mindspore never falls below 1": (DynamicScale.mindspore(), "x" * 30, [1.0] * 7),
     "the example of mindspore.amp.DynamicLossScaler": (

@@ -52,6 +52,22 @@ def test_minimize_does_not_warn(family, monkeypatch):
     LossScaleOptimizer(family.SGD()).minimize(lambda: variable**2, [variable])
 
 
+@pytest.mark.parametrize("arguments", [{}, {"dynamic": False}], ids=str)
+def test_a_model_without_trainable_weights_is_not_a_step(family, arguments):
+    """tf-keras counts one of the legacy family as finite, and refuses one of the new family."""
+    model = tf_keras.Sequential([tf_keras.Input((2,)), tf_keras.layers.Dense(1)])
+    model.trainable = False
+    optimizer = LossScaleOptimizer(family.SGD(), initial_scale=8.0, **arguments)
+    assert optimizer.apply_gradients(iter([])) is None
+    assert optimizer.minimize(lambda: tf.constant(1.0), []) is None
+    model.compile(optimizer, "mse")
+    before = model.get_weights()
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), batch_size=2, verbose=0)
+    assert all(map(np.array_equal, model.get_weights(), before))
+    assert (float(optimizer.loss_scale), int(optimizer.iterations)) == (8.0, 0)
+    assert optimizer.dynamic_counter is None or int(optimizer.dynamic_counter) == 0
+
+
 def test_a_config_of_tf_2_3_is_understood():
     config = {
         "optimizer": {"class_name": "SGD", "config": {"learning_rate": 2.0, "name": "SGD"}},

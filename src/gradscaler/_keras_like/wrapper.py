@@ -57,6 +57,7 @@ class Wrapper:
     """Mixin of a ``LossScaleOptimizer``: its policy, and attributes of the inner optimizer."""
 
     _inner_name = "inner_optimizer"
+    _preset: Callable[..., DynamicScale]
     _policy: Rule
     _scaled: Callable[[Tensor], Tensor]
 
@@ -92,7 +93,7 @@ class Wrapper:
         """The arguments that make the policy, as JSON can hold them."""
         fields = dataclasses.asdict(self._policy)
         changeable = {name: fields.get(name) for name in ("init_scale", "growth_interval")}
-        if self.dynamic and fields != {**dataclasses.asdict(DynamicScale.keras()), **changeable}:
+        if self.dynamic and fields != {**dataclasses.asdict(self._preset()), **changeable}:
             return {"policy": fields}
         return {
             "dynamic": self.dynamic,
@@ -130,9 +131,16 @@ class Wrapper:
 
 
 def policy_from(
-    dynamic: object, initial_scale: object, dynamic_growth_steps: object, policy: Rule | None
+    preset: Callable[..., DynamicScale],
+    dynamic: object,
+    initial_scale: object,
+    dynamic_growth_steps: object,
+    policy: Rule | None,
 ) -> Rule:
-    """The policy that a constructor's arguments ask for; TypeError or ValueError if they cannot."""
+    """The policy that a constructor's arguments ask for; TypeError or ValueError if they cannot.
+
+    ``preset`` makes the policy that the framework has by default.
+    """
     if not isinstance(dynamic, bool | np.bool_):
         raise TypeError(
             '"dynamic" argument to LossScaleOptimizer.__init__ must be a bool, '
@@ -148,7 +156,7 @@ def policy_from(
         )
         check_policy(policy, Rule)
         return policy
-    rule: Rule = DynamicScale.keras() if dynamic else FixedScale(1.0)
+    rule: Rule = preset() if dynamic else FixedScale(1.0)
     if initial_scale is not None:
         rule = with_initial_scale(rule, initial_scale)
     elif not dynamic:
@@ -165,7 +173,7 @@ def policy_from(
 def with_initial_scale(policy: Rule, initial_scale: Any) -> Rule:
     """The policy with another scale to start from; ValueError or TypeError if it cannot have it."""
     field = "init_scale" if isinstance(policy, DynamicScale) else "scale"
-    return changed(policy, {"initial_scale": field}, initial_scale=initial_scale)
+    return changed(policy, {"initial_scale": field}, initial_scale=_on_host(initial_scale))
 
 
 def with_growth_steps(policy: Rule, dynamic_growth_steps: Any) -> Rule:
@@ -177,7 +185,14 @@ def with_growth_steps(policy: Rule, dynamic_growth_steps: Any) -> Rule:
             '"dynamic_growth_steps" must be None if "dynamic" is False, '
             f"but got: {dynamic_growth_steps!r}"
         )
+    dynamic_growth_steps = _on_host(dynamic_growth_steps)
     if isinstance(dynamic_growth_steps, float) and dynamic_growth_steps.is_integer():
         dynamic_growth_steps = int(dynamic_growth_steps)  # Keras accepts 2000.0, too
     fields = {"dynamic_growth_steps": "growth_interval"}
     return changed(policy, fields, dynamic_growth_steps=dynamic_growth_steps)
+
+
+def _on_host(value: Any) -> Any:
+    """The number in a scalar tensor, variable or array, which Keras accepts, too."""
+    is_scalar = getattr(value, "shape", None) == () and not isinstance(value, np.generic)
+    return float(value) if is_scalar else value

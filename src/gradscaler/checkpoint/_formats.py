@@ -111,7 +111,7 @@ def write_paddle(policy: Rule, state: ScaleState) -> tuple[Any, ...]:
     return scale, *rule, int(state.finite_steps), int(state.nonfinite_steps), dynamic is policy
 
 
-# Keras 3, and Keras 2 with other names. Both have a floor of 1, and a config that may say that the
+# Keras 3, and Keras 2 with other names and a floor of 1. Both have a config that may say that the
 # scale does not move: Keras 2 then saves nothing else, gradscaler's scaler for Keras 3 does.
 
 _KERAS = ("dynamic_scale", "step_counter", "initial_scale", "dynamic_growth_steps")
@@ -119,27 +119,35 @@ _TF_KERAS = ("current_loss_scale", "good_steps", *_KERAS[2:])
 
 
 def _read_keras(
-    values: Values, keys: tuple[str, ...] = _KERAS, nonfinite: str = "nonfinite_counter"
+    values: Values,
+    keys: tuple[str, ...] = _KERAS,
+    nonfinite: str = "nonfinite_counter",
+    preset: Callable[..., DynamicScale] = DynamicScale.keras,
 ) -> tuple[Rule, ScaleState]:
     scale, count, *parameters = keys
     _no_hysteresis(values, nonfinite)
     state = _state(values, _checks.loss_scale(scale, values[scale]), count)
     if keys is _KERAS and not _flag("dynamic", values.get("dynamic", True)):
         return FixedScale(float(state.scale)), state
-    policy = DynamicScale.keras(*(values[key] for key in parameters))
-    _checks.loss_scale(scale, float(state.scale), lowest=1.0)
+    policy = preset(*(values[key] for key in parameters))
+    _checks.loss_scale(scale, float(state.scale), lowest=policy.min_scale)
     return policy, state
 
 
 def _write_keras(
-    policy: DynamicScale, state: ScaleState, integer: type[np.integer[Any]] = np.int32
+    policy: DynamicScale,
+    state: ScaleState,
+    integer: type[np.integer[Any]] = np.int32,
+    floor: float = _checks.SMALLEST_SCALE,
 ) -> tuple[Any, ...]:
-    init_scale = max(policy.init_scale, 1.0)  # the floor
+    init_scale = max(policy.init_scale, floor)
     return np.float32(state.scale), integer(state.finite_steps), init_scale, policy.growth_interval
 
 
-_read_tf_keras = partial(_read_keras, keys=_TF_KERAS, nonfinite="bad_steps")
-_write_tf_keras = partial(_write_keras, integer=np.int64)
+_read_tf_keras = partial(
+    _read_keras, keys=_TF_KERAS, nonfinite="bad_steps", preset=DynamicScale.tf_keras
+)
+_write_tf_keras = partial(_write_keras, integer=np.int64, floor=1.0)
 
 
 def _write_fixed_keras(policy: FixedScale, state: ScaleState) -> tuple[Any, ...]:

@@ -7,8 +7,7 @@ from typing import Any
 from gradscaler.checkpoint._formats import FORMATS
 from gradscaler.policies import DynamicScale, FixedScale, Rule, _checks
 
-# Keras 2 and Keras 3 share a preset.
-_DEFAULTS = {name: getattr(DynamicScale, name.removeprefix("tf_"))() for name in FORMATS}
+_DEFAULTS = {name: getattr(DynamicScale, name)() for name in FORMATS}
 _RESETS = {
     "finite_step": "",
     "finite_step_only": " that backing off does not reset",

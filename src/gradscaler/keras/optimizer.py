@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from gradscaler._keras_like import wrapper
 from gradscaler._keras_like.wrapper import OPTIONS, Wrapper
 from gradscaler.keras._operations import on_backend
-from gradscaler.policies import Rule
+from gradscaler.policies import DynamicScale, Rule
 
 Tensor = Any
 Variable = Any
@@ -33,14 +34,14 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
     """Loss scaling for Keras 3, with the API of Keras 2: wraps any optimizer, on any backend.
 
     A drop-in for ``keras.optimizers.LossScaleOptimizer``, also in ``model.compile`` and
-    ``model.fit``. It adds a scale that does not move (``dynamic=False``), one that stays between 1
-    and the largest float32, Keras 2's methods and properties, and JAX outside ``stateless_apply``.
+    ``model.fit``. It adds a scale that does not move (``dynamic=False``), one that stays within the
+    normal float32 numbers, Keras 2's methods and properties, and JAX outside ``stateless_apply``.
 
     With a loss scale ``s``, ``minimize`` and ``apply_gradients`` do::
 
         g = gradients of (s * loss) / s
         finite:      inner_optimizer.apply(g);  after dynamic_growth_steps in a row: s = 2 * s
-        non-finite:  nothing is applied;  s = max(s / 2, 1)
+        non-finite:  nothing is applied;  s = max(s / 2, 2**-126)
 
     Args:
         inner_optimizer: the optimizer to wrap. Its ``loss_scale_factor`` is set to None.
@@ -51,7 +52,8 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
             if not ``dynamic``.
         policy: the whole rule, in place of the three arguments before: a
             :class:`gradscaler.DynamicScale`, with any factors, bounds and hysteresis, or a
-            :class:`gradscaler.FixedScale`.
+            :class:`gradscaler.FixedScale`. ``DynamicScale.tf_keras()`` is Keras 2's rule, with its
+            floor of 1.
         name: the optimizer's name.
         kwargs: other optimizers' arguments at their defaults, which Keras accepts in order to load
             old models.
@@ -76,6 +78,8 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
     (0.5, 32768.0, 1)
     """
 
+    _preset = DynamicScale.keras
+
     def __init__(
         self,
         inner_optimizer: keras.optimizers.Optimizer,
@@ -99,7 +103,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
             )
         # Bypass setattr, which needs the base's constructor; that in turn sets the policy's fields.
         self.__dict__["_policy"] = wrapper.policy_from(
-            dynamic, initial_scale, dynamic_growth_steps, policy
+            self._preset, dynamic, initial_scale, dynamic_growth_steps, policy
         )
         super().__init__(
             inner_optimizer, self.initial_scale, self.dynamic_growth_steps, name=name, **kwargs
@@ -164,13 +168,40 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
     """The inner optimizer's learning rate, by its name in Keras 2."""
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss times the scale, in float32 at least; ``apply`` then divides the gradients."""
+        """The loss times the scale, in float32 at least; ``apply`` then divides the gradients.
+
+        Raises:
+            CallOrderError: JAX compiles the call outside of a ``keras.StatelessScope`` that holds
+                the scale, which would make the scale of now a constant.
+        """
         self._next_step_unscales = True
         return self._scaled(loss)
 
     def _scaled(self, loss: Tensor) -> Tensor:
+        if self.dynamic:
+            on_backend.check_compiled(self.dynamic_scale)
         self._loss_has_been_scaled = True
         return on_backend.multiply(loss, self._scale)
+
+    def stateless_scale_loss(self, loss: Tensor, optimizer_variables: Iterable[Tensor]) -> Tensor:
+        """``scale_loss`` as a pure function, for compiled steps with ``stateless_apply``.
+
+        Args:
+            loss: the loss.
+            optimizer_variables: the values of ``variables``, which hold the scale.
+
+        Raises:
+            ValueError: there are fewer or more values than ``variables``.
+        """
+        values = list(optimizer_variables)
+        if len(values) != len(self.variables):
+            raise ValueError(
+                f"optimizer_variables must hold the values of optimizer.variables, of which there "
+                f"are {len(self.variables)}, but holds {len(values)}. Call optimizer.build(...) "
+                "first, and pass what stateless_apply() takes and returns"
+            )
+        with keras.StatelessScope(state_mapping=list(zip(self.variables, values, strict=True))):
+            return self.scale_loss(loss)
 
     def get_unscaled_gradients(self, grads: Iterable[Tensor | None]) -> list[Tensor | None]:
         """The gradients divided by the scale, each in its own dtype and kind; None stays None.
@@ -312,12 +343,69 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         """Create the inner optimizer's variables for the variables that it will step."""
         if self.built:
             return
-        on_backend.build(self.inner_optimizer, variables)
+        self._build_inner_optimizer(variables)
         off = {"use_ema": False, "gradient_accumulation_steps": None}
         self.__dict__.update(off)  # or the base would average and accumulate a second time
         keras.optimizers.Optimizer.build(self, variables)
         for option in off:
             del self.__dict__[option]
+
+    def _build_inner_optimizer(self, variables: list[Variable]) -> None:
+        """Build it, and note which variables Keras' own wrapper does not track.
+
+        That builds it with the tracking of attributes turned off, so that it has only those
+        variables that the inner optimizer adds by name.
+        """
+        inner = self.inner_optimizer
+        added, track = inner.variables, inner._track_variable
+
+        def track_and_note(variable: Variable) -> None:
+            added.append(variable)
+            track(variable)
+
+        inner.__dict__["_track_variable"] = track_and_note
+        try:
+            on_backend.build(inner, variables)
+        finally:
+            del inner.__dict__["_track_variable"]
+        untracked = [v for v in inner.variables if not _holds(added, v)]
+        self.__dict__["_untracked_by_keras"] = untracked  # past the tracking of this optimizer
+
+    def _saved_variables(self) -> list[Variable]:
+        """The variables in a file, which are those of Keras' own wrapper and any hysteresis count.
+
+        Variables of the inner optimizer that are not among them are saved with it alone.
+        """
+        untracked = vars(self).get("_untracked_by_keras", ())
+        return [v for v in self.variables if not _holds(untracked, v)]
+
+    def save_own_variables(self, store: Any) -> None:
+        """Put the variables that Keras' own wrapper has, too, into a store, in its order."""
+        for index, variable in enumerate(self._saved_variables()):
+            store[str(index)] = variable.numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Set the variables from a store, which may be one of Keras' own wrapper.
+
+        If it holds other variables, as of another inner optimizer, only the scale and the counter
+        are set. A warning says so.
+        """
+        values = [np.asarray(store[str(index)]) for index in range(len(store.keys()))]
+        saved, count = self._saved_variables(), vars(self).get("nonfinite_counter")
+        for variables in (saved, [v for v in saved if v is not count], self.variables):
+            if [tuple(v.shape) for v in variables] == [tuple(value.shape) for value in values]:
+                for variable, value in zip(variables, values, strict=True):
+                    variable.assign(value)
+                return
+        found = f"the file has {len(values)} variables, of other shapes than the {len(saved)} here"
+        # The first four of any wrapper, whose own learning rate is 0.
+        if len(values) > 3 and all(value.shape == () for value in values[:4]) and values[1] == 0:
+            self.step_counter.assign(values[2])
+            self.dynamic_scale.assign(values[3])
+            found += ": loaded the loss scale and its counter, and skipped the inner optimizer's"
+        else:
+            found += ": skipped all of them"
+        warnings.warn(f"optimizer {self.name!r}: {found}", stacklevel=2)
 
     def set_weights(self, weights: list[Any]) -> None:
         """Set the values of ``variables``, in their order, until either list ends.
@@ -358,6 +446,11 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
             del config["dynamic"]
         inner_optimizer = keras.saving.serialize_keras_object(self.inner_optimizer)
         return {"name": self.name, "inner_optimizer": inner_optimizer, **config}
+
+
+def _holds(variables: Iterable[Variable], variable: Variable) -> bool:
+    """Whether a variable is among these; ``in`` would compare values."""
+    return any(variable is each for each in variables)
 
 
 def _flat(var_list: Any) -> list[Variable]:

@@ -475,9 +475,9 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     # How Paddle does what the engine asks for.
 
-    def _placed_state(self, caller: str) -> ScaleState:
+    def _placed_state(self, caller: str, optimizer: Any = None) -> ScaleState:
         """The state that the gradients were made with; for ``update``, the one in force."""
-        state = super()._placed_state(caller)
+        state = super()._placed_state(caller, optimizer)
         if self._scaled_by is None or caller == "update":
             return state
         return state._replace(scale=self._scaled_by)

@@ -8,7 +8,7 @@ from numbers import Integral, Real
 
 import numpy as np
 
-from gradscaler.errors import ParameterError
+from gradscaler.errors import ParameterError, ParameterTypeError
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal float32: the least scale whose reciprocal is finite and not flushed to 0."""
@@ -20,9 +20,9 @@ LONGEST_COUNT = 2**31 - 1
 
 
 def number(name: str, value: object) -> float:
-    """``value`` as a Python float; TypeError unless it is a real number, bool excluded."""
+    """``value`` as a Python float; an error unless it is a real number, bool excluded."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
+        raise ParameterTypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
     try:
         return float(value)
     except OverflowError:  # an int that no float can hold
@@ -66,7 +66,9 @@ def backoff_factor(name: str, value: object) -> float:
 def count(name: str, value: object, least: int = 1, most: float = math.inf) -> int:
     """``value`` if it is an integer, ``least <= value <= most``, as a Python int."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
+        raise ParameterTypeError(
+            f"{name} must be an integer, got {value!r} ({type(value).__name__})"
+        )
     integer = int(value)
     if not least <= integer <= most:
         bound = f"at least {least}" if integer < least else f"at most {most}"

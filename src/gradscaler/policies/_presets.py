@@ -19,6 +19,9 @@ PADDLE = {
 }
 """Paddle's names of a :class:`gradscaler.DynamicScale`'s parameters."""
 
+KERAS = {"initial_scale": "init_scale", "dynamic_growth_steps": "growth_interval"}
+"""Keras' names of them, in Keras 2 and 3."""
+
 
 class Presets:
     """Named constructors of :class:`gradscaler.DynamicScale`.
@@ -27,7 +30,7 @@ class Presets:
     the parameter as the caller spelled it.
 
     >>> from gradscaler import DynamicScale
-    >>> DynamicScale.keras(dynamic_growth_steps=100).min_scale
+    >>> DynamicScale.tf_keras(dynamic_growth_steps=100).min_scale
     1.0
     """
 
@@ -64,12 +67,15 @@ class Presets:
     def keras(
         cls: Callable[..., T], initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
     ) -> T:
-        """``LossScaleOptimizer`` of Keras 2 and 3: halves and doubles, never below 1.
+        """``LossScaleOptimizer`` of Keras 3 (3.15): halves and doubles, also below 1."""
+        return spelled(cls, KERAS, initial_scale, dynamic_growth_steps)
 
-        The floor is Keras 2's; Keras 3.15 dropped it.
-        """
-        fields = {"initial_scale": "init_scale", "dynamic_growth_steps": "growth_interval"}
-        return spelled(cls, fields, initial_scale, dynamic_growth_steps, min_scale=1.0)
+    @classmethod
+    def tf_keras(
+        cls: Callable[..., T], initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
+    ) -> T:
+        """``LossScaleOptimizer`` of Keras 2 (tf-keras 2.21): halves and doubles, never below 1."""
+        return spelled(cls, KERAS, initial_scale, dynamic_growth_steps, min_scale=1.0)
 
     @classmethod
     def mindspore(

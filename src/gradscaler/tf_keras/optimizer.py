@@ -10,7 +10,7 @@ import tf_keras
 from tf_keras.src.mixed_precision import loss_scale_optimizer as native
 
 from gradscaler._keras_like.wrapper import Wrapper, next_values, policy_from
-from gradscaler.policies import FixedScale, Rule
+from gradscaler.policies import DynamicScale, FixedScale, Rule
 
 Tensor = Any
 Gradient = Any  # a tensor or IndexedSlices
@@ -58,6 +58,7 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
     """
 
     _inner_name = "_optimizer"
+    _preset = DynamicScale.tf_keras
 
     def __new__(cls, inner_optimizer: Any = None, *args: Any, **kwargs: Any) -> LossScaleOptimizer:
         """An object of the class for the family of ``inner_optimizer``."""
@@ -80,7 +81,7 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
         *,
         policy: Rule | None = None,
     ) -> None:
-        policy = policy_from(dynamic, initial_scale, dynamic_growth_steps, policy)
+        policy = policy_from(self._preset, dynamic, initial_scale, dynamic_growth_steps, policy)
         super().__init__(inner_optimizer, dynamic=False, initial_scale=1.0)  # creates no variables
         self._follow(policy)
 
@@ -121,14 +122,18 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
         It warns, once, if the loss or the gradients did not go through this optimizer before.
 
         Args:
-            grads_and_vars: pairs of unscaled gradient and variable.
+            grads_and_vars: pairs of unscaled gradient and variable. Without any, as of a frozen
+                model, the call has no effect.
             args: further arguments of the inner optimizer's ``apply_gradients``.
             kwargs: the same, by name.
 
         Raises:
-            ValueError: there is no gradient, or the call is in a cross-replica context.
+            ValueError: all gradients are None, or the call is in a cross-replica context.
         """
-        result = super().apply_gradients(grads_and_vars, *args, **kwargs)
+        pairs = list(grads_and_vars)
+        if not pairs:
+            return None
+        result = super().apply_gradients(pairs, *args, **kwargs)
         self._loss_has_been_scaled = self._gradients_have_been_unscaled = True  # no more warnings
         return result
 

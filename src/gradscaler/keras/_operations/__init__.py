@@ -9,6 +9,8 @@
     finite; then ``optimizer._move_scale(found_inf)``.
 ``build(optimizer, variables)``
     ``optimizer.build(variables)``, of the inner optimizer.
+``check_compiled(scale)``
+    An error if the code that is being compiled would keep the value that this variable has now.
 ``divide(gradient, scale)``
     Computed in float32 at least.
 ``gradients(loss, scale_loss, variables, tape)``

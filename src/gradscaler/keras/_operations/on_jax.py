@@ -8,13 +8,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+from jax.experimental.sparse import BCOO
+
+from gradscaler.errors import CallOrderError
 
 multiply, divide = keras.ops.multiply, keras.ops.divide
 
 
 def all_finite(gradients: list[Any]) -> Any:
     """Whether no gradient holds an Inf or a NaN."""
-    return jnp.all(jnp.array([jnp.all(jnp.isfinite(g)) for g in gradients if g is not None]))
+    values = [g.data if isinstance(g, BCOO) else g for g in gradients if g is not None]
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(value)) for value in values]))
+
+
+def check_compiled(scale: Any) -> None:
+    """What JAX traces reads a variable once, unless a stateless scope has its value."""
+    is_compiled = isinstance(jnp.zeros(()) + 0, jax.core.Tracer)  # not so if it differentiates
+    if is_compiled and not isinstance(scale.value, jax.core.Tracer):
+        raise CallOrderError(
+            "the loss is scaled in a function that JAX compiles, which would keep the loss scale "
+            "of now while the optimizer's moves: pass the scale as an argument of the function, by "
+            "optimizer.stateless_scale_loss(loss, optimizer_variables), or by a "
+            "keras.StatelessScope that holds optimizer.variables"
+        )
 
 
 def build(optimizer: Any, variables: list[Any]) -> None:
@@ -27,6 +43,11 @@ def apply_if_finite(
 ) -> None:
     """Branch on the host where the flag is known, and in XLA where it is traced."""
     finite = all_finite(gradients)
+    if not isinstance(finite, jax.core.Tracer):
+        if finite:
+            apply(gradients, variables)
+        optimizer._move_scale(~finite)
+        return
     changing = [*optimizer._trainable_variables, *optimizer.variables]
     before = [variable.value for variable in changing]
 
@@ -36,10 +57,7 @@ def apply_if_finite(
             apply(gradients, variables)
         return [scope.get_current_value(variable) for variable in changing]
 
-    if isinstance(finite, jax.core.Tracer):
-        after = jax.lax.cond(finite, applied, lambda: before)
-    else:
-        after = applied() if finite else before
+    after = jax.lax.cond(finite, applied, lambda: before)
     for variable, value in zip(changing, after, strict=True):
         variable.assign(value)
     optimizer._move_scale(~finite)

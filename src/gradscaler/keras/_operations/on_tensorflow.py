@@ -18,6 +18,10 @@ def all_finite(gradients: list[Any]) -> Any:
     return tf.reduce_all(tf.stack(flags or [True]))
 
 
+def check_compiled(scale: Any) -> None:
+    """Compiled code reads the variable in each step."""
+
+
 def build(optimizer: Any, variables: list[Any]) -> None:
     """Build the inner optimizer."""
     optimizer.build(variables)

@@ -32,7 +32,8 @@ def all_finite(gradients: list[Any]) -> Any:
     """Whether no gradient holds an Inf or a NaN; of a DTensor, in this process' part."""
     # An extreme is Inf or NaN if anything is, and costs a tenth of looking at each value.
     parts = to_local([gradient for gradient in gradients if gradient is not None])
-    given = [part for part in parts if part.numel()]
+    values = [part._values() if part.is_sparse else part for part in parts]
+    given = [value for value in values if value.numel()]
     extremes = [extreme for gradient in given for extreme in torch.aminmax(gradient)]
     return torch.stack(extremes or [torch.zeros(())]).isfinite().all()
 
@@ -108,6 +109,10 @@ def gradients(
         scaled_loss.backward()
         return [value.grad for value in values], found
     return list(torch.autograd.grad(scaled_loss, values, allow_unused=True)), found
+
+
+def check_compiled(scale: Any) -> None:
+    """Compiled code reads the variable in each step."""
 
 
 def build(optimizer: Any, variables: list[Any]) -> None:
