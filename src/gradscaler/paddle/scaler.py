@@ -16,7 +16,6 @@ from gradscaler._eager.record import OptimizerRecord
 from gradscaler._eager.scaler import EagerScaler
 from gradscaler.checkpoint._formats import PADDLE_KEYS, read_paddle, write_paddle
 from gradscaler.checkpoint._state_dicts import number_in, state_values
-from gradscaler.errors import ParameterTypeError
 from gradscaler.outcome import Reason, StepOutcome
 from gradscaler.paddle import _operations
 from gradscaler.paddle._processes import (
@@ -618,11 +617,7 @@ def _given(name: str, value: Any, default: Any, other: str, other_value: Any) ->
 
 def _number(name: str, value: object) -> float:
     """A scale as Paddle's own scaler takes it: a number, or a tensor or array of one element."""
-    number = number_in(name, value)
-    try:
-        return _checks.number(name, number)
-    except TypeError as error:
-        raise ParameterTypeError(str(error)) from None
+    return _checks.number(name, number_in(name, value))
 
 
 def _skipped_minimize(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
