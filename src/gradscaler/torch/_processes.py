@@ -164,7 +164,7 @@ class Vote:
             flag = operations.scalar(float(found > 0), scale.device)
         else:
             unread, self._unread = self._unread, None  # after an error, the next call goes on
-            if unread is not None:
+            if unread is not None and not _is_captured(scale):
                 unread()
             zero, one = (operations.scalar(value, scale.device) for value in (0.0, 1.0))
             flag = operations.combine([found_inf], scale.device) if found_inf else zero
@@ -189,9 +189,14 @@ def _maxima(group: Group, state: ScaleState) -> list[float]:
     return found
 
 
+def _is_captured(tensor: torch.Tensor) -> bool:
+    """Whether a CUDA graph is captured, in which the host may not wait."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _read_later(maxima: torch.Tensor) -> Callable[[], None] | None:
     """What compares the scales once the device has them; None while a CUDA graph is captured."""
-    if maxima.is_cuda and torch.cuda.is_current_stream_capturing():
+    if _is_captured(maxima):
         return None
     copy = maxima.to("cpu", non_blocking=True)
     copied = torch.cuda.Event() if maxima.is_cuda else None

@@ -159,13 +159,17 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
 
     def _placed_state(self, caller: str, optimizer: Any = None) -> ScaleState:
         # Another process of the group may have scaled the loss: the last stage of a pipeline.
-        if self._state is None and self._group is not None and optimizer is not None:
-            for parameter in parameters_of(optimizer)[:1]:
-                self._place(parameter.device)
+        if self._state is None and self._named_group() is not None and optimizer is not None:
+            first = next(iter(parameters_of(optimizer)), None)
+            self._place(torch.device("cpu") if first is None else first.device)
         return super()._placed_state(caller)
 
+    def _named_group(self) -> dist.ProcessGroup | None:
+        """The group that the user named; None where parameters tell."""
+        return self._group
+
     def _deciders(self, optimizer: Any) -> dist.ProcessGroup | None:
-        group = group_of(optimizer) if self._group is None else self._group
+        group = self._named_group() or group_of(optimizer)
         return None if group is None or group.size() == 1 else group
 
     def _decision(self, deciders: dist.ProcessGroup | None, found_inf: FoundInf) -> FoundInf:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,5 @@ class ShardedGradScaler(  # type: ignore[misc] # FSDP's has a default in a priva
         """Who decides together; None is the world."""
         return self._group
 
-    def _deciders(self, optimizer: Any) -> dist.ProcessGroup | None:
-        group = self._group or (dist.group.WORLD if dist.is_initialized() else None)
-        return None if group is None or group.size() == 1 else group
+    def _named_group(self) -> dist.ProcessGroup | None:
+        return self._group or (dist.group.WORLD if dist.is_initialized() else None)

@@ -227,3 +227,24 @@ def copied(copier, name):
 @pytest.mark.parametrize("copier", ["copy", "deepcopy"])
 def test_a_copy_decides_with_the_same_group(ranks, copier, name):
     assert ranks(2).run(copied, copier, name) == [(True, 512.0, 1024.0)] * 2
+
+
+def without_a_loss(name):
+    """The second rank has an optimizer without parameters, and scales no loss."""
+    has = dist.get_rank() == 0
+    parameters = [torch.nn.Parameter(torch.ones(4))] if has else []
+    optimizer = torch.optim.SGD([{"params": parameters}], lr=1.0)
+    scaler = scaler_of(name)
+    for parameter in parameters:
+        scaler.scale(parameter.sum()).backward()
+        parameter.grad[0] = INF
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.last_step(optimizer).reason, scaler.state_dict()
+
+
+@pytest.mark.parametrize("name", ["GradScaler", "ShardedGradScaler"])
+def test_a_process_without_loss_and_parameters_takes_part(ranks, name):
+    first, second = ranks(2).run(without_a_loss, name)
+    assert first == second
+    assert first[0] == "overflow"
