@@ -214,6 +214,7 @@ def test_no_memory_of_a_gradient_s_size_is_asked_for(path, dtype, request):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         scaler.unscale_(optimizer)
         scaler.clip_grad_norm_(optimizer, 0.5)
+        scaler.step(optimizer)
         scaler.update()
     asked_for = [event.self_cpu_memory_usage for event in profiler.events()]
     assert 0 < max(asked_for) < 1024
