@@ -9,7 +9,7 @@ import types
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gradscaler.__main__ import main
@@ -245,6 +245,7 @@ def damaged(draw):
 
 @settings(max_examples=500, deadline=None)
 @given(data=st.one_of(PROGRAMS, damaged(), st.binary(max_size=40)))
+@example(data=b"c\\\x00\n")  # an escape that Python warns of
 def test_any_bytes_give_plain_values_or_a_value_error_and_call_nothing(data, calls):
     most, value = peak(data)
     assert most < 2**19 + 100 * len(data)

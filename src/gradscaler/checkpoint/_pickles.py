@@ -7,6 +7,7 @@ call. Only the names in pickles of NumPy's arrays are known.
 from __future__ import annotations
 
 import pickletools
+import warnings
 from typing import IO, Any
 
 import numpy as np
@@ -46,7 +47,9 @@ def load(file: IO[bytes]) -> Any:
         ValueError: it is damaged.
     """
     try:
-        return _run(file)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of escapes in damaged texts
+            return _run(file)
     except LookupError:  # nothing on the stack, or nothing in the memo
         raise ValueError("the pickle uses what it does not hold") from None
 
