@@ -20,7 +20,7 @@ FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch")
 ON_TORCH = "torch" in (FRAMEWORK, os.environ.get("KERAS_BACKEND"))
 TIME_LIMIT = 60.0 if ON_TORCH else 90.0  # seconds, for each case
 ABANDONED = 5.0  # seconds that the others have to end once one has raised
-ATTEMPTS = 3  # to join, before any test's code runs
+ATTEMPTS = 10  # to join, before any test's code runs
 PRELOADED = ["torch.distributed.fsdp"] * ON_TORCH + ["paddle.distributed.fleet"] * (
     FRAMEWORK == "paddle"
 )
@@ -83,7 +83,8 @@ def _join_by_paddle(rank, ports, **degrees):
     dist.new_group = new_group
 
 
-def _name_the_workers_of_tensorflow(rank, ports):
+def _name_the_workers_of_tensorflow(rank, ports, strategy=None):
+    """A process of its own for each strategy, by its name."""
     cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
     task = {"type": "worker", "index": rank}
     if len(ports) > 1:
