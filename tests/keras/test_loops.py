@@ -214,6 +214,20 @@ class TestJax:
         assert jax.grad(loss)(value).tolist() == [2.0**16] * 2
         assert jax.vmap(loss)(value).tolist() == [2.0**15] * 2
 
+    @pytest.mark.parametrize("divided_by", ["get_unscaled_gradients", "apply"])
+    def test_a_scale_that_compiled_gradients_would_be_divided_by_is_refused(self, divided_by):
+        """A loss scaled by ``stateless_scale_loss`` would make them 1, 2, 4, ... times as large."""
+        import jax
+
+        variable = keras.Variable([1.0, 2.0])
+        optimizer = LossScaleOptimizer(SGD(0.25))
+        optimizer.build([variable])
+        gradients = [jax.numpy.ones(2)]
+        with pytest.raises(CallOrderError, match=r"stateless_apply"):
+            jax.jit(getattr(optimizer, divided_by))(gradients)
+        assert numpy(variable).tolist() == [1.0, 2.0]
+        assert not optimizer._gradients_have_been_unscaled
+
     def test_a_scale_that_does_not_move_may_be_compiled(self):
         import jax
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from gradscaler import checkpoint
 from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
-from gradscaler._eager.record import OptimizerRecord, Stage
+from gradscaler._eager.record import OptimizerRecord, Stage, owner_of
 from gradscaler._eager.scaler import EagerScaler, OptimizerT, TensorT
 from gradscaler._torch_like.fused import (
     may_raise_after_its_kernel,
@@ -335,6 +335,8 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
             record.scale = state.scale.clone()
             self._conclude(optimizer, record)
             return result
+        if owner_of(optimizer) is not optimizer:  # its attributes may not be those that are read
+            return super()._step_or_skip(optimizer, record, state, args, kwargs)
         is_measured = record.stage is Stage.MEASURED
         if (
             is_measured

@@ -178,10 +178,15 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         return self._scaled(loss)
 
     def _scaled(self, loss: Tensor) -> Tensor:
+        scale = self._scale_now()
+        self._loss_has_been_scaled = True
+        return on_backend.multiply(loss, scale)
+
+    def _scale_now(self) -> Tensor:
+        """The scale; CallOrderError where compiled code would keep what it is now."""
         if self.dynamic:
             on_backend.check_compiled(self.dynamic_scale)
-        self._loss_has_been_scaled = True
-        return on_backend.multiply(loss, self._scale)
+        return self._scale
 
     def stateless_scale_loss(self, loss: Tensor, optimizer_variables: Iterable[Tensor]) -> Tensor:
         """``scale_loss`` as a pure function, for compiled steps with ``stateless_apply``.
@@ -208,10 +213,13 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
 
         From then on ``apply_gradients`` takes gradients as they are. They are divided only in
         ``apply``, and in the step after ``scale_loss``.
+
+        Raises:
+            CallOrderError: as ``scale_loss``.
         """
+        scale = self._scale_now()
         self._gradients_have_been_unscaled = True
         self._next_step_unscales = False
-        scale = self._scale
         return [
             None if g is None else ops.cast(on_backend.divide(g, scale), g.dtype) for g in grads
         ]
@@ -272,6 +280,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         Raises:
             ValueError: the two do not match, all gradients are None, or the optimizer does not know
                 the variables; or the call is in a cross-replica context of ``tf.distribute``.
+            CallOrderError: as ``scale_loss``.
             ParameterError: PyTorch's ``FullyShardedDataParallel`` flattened the variables.
             ScaleMismatchError: processes that decide together hold different scales or counters.
         """
@@ -307,7 +316,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         on_backend.apply_if_finite(self, apply, grads, variables)
 
     def _unscaled(self, grads: list[Any], variables: list[Variable]) -> list[Any]:
-        scale = self._scale
+        scale = self._scale_now()
         return [
             grad
             if grad is None or self._overwrite_variable_with_gradient(variable)

@@ -109,10 +109,13 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
         max_retries: int = DEFAULT_MAX_RETRIES,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if device is not None and not isinstance(device, (str, torch.device)):
+        given: object = device
+        if given is not None and not isinstance(given, (str, torch.device)):
+            is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+            meant = given if is_number else 65536.0
             raise TypeError(
-                f"device must be the name of a device or None, got {device!r}; give the scale "
-                "before the first step by name: init_scale=65536.0"
+                f"device must be the name of a device or None, got {given!r}; for the scale "
+                f"before the first step, write init_scale={meant!r}"
             )
         if isinstance(device, torch.device):
             device = device.type

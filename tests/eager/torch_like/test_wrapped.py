@@ -68,6 +68,36 @@ def test_the_wrapper_s_own_step_is_called(scaler, parameters, finite):
     assert counting.steps == 1
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_fused_optimizer_is_stepped_through_a_wrapper_that_has_its_attributes(
+    scaler, parameters, finite, overflowed, clips
+):
+    """What is set on the wrapper, as its scale, is not seen by the optimizer inside."""
+
+    class Transparent:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+        def __getattr__(self, name):
+            return getattr(self.optimizer, name)
+
+        def step(self):
+            return self.optimizer.step()
+
+    wrapped = Transparent(library.sgd(parameters, lr=1.0, fused=True))
+    assert wrapped._step_supports_amp_scaling
+    for gradients in (finite, overflowed):
+        wrapped.zero_grad()
+        library.backward(scaler, parameters, gradients)
+        if clips:
+            scaler.clip_grad_norm_(wrapped, 0.001)
+        scaler.step(wrapped)
+        scaler.update()
+    expected = 0.001 if clips else sum((gradient**2).sum() for gradient in finite) ** 0.5
+    assert moved(parameters) == pytest.approx(expected, rel=1e-3)
+    assert [outcome.applied for outcome in scaler.history] == [True, False]
+
+
 def test_a_clip_that_no_step_used_is_an_error(scaler, parameters, finite, wrapped):
     library.backward(scaler, parameters, finite)
     scaler.clip_grad_norm_(wrapped, 0.001)

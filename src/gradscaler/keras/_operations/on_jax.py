@@ -26,10 +26,10 @@ def check_compiled(scale: Any) -> None:
     is_compiled = isinstance(jnp.zeros(()) + 0, jax.core.Tracer)  # not so if it differentiates
     if is_compiled and not isinstance(scale.value, jax.core.Tracer):
         raise CallOrderError(
-            "the loss is scaled in a function that JAX compiles, which would keep the loss scale "
-            "of now while the optimizer's moves: pass the scale as an argument of the function, by "
-            "optimizer.stateless_scale_loss(loss, optimizer_variables), or by a "
-            "keras.StatelessScope that holds optimizer.variables"
+            "the loss scale is read in a function that JAX compiles, which would keep the scale of "
+            "now while the optimizer's moves: pass it as an argument of the function, by "
+            "optimizer.stateless_scale_loss(loss, optimizer_variables) and stateless_apply(...), "
+            "or by a keras.StatelessScope that holds optimizer.variables"
         )
 
 
