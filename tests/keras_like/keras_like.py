@@ -29,9 +29,8 @@ if BACKEND == "tensorflow":
     )
 
 if BACKEND == "jax":
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", 4)
+    # Before JAX starts, and for the examples' processes too: threads decide about the last bits.
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 
 if KERAS_3:
     Variable, tensor = keras.Variable, keras.ops.convert_to_tensor

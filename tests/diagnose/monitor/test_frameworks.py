@@ -83,7 +83,7 @@ def on_jax(policy):
 def on_jax_optax(policy):
     import optax
 
-    optimizer = optax.chain(optax.identity(), ours.loss_scaled(optax.sgd(0.0), policy))
+    optimizer = ours.loss_scaled(optax.chain(optax.identity(), optax.sgd(0.0)), policy)
     state = optimizer.init({"weight": framework.numpy.zeros(5)})
     return traced(state, lambda state, grads, _: optimizer.update(grads, state)[1])
 
