@@ -16,37 +16,36 @@ from gradscaler.errors import ScaleMismatchError
 from gradscaler.policies import ScaleState
 
 
-class Ballot(NamedTuple):
-    """What one process puts in, or all of them together.
+class Result(NamedTuple):
+    """What all processes put in together.
 
     Attributes:
-        found_inf: how many have found an overflow.
-        has_gradients: how many have gradients.
-        digest: the sum of their digests of scale and counters.
+        found_inf: whether one has found an overflow.
+        has_gradients: whether one has gradients.
+        is_same: whether all hold the same scale and counters.
     """
 
-    found_inf: int
-    has_gradients: int
-    digest: int
-
-    def packed(self, processes: int) -> int:
-        """One int64, with room to add up those of so many processes."""
-        bits = processes.bit_length()
-        return (self.digest << 2 * bits) | (self.has_gradients << bits) | self.found_inf
-
-    @classmethod
-    def unpacked(cls, number: int, processes: int) -> Ballot:
-        """The ballot, or the sum of ballots, that is in a number."""
-        bits = processes.bit_length()
-        ones = (1 << bits) - 1
-        return cls(number & ones, number >> bits & ones, number >> 2 * bits)
+    found_inf: bool
+    has_gradients: bool
+    is_same: bool
 
 
-def digest(state: ScaleState, processes: int) -> int:
-    """A hash of host scalars, the same in each process, short enough to be added up in an int64."""
-    scale, finite_steps, nonfinite_steps = state
-    values = float(scale), int(finite_steps), int(nonfinite_steps)
-    return hash(values) & ((1 << 62 - 3 * processes.bit_length()) - 1)
+def ballot(found_inf: bool, has_gradients: bool, state: ScaleState, processes: int) -> int:
+    """What one process puts in: an int64, with room to add up those of so many processes.
+
+    The digest is a hash of host scalars, which is the same in each process.
+    """
+    bits = processes.bit_length()
+    digest = hash(tuple(state)) & ((1 << 62 - 3 * bits) - 1)
+    return (digest << 2 * bits) | (has_gradients << bits) | found_inf
+
+
+def result(total: int, own: int, processes: int) -> Result:
+    """What the sum of ballots says, to the process that put in ``own``."""
+    bits = processes.bit_length()
+    ones = (1 << bits) - 1
+    is_same = total >> 2 * bits == (own >> 2 * bits) * processes
+    return Result(bool(total & ones), bool(total >> bits & ones), is_same)
 
 
 def bounds(state: Any) -> list[Any]:

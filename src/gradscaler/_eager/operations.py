@@ -45,6 +45,9 @@ class Operations(Protocol):
     def any_set(self, found_inf: FoundInf, /) -> bool:
         """Whether any flag is set, read on the host."""
 
+    def readable(self, found_inf: FoundInf, /) -> bool | Callable[[], bool]:
+        """Whether any flag is set; where reading it would wait for a device, what reads it."""
+
     def inverse(self, scale: Tensor, /) -> tuple[Any, Any]:
         """A copy of the scale for the record, and 1/scale in the form that ``unscale_`` takes.
 

@@ -18,8 +18,7 @@ class Outcomes:
         self._by_id: dict[int, tuple[ref[Any], StepOutcome]] = {}
 
     def put(self, optimizer: Optimizer, outcome: StepOutcome) -> None:
-        """Keep an outcome as long as its optimizer lives."""
-        optimizer = owner_of(optimizer)
+        """Keep an outcome as long as its optimizer lives, which is the owner of its parameters."""
         key = id(optimizer)
         kept = self._by_id.get(key)
         alive = kept[0] if kept and kept[0]() is optimizer else ref(optimizer, self._forget(key))

@@ -118,16 +118,16 @@ class OptimizerRecord:
         stale: the gradients when a call was interrupted, or a loss was scaled after it, or None.
     """
 
-    def __init__(self) -> None:
-        self.optimizer: Optimizer = None
-        self.stage = Stage.SCALED
-        self.found_inf: FoundInf | None = None
-        self.scale: Any = None
-        self.inv_scale: Tensor | None = None
-        self.clip_coefficient: Tensor | None = None
-        self.has_raised = False
-        self.is_outdated = False
-        self.stale: list[Tensor] | None = None
+    # Values of the class, until something sets them: each iteration makes a record.
+    optimizer: Optimizer = None
+    stage: Stage = Stage.SCALED
+    found_inf: FoundInf | None = None
+    scale: Any = None
+    inv_scale: Tensor | None = None
+    clip_coefficient: Tensor | None = None
+    has_raised: bool = False
+    is_outdated: bool = False
+    stale: list[Tensor] | None = None
 
     @property
     def is_scaled(self) -> bool:

@@ -153,7 +153,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """
         if not self._enabled:
             result = optimizer.step(*args, **kwargs)
-            self._outcomes.put(optimizer, StepOutcome(1.0, False, "disabled"))
+            self._outcomes.put(owner_of(optimizer), StepOutcome(1.0, False, "disabled"))
             return result
         closure, args, kwargs = _take_closure(args, kwargs)
         record = self._record_to_step(optimizer)
@@ -193,7 +193,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if self._closures.losses is not None:
             raise self._closures.refusal("update")
         state = self._placed_state("update")
-        if any(record.awaits_step for record in self._records.values()):
+        if self._awaiting and any(record.awaits_step for record in self._awaiting):
             raise CallOrderError(
                 "update() was called after clip_grad_norm_(), which clips in step(optimizer), and "
                 "without that step: call scaler.step(optimizer) in place of optimizer.step()"
@@ -421,11 +421,11 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         scale = record.scale
         if scale is None:  # a subclass has an unscale_ of its own
             scale = self._operations.copy(self._placed_state("step")).scale
-        flag = (lambda: self._operations.any_set(found_inf)) if found_inf else False
+        flag = self._operations.readable(found_inf) if found_inf else False
         record.move("step")
         self._keep(record)
         outcome = StepOutcome(scale, flag, reason)
-        self._outcomes.put(optimizer, outcome)
+        self._outcomes.put(record.optimizer, outcome)
         self._history.append(outcome)
         for observer in self._observers:
             observer.stepped(optimizer, outcome)

@@ -119,7 +119,15 @@ class TorchLikeOperations:
         return state
 
     def any_set(self, found_inf: FoundInf) -> bool:
-        return any(flag.item() for flag in found_inf.values())
+        for flag in found_inf.values():  # noqa: SIM110 # a generator takes longer for so few
+            if flag.item():
+                return True
+        return False
+
+    def readable(self, found_inf: FoundInf) -> bool | Callable[[], bool]:
+        if all(map(self.on_host, found_inf.values())):
+            return self.any_set(found_inf)
+        return lambda: self.any_set(found_inf)
 
     def combine(self, found_infs: list[FoundInf], device: Device) -> Tensor:
         """One flag on a device, set if any is."""
@@ -165,15 +173,17 @@ class TorchLikeOperations:
         Raises:
             ValueError: a gradient is float16 and ``allow_fp16`` is False.
         """
-        if found_inf is None:
-            found_inf = self.scalar(0.0, inv_scale.device)
         flags: dict[Device, Tensor] = {}
         gradients = self.gradients(optimizer, allow_fp16)
         with self.without_graph(gradients):
             for device, grads in self.grouped(gradients):
                 key = self.device_key(device)
                 if key not in flags:
-                    flags[key] = self.on_device(found_inf.clone(), device)
+                    flags[key] = (
+                        self.scalar(0.0, device)
+                        if found_inf is None
+                        else self.on_device(found_inf.clone(), device)
+                    )
                 self.check_and_unscale_(grads, flags[key], self.on_device(inv_scale, device))
         return flags
 

@@ -257,8 +257,11 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
     # How torch does what the engine asks for.
 
     def _unscale_gradients(self, optimizer: Optimizer, inv_scale: Tensor) -> FoundInf:
+        allow_fp16 = self._allow_fp16_gradients
+        if self._unscales_plainly():
+            return self._operations.unscale_(optimizer, inv_scale, None, allow_fp16)
         zero = self._operations.scalar(0.0, inv_scale.device)
-        return self._unscale_grads_(optimizer, inv_scale, zero, self._allow_fp16_gradients)
+        return self._unscale_grads_(optimizer, inv_scale, zero, allow_fp16)
 
     def _measure(self, record: OptimizerRecord, parts: Any) -> Tensor | None:
         return super()._measure(record, parts) if self._unscales_plainly() else None

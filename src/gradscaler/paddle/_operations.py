@@ -59,6 +59,9 @@ def any_set(found_inf: FoundInf) -> bool:
     return any(map(is_set, found_inf.values()))
 
 
+readable = any_set  # which a step has read in any case
+
+
 def is_set(flag: Any) -> bool:
     """Whether a flag is set; ``bool`` of a tensor would take longer."""
     return bool(flag.item() if is_tensor(flag) else flag)

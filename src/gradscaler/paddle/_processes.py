@@ -15,7 +15,7 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
-from gradscaler._eager.decision import Ballot, bounds, check_same, digest
+from gradscaler._eager.decision import ballot, bounds, check_same, result
 from gradscaler._eager.operations import FoundInf
 from gradscaler.errors import ParameterError
 from gradscaler.paddle import _operations
@@ -77,16 +77,16 @@ def settle(group: Group, state: ScaleState, found_inf: FoundInf) -> FoundInf:
         ScaleMismatchError: the processes hold different scales or counters.
     """
     count = group.nranks
-    own = Ballot(_operations.any_set(found_inf), bool(found_inf), digest(state, count))
-    vote: Tensor = paddle.to_tensor(own.packed(count), "int64", _place_of(group))
+    own = ballot(_operations.any_set(found_inf), bool(found_inf), state, count)
+    vote: Tensor = paddle.to_tensor(own, "int64", _place_of(group))
     dist.all_reduce(vote, dist.ReduceOp.SUM, group)
-    found, has_gradients, digests = Ballot.unpacked(int(vote.item()), count)
-    if digests != own.digest * count:
+    found, has_gradients, is_same = result(int(vote.item()), own, count)
+    if not is_same:
         values = [float(value) for value in bounds(state)]
         maxima: Tensor = paddle.to_tensor(values, "float64", _place_of(group))
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
         check_same(maxima.tolist())
-    return {"found_inf": bool(found)} if has_gradients else {}
+    return {"found_inf": found} if has_gradients else {}
 
 
 def any_of(group: Group, flag: bool) -> bool:

@@ -12,7 +12,7 @@ from paddle.distributed.communication.group import Group
 from gradscaler import checkpoint
 from gradscaler._eager.closure import DEFAULT_MAX_RETRIES
 from gradscaler._eager.operations import FoundInf, Operations, Tensor
-from gradscaler._eager.record import OptimizerRecord
+from gradscaler._eager.record import OptimizerRecord, owner_of
 from gradscaler._eager.scaler import EagerScaler
 from gradscaler.checkpoint._formats import PADDLE_KEYS, read_paddle, write_paddle
 from gradscaler.checkpoint._state_dicts import number_in, state_values
@@ -243,7 +243,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         """
         if not self._enabled:
             result = optimizer.minimize(*args, **kwargs)
-            self._outcomes.put(optimizer, StepOutcome(1.0, False, "disabled"))
+            self._outcomes.put(owner_of(optimizer), StepOutcome(1.0, False, "disabled"))
             return result
         record = self._record_to_step(optimizer)
         self._announce_step(optimizer, record, self._placed_state("step"))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradscaler._eager.decision import Ballot, bounds, check_same, digest
+from gradscaler._eager.decision import ballot, bounds, check_same, result
 from gradscaler._eager.operations import FoundInf
 from gradscaler._torch_like.operations import TorchLikeOperations, parameters_of
 from gradscaler.errors import ParameterError
@@ -139,6 +139,7 @@ class Vote:
     def __init__(self, operations: TorchLikeOperations) -> None:
         self._operations = operations
         self._unread: Callable[[], None] | None = None
+        self._group: Group | None = None
 
     def settle(self, group: Group, state: ScaleState, found_inf: FoundInf) -> FoundInf:
         """What the processes of a group found together; empty if none of them has gradients.
@@ -151,17 +152,21 @@ class Vote:
         """
         operations, scale = self._operations, state.scale
         if operations.on_host(scale):
-            count = group.size()
-            values = operations.read(state)
-            own = Ballot(operations.any_set(found_inf), bool(found_inf), digest(values, count))
-            vote = torch.tensor(own.packed(count), device=_device_of(group, scale.device))
+            if group is not self._group:
+                self._group, self._count = group, group.size()
+                device = _device_of(group, scale.device)
+                self._packed = torch.zeros((), dtype=torch.int64, device=device)
+            count, vote, values = self._count, self._packed, operations.read(state)
+            own = ballot(operations.any_set(found_inf), bool(found_inf), values, count)
+            vote.fill_(own)
             dist.all_reduce(vote, dist.ReduceOp.SUM, group)
-            found, has_gradients, digests = Ballot.unpacked(int(vote.item()), count)
-            if digests != own.digest * count:
-                check_same(_maxima(group, values))
-            if found_inf and bool(found) == own.found_inf:  # as in most steps
+            total = int(vote.item())
+            if total == own * count:  # all found the same, as in most steps
                 return found_inf
-            flag = operations.scalar(float(found > 0), scale.device)
+            found, has_gradients, is_same = result(total, own, count)
+            if not is_same:
+                check_same(_maxima(group, values))
+            flag = operations.scalar(float(found), scale.device)
         else:
             unread, self._unread = self._unread, None  # after an error, the next call goes on
             if unread is not None and not _is_captured(scale):
@@ -173,7 +178,7 @@ class Vote:
             dist.all_reduce(vote, dist.ReduceOp.MAX, group)
             self._unread = _read_later(vote[2:])
             flag = vote[0].float()
-            has_gradients = int(bool(found_inf) or vote[1].item())
+            has_gradients = bool(found_inf) or bool(vote[1].item())
         if not has_gradients:
             return {}
         return {

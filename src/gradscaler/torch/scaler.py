@@ -161,8 +161,10 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             self.load_state_dict({**given, "_growth_tracker": tracker})
 
     def _placed_state(self, caller: str, optimizer: Any = None) -> ScaleState:
+        if self._state is not None:
+            return self._state
         # Another process of the group may have scaled the loss: the last stage of a pipeline.
-        if self._state is None and self._named_group() is not None and optimizer is not None:
+        if self._named_group() is not None and optimizer is not None:
             first = next(iter(parameters_of(optimizer)), None)
             self._place(torch.device("cpu") if first is None else first.device)
         return super()._placed_state(caller)
