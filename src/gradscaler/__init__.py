@@ -17,10 +17,12 @@ from gradscaler.errors import (
     ScaleMismatchError,
 )
 from gradscaler.outcome import NonfiniteGradient, StepOutcome
-from gradscaler.policies import DynamicScale, FixedScale, Policy, ScaleState
+from gradscaler.policies import AmaxScale, AmaxState, DynamicScale, FixedScale, Policy, ScaleState
 
 __version__ = "0.1.0"
 __all__ = [
+    "AmaxScale",
+    "AmaxState",
     "CallOrderError",
     "DynamicScale",
     "FixedScale",
