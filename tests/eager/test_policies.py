@@ -11,7 +11,7 @@ from gradscaler.policies._checks import LARGEST_SCALE
 from gradscaler.policies._presets import Presets
 
 PRESETS = {
-    name: getattr(DynamicScale, name)() for name in vars(Presets) if not name.startswith("_")
+    name: getattr(DynamicScale, name)() for name in vars(Presets) if "__" not in name
 }
 
 
