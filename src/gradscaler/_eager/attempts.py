@@ -47,12 +47,18 @@ class AttemptLoop:
         If the loop is left early, the gradients stay as they are, and so does what is known of
         them. What overflows at every scale is not the scale's fault, and ``update`` backs off once.
         """
-        closures, before = self.closures, self.closures.backed_off
         try:
-            with self._moving_gradients():
-                self._match_scale()
-            restore = self._save()
-            for attempt in range(self.max_retries + 1):
+            yield from self._attempts()
+        finally:
+            self._end_body()  # an interrupt may have come before the one below
+
+    def _attempts(self) -> Iterator[int]:
+        closures, before = self.closures, self.closures.backed_off
+        with self._moving_gradients():
+            self._match_scale()
+        restore = self._save()
+        for attempt in range(self.max_retries + 1):
+            try:
                 closures.losses, closures.in_loop = [], True
                 yield attempt
                 if not closures.losses:
@@ -61,22 +67,25 @@ class AttemptLoop:
                         "scaler.scale(loss).backward() in it"
                     )
                 found_infs = self._found_infs()
-                if not found_infs:
-                    self._conclude(is_exhausted=False)
-                    return
-                if attempt == self.max_retries or not closures.back_off(
-                    self.operations, self.policy, self.state(), found_infs
-                ):
+            finally:
+                self._end_body()
+            if not found_infs:
+                self._conclude(is_exhausted=False)
+                return
+            if attempt == self.max_retries or not closures.back_off(
+                self.operations, self.policy, self.state(), found_infs
+            ):
+                break
+            with self._moving_gradients():
+                restore()
+                if attempt == 0 and self._found_infs():  # before the loop: no scale helps
                     break
-                with self._moving_gradients():
-                    restore()
-                    if attempt == 0 and self._found_infs():  # before the loop: no scale helps
-                        break
-                    self._match_scale()
-            closures.backed_off = before
-            self._conclude(is_exhausted=True)
-        finally:
-            closures.losses, closures.in_loop = None, False
+                self._match_scale()
+        closures.backed_off = before
+        self._conclude(is_exhausted=True)
+
+    def _end_body(self) -> None:
+        self.closures.losses, self.closures.in_loop = None, False
 
     def _found_infs(self) -> list[FoundInf]:
         """What was found in gradients that overflowed; all are checked, for all processes are."""
