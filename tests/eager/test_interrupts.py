@@ -4,6 +4,8 @@ import itertools
 import math
 import pickle
 import sys
+from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import pytest
@@ -51,6 +53,14 @@ class Training:
             self.clip_if_asked()
 
         self.scaler.step(self.optimizer, closure)
+
+    def accumulate(self):
+        """Two parts of the gradient, of which the second overflows once."""
+        library.clear_gradients(self.optimizer)
+        for part, overflows in ((0.25, 0), (0.75, 1)):
+            for attempt in self.scaler.attempts(self.optimizer):
+                factor = part if attempt >= overflows else np.inf
+                library.backward(self.scaler, [self.weight], [GRADIENT * np.float32(factor)])
 
     def takes_a_true_step(self, calls):
         """Whether the calls moved the weight by the true step; False if they were refused."""
@@ -163,6 +173,32 @@ def test_an_interrupted_closure_repeated_is_refused_or_right(training):
         each.scaler.update()
         pickle.dumps(each.scaler)
     assert sum(results) > 0.9 * len(results)
+
+
+def accumulated_and_stepped(each):
+    each.accumulate()
+    each.step()
+
+
+@pytest.mark.parametrize("after", ["clear", "go on"])
+def test_an_interrupted_loop_over_attempts_is_refused_or_right(after):
+    results = []
+    for each in interrupted(Training, "accumulate"):
+        if after == "clear":
+            results.append(each.takes_a_true_step(partial(accumulated_and_stepped, each)))
+        else:  # some parts may be missing, but each counts by its own scale
+            before = library.numpy(each.weight)
+            with suppress(CallOrderError):
+                each.step()
+                results.append(True)
+            moved = (library.numpy(each.weight) - before) / each.true_step
+            assert set(moved) in ({0.0}, {0.25}, {0.75}, {1.0})
+        with suppress(CallOrderError):  # nothing was checked
+            each.scaler.update()
+        assert each.takes_a_true_step(partial(accumulated_and_stepped, each))
+        each.scaler.update()
+        pickle.dumps(each.scaler)
+    assert sum(results) > 0.7 * len(results)
 
 
 def test_an_interrupt_leaves_no_attribute_on_a_fused_optimizer(training):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradscaler._eager.operations import FoundInf, Operations, Optimizer, Tensor
-from gradscaler._eager.record import OptimizerRecord, owner_of
+from gradscaler._eager.record import OptimizerRecord, Stage, owner_of
 from gradscaler.errors import CallOrderError
 from gradscaler.outcome import Reason
 from gradscaler.policies import Policy, ScaleState
@@ -17,26 +17,77 @@ DEFAULT_MAX_RETRIES = 16
 
 
 class Closures:
-    """What a scaler knows of the closures that it ran since the last ``update``.
+    """What a scaler knows of closures and of loops over ``attempts`` since the last ``update``.
 
     Attributes:
         backed_off: the state that evaluations use, if one overflowed. The scaler's own state
             waits for ``update``: other optimizers' gradients were made with its scale.
-        losses: while a closure runs, the losses that it scaled, each scaled and unscaled; else
-            None.
+        losses: while a closure or the body of such a loop runs, the losses that it scaled, each
+            scaled and unscaled; else None.
+        in_loop: whether it is the body of a loop that runs.
+        attempted: the records of optimizers whose gradients such loops made, by the optimizer's
+            id.
     """
 
     def __init__(self) -> None:
         self.backed_off: ScaleState | None = None
         self.losses: list[tuple[Tensor, Tensor]] | None = None
+        self.in_loop = False
+        self.attempted: dict[int, OptimizerRecord] = {}
 
-    @staticmethod
-    def refusal(call: str) -> CallOrderError:
-        """The error that ``call`` raises in a closure."""
+    def back_off(
+        self,
+        operations: Operations,
+        policy: Policy | None,
+        state: ScaleState,
+        found_infs: list[FoundInf],
+    ) -> bool:
+        """Lower the scale that evaluations use; False where the policy will not.
+
+        Args:
+            operations: the framework's.
+            policy: what backs off; None if the scale does not move.
+            state: the scaler's own.
+            found_infs: what the evaluation found.
+        """
+        if policy is None:
+            return False
+        state = operations.copy(self.backed_off or state)
+        before = float(state.scale)
+        for _ in range(getattr(policy, "hysteresis", 1)):
+            state = operations.advance(policy, state, found_infs)
+            if float(state.scale) < before:
+                self.backed_off = state
+                return True
+        return False
+
+    def refusal(self, call: str) -> CallOrderError:
+        """The error that ``call`` raises in a closure, or in the body of a loop."""
+        if self.in_loop:
+            return CallOrderError(
+                f"{call}() was called in a loop over attempts(), whose gradients may yet be "
+                "repeated: call it after the loop"
+            )
         return CallOrderError(
-            f"{call}() was called in a closure: call scaler.step(optimizer, closure) and "
-            "scaler.update() outside of it"
+            f"{call}() was called in a closure: call scaler.step(optimizer, closure), "
+            "scaler.attempts(optimizer) and scaler.update() outside of it"
         )
+
+    def check_outside(self) -> None:
+        """Refuse a loss that is scaled outside of loops, after one that was scaled in a loop.
+
+        It would be scaled by the scaler's own scale, and the gradients that it is added to may
+        have been made with a lower one.
+        """
+        over = (Stage.STEPPED, Stage.INTERRUPTED)
+        if self.losses is None and any(
+            record.stage not in over for record in self.attempted.values()
+        ):
+            raise CallOrderError(
+                "scale() was called outside of a loop over attempts(), after such a loop and "
+                "before step(): scale each loss of the iteration in a loop of its own, `for _ in "
+                "scaler.attempts(optimizer):`, or call step(optimizer) first"
+            )
 
 
 class _RetriesExhaustedError(Exception):
@@ -139,7 +190,9 @@ class ClosureRun:
             if not (record.found_inf and self.operations.any_set(record.found_inf)):
                 self.apply_pending(record)
                 return loss, record
-            if retries_left == 0 or not self._back_off(record.found_inf):
+            if retries_left == 0 or not self.closures.back_off(
+                self.operations, self.policy, self.state(), [record.found_inf]
+            ):
                 break
             self.operations.clear_gradients(self.optimizer)
         self.closures.backed_off = backed_off
@@ -163,16 +216,3 @@ class ClosureRun:
             losses, self.closures.losses = self.closures.losses, None
         unscaled = [outputs for scaled, outputs in losses or () if scaled is loss]
         return (unscaled[0] if unscaled else loss), self.records[key]
-
-    def _back_off(self, found_inf: FoundInf) -> bool:
-        """Lower the scale that evaluations use; False where the policy will not."""
-        if self.policy is None:
-            return False
-        state = self.operations.copy(self.closures.backed_off or self.state())
-        before = float(state.scale)
-        for _ in range(getattr(self.policy, "hysteresis", 1)):
-            state = self.operations.advance(self.policy, state, [found_inf])
-            if float(state.scale) < before:
-                self.closures.backed_off = state
-                return True
-        return False

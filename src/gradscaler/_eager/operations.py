@@ -87,6 +87,18 @@ class Operations(Protocol):
     def clear_gradients(self, optimizer: Optimizer, /) -> None:
         """Leave the optimizer's parameters without gradients."""
 
+    def save_gradients(self, optimizer: Optimizer, /) -> Callable[[], None]:
+        """Copy the optimizer's gradients; the callable puts them back, as often as it is called."""
+
+    def save_values(self, tensors: list[Tensor], /) -> Callable[[], None]:
+        """Copy tensors; the callable puts their values back, as often as it is called."""
+
+    def save_random_state(self, optimizer: Optimizer, /) -> Callable[[], None]:
+        """Copy the state of the framework's own random generators; the callable puts it back.
+
+        Those of the host and of the devices that the optimizer's parameters are on.
+        """
+
     def snapshot(self, optimizer: Optimizer, /) -> Callable[[], None]:
         """Copy the optimizer's parameters and state; the callable puts them back."""
 

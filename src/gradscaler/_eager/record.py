@@ -8,6 +8,7 @@ from typing import Any
 
 from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
 from gradscaler.errors import CallOrderError
+from gradscaler.policies import ScaleState
 
 
 class Stage(Enum):
@@ -32,6 +33,11 @@ class Stage(Enum):
 UNKNOWN_GRADIENTS = (
     "a call raised in this iteration, or a loss was scaled after it, so some gradients may be "
     "unscaled: clear the gradients, call scaler.update(), and repeat the iteration"
+)
+
+_BEFORE_ATTEMPTS = (
+    "attempts() is being called after unscale_() or clip_grad_norm_(): call those after the last "
+    "backward pass, and step(optimizer) and update() before the next iteration"
 )
 
 TRANSITIONS: dict[tuple[Stage, str], Stage | str] = {
@@ -64,6 +70,15 @@ TRANSITIONS: dict[tuple[Stage, str], Stage | str] = {
     (Stage.INTERRUPTED, "unscale_"): UNKNOWN_GRADIENTS,
     (Stage.INTERRUPTED, "clip_grad_norm_"): UNKNOWN_GRADIENTS,
     (Stage.INTERRUPTED, "step"): UNKNOWN_GRADIENTS,
+    (Stage.SCALED, "attempts"): Stage.SCALED,
+    (Stage.MEASURED, "attempts"): _BEFORE_ATTEMPTS,
+    (Stage.UNSCALED_TO_CLIP, "attempts"): _BEFORE_ATTEMPTS,
+    (Stage.UNSCALED, "attempts"): _BEFORE_ATTEMPTS,
+    (Stage.STEPPED, "attempts"): (
+        "attempts() is being called after step(): call update() once per iteration, after "
+        "step(optimizer)"
+    ),
+    (Stage.INTERRUPTED, "attempts"): UNKNOWN_GRADIENTS,
     # What a call does on its way.
     (Stage.SCALED, "measured"): Stage.MEASURED,
     (Stage.UNSCALED, "unscaled to clip"): Stage.UNSCALED_TO_CLIP,
@@ -113,6 +128,9 @@ class OptimizerRecord:
         scale: the scale that its gradients are unscaled by.
         inv_scale: 1/scale if the gradients are MEASURED, else None.
         clip_coefficient: what clipping still has to multiply the gradients by, or None.
+        made_with: the state that its gradients were made with, if ``attempts`` backed off; None for
+            the scaler's own.
+        is_exhausted: whether the gradients overflowed in each of the latest ``attempts``.
         has_raised: whether a call of this optimizer raised, and could be repeated.
         is_outdated: whether a loss was scaled since clip_grad_norm_().
         stale: the gradients when a call was interrupted, or a loss was scaled after it, or None.
@@ -125,6 +143,8 @@ class OptimizerRecord:
     scale: Any = None
     inv_scale: Tensor | None = None
     clip_coefficient: Tensor | None = None
+    made_with: ScaleState | None = None
+    is_exhausted: bool = False
     has_raised: bool = False
     is_outdated: bool = False
     stale: list[Tensor] | None = None

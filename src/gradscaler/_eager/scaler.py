@@ -6,9 +6,10 @@ import copy as copying
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
+from gradscaler._eager.attempts import AttemptLoop
 from gradscaler._eager.closure import ClosureRun, Closures
 from gradscaler._eager.operations import FoundInf, Operations, Optimizer, Tensor
 from gradscaler._eager.outcomes import Outcomes
@@ -66,10 +67,13 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
         Raises:
             ValueError: something in ``outputs`` is not a tensor.
+            RuntimeError: a loop over ``attempts`` came before, and no ``step`` since.
         """
         if not self._enabled:
             return outputs
         if self._operations.is_tensor(outputs):
+            if self._closures.attempted:
+                self._closures.check_outside()
             if self._awaiting:
                 self._note_another_loss()
             state = self._state or self._place(outputs.device)
@@ -96,15 +100,18 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         after the last backward pass, to see or change the true gradients.
 
         Raises:
-            RuntimeError: it was called before, or after ``step``, in this iteration; or no loss
-                was scaled yet.
+            RuntimeError: it was called before, or after ``step``, in this iteration; in a loop over
+                ``attempts``; or no loss was scaled yet.
             ValueError: a gradient is float16, and float16 gradients were not allowed.
         """
         if not self._enabled:
             return
+        if self._closures.in_loop:
+            raise self._closures.refusal("unscale_")
         state = self._placed_state("unscale_", optimizer)
         record = self._record(optimizer)
         record.check("unscale_")
+        state = record.made_with or state
         if not record.is_scaled:  # clip_grad_norm_() has done it
             record.move("unscale_")
             return
@@ -147,8 +154,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             What ``optimizer.step`` returns, or None if the step was skipped.
 
         Raises:
-            RuntimeError: it was called before in this iteration, or in a closure; no loss was
-                scaled yet; or the last call was interrupted.
+            RuntimeError: it was called before in this iteration, in a closure, or in a loop over
+                ``attempts``; no loss was scaled yet; or the last call was interrupted.
             ValueError: as ``unscale_`` does.
         """
         if not self._enabled:
@@ -165,7 +172,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
                 )
             retries = self._max_retries if max_retries is None else _check_retries(max_retries)
             return self._step_with_closure(optimizer, closure, retries, args, kwargs)
-        state = self._placed_state("step", optimizer)
+        state = record.made_with or self._placed_state("step", optimizer)
         if self._observers:
             self._announce_step(optimizer, record, state)
         try:
@@ -234,6 +241,89 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         return result
 
     # What the frameworks' own scalers do not have.
+
+    def attempts(
+        self,
+        *optimizers: OptimizerT,
+        max_retries: int | None = None,
+        buffers: Iterable[TensorT] = (),
+    ) -> Iterator[int]:
+        """Loop over forward and backward until the gradients are finite: the batch is not lost.
+
+        ::
+
+            for micro_batch in batch:
+                for _ in scaler.attempts(optimizer):
+                    loss = loss_of(model, micro_batch) / len(batch)
+                    scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        After the loop's body, the gradients are checked. If they overflowed, those from before the
+        body are put back, the scale backs off, and the body runs again. So each contribution counts
+        once, and gradients that were accumulated before it are kept: multiplied by the ratio of the
+        scales, which is exact for powers of two, and by which ``step`` knows to divide. A
+        repetition draws the same random numbers from the framework's own generators.
+
+        When retries are used up, the gradients stay non-finite, and ``step`` skips. ``break``, or
+        an exception, ends the attempts with the gradients as they are; ``step`` checks them, as
+        ever. With scaling disabled the body runs once.
+
+        Zero the gradients before the loop, not in it; clip after it. Each attempt waits for the
+        device. A copy of gradients that were there before is held meanwhile.
+
+        Args:
+            optimizers: all that own parameters which the losses of the body reach.
+            max_retries: bounds the repetitions, in place of the scaler's own setting.
+            buffers: further tensors that a repetition puts back, such as ``model.buffers()``, where
+                batch normalization keeps its statistics.
+
+        Returns:
+            An iterator of the number of each attempt, from 0.
+
+        Raises:
+            RuntimeError: it was called after ``unscale_``, ``clip_grad_norm_`` or ``step`` in this
+                iteration, in a closure, or in another such loop; or the body scaled no loss.
+            ValueError: there are other processes, and nothing tells who repeats together.
+            TypeError: an argument is not what it should be.
+        """
+        for optimizer in optimizers or (None,):
+            if not hasattr(optimizer, "step"):
+                raise TypeError(
+                    "attempts() takes the optimizers whose gradients the loop makes, such as "
+                    f"attempts(optimizer), got {type(optimizer).__name__}"
+                )
+        retries = self._max_retries if max_retries is None else _check_retries(max_retries)
+        kept = list(buffers)
+        for each in kept:
+            if not self._operations.is_tensor(each):
+                raise TypeError(
+                    f"buffers must be tensors, such as model.buffers(), got {type(each).__name__}"
+                )
+        if not self._enabled:
+            return iter((0,))
+        if self._closures.losses is not None:
+            raise self._closures.refusal("attempts")
+        records = {id(record.optimizer): record for record in map(self._record, optimizers)}
+        for record in records.values():
+            record.check("attempts")
+            self._repeaters(record.optimizer)
+        attempted = self._closures.attempted
+        others = {key: each for key, each in attempted.items() if each.stage is not Stage.STEPPED}
+        self._closures.attempted = others | records
+        self._records |= records
+        return AttemptLoop(
+            list(records.values()),
+            kept,
+            retries,
+            self._operations,
+            self._closures,
+            lambda: self._placed_state("update"),  # the one in force
+            self._policy if self._scale_moves() else None,
+            lambda record: self._decision(
+                self._repeaters(record.optimizer), self._check(record.optimizer)
+            ),
+        ).run()
 
     def clip_grad_norm_(
         self,
@@ -323,7 +413,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """What an observer may ask of this scaler."""
         return ObservedScaler(self)
 
-    # What an adapter supplies or may override: three class attributes, one method, and what a
+    # What an adapter supplies or may override: three class attributes, two methods, and what a
     # framework does in its own way. An adapter may also override a public method whose signature
     # or rules differ in its framework, and what is pickled.
 
@@ -334,6 +424,10 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     @abstractmethod
     def _set_scale(self, new_scale: Any) -> None:
         """Set the scale by hand."""
+
+    @abstractmethod
+    def _check(self, optimizer: Optimizer) -> FoundInf:
+        """Flag the gradients that are not finite; all stay as they are."""
 
     def _scale_moves(self) -> bool:
         """Whether the policy is asked for the next scale at all."""
@@ -357,7 +451,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
     def _measure(self, record: OptimizerRecord, parts: Any) -> Tensor | None:
         """The norm that the gradients will have once unscaled, if one reading of them can tell."""
-        scale = self._scale_in_use(self._placed_state("clip_grad_norm_"))
+        scale = self._scale_to_clip(record)
         measured = self._operations.measure(record.optimizer, scale)
         if measured is None:
             return None
@@ -375,6 +469,13 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         It is asked before any gradient changes, so it may raise.
         """
         return None
+
+    def _repeaters(self, optimizer: Optimizer) -> Any:
+        """The deciders, where all that repeat a loop's body together are known to be among them.
+
+        It is asked before any gradient changes, so it may raise.
+        """
+        return self._deciders(optimizer)
 
     def _decision(self, deciders: Any, found_inf: FoundInf) -> FoundInf:
         """What all that decide together found, from what this process found."""
@@ -420,7 +521,9 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             reason = "no_gradients"
         scale = record.scale
         if scale is None:  # a subclass has an unscale_ of its own
-            scale = self._operations.copy(self._placed_state("step")).scale
+            scale = self._operations.copy(record.made_with or self._placed_state("step")).scale
+        if record.is_exhausted and self._operations.any_set(found_inf or {}):
+            reason = "retries_exhausted"
         flag = self._operations.readable(found_inf) if found_inf else False
         record.move("step")
         self._keep(record)
@@ -511,6 +614,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         shards: Any,
     ) -> Any:
         """Measure the norm, and have the gradients multiplied in ``step``."""
+        if self._closures.in_loop:
+            raise self._closures.refusal("clip_grad_norm_")
         record = self._record(optimizer)
         record.check("clip_grad_norm_")
         if record.is_outdated:
@@ -556,6 +661,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def _end_iteration(self) -> None:
         """Forget what is known of the gradients."""
         self._closures.backed_off = None
+        self._closures.attempted.clear()
         self._records.clear()
         self._awaiting.clear()
 
@@ -630,6 +736,10 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def _scale_in_use(self, state: ScaleState) -> Tensor:
         """The scale that backward passes use."""
         return self._in_use(state).scale
+
+    def _scale_to_clip(self, record: OptimizerRecord) -> Tensor:
+        """The scale that the gradients to be clipped were made with."""
+        return self._scale_in_use(record.made_with or self._placed_state("clip_grad_norm_"))
 
     def _in_use(self, state: ScaleState) -> ScaleState:
         """The state that backward passes use: a closure's may be backed off before update()."""

@@ -6,7 +6,7 @@ import copy as copying
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
@@ -333,7 +333,52 @@ class TorchLikeOperations:
         for parameter in parameters_of(optimizer):
             parameter.grad = None
 
-    # Closures.
+    # Repetitions.
+
+    def save_gradients(self, optimizer: Optimizer) -> Callable[[], None]:
+        saved = [
+            (parameter, None if parameter.grad is None else parameter.grad.detach().clone())
+            for parameter in parameters_of(optimizer)
+        ]
+
+        def restore() -> None:
+            with self.framework.no_grad():
+                for parameter, value in saved:
+                    grad = parameter.grad
+                    if value is None:
+                        parameter.grad = None
+                    elif grad is None or grad.is_sparse or value.is_sparse:
+                        parameter.grad = value.clone()
+                    else:  # in place: others may hold it, as DDP's buckets do
+                        grad.copy_(value)
+
+        return restore
+
+    def save_values(self, tensors: list[Tensor]) -> Callable[[], None]:
+        saved = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+        def restore() -> None:
+            with self.framework.no_grad():
+                for tensor, value in saved:
+                    tensor.copy_(value)
+
+        return restore
+
+    def save_random_state(self, optimizer: Optimizer) -> Callable[[], None]:
+        set_rng_state = self.framework.set_rng_state
+        restorers = [partial(set_rng_state, self.framework.get_rng_state())]
+        for device in {parameter.device for parameter in parameters_of(optimizer)}:
+            module: Any = getattr(self.framework, device.type, None)
+            if device.type != "cpu" and hasattr(module, "set_rng_state"):
+                named = () if device.type == "mps" else (device,)
+                state = module.get_rng_state(*named)
+                restorers.append(partial(module.set_rng_state, state, *named))
+
+        def restore() -> None:
+            for put_back in restorers:
+                put_back()
+
+        return restore
 
     def enable_grad(self) -> AbstractContextManager[object]:
         context: AbstractContextManager[object] = self.framework.enable_grad()

@@ -333,7 +333,11 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
                 FutureWarning,
                 stacklevel=3,
             )
-            result = optimizer.step(*args, **kwargs, grad_scaler=self)
+            in_force, self._state = self._state, state  # which it asks for the scale
+            try:
+                result = optimizer.step(*args, **kwargs, grad_scaler=self)
+            finally:
+                self._state = in_force
             record = self._record(optimizer)
             record.scale = state.scale.clone()
             self._conclude(optimizer, record)

@@ -121,6 +121,13 @@ def unscale_(optimizer: Any, scale: np.float32) -> dict[str, Any]:
     return {"found_inf": functools.reduce(operator.or_, found_infs)}
 
 
+def check(optimizer: Any) -> FoundInf:
+    """A bool: whether a gradient is not finite; empty where there are none."""
+    with paddle.no_grad():
+        groups = gradients(optimizer)
+        return {"found_inf": not all(map(_all_finite, groups))} if groups else {}
+
+
 def _unscale_at_once_(grads: list[Tensor], scale: float) -> Tensor:
     wide = grads[0].dtype == paddle.float64
     divisor = paddle.full([1], scale, dtype="float64" if wide else "float32")
@@ -216,6 +223,36 @@ def are_new(gradients: list[Tensor], stale: list[Tensor]) -> bool:
 def clear_gradients(optimizer: Any) -> None:
     for parameter in parameters_of(optimizer):
         parameter.clear_gradient(False)
+
+
+def save_gradients(optimizer: Any) -> Callable[[], None]:
+    saved = []
+    for parameter in parameters_of(optimizer):
+        grad = parameter._grad_ivar()
+        saved.append((parameter, None if grad is None else grad.detach().clone()))
+
+    def restore() -> None:
+        for parameter, value in saved:
+            if value is None:
+                parameter.clear_gradient(False)
+            else:
+                parameter._grad_ivar().set_value(value)
+
+    return restore
+
+
+def save_values(tensors: list[Tensor]) -> Callable[[], None]:
+    saved = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def restore() -> None:
+        for tensor, value in saved:
+            tensor.set_value(value)
+
+    return restore
+
+
+def save_random_state(optimizer: Any) -> Callable[[], None]:
+    return functools.partial(paddle.set_rng_state, paddle.get_rng_state())
 
 
 def _copied(value: Any, tensors: dict[int, tuple[Tensor, Tensor]]) -> Any:

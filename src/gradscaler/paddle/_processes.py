@@ -24,6 +24,11 @@ from gradscaler.policies import ScaleState
 Tensor = Any
 
 
+def is_distributed() -> bool:
+    """Whether there are other processes at all."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
 def check_group(name: str, group: object) -> None:
     """Check a process group that the user gave.
 

@@ -16,6 +16,7 @@ from gradscaler._eager.record import OptimizerRecord, owner_of
 from gradscaler._eager.scaler import EagerScaler
 from gradscaler.checkpoint._formats import PADDLE_KEYS, read_paddle, write_paddle
 from gradscaler.checkpoint._state_dicts import number_in, state_values
+from gradscaler.errors import ParameterError
 from gradscaler.outcome import Reason, StepOutcome
 from gradscaler.paddle import _operations
 from gradscaler.paddle._processes import (
@@ -23,6 +24,7 @@ from gradscaler.paddle._processes import (
     check_group,
     check_shards,
     group_of,
+    is_distributed,
     reduce_norm,
     settle,
     split_by,
@@ -77,12 +79,14 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         use_dynamic_loss_scaling: if False the scale never moves; an overflow still skips its step,
             and ``update`` need not be called.
         policy: the rule as a whole, in place of the parameters after ``enable``.
-        max_retries: how often ``step(optimizer, closure)`` repeats an evaluation that overflows.
+        max_retries: how often ``step(optimizer, closure)`` repeats an evaluation that overflows,
+            and a loop over ``attempts`` its body.
         group: the process group that decides together whether to step, and at which scale, by one
             all-reduce a step. None takes all processes for an optimizer of fleet's hybrid
             parallelism (sharding, model, pipeline and segment), and this one alone otherwise:
             ``DataParallel`` gives all the same gradients. Name it for parameters of one process
-            alone. Each of them then calls ``step`` for the same optimizers in the same order.
+            alone, and for a loop over ``attempts``. Each of them then calls ``step`` for the same
+            optimizers in the same order.
         enabled, init_scale, growth_factor, backoff_factor, growth_interval: PyTorch's names, which
             Paddle's development version takes too, of ``enable``, ``init_loss_scaling``,
             ``incr_ratio``, ``decr_ratio`` and ``incr_every_n_steps``. The defaults stay Paddle's.
@@ -201,6 +205,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         """
         if not self._enabled:
             return
+        if self._closures.in_loop:
+            raise self._closures.refusal("unscale_")
         record = self._records.get(id(optimizer))
         if record is not None and not isinstance(record, PaddleRecord):  # a wrapper's own dict
             del self._records[id(optimizer)]
@@ -209,7 +215,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         if not record.is_scaled:
             record.move("unscale_")
             return
-        in_force, state = self._state, self._placed_state("unscale_")
+        in_force, state = self._state, record.made_with or self._placed_state("unscale_")
         if self._unscale_is_replaced():  # by one that announces nothing
             self._announce_unscale(optimizer, state)
         self._state = state  # what is put in place of _unscale divides by _scale
@@ -246,7 +252,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             self._outcomes.put(owner_of(optimizer), StepOutcome(1.0, False, "disabled"))
             return result
         record = self._record_to_step(optimizer)
-        self._announce_step(optimizer, record, self._placed_state("step"))
+        state = record.made_with or self._placed_state("step")
+        self._announce_step(optimizer, record, state)
         try:
             record = self._unscaled(record)
             result = self._step_if_finite(optimizer, record, args, kwargs, "minimize")
@@ -500,6 +507,19 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         if group is None and not self._unscale_is_replaced():  # Fleet's asks all processes
             group = group_of(optimizer)
         return None if group is None or group.nranks == 1 else group
+
+    def _repeaters(self, optimizer: Any) -> Group | None:
+        deciders = self._deciders(optimizer)
+        if deciders is None and self._group is None and is_distributed():
+            raise ParameterError(
+                "attempts() is to repeat a backward pass on all processes or on none, and nothing "
+                "tells on which: construct GradScaler(group=...) with the process group that "
+                "decides together, such as paddle.distributed.get_group(0)"
+            )
+        return deciders
+
+    def _check(self, optimizer: Any) -> FoundInf:
+        return _operations.check(optimizer)
 
     def _decision(self, deciders: Group | None, found_inf: FoundInf) -> FoundInf:
         if deciders is not None:

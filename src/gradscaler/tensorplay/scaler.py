@@ -40,7 +40,8 @@ class GradScaler(
         enabled: if False, ``step`` is ``optimizer.step`` and all else passes through.
         policy: the rule as a whole, in place of the four parameters before.
         allow_fp16_gradients: unscale float16 gradients in place rather than refuse them.
-        max_retries: how often ``step(optimizer, closure)`` repeats an evaluation that overflows.
+        max_retries: how often ``step(optimizer, closure)`` repeats an evaluation that overflows,
+            and a loop over ``attempts`` its body.
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.

@@ -17,6 +17,7 @@ from gradscaler._eager.record import OptimizerRecord
 from gradscaler._torch_like.operations import parameters_of
 from gradscaler._torch_like.record import TorchLikeRecord
 from gradscaler._torch_like.scaler import TorchLikeScaler
+from gradscaler.errors import ParameterError
 from gradscaler.policies import Policy, ScaleState
 from gradscaler.torch._operations import TorchOperations
 from gradscaler.torch._processes import (
@@ -25,6 +26,7 @@ from gradscaler.torch._processes import (
     check_group,
     group_of,
     is_displaced,
+    is_distributed,
     reduce_norm,
     split_by,
 )
@@ -56,12 +58,14 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             :class:`gradscaler.FixedScale`.
         allow_fp16_gradients: unscale float16 gradients in place rather than refuse them. What
             underflows in that division is lost; torch always refuses.
-        max_retries: how often ``step(optimizer, closure)`` repeats an evaluation that overflows.
+        max_retries: how often ``step(optimizer, closure)`` repeats an evaluation that overflows,
+            and a loop over ``attempts`` its body.
         group: the process group that decides together whether to step, and at which scale. None
             takes the processes that hold the optimizer's DTensors, so FSDP2, tensor parallelism and
             their products need no group; nor does DDP, which gives all the same gradients. Name it
             for FSDP1, pipeline and expert parallelism, ZeRO and parameters of one process alone.
-            It must exist: before ``init_process_group``, ``group.WORLD`` is None.
+            Name it for a loop over ``attempts``, too, under DDP: its gradients are not the same
+            in ``no_sync()``. It must exist: before ``init_process_group``, ``group.WORLD`` is None.
             Each of them then calls ``step`` for the same optimizers in the same order; a stage of
             a pipeline that has no loss need not call ``scale``.
 
@@ -177,6 +181,16 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
         group = self._named_group() or group_of(optimizer)
         return None if group is None or group.size() == 1 else group
 
+    def _repeaters(self, optimizer: Any) -> dist.ProcessGroup | None:
+        deciders = self._deciders(optimizer)
+        if deciders is None and self._named_group() is None and is_distributed():
+            raise ParameterError(
+                "attempts() is to repeat a backward pass on all processes or on none, and nothing "
+                "tells on which: construct GradScaler(group=...) with the process group that "
+                "decides together, such as torch.distributed.group.WORLD"
+            )
+        return deciders
+
     def _decision(self, deciders: dist.ProcessGroup | None, found_inf: FoundInf) -> FoundInf:
         if deciders is None:
             return found_inf
@@ -196,7 +210,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
         displaced = any(map(is_displaced, parameters_of(record.optimizer)))
         if displaced or not self._unscales_plainly():
             return None
-        scale = self._scale_in_use(self._placed_state("clip_grad_norm_"))
+        scale = self._scale_to_clip(record)
         norms, flags = {}, []
         for groups, part in parts.items():
             measured = self._operations.measure(part, scale)

@@ -72,14 +72,14 @@ class EagerObserver(StepSource):
         self._note_missed_steps()
         if id(optimizer) in self._iterations[-1].outcomes:
             self.updating()
-        self._measure_if_due(optimizer, scaled=scale is not None)
+        self._measure_if_due(optimizer, scale)
 
     def stepped(self, optimizer: Any, outcome: StepOutcome, /) -> None:
         """Inspect the gradients if they are not finite."""
         if outcome.known_reason == "no_gradients":
             return
         self._note(optimizer, outcome)
-        self._measure_if_due(optimizer, scaled=False)  # a closure made the gradients
+        self._measure_if_due(optimizer)  # a closure made the gradients
         inspects = self._inspected == self._iterations[-1].number
         is_skip = (self.forensics or inspects) and outcome.skipped  # may wait for the device
         if is_skip and (inspects or self._inspects_next_skip):
@@ -214,8 +214,11 @@ class EagerObserver(StepSource):
         named = self._named(optimizer, len(others))
         return {name: grad for name, p in named.items() if (grad := p.grad) is not None}
 
-    def _measure_if_due(self, optimizer: Any, scaled: bool) -> None:
-        """Measure the gradients if a sample is due and they were not measured yet."""
+    def _measure_if_due(self, optimizer: Any, scaled_by: Any = None) -> None:
+        """Measure the gradients if a sample is due and they were not measured yet.
+
+        ``scaled_by`` is the scale that they are still multiplied by, if they are.
+        """
         iteration = self._iterations[-1]
         if iteration.number % self.every or id(optimizer) in iteration.measured:
             return
@@ -226,8 +229,9 @@ class EagerObserver(StepSource):
         if not any(hasattr(gradient, "to_local") for gradient in gradients.values()):
             norm = self.scaler.observed.total_norm(optimizer)
             known = norm if math.isfinite(norm) else None
-        scale = float(self.scaler.observed.state.scale)
-        iteration.measured[id(optimizer)] = measure(gradients, self.dtype, scale, scaled, known)
+        is_scaled = scaled_by is not None
+        scale = float(scaled_by if is_scaled else self.scaler.observed.state.scale)
+        iteration.measured[id(optimizer)] = measure(gradients, self.dtype, scale, is_scaled, known)
 
 
 def _loss(losses: list[Any]) -> float | None:

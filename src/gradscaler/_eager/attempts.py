@@ -1,0 +1,135 @@
+"""A loop whose body is repeated at a backed-off scale while its gradients overflow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from gradscaler._eager.closure import Closures
+from gradscaler._eager.operations import FoundInf, Operations, Tensor
+from gradscaler._eager.record import OptimizerRecord
+from gradscaler.errors import CallOrderError
+from gradscaler.policies import Policy, ScaleState
+
+
+@dataclass
+class AttemptLoop:
+    """One loop over ``scaler.attempts(...)``.
+
+    The body adds its gradients to those that are there, which stay scaled. So these are copied
+    before, and multiplied by the ratio of the scales when they are put back.
+
+    Attributes:
+        records: those of the optimizers whose gradients the body makes, each once.
+        buffers: further tensors that a repetition puts back.
+        max_retries: how often a body whose gradients overflow is repeated.
+        operations: the framework's.
+        closures: the scaler's.
+        state: returns the scaler's, once a loss was scaled.
+        policy: what backs off; None if the scale does not move.
+        check: what all that decide about an optimizer together find in its gradients, which stay
+            as they are.
+    """
+
+    records: list[OptimizerRecord]
+    buffers: list[Tensor]
+    max_retries: int
+    operations: Operations
+    closures: Closures
+    state: Callable[[], ScaleState]
+    policy: Policy | None
+    check: Callable[[OptimizerRecord], FoundInf]
+
+    def run(self) -> Iterator[int]:
+        """The number of each attempt, from 0; the body runs between one and the next.
+
+        If the loop is left early, the gradients stay as they are, and so does what is known of
+        them. What overflows at every scale is not the scale's fault, and ``update`` backs off once.
+        """
+        try:
+            yield from self._attempts()
+        finally:
+            self._end_body()  # an interrupt may have come before the one below
+
+    def _attempts(self) -> Iterator[int]:
+        closures, before = self.closures, self.closures.backed_off
+        with self._moving_gradients():
+            self._match_scale()
+        restore = self._save()
+        for attempt in range(self.max_retries + 1):
+            try:
+                closures.losses, closures.in_loop = [], True
+                yield attempt
+                if not closures.losses:
+                    raise CallOrderError(
+                        "the loop over attempts() scaled no loss: call "
+                        "scaler.scale(loss).backward() in it"
+                    )
+                found_infs = self._found_infs()
+            finally:
+                self._end_body()
+            if not found_infs:
+                self._conclude(is_exhausted=False)
+                return
+            if attempt == self.max_retries or not closures.back_off(
+                self.operations, self.policy, self.state(), found_infs
+            ):
+                break
+            with self._moving_gradients():
+                restore()
+                if attempt == 0 and self._found_infs():  # before the loop: no scale helps
+                    break
+                self._match_scale()
+        closures.backed_off = before
+        self._conclude(is_exhausted=True)
+
+    def _end_body(self) -> None:
+        self.closures.losses, self.closures.in_loop = None, False
+
+    def _found_infs(self) -> list[FoundInf]:
+        """What was found in gradients that overflowed; all are checked, for all processes are."""
+        found_infs = [self.check(record) for record in self.records]
+        return [found for found in found_infs if found and self.operations.any_set(found)]
+
+    @contextmanager
+    def _moving_gradients(self) -> Iterator[None]:
+        """If this is interrupted, only some gradients may have moved."""
+        try:
+            yield
+        except BaseException:
+            for record in self.records:
+                record.interrupt(self.operations.current_gradients(record.optimizer))
+            raise
+
+    def _match_scale(self) -> None:
+        """Multiply the gradients as if they were made at the scale that comes next."""
+        state = self.closures.backed_off
+        for record in self.records:
+            if record.made_with is not state:
+                made_with, target = record.made_with or self.state(), state or self.state()
+                ratio = target.scale / made_with.scale
+                self.operations.multiply_gradients_(record.optimizer, ratio)
+                record.made_with = state
+
+    def _save(self) -> Callable[[], None]:
+        """Copy what a repetition starts from; the callable puts it back."""
+        made_with = [record.made_with for record in self.records]
+        optimizers = [record.optimizer for record in self.records]
+        restorers = [
+            *map(self.operations.save_gradients, optimizers),
+            *map(self.operations.save_random_state, optimizers),
+            self.operations.save_values(self.buffers),
+        ]
+
+        def restore() -> None:
+            for put_back in restorers:
+                put_back()
+            for record, state in zip(self.records, made_with, strict=True):
+                record.made_with = state
+
+        return restore
+
+    def _conclude(self, is_exhausted: bool) -> None:
+        for record in self.records:
+            record.is_exhausted = is_exhausted
