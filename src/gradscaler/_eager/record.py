@@ -110,6 +110,7 @@ class OptimizerRecord:
             stays its own.
         stage: what is true of its gradients.
         found_inf: its own flags; None until its gradients were checked.
+        amax: their largest magnitude once unscaled; None where the policy does not look at it.
         scale: the scale that its gradients are unscaled by.
         inv_scale: 1/scale if the gradients are MEASURED, else None.
         clip_coefficient: what clipping still has to multiply the gradients by, or None.
@@ -122,6 +123,7 @@ class OptimizerRecord:
     optimizer: Optimizer = None
     stage: Stage = Stage.SCALED
     found_inf: FoundInf | None = None
+    amax: Tensor | None = None
     scale: Any = None
     inv_scale: Tensor | None = None
     clip_coefficient: Tensor | None = None
