@@ -10,7 +10,7 @@ from gradscaler._eager.closure import Closures
 from gradscaler._eager.operations import FoundInf, Operations, Tensor
 from gradscaler._eager.record import OptimizerRecord
 from gradscaler.errors import CallOrderError
-from gradscaler.policies import Policy, ScaleState
+from gradscaler.policies import Policy, State
 
 
 @dataclass
@@ -37,7 +37,7 @@ class AttemptLoop:
     max_retries: int
     operations: Operations
     closures: Closures
-    state: Callable[[], ScaleState]
+    state: Callable[[], State]
     policy: Policy | None
     check: Callable[[OptimizerRecord], FoundInf]
 

@@ -10,7 +10,7 @@ from gradscaler._eager.operations import FoundInf, Operations, Optimizer, Tensor
 from gradscaler._eager.record import OptimizerRecord, Stage, owner_of
 from gradscaler.errors import CallOrderError
 from gradscaler.outcome import Reason
-from gradscaler.policies import Policy, ScaleState
+from gradscaler.policies import Policy, State
 
 DEFAULT_MAX_RETRIES = 16
 """From the usual first scale, 2**16, this many halvings reach 1."""
@@ -30,7 +30,7 @@ class Closures:
     """
 
     def __init__(self) -> None:
-        self.backed_off: ScaleState | None = None
+        self.backed_off: State | None = None
         self.losses: list[tuple[Tensor, Tensor]] | None = None
         self.in_loop = False
         self.attempted: dict[int, OptimizerRecord] = {}
@@ -39,7 +39,7 @@ class Closures:
         self,
         operations: Operations,
         policy: Policy | None,
-        state: ScaleState,
+        state: State,
         found_infs: list[FoundInf],
     ) -> bool:
         """Lower the scale that evaluations use; False where the policy will not.
@@ -122,7 +122,7 @@ class ClosureRun:
     operations: Operations
     records: dict[int, OptimizerRecord]
     closures: Closures
-    state: Callable[[], ScaleState]
+    state: Callable[[], State]
     policy: Policy | None
     unscale: Callable[[Optimizer], None]
     apply_pending: Callable[[OptimizerRecord], None]

@@ -8,12 +8,12 @@ Otherwise a second all-reduce, a maximum, finds what differs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 from gradscaler.errors import ScaleMismatchError
-from gradscaler.policies import ScaleState
+from gradscaler.policies import State
 
 
 class Result(NamedTuple):
@@ -30,7 +30,7 @@ class Result(NamedTuple):
     is_same: bool
 
 
-def ballot(found_inf: bool, has_gradients: bool, state: ScaleState, processes: int) -> int:
+def ballot(found_inf: bool, has_gradients: bool, state: State, processes: int) -> int:
     """What one process puts in: an int64, with room to add up those of so many processes.
 
     The digest is a hash of host scalars, which is the same in each process.
@@ -53,13 +53,13 @@ def bounds(state: Any) -> list[Any]:
     return list(chain.from_iterable((value, -value) for value in state))
 
 
-def check_same(maxima: Sequence[float]) -> None:
-    """Compare what processes hold, from the maxima of their ``bounds``.
+def check_same(fields: Iterable[str], maxima: Sequence[float]) -> None:
+    """Compare what processes hold in the fields of a state, from the maxima of their ``bounds``.
 
     Raises:
         ScaleMismatchError: they hold different scales or counters; all of them raise it.
     """
-    for name, largest, negated in zip(ScaleState._fields, maxima[::2], maxima[1::2], strict=True):
+    for name, largest, negated in zip(fields, maxima[::2], maxima[1::2], strict=True):
         smallest = 0.0 - negated  # not -0.0
         if largest != smallest:
             raise ScaleMismatchError(

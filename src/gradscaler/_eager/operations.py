@@ -6,11 +6,11 @@ optimizers and found_inf flags are opaque to the engine: it only hands them back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from gradscaler.policies import Policy, ScaleState
+from gradscaler.policies import Policy, State
 
 Tensor = Any
 Optimizer = Any
@@ -28,18 +28,29 @@ class Operations(Protocol):
     def multiply(self, output: Tensor, scale: Tensor, /) -> Tensor:
         """``output * scale``, differentiable, on the output's device."""
 
-    def place(self, state: ScaleState, device: Any, /) -> ScaleState:
+    def place(self, state: State, device: Any, /) -> State:
         """A host state in the form that this framework keeps it in, on a device."""
 
-    def read(self, state: ScaleState, /) -> ScaleState:
+    def read(self, state: State, /) -> State:
         """A placed state as host scalars."""
 
-    def advance(
-        self, policy: Policy, state: ScaleState, found_infs: list[FoundInf], /
-    ) -> ScaleState:
-        """The state after a step of ``policy``; it may reuse ``state``'s place."""
+    def finite_steps(self, state: State, /) -> int | None:
+        """The count of finite steps; None where reading it would wait for a device."""
 
-    def copy(self, state: ScaleState, /) -> ScaleState:
+    def advance(
+        self,
+        policy: Policy,
+        state: State,
+        found_infs: list[FoundInf],
+        amaxes: Sequence[Tensor] = (),
+        /,
+    ) -> State:
+        """The state after a step of ``policy``; it may reuse ``state``'s place.
+
+        The policy is handed the largest of ``amaxes``, if there are any.
+        """
+
+    def copy(self, state: State, /) -> State:
         """A state that moves independently of ``state``."""
 
     def any_set(self, found_inf: FoundInf, /) -> bool:
@@ -67,6 +78,12 @@ class Operations(Protocol):
 
         Also a copy of the scale, its inverse, and the flags that unscaling would give. None where
         one reading cannot tell: a norm too large for its dtype, a scale below 1, an unusual dtype.
+        """
+
+    def amax(self, optimizer: Optimizer, scale: Tensor | None, /) -> Tensor:
+        """The largest magnitude of the optimizer's gradients, times 1/scale if they are scaled.
+
+        A float32 scalar, 0 where there are no gradients; of non-finite gradients it is any number.
         """
 
     def total_norm(self, optimizer: Optimizer, norm_type: float, /) -> Tensor:

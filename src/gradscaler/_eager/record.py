@@ -8,7 +8,7 @@ from typing import Any
 
 from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
 from gradscaler.errors import CallOrderError
-from gradscaler.policies import ScaleState
+from gradscaler.policies import State
 
 
 class Stage(Enum):
@@ -125,6 +125,7 @@ class OptimizerRecord:
             stays its own.
         stage: what is true of its gradients.
         found_inf: its own flags; None until its gradients were checked.
+        amax: their largest magnitude once unscaled; None where the policy does not look at it.
         scale: the scale that its gradients are unscaled by.
         inv_scale: 1/scale if the gradients are MEASURED, else None.
         clip_coefficient: what clipping still has to multiply the gradients by, or None.
@@ -140,10 +141,11 @@ class OptimizerRecord:
     optimizer: Optimizer = None
     stage: Stage = Stage.SCALED
     found_inf: FoundInf | None = None
+    amax: Tensor | None = None
     scale: Any = None
     inv_scale: Tensor | None = None
     clip_coefficient: Tensor | None = None
-    made_with: ScaleState | None = None
+    made_with: State | None = None
     is_exhausted: bool = False
     has_raised: bool = False
     is_outdated: bool = False

@@ -16,7 +16,7 @@ from gradscaler._eager.outcomes import Outcomes
 from gradscaler._eager.record import UNKNOWN_GRADIENTS, OptimizerRecord, Stage, owner_of
 from gradscaler.errors import CallOrderError
 from gradscaler.outcome import HISTORY_LENGTH, Observer, Reason, StepOutcome
-from gradscaler.policies import FixedScale, Policy, ScaleState
+from gradscaler.policies import FixedScale, Policy, State, amax_interval
 
 _KNOWN = (Stage.MEASURED, Stage.UNSCALED_TO_CLIP, Stage.UNSCALED)
 
@@ -37,7 +37,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         self._enabled = enabled
         self._max_retries = _check_retries(max_retries)
         self._initial_state = policy.init()
-        self._state: ScaleState | None = None  # placed where the first scaled tensor lives
+        self._state: State | None = None  # placed where the first scaled tensor lives
         self._start_records()
 
     # The five calls of a training loop.
@@ -122,7 +122,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             record.scale, inv_scale = self._operations.inverse(self._scale_in_use(state))
             found_inf = self._unscale_gradients(optimizer, inv_scale)
             if record.stage is not Stage.MEASURED:  # or all have decided
-                record.found_inf = self._decision(deciders, found_inf)
+                self._settle(record, deciders, found_inf)
             record.inv_scale = None
             record.move("unscale_")
             self._keep(record)
@@ -223,7 +223,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             if self._closures.backed_off is not None:
                 self._state = state = self._closures.backed_off
             if found_infs:
-                self._state = self._operations.advance(self._policy, state, found_infs)
+                amaxes = self._amaxes()
+                self._state = self._operations.advance(self._policy, state, found_infs, amaxes)
         self._end_iteration()
 
     def minimize(self, optimizer: OptimizerT, scaled_loss: TensorT | None = None) -> Any:
@@ -321,8 +322,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             lambda: self._placed_state("update"),  # the one in force
             self._policy if self._scale_moves() else None,
             lambda record: self._decision(
-                self._repeaters(record.optimizer), self._check(record.optimizer)
-            ),
+                self._repeaters(record.optimizer), self._check(record.optimizer), None
+            )[0],
         ).run()
 
     def clip_grad_norm_(
@@ -433,7 +434,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """Whether the policy is asked for the next scale at all."""
         return True
 
-    def _place(self, device: Any) -> ScaleState:
+    def _place(self, device: Any) -> State:
         """Put the state on the device of the first scaled tensor."""
         self._state = self._operations.place(self._initial_state, device)
         return self._state
@@ -449,13 +450,14 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """
         return shards
 
-    def _measure(self, record: OptimizerRecord, parts: Any) -> Tensor | None:
+    def _measure(self, record: OptimizerRecord, parts: Any, deciders: Any = None) -> Tensor | None:
         """The norm that the gradients will have once unscaled, if one reading of them can tell."""
         scale = self._scale_to_clip(record)
         measured = self._operations.measure(record.optimizer, scale)
         if measured is None:
             return None
-        norm, record.scale, record.inv_scale, record.found_inf = measured
+        norm, record.scale, record.inv_scale, found_inf = measured
+        self._settle(record, deciders, found_inf, scale)
         record.move("measured")
         return norm
 
@@ -477,9 +479,11 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """
         return self._deciders(optimizer)
 
-    def _decision(self, deciders: Any, found_inf: FoundInf) -> FoundInf:
+    def _decision(
+        self, deciders: Any, found_inf: FoundInf, amax: Tensor | None
+    ) -> tuple[FoundInf, Tensor | None]:
         """What all that decide together found, from what this process found."""
-        return found_inf
+        return found_inf, amax
 
     def _is_anywhere(self, optimizer: Optimizer, flag: bool) -> bool:
         """Whether a flag is True on any of those that decide about this optimizer together."""
@@ -489,7 +493,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         self,
         optimizer: Optimizer,
         record: OptimizerRecord,
-        state: ScaleState,
+        state: State,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
@@ -570,6 +574,32 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
     # Shared steps.
 
+    def _settle(
+        self,
+        record: OptimizerRecord,
+        deciders: Any,
+        found_inf: FoundInf,
+        scale: Tensor | None = None,
+    ) -> None:
+        """Record what all that decide together found in gradients; ``scale`` if still scaled."""
+        amax = None
+        interval = amax_interval(self._policy)
+        if interval:
+            steps = self._finite_steps()
+            if steps is None or not (steps % interval or self._operations.any_set(found_inf)):
+                amax = self._operations.amax(record.optimizer, scale)
+        record.found_inf, record.amax = self._decision(deciders, found_inf, amax)
+
+    def _finite_steps(self) -> int | None:
+        """The count that the policy will look at, if that is known on the host."""
+        return self._operations.finite_steps(self._in_use(self._placed_state("step")))
+
+    def _amaxes(self) -> list[Tensor]:
+        """The optimizers' largest gradients, for a policy that looks at them."""
+        if not amax_interval(self._policy):
+            return []
+        return [record.amax for record in self._records.values() if record.amax is not None]
+
     def _start_records(self) -> None:
         """Start without steps and without observers."""
         self._records: defaultdict[int, OptimizerRecord] = defaultdict(self._record_type)
@@ -579,7 +609,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         self._closures = Closures()
         self._awaiting: list[OptimizerRecord] = []  # those that another loss outdates
 
-    def _host_state(self) -> ScaleState:
+    def _host_state(self) -> State:
         """The state in host scalars; waits for the device."""
         return self._initial_state if self._state is None else self._operations.read(self._state)
 
@@ -714,18 +744,16 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
                 record.interrupt(self._operations.current_gradients(record.optimizer))
         self._awaiting.clear()
 
-    def _announce_unscale(self, optimizer: Optimizer, state: ScaleState) -> None:
+    def _announce_unscale(self, optimizer: Optimizer, state: State) -> None:
         if self._closures.losses is None:  # a closure may be called again
             for observer in self._observers:
                 observer.unscaling(optimizer, state.scale)
 
-    def _announce_step(
-        self, optimizer: Optimizer, record: OptimizerRecord, state: ScaleState
-    ) -> None:
+    def _announce_step(self, optimizer: Optimizer, record: OptimizerRecord, state: State) -> None:
         for observer in self._observers:
             observer.stepping(optimizer, state.scale if record.is_scaled else None)
 
-    def _placed_state(self, caller: str, optimizer: Optimizer | None = None) -> ScaleState:
+    def _placed_state(self, caller: str, optimizer: Optimizer | None = None) -> State:
         if self._state is None:
             raise CallOrderError(
                 f"{caller}() was called before any loss was scaled: call "
@@ -733,7 +761,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             )
         return self._state
 
-    def _scale_in_use(self, state: ScaleState) -> Tensor:
+    def _scale_in_use(self, state: State) -> Tensor:
         """The scale that backward passes use."""
         return self._in_use(state).scale
 
@@ -741,7 +769,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """The scale that the gradients to be clipped were made with."""
         return self._scale_in_use(record.made_with or self._placed_state("clip_grad_norm_"))
 
-    def _in_use(self, state: ScaleState) -> ScaleState:
+    def _in_use(self, state: State) -> State:
         """The state that backward passes use: a closure's may be backed off before update()."""
         in_closure = self._closures.losses is not None
         return (self._closures.backed_off if in_closure else None) or state
@@ -790,7 +818,7 @@ class ObservedScaler(Generic[TensorT, OptimizerT]):
         return self._scaler._policy if moves else FixedScale(float(self.state.scale))
 
     @property
-    def state(self) -> ScaleState:
+    def state(self) -> State:
         """The scale and its counters as host scalars; waits for the device."""
         return self._scaler._host_state()
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy as copying
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
 from typing import Any
 
+import numpy as np
+
 from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
 from gradscaler._torch_like.norm import norm_on_cpu
 from gradscaler.errors import CallOrderError
-from gradscaler.policies import Policy, ScaleState
+from gradscaler.policies import Policy, State, leaf_dtypes
 
 Device = Any
 
@@ -86,34 +88,53 @@ class TorchLikeOperations:
         """A float32 scalar."""
         return self.framework.scalar_tensor(value, dtype=self.framework.float32, device=device)
 
-    def place(self, state: ScaleState, device: Device) -> ScaleState:
+    def place(self, state: State, device: Device) -> State:
         full, int32 = self.framework.full, self.framework.int32
-        counters = (full((), count, dtype=int32, device=device) for count in state[1:])
-        return ScaleState(self.scalar(float(state.scale), device), *counters)
+        leaves = (
+            self.scalar(float(value), device)
+            if dtype is np.float32
+            else full((), value, dtype=int32, device=device)
+            for value, dtype in zip(state, leaf_dtypes(state), strict=True)
+        )
+        return type(state)(*leaves)
 
-    def read(self, state: ScaleState) -> ScaleState:
-        """A placed state as a Python float and ints."""
-        scale, finite_steps, nonfinite_steps = state
-        return ScaleState(scale.item(), finite_steps.item(), nonfinite_steps.item())
+    def read(self, state: State) -> State:
+        """A placed state as Python floats and ints."""
+        return type(state)(*[tensor.item() for tensor in state])
 
-    def assign(self, state: ScaleState, values: ScaleState) -> None:
-        """Fill a placed state, in place, from a host state."""
-        for tensor, value in zip(state, values, strict=True):
-            tensor.fill_(value.item() if hasattr(value, "item") else value)
+    def finite_steps(self, state: State) -> int | None:
+        tensor = state.finite_steps
+        return tensor.item() if self.on_host(tensor) else None
 
-    def copy(self, state: ScaleState) -> ScaleState:
-        return ScaleState(*(tensor.clone() for tensor in state))
+    def assign(self, state: State, values: State) -> State:
+        """A placed state of these values, in the tensors of ``state`` as far as it has them."""
+        placed = self.place(values, state.scale.device)
+        for tensor, value in zip(state, placed, strict=False):
+            tensor.copy_(value)
+        return type(placed)(*state[: len(placed)], *placed[len(state) :])
 
-    def advance(self, policy: Policy, state: ScaleState, found_infs: list[FoundInf]) -> ScaleState:
+    def copy(self, state: State) -> State:
+        return type(state)(*(tensor.clone() for tensor in state))
+
+    def advance(
+        self,
+        policy: Policy,
+        state: State,
+        found_infs: list[FoundInf],
+        amaxes: Sequence[Tensor] = (),
+    ) -> State:
         if self.on_host(state.scale):  # reading costs nothing here, and a tensor operation does
             values = self.read(state)
-            moved = policy.update(values, any(map(self.any_set, found_infs)))
+            amax = {"amax": max(tensor.item() for tensor in amaxes)} if amaxes else {}
+            moved = policy.update(values, any(map(self.any_set, found_infs)), **amax)
             for tensor, before, value in zip(state, values, moved, strict=True):
                 if value != before:
                     tensor.fill_(float(value))
             return state
-        found_inf = self.combine(found_infs, state.scale.device) != 0
-        moved = policy.update(state, found_inf, self.framework.where)
+        device = state.scale.device
+        found_inf = self.combine(found_infs, device) != 0
+        amax = {"amax": self.largest(amaxes, device)} if amaxes else {}
+        moved = policy.update(state, found_inf, self.framework.where, **amax)
         for tensor, value in zip(state, moved, strict=True):
             tensor.copy_(value)
         return state
@@ -131,8 +152,12 @@ class TorchLikeOperations:
 
     def combine(self, found_infs: list[FoundInf], device: Device) -> Tensor:
         """One flag on a device, set if any is."""
-        flags = [self.on_device(flag, device) for found in found_infs for flag in found.values()]
-        return reduce(self.framework.maximum, flags)
+        return self.largest([flag for found in found_infs for flag in found.values()], device)
+
+    def largest(self, scalars: Iterable[Tensor], device: Device) -> Tensor:
+        """The largest of scalars, on a device."""
+        on_device = [self.on_device(scalar, device) for scalar in scalars]
+        return reduce(self.framework.maximum, on_device)
 
     # Gradients.
 
@@ -306,6 +331,10 @@ class TorchLikeOperations:
                 if grads:
                     self.check_and_unscale_(grads, flags[key], self.on_device(one, device))
         return flags
+
+    def amax(self, optimizer: Optimizer, scale: Tensor | None) -> Tensor:
+        amax = self.total_norm(optimizer, math.inf).float()
+        return amax if scale is None else amax * self.on_device(self.inverse(scale)[1], amax.device)
 
     def total_norm(self, optimizer: Optimizer, norm_type: float) -> Tensor:
         with self.framework.no_grad():

@@ -20,10 +20,10 @@ from gradscaler._torch_like.fused import (
     takes_grad_scaler,
 )
 from gradscaler._torch_like.operations import TorchLikeOperations
-from gradscaler.checkpoint._formats import TORCH_KEYS, read_torch
+from gradscaler.checkpoint._formats import TORCH_KEYS, read_peak, read_torch, write_peak
 from gradscaler.checkpoint._state_dicts import state_values
 from gradscaler.errors import CallOrderError, ParameterError
-from gradscaler.policies import DynamicScale, Policy, ScaleState, _checks
+from gradscaler.policies import AmaxScale, AmaxState, DynamicScale, Policy, State, _checks
 from gradscaler.policies._spelling import check_alone, check_policy
 
 _dynamic_scale = lru_cache(typed=True)(DynamicScale)  # checking takes longest of all in a scaler
@@ -123,8 +123,8 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
 
         The keys and types are torch's: ``scale``, ``growth_factor``, ``backoff_factor`` (float),
         ``growth_interval``, ``_growth_tracker`` (int). A policy with a hysteresis adds
-        ``_nonfinite_steps``, which torch ignores. Under a fixed scale both factors are 1.0. Empty
-        if scaling is disabled. Call it after ``update()``.
+        ``_nonfinite_steps``, and an ``AmaxScale`` that and ``_peak``; torch ignores both. Under a
+        fixed scale both factors are 1.0. Empty if scaling is disabled. Call it after ``update()``.
         """
         if not self._enabled:
             return {}
@@ -137,16 +137,16 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
             int(state.finite_steps),
         )
         state_dict: dict[str, Any] = dict(zip(TORCH_KEYS, values, strict=True))
-        if getattr(self._policy, "hysteresis", 1) > 1:
+        if isinstance(state, AmaxState) or getattr(self._policy, "hysteresis", 1) > 1:
             state_dict["_nonfinite_steps"] = int(state.nonfinite_steps)
-        return state_dict
+        return {**state_dict, **write_peak(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the scale, the rule's parameters and the count from a state dict, torch's own too.
 
-        Bounds and hysteresis stay as the policy has them. The state dict of another framework's
-        scaler (see :mod:`gradscaler.checkpoint`) brings its whole rule. Nothing changes if it
-        raises; nothing happens if scaling is disabled.
+        All else stays as the policy has it, such as bounds and hysteresis. The state dict of
+        another framework's scaler (see :mod:`gradscaler.checkpoint`) brings its whole rule. Nothing
+        changes if it raises; nothing happens if scaling is disabled.
 
         Raises:
             RuntimeError: the dict is empty, as one saved with scaling disabled is.
@@ -157,15 +157,17 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
             return
         if checkpoint.detect(state_dict) in (None, "torch"):
             values = {**state_dict, **state_values(state_dict, TORCH_KEYS)}
-            own = self._policy if isinstance(self._policy, DynamicScale) else DynamicScale()
-            policy, state = read_torch(values, own)
+            rules = DynamicScale, AmaxScale
+            own = self._policy if isinstance(self._policy, rules) else DynamicScale()
+            policy, counts = read_torch(values, own)
+            state = read_peak(policy, counts, values)
         else:
             policy, state = checkpoint.read(state_dict)
         self._policy = policy
         self._initial_state = state
         self._closures.backed_off = None
         if self._state is not None:
-            self._operations.assign(self._state, state)
+            self._state = self._operations.assign(self._state, state)
 
     # The private names.
 
@@ -245,9 +247,10 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         self._placed_state("_check_inf_per_device")
         record = self._record(optimizer)
         deciders = self._deciders(optimizer)
-        record.found_inf = self._decision(deciders, self._check(optimizer))
+        scale = self._scale_in_use(self._placed_state("step")) if record.is_scaled else None
+        self._settle(record, deciders, self._check(optimizer), scale)
         self._keep(record)
-        return dict(record.found_inf)
+        return dict(record.found_inf or {})
 
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: Any, *args: Any, **kwargs: Any
@@ -263,8 +266,8 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         zero = self._operations.scalar(0.0, inv_scale.device)
         return self._unscale_grads_(optimizer, inv_scale, zero, allow_fp16)
 
-    def _measure(self, record: OptimizerRecord, parts: Any) -> Tensor | None:
-        return super()._measure(record, parts) if self._unscales_plainly() else None
+    def _measure(self, record: OptimizerRecord, parts: Any, deciders: Any = None) -> Tensor | None:
+        return super()._measure(record, parts, deciders) if self._unscales_plainly() else None
 
     def _unscales_plainly(self) -> bool:
         """Whether nothing replaces how gradients are unscaled; it may reduce flags, for example."""
@@ -300,7 +303,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         highest = getattr(self._policy, "max_scale", _checks.LARGEST_SCALE)
         scale.fill_(_checks.loss_scale("new_scale", new_scale, lowest, highest))
 
-    def _place(self, device: Any) -> ScaleState:
+    def _place(self, device: Any) -> State:
         self._lazy_init_scale_growth_tracker(device)
         return self._placed_state("scale")
 
@@ -320,7 +323,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         self,
         optimizer: Optimizer,
         record: OptimizerRecord,
-        state: ScaleState,
+        state: State,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
@@ -386,10 +389,10 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
 
     # Shared.
 
-    def _state_on(self, device: Any) -> ScaleState:
+    def _state_on(self, device: Any) -> State:
         return self._state or self._operations.place(self._initial_state, device)
 
     def _change_policy(self, **changes: Any) -> None:
-        if not isinstance(self._policy, DynamicScale):
+        if not isinstance(self._policy, (DynamicScale, AmaxScale)):
             raise TypeError(f"{self._policy!r} has no {', '.join(changes)} to set")
         self._policy = dataclasses.replace(self._policy, **changes)

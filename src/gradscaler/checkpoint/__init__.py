@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from gradscaler.checkpoint._formats import FORMATS, LAYOUTS, OPTIONAL, Layout, Values
 from gradscaler.checkpoint._losses import losses
 from gradscaler.checkpoint._state_dicts import count_in, number_in
-from gradscaler.policies import DynamicScale, Rule, ScaleState
+from gradscaler.policies import AmaxScale, DynamicScale, OwnPolicy, Rule, ScaleState, State
 from gradscaler.policies._spelling import check_policy
 
 __all__ = ["FORMATS", "convert", "detect", "read", "write"]
@@ -80,11 +81,11 @@ def read(state_dict: Values) -> tuple[Rule, ScaleState]:
     return layout.read(_numbers(layout, state_dict))
 
 
-def write(policy: Rule, state: ScaleState, to: str, *, lossy: bool = False) -> StateDict:
+def write(policy: OwnPolicy, state: State, to: str, *, lossy: bool = False) -> StateDict:
     """The state dict of a rule and a state in one format; ``lossy`` is as in :func:`convert`.
 
     Raises:
-        TypeError: the rule is neither a ``DynamicScale`` nor a ``FixedScale``.
+        TypeError: the rule is not one of this package.
         ValueError: the format is unknown, or cannot hold a value; the message names which.
 
     >>> policy = DynamicScale(growth_interval=100)
@@ -99,12 +100,16 @@ def write(policy: Rule, state: ScaleState, to: str, *, lossy: bool = False) -> S
     return _write(policy, state, to, lossy)
 
 
-def _write(policy: Rule, state: ScaleState, to: str, lossy: bool) -> StateDict:
+def _write(policy: OwnPolicy, state: State, to: str, lossy: bool) -> StateDict:
     if to not in FORMATS:
         raise ValueError(f"unknown format {to!r}; the formats are {', '.join(FORMATS)}")
-    check_policy(policy, Rule)
-    scale, *counts = (number_in(name, value) for name, value in state._asdict().items())
+    check_policy(policy, OwnPolicy)
+    scale, *counts = (number_in(name, getattr(state, name)) for name in ScaleState._fields)
     state = ScaleState(scale, *map(count_in, ScaleState._fields[1:], counts))
+    lost = []
+    if isinstance(policy, AmaxScale):
+        lost = [f"an AmaxScale's peak ({to}'s scaler does not look at how large gradients are)"]
+        policy, state = _without_peak(policy), state._replace(nonfinite_steps=0)
     layouts = [layout for layout in LAYOUTS if layout.format == to]
     layout = next((each for each in layouts if isinstance(policy, each.rules)), layouts[0])
     written = policy if isinstance(policy, layout.rules) else DynamicScale(float(state.scale))
@@ -113,12 +118,20 @@ def _write(policy: Rule, state: ScaleState, to: str, lossy: bool) -> StateDict:
         kept, _ = layout.read(_numbers(layout, state_dict))
     except ValueError as error:
         raise ValueError(f"{to}'s format cannot hold this: {error}") from None
-    lost = " and ".join(losses(policy, kept, to))
-    if lost and not lossy:
-        raise ValueError(f"{to}'s format has no place for {lost}; lossy=True leaves that out")
-    if lost:
-        warnings.warn(f"{to}'s format has no place for {lost}", stacklevel=3)
+    words = " and ".join([*lost, *losses(policy, kept, to)])
+    if words and not lossy:
+        raise ValueError(f"{to}'s format has no place for {words}; lossy=True leaves that out")
+    if words:
+        warnings.warn(f"{to}'s format has no place for {words}", stacklevel=3)
     return state_dict
+
+
+def _without_peak(policy: AmaxScale) -> DynamicScale:
+    """The rule that an AmaxScale is before it knows a gradient."""
+    common = {field.name for field in fields(policy)} & {
+        field.name for field in fields(DynamicScale)
+    }
+    return DynamicScale(**{name: getattr(policy, name) for name in common})
 
 
 def detect(state_dict: Values) -> str | None:

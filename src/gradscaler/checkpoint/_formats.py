@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from gradscaler._frameworks import FRAMEWORKS
-from gradscaler.checkpoint._state_dicts import count_in
-from gradscaler.policies import DynamicScale, FixedScale, Rule, ScaleState, _checks
+from gradscaler.checkpoint._state_dicts import count_in, number_in
+from gradscaler.policies import (
+    AmaxScale,
+    AmaxState,
+    DynamicScale,
+    FixedScale,
+    OwnPolicy,
+    Rule,
+    ScaleState,
+    State,
+    _checks,
+)
 from gradscaler.policies._presets import PADDLE
 from gradscaler.policies._spelling import changed, spelled
 
 Values = Mapping[str, Any]
+P = TypeVar("P", bound=DynamicScale | AmaxScale)
 
 
 class Layout(NamedTuple):
@@ -37,13 +48,15 @@ def _state(values: Values, scale: float, finite: str, nonfinite: str | None = No
     return ScaleState(np.float32(scale), count_in(finite, values[finite]), count)
 
 
-def _no_hysteresis(values: Values, key: str) -> None:
-    """Refuse gradscaler's own count in a format that has no place for the hysteresis itself."""
-    if key in values:
-        raise ValueError(
-            f"{key} belongs to a rule with a hysteresis, which this state dict does not describe: "
-            "write(policy, state, to) takes the rule itself"
-        )
+def _no_extras(values: Values, *keys: str) -> None:
+    """Refuse what gradscaler's adapters add for a rule that the format does not describe."""
+    for key in keys:
+        if key in values:
+            rule = "an AmaxScale" if key in ("peak", "_peak") else "a rule with a hysteresis"
+            raise ValueError(
+                f"{key} belongs to {rule}, which this state dict does not describe: "
+                "write(policy, state, to) takes the rule itself"
+            )
 
 
 def _flag(key: str, value: object) -> bool:
@@ -58,8 +71,23 @@ _RULE = ("growth_factor", "backoff_factor", "growth_interval")
 TORCH_KEYS = ("scale", *_RULE, "_growth_tracker")
 
 
-def read_torch(values: Values, policy: DynamicScale) -> tuple[Rule, ScaleState]:
-    """The rule and the state in ``values``; the bounds and the hysteresis are those of ``policy``.
+def write_peak(state: State) -> dict[str, float]:
+    """What torch's and Paddle's formats have no key for, under one that both ignore."""
+    return {"_peak": float(state.peak)} if isinstance(state, AmaxState) else {}
+
+
+def read_peak(policy: object, state: ScaleState, values: Values, key: str = "_peak") -> State:
+    """The state that ``policy`` moves, with the peak in ``values``, 0 if it is not there."""
+    if not isinstance(policy, AmaxScale):
+        return state
+    peak = _checks.number(key, number_in(key, values.get(key, 0.0)))
+    if not 0 <= peak <= _checks.LARGEST_SCALE:
+        raise ValueError(f"{key} must be at least 0 and finite in float32, got {peak!r}")
+    return AmaxState(*state, np.float32(peak))
+
+
+def read_torch(values: Values, policy: P) -> tuple[P | FixedScale, ScaleState]:
+    """The rule and the state in ``values``; what they do not say is that of ``policy``.
 
     ``_nonfinite_steps`` may be missing.
     """
@@ -72,7 +100,7 @@ def read_torch(values: Values, policy: DynamicScale) -> tuple[Rule, ScaleState]:
 
 
 def _read_torch(values: Values) -> tuple[Rule, ScaleState]:
-    _no_hysteresis(values, "_nonfinite_steps")
+    _no_extras(values, "_peak", "_nonfinite_steps")
     return read_torch(values, DynamicScale())
 
 
@@ -88,26 +116,28 @@ def _write_torch(policy: Rule, state: ScaleState) -> tuple[Any, ...]:
 PADDLE_KEYS = ("scale", *list(PADDLE)[1:], "incr_count", "decr_count", "use_dynamic_loss_scaling")
 
 
-def read_paddle(values: Values, policy: DynamicScale) -> tuple[DynamicScale, ScaleState, bool]:
-    """The rule, with the bounds of ``policy``; the state; and whether the scale moves."""
+def read_paddle(values: Values, policy: P) -> tuple[P, ScaleState, bool]:
+    """The rule, with all else that of ``policy``; the state; and whether the scale moves."""
     scale = _checks.loss_scale("scale", values["scale"])
     state = _state(values, scale, "incr_count", "decr_count")
     fields = {**PADDLE, "scale": "init_scale"}
-    parameters = {key: values[key] for key in PADDLE_KEYS if key in fields}
+    own = (key for key in PADDLE_KEYS if key in fields and hasattr(policy, fields[key]))
+    parameters = {key: values[key] for key in own}
     dynamic = _flag("use_dynamic_loss_scaling", values["use_dynamic_loss_scaling"])
     return changed(policy, fields, **parameters), state, dynamic
 
 
 def _read_paddle(values: Values) -> tuple[Rule, ScaleState]:
+    _no_extras(values, "_peak")
     policy, state, dynamic = read_paddle(values, DynamicScale())
     return policy if dynamic else FixedScale(policy.init_scale), state
 
 
-def write_paddle(policy: Rule, state: ScaleState) -> tuple[Any, ...]:
+def write_paddle(policy: OwnPolicy, state: State) -> tuple[Any, ...]:
     """The values of ``PADDLE_KEYS``."""
-    dynamic = policy if isinstance(policy, DynamicScale) else DynamicScale()
+    dynamic = DynamicScale() if isinstance(policy, FixedScale) else policy
     scale = np.array([state.scale], dtype=np.float32)
-    rule = (getattr(dynamic, name) for name in list(PADDLE.values())[1:])
+    rule = (getattr(dynamic, name, 1) for name in list(PADDLE.values())[1:])  # a hysteresis of 1
     return scale, *rule, int(state.finite_steps), int(state.nonfinite_steps), dynamic is policy
 
 
@@ -125,7 +155,7 @@ def _read_keras(
     preset: Callable[..., DynamicScale] = DynamicScale.keras,
 ) -> tuple[Rule, ScaleState]:
     scale, count, *parameters = keys
-    _no_hysteresis(values, nonfinite)
+    _no_extras(values, "peak", nonfinite)
     state = _state(values, _checks.loss_scale(scale, values[scale]), count)
     if keys is _KERAS and not _flag("dynamic", values.get("dynamic", True)):
         return FixedScale(float(state.scale)), state
@@ -175,7 +205,7 @@ _MINDSPORE_RULE = ("scale_factor", "scale_window")
 def _read_mindspore(values: Values) -> tuple[Rule, ScaleState]:
     parameters = {key: values[key] for key in ("scale_sense", *_MINDSPORE_RULE)}
     policy = spelled(DynamicScale.mindspore, {"scale_sense": "init_loss_scale"}, **parameters)
-    _no_hysteresis(values, "nonfinite_steps")
+    _no_extras(values, "nonfinite_steps")
     step, overflowed = (count_in(key, values[key]) for key in _MINDSPORE_STEPS)
     if overflowed >= step:
         raise ValueError(
@@ -257,5 +287,9 @@ LAYOUTS = (
     Layout("flax", _FLAX, _read_flax, _write_flax),
 )
 
-OPTIONAL = ("dynamic", "_nonfinite_steps", "nonfinite_counter", "bad_steps", "nonfinite_steps")
+OPTIONAL = (
+    "dynamic",
+    *("_nonfinite_steps", "nonfinite_counter", "bad_steps", "nonfinite_steps"),
+    *("_peak", "peak"),
+)
 """Keys that some adapters of gradscaler add, or a config has."""

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,7 +21,7 @@ from paddle.base import core
 
 from gradscaler._eager.operations import FoundInf
 from gradscaler._eager.small_tensors import batches_of_small
-from gradscaler.policies import Policy, ScaleState
+from gradscaler.policies import Policy, State
 
 Tensor = Any
 
@@ -39,19 +39,26 @@ def multiply(output: Tensor, scale: np.float32) -> Tensor:
     return output * _C_ops.full([1], float(scale), paddle.float32, output.place)
 
 
-def place(state: ScaleState, device: Any) -> ScaleState:
+def place(state: State, device: Any) -> State:
     return state
 
 
-def read(state: ScaleState) -> ScaleState:
+def read(state: State) -> State:
     return state
 
 
-def advance(policy: Policy, state: ScaleState, found_infs: list[FoundInf]) -> ScaleState:
-    return policy.update(state, any(map(any_set, found_infs)))
+def finite_steps(state: State) -> int:
+    return int(state.finite_steps)
 
 
-def copy(state: ScaleState) -> ScaleState:
+def advance(
+    policy: Policy, state: State, found_infs: list[FoundInf], amaxes: Sequence[np.float32] = ()
+) -> State:
+    amax: dict[str, Any] = {"amax": max(amaxes)} if amaxes else {}
+    return policy.update(state, any(map(any_set, found_infs)), **amax)
+
+
+def copy(state: State) -> State:
     return state
 
 
@@ -175,6 +182,14 @@ def _multiply_(grads: list[Tensor], factor: float) -> None:
     else:
         for grad in grads:
             _C_ops.scale_(grad, factor, -0.0, True)
+
+
+@paddle.no_grad()
+def amax(optimizer: Any, scale: np.float32 | None) -> np.float32:
+    grads = [grad for group in gradients(optimizer) for grad in group if grad.size]
+    wide = [grad.astype("float32") if grad.dtype in _HALF else grad for grad in grads]
+    largest = np.float32(max((grad.abs().max().item() for grad in wide), default=0.0))
+    return largest if scale is None else largest * np.float32(1.0 / float(scale))
 
 
 @paddle.no_grad()

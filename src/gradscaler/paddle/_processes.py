@@ -11,6 +11,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
@@ -19,7 +20,7 @@ from gradscaler._eager.decision import ballot, bounds, check_same, result
 from gradscaler._eager.operations import FoundInf
 from gradscaler.errors import ParameterError
 from gradscaler.paddle import _operations
-from gradscaler.policies import ScaleState
+from gradscaler.policies import State
 
 Tensor = Any
 
@@ -75,8 +76,13 @@ def _topology_of(optimizer: Any) -> Any:
     return topology
 
 
-def settle(group: Group, state: ScaleState, found_inf: FoundInf) -> FoundInf:
-    """What the processes of a group found together; empty if none of them has gradients.
+def settle(
+    group: Group, state: State, found_inf: FoundInf, amax: np.float32 | None
+) -> tuple[FoundInf, np.float32 | None]:
+    """What the processes of a group found together; no flag if none of them has gradients.
+
+    ``amax`` is this process' largest gradient. All have one or none has, if no gradients
+    overflowed; another all-reduce then finds the largest.
 
     Raises:
         ScaleMismatchError: the processes hold different scales or counters.
@@ -87,11 +93,17 @@ def settle(group: Group, state: ScaleState, found_inf: FoundInf) -> FoundInf:
     dist.all_reduce(vote, dist.ReduceOp.SUM, group)
     found, has_gradients, is_same = result(int(vote.item()), own, count)
     if not is_same:
-        values = [float(value) for value in bounds(state)]
-        maxima: Tensor = paddle.to_tensor(values, "float64", _place_of(group))
-        dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
-        check_same(maxima.tolist())
-    return {"found_inf": found} if has_gradients else {}
+        check_same(state._fields, _maxima(group, bounds(state)))
+    if amax is not None and not found:
+        amax = np.float32(_maxima(group, [amax])[0])
+    return {"found_inf": found} if has_gradients else {}, amax
+
+
+def _maxima(group: Group, values: list[Any]) -> list[float]:
+    maxima: Tensor = paddle.to_tensor(list(map(float, values)), "float64", _place_of(group))
+    dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
+    found: list[float] = maxima.tolist()
+    return found
 
 
 def any_of(group: Group, flag: bool) -> bool:

@@ -14,7 +14,13 @@ from gradscaler._eager.closure import DEFAULT_MAX_RETRIES
 from gradscaler._eager.operations import FoundInf, Operations, Tensor
 from gradscaler._eager.record import OptimizerRecord, owner_of
 from gradscaler._eager.scaler import EagerScaler
-from gradscaler.checkpoint._formats import PADDLE_KEYS, read_paddle, write_paddle
+from gradscaler.checkpoint._formats import (
+    PADDLE_KEYS,
+    read_paddle,
+    read_peak,
+    write_paddle,
+    write_peak,
+)
 from gradscaler.checkpoint._state_dicts import number_in, state_values
 from gradscaler.errors import ParameterError
 from gradscaler.outcome import Reason, StepOutcome
@@ -31,7 +37,15 @@ from gradscaler.paddle._processes import (
 )
 from gradscaler.paddle._record import PaddleOptimizer, PaddleRecord
 from gradscaler.paddle._static import run_dynamically
-from gradscaler.policies import DynamicScale, FixedScale, Rule, ScaleState, _checks
+from gradscaler.policies import (
+    AmaxScale,
+    DynamicScale,
+    FixedScale,
+    OwnPolicy,
+    State,
+    _checks,
+    amax_interval,
+)
 from gradscaler.policies._presets import PADDLE
 from gradscaler.policies._spelling import changed, check_alone, check_policy, spelled
 
@@ -46,11 +60,15 @@ _FLAGS = (
 
 
 class _Update(NamedTuple):
-    """An update that more optimizers may join: its first state, their ids, and their flags."""
+    """An update that more optimizers may join.
 
-    start: ScaleState
+    It has its first state, their ids, their flags and their largest gradients.
+    """
+
+    start: State
     optimizers: set[int]
     found_infs: list[FoundInf]
+    amaxes: list[np.float32]
 
 
 @run_dynamically
@@ -78,7 +96,9 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             the count start again.
         use_dynamic_loss_scaling: if False the scale never moves; an overflow still skips its step,
             and ``update`` need not be called.
-        policy: the rule as a whole, in place of the parameters after ``enable``.
+        policy: the rule as a whole, in place of the parameters after ``enable``: a
+            :class:`gradscaler.DynamicScale`, a :class:`gradscaler.FixedScale`, or a
+            :class:`gradscaler.AmaxScale`, which ``fleet.distributed_scaler`` cannot wrap.
         max_retries: how often ``step(optimizer, closure)`` repeats an evaluation that overflows,
             and a loop over ``attempts`` its body.
         group: the process group that decides together whether to step, and at which scale, by one
@@ -113,7 +133,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     _operations: ClassVar[Operations] = _operations
     _record_type: ClassVar[type[OptimizerRecord]] = PaddleRecord
     _knows_process_groups: ClassVar[bool] = True
-    _policy: DynamicScale
+    _policy: DynamicScale | AmaxScale
     _cache_found_inf: bool | None  # type: ignore[assignment] # Paddle's has the type of its None
 
     _scaled_by: np.float32 | None = None  # what the last loss was multiplied by
@@ -129,7 +149,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         decr_every_n_nan_or_inf: int = 2,
         use_dynamic_loss_scaling: bool = True,
         *,
-        policy: Rule | None = None,
+        policy: OwnPolicy | None = None,
         max_retries: int = DEFAULT_MAX_RETRIES,
         group: Group | None = None,
         enabled: bool | None = None,
@@ -160,7 +180,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         else:
             given["use_dynamic_loss_scaling"] = use_dynamic_loss_scaling
             check_alone(policy, (2.0**15, 2.0, 0.5, 1000, 2, True), **given)
-            check_policy(policy, Rule)
+            check_policy(policy, OwnPolicy)
         if group is not None:
             check_group("group", group)
         self._group = group
@@ -217,6 +237,13 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             return
         in_force, state = self._state, record.made_with or self._placed_state("unscale_")
         if self._unscale_is_replaced():  # by one that announces nothing
+            if amax_interval(self._policy):
+                raise ParameterError(
+                    f"fleet's wrapper of a scaler shares found_inf among processes, and not the "
+                    f"largest gradient that {self._policy!r} needs: leave out "
+                    "fleet.distributed_scaler(), which this scaler does not need, or take a "
+                    "DynamicScale"
+                )
             self._announce_unscale(optimizer, state)
         self._state = state  # what is put in place of _unscale divides by _scale
         try:
@@ -230,7 +257,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             record.optimizer = optimizer
             record.scale = self._scale_in_use(state)
             deciders = self._deciders(optimizer)
-            record.found_inf = self._decision(deciders, {"found_inf": self._found_inf})
+            self._settle(record, deciders, {"found_inf": self._found_inf})
         if record.is_scaled:
             record.move("unscale_")
 
@@ -287,15 +314,16 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         start = self._closures.backed_off or self._host_state()
         optimizers = set(self._records)
         found_infs = [record.found_inf for record in self._records.values() if record.found_inf]
+        amaxes = self._amaxes()
         super().update()
         last = self._updated
         if last is not None and optimizers.isdisjoint(last.optimizers):  # one loss, one step
             start, optimizers = last.start, optimizers | last.optimizers
-            found_infs = last.found_infs + found_infs
+            found_infs, amaxes = last.found_infs + found_infs, last.amaxes + amaxes
             if found_infs:
-                self._state = _operations.advance(self._policy, start, found_infs)
+                self._state = _operations.advance(self._policy, start, found_infs, amaxes)
         if self._scaled_by is not None:
-            self._updated = _Update(start, optimizers, found_infs)
+            self._updated = _Update(start, optimizers, found_infs, amaxes)
         after = self._host_state().scale
         if after < before:
             logger.debug("non-finite gradients: loss scale %g, now %g", before, after)
@@ -375,8 +403,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         self._change_policy(growth_interval=new_interval)
 
     def get_decr_every_n_nan_or_inf(self) -> int:
-        """Non-finite steps before a backoff."""
-        return self._policy.hysteresis
+        """Non-finite steps before a backoff; 1 for a policy without a hysteresis."""
+        return getattr(self._policy, "hysteresis", 1)
 
     def set_decr_every_n_nan_or_inf(self, new_decr_every_n_nan_or_inf: int) -> None:
         """Back off at this many non-finite steps from now on, those already taken included."""
@@ -387,14 +415,16 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override] # Paddle's says Tensor
         """The scale, the rule's parameters and the two counts, by Paddle's eight keys.
 
-        ``scale`` is a float32 array of shape [1]. Empty if scaling is disabled.
+        ``scale`` is a float32 array of shape [1]. An ``AmaxScale`` adds ``_peak``, which Paddle
+        ignores. Empty if scaling is disabled.
         """
         if not self._enabled:
             return {}
         state = self._host_state()
         values = write_paddle(self._policy, state)
         state_dict = dict(zip(PADDLE_KEYS, values, strict=True))
-        return {**state_dict, "use_dynamic_loss_scaling": self._use_dynamic_loss_scaling}
+        state_dict["use_dynamic_loss_scaling"] = self._use_dynamic_loss_scaling
+        return {**state_dict, **write_peak(state)}
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Take everything from a state dict, Paddle's own or that of another framework's scaler.
@@ -411,7 +441,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             return
         if checkpoint.detect(state_dict) in (None, "paddle"):
             values = state_values(state_dict, PADDLE_KEYS)
-            policy, state, dynamic = read_paddle(values, self._policy)
+            policy, counts, dynamic = read_paddle(values, self._policy)
+            state = read_peak(policy, counts, state_dict)
         else:
             read, state = checkpoint.read(state_dict)
             dynamic = isinstance(read, DynamicScale)
@@ -481,7 +512,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     # How Paddle does what the engine asks for.
 
-    def _placed_state(self, caller: str, optimizer: Any = None) -> ScaleState:
+    def _placed_state(self, caller: str, optimizer: Any = None) -> State:
         """The state that the gradients were made with; for ``update``, the one in force."""
         state = super()._placed_state(caller, optimizer)
         if self._scaled_by is None or caller == "update":
@@ -521,14 +552,20 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     def _check(self, optimizer: Any) -> FoundInf:
         return _operations.check(optimizer)
 
-    def _decision(self, deciders: Group | None, found_inf: FoundInf) -> FoundInf:
+    def _decision(
+        self, deciders: Group | None, found_inf: FoundInf, amax: np.float32 | None
+    ) -> tuple[FoundInf, np.float32 | None]:
         if deciders is not None:
-            found_inf = settle(deciders, self._in_use(self._host_state()), found_inf)
+            found_inf, amax = settle(deciders, self._in_use(self._host_state()), found_inf, amax)
         flag = found_inf.get("found_inf", False)
         if isinstance(flag, bool):
             flag = paddle.ones([1], "bool") if flag else self._temp_found_inf_value_false
         self._found_inf = flag
-        return found_inf
+        return found_inf, amax
+
+    def _finite_steps(self) -> int | None:
+        # An optimizer that joins the last update is counted from where that started.
+        return super()._finite_steps() if self._updated is None else None
 
     def _is_anywhere(self, optimizer: Any, flag: bool) -> bool:
         deciders = self._deciders(optimizer) if self._enabled else None
@@ -538,15 +575,11 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         check_shards(optimizer, shards)
         return split_by(optimizer, shards)
 
-    def _measure(self, record: OptimizerRecord, parts: Any) -> Any:
-        if self._unscale_is_replaced():  # it may reduce found_inf over processes
+    def _measure(self, record: OptimizerRecord, parts: Any, deciders: Any = None) -> Any:
+        if self._unscale_is_replaced() or len(parts) > 1:  # it may reduce found_inf over processes
             return None
-        norm = super()._measure(record, parts) if len(parts) == 1 else None
-        if norm is None:
-            return None
-        deciders = self._deciders(record.optimizer)
-        record.found_inf = self._decision(deciders, record.found_inf or {})
-        return reduce_norm(dict.fromkeys(parts, norm), 2.0)
+        norm = super()._measure(record, parts, self._deciders(record.optimizer))
+        return None if norm is None else reduce_norm(dict.fromkeys(parts, norm), 2.0)
 
     def _total_norm(self, optimizer: Any, norm_type: float, parts: Any) -> Any:
         norms = {groups: _operations.total_norm(part, norm_type) for groups, part in parts.items()}
@@ -596,7 +629,10 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     def _update(self) -> None:
         """Move the scale by ``_cache_found_inf``, for Paddle's wrappers around a scaler."""
         if self._enabled:
-            self._set_state(self._policy.update(self._host_state(), bool(self._cache_found_inf)))
+            found_infs: list[FoundInf] = [{"found_inf": self._cache_found_inf}]
+            amaxes = self._amaxes()
+            state = self._host_state()
+            self._set_state(_operations.advance(self._policy, state, found_infs, amaxes))
 
     def _scale_moves(self) -> bool:
         return self._use_dynamic_loss_scaling
@@ -615,11 +651,14 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         self._set_state(self._host_state()._replace(scale=np.float32(scale)))
         self._closures.backed_off = None
 
-    def _set_state(self, state: ScaleState) -> None:
+    def _set_state(self, state: State) -> None:
         self._initial_state = self._state = state
         self._updated = None
 
     def _change_policy(self, **changes: Any) -> None:
+        for name in changes:
+            if not hasattr(self._policy, PADDLE.get(name, name)):
+                raise TypeError(f"{self._policy!r} has no {name} to set")
         self._policy = changed(self._policy, PADDLE, **changes)
 
 

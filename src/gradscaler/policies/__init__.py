@@ -3,9 +3,27 @@
 from gradscaler.policies.amax import AmaxScale, AmaxState
 from gradscaler.policies.dynamic import DynamicScale
 from gradscaler.policies.fixed import FixedScale
-from gradscaler.policies.state import Policy, ScaleState
+from gradscaler.policies.state import Policy, ScaleState, amax_interval, leaf_dtypes
 
 Rule = DynamicScale | FixedScale
 """The policies whose parameters every framework's format can describe."""
 
-__all__ = ["AmaxScale", "AmaxState", "DynamicScale", "FixedScale", "Policy", "Rule", "ScaleState"]
+OwnPolicy = Rule | AmaxScale
+"""The policies of this package."""
+
+State = ScaleState | AmaxState
+"""What a policy moves."""
+
+__all__ = [
+    "AmaxScale",
+    "AmaxState",
+    "DynamicScale",
+    "FixedScale",
+    "OwnPolicy",
+    "Policy",
+    "Rule",
+    "ScaleState",
+    "State",
+    "amax_interval",
+    "leaf_dtypes",
+]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from gradscaler.policies.amax import AmaxState
 
 Scalar = Any
 """A host number, a NumPy scalar, or a zero-dimensional tensor of any framework."""
@@ -39,15 +42,32 @@ class ScaleState(NamedTuple):
 
 @runtime_checkable
 class Policy(Protocol):
-    """A rule for the loss scale: immutable, and pure in both methods."""
+    """A rule for the loss scale: immutable, and pure in both methods.
 
-    def init(self) -> ScaleState:
+    A policy that has an attribute ``amax_interval`` >= 1 looks at the largest gradient. It is
+    handed ``update(..., amax=)``, the largest magnitude of the step's unscaled gradients, wherever
+    ``finite_steps`` is a multiple of the interval; in other steps ``amax`` may be left out.
+    """
+
+    def init(self) -> ScaleState | AmaxState:
         """The state before the first step, in host scalars."""
 
     def update(
-        self, state: ScaleState, found_inf: Scalar, where: Where | None = None
-    ) -> ScaleState:
+        self, state: Any, found_inf: Scalar, where: Where | None = None
+    ) -> ScaleState | AmaxState:
         """The state after a step whose gradients were non-finite (``found_inf``) or finite."""
+
+
+def amax_interval(policy: object) -> int:
+    """How many finite steps each ``amax`` is good for; 0 if the policy does not look at it."""
+    return getattr(policy, "amax_interval", 0)
+
+
+def leaf_dtypes(state: ScaleState | AmaxState) -> tuple[type[np.float32] | type[np.int32], ...]:
+    """The dtype that each field of a host state is kept in: the scale and floats, or a count."""
+    return np.float32, *(
+        np.float32 if isinstance(value, (float, np.floating)) else np.int32 for value in state[1:]
+    )
 
 
 def on_host(value: Scalar) -> bool:

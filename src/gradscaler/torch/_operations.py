@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -10,7 +10,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradscaler._eager.operations import FoundInf
 from gradscaler._torch_like.operations import TorchLikeOperations, parameters_of
-from gradscaler.policies import DynamicScale, Policy, ScaleState, _checks
+from gradscaler.policies import DynamicScale, Policy, State, _checks
 from gradscaler.torch._processes import placed, to_local
 
 
@@ -52,10 +52,16 @@ class TorchOperations(TorchLikeOperations):
         """Those of DTensors by this process' part, which has an address."""
         return to_local(super().current_gradients(optimizer))
 
-    def advance(self, policy: Policy, state: ScaleState, found_infs: list[FoundInf]) -> ScaleState:
+    def advance(
+        self,
+        policy: Policy,
+        state: State,
+        found_infs: list[FoundInf],
+        amaxes: Sequence[torch.Tensor] = (),
+    ) -> State:
         """One step of the policy: by torch's kernel on a device, where that knows the rule."""
         if self.on_host(state.scale) or not _is_torch_s(policy):
-            return super().advance(policy, state, found_infs)
+            return super().advance(policy, state, found_infs, amaxes)
         # The kernel grows when a count is equal to the interval, and lets the scale sink to 0.
         growth_interval = min(policy.growth_interval, _checks.LONGEST_COUNT)
         state.finite_steps.clamp_(max=growth_interval - 1)

@@ -19,7 +19,7 @@ from gradscaler._eager.decision import ballot, bounds, check_same, result
 from gradscaler._eager.operations import FoundInf
 from gradscaler._torch_like.operations import TorchLikeOperations, parameters_of
 from gradscaler.errors import ParameterError
-from gradscaler.policies import ScaleState
+from gradscaler.policies import State
 
 _CPU = torch.device("cpu")
 
@@ -141,8 +141,17 @@ class Vote:
         self._unread: Callable[[], None] | None = None
         self._group: Group | None = None
 
-    def settle(self, group: Group, state: ScaleState, found_inf: FoundInf) -> FoundInf:
-        """What the processes of a group found together; empty if none of them has gradients.
+    def settle(
+        self,
+        group: Group,
+        state: State,
+        found_inf: FoundInf,
+        amax: torch.Tensor | None = None,
+    ) -> tuple[FoundInf, torch.Tensor | None]:
+        """What the processes of a group found together; no flags if none of them has gradients.
+
+        ``amax`` is this process' largest gradient. On the host all have one or none has, if no
+        gradients overflowed; another all-reduce then finds the largest.
 
         On a device nothing waits for the host, unless this process has no gradients. There
         scales are compared one step later.
@@ -161,33 +170,36 @@ class Vote:
             vote.fill_(own)
             dist.all_reduce(vote, dist.ReduceOp.SUM, group)
             total = int(vote.item())
-            if total == own * count:  # all found the same, as in most steps
-                return found_inf
+            if total == own * count and amax is None:  # all found the same, as in most steps
+                return found_inf, None
             found, has_gradients, is_same = result(total, own, count)
             if not is_same:
-                check_same(_maxima(group, values))
+                check_same(state._fields, _maxima(group, bounds(values)))
             flag = operations.scalar(float(found), scale.device)
+            if amax is not None and not found:
+                (largest,) = _maxima(group, [amax.item()])
+                amax = operations.scalar(largest, scale.device)
         else:
             unread, self._unread = self._unread, None  # after an error, the next call goes on
             if unread is not None and not _is_captured(scale):
                 unread()
             zero, one = (operations.scalar(value, scale.device) for value in (0.0, 1.0))
             flag = operations.combine([found_inf], scale.device) if found_inf else zero
-            scalars = [flag, one if found_inf else zero, *bounds(state)]
+            seen = [] if amax is None else [operations.on_device(amax, scale.device)]
+            scalars = [flag, one if found_inf else zero, *seen, *bounds(state)]
             vote = torch.stack([scalar.double() for scalar in scalars])
             dist.all_reduce(vote, dist.ReduceOp.MAX, group)
-            self._unread = _read_later(vote[2:])
+            self._unread = _read_later(state._fields, vote[2 + len(seen) :])
             flag = vote[0].float()
+            amax = vote[2].float() if seen else None
             has_gradients = bool(found_inf) or bool(vote[1].item())
         if not has_gradients:
-            return {}
-        return {
-            device: operations.on_device(flag, device) for device in found_inf or [scale.device]
-        }
+            return {}, amax
+        devices = found_inf or [scale.device]
+        return {device: operations.on_device(flag, device) for device in devices}, amax
 
 
-def _maxima(group: Group, state: ScaleState) -> list[float]:
-    values = bounds(state)
+def _maxima(group: Group, values: list[float]) -> list[float]:
     maxima = torch.tensor(values, dtype=torch.float64, device=_device_of(group, _CPU))
     dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
     found: list[float] = maxima.tolist()
@@ -199,7 +211,7 @@ def _is_captured(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _read_later(maxima: torch.Tensor) -> Callable[[], None] | None:
+def _read_later(fields: Iterable[str], maxima: torch.Tensor) -> Callable[[], None] | None:
     """What compares the scales once the device has them; None while a CUDA graph is captured."""
     if _is_captured(maxima):
         return None
@@ -211,7 +223,7 @@ def _read_later(maxima: torch.Tensor) -> Callable[[], None] | None:
     def read() -> None:
         if copied is not None:
             copied.synchronize()  # an iteration ago
-        check_same(copy.tolist())
+        check_same(fields, copy.tolist())
 
     return read
 

@@ -18,7 +18,7 @@ from gradscaler._torch_like.operations import parameters_of
 from gradscaler._torch_like.record import TorchLikeRecord
 from gradscaler._torch_like.scaler import TorchLikeScaler
 from gradscaler.errors import ParameterError
-from gradscaler.policies import Policy, ScaleState
+from gradscaler.policies import Policy, State
 from gradscaler.torch._operations import TorchOperations
 from gradscaler.torch._processes import (
     Vote,
@@ -54,8 +54,8 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
         growth_interval: finite steps in a row before the scale grows.
         enabled: if False, ``step`` is ``optimizer.step`` and all else passes through.
         policy: the rule as a whole, in place of the four parameters before: a
-            :class:`gradscaler.DynamicScale`, with bounds and hysteresis, or a
-            :class:`gradscaler.FixedScale`.
+            :class:`gradscaler.DynamicScale`, with bounds and hysteresis, a
+            :class:`gradscaler.FixedScale`, or a :class:`gradscaler.AmaxScale`.
         allow_fp16_gradients: unscale float16 gradients in place rather than refuse them. What
             underflows in that division is lost; torch always refuses.
         max_retries: how often ``step(optimizer, closure)`` repeats an evaluation that overflows,
@@ -164,7 +164,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             given = {**{name[1:]: value for name, value in state.items()}, "scale": scale}
             self.load_state_dict({**given, "_growth_tracker": tracker})
 
-    def _placed_state(self, caller: str, optimizer: Any = None) -> ScaleState:
+    def _placed_state(self, caller: str, optimizer: Any = None) -> State:
         if self._state is not None:
             return self._state
         # Another process of the group may have scaled the loss: the last stage of a pipeline.
@@ -191,10 +191,16 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             )
         return deciders
 
-    def _decision(self, deciders: dist.ProcessGroup | None, found_inf: FoundInf) -> FoundInf:
+    def _decision(
+        self,
+        deciders: dist.ProcessGroup | None,
+        found_inf: FoundInf,
+        amax: torch.Tensor | None,
+    ) -> tuple[FoundInf, torch.Tensor | None]:
         if deciders is None:
-            return found_inf
-        return self._vote.settle(deciders, self._in_use(self._placed_state("step")), found_inf)
+            return found_inf, amax
+        state = self._in_use(self._placed_state("step"))
+        return self._vote.settle(deciders, state, found_inf, amax)
 
     def _is_anywhere(self, optimizer: Any, flag: bool) -> bool:
         deciders = self._deciders(optimizer) if self._enabled else None
@@ -203,7 +209,9 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
     def _parts(self, optimizer: Any, shards: Any) -> dict[tuple[Any, ...], Any]:
         return split_by(optimizer, shards)
 
-    def _measure(self, record: OptimizerRecord, parts: Any) -> torch.Tensor | None:
+    def _measure(
+        self, record: OptimizerRecord, parts: Any, deciders: Any = None
+    ) -> torch.Tensor | None:
         deciders = self._deciders(record.optimizer)
         if deciders is None and list(parts) == [()]:
             return super()._measure(record, parts)
@@ -219,7 +227,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             norms[groups], record.scale, record.inv_scale, found_inf = measured
             flags += [found_inf] if found_inf else []
         together = {scale.device: self._operations.combine(flags, scale.device)} if flags else {}
-        record.found_inf = self._decision(deciders, together)
+        self._settle(record, deciders, together, scale)
         record.move("measured")
         return reduce_norm(norms, 2.0)
 

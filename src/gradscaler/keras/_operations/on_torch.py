@@ -88,7 +88,7 @@ def _agreed(optimizer: Any, finite: Any, has_gradients: bool) -> Any:
     found_inf = {scale.device: (~finite).float()} if has_gradients else {}
     counters = [variable.value for variable in optimizer._moved[1:]]
     state = ScaleState(scale, *counters, *[torch.zeros_like(counters[0])] * (2 - len(counters)))
-    flags = vote.settle(group, state, found_inf)
+    flags, _ = vote.settle(group, state, found_inf)
     return _operations.combine([flags], scale.device) == 0 if flags else finite
 
 
