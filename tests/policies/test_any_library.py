@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradscaler import DynamicScale, ScaleState
+from gradscaler import AmaxScale, AmaxState, DynamicScale, ScaleState
 
 RESETS = ("finite_step", "finite_step_only", "growth")
 
@@ -30,6 +30,24 @@ batches = st.integers(1, 4).flatmap(
 )
 
 
+amax_policies = st.builds(
+    AmaxScale,
+    init_scale=st.floats(2.0**-125, 2.0**127),
+    growth_factor=st.floats(1 + 2.0**-20, 2.0**20),
+    backoff_factor=st.floats(2.0**-20, 1 - 2.0**-20),
+    growth_interval=st.integers(1, 7),
+    margin=st.integers(3, 40),
+    patience=st.integers(0, 3),
+    half_life=st.floats(0.25, 100.0),
+    amax_interval=st.integers(1, 3),
+)
+amaxes = st.one_of(
+    st.sampled_from([0.0, np.inf, np.nan, 1e-45, 2.0**-126]),
+    st.floats(2.0**-12, 1.0, width=32),
+)
+amax_traces = st.lists(st.tuples(st.booleans(), amaxes), max_size=30)
+
+
 class Library:
     """Makes states and flags of NumPy's arrays, or of PyTorch's tensors."""
 
@@ -41,6 +59,12 @@ class Library:
         counts = self.module.zeros(shape, dtype=getattr(self.module, counter))
         scale = self.module.full(shape, policy.init_scale, dtype=self.module.float32)
         return ScaleState(scale, counts, counts)
+
+    def amax_state(self, policy, shape=()):
+        """As on a device: every leaf a tensor."""
+        kinds = (self.module.float32, *[self.module.int32] * 2, *[self.module.float32] * 2)
+        leaves = zip(policy.init(), kinds, strict=True)
+        return AmaxState(*(self.module.full(shape, leaf, dtype=kind) for leaf, kind in leaves))
 
     def visited(self, policy, flags, shape=(), **where):
         """The bits of each state of the batch after each step."""
@@ -63,8 +87,9 @@ def torch():
 
 
 def as_bits(state):
-    """A state as the bytes of its scale and two integers."""
-    return struct.pack("<f", float(state.scale)), *map(int, state[1:])
+    """A state as the bytes of its scale and two integers, and of further floats."""
+    floats = (struct.pack("<f", float(value)) for value in (state.scale, *state[3:]))
+    return *map(int, state[1:3]), *floats
 
 
 def on_host(policy, trace):
@@ -74,6 +99,13 @@ def on_host(policy, trace):
         state = policy.update(state, found_inf)
         visited.append(as_bits(state))
     return visited
+
+
+def amax_on_host(policy, trace):
+    state = policy.init()
+    for found_inf, amax in trace:
+        state = policy.update(state, found_inf, amax=amax)
+        yield as_bits(state)
 
 
 class Traced:
@@ -88,8 +120,19 @@ class Traced:
     def __add__(self, other):
         return Traced(self.value + untraced(other))
 
+    def __sub__(self, other):
+        return Traced(self.value - untraced(other))
+
+    def __mod__(self, other):
+        return Traced(self.value % untraced(other))
+
+    def __eq__(self, other):
+        return Traced(self.value == untraced(other))
+
     def __mul__(self, other):
-        with np.errstate(over="ignore"):
+        if isinstance(self.value, int):
+            return Traced(self.value * untraced(other))
+        with np.errstate(over="ignore", invalid="ignore"):
             return Traced(np.float32(float(self.value) * untraced(other)))
 
     def __ge__(self, other):
@@ -100,6 +143,8 @@ class Traced:
 
     def __gt__(self, other):
         return Traced(self.value > untraced(other))
+
+    __hash__ = None
 
     def __bool__(self):
         raise AssertionError("a value was read on the host")
@@ -199,7 +244,85 @@ def test_numpy_s_own_errors_are_not_raised_at_either_end(scale, as_array, found_
     assert moved.scale.dtype == np.float32
 
 
+# A policy that looks at the largest gradient.
+
+
+@settings(deadline=None)
+@given(amax_policies, amax_traces)
+@pytest.mark.parametrize("handed", [True, False])
+def test_amax_as_a_tensor_has_the_bits_of_the_host(library, handed, policy, trace):
+    as_tensor, where = library.module.asarray, library.module.where if handed else None
+    start = state = library.amax_state(policy)
+    visited = []
+    for found_inf, amax in trace:
+        moved = policy.update(state, as_tensor(found_inf), where, as_tensor(np.float32(amax)))
+        state = AmaxState(*map(as_tensor, moved))
+        if handed or library.module is not np:  # NumPy's scalars are the host's
+            assert [leaf.dtype for leaf in state] == [leaf.dtype for leaf in start]
+        visited.append(as_bits(state))
+    assert visited == list(amax_on_host(policy, trace))
+
+
+@settings(deadline=None)
+@given(amax_policies, st.lists(st.lists(st.tuples(st.booleans(), amaxes), min_size=2, max_size=2)))
+def test_each_amax_of_a_batch_has_the_bits_of_the_host(library, policy, trace):
+    state, rows = library.amax_state(policy, (2,)), []
+    for row in trace:
+        flags, sizes = zip(*row, strict=True)
+        amax = library.module.asarray(np.array(sizes, np.float32))
+        state = policy.update(state, library.module.asarray(flags), amax=amax)
+        rows.append([as_bits(AmaxState(*each)) for each in zip(*state, strict=True)])
+    columns = [list(amax_on_host(policy, column)) for column in zip(*trace, strict=True)]
+    assert rows == [list(row) for row in zip(*columns, strict=True)]
+
+
+@settings(deadline=None)
+@given(amax_policies, amax_traces)
+def test_amax_in_a_library_of_arithmetic_and_comparisons_has_the_bits_of_the_host(policy, trace):
+    state = AmaxState(*map(Traced, policy.init()))
+    visited = []
+    for found_inf, amax in trace:
+        amax = Traced(np.float32(amax))
+        state = policy.update(state, Traced(found_inf), traced_where, amax)
+        visited.append(as_bits(AmaxState(*map(untraced, state))))
+    assert visited == list(amax_on_host(policy, trace))
+
+
+def test_amax_may_be_left_out_where_it_does_not_count(torch):
+    policy = AmaxScale(amax_interval=2, growth_interval=3)
+    always = sometimes = torch.amax_state(policy)
+    for step, found_inf in enumerate([False, False, True, False, False, False, False]):
+        flag, amax = torch.tensor(found_inf), torch.tensor(0.5**step)
+        counts = int(sometimes.finite_steps) % 2 == 0
+        always = policy.update(always, flag, amax=amax)
+        sometimes = policy.update(sometimes, flag, amax=amax if counts else None)
+        assert as_bits(always) == as_bits(sometimes)
+
+
+def test_torch_compiles_the_update_with_amax_as_one_graph(torch):
+    policy = AmaxScale(8.0, growth_interval=2, patience=1)
+    compiled = torch.module.compile(policy.update, backend="eager", fullgraph=True)
+    trace = [(False, 0.5), (True, 0.0), (True, 0.0), (True, 0.0), (False, 2.0), (False, 1.0)]
+    state, visited = torch.amax_state(policy), []
+    for found_inf, amax in trace:
+        state = compiled(state, torch.tensor(found_inf), amax=torch.tensor(amax))
+        visited.append(as_bits(state))
+    assert visited == list(amax_on_host(policy, trace))
+
+
 # Counters of 32 bits.
+
+
+def test_amax_s_counts_do_not_overflow(library):
+    policy = AmaxScale(growth_interval=2**40, patience=2**31 - 2)
+    state = library.amax_state(policy, (2,))
+    full = state._replace(
+        finite_steps=state.finite_steps + (2**31 - 2),
+        nonfinite_steps=state.nonfinite_steps + (2**31 - 2),
+    )
+    moved = policy.update(full, library.tensor([True, False]))
+    assert moved.finite_steps.tolist() == [0, 1]
+    assert moved.nonfinite_steps.tolist() == [0, 2**31 - 2]
 
 
 @pytest.mark.parametrize("reset", RESETS)

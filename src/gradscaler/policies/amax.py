@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from gradscaler.policies import _checks
 from gradscaler.policies.state import Scalar, Where, host_where, on_host, where_for
 
 _LARGEST_FP16 = 65504.0
+_MOST_REACH = _LARGEST_FP16 / 4  # a gradient that is four times as large still fits
+_DOUBTS = 8  # powers of 2 below the margin that the reach can fall to
+_FORGIVEN_AFTER = 5  # finite steps in a row make up for one non-finite step
 
 
 class AmaxState(NamedTuple):
@@ -19,9 +22,11 @@ class AmaxState(NamedTuple):
 
     Attributes:
         scale: the loss scale, a float32 scalar.
-        finite_steps: finite steps since the scale last moved or a step was non-finite, an integer.
-        nonfinite_steps: non-finite steps in a row, an integer.
+        finite_steps: finite steps since the last non-finite one, an integer; 1 after growth.
+        nonfinite_steps: non-finite steps that no finite ones have made up for yet, an integer.
         peak: the largest magnitude of an unscaled gradient of late, a float32 scalar; 0 before
+            anything is known.
+        reach: how large ``scale * peak`` may become without waiting, a float32 scalar; 0 before
             anything is known.
     """
 
@@ -29,38 +34,76 @@ class AmaxState(NamedTuple):
     finite_steps: Scalar
     nonfinite_steps: Scalar
     peak: Scalar
+    reach: Scalar
+
+
+class _Constants(NamedTuple):
+    """What the rule computes with, in float32."""
+
+    growth: Scalar
+    backoff: Scalar
+    min_scale: Scalar
+    max_scale: Scalar
+    decay: Scalar  # of the peak, from one measurement to the next
+    floor: Scalar  # of the reach, as long as the scale is not doubted
+    least: Scalar  # reach
+    most: Scalar  # reach
+    smallest: Scalar = _checks.SMALLEST_SCALE  # amax that counts
+    largest: Scalar = _checks.LARGEST_SCALE  # amax that counts
 
 
 @dataclass(frozen=True)
 class AmaxScale:
     """Dynamic loss scaling that knows how large gradients have been.
 
-    An overflow lowers the scale only if gradients like those before might overflow at half of it:
-    a bad batch overflows at any scale. While all gradients are far from overflow, each finite step
-    raises the scale. With ``amax``, the largest magnitude of the unscaled gradients, and
-    ``fits(s) = peak > 0 and s * peak * 2**margin <= 65504``::
+    The scale follows the size of the gradients at once, ``scale * peak`` staying near the reach.
+    The reach is what the rule learns slowly: how much of fp16's range these gradients may use. With
+    ``a`` the largest magnitude of the unscaled gradients, ``F = 65504`` the largest float16 and
+    ``floor = F / 2**margin``::
 
-        non-finite step: g = 0;  b += 1;  b > patience: peak = 0
-                         not fits(scale * backoff_factor):  scale *= backoff_factor
-        finite step:     b = 0;  g += 1;  peak = max(amax, peak * 0.5**(1 / half_life))
-                         fits(scale * growth_factor) or g >= growth_interval:
-                                                            g = 0;  scale *= growth_factor
+        non-finite step:
+            g = 0;  b += 1
+            b > patience:                    b = 0;  peak = 0
+            unless peak > 0 and scale * peak <= min(reach, floor):
+                                             scale *= backoff_factor
+
+        finite step:
+            peak is 0, reach is not:         reach = max(reach * backoff_factor, floor / 2**8)
+            first after a non-finite one,
+            and a <= 2 * peak:               reach = max(reach * backoff_factor, min(reach, floor))
+            peak = max(a, peak * 0.5**(1 / half_life))
+            reach is 0:                      reach = min(max(scale * peak, floor), F / 4)
+            g += 1
+            g is a multiple of 5:            b = max(b - 1, 0)
+            g > growth_interval:             g = 1;  reach = min(reach * growth_factor, F / 4)
+            scale * growth_factor * peak <= reach:             scale *= growth_factor
+            scale * peak > 2 * reach:                          scale *= backoff_factor
+
+    So a spike of large gradients lowers the scale, and as soon as they are gone it is back: the
+    reach stays as it is where the next finite step shows a spike. Any other overflow above the
+    floor costs the reach one backoff. Below the floor, gradients would have to be ``2**margin``
+    times as large as of late, so a non-finite step is taken for a bad batch. That may be wrong, as
+    where gradients of activations are that much larger than those of parameters. Therefore many
+    such steps, more than one in six for long, do lower the scale, by 8 powers of 2 at most. Where
+    ``a`` is never known, the scale moves as that of :class:`gradscaler.DynamicScale`, and grows
+    after ``growth_interval + 1`` finite steps.
 
     Scales stay between ``min_scale`` and ``max_scale`` as in :class:`gradscaler.DynamicScale`, and
     all values are float32, on the host as on any device.
 
     Args:
         init_scale: the scale before the first step.
-        growth_factor: multiplies the scale when it grows, > 1.
-        backoff_factor: multiplies the scale when it backs off, in (0, 1).
-        growth_interval: finite steps in a row before the scale grows past what fits.
-        margin: the room above the peak, in powers of 2, that a scale fits with.
-        patience: non-finite steps in a row before the peak is forgotten.
+        growth_factor: multiplies the scale, and the reach, when they grow, > 1.
+        backoff_factor: multiplies the scale, and the reach, when they back off, in (0, 1).
+        growth_interval: finite steps in a row before the reach grows.
+        margin: the room above the peak, in powers of 2, that is tried without waiting, and in which
+            a non-finite step is taken for a bad batch; 3 at least.
+        patience: non-finite steps before the peak is forgotten, so that the scale backs off.
         half_life: finite steps in which the peak halves if no gradient renews it.
         amax_interval: how many finite steps each measurement of the gradients is good for; 1
-            measures every step. It counts from the last move or non-finite step.
-        min_scale: the floor.
-        max_scale: the ceiling.
+            measures every step. It counts from the last non-finite step, or growth of the reach.
+        min_scale: the floor of the scale.
+        max_scale: the ceiling of the scale.
 
     Raises:
         TypeError: a parameter is not the kind of number it should be; a bool is not a number.
@@ -74,13 +117,16 @@ class AmaxScale:
     2048.0
     """
 
+    _constants: ClassVar[_Constants]  # not fields; each policy has its own
+    _host_constants: ClassVar[_Constants]
+
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     margin: int = 12
     patience: int = 20
-    half_life: float = 100.0
+    half_life: float = 12.0
     amax_interval: int = 1
     min_scale: float = _checks.SMALLEST_SCALE
     max_scale: float = _checks.LARGEST_SCALE
@@ -101,17 +147,32 @@ class AmaxScale:
             "growth_factor": _checks.growth_factor("growth_factor", self.growth_factor),
             "backoff_factor": _checks.backoff_factor("backoff_factor", self.backoff_factor),
             "growth_interval": _checks.count("growth_interval", self.growth_interval),
-            "margin": _checks.count("margin", self.margin, least=0, most=100),
+            "margin": _checks.count("margin", self.margin, least=3, most=100),
             "patience": _checks.count("patience", self.patience, 0, _checks.LONGEST_COUNT - 1),
             "half_life": half_life,
             "amax_interval": _checks.count("amax_interval", self.amax_interval),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        floor = _LARGEST_FP16 / 2.0**self.margin
+        constants = _Constants(
+            self.growth_factor,
+            self.backoff_factor,
+            self.min_scale,
+            self.max_scale,
+            0.5 ** (self.amax_interval / self.half_life),
+            floor,
+            floor / 2**_DOUBTS,
+            _MOST_REACH,
+        )
+        rounded = _Constants(*map(_checks.in_float32, constants))
+        object.__setattr__(self, "_constants", rounded)
+        # NumPy 1 turns float32 * float into float64.
+        object.__setattr__(self, "_host_constants", _Constants(*map(np.float32, rounded)))
 
     def init(self) -> AmaxState:
-        """The state before the first step, in host scalars: a float32, two ints and a float32."""
-        return AmaxState(np.float32(self.init_scale), 0, 0, np.float32(0))
+        """The state before the first step, in host scalars: a float32, two ints, two float32."""
+        return AmaxState(np.float32(self.init_scale), 0, 0, np.float32(0), np.float32(0))
 
     def update(
         self,
@@ -124,67 +185,99 @@ class AmaxScale:
 
         Args:
             state: scalars, or tensors of any one framework: float32, twice an integer type, and
-                float32.
+                twice float32.
             found_inf: whether the step's gradients held an Inf or a NaN; a bool, or a boolean
                 tensor of that framework.
             where: that framework's ``where``, found by the type of the scale if it is left out.
             amax: the largest magnitude of the step's unscaled gradients, a float32 scalar. It
                 counts in finite steps whose ``finite_steps`` is a multiple of ``amax_interval``,
-                and may be None in all others.
+                and may be None in all others. One that is 0, subnormal or not finite says nothing.
 
         Returns:
             A new state of the same types. No value is read on the host, so the method can be
             traced and compiled, unless the state is host scalars and ``where`` is left out.
         """
-        if where is None and on_host(state.scale):
-            numbers = AmaxState(
-                np.float32(state.scale), *map(int, state[1:3]), np.float32(state.peak)
+        scale, finite_steps, nonfinite_steps, peak, reach = state
+        if where is None and on_host(scale):
+            state = AmaxState(
+                np.float32(scale),
+                int(finite_steps),
+                int(nonfinite_steps),
+                np.float32(peak),
+                np.float32(reach),
             )
-            found_inf = bool(found_inf)
-            with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-                amax = None if amax is None else np.float32(amax)
-                return self._next(numbers, found_inf, host_where, amax, np.float32)
-        where = where or where_for(state.scale)
-        if isinstance(found_inf, (bool, np.bool_)):
-            found_inf = state.scale == state.scale if found_inf else state.scale != state.scale
-        return self._next(state, found_inf, where, amax, float)
+            found_inf, where = bool(found_inf), host_where
+        where = where or where_for(scale)
+        if isinstance(found_inf, (bool, np.bool_)) and not on_host(scale):
+            found_inf = scale == scale if found_inf else scale != scale  # as a tensor
+        if not isinstance(state.scale, (np.ndarray, np.generic)):
+            return self._next(self._constants, state, found_inf, where, amax)
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            amax = None if amax is None else np.float32(amax)
+            return self._next(self._host_constants, state, found_inf, where, amax)
 
     def _next(
-        self, state: AmaxState, found_inf: Scalar, where: Where, amax: Scalar, as_float: type
+        self,
+        constants: _Constants,
+        state: AmaxState,
+        found_inf: Scalar,
+        where: Where,
+        amax: Scalar | None,
     ) -> AmaxState:
-        """Arithmetic, comparisons and ``where`` alone; no branch on a value."""
-        scale, finite_count, nonfinite_count, peak = state
+        """Arithmetic, comparisons and ``where`` alone; no branch on a value.
+
+        No subnormal value decides: some devices flush those to 0.
+        """
+        scale, finite_count, nonfinite_count, peak, reach = state
         zero, none = finite_count * 0, peak * 0
-        room = as_float(2.0**self.margin)
-        decay = as_float(_checks.in_float32(0.5 ** (1 / self.half_life)))
+        floor, least, most = (none + limit for limit in constants[5:8])
+        grown, reduced = scale * constants.growth, scale * constants.backoff
+        larger = where(grown <= constants.max_scale, grown, scale)
+        smaller = where(reduced > constants.min_scale, reduced, none + constants.min_scale)
+        low = where(reach < floor, reach, floor)
 
-        def by_fit(
-            s: Scalar, most: Scalar, if_fits: Scalar, if_not: Scalar
-        ) -> Scalar:  # of gradients up to `most` at the scale `s`
-            fits = where(s * most * room <= _LARGEST_FP16, if_fits, if_not)
-            return where(most > 0, fits, if_not)
-
-        finite_steps = finite_count + 1
-        decayed = peak * decay
-        seen = none if amax is None else where(finite_count % self.amax_interval == 0, amax, none)
-        peak_after_finite = where(seen > decayed, seen, decayed)
-        grown = scale * as_float(_checks.in_float32(self.growth_factor))
-        larger = where(grown <= as_float(_checks.in_float32(self.max_scale)), grown, scale)
-        grow = finite_steps >= min(self.growth_interval, _checks.LONGEST_COUNT)
-        after_finite = by_fit(grown, peak_after_finite, larger, where(grow, larger, scale))
-        count = by_fit(grown, peak_after_finite, zero, where(grow, zero, finite_steps))
-
-        forget = nonfinite_count >= self.patience
-        nonfinite_steps = where(forget, zero + (self.patience + 1), nonfinite_count + 1)
-        peak_after_nonfinite = where(forget, none, peak)
-        reduced = scale * as_float(_checks.in_float32(self.backoff_factor))
-        least = as_float(_checks.in_float32(self.min_scale))
-        reduced = where(reduced > least, reduced, none + least)
-        after_nonfinite = by_fit(reduced, peak_after_nonfinite, scale, reduced)
-
-        return AmaxState(
-            where(found_inf, after_nonfinite, after_finite),
-            where(found_inf, zero, count),
-            where(found_inf, nonfinite_steps, zero),
-            where(found_inf, peak_after_nonfinite, peak_after_finite),
+        # After a non-finite step.
+        doubt = nonfinite_count >= self.patience
+        kept_peak = where(doubt, none, peak)
+        used = where(kept_peak > 0, scale * peak, most)  # of fp16's range
+        nonfinite = AmaxState(
+            where(used <= low, scale, smaller),
+            zero,
+            where(doubt, zero, nonfinite_count + 1),
+            kept_peak,
+            reach,
         )
+
+        # After a finite step.
+        steps = finite_count + 1
+        grow = steps > min(self.growth_interval, _checks.LONGEST_COUNT - 1)
+        seen = none
+        if amax is not None:
+            seen = where(finite_count % self.amax_interval == 0, amax, none)
+            seen = where(seen >= constants.smallest, seen, none)
+            seen = where(seen <= constants.largest, seen, none)
+        decayed = peak * constants.decay
+        new_peak = where(seen > 0, where(seen > decayed, seen, decayed), peak)
+
+        wider, lower = reach * constants.growth, reach * constants.backoff
+        wider = where(wider < most, wider, most)
+        after_skip = where(seen <= peak * 2, where(lower > low, lower, low), reach)
+        after_doubt = where(seen > 0, where(lower > least, lower, least), reach)
+        new_reach = where(finite_count > 0, where(grow, wider, reach), after_skip)
+        new_reach = where(peak > 0, new_reach, after_doubt)
+        first = scale * new_peak
+        first = where(first < most, first, most)
+        first = where(first > floor, first, floor)
+        new_reach = where(reach > 0, new_reach, where(new_peak > 0, first, reach))
+
+        followed = where(scale * new_peak > new_reach * 2, smaller, scale)
+        followed = where(grown * new_peak <= new_reach, larger, followed)
+        forgiven = where(nonfinite_count > 0, nonfinite_count - 1, nonfinite_count)
+        finite = AmaxState(
+            where(new_peak > 0, followed, where(grow, larger, scale)),
+            where(grow, zero + 1, steps),
+            where(steps % _FORGIVEN_AFTER == 0, forgiven, nonfinite_count),
+            new_peak,
+            new_reach,
+        )
+        return AmaxState(*(where(found_inf, *both) for both in zip(nonfinite, finite, strict=True)))
