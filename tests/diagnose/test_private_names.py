@@ -15,6 +15,8 @@ ALLOWED = {
     "_param_groups",  # Paddle has no public names for these three
     "_parameter_list",
     "_get_tensor_from_selected_rows",
+    "_python_dispatch",  # PyTorch's documented module of dispatch modes
+    "_get_current_dispatch_mode",  # without it, leaving ours might leave the user's
     "_checks",  # modules of ours that every package uses
     "_atomic",
 }

@@ -1,7 +1,9 @@
 """Which module made the first Inf or NaN: models that are small, and wrong in one place."""
 
 import copy
+import inspect
 import math
+from pathlib import Path
 
 import pytest
 
@@ -69,7 +71,14 @@ def ones(*shape):
 
 def located(model, *inputs):
     inputs = inputs or (ones(),)
-    return locate(model, lambda: model(*inputs).sum().backward())
+    return locate(model, lambda: model(*inputs).sum().backward())  # as a closure
+
+
+def line_of(source, text="closure"):
+    """The line of a function or a class that holds a text, as located names it."""
+    lines, first = inspect.getsourcelines(source)
+    (number,) = (first + n for n, line in enumerate(lines) if text in line)
+    return f"{Path(__file__).relative_to(Path.cwd())}:{number}"
 
 
 def named(found):
@@ -155,7 +164,7 @@ def test_the_module_that_makes_the_first_inf_or_nan_is_located(kind, which):
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # and still in use
 def test_a_scripted_module_is_part_of_the_module_that_holds_it():
     scripted = filled(torch.jit.script(nn.Linear(4, 4)), INF, 0, "bias")
-    assert named(located(seq(seq(scripted, nn.ReLU())))) == ("forward", "0")
+    assert named(located(seq(seq(scripted, nn.ReLU())))) == ("forward", "0.0")
 
 
 def test_without_a_backward_pass_only_the_forward_pass_is_judged():
@@ -169,26 +178,33 @@ def test_the_first_module_to_overflow_is_located_and_counted():
     linear = filled(filled(nn.Linear(4, 3, bias=False).half(), 1.0), 4.0, 1)
     model = seq(nn.Identity(), linear, nn.ReLU(), nn.ReLU())
     found = located(model, torch.full((2, 4), 8192.0, dtype=torch.float16))
-    assert found == Located("1", "forward", "Linear", "float16", 2, 0, 6, 32768.0, 8192.0)
-    assert str(found) == "forward of 1 (Linear, float16): 2 inf of 6; largest input 8192"
+    place = None, "matmul", line_of(located)
+    assert found == Located("1", "forward", "Linear", "float16", 2, 0, 6, 32768.0, 8192.0, *place)
+    what = "2 inf of 6; largest input 8192"
+    assert str(found) == f"forward of 1 (Linear, float16), matmul at {place[-1]}: {what}"
 
 
 def test_the_first_module_to_overflow_in_the_backward_pass_is_located_and_counted():
     found = located(seq(Times(1, INF), Times(), Times(1, INF), Times()))
     nothing_else = pytest.approx(NAN, nan_ok=True)
-    assert found == Located("2", "backward", "Times", "float32", 8, 0, 8, nothing_else, 1.0)
-    assert str(found) == "backward of 2 (Times, float32): 8 inf of 8; largest gradient 1"
+    place = None, "_Times", line_of(_Times, "grad * context.factor")
+    counts = 8, 0, 8, nothing_else, 1.0
+    assert found == Located("2", "backward", "Times", "float32", *counts, *place)
+    what = "8 inf of 8; largest gradient 1"
+    assert str(found) == f"backward of 2 (Times, float32), _Times at {place[-1]}: {what}"
 
 
 @pytest.mark.parametrize(
-    ("factor", "text"),
+    ("function", "text"),
     [
-        (torch.tensor([1.0, INF, NAN, 2.0]), "forward of the model (Calls, float32): 2 inf, 2 nan"),
-        (INF, "forward of the model (Calls, float32): 8 inf of 8; largest input 1"),
+        (lambda x: (x * torch.tensor([0.0, 0.0, 1.0, 2.0])) / 0, "4 inf, 4 nan of 8"),
+        (lambda x: x * INF, "8 inf of 8; largest input 1"),
     ],
 )
-def test_the_text_counts_inf_and_nan_and_says_that_it_is_the_model_itself(factor, text):
-    assert str(located(Calls(lambda self, x: x * factor))).startswith(text)
+def test_the_text_counts_inf_and_nan_and_says_that_it_is_the_model_itself(function, text):
+    found = str(located(Calls(lambda self, x: function(x))))
+    assert found.startswith("forward of the model (Calls, float32), ")
+    assert text in found
 
 
 def test_a_parameter_that_is_not_finite_is_named():
@@ -228,19 +244,21 @@ def test_a_weight_whose_gradient_overflows_in_float16_is_named():
     found = locate(model, closure)
     assert (*named(found), found.parameter) == ("backward", "1", "weight")
     assert str(found) == (
-        "backward of 1 (Linear, float16), gradient of weight: 8 inf of 8; largest gradient 8"
+        "backward of 1 (Linear, float16), gradient of weight, matmul at "
+        f"{line_of(closure, 'hidden) * 8')}: 8 inf of 8; largest gradient 8"
     )
 
 
 @pytest.mark.parametrize(
     ("loss_factor", "factor", "expected"),
-    [(1e10, 1, None), (1, 1e10, ("backward", "1"))],
-    ids=["in scaling the loss", "in a module"],
+    [(1e-3, 1, None), (1e10, 1, ("backward", None)), (1, 1e10, ("backward", "1"))],
+    ids=["in scaling the loss", "in a function", "in a module"],
 )
 def test_a_scale_that_is_too_large_is_located_where_it_overflows(loss_factor, factor, expected):
     model = seq(nn.Linear(4, 4), Times(1, factor), nn.Linear(4, 1))
     scaler = GradScaler(init_scale=2.0**120)
-    found = locate(model, lambda: scaler.scale(model(ones()).sum() * loss_factor).backward())
+    loss = 1e5 / loss_factor  # so that the scaled loss always overflows
+    found = locate(model, lambda: scaler.scale(model(ones()).sum() * loss_factor + loss).backward())
     assert named(found) == expected
 
 

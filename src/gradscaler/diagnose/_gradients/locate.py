@@ -1,26 +1,38 @@
-"""Which module of a PyTorch or TensorPlay model made the first Inf or NaN."""
+"""What made the first Inf or NaN, in a model of PyTorch or TensorPlay."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from itertools import chain
+from typing import Any
 
 from gradscaler.diagnose._gradients.module_hooks import Located, Module, ModuleHooks, framework_of
+from gradscaler.diagnose._gradients.operation_watch import OperationWatch
 
 is_locating = ContextVar("is_locating", default=False)
 """Whether a closure of :func:`locate` runs, whose losses belong to no step."""
 
 
 def locate(model: Module, closure: Callable[[], object]) -> Located | None:
-    """Run a closure, and find the module that makes the first Inf or NaN.
+    """Run a closure, and find what makes the first Inf or NaN.
 
-    That is the first in the order of execution whose output is not finite although its inputs
-    are. If there is none, it is the first in the backward pass whose input's or parameter's
-    gradient is not finite although its output's is. Of nested modules it is the innermost. A
-    scripted module counts as part of the module that holds it. -inf counts as finite where it may
-    be an attention mask: as an input, and as an output of a module without parameters of its own.
+    In PyTorch that is an operation, in a module or outside of all, with the user's line: the first
+    whose output is not finite although its inputs are, and whose Inf or NaN reaches the loss, or
+    another result. If there is none, it is the first in the backward pass whose input's gradient is
+    not finite although its output's is, and whose Inf or NaN reaches the gradient of a leaf; its
+    line is that of the forward pass. What ``where`` or a softmax leaves out does no harm, and
+    neither does -inf, unless it becomes +Inf or NaN.
+
+    That holds with autocast, checkpoints and changes in place. Compiled modules are run eagerly.
+    Not seen is what runs in a thread of its own, as in ``DataParallel``. A sum of finite gradients
+    that overflows is not found.
+
+    In TensorPlay it is a module: the innermost whose output, or the gradient of whose input or
+    parameter, is the first that is not finite. There, -inf counts as finite as an input, and as an
+    output of a module without parameters of its own.
 
     The model's gradients and buffers, and the framework's random state, are left as they were.
 
@@ -30,27 +42,41 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
             Use the loss scale that overflows: ``scaler.scale(loss).backward()``.
 
     Returns:
-        None if everything is finite, or if the first Inf or NaN appears outside of all modules:
-        before the model, in a loss function, in multiplying the loss by its scale.
+        None if all that matters is finite, or if only multiplying the loss by its scale overflows.
+        In TensorPlay, also if it happens outside of all modules.
 
     Raises:
         TypeError: ``model`` is not such a module.
         ValueError: the model has lazy modules that were not called yet. The closure would change
             them permanently.
     """
-    hooks = ModuleHooks(model, backward=True)
+    is_torch = framework_of(model) is sys.modules.get("torch")
+    hooks = ModuleHooks(model, backward=not is_torch)
+    watch = OperationWatch(hooks) if is_torch else None
     is_lazy = getattr(getattr(framework_of(model).nn, "parameter", None), "is_lazy", None)
     if is_lazy and any(map(is_lazy, chain(model.parameters(), model.buffers()))):
         raise ValueError("model has lazy modules: call it once before, so that they get a shape")
     context = copy_context()  # an interrupt leaves nothing set in the caller's
     context.run(is_locating.set, True)
-    with _left_as_it_was(model):
+    with _left_as_it_was(model), _run_eagerly():
         try:
             hooks.start()
+            if watch is not None:
+                watch.start()
             context.run(closure)
         finally:
+            if watch is not None:
+                watch.stop()
             hooks.stop()
-    return hooks.located
+    return hooks.located if watch is None else watch.located
+
+
+def _run_eagerly() -> AbstractContextManager[Any]:
+    """Run what PyTorch has compiled as it was written."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled
+        return nullcontext()
+    compiler: Any = sys.modules["torch.compiler"]
+    return compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -6,16 +6,15 @@ import dataclasses
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
-
-from gradscaler.diagnose._gradients.arrays import dtype_name, local, to_numpy
+from gradscaler.diagnose._gradients.arrays import dtype_name, to_numpy
 from gradscaler.diagnose._gradients.nonfinite import count_nonfinite
+from gradscaler.diagnose._gradients.reading import floating, largest, largest_of
 
 Module = Any
 Tensor = Any
@@ -23,14 +22,16 @@ Tensor = Any
 
 @dataclass(frozen=True)
 class Located:
-    """The first module that made an Inf or a NaN out of finite numbers.
+    """Where the first Inf or NaN was made out of finite numbers.
 
     Attributes:
-        module: its name in the model; empty if that is the model itself.
-        kind: ``"forward"`` if its output is not finite; ``"backward"`` if the gradient of its
-            input or of a parameter is not.
-        type: the name of its class.
-        dtype: of the output or the gradient, such as ``"float16"``.
+        module: the module's name in the model; empty if that is the model itself, None if it
+            happened outside of all modules, as in a loss function.
+        kind: ``"forward"`` if an output is not finite; ``"backward"`` if the gradient of an input
+            or of a parameter is not; ``"input"`` if nothing made it: a batch, or another tensor
+            that is not a parameter of the model, held it before.
+        type: the name of the module's class; empty outside of all modules.
+        dtype: of the output, the gradient or the tensor, such as ``"float16"``.
         num_inf: how many of its elements are Inf, of either sign.
         num_nan: how many are NaN.
         size: how many elements there are.
@@ -39,10 +40,15 @@ class Located:
             in a backward pass, of its outputs' gradients.
         parameter: in a forward pass, the name within the module of a parameter that is itself not
             finite; in a backward pass, of the parameter whose gradient this is; else None.
+        operation: the operation that made it, such as ``"exp"``; in a backward pass, the operation
+            of the forward pass whose gradient this is; for an ``"input"``, the first that read it.
+            None if it is not known, or if a parameter is itself not finite.
+        line: the line that called the operation in the forward pass, such as ``"train.py:12"``:
+            the innermost that is neither the framework's nor gradscaler's. None if it is not known.
     """
 
-    module: str
-    kind: Literal["forward", "backward"]
+    module: str | None
+    kind: Literal["forward", "backward", "input"]
     type: str
     dtype: str
     num_inf: int
@@ -51,6 +57,8 @@ class Located:
     largest_finite: float
     largest_input: float
     parameter: str | None = None
+    operation: str | None = None
+    line: str | None = None
 
     def __str__(self) -> str:
         counts = {"inf": self.num_inf, "nan": self.num_nan}
@@ -58,8 +66,13 @@ class Located:
         backward = self.kind == "backward"
         of = f", gradient of {self.parameter}" if backward and self.parameter else ""
         bad = f"; its {self.parameter} is not finite" if not backward and self.parameter else ""
+        in_ = f", {self.operation}" if self.operation else ""
+        at = f" at {self.line}" if self.line else ""
+        where = f"{self.module or 'the model'} ({self.type}, {self.dtype})"
+        if self.module is None:
+            where = f"a function ({self.dtype})"
         return (
-            f"{self.kind} of {self.module or 'the model'} ({self.type}, {self.dtype}){of}: {found} "
+            f"{self.kind} of {where}{of}{in_}{at}: {found} "
             f"of {self.size}; largest {'gradient' if backward else 'input'} "
             f"{self.largest_input:g}{bad}"
         )
@@ -74,6 +87,10 @@ class ModuleHooks:
 
     Attributes:
         located: the first module that made an Inf or a NaN since ``start()``, or None.
+        dtypes: the dtype of each module's output, by the module's name, in the order in which
+            they ended; of its first call, and of the first tensor in it.
+        model: the model.
+        see_output: is given each tensor that a module returns, while it is the current one.
 
     Raises:
         TypeError: ``model`` is not a module of PyTorch or TensorPlay.
@@ -82,7 +99,10 @@ class ModuleHooks:
     def __init__(self, model: Module, backward: bool = False) -> None:
         self.located: Located | None = None
         self._framework = framework_of(model)
-        self._model = model
+        self.model = model
+        self.see_output: Callable[[Tensor], None] | None = None
+        self.dtypes: dict[str, str] = {}
+        self._running: list[tuple[str, str]] = []
         self._backward = backward
         self._handles: list[Any] = []
         self._entered: defaultdict[str, list[_Call]] = defaultdict(list)
@@ -92,17 +112,18 @@ class ModuleHooks:
         """Add the hooks, all or none."""
         self.stop()
         self.located = None
+        self.dtypes.clear()
         jit = getattr(self._framework, "jit", None)
         compiled: Any = getattr(jit, "ScriptModule", ())  # these take no such hooks
         try:
-            for name, module in self._model.named_modules():
+            for name, module in self.model.named_modules():
                 if isinstance(module, compiled):
                     continue
                 enter = self._hook(partial(self._enter, name))
                 leave = self._hook(partial(self._leave, name))
                 self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(leave))
-            for parameter in self._model.parameters() if self._backward else ():
+            for parameter in self.model.parameters() if self._backward else ():
                 if parameter.requires_grad:
                     hook = partial(self._parameter_gradient, parameter)
                     self._handles.append(parameter.register_hook(hook))
@@ -117,6 +138,12 @@ class ModuleHooks:
         self._handles.clear()
         self._entered.clear()
         self._calls.clear()
+        self._running.clear()
+
+    @property
+    def current(self) -> tuple[str | None, str]:
+        """The name and the type of the innermost module that runs; None if there is none."""
+        return self._running[-1] if self._running else (None, "")
 
     def _hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """The same hook, not compiled, with its errors suppressed unless backward is checked."""
@@ -133,11 +160,15 @@ class ModuleHooks:
     def _enter(
         self, name: str, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._running.append((name, type(module).__name__))
         if self.located:
             return None
         # Read now: a module may change its input in place.
-        inputs = [_largest(tensor, masks=True) for tensor in self._tensors((args, kwargs))]
-        call = _Call(_largest_of(inputs))
+        inputs = [
+            largest(tensor, masks=True)
+            for tensor in floating(self._framework.Tensor, (args, kwargs))
+        ]
+        call = _Call(largest_of(inputs))
         self._entered[name].append(call)
         if not self._backward:
             return None
@@ -162,12 +193,18 @@ class ModuleHooks:
         return aliased(args), {key: aliased(value) for key, value in kwargs.items()}
 
     def _leave(self, name: str, module: Module, args: tuple[Any, ...], output: Any) -> None:
+        for tensor in floating(self._framework.Tensor, output):
+            self.dtypes.setdefault(name, dtype_name(tensor))
+            if self.see_output is not None:
+                self.see_output(tensor)
+        while self._running and self._running.pop()[0] != name:
+            pass  # one that an exception ended
         if self.located or not self._entered[name]:
             return
         call = self._entered[name].pop()
         masks = next(module.parameters(recurse=False), None) is None
-        for tensor in self._tensors(output):
-            if math.isfinite(call.input) and not math.isfinite(_largest(tensor, masks)):
+        for tensor in floating(self._framework.Tensor, output):
+            if math.isfinite(call.input) and not math.isfinite(largest(tensor, masks)):
                 self._found("forward", name, module, tensor, call.input, _nonfinite_of(module))
                 return
             if self._backward and tensor.requires_grad:
@@ -180,15 +217,15 @@ class ModuleHooks:
     def _input_gradient(self, name: str, module: Module, call: _Call, grad: Tensor) -> None:
         if self.located or call.gradient is None or not math.isfinite(call.gradient):
             return
-        if not math.isfinite(_largest(grad)):
+        if not math.isfinite(largest(grad)):
             self._found("backward", name, module, grad, call.gradient)
 
     def _parameter_gradient(self, parameter: Tensor, grad: Tensor) -> None:
-        if self.located or math.isfinite(_largest(grad)):
+        if self.located or math.isfinite(largest(grad)):
             return
         users = [  # several modules may share it
             (name, module, key)
-            for name, module in self._model.named_modules()
+            for name, module in self.model.named_modules()
             for key, own in module.named_parameters(recurse=False)
             if own is parameter and self._calls[name]
         ]
@@ -208,7 +245,7 @@ class ModuleHooks:
         parameter: str | None = None,
     ) -> None:
         values = to_numpy(tensor)
-        num_inf, num_nan, largest = count_nonfinite(values)
+        num_inf, num_nan, largest_finite = count_nonfinite(values)
         self.located = Located(
             name,
             kind,
@@ -217,25 +254,10 @@ class ModuleHooks:
             num_inf,
             num_nan,
             values.size,
-            largest,
+            largest_finite,
             largest_input,
             parameter,
         )
-
-    def _tensors(self, value: Any) -> Iterator[Tensor]:
-        """The floating-point tensors in a structure."""
-        if isinstance(value, self._framework.Tensor):
-            if value.is_floating_point() or value.is_complex():
-                yield value
-            return
-        if isinstance(value, Mapping):
-            value = value.values()
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            value = vars(value).values()
-        elif not isinstance(value, (list, tuple)):
-            return
-        for item in value:
-            yield from self._tensors(item)
 
 
 @dataclass
@@ -247,33 +269,13 @@ class _Call:
     nodes: list[Any] = dataclasses.field(default_factory=list)  # of the graph of its inputs
 
     def see_gradient(self, grad: Tensor) -> None:
-        self.gradient = _largest_of([self.gradient or 0.0, _largest(grad)])
-
-
-def _largest(tensor: Tensor, masks: bool = False) -> float:
-    """The largest magnitude; Inf or NaN if there is one. In masks -inf does not count."""
-    tensor = local(tensor).detach()
-    if not tensor.numel():
-        return 0.0
-    if dtype_name(tensor).startswith(("float8", "complex")) or tensor.is_sparse:
-        largest = float(np.abs(to_numpy(tensor)).max(initial=0.0))
-    else:
-        largest = float(tensor.abs().max())
-    if masks and largest == math.inf:
-        values = to_numpy(tensor)
-        return float(np.abs(values[values != -math.inf]).max(initial=0.0))
-    return largest
-
-
-def _largest_of(values: list[float]) -> float:
-    """The largest value, 0 at least; NaN if there is one."""
-    return float(np.max(values, initial=0.0))
+        self.gradient = largest_of([self.gradient or 0.0, largest(grad)])
 
 
 def _nonfinite_of(module: Module) -> str | None:
     """The name of one of the module's own parameters that is not finite, or None."""
     own = module.named_parameters(recurse=False)
-    return next((name for name, p in own if not math.isfinite(_largest(p))), None)
+    return next((name for name, p in own if not math.isfinite(largest(p))), None)
 
 
 def framework_of(model: Module) -> Any:
