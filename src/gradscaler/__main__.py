@@ -15,6 +15,7 @@ from pathlib import Path
 from gradscaler import __version__, checkpoint
 from gradscaler.checkpoint import _files
 from gradscaler.diagnose import read_run
+from gradscaler.diagnose._run.reader import read_runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 _RUNS = "the file to read, or one of each rank"
+_RUNS_TO_COMPARE = "the file to read, one of each rank, or one of each run to compare"
 
 
 class _FailedError(Exception):
@@ -89,12 +91,19 @@ def _parser() -> argparse.ArgumentParser:
         help="draw what a run was like, and say what is wrong with it",
         description="Read the file that a gradscaler.diagnose.Monitor wrote, or the files of "
         "several ranks of one run. Write a page that needs nothing else (.html), or a picture "
-        "(.png): a verdict in two sentences, the loss scale and the gradients over time, and the "
-        "gradients against their format's range. Of several ranks, they are those of the rank at "
-        "fault.",
+        "(.png): a verdict in two sentences, the loss scale and the gradients over time, the "
+        "gradients against their format's range, and the loss scales that fit them. Of several "
+        "ranks, they are those of the rank at fault. Several files of processes that trained "
+        "alone, or of one rank each of several runs, are compared: the scales, the skips and the "
+        "losses on the same axes, and a table of what differs.",
     )
-    report.add_argument("sources", type=Path, nargs="+", metavar="RUN", help=_RUNS)
+    report.add_argument("sources", type=Path, nargs="+", metavar="RUN", help=_RUNS_TO_COMPARE)
     report.add_argument("-o", "--output", type=Path, required=True, help="the file to write")
+    report.add_argument(
+        "--compare",
+        action="store_true",
+        help="draw the files as different runs, though they may be ranks of one",
+    )
     report.set_defaults(run=_report)
 
     explain = commands.add_parser(
@@ -145,9 +154,9 @@ def _report(parsed: argparse.Namespace) -> None:
     try:
         from gradscaler.diagnose import report
 
-        run = read_run(*parsed.sources)
+        found = read_runs(parsed.sources, compare=parsed.compare)
         place = parsed.output
-        report.write(run, place)
+        report.write(found, place)
     except (ImportError, OSError, ValueError) as error:
         raise _failed(error, place) from None
 

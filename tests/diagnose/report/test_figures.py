@@ -19,9 +19,10 @@ from rich.text import Text
 
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Start
 from gradscaler.diagnose._run.run import Run
-from gradscaler.diagnose.report._figures import COLOURS, SHADE, drawing_settings
+from gradscaler.diagnose.report._content import content_of
 from gradscaler.diagnose.report._picture import draw
 from gradscaler.diagnose.report._spectrum import spectrum_of
+from gradscaler.diagnose.report._style import COLOURS, SHADE, drawing_settings
 from gradscaler.diagnose.report._terminal import explain
 
 STEPS = 40
@@ -74,20 +75,15 @@ class Drawn:
 
     def __init__(self, run):
         with drawing_settings():
-            self.figure = draw(run)
+            self.figure = draw(content_of(run))
             FigureCanvasAgg(self.figure)
             file = BytesIO()
             self.figure.savefig(file, format="png", dpi=self.figure.dpi)
         self.pixels = np.round(255 * imread(BytesIO(file.getvalue()))[..., :3]).astype(int)
 
     def axes(self, title):
-        return next(
-            axes
-            for part in self.figure.subfigs
-            for side in part.subfigs
-            for axes in side.axes
-            if axes.get_title(loc="left").startswith(title)
-        )
+        found = (axes for axes in self.figure.axes if axes.get_title(loc="left").startswith(title))
+        return next(found)
 
     def at(self, axes, x, y):
         """The pixel at a place in the coordinates of the data."""

@@ -110,7 +110,8 @@ def test_of_several_files_the_bad_one_is_named(tmp_path, save_ranks, capsys):
 
 @pytest.mark.parametrize("kind", HEADLINES)
 def test_each_verdict_comes_first(page_of, made_up_run, kind):
-    page = page_of(made_up_run(samples=0, stuck=3, verdict=(kind, "What. Why.", None)))
+    skips = 0 if kind == "normal" else 3  # those of a made-up run have a loss of NaN
+    page = page_of(made_up_run(samples=1, stuck=skips, verdict=(kind, "What. Why.", None)))
     texts = [text for text in page.texts if text]
     start = texts.index(HEADLINES[kind].text, 1)
     assert texts[start + 1] == "What. Why."

@@ -10,6 +10,7 @@ from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose._verdict import Verdict
 
 _SEVERITY = "parameter", "activations", "loss", "nan", "floor", "underflow", "elsewhere", "normal"
+_COMPARE = "to compare runs, use the command report with --compare"
 _LATER = {"underflow": 1, "elsewhere": 2, "normal": 2}  # verdicts that name no cause of skips
 
 
@@ -40,13 +41,17 @@ def of_ranks(files: Sequence[tuple[str, Run]]) -> Run:
             if own != other:
                 raise ValueError(
                     f"{path}: {name} is {shown(own)}, but in {first} it is {shown(other)}: several "
-                    "files are those of the ranks of one run"
+                    f"files are those of the ranks of one run; {_COMPARE}"
                 )
         if start.world_size == 1:
-            raise ValueError(f"{path}: is of a process that trained alone: explain it by itself")
+            raise ValueError(
+                f"{path}: is of a process that trained alone: explain it by itself; {_COMPARE}"
+            )
         if start.rank in path_of:
             other = path_of[start.rank]
-            raise ValueError(f"{path}: is of rank {start.rank}, as {other} is: give one file each")
+            raise ValueError(
+                f"{path}: is of rank {start.rank}, as {other} is: give one file each; {_COMPARE}"
+            )
         path_of[start.rank] = path
     runs = sorted((run for _, run in files), key=_order)
     ranks = {run.starts[-1].rank: run for run in runs}

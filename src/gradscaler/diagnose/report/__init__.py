@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from gradscaler._atomic import replacing
 from gradscaler.diagnose._run.run import Run
 
 
-def write(run: Run, path: str | Path) -> None:
-    """Write the report of a run, whole or not at all.
+def write(run: Run | Mapping[str, Run], path: str | Path) -> None:
+    """Write the report of a run, or of several side by side, whole or not at all.
 
     Args:
-        run: from :func:`gradscaler.diagnose.read_run`.
+        run: from :func:`gradscaler.diagnose.read_run`; or at least one by its name, to compare.
         path: ends in ``.html``, for a page that needs no other file, or in ``.png``.
 
     Raises:
@@ -21,16 +21,17 @@ def write(run: Run, path: str | Path) -> None:
         ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    from gradscaler.diagnose.report._figures import drawing_settings
+    from gradscaler.diagnose.report._content import Content, content_of, content_of_runs
     from gradscaler.diagnose.report._page import page_of
     from gradscaler.diagnose.report._picture import picture_of
+    from gradscaler.diagnose.report._style import drawing_settings
 
     path = Path(path)
-    makers: dict[str, Callable[[Run], bytes]] = {".html": page_of, ".png": picture_of}
+    makers: dict[str, Callable[[Content], bytes]] = {".html": page_of, ".png": picture_of}
     make = makers.get(path.suffix.lower())
     if make is None:
         raise ValueError(f"{path}: the name must end in {' or '.join(makers)}")
     with drawing_settings():
-        data = make(run)
+        data = make(content_of(run) if isinstance(run, Run) else content_of_runs(run))
     with replacing(path) as file:
         file.write(data)

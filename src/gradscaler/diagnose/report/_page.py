@@ -10,29 +10,29 @@ from string import Template
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from gradscaler.diagnose._run.run import Run
-from gradscaler.diagnose.report._figures import LEVELS, WIDTH, Drawing, drawings_of
-from gradscaler.diagnose.report._summary import Table, facts_of, headline_of, tables_of
+from gradscaler.diagnose.report._content import Content
+from gradscaler.diagnose.report._style import LEVELS, WIDTH, Drawing
+from gradscaler.diagnose.report._summary import Table
 from gradscaler.diagnose.report._texts import shown
 
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 
-def page_of(run: Run) -> bytes:
+def page_of(content: Content) -> bytes:
     """A page that needs no other file: the verdict, the figures and the tables."""
-    verdict, headline = run.verdict, headline_of(run)
-    where = verdict.where and f"<p>Look at <code>{escape(shown(verdict.where))}</code></p>"
+    headline = content.headline
+    where = content.where and f"<p>Look at <code>{escape(shown(content.where))}</code></p>"
     facts = (
         f"<div><dt>{escape(name)}</dt><dd>{escape(fact)}</dd></div>\n"
-        for name, fact in facts_of(run).items()
+        for name, fact in content.facts.items()
     )
     page = _PAGE.substitute(
         colour=LEVELS[headline.level],
         headline=escape(headline.text),
-        text=escape(shown(verdict.text, 1000)),
+        text=escape(shown(content.text, 1000)),
         where=where or "",
         facts="".join(facts),
-        sections="".join([*map(_figure, drawings_of(run)), *map(_table, tables_of(run))]),
+        sections="".join([*map(_figure, content.drawings), *map(_table, content.tables)]),
     )
     return page.encode()
 
@@ -117,9 +117,8 @@ table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabul
 th, td { border-bottom: 1px solid #ddd; padding: .3rem .7rem .3rem 0; text-align: right; }
 .name { text-align: left; overflow-wrap: anywhere; min-width: 8rem; }
 @media (min-width: 50rem) {
-  .sections { display: grid; grid-template: auto 1fr / 1fr 1fr; column-gap: 2.5rem; }
-  section:first-child { grid-row: span 2; }
-  section:nth-child(n+4) { grid-column: span 2; }
+  .sections { columns: 2; column-gap: 2.5rem; }
+  section:nth-child(n+4) { column-span: all; }
 }
 @media print { main { max-width: none; padding: 0; } }
 </style>

@@ -9,43 +9,63 @@ from textwrap import fill
 
 from matplotlib.figure import Figure, FigureBase
 
-from gradscaler.diagnose._run.run import Run
-from gradscaler.diagnose.report._figures import LEVELS, WIDTH, drawings_of
-from gradscaler.diagnose.report._summary import Table, facts_of, headline_of, tables_of
+from gradscaler.diagnose.report._content import Content
+from gradscaler.diagnose.report._style import LEVELS, WIDTH, Drawing
+from gradscaler.diagnose.report._summary import Table
 from gradscaler.diagnose.report._texts import shown
 
 
-def picture_of(run: Run) -> bytes:
+def picture_of(content: Content) -> bytes:
     """The picture as a PNG."""
     file = BytesIO()
-    draw(run).savefig(file, format="png", dpi=150)
+    draw(content).savefig(file, format="png", dpi=150)
     return file.getvalue()
 
 
-def draw(run: Run) -> Figure:
+def draw(content: Content) -> Figure:
     """One figure of everything: the verdict, the drawings and the tables."""
-    drawn, tables = drawings_of(run), tables_of(run)
-    text = fill(shown(run.verdict.text, 1000), 120)
-    rows: list[tuple[float, list[Callable[[FigureBase], None]]]] = [
-        (0.9 + 0.17 * text.count("\n"), [partial(_write_verdict, run=run, text=text)])
+    text = fill(shown(content.text, 1000), 120)
+    columns = _columns(content.drawings)
+    rows: list[tuple[float, Callable[[FigureBase], None]]] = [
+        (0.9 + 0.17 * text.count("\n"), partial(_write_verdict, content=content, text=text))
     ]
-    if drawn:
-        rows.append((max(drawing.height for drawing in drawn), [d.draw for d in drawn]))
-    rows += [(0.5 + 0.2 * len(t.rows), [partial(_write_table, table=t)]) for t in tables]
+    if columns:
+        rows.append((max(map(_height, columns)), partial(_draw_columns, columns=columns)))
+    rows += [(0.5 + 0.2 * len(t.rows), partial(_write_table, table=t)) for t in content.tables]
     heights = [height for height, _ in rows]
     whole = Figure(figsize=(2 * WIDTH + 1, sum(heights)), layout="constrained")
     parts = whole.subfigures(len(rows), squeeze=False, height_ratios=heights)[:, 0]
-    for part, (_, draws) in zip(parts, rows, strict=True):
-        sides = part.subfigures(1, len(draws), squeeze=False)[0]
-        for side, make in zip(sides, draws, strict=True):
-            make(side)
+    for part, (_, make) in zip(parts, rows, strict=True):
+        make(part)
     return whole
 
 
-def _write_verdict(part: FigureBase, run: Run, text: str) -> None:
-    headline = headline_of(run)
+def _columns(drawings: list[Drawing]) -> list[list[Drawing]]:
+    """The drawings in two columns of about the same height."""
+    columns: tuple[list[Drawing], list[Drawing]] = [], []
+    for drawing in drawings:
+        min(columns, key=_height).append(drawing)
+    return [column for column in columns if column]
+
+
+def _height(column: list[Drawing]) -> float:
+    return sum(drawing.height for drawing in column)
+
+
+def _draw_columns(part: FigureBase, columns: list[list[Drawing]]) -> None:
+    """The drawings, in columns of the same height."""
+    sides = part.subfigures(1, len(columns), squeeze=False)[0]
+    for side, column in zip(sides, columns, strict=True):
+        heights = [drawing.height for drawing in column]
+        places = side.subfigures(len(column), squeeze=False, height_ratios=heights)[:, 0]
+        for place, drawing in zip(places, column, strict=True):
+            drawing.draw(place)
+
+
+def _write_verdict(part: FigureBase, content: Content, text: str) -> None:
+    headline = content.headline
     colour = LEVELS[headline.level]
-    facts = "     ".join(f"{name}: {fact}" for name, fact in facts_of(run).items())
+    facts = "     ".join(f"{name}: {fact}" for name, fact in content.facts.items())
     part.suptitle(headline.text, x=0.02, ha="left", color=colour, fontsize=17, fontweight="bold")
     part.text(0.02, 0.5, text, fontsize=10, va="center")
     part.text(0.02, 0.02, facts, color="#555555", va="bottom")

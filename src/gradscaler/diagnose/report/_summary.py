@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -49,7 +49,29 @@ def headline_of(run: Run) -> Headline:
     if not run.num_steps:
         return Headline("warning", "No step is recorded yet")
     kind = run.verdict.kind
+    if kind == "normal" and (doubt := _doubt(run)):
+        return Headline("warning", doubt)
     return HEADLINES.get(kind, Headline("bad", shown(kind, 40)))
+
+
+def headline_of_runs(runs: Mapping[str, Run]) -> Headline:
+    """How many runs are compared, as bad as the worst of them."""
+    levels = {headline_of(run).level for run in runs.values()}
+    worst = next(level for level in ("bad", "warning", "good") if level in levels)
+    return Headline(worst, f"{len(runs)} runs side by side")
+
+
+def _doubt(run: Run) -> str:
+    """What the figures show that is not normal, though the verdict is; empty if nothing."""
+    if lost := sum(not math.isfinite(loss) for loss in run.losses.values()):
+        return f"The loss was NaN or Inf at {lost:,} step{'s' * (lost > 1)}"
+    earlier = [line.verdict for line in run.verdicts if line.verdict != "normal"]
+    if earlier:
+        return (
+            f"Earlier: {HEADLINES.get(earlier[-1], Headline('bad', shown(earlier[-1], 40))).text}"
+        )
+    _, scales = run.scales
+    return "The loss scale is below 1" if scales and scales[-1] < 1 else ""
 
 
 def facts_of(run: Run) -> dict[str, str]:

@@ -13,10 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from gradscaler.diagnose._run.run import Run
+from gradscaler.diagnose.report._fit import fit_of
 from gradscaler.diagnose.report._spectrum import spectrum_of
 from gradscaler.diagnose.report._summary import Table as SummaryTable
 from gradscaler.diagnose.report._summary import facts_of, headline_of, tables_of
 from gradscaler.diagnose.report._texts import number, percent, power, shown
+from gradscaler.diagnose.report._words import later_samples, no_gradients, no_points
 
 LEVELS = {"good": "green", "warning": "yellow", "bad": "red"}
 COLOURS = {"flushed": "red", "subnormal": "yellow", "normal": "blue", "overflow": "magenta"}
@@ -37,10 +39,25 @@ def explain(run: Run, console: Console) -> None:
     facts = (f"{name}: {fact}" for name, fact in facts_of(run).items())
     console.print(Text("   ".join(facts), "dim"))
     blocks = _PLAIN_BLOCKS if console.options.ascii_only else _BLOCKS
-    for part in (_over_time(run, blocks), _by_size(run, blocks), *map(_table, tables_of(run))):
+    for part in (_over_time(run, blocks), _by_size(run, blocks)):
         if part.row_count:
             console.print()
             console.print(part)
+    for words in _words(run):
+        console.print()
+        console.print(Text(words))
+    for table in tables_of(run):
+        console.print()
+        console.print(_table(table))
+
+
+def _words(run: Run) -> list[str]:
+    """Which scales fit; and what has no chart."""
+    if not run.num_steps:
+        return []
+    fit = fit_of(run)
+    gradients = no_gradients(run) if fit is None else fit.sentence + later_samples(run, fit.last)
+    return [words for words in (no_points("loss", run.losses), gradients) if words]
 
 
 def _over_time(run: Run, blocks: str) -> Table:

@@ -1,0 +1,122 @@
+"""Which loss scales fit the sampled gradients, against a direct count at each scale."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from gradscaler.diagnose._gradients.formats import format_named
+from gradscaler.diagnose._gradients.histogram import histograms_of
+from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Start
+from gradscaler.diagnose._run.run import Run
+from gradscaler.diagnose.report._fit import fit_of, range_of
+
+FORMATS = "float16", "bfloat16", "float8_e5m2", "float8_e4m3"
+
+
+def bins_of(values):
+    histogram = histograms_of(values, format_named("float16"), 1.0)[""]
+    return Bins(histogram.first, tuple(histogram.counts.tolist()))
+
+
+def run_of(*samples, scale=1024.0, dtype="float16"):
+    """A run with a sample of these parameters, by name, at each step."""
+    made = []
+    for step, parameters in enumerate(samples, 1):
+        kept = {
+            name: ParameterSample(0.0, 0.0, 0.0, 0.0, bins_of(values))
+            for name, values in parameters.items()
+        }
+        whole = bins_of(np.concatenate([np.ravel(values) for values in parameters.values()]))
+        shares = Shares(0.0, 0.0, 0.0, 1.0, 0.0, 0.0)
+        made.append(Sample(step, scale, ((1, scale),), 1, (), 1.0, 1.0, shares, whole, kept))
+    return Run((Start("torch", dtype, 1, 0, {}, ""),), tuple(made), (), ())
+
+
+def fits(values, exponent, dtype):
+    """Whether a scale fits, counted on the gradients: with room, and not."""
+    form = format_named(dtype)
+    found = histograms_of(values, form, 2.0**exponent)[""]
+    with_room = histograms_of(values, form, 2.0 ** (exponent + 2))[""]
+    flushed = found.num_flushed / values.size
+    small = (found.num_flushed + found.num_subnormal) / values.size
+    return flushed <= 0.01, small <= 0.1, not with_room.num_overflow, not found.num_overflow
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("spread", [0.5, 2.0, 6.0, 12.0])
+def test_the_range_is_that_of_the_scales_at_which_few_gradients_are_lost(dtype, spread):
+    # Of the two ends of each bin, the lower one is exact, so values lie just above it.
+    rng = np.random.default_rng(0)
+    values = 1.01 * 2.0 ** np.floor(rng.normal(-12, spread, 5_000))
+    bins = bins_of(values)
+    found = range_of(bins.first, np.array(bins.counts), format_named(dtype))
+    for exponent in range(max(-120, found.low - 30), min(120, found.edge + 30)):
+        few_flushed, few_small, has_room, is_finite = fits(values, exponent, dtype)
+        assert (exponent >= found.unflushed) == few_flushed, exponent
+        assert (exponent >= found.low) == (few_flushed and few_small), exponent
+        assert (exponent <= found.high) == has_room, exponent
+        assert (exponent <= found.edge) == is_finite, exponent
+
+
+def test_a_single_gradient_has_the_whole_range_of_float16():
+    found = range_of(-20, np.array([7]), format_named("float16"))
+    # 2**-20 becomes the smallest normal number, 2**-14, at 2**6; the next exponent's end is 2**16.
+    assert (found.unflushed, found.low, found.high, found.edge) == (-5, 6, 33, 35)
+    assert range_of(-20, np.array([0, 0]), format_named("float16")) is None
+
+
+def test_the_scales_that_fit_are_those_that_fit_every_parameter():
+    run = run_of({"small": np.full(4, 2.0**-30), "large": np.full(4, 2.0**-2)})
+    fit = fit_of(run)
+    assert (fit.common.low, fit.common.high) == (16, 15)
+    assert (fit.lowest, fit.highest) == ("small", "large")
+    fit = fit_of(run_of({"small": np.full(4, 2.0**-20), "large": np.full(4, 2.0**-2)}))
+    assert (fit.common.low, fit.common.high) == (6, 15)
+
+
+@pytest.mark.parametrize(
+    ("scale", "place"),
+    [
+        (2.0**5, "32, is smaller"),
+        (2.0**6, "64, is one of them"),
+        (2.0**15, "32,768, is one of them"),
+        (2.0**16, "65,536, leaves less room"),
+        (2.0**17, "131,072, leaves less room"),
+        (2.0**18, "262,144, is larger"),
+    ],
+)
+def test_the_sentence_says_where_the_runs_own_scale_is(scale, place):
+    run = run_of({"a": np.full(4, 2.0**-20), "b": np.full(4, 2.0**-2)}, scale=scale)
+    text = f"Loss scales from 2⁶ to 2¹⁵ fit every parameter. The run's own, {place}."
+    assert fit_of(run).sentence == text
+
+
+def test_where_no_scale_fits_the_sentence_names_both_parameters_and_what_is_lost():
+    small = np.array([2.0**-40] * 3 + [2.0**-10])
+    run = run_of({"small": small, "large": np.ones(4), "unused": np.zeros(4)})
+    assert fit_of(run).sentence == (
+        "No loss scale fits every parameter: small needs at least 2²⁶, and large at most 2¹³. "
+        "At 2¹³, 75.0% of the nonzero gradients of small are flushed to zero or subnormal. "
+        "The run's own is 1,024. 1 parameter had no gradient but zero: unused, or flushed already."
+    )
+
+
+def test_a_parameter_can_set_both_bounds():
+    run = run_of({"wide": np.array([2.0**-40, 1.0])})
+    assert "wide needs at least 2²⁶, and at most 2¹³." in fit_of(run).sentence
+
+
+def test_the_latest_ten_samples_count_together():
+    samples = [{"w": np.full(4, 2.0**-10)} for _ in range(12)]
+    samples[1] = {"w": np.full(4, 2.0**10)}  # long ago
+    samples[5] = {"w": np.full(4, 2.0**-4)}  # one batch
+    fit = fit_of(run_of(*samples))
+    assert (fit.first, fit.last, fit.num_samples) == (3, 12, 10)
+    assert fit.common.edge == 16 - (-4 + 1)
+
+
+def test_without_a_gradient_that_is_finite_and_nonzero_there_is_no_fit():
+    run = run_of({"w": np.zeros(3)}, {"w": np.array([np.nan])})
+    assert fit_of(run) is None
+    assert fit_of(replace(run, samples=())) is None

@@ -1,0 +1,93 @@
+"""No panel is empty: words say why there is nothing to draw. The banner agrees with the figures."""
+
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the report is drawn with it")
+pytest.importorskip("rich", reason="the terminal is written to with it")
+
+from rich.console import Console
+
+from gradscaler.diagnose import report
+from gradscaler.diagnose._run.lines import Bins, Sample, Shares, Skip, VerdictLine
+from gradscaler.diagnose.report._summary import HEADLINES, headline_of
+from gradscaler.diagnose.report._terminal import explain
+from gradscaler.diagnose.report._words import later_samples
+
+NAN = float("nan")
+ZERO, LOST = Shares(1.0, 0.0, 0.0, 0.0, 0.0, 0.0), Shares(0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+HALF = Shares(0.5, 0.0, 0.0, 0.0, 0.0, 0.5)
+
+
+def sample(step, shares=None, loss=None, norm=None, scale=8.0):
+    bins = None if shares is None else Bins(0, ())
+    return Sample(step, scale, ((step, scale),), 1, (), loss, norm, shares, bins)
+
+
+@pytest.fixture
+def texts_of(made_up_run, tmp_path):
+    """What the page and the terminal say of a run with these samples."""
+
+    def texts_of(*samples):
+        run = replace(made_up_run(samples=0), samples=samples)
+        report.write(run, tmp_path / "report.html")
+        console = Console(file=StringIO(), width=300)
+        explain(run, console)
+        return (tmp_path / "report.html").read_text(encoding="utf-8"), console.file.getvalue()
+
+    return texts_of
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [
+        ([sample(1)], ["No loss was recorded.", "No gradients were sampled in 1 steps."]),
+        ([sample(1, loss=NAN)], ["The loss is NaN or Inf at the one step where it was seen."]),
+        (
+            [sample(1, loss=NAN), sample(2, loss=NAN)],
+            ["The loss is NaN or Inf at all 2 steps where it was seen."],
+        ),
+        ([sample(1, LOST)], ["All gradients are NaN or Inf in the one sample."]),
+        ([sample(1, LOST), sample(2, LOST)], ["All gradients are NaN or Inf in all 2 samples."]),
+        ([sample(1, ZERO)], ["All gradients are zero in the one sample."]),
+        ([sample(1, HALF)], ["All gradients are zero, NaN or Inf in the one sample."]),
+    ],
+)
+def test_words_stand_where_nothing_can_be_drawn(texts_of, samples, words):
+    page, terminal = texts_of(*samples)
+    for text in words:
+        assert text in page
+        assert text in terminal
+
+
+def test_a_norm_that_is_never_finite_is_said_in_words(texts_of):
+    page, _ = texts_of(sample(1, LOST, norm=NAN))
+    assert "The norm is NaN or Inf at the one step where it was seen." in page
+
+
+def test_a_run_with_everything_has_no_such_words(texts_of, made_up_run):
+    for text in texts_of(*made_up_run().samples):
+        assert "was recorded" not in text
+        assert "All gradients are" not in text
+
+
+def test_figures_of_an_earlier_sample_say_what_later_ones_hold(texts_of, made_up_run):
+    samples = made_up_run().samples
+    lost = [sample(step, LOST) for step in (1_001, 1_002)]
+    said = "In the 2 later samples all gradients are zero, NaN or Inf."
+    assert all(said in text for text in texts_of(*samples, *lost))
+    assert later_samples(made_up_run(), 1_000) == ""
+
+
+def test_the_banner_is_not_green_over_figures_that_show_otherwise(made_up_run):
+    run = made_up_run()
+    assert headline_of(run) == HEADLINES["normal"]
+    lost = replace(run, skips=(*run.skips, Skip(999, 8.0, NAN)))
+    assert headline_of(lost) == ("warning", "The loss was NaN or Inf at 1 step")
+    stuck = replace(run, verdicts=(VerdictLine(50, "nan", "", None),))
+    assert stuck.verdict.kind == "normal"  # it recovered
+    assert headline_of(stuck) == ("warning", f"Earlier: {HEADLINES['nan'].text}")
+    low = replace(run, samples=(sample(1, loss=1.0, scale=0.5),), skips=())
+    assert headline_of(low) == ("warning", "The loss scale is below 1")
