@@ -7,6 +7,8 @@ docs/contributing.md names the files that belong to each.
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
 from typing import NamedTuple
 
 
@@ -35,6 +37,19 @@ FRAMEWORKS = {
     "jax": Framework("keras", ("jmp", "flax")),
 }
 """By the names of their packages, which are those of their adapters."""
+
+
+def require(package: str, adapter: str | None = None) -> None:
+    """Say what to install if a package is missing that an adapter needs.
+
+    Raises:
+        ModuleNotFoundError: the package is not installed; the message names the extra.
+    """
+    adapter = adapter or package
+    if sys.modules.get(package) is None and find_spec(package) is None:
+        extra = adapter.replace("_", "-")
+        message = f"gradscaler.{adapter} needs {package}: pip install 'gradscaler[{extra}]'"
+        raise ModuleNotFoundError(message, name=package)
 
 
 if __name__ == "__main__":
