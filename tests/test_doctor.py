@@ -21,7 +21,7 @@ def only(monkeypatch, tmp_path):
         monkeypatch.setattr(_doctor, "FRAMEWORKS", ["tensorplay"])
         monkeypatch.setattr(_doctor, "TOOLS", {})
         if code is None:
-            monkeypatch.setattr(_doctor, "find_spec", lambda name: None)
+            monkeypatch.setattr(_doctor, "installed", lambda name: False)
             return
         (tmp_path / "tensorplay.py").write_text(code)
         monkeypatch.syspath_prepend(tmp_path)

@@ -13,13 +13,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module, metadata
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import gradscaler
-from gradscaler._frameworks import FRAMEWORKS
+from gradscaler._frameworks import FRAMEWORKS, installed
 
 PROBE = "from gradscaler import _doctor; _doctor.probe({!r})"
 SECONDS = 120  # for an import and two steps, on a slow disk
@@ -53,7 +52,7 @@ def examine() -> Iterator[Finding]:
     for name in FRAMEWORKS:
         yield _framework(name)
     for name, (extra, packages) in TOOLS.items():
-        missing = [package for package in packages if find_spec(package) is None]
+        missing = [package for package in packages if not installed(package)]
         says = f"(needs {', '.join(missing)})" if missing else ""
         usage = f"python -m gradscaler {name} --help"
         advice = f"pip install 'gradscaler[{extra}]'" if missing else usage
@@ -77,7 +76,7 @@ def _framework(name: str) -> Finding:
     extra = name.replace("_", "-")
     install = f"pip install 'gradscaler[{extra}]'"
     show = f'try: python -c "import gradscaler.{name}"'
-    if find_spec(name) is None:
+    if not installed(name):
         return Finding(name, "", None, "", install)
     command = [sys.executable, "-c", PROBE.format(name)]
     try:

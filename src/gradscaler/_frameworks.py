@@ -39,6 +39,14 @@ FRAMEWORKS = {
 """By the names of their packages, which are those of their adapters."""
 
 
+def installed(package: str) -> bool:
+    """Whether a package can be imported; a folder of that name is not a package."""
+    if package in sys.modules:
+        return sys.modules[package] is not None
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
 def require(package: str, adapter: str | None = None) -> None:
     """Say what to install if a package is missing that an adapter needs.
 
@@ -46,7 +54,7 @@ def require(package: str, adapter: str | None = None) -> None:
         ModuleNotFoundError: the package is not installed; the message names the extra.
     """
     adapter = adapter or package
-    if sys.modules.get(package) is None and find_spec(package) is None:
+    if not installed(package):
         extra = adapter.replace("_", "-")
         message = f"gradscaler.{adapter} needs {package}: pip install 'gradscaler[{extra}]'"
         raise ModuleNotFoundError(message, name=package)

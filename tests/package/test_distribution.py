@@ -147,7 +147,9 @@ def test_the_script_is_the_module(python):
 
 def test_it_converts_a_state(python, tmp_path):
     source, target = tmp_path / "jmp.json", tmp_path / "torch.json"
-    source.write_text('{"loss_scale": 8.0, "counter": 3, "period": 100, "factor": 2, "min_loss_scale": 1.0}')
+    source.write_text(
+        '{"loss_scale": 8.0, "counter": 3, "period": 100, "factor": 2, "min_loss_scale": 1.0}'
+    )
     result = python("convert", str(source), str(target), "--to", "torch", script="gradscaler")
     assert result.returncode == 0, result.stderr
     assert '"scale": 8.0' in target.read_text()
