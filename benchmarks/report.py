@@ -1,44 +1,115 @@
-"""Gather the JSON of all benchmarks in ``RESULTS.md``, a chart of ratios and a chart of curves.
+"""Turn the JSON of all benchmarks into ``RESULTS.md``, and a page for each framework.
 
     python benchmarks/report.py
 
-``make bench`` and ``make bench-gpu`` run it at the end. It needs Matplotlib.
+``make bench`` and ``make bench-gpu`` run it at the end. It needs Matplotlib. The pages are
+``docs/benchmarks/FRAMEWORK.md``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
 import statistics
 from pathlib import Path
-from typing import Any
+from textwrap import fill
+from typing import Any, NamedTuple
 
-import matplotlib as mpl
-import matplotlib.pyplot as plt
 import paired
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 HERE = Path(__file__).parent
-CURVES = "torch_curves"
-HEAD = """# Benchmarks
+PAGES = HERE.parent / "docs" / "benchmarks"
+NAMES = {
+    "torch": "PyTorch",
+    "jax": "JAX",
+    "keras": "Keras 3",
+    "tf_keras": "Keras 2",
+    "paddle": "Paddle",
+    "mindspore": "MindSpore",
+    "tensorplay": "TensorPlay",
+}
+BLUE, RED, GREY = "#0072B2", "#D55E00", "#777777"  # Okabe and Ito's
 
-gradscaler ("ours") and each framework's own scaler ("native") take turns on the same gradients or
-the same network, in one run. A ratio below 1 means that gradscaler takes less time. The table shows
-the median of the paired repetitions, and the interval that holds the true median with 95 %
-confidence. `make bench` makes all of it again.
 
-"Added to fused AdamW" is the time beyond the median of its bare step. For `torch_distributed`,
-"native" is FSDP's `ShardedGradScaler`. For `torch_monitor`, "native" is gradscaler without a
-monitor. For an import, "native" is the framework and the module of its own scaler, and "ours" is
-that and the adapter. "Clipping" is by the norm, in both.
+class Row(NamedTuple):
+    """A measurement of the first page, what it is called there, and whether it is in the table."""
 
-![Median ratios, with intervals](results.png)
+    benchmark: str
+    workload: str
+    shown: str
+    in_table: bool = True
 
-What scaling and clipping add to a fused step, by the number of tensors and by their bytes:
 
-![Curves](curves.png)
+# Chosen once, by what users do: a whole step of a large and of a small model, with each framework's
+# usual scaler. Not by result; all that is slower is listed below the table whatever is chosen here.
+HEADLINE = (
+    Row(
+        "torch_scaler",
+        "GPT-2 small, scaling and clipping, added to fused AdamW",
+        "GPT-2 small, fused AdamW: added by scaling and clipping",
+    ),
+    Row(
+        "torch_scaler",
+        "GPT-2 small, scaling, added to fused AdamW",
+        "GPT-2 small, fused AdamW: added by scaling",
+    ),
+    Row("torch_scaler", "GPT-2 small, AdamW", "GPT-2 small, AdamW: scaling and step"),
+    Row(
+        "torch_scaler",
+        "one 16x16 linear, IdleOptimizer",
+        "one tiny layer: scaling alone",
+        in_table=False,
+    ),
+    Row(
+        "torch_distributed",
+        "2 processes, 20 of 64x64",
+        "two processes, 20 small tensors (native: FSDP's scaler)",
+    ),
+    Row(
+        "jax_scaler",
+        "transformer, 2 blocks of 128: GradScaler to flax",
+        "transformer, compiled step (native: flax)",
+    ),
+    Row(
+        "jax_scaler",
+        "transformer, 2 blocks of 128: GradScaler to unscaled",
+        "transformer, compiled step (native: no scaling)",
+        in_table=False,
+    ),
+    Row(
+        "keras_optimizer.tensorflow",
+        "tensorflow, graph: 50 layers of 64",
+        "50 small layers, TensorFlow graph",
+    ),
+    Row("tf_keras_optimizer", "new Adam: 50 layers of 64", "50 small layers"),
+    Row("paddle_scaler", "GPT-2 small, SGD", "GPT-2 small, SGD: scaling and step"),
+    Row("mindspore_scaler", "2 layers of 1024, compiled, step", "2 wide layers, compiled step"),
+    Row("tensorplay_scaler", "GPT-2 small, SGD", "GPT-2 small, SGD: scaling and step"),
+)
+METHOD = """\
+"Ours" is gradscaler. "Native" is the framework's own scaler, or what the row names. They take turns
+on the same gradients or the same network, in one run, on the CPU. A ratio is the time of ours
+divided by that of native: below 1, gradscaler takes less time. It is the median of the paired
+repetitions, with the interval that holds the true median with 95 % confidence. In the figures, blue
+is faster, red is slower, and for grey no difference is certain. `make bench` makes all of it again.
+"""
+NOTES = {
+    "torch": """"Added to fused AdamW" is the time beyond the median of its bare step. "Clipping" is
+by the norm, in both. For `torch_distributed`, "native" is FSDP's `ShardedGradScaler`. For
+`torch_monitor`, "native" is gradscaler without a monitor.
+""",
+    "jax": """JAX has no scaler of its own: "native" is flax's, jmp's or the step without scaling,
+as the row says. Rows with "compile" are the time to compile the step, once in a run.
+""",
+}
+IMPORTS = """\
+For an import, "native" is the framework and the module of its own scaler, and "ours" is that and
+the adapter.
 """
 NOT_RUN = """
 ## GPU
@@ -62,35 +133,77 @@ def read_results() -> Results:
     return results
 
 
-def draw_ratios(results: Results, path: Path) -> None:
-    """Draw a point for each ratio, and a line for its interval."""
-    rows = [
-        (name, each)
-        for name, (_, comparisons) in results.items()
-        for each in comparisons
-        if each.ratio > 0 and not each.workload.startswith("compile")
-    ][::-1]
-    figure, axes = plt.subplots(figsize=(9, 0.2 * len(rows) + 1.2), layout="constrained")
-    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for name, _ in rows))}
-    for place, (name, each) in enumerate(rows):
+def framework_of(benchmark: str) -> str:
+    """The framework that a benchmark's file is named after."""
+    name = benchmark.removeprefix("imports_")
+    return max((each for each in NAMES if name.startswith(each)), key=len)
+
+
+def headline(results: Results) -> list[tuple[Row, paired.Comparison]]:
+    """The rows of the first page, with their measurements.
+
+    Raises:
+        KeyError: a row's workload was not measured.
+    """
+    found = {(name, each.workload): each for name, (_, rows) in results.items() for each in rows}
+    return [(row, found[row.benchmark, row.workload]) for row in HEADLINE]
+
+
+def draw_headline(rows: list[tuple[Row, paired.Comparison]], path: Path) -> None:
+    """Draw a bar for each row, from 1 to its ratio, with its interval, by framework."""
+    figure = Figure(figsize=(9, 5.2), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    place, ticks, labels = 0.0, [], []
+    for i, (row, each) in enumerate(rows):
+        framework = framework_of(row.benchmark)
+        if i and framework != framework_of(rows[i - 1][0].benchmark):
+            place += 0.6
         low, high = each.interval
-        axes.plot([max(low, 2**-5), high], [place, place], color=colours[name], alpha=0.5)
-        axes.plot(each.ratio, place, "o", color=colours[name], markersize=4)
+        colour = RED if low > 1 else BLUE if high < 1 else GREY
+        axes.barh(place, each.ratio - 1, left=1, height=0.7, color=colour, alpha=0.85)
+        axes.plot([low, high], [place, place], color="black", linewidth=1)
+        axes.text(max(high, 1) + 0.02, place, f"{each.ratio:.2f}", va="center", fontsize=8)
+        ticks.append(place)
+        labels.append(f"{NAMES[framework]}: {row.shown}")
+        place += 1
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_yticks(ticks, labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.6)
+    axes.set_xlabel("time of gradscaler / time of native (below 1: gradscaler is faster)")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    figure.savefig(path)
+
+
+def draw_ratios(comparisons: list[paired.Comparison], path: Path) -> None:
+    """Draw a point for each ratio of a framework, and a line for its interval."""
+    rows = [each for each in comparisons if each.ratio > 0][::-1]
+    figure = Figure(figsize=(9, 0.22 * len(rows) + 1), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for place, each in enumerate(rows):
+        low, high = each.interval
+        colour = RED if low > 1 else BLUE if high < 1 else GREY
+        axes.plot([max(low, 2**-5), high], [place, place], color=colour, alpha=0.6)
+        axes.plot(each.ratio, place, "o", color=colour, markersize=4)
     axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [f"{name}: {each.workload}" for name, each in rows], size=7)
+    axes.set_yticks(range(len(rows)), [each.workload for each in rows], size=7)
     axes.set_ylim(-1, len(rows))
     axes.set_xscale("log", base=2)
     axes.set_xlim(2**-5, 2**4)
-    axes.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_xlabel("time of gradscaler / time of the other (below 1: gradscaler is faster)")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xlabel("time of gradscaler / time of native (below 1: gradscaler is faster)")
     axes.grid(axis="x", alpha=0.3)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    figure.savefig(path)
 
 
 def draw_curves(comparisons: list[paired.Comparison], path: Path) -> None:
     """Draw time against the number of tensors, and against bytes."""
-    figure, (counts, sizes) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    figure = Figure(figsize=(9, 3.4), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    counts, sizes = figure.subplots(1, 2)
     points = []
     for each in comparisons:
         tensors, megabytes = re.findall(r"([\d,]+) (?:tensors|MB)", each.workload)
@@ -101,12 +214,11 @@ def draw_curves(comparisons: list[paired.Comparison], path: Path) -> None:
     )
     counts.set_ylabel("added time, ms")
     counts.legend(frameon=False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    figure.savefig(path)
 
 
 def _draw_curve(axes: Axes, points: list[tuple[int, paired.Comparison]], label: str) -> None:
-    for name, colour in (("ours", "#0072B2"), ("native", "#555555")):
+    for name, colour in (("ours", BLUE), ("native", "#555555")):
         medians = [1e3 * statistics.median(getattr(each, name)) for _, each in points]
         shown = [median if median > 0 else math.nan for median in medians]
         axes.loglog([x for x, _ in points], shown, "o-", color=colour, label=name)
@@ -114,42 +226,105 @@ def _draw_curve(axes: Axes, points: list[tuple[int, paired.Comparison]], label: 
     axes.grid(alpha=0.3)
 
 
-def imports(results: Results) -> str:
-    """Return a table of what the adapters add to the import of their frameworks."""
-    lines = ["## Beyond the framework's own import", ""]
-    lines += ["| adapter | median difference, ms | 95 % interval |", "| --- | ---: | ---: |"]
-    for _, comparisons in results.values():
-        for each in comparisons:
-            framework, _, what = each.workload.partition(": ")
-            if what == "import":
-                pairs = zip(each.ours, each.native, strict=True)
-                added = [1e3 * (ours - native) for ours, native in pairs]
-                low, high = paired.median_interval(added)
-                median = statistics.median(added)
-                lines.append(f"| {framework} | {median:.0f} | {low:.0f} to {high:.0f} |")
-    return "\n".join(lines) + "\n"
+def named(comparisons: list[tuple[str, paired.Comparison]]) -> str:
+    """A table of comparisons under other names."""
+    return paired.table(
+        [paired.Comparison(name, each.ours, each.native) for name, each in comparisons]
+    )
+
+
+def first_page(results: Results) -> str:
+    """``RESULTS.md``: a paragraph, ten rows, the figure, and all that is slower."""
+    rows = headline(results)
+    every = [
+        (name, each)
+        for name, (_, comparisons) in results.items()
+        for each in comparisons
+        if not name.startswith("imports_")
+    ]
+    faster = sum(each.interval[1] < 1 for _, each in every)
+    slower = [(name, each) for name, each in every if each.interval[0] > 1]
+    clipping, small = rows[0][1], rows[4][1]
+    bare = sum(each.workload.endswith("to unscaled") for _, each in slower)
+    added = [_added_by_import(each) for each in _imports(results)]
+    paragraph = f"""
+        Of {len(every)} workloads, gradscaler takes less time than native in {faster} and more in
+        {len(slower)}; in the others, no difference is certain. It gains most where it reads the
+        gradients once and native reads them three times: with fused AdamW on GPT-2 small, scaling
+        and clipping add {clipping.ratio:.2f} of the time that PyTorch's scaler adds. It loses where
+        a step is little but the decision: two processes with 20 small tensors take
+        {small.ratio:.2f} of the time of FSDP's scaler. {bare} of the {len(slower)} compare a JAX
+        step with one that scales nothing. The adapters add {min(added):.0f} to {max(added):.0f} ms
+        to the import of their frameworks.
+    """
+    text = f"# Benchmarks\n\n{fill(' '.join(paragraph.split()), 100)}\n\n"
+    shown = [
+        (f"{NAMES[framework_of(row.benchmark)]}: {row.shown}", each)
+        for row, each in rows
+        if row.in_table
+    ]
+    text += f"{named(shown)}\n\n{METHOD}\n![Ours against native, by framework](headline.png)\n"
+    text += "\n## What is slower\n\nEverything whose interval lies above 1:\n\n"
+    text += named([(f"{name}: {each.workload}", each) for name, each in slower])
+    text += (
+        "\n\nMost constructors are slower, too, because they check their parameters; the pages\n"
+    )
+    text += "below have them.\n\n## All measurements\n\n"
+    for framework, name in NAMES.items():
+        text += f"- [{name}](../docs/benchmarks/{framework}.md)\n"
+    return text + ("" if "torch_gpu" in results else NOT_RUN)
+
+
+def _imports(results: Results) -> list[paired.Comparison]:
+    return [
+        each
+        for _, comparisons in results.values()
+        for each in comparisons
+        if each.workload.endswith(": import")
+    ]
+
+
+def _added_by_import(each: paired.Comparison) -> float:
+    pairs = zip(each.ours, each.native, strict=True)
+    return statistics.median(1e3 * (ours - native) for ours, native in pairs)
+
+
+def framework_page(results: Results, framework: str) -> str:
+    """The page of one framework: every measurement, and what it was made with."""
+    mine = {name: each for name, each in results.items() if framework_of(name) == framework}
+    rows = [
+        (f"{name}: {each.workload}", each)
+        for name, (_, comparisons) in mine.items()
+        for each in comparisons
+    ]
+    text = f"# {NAMES[framework]}: benchmarks\n\n{METHOD}\n{NOTES.get(framework, '')}{IMPORTS}\n"
+    text += f"![Median ratios, with intervals]({framework}.png)\n\n{named(rows)}\n"
+    if framework == "torch":
+        text += "\nWhat scaling and clipping add to a fused step, by the number of tensors and by "
+        text += "their bytes:\n\n![Curves](torch_curves.png)\n\n"
+        text += (HERE / "profile.md").read_text()
+    text += "\n## Made with\n\n"
+    for name, (setting, _) in mine.items():
+        text += f"- {name}: {', '.join(f'{key} {value}' for key, value in setting.items())}\n"
+    return text
 
 
 def main() -> None:
-    """Write the table and the charts."""
-    mpl.use("Agg")
+    """Write the pages and the charts."""
     results = read_results()
-    draw_ratios(results, HERE / "results.png")
-    if CURVES in results:
-        draw_curves(results[CURVES][1], HERE / "curves.png")
-    rows = [
-        dataclasses.replace(each, workload=f"{name}: {each.workload}")
-        for name, (_, comparisons) in results.items()
-        for each in comparisons
-    ]
-    text = f"{HEAD}\n{paired.table(rows)}\n\n{imports(results)}\n"
-    text += (HERE / "profile.md").read_text()
-    if "torch_gpu" not in results:
-        text += NOT_RUN
-    text += "\n## Made with\n\n"
-    for name, (setting, _) in results.items():
-        text += f"- {name}: {', '.join(f'{key} {value}' for key, value in setting.items())}\n"
-    (HERE / "RESULTS.md").write_text(text)
+    draw_headline(headline(results), HERE / "headline.png")
+    (HERE / "RESULTS.md").write_text(first_page(results))
+    PAGES.mkdir(exist_ok=True)
+    draw_curves(results["torch_curves"][1], PAGES / "torch_curves.png")
+    for framework in NAMES:
+        (PAGES / f"{framework}.md").write_text(framework_page(results, framework))
+        rows = [
+            each
+            for name, (_, comparisons) in results.items()
+            for each in comparisons
+            if framework_of(name) == framework and not name.startswith("imports_")
+        ]
+        draw_ratios(rows, PAGES / f"{framework}.png")
 
 
 if __name__ == "__main__":

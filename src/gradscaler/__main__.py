@@ -31,6 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+_EXAMPLES = {
+    "demo": " --seeds 1",
+    "convert": " scaler.pt scaler.pdparams --to paddle",
+    "report": " run.jsonl -o report.html",
+    "explain": " run.jsonl",
+    "doctor": "",
+}
 _RUNS = "the file to read, or one of each rank"
 _RUNS_TO_COMPARE = "the file to read, one of each rank, or one of each run to compare"
 
@@ -114,6 +121,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("sources", type=Path, nargs="+", metavar="RUN", help=_RUNS)
     explain.set_defaults(run=_explain)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="say which frameworks are here, and whether loss scaling works with them",
+        description="Skip one step and take one with every framework that is installed, each in "
+        "a process of its own. Say what works, on which devices, and what to do about the rest.",
+    )
+    doctor.set_defaults(run=_doctor)
+
+    for name, command in commands.choices.items():
+        command.epilog = f"example: python -m gradscaler {name}{_EXAMPLES[name]}"
     return parser
 
 
@@ -172,6 +190,19 @@ def _explain(parsed: argparse.Namespace) -> None:
         explain(read_run(*parsed.sources), Console())
     except (ImportError, OSError, ValueError) as error:
         raise _failed(error) from None
+
+
+def _doctor(parsed: argparse.Namespace) -> None:
+    from gradscaler import _doctor as doctor
+
+    print(doctor.heading(), flush=True)
+    failed = []
+    for finding in doctor.examine():
+        print(doctor.line(finding), flush=True)
+        if finding.works is False:
+            failed.append(finding.name)
+    if failed:
+        raise _FailedError(f"loss scaling does not work with {', '.join(failed)}")
 
 
 def _failed(error: Exception, place: Path | None = None) -> _FailedError:

@@ -7,6 +7,8 @@ docs/contributing.md names the files that belong to each.
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
 from typing import NamedTuple
 
 
@@ -35,6 +37,27 @@ FRAMEWORKS = {
     "jax": Framework("keras", ("jmp", "flax")),
 }
 """By the names of their packages, which are those of their adapters."""
+
+
+def installed(package: str) -> bool:
+    """Whether a package can be imported; a folder of that name is not a package."""
+    if package in sys.modules:
+        return sys.modules[package] is not None
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def require(package: str, adapter: str | None = None) -> None:
+    """Say what to install if a package is missing that an adapter needs.
+
+    Raises:
+        ModuleNotFoundError: the package is not installed; the message names the extra.
+    """
+    adapter = adapter or package
+    if not installed(package):
+        extra = adapter.replace("_", "-")
+        message = f"gradscaler.{adapter} needs {package}: pip install 'gradscaler[{extra}]'"
+        raise ModuleNotFoundError(message, name=package)
 
 
 if __name__ == "__main__":

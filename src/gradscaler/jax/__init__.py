@@ -1,5 +1,9 @@
 """Loss scaling for JAX: pure functions, an optax wrapper, and the classes of jmp and flax."""
 
+from gradscaler._frameworks import require
+
+require("jax")
+
 from gradscaler.jax._operations import all_finite, select_tree
 from gradscaler.jax._processes import check_same
 from gradscaler.jax.flax import DynamicScale, DynamicScaleResult

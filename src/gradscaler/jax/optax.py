@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from gradscaler._frameworks import require
 from gradscaler.errors import ParameterError
 from gradscaler.jax._operations import AxisName, all_finite, select_tree
 from gradscaler.jax.scaler import GradScaler
@@ -90,6 +91,7 @@ def loss_scaled(
     >>> float(grads), float(optax.apply_updates(weight, updates)), bool(state.grads_finite)
     (2048.0, 0.0, True)
     """
+    require("optax", "jax")
     import optax  # here, because the rest of gradscaler.jax does not need it
 
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):

@@ -3,6 +3,16 @@
 :func:`load_model` loads a model that was saved with Keras' own.
 """
 
+from gradscaler._frameworks import require
+
+require("keras")
+
+try:
+    import keras  # noqa: F401 # imports its backend
+except ModuleNotFoundError as error:
+    message = f"Keras' backend is missing: pip install {error.name}, or set KERAS_BACKEND"
+    raise ModuleNotFoundError(message, name=error.name) from None
+
 from gradscaler.keras.optimizer import LossScaleOptimizer
 from gradscaler.keras.saving import load_model
 

@@ -3,6 +3,10 @@
 Each name is a drop-in for the same name in ``mindspore``, ``mindspore.amp`` or ``mindspore.nn``.
 """
 
+from gradscaler._frameworks import require
+
+require("mindspore")
+
 from mindspore.amp import LossScaleManager, LossScaler
 
 from gradscaler.mindspore._operations import all_finite

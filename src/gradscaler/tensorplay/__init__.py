@@ -1,5 +1,9 @@
 """Loss scaling for TensorPlay: :class:`GradScaler`, in place of ``tensorplay.amp.GradScaler``."""
 
+from gradscaler._frameworks import require
+
+require("tensorplay")
+
 from tensorplay.amp.grad_scaler import OptState
 
 from gradscaler.tensorplay.scaler import GradScaler

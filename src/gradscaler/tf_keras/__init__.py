@@ -3,6 +3,10 @@
 The other two are its classes for ``tf_keras.optimizers.legacy`` and for ``tf_keras.optimizers``.
 """
 
+from gradscaler._frameworks import require
+
+require("tf_keras")
+
 from gradscaler.tf_keras.optimizer import (
     LossScaleOptimizer,
     LossScaleOptimizerV2,

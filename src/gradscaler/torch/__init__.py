@@ -6,6 +6,10 @@
 
 from typing import TYPE_CHECKING, Any
 
+from gradscaler._frameworks import require
+
+require("torch")
+
 from torch.amp.grad_scaler import OptState
 
 from gradscaler.torch._compile import keep_out_of_graphs

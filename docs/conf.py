@@ -1,0 +1,79 @@
+"""How Sphinx builds the site from these pages and from the docstrings: ``make docs``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+project = "gradscaler"
+author = "the gradscaler authors"
+copyright = author  # noqa: A001 # Sphinx' name
+version = release = re.findall(
+    r'^__version__ = "(.+)"', (ROOT / "src/gradscaler/__init__.py").read_text(), re.MULTILINE
+)[0]
+
+extensions = [
+    "myst_parser",
+    "autoapi.extension",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+html_theme = "furo"
+html_title = f"gradscaler {release}"
+html_theme_options = {
+    "source_repository": "https://github.com/gradscaler/gradscaler/",
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+exclude_patterns = ["_build"]
+suppress_warnings = ["autoapi.python_import_resolution"]  # modules of frameworks are not here
+nitpicky = False
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+
+# The docstrings are read, not run: no framework is needed, and all of them have one page.
+autoapi_dirs = [str(ROOT / "src")]
+autoapi_root = "reference"
+autoapi_options = ["members", "inherited-members", "imported-members", "show-module-summary"]
+autoapi_python_class_content = "class"
+autoapi_member_order = "groupwise"
+autoapi_add_toctree_entry = False
+autoapi_keep_files = False
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+MODULES = {
+    "gradscaler",
+    "gradscaler.checkpoint",
+    "gradscaler.diagnose",
+    "gradscaler.diagnose.report",
+    "gradscaler.jax",
+    "gradscaler.keras",
+    "gradscaler.mindspore",
+    "gradscaler.paddle",
+    "gradscaler.tensorplay",
+    "gradscaler.tf_keras",
+    "gradscaler.torch",
+    "gradscaler.torch.deepspeed",
+    "gradscaler.torch.megatron",
+}
+
+
+def skip(app: Any, what: str, name: str, node: Any, skipped: bool, options: Any) -> bool:
+    """Leave out what users do not import: private names, and the modules that names come from."""
+    if what in ("module", "package"):
+        return name not in MODULES
+    return bool(skipped)
+
+
+def setup(app: Any) -> None:
+    """Register the choice of what the reference shows."""
+    app.connect("autoapi-skip-member", skip)

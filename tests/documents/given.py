@@ -1,0 +1,74 @@
+"""What the examples of the documents take for granted, by framework."""
+
+import importlib
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+
+@contextmanager
+def kept_settings(framework):
+    """Restore what an example changes for the whole process."""
+    if framework == "keras":
+        config = importlib.import_module("keras").config
+        policy = config.dtype_policy()
+        yield
+        config.set_dtype_policy(policy)
+    elif framework == "tf_keras":
+        precision = importlib.import_module("tf_keras").mixed_precision
+        policy = precision.global_policy()
+        yield
+        precision.set_global_policy(policy)
+    else:
+        yield
+
+
+def on_torch():
+    """A model that has trained for one step, and what a loop has."""
+    import torch
+
+    from gradscaler.torch import GradScaler
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Sigmoid(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, targets = torch.ones(16, 4), torch.zeros(16, 1)
+    scaler = GradScaler()
+    loss = torch.nn.functional.mse_loss(model(inputs), targets)
+    return {
+        "torch": torch,
+        "GradScaler": GradScaler,
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+        "scaler": scaler,
+        "inputs": inputs,
+        "targets": targets,
+        "batches": [(inputs, targets)] * 3,
+        "loss_function": torch.nn.functional.mse_loss,
+        "loss": loss,
+        "torch_scaler": GradScaler(init_scale=2.0**10),
+        "paddle_scaler": GradScaler(),  # a scaler loads any format
+        "saved": scaler.state_dict(),
+        "self": SimpleNamespace(output=model[0]),
+        "x": inputs.half(),
+        "trainer": SimpleNamespace(run=lambda: None),
+    }
+
+
+def on_keras():
+    """A compiled JAX step, as far as docs/differences.md takes it for granted."""
+    import jax
+    import keras
+    import numpy as np
+
+    from gradscaler.keras import LossScaleOptimizer
+
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    return {
+        "jax": jax,
+        "keras": keras,
+        "optimizer": optimizer,
+        "loss": lambda trainable, batch: (trainable[0] * batch).mean(),
+        "model": keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]),
+        "inputs": np.ones((16, 4), np.float32),
+        "targets": np.zeros((16, 1), np.float32),
+    }

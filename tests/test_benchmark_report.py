@@ -1,0 +1,57 @@
+"""The pages of benchmarks are made from the results that lie beside them."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def report(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import report
+
+    yield report
+    for name in ("report", "paired"):
+        sys.modules.pop(name, None)
+
+
+def test_the_pages_are_those_of_the_results(report):
+    results = report.read_results()
+    assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == report.first_page(results)
+    for framework in report.NAMES:
+        page = ROOT / "docs" / "benchmarks" / f"{framework}.md"
+        assert page.read_text() == report.framework_page(results, framework)
+
+
+def test_every_measurement_is_on_a_page_and_every_slower_one_on_the_first(report):
+    results = report.read_results()
+    first = report.first_page(results)
+    pages = {name: report.framework_page(results, name) for name in report.NAMES}
+    for name, (_, comparisons) in results.items():
+        for each in comparisons:
+            row = f"| {name}: {each.workload} "
+            assert row in pages[report.framework_of(name)]
+            slower = sorted(each.ratios)[len(each.ratios) // 4] > 1 and each.interval[0] > 1
+            if slower and not name.startswith("imports_"):
+                assert row in first
+
+
+def test_the_first_table_has_ten_rows_and_the_figure_a_dozen_of_every_framework(report):
+    rows = report.headline(report.read_results())
+    assert len(rows) == 12
+    assert sum(row.in_table for row, _ in rows) == 10
+    assert {report.framework_of(row.benchmark) for row, _ in rows if row.in_table} == set(
+        report.NAMES
+    )
+
+
+def test_it_draws_each_chart(report, tmp_path):
+    results = report.read_results()
+    report.draw_headline(report.headline(results), tmp_path / "a.png")
+    report.draw_curves(results["torch_curves"][1], tmp_path / "b.png")
+    report.draw_ratios(results["jax_scaler"][1], tmp_path / "c.png")
+    for name in "abc":
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,107 @@
+"""``python -m gradscaler doctor``, with the frameworks that are here and with made-up ones."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gradscaler import _doctor
+from gradscaler.__main__ import main
+from gradscaler._frameworks import FRAMEWORKS
+
+FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch").replace("-", "_")
+
+
+@pytest.fixture
+def only(monkeypatch, tmp_path):
+    """Let there be one framework, TensorPlay, as a module with this code; none if it is None."""
+
+    def only(code):
+        monkeypatch.setattr(_doctor, "FRAMEWORKS", ["tensorplay"])
+        monkeypatch.setattr(_doctor, "TOOLS", {})
+        if code is None:
+            monkeypatch.setattr(_doctor, "installed", lambda name: False)
+            return
+        (tmp_path / "tensorplay.py").write_text(code)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+
+    return only
+
+
+def test_every_framework_has_a_probe():
+    assert set(_doctor._PROBES) == set(FRAMEWORKS)
+
+
+def test_loss_scaling_works_with_the_framework_of_these_tests(monkeypatch):
+    monkeypatch.setattr(_doctor, "FRAMEWORKS", [FRAMEWORK])
+    monkeypatch.setattr(_doctor, "TOOLS", {})
+    (found,) = _doctor.examine()
+    code = f"import {FRAMEWORK}; print({FRAMEWORK}.__version__)"
+    version = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert (found.name, found.version, found.works) == (FRAMEWORK, version.split()[-1], True)
+    assert "cpu" in found.says.lower()
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (None, "not installed  "),
+        ("raise OSError('libfast.so is missing')", "(OSError: libfast.so is missing)"),
+        ("import os; os.abort()", "(killed by signal 6)"),
+        ("import time; time.sleep(60)", "(no answer in 1 seconds)"),
+    ],
+)
+def test_it_says_how_a_framework_is_and_fails_only_if_that_is_broken(
+    only, monkeypatch, capsys, code, says
+):
+    only(code)
+    monkeypatch.setattr(_doctor, "SECONDS", 1 if code and "sleep" in code else 60)
+    assert main(["doctor"]) == (code is not None)
+    printed = capsys.readouterr()
+    assert says in printed.out
+    if code is None:
+        assert printed.out.endswith(" pip install 'gradscaler[tensorplay]'\n")
+    else:
+        assert printed.out.endswith(' try: python -c "import gradscaler.tensorplay"\n')
+        assert printed.err == "loss scaling does not work with tensorplay\n"
+
+
+@pytest.mark.parametrize(
+    ("version", "trace", "says"),
+    [
+        ("1.0", [0.5, 1.0, 0.5, 0.0], "works on cpu"),
+        ("1.0.1+local", [0.5, 1.0, 0.5, 0.0], "works on cpu"),
+        ("0.9.9", [0.5, 1.0, 0.5, 0.0], "FAILS (older than 1.0)"),
+        ("1.0", [1.0, 1.0, 1.0, 0.0], "FAILS (scale and weight are [1.0, 1.0, 1.0, 0.0])"),
+    ],
+)
+def test_it_compares_the_version_and_the_two_steps(only, monkeypatch, version, trace, says):
+    only("")
+    requirements = ["numpy>=1.26", "torch>=2.6; extra == 'torch'"]
+    requirements += ["numpy<2; extra == 'tensorplay'", "tensorplay>=1.0; extra == 'tensorplay'"]
+    monkeypatch.setattr(_doctor.metadata, "requires", lambda name: requirements)
+    answer = f'noise\\n["{version}", ["cpu"], {trace}]'
+    monkeypatch.setattr(_doctor, "PROBE", "print('" + answer + "')#{!r}")
+    (found,) = _doctor.examine()
+    assert says in _doctor.line(found)
+
+
+def test_it_says_what_a_tool_needs(monkeypatch):
+    monkeypatch.setattr(_doctor, "FRAMEWORKS", [])
+    monkeypatch.setattr(_doctor, "TOOLS", {"report": ("diagnose", ("numpy", "nothing_like_it"))})
+    (found,) = _doctor.examine()
+    assert (found.works, found.says) == (None, "(needs nothing_like_it)")
+    assert found.advice == "pip install 'gradscaler[diagnose]'"
+
+
+def test_each_command_shows_an_example(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    commands = capsys.readouterr().out.partition("{")[2].partition("}")[0].split(",")
+    assert {"demo", "convert", "report", "explain", "doctor"} <= set(commands)
+    for command in commands:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert f"example: python -m gradscaler {command}" in capsys.readouterr().out
