@@ -458,16 +458,6 @@ def test_a_scale_that_cannot_back_off_is_not_tried_twice(policy):
     assert scaler.last_step(problem.optimizer).applied
 
 
-def test_a_body_that_makes_no_gradients_is_not_repeated(scaler):
-    problem = Problem()
-    for _ in scaler.attempts(problem.optimizer):
-        scaler.scale(problem.loss(problem.batch[0]))
-    scaler.step(problem.optimizer)
-    scaler.update()
-    assert scaler.last_step(problem.optimizer).reason == "no_gradients"
-    assert library.scale_of(scaler) == 1024.0
-
-
 # Leaving the loop.
 
 
@@ -673,6 +663,17 @@ def test_a_body_that_scales_no_loss_is_an_error(scaler):
     with pytest.raises(CallOrderError, match=r"scaler\.scale\(loss\)\.backward\(\)"):
         next(loop)
     library.clear_gradients(problem.optimizer)
+    problem.iterate(scaler)
+    assert scaler.last_step(problem.optimizer).applied
+
+
+def test_a_body_that_makes_no_gradients_is_an_error(scaler):
+    problem = Problem()
+    loop = scaler.attempts(problem.optimizer)
+    next(loop)
+    scaler.scale(problem.loss(problem.batch[0]))
+    with pytest.raises(CallOrderError, match="left no gradients"):
+        next(loop)
     problem.iterate(scaler)
     assert scaler.last_step(problem.optimizer).applied
 

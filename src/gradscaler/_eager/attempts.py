@@ -70,6 +70,12 @@ class AttemptLoop:
             finally:
                 self._end_body()
             if not found_infs:
+                raise CallOrderError(
+                    "the loop over attempts() left no gradients in the optimizers' parameters: "
+                    "call scaler.scale(loss).backward() in it. Gradients that are reduced later, "
+                    "as after FSDP2's set_requires_gradient_sync(False), cannot be repeated"
+                )
+            if not self._overflowed(found_infs):
                 self._conclude(is_exhausted=False)
                 return
             if attempt == self.max_retries or not closures.back_off(
@@ -78,7 +84,7 @@ class AttemptLoop:
                 break
             with self._moving_gradients():
                 restore()
-                if attempt == 0 and self._found_infs():  # before the loop: no scale helps
+                if attempt == 0 and self._overflowed(self._found_infs()):  # no scale helps
                     break
                 self._match_scale()
         closures.backed_off = before
@@ -88,9 +94,11 @@ class AttemptLoop:
         self.closures.losses, self.closures.in_loop = None, False
 
     def _found_infs(self) -> list[FoundInf]:
-        """What was found in gradients that overflowed; all are checked, for all processes are."""
-        found_infs = [self.check(record) for record in self.records]
-        return [found for found in found_infs if found and self.operations.any_set(found)]
+        """What was found in the gradients of each optimizer that has any."""
+        return [found for record in self.records if (found := self.check(record))]
+
+    def _overflowed(self, found_infs: list[FoundInf]) -> bool:
+        return any(map(self.operations.any_set, found_infs))
 
     @contextmanager
     def _moving_gradients(self) -> Iterator[None]:
