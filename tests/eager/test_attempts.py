@@ -488,6 +488,17 @@ def test_break_on_an_overflow_leaves_it_to_step(scaler):
     assert library.scale_of(scaler) == 512.0
 
 
+def test_retries_that_another_loop_used_up_are_not_the_reason_of_its_skip(scaler):
+    problem = Problem()
+    problem.accumulate(scaler, {(2, attempt) for attempt in ALL}, max_retries=2)
+    library.clear_gradients(problem.optimizer)
+    for _ in scaler.attempts(problem.optimizer):
+        problem.backward(scaler, problem.batch[0], overflow=True)
+        break
+    scaler.step(problem.optimizer)
+    assert scaler.last_step(problem.optimizer).reason == "overflow"
+
+
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_after_an_exception_the_gradients_can_be_cleared_and_made_again(scaler, at):
     ours, plain = Problem(), Problem()
@@ -660,7 +671,7 @@ def test_a_body_that_scales_no_loss_is_an_error(scaler):
     loop = scaler.attempts(problem.optimizer)
     next(loop)
     problem.loss(problem.batch[0]).backward()
-    with pytest.raises(CallOrderError, match=r"scaler\.scale\(loss\)\.backward\(\)"):
+    with pytest.raises(CallOrderError, match=r"scaled no loss: call scaler\.scale\(loss\)"):
         next(loop)
     library.clear_gradients(problem.optimizer)
     problem.iterate(scaler)

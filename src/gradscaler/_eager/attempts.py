@@ -54,6 +54,8 @@ class AttemptLoop:
 
     def _attempts(self) -> Iterator[int]:
         closures, before = self.closures, self.closures.backed_off
+        for record in self.records:
+            record.is_exhausted = False
         with self._moving_gradients():
             self._match_scale()
         restore = self._save()
@@ -76,7 +78,6 @@ class AttemptLoop:
                     "as after FSDP2's set_requires_gradient_sync(False), cannot be repeated"
                 )
             if not self._overflowed(found_infs):
-                self._conclude(is_exhausted=False)
                 return
             if attempt == self.max_retries or not closures.back_off(
                 self.operations, self.policy, self.state(), found_infs
@@ -88,7 +89,8 @@ class AttemptLoop:
                     break
                 self._match_scale()
         closures.backed_off = before
-        self._conclude(is_exhausted=True)
+        for record in self.records:
+            record.is_exhausted = True
 
     def _end_body(self) -> None:
         self.closures.losses, self.closures.in_loop = None, False
@@ -137,7 +139,3 @@ class AttemptLoop:
                 record.made_with = state
 
         return restore
-
-    def _conclude(self, is_exhausted: bool) -> None:
-        for record in self.records:
-            record.is_exhausted = is_exhausted
