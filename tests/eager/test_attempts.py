@@ -416,6 +416,16 @@ def test_what_no_scale_cures_skips_the_step_and_backs_off_once(make_optimizer, b
     assert library.kept(problem.optimizer) == library.kept(plain.optimizer)
 
 
+def test_an_optimizer_whose_gradients_stay_finite_steps_though_the_other_s_never_are():
+    two = Two()
+    for _ in two.scaler.attempts(two.first, two.second):
+        two.backward(1.0, np.inf)
+    assert two.finish() == [0.5, 1.0]
+    reasons = [two.scaler.last_step(each).reason for each in (two.first, two.second)]
+    assert reasons == ["finite", "retries_exhausted"]
+    assert library.scale_of(two.scaler) == 512.0
+
+
 def test_gradients_that_were_not_finite_before_are_not_repeated(scaler):
     problem = Problem()
     problem.backward(scaler, problem.batch[0], overflow=True)
@@ -700,6 +710,28 @@ def test_a_loss_outside_after_a_loop_is_refused_whether_the_loop_repeated_or_not
     problem.backward(scaler, problem.batch[1])
     scaler.update()
     problem.backward(scaler, problem.batch[1])
+
+
+def test_a_loss_outside_is_refused_until_each_optimizer_of_a_loop_has_stepped():
+    two = Two()
+    for _ in two.scaler.attempts(two.first):
+        two.backward(1.0)
+    for _ in two.scaler.attempts(two.second):
+        two.backward(None, 1.0)
+    two.scaler.step(two.second)
+    with pytest.raises(CallOrderError, match="loop of its own"):
+        two.backward(None, 1.0)
+    two.scaler.step(two.first)
+    two.backward(None, 1.0)
+
+
+def test_after_update_a_loss_may_be_outside_though_no_step_was_taken(scaler):
+    problem = Problem()
+    problem.accumulate(scaler)
+    scaler.unscale_(problem.optimizer)
+    scaler.update()
+    problem.iterate_plainly(scaler)
+    assert scaler.last_step(problem.optimizer).applied
 
 
 def test_a_scaler_cannot_be_copied_between_a_loop_and_update(scaler):

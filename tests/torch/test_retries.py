@@ -4,7 +4,10 @@ import copy
 import re
 from pathlib import Path
 
+import pytest
 import torch
+
+from gradscaler.torch import GradScaler
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "retries.md").read_text()
 LOOP, CLOSURE = re.findall(r"^```python\n(.*?)^```", DOCUMENT, re.MULTILINE | re.DOTALL)
@@ -52,3 +55,29 @@ def test_closure_and_loop_take_the_same_step(own_random_numbers_and_one_thread):
         assert copied["scaler"].last_step(copied["optimizer"]).applied
         ends.append([parameter.tolist() for parameter in copied["model"].parameters()])
     assert ends[0] == ends[1]
+
+
+class UnscalesByItself(torch.optim.SGD):
+    """Asks the scaler that it is handed for the scale."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, *, grad_scaler):
+        scale = grad_scaler._get_scale_async()
+        found_inf = sum(grad_scaler._check_inf_per_device(self).values())
+        if not found_inf:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad /= scale
+            super().step()
+
+
+def test_an_optimizer_that_is_handed_the_scaler_finds_the_scale_of_its_gradients():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = UnscalesByItself([parameter], lr=1.0), GradScaler(init_scale=1024.0)
+    for attempt in scaler.attempts(optimizer):
+        (scaler.scale(parameter.sum() * 0.5) * (float("inf") if attempt < 2 else 1.0)).backward()
+    with pytest.warns(FutureWarning, match="grad_scaler="):
+        scaler.step(optimizer)
+    scaler.update()
+    assert parameter.tolist() == [0.5, 0.5]
+    assert scaler.last_step(optimizer).scale == scaler.get_scale() == 256.0
