@@ -416,6 +416,16 @@ def test_what_no_scale_cures_skips_the_step_and_backs_off_once(make_optimizer, b
     assert library.kept(problem.optimizer) == library.kept(plain.optimizer)
 
 
+def test_an_optimizer_whose_gradients_stay_finite_steps_though_the_other_s_never_are():
+    two = Two()
+    for _ in two.scaler.attempts(two.first, two.second):
+        two.backward(1.0, np.inf)
+    assert two.finish() == [0.5, 1.0]
+    reasons = [two.scaler.last_step(each).reason for each in (two.first, two.second)]
+    assert reasons == ["finite", "retries_exhausted"]
+    assert library.scale_of(two.scaler) == 512.0
+
+
 def test_gradients_that_were_not_finite_before_are_not_repeated(scaler):
     problem = Problem()
     problem.backward(scaler, problem.batch[0], overflow=True)
@@ -458,16 +468,6 @@ def test_a_scale_that_cannot_back_off_is_not_tried_twice(policy):
     assert scaler.last_step(problem.optimizer).applied
 
 
-def test_a_body_that_makes_no_gradients_is_not_repeated(scaler):
-    problem = Problem()
-    for _ in scaler.attempts(problem.optimizer):
-        scaler.scale(problem.loss(problem.batch[0]))
-    scaler.step(problem.optimizer)
-    scaler.update()
-    assert scaler.last_step(problem.optimizer).reason == "no_gradients"
-    assert library.scale_of(scaler) == 1024.0
-
-
 # Leaving the loop.
 
 
@@ -496,6 +496,17 @@ def test_break_on_an_overflow_leaves_it_to_step(scaler):
     assert scaler.last_step(problem.optimizer).reason == "overflow"
     assert library.kept(problem.optimizer) == before
     assert library.scale_of(scaler) == 512.0
+
+
+def test_retries_that_another_loop_used_up_are_not_the_reason_of_its_skip(scaler):
+    problem = Problem()
+    problem.accumulate(scaler, {(2, attempt) for attempt in ALL}, max_retries=2)
+    library.clear_gradients(problem.optimizer)
+    for _ in scaler.attempts(problem.optimizer):
+        problem.backward(scaler, problem.batch[0], overflow=True)
+        break
+    scaler.step(problem.optimizer)
+    assert scaler.last_step(problem.optimizer).reason == "overflow"
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
@@ -670,9 +681,20 @@ def test_a_body_that_scales_no_loss_is_an_error(scaler):
     loop = scaler.attempts(problem.optimizer)
     next(loop)
     problem.loss(problem.batch[0]).backward()
-    with pytest.raises(CallOrderError, match=r"scaler\.scale\(loss\)\.backward\(\)"):
+    with pytest.raises(CallOrderError, match=r"scaled no loss: call scaler\.scale\(loss\)"):
         next(loop)
     library.clear_gradients(problem.optimizer)
+    problem.iterate(scaler)
+    assert scaler.last_step(problem.optimizer).applied
+
+
+def test_a_body_that_makes_no_gradients_is_an_error(scaler):
+    problem = Problem()
+    loop = scaler.attempts(problem.optimizer)
+    next(loop)
+    scaler.scale(problem.loss(problem.batch[0]))
+    with pytest.raises(CallOrderError, match="left no gradients"):
+        next(loop)
     problem.iterate(scaler)
     assert scaler.last_step(problem.optimizer).applied
 
@@ -688,6 +710,28 @@ def test_a_loss_outside_after_a_loop_is_refused_whether_the_loop_repeated_or_not
     problem.backward(scaler, problem.batch[1])
     scaler.update()
     problem.backward(scaler, problem.batch[1])
+
+
+def test_a_loss_outside_is_refused_until_each_optimizer_of_a_loop_has_stepped():
+    two = Two()
+    for _ in two.scaler.attempts(two.first):
+        two.backward(1.0)
+    for _ in two.scaler.attempts(two.second):
+        two.backward(None, 1.0)
+    two.scaler.step(two.second)
+    with pytest.raises(CallOrderError, match="loop of its own"):
+        two.backward(None, 1.0)
+    two.scaler.step(two.first)
+    two.backward(None, 1.0)
+
+
+def test_after_update_a_loss_may_be_outside_though_no_step_was_taken(scaler):
+    problem = Problem()
+    problem.accumulate(scaler)
+    scaler.unscale_(problem.optimizer)
+    scaler.update()
+    problem.iterate_plainly(scaler)
+    assert scaler.last_step(problem.optimizer).applied
 
 
 def test_a_scaler_cannot_be_copied_between_a_loop_and_update(scaler):

@@ -54,6 +54,8 @@ class AttemptLoop:
 
     def _attempts(self) -> Iterator[int]:
         closures, before = self.closures, self.closures.backed_off
+        for record in self.records:
+            record.is_exhausted = False
         with self._moving_gradients():
             self._match_scale()
         restore = self._save()
@@ -70,7 +72,12 @@ class AttemptLoop:
             finally:
                 self._end_body()
             if not found_infs:
-                self._conclude(is_exhausted=False)
+                raise CallOrderError(
+                    "the loop over attempts() left no gradients in the optimizers' parameters: "
+                    "call scaler.scale(loss).backward() in it. Gradients that are reduced later, "
+                    "as after FSDP2's set_requires_gradient_sync(False), cannot be repeated"
+                )
+            if not self._overflowed(found_infs):
                 return
             if attempt == self.max_retries or not closures.back_off(
                 self.operations, self.policy, self.state(), found_infs
@@ -78,19 +85,22 @@ class AttemptLoop:
                 break
             with self._moving_gradients():
                 restore()
-                if attempt == 0 and self._found_infs():  # before the loop: no scale helps
+                if attempt == 0 and self._overflowed(self._found_infs()):  # no scale helps
                     break
                 self._match_scale()
         closures.backed_off = before
-        self._conclude(is_exhausted=True)
+        for record in self.records:
+            record.is_exhausted = True
 
     def _end_body(self) -> None:
         self.closures.losses, self.closures.in_loop = None, False
 
     def _found_infs(self) -> list[FoundInf]:
-        """What was found in gradients that overflowed; all are checked, for all processes are."""
-        found_infs = [self.check(record) for record in self.records]
-        return [found for found in found_infs if found and self.operations.any_set(found)]
+        """What was found in the gradients of each optimizer that has any."""
+        return [found for record in self.records if (found := self.check(record))]
+
+    def _overflowed(self, found_infs: list[FoundInf]) -> bool:
+        return any(map(self.operations.any_set, found_infs))
 
     @contextmanager
     def _moving_gradients(self) -> Iterator[None]:
@@ -129,7 +139,3 @@ class AttemptLoop:
                 record.made_with = state
 
         return restore
-
-    def _conclude(self, is_exhausted: bool) -> None:
-        for record in self.records:
-            record.is_exhausted = is_exhausted

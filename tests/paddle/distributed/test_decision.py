@@ -9,6 +9,7 @@ import paddle.distributed as dist
 import pytest
 
 from gradscaler import ScaleMismatchError
+from gradscaler.errors import ParameterError
 from gradscaler.paddle import GradScaler
 
 INF = float("inf")
@@ -317,3 +318,34 @@ def refusals():
 
 def test_what_is_no_group_of_this_process_is_refused_by_name(ranks):
     assert ranks(2).run(refusals) == [0, 0]
+
+
+def attempted(bad, has_group):
+    """Two micro-batches; the second overflows twice on rank ``bad``."""
+    parameter = of_ones()
+    optimizer = paddle.optimizer.SGD(1.0, parameters=[parameter])
+    scaler = scaler_of() if has_group else GradScaler(init_loss_scaling=1024.0)
+    if not has_group:
+        with pytest.raises(ParameterError, match=r"GradScaler\(group="):
+            scaler.attempts(optimizer)
+        return True
+    attempts = []
+    for factor, overflows in ((1.0, 0), (2.0, 2)):
+        for attempt in scaler.attempts(optimizer):
+            attempts.append(attempt)
+            scaler.scale((parameter * factor * (dist.get_rank() + 1)).sum()).backward()
+            if attempt < overflows and dist.get_rank() == bad:
+                overflow(parameter)
+    scaler.step(optimizer)
+    scaler.update()
+    return attempts, float(scaler.get_scale()), parameter.numpy().tolist()
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_all_repeat_the_micro_batch_that_overflows_in_one(ranks, bad):
+    results = ranks(2).run(attempted, bad, True)
+    assert results == [([0, 0, 1, 2], 256.0, [1.0 - 3.0 * n] * 4) for n in (1, 2)]
+
+
+def test_without_a_group_nobody_is_left_to_repeat_alone(ranks):
+    assert ranks(2).run(attempted, 0, False) == [True, True]

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradscaler.errors import ParameterError
+from gradscaler.errors import CallOrderError, ParameterError
 from gradscaler.torch import GradScaler, ShardedGradScaler
 
 INF = float("inf")
@@ -199,3 +199,21 @@ def without_a_group():
 
 def test_nobody_is_left_to_repeat_alone(ranks):
     assert ranks(2).run(without_a_group) == [True, True]
+
+
+def held_back():
+    model = network()
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler()
+    model.set_requires_gradient_sync(False)
+    loop = scaler.attempts(optimizer)
+    next(loop)
+    scaler.scale(loss_of(model, 0, 0, dist.get_rank())).backward()
+    with pytest.raises(CallOrderError, match="set_requires_gradient_sync"):
+        next(loop)
+    return True
+
+
+def test_gradients_that_fsdp_holds_back_are_refused(ranks):
+    assert ranks(2).run(held_back) == [True, True]
