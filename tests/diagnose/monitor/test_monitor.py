@@ -147,6 +147,16 @@ def test_a_loss_that_is_not_finite_counts_before_others():
     assert training.monitor.history[0].loss == math.inf
 
 
+@pytest.mark.parametrize("forensics", [0, 1])
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_loss_of_every_step_is_recorded(fused, forensics, path):
+    training = Training(fused, forensics=forensics, path=path)
+    losses = [training.step(flag == ".").item() for flag in ".!..!!....!."]
+    training.close()
+    assert [step.loss for step in training.monitor.history] == losses
+    assert read_run(path).losses == dict(enumerate(losses, 1))
+
+
 def test_a_loss_in_locate_belongs_to_no_step():
     training = Training()
     inputs = training.inputs
@@ -255,9 +265,10 @@ def test_a_sample_of_a_skipped_step_counts_its_nonfinite_gradients(path):
 def test_a_file_holds_each_skip_and_each_scale(path):
     Training(path=path).steps(".!..!!...").close()
     run = read_run(path)
-    assert [sample.step for sample in run.samples] == [4, 8, 9]
+    assert [sample.step for sample in run.samples] == [4, 6, 9]
     assert run.samples[0].scales == ((1, 1024.0), (3, 512.0))
-    assert run.samples[1].scales == ((5, 512.0), (6, 256.0), (7, 128.0))
+    assert run.samples[1].scales == ((5, 512.0), (6, 256.0))
+    assert run.samples[2].scales == ((7, 128.0),)
     assert run.samples[1].skips == (5, 6)
     assert [skip.step for skip in run.skips] == [2, 5, 6]
     assert run.starts[0].policy["name"] == "DynamicScale"
@@ -566,9 +577,10 @@ def test_tensorboard_shows_the_numbers(tmp_path):
         tensors = events.Tensors(f"gradscaler/{name}")
         return [(event.step, event.tensor_proto.float_val[0]) for event in tensors]
 
-    assert values("skipped_steps") == [(4, 0.0), (8, 1.0)]
-    assert values("loss_scale") == [(1, 1024), (4, 1024), (5, 1024), (6, 512), (8, 512)]
-    assert [step for step, _ in values("gradient_norm")] == [4, 8]
+    assert values("skipped_steps") == [(4, 0.0), (6, 1.0), (8, 0.0)]
+    moves = [(1, 1024), (4, 1024), (5, 1024), (6, 512), (6, 512), (7, 512), (8, 512)]
+    assert values("loss_scale") == moves
+    assert [step for step, _ in values("gradient_norm")] == [4, 6]
     assert {"loss", "zero", "flushed", "subnormal", "normal", "overflow", "nonfinite"} <= {
         tag.removeprefix("gradscaler/") for tag in events.Tags()["tensors"]
     }

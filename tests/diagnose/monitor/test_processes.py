@@ -159,7 +159,7 @@ def sampled(rank, monitored, path):
         for _ in range(4):
             training.step()
         return None
-    with Monitor(training.scaler, training.model, every=2, path=path.format(rank=rank)):
+    with Monitor(training.scaler, training.model, every=4, path=path.format(rank=rank)):
         for _ in range(4):
             training.step()
     grads = local_gradients(training)

@@ -29,11 +29,12 @@ class Monitor:
     as it is. For JAX, Keras, tf-keras and MindSpore call :meth:`record` after each step, or give
     ``model.fit`` the :meth:`callback`.
 
-    At every ``every``-th step it takes a sample: the norm of the unscaled gradients; what gradients
-    times scale become in ``dtype``, from at most 16,384 elements of each; the worst parameters.
-    After ``stuck_after`` skips in a row it gives its verdict, from the losses, from the skipped
-    gradients and, in the last of these steps, from the model's parameters and activations. While a
-    lower scale may still cure the skips, it waits for more.
+    At one of each ``every`` steps it takes a sample: the norm of the unscaled gradients; what
+    gradients times scale become in ``dtype``, from at most 16,384 elements of each; the worst
+    parameters. It keeps the loss of every step. After ``stuck_after`` skips in a row it gives its
+    verdict, from the losses, from the skipped gradients and, in the last of these steps, from the
+    model's parameters and activations. While a lower scale may still cure the skips, it waits for
+    more.
 
     What may be on a device is read only at samples and when asked for, so nothing else waits for
     the device. But with ``forensics`` each step's flag is read at once, if there are gradients to
@@ -53,7 +54,8 @@ class Monitor:
             state that holds one; for MindSpore, a manager, a functional scaler or a train step.
         model: gives the parameters their names. In PyTorch and TensorPlay, its activations are
             inspected in the last of ``stuck_after`` steps.
-        every: steps from one sample to the next.
+        every: steps from one sample to the next, on average. Which one of each ``every`` is
+            sampled varies by a fixed rule, so that batches in a periodic order are all seen.
         path: a run file to create or append to; see :mod:`gradscaler.diagnose._run.lines`. One
             monitor at a time may write to a file. ``{rank}`` in it becomes the process' rank:
             that of torch.distributed, else of the environment variable ``RANK``, else 0.

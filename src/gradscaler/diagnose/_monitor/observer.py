@@ -14,6 +14,7 @@ from gradscaler.diagnose._gradients.locate import is_locating
 from gradscaler.diagnose._gradients.module_hooks import Located, ModuleHooks
 from gradscaler.diagnose._gradients.nonfinite import inspect
 from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of, measure
+from gradscaler.diagnose._monitor.sampling import is_sampled
 from gradscaler.diagnose._monitor.steps import Step, StepSource, StuckError
 from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient, StepOutcome
 
@@ -155,7 +156,7 @@ class EagerObserver(StepSource):
             iteration = self._iterations[0]
             skipped = {key: outcome.skipped for key, outcome in iteration.outcomes.items()}
             is_skip = any(skipped.values())
-            loss = _loss(iteration.losses) if is_skip or len(self._iterations) == 2 else None
+            loss = _loss(iteration.losses)
             *_, last = iteration.outcomes.values()
             found = [o.nonfinite for o in iteration.outcomes.values() if o.nonfinite is not None]
             nonfinite = tuple(chain(*found)) if found else None
@@ -217,7 +218,8 @@ class EagerObserver(StepSource):
     def _measure_if_due(self, optimizer: Any, scaled: bool) -> None:
         """Measure the gradients if a sample is due and they were not measured yet."""
         iteration = self._iterations[-1]
-        if iteration.number % self.every or id(optimizer) in iteration.measured:
+        is_due = is_sampled(iteration.number, self.every)
+        if not is_due or id(optimizer) in iteration.measured:
             return
         gradients = self._gradients(optimizer)
         if not gradients:

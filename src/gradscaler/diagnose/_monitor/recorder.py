@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from gradscaler.diagnose._gradients.arrays import named_arrays
 from gradscaler.diagnose._gradients.nonfinite import inspect
 from gradscaler.diagnose._monitor.gradient_sample import fields_of, measure
+from gradscaler.diagnose._monitor.sampling import is_sampled
 from gradscaler.diagnose._monitor.steps import Step, StepSource
 from gradscaler.diagnose._monitor.traced_scalers import Reading, number, policy_of, read
 from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient
@@ -44,7 +45,7 @@ class Recorder(StepSource):
         if finite is not None:
             reading = reading._replace(finite=finite)
         step = self._recorded[-1].step + 1
-        is_due = step % self.every == 0
+        is_due = is_sampled(step, self.every)
         inspects = self.forensics > 0 and gradients is not None
         named = None
         if gradients is not None and (is_due or inspects):

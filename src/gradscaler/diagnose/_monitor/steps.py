@@ -115,6 +115,9 @@ class StepLog:
         counts, number = self.counts, step.step
         if number <= counts.step:
             return
+        if counts.step - counts.sampled >= HISTORY_LENGTH:  # older losses leave the history
+            self.add_sample()
+            counts = self.counts
         found = step.nonfinite or ()
         more = max(len(found) - _MOST_NONFINITE, 0)
         listed = None if step.nonfinite is None else found[:_MOST_NONFINITE]
@@ -149,6 +152,7 @@ class StepLog:
             steps=counts.step - counts.sampled,
             skips=counts.skips,
             loss=loss,
+            losses=self._losses_since(counts.sampled),
             **measured,
         )
         if measured:
@@ -187,6 +191,11 @@ class StepLog:
             raise StuckError(line.text)
         if self._on_stuck == "warn":
             warnings.warn(StuckWarning(line.text), stacklevel=4)
+
+    def _losses_since(self, step: int) -> tuple[float | None, ...]:
+        """The loss of each later step; empty if none was seen."""
+        losses = tuple(each.loss for each in self.history if each.step > step)
+        return () if losses.count(None) == len(losses) else losses
 
     @property
     def stuck_streak(self) -> SkipStreak | None:

@@ -70,7 +70,7 @@ class Start:
     Attributes:
         framework: the scaler's, such as ``"torch"``.
         dtype: the format that shares and histograms refer to.
-        every: steps from one sample to the next.
+        every: steps from one sample to the next, on average.
         step: how many steps there were before.
         policy: the policy's ``name``, and its parameters by their names.
         time: when it started, in UTC, in ISO 8601.
@@ -107,6 +107,8 @@ class Sample:
         histogram: the exponents of all gradients, if they were seen.
         parameters: the same of each parameter, by name.
         worst: the names of at most 5 parameters, the worst first.
+        losses: the unscaled loss of each of ``steps``, the sample's own last; null where it was
+            not seen, and empty where none was.
     """
 
     kind: ClassVar[str] = "sample"
@@ -122,6 +124,7 @@ class Sample:
     histogram: Bins | None = None
     parameters: Mapping[str, ParameterSample] = field(default_factory=dict)
     worst: tuple[str, ...] = ()
+    losses: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True)

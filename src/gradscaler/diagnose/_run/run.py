@@ -74,8 +74,14 @@ class Run:
     @cached_property
     def losses(self) -> dict[int, float]:
         """The unscaled loss by step, where it was seen."""
-        lines: tuple[Sample | Skip, ...] = (*self.samples, *self.skips)
-        return {line.step: line.loss for line in lines if line.loss is not None}
+        found: dict[int, float | None] = {}
+        for sample in self.samples:
+            first = sample.step + 1 - len(sample.losses)
+            found |= enumerate(sample.losses, first)
+            if sample.loss is not None:
+                found[sample.step] = sample.loss
+        found |= {skip.step: skip.loss for skip in self.skips if skip.loss is not None}
+        return {step: loss for step, loss in sorted(found.items()) if loss is not None}
 
     @cached_property
     def norms(self) -> dict[int, float]:
