@@ -23,14 +23,16 @@ Tensor = Any
 
 @dataclass(frozen=True)
 class Located:
-    """The first module that made an Inf or a NaN out of finite numbers.
+    """Where the first Inf or NaN was made out of finite numbers.
 
     Attributes:
-        module: its name in the model; empty if that is the model itself.
-        kind: ``"forward"`` if its output is not finite; ``"backward"`` if the gradient of its
-            input or of a parameter is not.
-        type: the name of its class.
-        dtype: of the output or the gradient, such as ``"float16"``.
+        module: the module's name in the model; empty if that is the model itself, None if it
+            happened outside of all modules, as in a loss function.
+        kind: ``"forward"`` if an output is not finite; ``"backward"`` if the gradient of an input
+            or of a parameter is not; ``"input"`` if nothing made it: a batch, or another tensor
+            that is not a parameter of the model, held it before.
+        type: the name of the module's class; empty outside of all modules.
+        dtype: of the output, the gradient or the tensor, such as ``"float16"``.
         num_inf: how many of its elements are Inf, of either sign.
         num_nan: how many are NaN.
         size: how many elements there are.
@@ -39,10 +41,15 @@ class Located:
             in a backward pass, of its outputs' gradients.
         parameter: in a forward pass, the name within the module of a parameter that is itself not
             finite; in a backward pass, of the parameter whose gradient this is; else None.
+        operation: the operation that made it, such as ``"exp"``; in a backward pass, the operation
+            of the forward pass whose gradient this is; for an ``"input"``, the first that read it.
+            None if it is not known, or if a parameter is itself not finite.
+        line: the line that called the operation in the forward pass, such as ``"train.py:12"``:
+            the innermost that is neither the framework's nor gradscaler's. None if it is not known.
     """
 
-    module: str
-    kind: Literal["forward", "backward"]
+    module: str | None
+    kind: Literal["forward", "backward", "input"]
     type: str
     dtype: str
     num_inf: int
@@ -51,6 +58,8 @@ class Located:
     largest_finite: float
     largest_input: float
     parameter: str | None = None
+    operation: str | None = None
+    line: str | None = None
 
     def __str__(self) -> str:
         counts = {"inf": self.num_inf, "nan": self.num_nan}
@@ -58,8 +67,13 @@ class Located:
         backward = self.kind == "backward"
         of = f", gradient of {self.parameter}" if backward and self.parameter else ""
         bad = f"; its {self.parameter} is not finite" if not backward and self.parameter else ""
+        in_ = f", {self.operation}" if self.operation else ""
+        at = f" at {self.line}" if self.line else ""
+        where = f"{self.module or 'the model'} ({self.type}, {self.dtype})"
+        if self.module is None:
+            where = f"a function ({self.dtype})"
         return (
-            f"{self.kind} of {self.module or 'the model'} ({self.type}, {self.dtype}){of}: {found} "
+            f"{self.kind} of {where}{of}{in_}{at}: {found} "
             f"of {self.size}; largest {'gradient' if backward else 'input'} "
             f"{self.largest_input:g}{bad}"
         )
