@@ -7,6 +7,7 @@ from gradscaler import NonfiniteGradient
 from gradscaler.diagnose._gradients.module_hooks import Located
 from gradscaler.diagnose._run.lines import Bins, Sample, Shares, Skip
 from gradscaler.diagnose._verdict import Evidence, judge
+from gradscaler.diagnose._verdict.evidence import Past
 
 INF = NonfiniteGradient("fc1.weight", (4, 4), "float32", 3, 0, 65504.0)
 NAN = NonfiniteGradient("fc2.weight", (4, 4), "float32", 0, 2, 1.0)
@@ -78,7 +79,7 @@ def test_a_text_gives_the_evidence(words, changes):
     ("skips", "min_scale", "words"),
     [
         (streak(INF, first=256.0), 2.0**-11, "cannot fall further"),
-        (streak(INF, first=256.0), None, "enlarges no gradient"),
+        (streak(INF, first=256.0), None, "no longer enlarges gradients"),
         (streak(INF, first=8.0, factor=1), None, "at a loss scale of 8, which cannot fall further"),
         (
             tuple(replace(skip, nonfinite=None) for skip in streak(first=8.0, factor=1)),
@@ -102,7 +103,11 @@ ALONG = {"world_size": 4, "is_finite_here": True}  # this rank's gradients are f
     ("kind", "words", "changes"),
     [
         ("normal", "Another rank's gradients, but not this one's, are Inf or NaN, and", {}),
-        ("elsewhere", "at a loss scale of 1, which enlarges", {"skips": streak(first=2.0**19)}),
+        (
+            "elsewhere",
+            "at a loss scale of 1, which no longer enlarges",
+            {"skips": streak(first=2.0**19)},
+        ),
         ("elsewhere", "which cannot fall further", {"min_scale": 32.0}),
         # At last: an overflow of its own before is no reason, nor a skip that was not inspected.
         ("elsewhere", "Another rank's", {"skips": (*NAN_AT_1, Skip(120, 1.0, 2.5, ()))}),
@@ -122,16 +127,24 @@ def test_a_rank_with_finite_gradients_blames_another_unless_it_has_evidence(kind
 
 
 @pytest.mark.parametrize(
-    ("evidence", "words"),
+    ("kind", "evidence", "words"),
     [
-        (Evidence(1000, 3, **ALONG), "while this one's were finite. Nothing needs fixing."),
-        (Evidence(80, 40, **ALONG), "give each rank's monitor a file of its own"),
-        (Evidence(1000, 3, scale=0.5, **ALONG), "give each rank's monitor a file of its own"),
+        (
+            "normal",
+            Evidence(1000, 3, **ALONG),
+            "while this one's were finite. Nothing needs fixing.",
+        ),
+        ("elsewhere", Evidence(80, 40, **ALONG), "give each rank's monitor a file of its own"),
+        (
+            "elsewhere",
+            Evidence(1000, 3, scale=0.5, **ALONG),
+            "give each rank's monitor a file of its own",
+        ),
     ],
 )
-def test_skips_for_another_rank_are_said_to_be(evidence, words):
+def test_skips_for_another_rank_are_said_to_be(kind, evidence, words):
     found = judge(evidence)
-    assert (found.kind, found.where) == ("normal", None)
+    assert (found.kind, found.where) == (kind, None)
     assert "because another rank's gradients overflowed" in found.text
     assert words in found.text
 
@@ -166,17 +179,18 @@ def test_without_too_many_skips_it_says_how_many_there_were(steps, skipped, word
     assert judge(Evidence(steps, skipped)).text.startswith(f"{words} skipped")
 
 
-@pytest.mark.parametrize("evidence", [Evidence(80, 40), Evidence(1000, 3, scale=0.5)])
-def test_many_skips_or_a_scale_below_1_are_not_called_cured(evidence):
-    found = judge(evidence)
-    assert found.kind == "normal"
-    assert "cured" not in found.text
+@pytest.mark.parametrize(
+    ("kind", "evidence"),
+    [("data", Evidence(80, 40)), ("floor", Evidence(1000, 3, scale=0.5))],
+)
+def test_many_skips_or_a_scale_below_1_are_not_normal(kind, evidence):
+    assert judge(evidence).kind == kind
 
 
-def sampled(shares, largest_exponent, scale=1024.0, dtype="float16", skipped=0):
+def sampled(shares, largest_exponent, scale=1024.0, dtype="float16", skipped=0, past=()):
     bins = Bins(largest_exponent - 2, (1, 1, 1))
     sample = Sample(100, scale, (), 100, (), shares=shares, histogram=bins, worst=("w", "v"))
-    return judge(Evidence(100, skipped, dtype, sample=sample))
+    return judge(Evidence(100, skipped, dtype, sample=sample, past=past))
 
 
 TAIL = Shares(zero=0.3, flushed=0.0, subnormal=0.4, normal=0.3, overflow=0.0, nonfinite=0.0)
@@ -193,7 +207,8 @@ def test_gradients_lost_below_a_scale_that_could_be_larger_are_an_underflow(shar
 
 
 def test_a_scale_that_skips_keep_low_should_not_be_raised():
-    found = sampled(FLUSHED, largest_exponent=-20, scale=2.0**-40, skipped=33)
+    past = tuple(Past(step, 2.0**-40, skipped=step <= 33) for step in range(1, 101))
+    found = sampled(FLUSHED, largest_exponent=-20, scale=2.0**-40, skipped=33, past=past)
     assert (found.kind, found.where) == ("underflow", "w")
     assert "because 33 of 100 steps were skipped" in found.text
     assert "raise" not in found.text

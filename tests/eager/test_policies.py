@@ -10,9 +10,7 @@ from gradscaler import DynamicScale, FixedScale
 from gradscaler.policies._checks import LARGEST_SCALE
 from gradscaler.policies._presets import Presets
 
-PRESETS = {
-    name: getattr(DynamicScale, name)() for name in vars(Presets) if "__" not in name
-}
+PRESETS = {name: getattr(DynamicScale, name)() for name in vars(Presets) if "__" not in name}
 
 
 @settings(

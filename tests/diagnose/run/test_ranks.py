@@ -112,16 +112,20 @@ def test_one_file_is_a_run_without_other_ranks(files):
 
 
 @pytest.mark.parametrize(
-    ("skipped", "text"),
+    ("skipped", "kind", "text"),
     [
-        ((3,), "while this one's were finite. Nothing needs fixing."),
-        (range(1, 31), r"while this one's were finite. To see which, .*run\.\{rank\}\.jsonl"),
+        ((3,), "normal", "while this one's were finite. Nothing needs fixing."),
+        (
+            range(1, 31),
+            "elsewhere",
+            r"while this one's were finite. To see which, .*run\.\{rank\}\.jsonl",
+        ),
     ],
 )
-def test_a_rank_that_only_skips_along_blames_no_gradient_of_its_own(files, skipped, text):
+def test_a_rank_that_only_skips_along_blames_no_gradient_of_its_own(files, skipped, kind, text):
     along, _ = files(healthy(skipped, bad=False), healthy(skipped))
     verdict = read_run(along).verdict
-    assert (verdict.kind, verdict.where) == ("normal", None)
+    assert (verdict.kind, verdict.where) == (kind, None)
     assert "because another rank's gradients overflowed" in verdict.text
     assert re.search(text, verdict.text)
 

@@ -18,7 +18,7 @@ from gradscaler.diagnose._monitor.traced_scalers import policy_of, read
 from gradscaler.diagnose._run.lines import Start
 from gradscaler.diagnose._run.tensorboard import EventFile, load_writer
 from gradscaler.diagnose._run.writer import RunFile
-from gradscaler.diagnose._verdict import Evidence, Verdict, judge
+from gradscaler.diagnose._verdict import Verdict, judge
 from gradscaler.policies._checks import count
 
 
@@ -205,6 +205,10 @@ class Monitor:
     def verdict(self) -> Verdict:
         """What the steps so far say: see :class:`~gradscaler.diagnose.Verdict`."""
         self._source.read()
+        streak = self._log.stuck_streak
+        if streak is not None and streak.verdict is not None:
+            line = streak.verdict
+            return Verdict(line.verdict, line.text, line.where)
         return self._judge(self._log)
 
     def close(self) -> None:
@@ -221,14 +225,12 @@ class Monitor:
         self.close()
 
     def _judge(self, log: StepLog) -> Verdict:
-        evidence = Evidence(
-            log.num_steps,
-            log.counts.num_skipped,
-            self._dtype,
-            scale=log.history[-1].scale if log.history else None,
-            sample=log.latest,
+        counts = log.counts
+        evidence = replace(
+            log.evidence,
+            dtype=self._dtype,
             world_size=self._world_size,
-            is_finite_here=log.counts.num_inspected > 0 and not log.counts.num_nonfinite,
+            is_finite_here=counts.num_inspected > 0 and not counts.num_nonfinite,
         )
         if (streak := log.stuck_streak) is not None:
             parameters = self._source.nonfinite_parameters()
@@ -239,6 +241,8 @@ class Monitor:
                 skips=streak.skips,
                 min_scale=_min_scale(policy_of(self._scaler)),
                 parameter=parameters[0].name if parameters else None,
+                weights=self._source.weights(),
+                lost_eps=self._source.lost_eps,
                 located=self._source.located,
             )
         return judge(evidence)

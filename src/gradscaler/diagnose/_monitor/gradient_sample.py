@@ -28,6 +28,7 @@ class GradientSample:
     norm: float  # of all of them, unscaled
     sizes: Mapping[str, int]  # how many elements each has
     histograms: Mapping[str, Histogram]  # of a part of each
+    unseen: frozenset[str] = frozenset()  # those whose part is all 0, and that are not
 
 
 def measure(
@@ -48,21 +49,28 @@ def measure(
     parts = {name: _part(array) / np.float32(divisor) for name, array in gradients.items()}
     sizes = {name: math.prod(shape_of(array)) for name, array in gradients.items()}
     histograms = histograms_of(parts, format_named(dtype), scale)
-    return GradientSample(norm / divisor, sizes, histograms)
+    # A part of zeros proves nothing: of an embedding, few rows have a gradient.
+    zeros = {name for name, h in histograms.items() if h.num_zero == h.size < sizes[name]}
+    unseen = frozenset(name for name in zeros if _norm_of(gradients[name]))
+    return GradientSample(norm / divisor, sizes, histograms, unseen)
 
 
 def fields_of(measured: Iterable[GradientSample]) -> dict[str, Any]:
     """The fields of a :class:`~gradscaler.diagnose._run.lines.Sample`, of all optimizers."""
     norm, sizes, histograms = 0.0, dict[str, int](), dict[str, Histogram]()
+    unseen = set[str]()
     for one in measured:
         norm = math.hypot(norm, one.norm)
+        unseen |= one.unseen
         sizes |= one.sizes
         histograms |= one.histograms
     if not histograms:
         return {}
     parameters = {
         name: ParameterSample(
-            h.zero, h.flushed, h.subnormal, h.nonfinite, Bins(h.first, tuple(h.counts.tolist()))
+            1 - 1 / sizes[name] if name in unseen else h.zero,
+            *(h.flushed, h.subnormal, h.nonfinite),
+            Bins(h.first, tuple(h.counts.tolist())),
         )
         for name, h in histograms.items()
     }
@@ -78,6 +86,7 @@ def fields_of(measured: Iterable[GradientSample]) -> dict[str, Any]:
     )
     return {
         "norm": norm,
+        "largest": max((h.largest for h in used.values()), default=None),
         "shares": Shares(**{name: min(share, 1.0) for name, share in shares.items()}),
         "histogram": Bins(first, tuple(np.rint(counts).astype(np.int64).tolist())),
         "parameters": parameters,

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from gradscaler.diagnose._gradients.arrays import local
+import numpy as np
+
+from gradscaler.diagnose._gradients.arrays import dtype_name, local
 from gradscaler.diagnose._gradients.locate import is_locating
 from gradscaler.diagnose._gradients.module_hooks import Located, ModuleHooks
 from gradscaler.diagnose._gradients.nonfinite import inspect
+from gradscaler.diagnose._monitor.backward_dtypes import listen
 from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of, measure
 from gradscaler.diagnose._monitor.sampling import is_sampled
 from gradscaler.diagnose._monitor.steps import Step, StepSource, StuckError
@@ -28,6 +31,8 @@ class Iteration:
     outcomes: dict[int, StepOutcome] = field(default_factory=dict)
     losses: list[Any] = field(default_factory=list)  # those that were scaled, without their graphs
     measured: dict[int, GradientSample] = field(default_factory=dict)
+    backward: set[str] = field(default_factory=set)  # dtypes, in the first iteration and samples
+    is_unscaled: bool = False  # whether gradients were
 
 
 class EagerObserver(StepSource):
@@ -50,6 +55,8 @@ class EagerObserver(StepSource):
             self._hooks = ModuleHooks(self.model)
         self._inspected = 0  # the latest iteration that is inspected whatever `forensics` says
         self._iterations = deque([Iteration(self.log.counts.step + 1)])  # the last one is not over
+        self._first = self._iterations[-1].number
+        self._first_weights: dict[int, list[Any]] = {}  # norms, by optimizer; may be on a device
         self._updated = self.log.counts.step  # the last step whose `updating` ended
         latest = self.scaler.observed.last_steps()
         self._noted = {id(optimizer): outcome for optimizer, outcome in latest}
@@ -60,6 +67,9 @@ class EagerObserver(StepSource):
         """Remember the loss, without its graph."""
         if is_locating.get():
             return
+        number = self._iterations[-1].number
+        if number == self._first or is_sampled(number, self.every):
+            listen(outputs, self._iterations[-1].backward)
         loss = local(outputs).detach()
         if 0 not in loss.shape:  # as this process' part may be
             self._iterations[-1].losses.append(loss if loss.ndim == 0 else loss.mean())
@@ -67,12 +77,15 @@ class EagerObserver(StepSource):
     def unscaling(self, optimizer: Any, scale: Any, /) -> None:
         """Measure the gradients if a sample is due, before anything clips them."""
         self.stepping(optimizer, scale)
+        self._iterations[-1].is_unscaled = True
 
     def stepping(self, optimizer: Any, scale: Any, /) -> None:
         """Measure the gradients if a sample is due and ``unscaling`` has not measured them."""
         self._note_missed_steps()
         if id(optimizer) in self._iterations[-1].outcomes:
             self.updating()
+        if self._iterations[-1].number == self._first and id(optimizer) not in self._first_weights:
+            self._first_weights[id(optimizer)] = self._norms(optimizer)
         self._measure_if_due(optimizer, scale)
 
     def stepped(self, optimizer: Any, outcome: StepOutcome, /) -> None:
@@ -143,8 +156,12 @@ class EagerObserver(StepSource):
         iteration = self._iterations[-1]
         if not iteration.outcomes:
             self._iterations[-1] = Iteration(iteration.number)
+            if iteration.is_unscaled:
+                self.log.note_unstepped()
             return
         self._optimizers = list(iteration.optimizers.values())
+        if iteration.backward:
+            self.log.note_backward(frozenset(iteration.backward))
         self._iterations.append(Iteration(iteration.number + 1))
         iteration.optimizers = {}  # they need not live until the iteration is read
 
@@ -180,6 +197,33 @@ class EagerObserver(StepSource):
         rest = dict(chain(self.model.named_parameters(), buffers))
         found = inspect({name: array for name, array in rest.items() if name not in trained})
         return inspect(trained) + tuple(array for array in found if array.num_nan)
+
+    def weights(self) -> tuple[float, float] | None:
+        """The norm of the parameters before the first step, and now; None if it is not known."""
+        now = [norm for optimizer in self._optimizers for norm in self._norms(optimizer)]
+        before = [self._first_weights.get(id(optimizer)) for optimizer in self._optimizers]
+        if None in before or not now:
+            return None
+        first = [norm for norms in before for norm in norms or ()]
+        return math.hypot(*map(float, first)), math.hypot(*map(float, now))
+
+    def _norms(self, optimizer: Any) -> list[Any]:
+        """The norm of each parameter, which may be on a device; empty if they have none."""
+        with suppress(Exception):
+            return [local(p).detach().norm() for p in self._named(optimizer, 0).values()]
+        return []
+
+    @property
+    def lost_eps(self) -> float | None:
+        """The eps of one of the latest optimizers that is 0 in its parameters' float16, or None."""
+        for optimizer in self._optimizers:
+            for group in getattr(optimizer, "param_groups", ()):
+                eps = group.get("eps")
+                if not isinstance(eps, float) or not eps or np.float16(eps):
+                    continue
+                if any(dtype_name(p) == "float16" for p in group["params"]):
+                    return eps
+        return None
 
     def _inspect_next(self, is_wanted: bool) -> None:
         """Inspect the next iteration, which may make a streak too long, or do not."""

@@ -29,6 +29,7 @@ class Recorder(StepSource):
     """
 
     located = None  # it watches no modules
+    lost_eps = None  # it knows no optimizers
 
     def __post_init__(self) -> None:
         policy = policy_of(self.scaler)
@@ -94,6 +95,9 @@ class Recorder(StepSource):
         # JAX deletes an array that is donated to a jitted function.
         present = {n: p for n, p in parameters.items() if not getattr(p, "is_deleted", bool)()}
         return inspect(present)
+
+    def weights(self) -> None:
+        """Nothing, as it does not read parameters before it must."""
 
     def _named(self, gradients: Any) -> dict[str, Any]:
         """The gradients by name: the model's names, for a list as long as its parameters."""

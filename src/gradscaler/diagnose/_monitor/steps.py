@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from gradscaler.diagnose._run.lines import Line, Sample, Skip, VerdictLine
 from gradscaler.diagnose._run.tensorboard import EventFile
 from gradscaler.diagnose._run.writer import RunFile
-from gradscaler.diagnose._verdict import Verdict
+from gradscaler.diagnose._verdict import Evidence, Verdict
 from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient
 
 OnStuck = Literal["warn", "raise", "continue"]
@@ -69,6 +70,10 @@ class Counts(NamedTuple):
     skips: tuple[int, ...] = ()  # since then: the steps that were skipped
     num_inspected: int = 0  # skipped steps that were
     num_nonfinite: int = 0  # those in which this process' own gradients were not finite
+    evidence: Evidence = Evidence(0, 0)  # from what was written
+    optimizer: int | None = None  # the one that alone took the last step
+    backward: frozenset[str] = frozenset()  # since the last sample: see Sample
+    calls: Mapping[str, int] = MappingProxyType({})  # since then
 
 
 class StepLog:
@@ -80,7 +85,6 @@ class StepLog:
 
     Attributes:
         history: the latest steps.
-        latest: the latest sample with shares.
         counts: what was counted.
     """
 
@@ -93,7 +97,6 @@ class StepLog:
         judge: Callable[[StepLog], Verdict],
     ) -> None:
         self.history: deque[Step] = deque(maxlen=HISTORY_LENGTH)
-        self.latest: Sample | None = None
         self._writers = writers
         self._step_before = step
         self._on_stuck = on_stuck
@@ -123,6 +126,10 @@ class StepLog:
         listed = None if step.nonfinite is None else found[:_MOST_NONFINITE]
         skip = Skip(number, step.scale, step.loss, listed, more)
         is_inspected = step.skipped and listed is not None
+        last = next(iter(optimizers)) if optimizers and len(optimizers) == 1 else None
+        calls = Counter(counts.calls)
+        if last is not None and counts.optimizer not in (None, last):
+            calls.update(["switched"] if step.loss is not None else ["switched", "unscaled"])
         has_moved = not counts.scales or counts.scales[-1][1] != step.scale
         after = counts._replace(
             step=number,
@@ -132,6 +139,8 @@ class StepLog:
             streaks=self._continued(counts.streaks, skip, optimizers or {0: step.skipped}),
             scales=(*counts.scales, (number, step.scale)) if has_moved else counts.scales,
             skips=(*counts.skips, number) if step.skipped else counts.skips,
+            optimizer=last,
+            calls=calls,
         )
         if not self.history or self.history[-1].step < number:
             self.history.append(step)
@@ -145,7 +154,39 @@ class StepLog:
         counts = self.counts
         if counts.step == counts.sampled:
             return
-        sample = Sample(
+        sample = self._sample(loss, **measured)
+        self._write(sample)
+        self.counts = counts._replace(
+            sampled=counts.step,
+            scales=(),
+            skips=(),
+            evidence=counts.evidence.after(sample),
+            backward=frozenset(),
+            calls=MappingProxyType({}),
+        )
+
+    def note_backward(self, dtypes: frozenset[str]) -> None:
+        """Remember which dtypes a backward pass computes in."""
+        self.counts = self.counts._replace(backward=self.counts.backward | dtypes)
+
+    def note_unstepped(self) -> None:
+        """Count an update after gradients were unscaled and not used."""
+        calls = Counter(self.counts.calls) + Counter(["unstepped"])
+        self.counts = self.counts._replace(calls=calls)
+
+    @property
+    def evidence(self) -> Evidence:
+        """What the steps so far say, as their file does when it is closed now."""
+        counts = self.counts
+        found = counts.evidence
+        if counts.step > counts.sampled:
+            found = found.after(self._sample())
+        return replace(found, steps=self.num_steps, skipped=counts.num_skipped)
+
+    def _sample(self, loss: float | None = None, **measured: Any) -> Sample:
+        """What happened since the last sample."""
+        counts = self.counts
+        return Sample(
             step=counts.step,
             scale=self.history[-1].scale,
             scales=counts.scales,
@@ -153,12 +194,10 @@ class StepLog:
             skips=counts.skips,
             loss=loss,
             losses=self._losses_since(counts.sampled),
+            backward=tuple(sorted(counts.backward)),
+            calls=dict(counts.calls),
             **measured,
         )
-        if measured:
-            self.latest = sample
-        self._write(sample)
-        self.counts = counts._replace(sampled=counts.step, scales=(), skips=())
 
     def check_stuck(self) -> None:
         """Give the verdict if ``stuck_after`` steps in a row were skipped, once in that streak.
@@ -184,7 +223,8 @@ class StepLog:
                 optimizer: streak._replace(verdict=line) if other is streak else other
                 for optimizer, other in self.counts.streaks.items()
             }
-            self.counts = self.counts._replace(streaks=streaks)
+            evidence = self.counts.evidence.after(line)
+            self.counts = self.counts._replace(streaks=streaks, evidence=evidence)
         if line.verdict == "normal":
             return
         if self._on_stuck == "raise":

@@ -109,6 +109,13 @@ class Sample:
         worst: the names of at most 5 parameters, the worst first.
         losses: the unscaled loss of each of ``steps``, the sample's own last; null where it was
             not seen, and empty where none was.
+        largest: the largest finite magnitude of the unscaled gradients in the shares.
+        backward: the dtypes that backward passes computed in since the last sample, such as
+            ``"float16"``, and ``"unknown"`` for what does not say; empty where none was looked at.
+        calls: how often since the last sample a call suggests misuse. ``"unstepped"``: gradients
+            were unscaled, and ``update`` came without a step. ``"switched"``: a step of one
+            optimizer followed, after an ``update``, a step of another. ``"unscaled"``: that, and no
+            loss was scaled in between.
     """
 
     kind: ClassVar[str] = "sample"
@@ -125,6 +132,9 @@ class Sample:
     parameters: Mapping[str, ParameterSample] = field(default_factory=dict)
     worst: tuple[str, ...] = ()
     losses: tuple[float | None, ...] = ()
+    largest: float | None = None
+    backward: tuple[str, ...] = ()
+    calls: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

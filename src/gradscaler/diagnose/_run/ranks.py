@@ -9,9 +9,13 @@ from gradscaler.diagnose._run.checks import shown
 from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose._verdict import Verdict
 
-_SEVERITY = "parameter", "activations", "loss", "nan", "floor", "underflow", "elsewhere", "normal"
 _COMPARE = "to compare runs, use the command report with --compare"
-_LATER = {"underflow": 1, "elsewhere": 2, "normal": 2}  # verdicts that name no cause of skips
+_SEVERITY = (
+    *("parameter", "divergence", "activations", "loss", "nan", "floor", "data"),
+    *("silent", "misuse", "dead", "range", "underflow", "elsewhere", "normal"),
+)
+_LATER = dict.fromkeys(_SEVERITY[_SEVERITY.index("silent") :], 1)  # name no cause of skips
+_LATER |= {"elsewhere": 2, "normal": 2}
 
 
 class RunOfRanks(Run):

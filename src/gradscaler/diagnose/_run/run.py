@@ -112,17 +112,17 @@ class Run:
         if self.verdicts and not self._has_stepped_since(self.verdicts[-1].step):
             last = self.verdicts[-1]
             return Verdict(last.verdict, last.text, last.where)
-        latest = next((sample for sample in reversed(self.samples) if sample.shares), None)
         start = self.starts[-1]
         evidence = Evidence(
             self.num_steps,
             len(self.skipped),
             start.dtype,
-            scale=self.samples[-1].scale if self.samples else None,
-            sample=latest,
             world_size=start.world_size,
             is_finite_here=bool(self.skips) and not any(skip.nonfinite for skip in self.skips),
         )
+        lines: tuple[Sample | VerdictLine, ...] = (*self.samples, *self.verdicts)
+        for line in lines:
+            evidence = evidence.after(line)
         return judge(evidence)
 
     def _has_stepped_since(self, step: int) -> bool:

@@ -30,6 +30,12 @@ HEADLINES = {
     "activations": Headline("bad", "Activations are too large"),
     "nan": Headline("bad", "A gradient is NaN at every scale"),
     "floor": Headline("bad", "Gradients overflow at the smallest scale"),
+    "divergence": Headline("bad", "The training diverges"),
+    "data": Headline("bad", "Some batches are skipped, again and again"),
+    "silent": Headline("bad", "The loss is NaN or Inf, and no step is skipped"),
+    "dead": Headline("bad", "Gradients are exactly 0"),
+    "range": Headline("warning", "No scale fits all parameters"),
+    "misuse": Headline("bad", "The scaler is used the wrong way"),
     "elsewhere": Headline("bad", "Another rank's gradients are Inf or NaN"),
     "ranks": Headline("bad", "The ranks do not decide together"),
 }

@@ -1,0 +1,70 @@
+"""What the evidence says about a run: why steps are skipped, or what is lost without a skip."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from gradscaler.diagnose._verdict.course import data, diverged, lowered, silent
+from gradscaler.diagnose._verdict.evidence import Evidence, Verdict
+from gradscaler.diagnose._verdict.misuse import full_precision, wrong_calls
+from gradscaler.diagnose._verdict.streak import EXPLAIN_ALL, of_streak
+from gradscaler.diagnose._verdict.values import dead, too_small
+
+__all__ = ["Evidence", "Kind", "KindOfRanks", "Verdict", "judge"]
+
+Kind = Literal[
+    "normal",
+    "parameter",
+    "activations",
+    "loss",
+    "nan",
+    "floor",
+    "divergence",
+    "data",
+    "silent",
+    "dead",
+    "underflow",
+    "range",
+    "misuse",
+]
+KindOfRanks = Literal["elsewhere", "ranks"]  # only where several processes train together
+
+# The surest first, and causes before what they lead to.
+_RULES = (
+    wrong_calls,
+    silent,
+    diverged,
+    data,
+    dead,
+    full_precision,
+    too_small,
+    lowered,
+)
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """The verdict on too many skips in a row, if there are; else on the run as a whole."""
+    if evidence.skips:
+        return of_streak(evidence)
+    found = (rule(evidence) for rule in _RULES)
+    return next((verdict for verdict in found if verdict is not None), _normal(evidence))
+
+
+def _normal(evidence: Evidence) -> Verdict:
+    if not evidence.skipped:
+        return Verdict(
+            "normal", f"None of {evidence.steps} steps was skipped. Nothing needs fixing."
+        )
+    were = "was" if evidence.skipped == 1 else "were"
+    text = f"{evidence.skipped} of {evidence.steps} steps {were} skipped"
+    if evidence.world_size > 1 and evidence.is_finite_here:
+        text += ", because another rank's gradients overflowed while this one's were finite"
+        is_unusual = evidence.has_many_skips or (evidence.scale is not None and evidence.scale < 1)
+        if is_unusual:
+            return Verdict("elsewhere", f"{text}. {EXPLAIN_ALL}")
+        return Verdict("normal", f"{text}. Nothing needs fixing.")
+    return Verdict(
+        "normal",
+        f"{text} while the loss scale settled, and a lower scale cured each overflow. Nothing "
+        "needs fixing.",
+    )

@@ -1,0 +1,128 @@
+"""What the values of gradients say, in the latest sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from gradscaler.diagnose._gradients.formats import format_named
+from gradscaler.diagnose._run.lines import ParameterSample, Sample
+from gradscaler.diagnose._verdict.evidence import Evidence, Verdict
+
+_LOST = 0.05  # of the gradients: flushed, or so small that many more must be flushed
+_DEAD = 0.9  # of the gradients
+_HEADROOM = 4.0  # a larger scale fits if the largest gradient can double this often
+_LARGE_SCALE = 2.0**10  # at which it is not the scale that makes all gradients 0
+
+
+def dead(evidence: Evidence) -> Verdict | None:
+    """Gradients that are exactly 0, and not for being small."""
+    sample = evidence.sample
+    if sample is None or sample.shares is None or sample.shares.zero < _DEAD:
+        return None
+    parameters = sample.parameters
+    zeros = [name for name, found in parameters.items() if found.zero == 1]
+    is_all = sample.shares.zero == 1
+    is_small = sample.scale < _LARGE_SCALE if is_all else any(map(_fades, parameters.values()))
+    if is_small or not (is_all or len(zeros) > len(parameters) / 2):
+        return None
+    which = "All gradients"
+    where = None
+    if not is_all:
+        where = _nearest_the_loss(parameters)
+        which = f"The gradients of {len(zeros)} of {len(parameters)} parameters, {zeros[0]} first,"
+    return Verdict(
+        "dead",
+        f"{which} are exactly 0 in step {sample.step}, at a loss scale of {sample.scale:g}, and no "
+        "gradient is small. A larger scale would not help: look for what has no slope between "
+        "these parameters and the loss, such as ReLUs that are all off (their biases, a learning "
+        "rate that was too large), a clamp, rounding or argmax, a saturated function, or "
+        "detach().",
+        where,
+    )
+
+
+def _nearest_the_loss(parameters: Mapping[str, ParameterSample]) -> str | None:
+    """The last module in the model whose parameters' gradients are all 0, or None."""
+    modules: dict[str, bool] = {}
+    for name, found in parameters.items():
+        module = name.rpartition(".")[0]
+        modules[module] = modules.get(module, True) and found.zero == 1
+    return next((module for module in reversed(modules) if modules[module] and module), None)
+
+
+def too_small(evidence: Evidence) -> Verdict | None:
+    """Underflow, if a larger scale would fit; else that no scale does."""
+    sample = evidence.sample
+    if sample is None or sample.shares is None or sample.histogram is None:
+        return None
+    if not 0 < sample.scale < math.inf:  # as a run file may say
+        return None
+    shares, bins = sample.shares, sample.histogram
+    form = format_named(evidence.dtype)
+    nonzero = 1 - shares.zero - shares.nonfinite
+    small = shares.flushed + shares.subnormal
+    # Zeros prove nothing, as a ReLU makes them too. Together with many small gradients they do.
+    lost = shares.flushed >= _LOST or (shares.zero >= _LOST and small > nonzero / 4)
+    headroom = math.inf
+    if bins.counts:
+        largest = bins.first + len(bins.counts) + math.log2(sample.scale)
+        headroom = math.log2(form.largest) - largest
+    elif shares.zero != 1:
+        return None
+    else:
+        lost = True
+    if (verdict := _range(sample, headroom)) is not None:
+        return verdict
+    if not lost or headroom < _HEADROOM:
+        return None
+    factor = "" if math.isinf(headroom) else f" by a factor of up to 2**{math.floor(headroom) - 1}"
+    worst = sample.worst[0] if sample.worst else None
+    try_ = f"The scale is too small: raise it{factor}, or let it grow sooner (growth_interval)."
+    if evidence.has_many_skips:
+        try_ = (
+            f"The scale is too small because {evidence.skipped} of {evidence.steps} steps were "
+            "skipped, and each skip lowers it: look at what the skipped steps have in common, such "
+            "as an optimizer, a batch or a parameter, for Inf and NaN that occur at every scale."
+        )
+    return Verdict(
+        "underflow",
+        f"At a loss scale of {sample.scale:g}, {shares.zero + shares.flushed:.0%} of the gradients "
+        f"are zero in {form.name} and {shares.subnormal:.0%} subnormal, in step {sample.step}. "
+        f"{try_}",
+        worst,
+    )
+
+
+def _range(sample: Sample, headroom: float) -> Verdict | None:
+    """No scale fits: some gradients are flushed by more than the largest one leaves room for.
+
+    How much more is estimated from those that fade: as many binary orders of magnitude per
+    parameter as between the largest gradient and the smallest that is left.
+    """
+    parameters = sample.parameters
+    left = {n: p.histogram for n, p in parameters.items() if p.histogram.counts}
+    gone = [name for name, found in parameters.items() if found.zero == 1]
+    fades = any(map(_fades, parameters.values()))
+    if not gone or not left or not (fades or sample.scale < 1):
+        return None
+    tops = {name: bins.first + len(bins.counts) for name, bins in left.items()}
+    largest = max(tops, key=tops.__getitem__)
+    span = tops[largest] - min(bins.first for bins in left.values())
+    if headroom >= max(_HEADROOM, span * len(gone) / len(left)):
+        return None
+    return Verdict(
+        "range",
+        f"No loss scale fits: at {sample.scale:g}, in step {sample.step}, all gradients of "
+        f"{gone[0]} are flushed to 0, as are those of {len(gone)} of {len(parameters)} parameters, "
+        f"while those of {largest} overflow at a scale {2.0 ** max(1, math.ceil(headroom)):g} "
+        "times as large. Bring the layers closer together: normalisation or residual connections "
+        "between them, ReLU or GELU in place of sigmoids, loss terms of like weight, a scaler and "
+        "optimizer for each head; or train in bfloat16.",
+        gone[0],
+    )
+
+
+def _fades(found: ParameterSample) -> bool:
+    """Whether most gradients that are left of a parameter are too small."""
+    return found.zero < 1 and found.flushed + found.subnormal > (1 - found.zero) / 2

@@ -1,0 +1,108 @@
+"""Short trainings in fp16 on the CPU, as users write them, and what a monitor is to say of each.
+
+Each is a plain function of a :class:`Setting`, which varies its numbers and makes its monitor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gradscaler.diagnose import Monitor
+from gradscaler.torch import GradScaler
+
+VARIANTS = 3
+
+T = TypeVar("T")
+
+
+class Setting:
+    """Variant 0, 1 or 2 of a training: its numbers, and a monitor that writes a file."""
+
+    def __init__(self, variant: int, path: Path) -> None:
+        self._variant = variant
+        self._path = path
+        torch.manual_seed(variant)
+
+    def pick(self, *options: T) -> T:
+        """The option of this variant; they repeat if there are fewer than variants."""
+        return options[self._variant % len(options)]
+
+    def monitor(self, scaler: GradScaler, model: nn.Module | None, every: int = 0) -> Monitor:
+        every = every or self.pick(100, 40, 25)
+        self.watching = Monitor(scaler, model, every, self._path, on_stuck="continue")
+        return self.watching
+
+
+class Training(NamedTuple):
+    """A training, and the verdict that it is to get.
+
+    ``kind`` may hold several, the best first. ``where`` is the culprit's name, or a part of it,
+    and None if nothing is to be named. ``advice`` is a regular expression found in the text.
+    """
+
+    run: Callable[[Setting], None]
+    kind: str
+    where: str | None
+    advice: str
+
+
+TRAININGS: dict[str, Training] = {}
+
+
+def training(kind: str, where: str | None = None, advice: str = "") -> Callable[..., None]:
+    """Enter a function into :data:`TRAININGS`."""
+
+    def enter(run: Callable[[Setting], None]) -> None:
+        assert run.__name__ not in TRAININGS
+        TRAININGS[run.__name__] = Training(run, kind, where, advice)
+
+    return enter
+
+
+def fit(
+    setting: Setting,
+    model: nn.Module,
+    loss_of: Callable[[int], Tensor],
+    steps: int,
+    *,
+    lr: float = 1e-2,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: GradScaler | None = None,
+    dtype: torch.dtype | None = torch.float16,
+    after: Callable[[int], object] = lambda step: None,
+) -> None:
+    """The plain loop; ``loss_of`` takes the step and runs under autocast, unless dtype is None."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=lr)
+    scaler = scaler or GradScaler("cpu")
+    setting.monitor(scaler, model)
+    for step in range(1, steps + 1):
+        with torch.autocast("cpu", dtype=dtype or torch.float16, enabled=dtype is not None):
+            loss = loss_of(step)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        after(step)
+
+
+def mlp(*widths: int, act: type[nn.Module] = nn.ReLU) -> nn.Sequential:
+    """Linear layers with an activation between them."""
+
+    def layers() -> Iterator[nn.Module]:
+        for i, (before, after) in enumerate(pairwise(widths)):
+            if i:
+                yield act()
+            yield nn.Linear(before, after)
+
+    return nn.Sequential(*layers())
+
+
+def regression(model: nn.Module, inputs: Tensor) -> Tensor:
+    """The mean squared error to the sum of the inputs, in float32."""
+    return nn.functional.mse_loss(model(inputs).float(), inputs.sum(1, keepdim=True))

@@ -1,0 +1,306 @@
+"""Trainings with nothing wrong, which are to raise no alarm."""
+
+from __future__ import annotations
+
+import torch
+from diagnose.trainings import Setting, fit, mlp, regression, training
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gradscaler.torch import GradScaler
+
+
+@training("normal")
+def early_skips(setting: Setting) -> None:
+    model = mlp(16, 64, 1)
+    scaler = GradScaler("cpu", init_scale=setting.pick(2.0**16, 2.0**24, 2.0**20))
+    fit(setting, model, lambda step: regression(model, torch.randn(64, 16)), 200, scaler=scaler)
+
+
+@training("normal")
+def growth_with_a_skip_each_time(setting: Setting) -> None:
+    """The scale is doubled until it overflows, again and again."""
+    model = mlp(16, 64, 4)
+    scaler = GradScaler("cpu", growth_interval=setting.pick(20, 50, 10))
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(64, 16)
+        return nn.functional.cross_entropy(model(inputs), inputs[:, :4].argmax(1))
+
+    fit(setting, model, loss_of, 400, scaler=scaler, lr=0.1)
+
+
+@training("normal")
+def noisy_gradients_at_the_edge(setting: Setting) -> None:
+    """Batches differ by a factor of some 10, so that skips come late after a growth."""
+    model = mlp(16, 32, 1)
+    scaler = GradScaler("cpu", growth_interval=setting.pick(40, 25, 60))
+
+    def loss_of(step: int) -> Tensor:
+        return torch.randn(()).exp() * regression(model, torch.randn(16, 16))
+
+    fit(setting, model, loss_of, 400, scaler=scaler, lr=1e-3)
+
+
+@training("normal")
+def a_convolutional_network(setting: Setting) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(8, 4),
+    )  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def loss_of(step: int) -> Tensor:
+        images = torch.randn(8, 1, setting.pick(8, 10, 12), 8)
+        labels = images[:, 0, :2, :2].flatten(1).argmax(1)
+        return nn.functional.cross_entropy(model(images), labels)
+
+    fit(setting, model, loss_of, 120, optimizer=optimizer)
+
+
+@training("normal")
+def sparse_gradients(setting: Setting) -> None:
+    embedding = nn.Embedding(setting.pick(100, 5000, 40000), 16, sparse=True)
+    head = nn.Linear(16, 4)
+    model = nn.ModuleDict({"embedding": embedding, "head": head})
+
+    def loss_of(step: int) -> Tensor:
+        tokens = torch.randint(0, embedding.num_embeddings, (32,))
+        return nn.functional.cross_entropy(head(embedding(tokens)), tokens % 4)
+
+    fit(setting, model, loss_of, 120, lr=0.1)
+
+
+@training("normal")
+def an_embedding_of_which_few_rows_are_used(setting: Setting) -> None:
+    embedding = nn.Embedding(setting.pick(1000, 20000, 40000), 16)
+    head = nn.Linear(16, 4)
+    model = nn.ModuleDict({"embedding": embedding, "head": head})
+
+    def loss_of(step: int) -> Tensor:
+        tokens = torch.randint(0, 60, (32,)) * 13
+        return nn.functional.cross_entropy(head(embedding(tokens)), tokens % 4)
+
+    fit(setting, model, loss_of, 120, lr=0.1)
+
+
+@training("normal")
+def a_gan_with_one_update(setting: Setting) -> None:
+    generator, critic = mlp(8, 32, 16), mlp(16, setting.pick(32, 48, 64), 1)
+    model = nn.ModuleDict({"generator": generator, "critic": critic})
+    optimizers = [torch.optim.Adam(part.parameters(), lr=1e-3) for part in (critic, generator)]
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model)
+    real_or_not = nn.functional.binary_cross_entropy_with_logits
+    for _ in range(120):
+        with torch.autocast("cpu", dtype=torch.float16):
+            fake, real = generator(torch.randn(16, 8)), torch.randn(16, 16)
+            guesses = torch.cat([critic(fake.detach()), critic(real)])
+            labels = torch.cat([torch.zeros(16, 1), torch.ones(16, 1)])
+            of_critic = real_or_not(guesses.float(), labels)
+        optimizers[0].zero_grad()
+        scaler.scale(of_critic).backward()
+        scaler.step(optimizers[0])
+        with torch.autocast("cpu", dtype=torch.float16):
+            of_generator = real_or_not(critic(fake).float(), torch.ones(16, 1))
+        optimizers[1].zero_grad()
+        scaler.scale(of_generator).backward()
+        scaler.step(optimizers[1])
+        scaler.update()
+
+
+@training("normal")
+def a_critic_that_steps_more_often(setting: Setting) -> None:
+    """Each step of either has its own loss and its own update."""
+    generator, critic = mlp(8, 32, 16), mlp(16, 32, 1)
+    model = nn.ModuleDict({"generator": generator, "critic": critic})
+    of_critic = torch.optim.SGD(critic.parameters(), lr=1e-3)
+    of_generator = torch.optim.SGD(generator.parameters(), lr=1e-3)
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model)
+    for step in range(1, 150):
+        is_critics = step % setting.pick(5, 3, 4) != 0
+        optimizer = of_critic if is_critics else of_generator
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            fake = generator(torch.randn(16, 8))
+            outputs = critic(fake.detach() if is_critics else fake).float()
+            loss = nn.functional.softplus(outputs if is_critics else -outputs).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@training("normal")
+def accumulation_done_right(setting: Setting) -> None:
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model)
+    micro_batches = setting.pick(2, 4, 8)
+    for micro in range(1, 120 * micro_batches):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(model, torch.randn(8, 16)) / micro_batches
+        scaler.scale(loss).backward()
+        if micro % micro_batches == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@training("normal")
+def clipped_after_unscaling(setting: Setting) -> None:
+    """At a norm that always clips."""
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model)
+    for _ in range(250):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(model, torch.randn(32, 16))
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        max_norm = setting.pick(0.01, 0.1, 1.0)
+        if setting.pick(True, False):
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        else:
+            scaler.clip_grad_norm_(optimizer, max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@training("normal")
+def frozen_layers(setting: Setting) -> None:
+    model = mlp(16, 64, 64, 1)
+    for layer in (model[0], model[2])[: setting.pick(1, 2)]:
+        layer.requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=1e-2)
+
+    def loss_of(step: int) -> Tensor:
+        return regression(model, torch.randn(32, 16))
+
+    fit(setting, model, loss_of, 120, optimizer=optimizer)
+
+
+@training("normal")
+def relus_with_many_zeros(setting: Setting) -> None:
+    """Most units are off for most inputs."""
+    model = mlp(16, 128, 128, 1)
+    with torch.no_grad():
+        model.get_parameter("0.bias").fill_(setting.pick(-1.0, -1.2, -0.8))
+    fit(setting, model, lambda step: regression(model, torch.randn(32, 16)), 120)
+
+
+@training("normal")
+def a_head_that_starts_at_zero(setting: Setting) -> None:
+    """The body's first gradients are 0, and an unused branch's all are."""
+    model = mlp(16, 32, 32, 1)
+    nn.init.zeros_(model.get_parameter("4.weight"))
+    unused = nn.Linear(16, 1)
+    model.add_module("unused", unused)
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(32, 16)
+        weight = 0.0 if step < setting.pick(200, 50, 100) else 1.0
+        return regression(model[:5], inputs) + weight * regression(unused, inputs)
+
+    fit(setting, model, loss_of, 120)
+
+
+@training("normal")
+def full_precision_at_first(setting: Setting) -> None:
+    model = mlp(16, 32, 1)
+    scaler = GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    setting.monitor(scaler, model)
+    for step in range(200):
+        with torch.autocast("cpu", torch.float16, enabled=step >= setting.pick(30, 60, 10)):
+            loss = regression(model, torch.randn(32, 16))
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@training("normal")
+def half_parameters(setting: Setting) -> None:
+    model = mlp(16, 32, 1).half()
+    scaler = GradScaler("cpu", allow_fp16_gradients=True, init_scale=setting.pick(1024.0, 256.0))
+
+    def loss_of(step: int) -> Tensor:
+        return regression(model, torch.randn(32, 16).half())
+
+    fit(setting, model, loss_of, 120, scaler=scaler, dtype=None)
+
+
+@training("normal")
+def padded_sequences(setting: Setting) -> None:
+    embed, out = nn.Embedding(20, 16), nn.Linear(16, 4)
+    attention = nn.MultiheadAttention(16, setting.pick(1, 2, 4), batch_first=True)
+    model = nn.ModuleDict({"embed": embed, "attention": attention, "out": out})
+
+    def loss_of(step: int) -> Tensor:
+        padding = torch.arange(6)[None] >= torch.randint(1, 7, (8, 1))
+        tokens = torch.randint(0, 20, (8, 6))
+        x = embed(tokens)
+        mixed = attention(x, x, x, key_padding_mask=padding)[0]
+        return nn.functional.cross_entropy(out(mixed[:, 0]), tokens[:, 0] % 4)
+
+    fit(setting, model, loss_of, 120)
+
+
+@training("normal")
+def a_small_loss_that_rises_at_times(setting: Setting) -> None:
+    """It crosses 0 and falls by orders of magnitude, and comes back when the data change."""
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(64, 16)
+        far = 0.0 if step < 100 else setting.pick(3.0, 10.0, 30.0)
+        error = (model(inputs).float() - far).square().mean()
+        return error - setting.pick(0.0, 0.5, 0.1)
+
+    fit(setting, model, loss_of, 200, optimizer=optimizer)
+
+
+@training("normal")
+def activations_computed_again(setting: Setting) -> None:
+    first, second = mlp(16, setting.pick(32, 48, 64), 16), mlp(16, 32, 1)
+    model = nn.Sequential(first, second)
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(32, 16, requires_grad=True)
+        hidden = checkpoint(first, inputs, use_reentrant=setting.pick(False, True))
+        return (second(hidden).float() - 1).square().mean()
+
+    fit(setting, model, loss_of, 120)
+
+
+@training("normal")
+def the_same_batch_at_a_learning_rate_of_0(setting: Setting) -> None:
+    model = mlp(16, 32, 1)
+    inputs = torch.randn(32, 16)
+    fit(setting, model, lambda step: regression(model, inputs), 250, lr=setting.pick(0.0, 1e-9))
+
+
+@training("normal")
+def a_closure(setting: Setting) -> None:
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=setting.pick(0.1, 0.2), max_iter=3)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    setting.monitor(scaler, model)
+    inputs = torch.randn(64, 16)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(model, inputs)
+        scaler.scale(loss).backward()
+        return loss
+
+    for _ in range(40):
+        scaler.step(optimizer, closure)
+        scaler.update()

@@ -1,0 +1,122 @@
+"""Trainings that use a scaler the wrong way."""
+
+from __future__ import annotations
+
+import torch
+from diagnose.trainings import Setting, fit, mlp, regression, training
+from torch import Tensor, nn
+
+from gradscaler.torch import GradScaler
+
+
+@training("misuse", None, "autocast")
+def no_autocast(setting: Setting) -> None:
+    model = mlp(16, setting.pick(32, 48, 64), 1)
+    fit(setting, model, lambda step: regression(model, torch.randn(32, 16)), 120, dtype=None)
+
+
+@training("misuse", None, "bfloat16")
+def autocast_to_bfloat16(setting: Setting) -> None:
+    model = mlp(16, 32, setting.pick(32, 48, 64), 1)
+
+    def loss_of(step: int) -> Tensor:
+        return regression(model, torch.randn(32, 16))
+
+    fit(setting, model, loss_of, 120, dtype=torch.bfloat16)
+
+
+@training("misuse", None, r"unscale_\(optimizer\)")
+def clipped_while_scaled(setting: Setting) -> None:
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model)
+    for _ in range(250):
+        inputs = torch.randn(32, 16)
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(model, inputs)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), setting.pick(1.0, 0.5, 5.0))
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@training("misuse", None, r"unscale_\(optimizer\)")
+def clipped_by_value_while_scaled(setting: Setting) -> None:
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model)
+    for _ in range(250):
+        inputs = torch.randn(32, 16)
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(model, inputs)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        nn.utils.clip_grad_value_(model.parameters(), setting.pick(1.0, 0.5, 5.0))
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@training("misuse", None, r"update\(\) once")
+def updated_after_each_micro_batch(setting: Setting) -> None:
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model)
+    for micro in range(1, 400):
+        inputs = torch.randn(16, 16)
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(model, inputs) / 4
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        if micro % setting.pick(4, 2, 8) == 0:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+
+
+@training("misuse", None, r"update\(\) once")
+def two_optimizers_update_after_each(setting: Setting) -> None:
+    """One loss: the second optimizer's gradients may be unscaled by another scale."""
+    body, head = mlp(16, 32, 16), nn.Linear(16, 1)
+    model = nn.Sequential(body, head)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=1e-2) for part in (body, head)]
+    scaler = GradScaler("cpu", growth_interval=setting.pick(2000, 10, 30))
+    setting.monitor(scaler, model)
+    for _ in range(120):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(model, torch.randn(32, 16))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            scaler.update()
+
+
+@training("misuse", None, r"update\(\) once")
+def a_gan_that_updates_twice(setting: Setting) -> None:
+    generator, critic = mlp(8, 32, 16), mlp(16, setting.pick(32, 48, 64), 1)
+    model = nn.ModuleDict({"generator": generator, "critic": critic})
+    optimizers = [torch.optim.Adam(part.parameters(), lr=1e-3) for part in (critic, generator)]
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model)
+    real_or_not = nn.functional.binary_cross_entropy_with_logits
+    for _ in range(120):
+        with torch.autocast("cpu", dtype=torch.float16):
+            fake, real = generator(torch.randn(16, 8)), torch.randn(16, 16)
+            guesses = torch.cat([critic(fake.detach()), critic(real)])
+            labels = torch.cat([torch.zeros(16, 1), torch.ones(16, 1)])
+            of_critic = real_or_not(guesses.float(), labels)
+        optimizers[0].zero_grad()
+        scaler.scale(of_critic).backward()
+        scaler.step(optimizers[0])
+        scaler.update()
+        with torch.autocast("cpu", dtype=torch.float16):
+            of_generator = real_or_not(critic(fake).float(), torch.ones(16, 1))
+        optimizers[1].zero_grad()
+        scaler.scale(of_generator).backward()
+        scaler.step(optimizers[1])
+        scaler.update()

@@ -1,0 +1,152 @@
+"""Trainings that lose what they should learn while no step is skipped."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from diagnose.trainings import Setting, fit, mlp, regression, training
+from torch import Tensor, nn
+
+from gradscaler import FixedScale
+from gradscaler.torch import GradScaler
+
+
+@training("dead", "2", "scale")
+def every_relu_is_dead(setting: Setting) -> None:
+    model = mlp(16, setting.pick(32, 64, 48), 32, 1)
+    with torch.no_grad():
+        model.get_parameter("2.bias").fill_(-50.0)
+    fit(setting, model, lambda step: regression(model, torch.randn(32, 16)), 120)
+
+
+@training("dead", None, "scale")
+def a_clamp_is_saturated(setting: Setting) -> None:
+    model = mlp(16, 32, 1)
+    with torch.no_grad():
+        model.get_parameter("2.bias").fill_(setting.pick(60.0, 90.0, -70.0))
+
+    def loss_of(step: int) -> Tensor:
+        outputs = model(torch.randn(32, 16)).float()
+        return outputs.clamp(-5, 5).square().mean()
+
+    fit(setting, model, loss_of, 120)
+
+
+@training("dead", None, "scale")
+def the_loss_is_that_of_a_rounded_output(setting: Setting) -> None:
+    model = mlp(16, 32, 1)
+
+    def loss_of(step: int) -> Tensor:
+        inputs = setting.pick(1, 2, 3) * torch.randn(32, 16)
+        return (model(inputs).float().round() - inputs.sum(1, keepdim=True)).square().mean()
+
+    fit(setting, model, loss_of, 120)
+
+
+def sigmoids(depth: int, width: int = 32) -> nn.Sequential:
+    return mlp(*[width] * (depth + 1), 1, act=nn.Sigmoid)
+
+
+@training("underflow", None, "raise")
+def sigmoids_without_a_scale(setting: Setting) -> None:
+    model = sigmoids(setting.pick(6, 5, 5))
+
+    def loss_of(step: int) -> Tensor:
+        return model(torch.randn(64, 32)).float().square().mean()
+
+    scaler = GradScaler(policy=FixedScale(setting.pick(1.0, 2.0, 1.0)))
+    fit(setting, model, loss_of, 120, lr=1e-3, scaler=scaler)
+
+
+@training("underflow", None, "raise")
+def a_loss_with_a_tiny_weight(setting: Setting) -> None:
+    model = mlp(16, 32, 1)
+    weight = setting.pick(1e-6, 3e-7, 1e-6)
+
+    def loss_of(step: int) -> Tensor:
+        return weight * regression(model, torch.randn(64, 16))
+
+    fit(setting, model, loss_of, 120, scaler=GradScaler("cpu", init_scale=1.0))
+
+
+@training("range", "0.weight", "layer|norm")
+def sixteen_sigmoids(setting: Setting) -> None:
+    """The first layers' gradients are 2**-50 of the last one's."""
+    model = sigmoids(setting.pick(16, 20, 14))
+
+    def loss_of(step: int) -> Tensor:
+        return (model(torch.randn(64, 32)).float() - 3.0).square().mean()
+
+    scaler = GradScaler("cpu", init_scale=setting.pick(2.0**16, 2.0**16, 2.0**18))
+    fit(setting, model, loss_of, 120, lr=1e-4, scaler=scaler)
+
+
+@training("range", "small", "weigh")
+def two_heads_a_world_apart(setting: Setting) -> None:
+    large, small = mlp(16, 16, 1), mlp(16, 16, 1)
+    model = nn.ModuleDict({"large": large, "small": small})
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(64, 16)
+        losses = regression(large, inputs), regression(small, inputs)
+        return setting.pick(1e5, 3e5, 1e5) * losses[0] + 1e-7 * losses[1]
+
+    fit(setting, model, loss_of, 120, lr=1e-9)
+
+
+@training("silent", None, "log")
+def kl_of_zeros(setting: Setting) -> None:
+    """0 * log(0) in the target's own entropy, which has no gradient."""
+    model = mlp(16, 32, 4)
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(setting.pick(16, 32, 24), 16)
+        target = nn.functional.one_hot(inputs[:, :4].argmax(1), 4).float()
+        guess = model(inputs).float().log_softmax(1)
+        return (target * (target.log() - guess)).sum(1).mean()
+
+    fit(setting, model, loss_of, 120)
+
+
+@training("silent", None, "mask")
+def label_smoothing_on_a_masked_class(setting: Setting) -> None:
+    model = mlp(16, 32, 5)
+    mask = torch.zeros(5)
+    mask[4] = -math.inf
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(32, 16)
+        logits = model(inputs).float() + mask
+        labels = inputs[:, :4].argmax(1)
+        smoothing = setting.pick(0.1, 0.05, 0.2)
+        return nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+
+    fit(setting, model, loss_of, 120)
+
+
+@training("silent", None, "float32")
+def a_sum_in_float16(setting: Setting) -> None:
+    """The loss is Inf, and its gradient is finite."""
+    model = mlp(16, 32, setting.pick(32, 48, 64))
+
+    def loss_of(step: int) -> Tensor:
+        outputs = model(torch.randn(64, 16)).half()
+        return (outputs - 40.0).abs().sum(dtype=torch.float16)
+
+    fit(setting, model, loss_of, 120, lr=1e-9)
+
+
+@training("silent", None, "loss")
+def some_losses_are_nan_and_no_gradient_is(setting: Setting) -> None:
+    """A term that is only logged is added to the loss."""
+    model = mlp(16, 32, 1)
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(32, 16)
+        loss = regression(model, inputs)
+        if step % setting.pick(7, 13, 10) == 0:
+            loss = loss + torch.tensor(0.0).log() * 0.0
+        return loss
+
+    fit(setting, model, loss_of, 120)
