@@ -93,7 +93,7 @@ def _of_skips(evidence: Evidence) -> Verdict:
             "(a learning rate that is too large, weights changed without the scaler).",
             parameter,
         )
-    if located is not None and located.kind == "forward":
+    if located is not None and located.kind == "forward" and located.module is not None:
         module = located.module or "the model"
         return Verdict(
             "activations",

@@ -6,10 +6,11 @@ import logging
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from gradscaler.diagnose._run.lines import Line, Sample, Skip, VerdictLine
+from gradscaler.diagnose._gradients.module_hooks import Located
+from gradscaler.diagnose._run.lines import Line, Sample, Skip, VerdictLine, Watched
 from gradscaler.diagnose._run.tensorboard import EventFile
 from gradscaler.diagnose._run.writer import RunFile
 from gradscaler.diagnose._verdict import Verdict
@@ -82,6 +83,7 @@ class StepLog:
         history: the latest steps.
         latest: the latest sample with shares.
         counts: what was counted.
+        located: the latest Inf or NaN of which it was seen where it was made.
     """
 
     def __init__(
@@ -100,6 +102,9 @@ class StepLog:
         self._stuck_after = stuck_after
         self._judge = judge
         self.counts = Counts(step, 0, {}, step)
+        self.located: Watched | None = None
+        self._watched = step  # the last step that add_watched was called for
+        self._dtypes: Mapping[str, str] = {}
 
     @property
     def num_steps(self) -> int:
@@ -155,6 +160,20 @@ class StepLog:
             self.latest = sample
         self._write(sample)
         self.counts = counts._replace(sampled=counts.step, scales=(), skips=())
+
+    def add_watched(self, located: Located | None, dtypes: Mapping[str, str]) -> None:
+        """Write what was seen in the last step, once; dtypes only if they changed."""
+        step = self.counts.step
+        if self._watched == step:
+            return
+        line = Watched(step, dtypes={} if dtypes == self._dtypes else dict(dtypes))
+        if located is not None:
+            operation, where = located.operation, located.line
+            line = replace(line, located=str(located), operation=operation, line=where)
+            self.located = line
+        if located is not None or line.dtypes:
+            self._write(line)
+        self._watched, self._dtypes = step, dict(dtypes)
 
     def check_stuck(self) -> None:
         """Give the verdict if ``stuck_after`` steps in a row were skipped, once in that streak.
