@@ -72,7 +72,7 @@ def caller_of(frame: FrameType | None, thread: int) -> Caller:
         code = frame.f_code
         whose = _whose(code.co_filename)
         if whose == "user":
-            line = f"{_shown(code.co_filename)}:{frame.f_lineno}"
+            line = shown_line(code.co_filename, frame.f_lineno)
             if found.within:
                 return found._replace(outer=line)
             if not found.line:
@@ -130,7 +130,9 @@ def _whose(filename: str) -> Literal["user", "functions", "torch", "gradscaler"]
     return "gradscaler" if is_own else "user"
 
 
-def _shown(filename: str) -> str:
-    """A file as seen from the working directory, if it is there."""
+def shown_line(filename: str, number: int) -> str:
+    """A line of a file, as seen from the working directory if the file is there."""
     path = Path(filename)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
+    if path.is_relative_to(Path.cwd()):
+        filename = str(path.relative_to(Path.cwd()))
+    return f"{filename}:{number}"
