@@ -24,7 +24,7 @@ from gradscaler.torch import GradScaler
 
 PACKAGE = str(Path(diagnose.__file__).parent)
 PURE = ("arrays.py", "call_site.py", "event.py", "exponents.py", "formats.py", "histogram.py")
-PURE += ("reading.py", "verdict.py")
+PURE += ("node_watch.py", "reading.py", "value_watch.py", "verdict.py")  # a watch starts afresh
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import threading
@@ -91,6 +92,18 @@ def caller_of(frame: FrameType | None, thread: int) -> Caller:
                 found = found._replace(function=name)
         frame = frame.f_back
     return found
+
+
+def calling_line(framework: Any) -> str | None:
+    """The innermost line on the stack that is neither a framework's nor gradscaler's."""
+    packages = Path(framework.__file__).parent, Path(gradscaler.__file__).parent
+    frame = inspect.currentframe()
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not any(package in Path(filename).parents for package in packages):
+            return shown_line(filename, frame.f_lineno)
+        frame = frame.f_back
+    return None
 
 
 def called(own: str) -> str:

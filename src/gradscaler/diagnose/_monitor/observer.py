@@ -46,7 +46,7 @@ class EagerObserver(StepSource):
     def __post_init__(self) -> None:
         self._optimizers: list[Any] = []  # of the latest iteration that ended
         self._hooks: ModuleHooks | None = None
-        with suppress(TypeError):  # a Paddle layer takes none of these hooks; a model may be None
+        with suppress(TypeError):  # there may be no model
             self._hooks = ModuleHooks(self.model)
         bases = type(self.scaler).__mro__
         is_torch = any(base.__module__.startswith("gradscaler.torch") for base in bases)
