@@ -822,6 +822,11 @@ class ObservedScaler(Generic[TensorT, OptimizerT]):
         """The scale and its counters as host scalars; waits for the device."""
         return self._scaler._host_state()
 
+    @property
+    def is_in_closure(self) -> bool:
+        """Whether ``step`` is calling a closure, again if its gradients overflow."""
+        return self._scaler._closures.losses is not None
+
     def last_steps(self) -> list[tuple[OptimizerT, StepOutcome]]:
         """Each optimizer that has stepped through the scaler, with its latest step."""
         return self._scaler._outcomes.all()

@@ -6,6 +6,8 @@ of whichever framework is loaded.
 
 from gradscaler.diagnose._gradients.exponents import exponents
 from gradscaler.diagnose._gradients.locate import locate
+from gradscaler.diagnose._gradients.locate_jax import locate_jax
+from gradscaler.diagnose._gradients.module_hooks import Located
 from gradscaler.diagnose._gradients.nonfinite import inspect
 from gradscaler.diagnose._monitor import Monitor
 from gradscaler.diagnose._monitor.steps import StuckError, StuckWarning
@@ -13,6 +15,7 @@ from gradscaler.diagnose._run.reader import read_run
 from gradscaler.diagnose._verdict import Verdict
 
 __all__ = [
+    "Located",
     "Monitor",
     "StuckError",
     "StuckWarning",
@@ -20,5 +23,6 @@ __all__ = [
     "exponents",
     "inspect",
     "locate",
+    "locate_jax",
     "read_run",
 ]

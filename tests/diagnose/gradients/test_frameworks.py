@@ -3,6 +3,7 @@
 import importlib
 import math
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -105,6 +106,13 @@ def test_a_module_stands_for_the_gradients_of_its_parameters():
     assert math.isnan(found.largest_finite)
 
 
+def line_marked(mark):
+    """The line of this file that ends with a mark, as a location names it."""
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    (number,) = (number for number, line in enumerate(lines, 1) if line.endswith(f"# {mark}"))
+    return f"{Path(__file__).relative_to(Path.cwd())}:{number}"
+
+
 @only("tensorplay")
 def test_locate_finds_a_tensorplay_module_and_leaves_the_model_as_it_was():
     nn = LIBRARY.nn
@@ -126,14 +134,48 @@ def test_locate_finds_a_tensorplay_module_and_leaves_the_model_as_it_was():
     for square, found in (
         (1.0, None),
         (0.0, "backward of 4 (Root, float32): 12 nan of 12; largest gradient 1"),
-        (math.nan, "forward of 4 (Root, float32): 12 nan of 12; largest input"),
+        (math.nan, f"forward of 4 (Root, float32) at {line_marked('A')}: 12 nan of 12; "),
     ):
         model[4].square = square
-        located = locate(model, lambda: model(inputs).sum().backward())
+        located = locate(model, lambda: model(inputs).sum().backward())  # A
         assert located is None if found is None else str(located).startswith(found)
         assert everything() == before
         assert all(parameter.grad is None for parameter in model.parameters())
         assert not any(module._forward_hooks for module in model.modules())
+
+
+@only("paddle")
+@pytest.mark.filterwarnings("ignore:When training, we now always track:UserWarning")
+def test_locate_finds_a_paddle_layer_and_leaves_the_model_as_it_was():
+    nn = LIBRARY.nn
+
+    class Powers(nn.Layer):
+        def forward(self, inputs):
+            return self.last(inputs * 1e30)  # B
+
+    class Times(nn.Layer):
+        def forward(self, inputs):
+            return inputs * self.factor
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1D(4), nn.Dropout(0.5), Powers())
+    model[3].last = Times()
+    inputs = LIBRARY.rand([3, 4])
+
+    def everything():
+        values = {name: value.numpy().tolist() for name, value in model.state_dict().items()}
+        return values, [str(state) for state in LIBRARY.get_rng_state()]
+
+    before = everything()
+    for factor, found in (
+        (1.0, None),
+        (1e30, f"forward of 3.last (Times, float32) at {line_marked('B')}: "),
+    ):
+        model[3].last.factor = factor
+        located = locate(model, lambda: model(inputs).sum().backward())
+        assert located is None if found is None else str(located).startswith(found)
+        assert everything() == before
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert not any(layer._forward_post_hooks for layer in model.sublayers(include_self=True))
 
 
 @only(*TORCH_LIKE, "paddle")

@@ -23,7 +23,8 @@ from gradscaler.errors import CallOrderError
 from gradscaler.torch import GradScaler
 
 PACKAGE = str(Path(diagnose.__file__).parent)
-PURE = ("arrays.py", "exponents.py", "formats.py", "histogram.py", "verdict.py")
+PURE = ("arrays.py", "call_site.py", "event.py", "exponents.py", "formats.py", "histogram.py")
+PURE += ("node_watch.py", "reading.py", "value_watch.py", "verdict.py")  # a watch starts afresh
 
 
 @contextmanager
@@ -125,9 +126,8 @@ class Training:
                 return call(*args)
 
     def step(self, number, finite):
-        inputs = torch.full((4, 2), 1.0 if finite else 1e3)
-
         def backward():
+            inputs = torch.full((4, 2), 1.0 if finite else 1e3)
             self.optimizer.zero_grad()
             loss = self.model(inputs).square().mean() * number
             self.scaler.scale(loss).backward()

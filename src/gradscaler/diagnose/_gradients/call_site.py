@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import threading
@@ -72,7 +73,7 @@ def caller_of(frame: FrameType | None, thread: int) -> Caller:
         code = frame.f_code
         whose = _whose(code.co_filename)
         if whose == "user":
-            line = f"{_shown(code.co_filename)}:{frame.f_lineno}"
+            line = shown_line(code.co_filename, frame.f_lineno)
             if found.within:
                 return found._replace(outer=line)
             if not found.line:
@@ -91,6 +92,18 @@ def caller_of(frame: FrameType | None, thread: int) -> Caller:
                 found = found._replace(function=name)
         frame = frame.f_back
     return found
+
+
+def calling_line(framework: Any) -> str | None:
+    """The innermost line on the stack that is neither a framework's nor gradscaler's."""
+    packages = Path(framework.__file__).parent, Path(gradscaler.__file__).parent
+    frame = inspect.currentframe()
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not any(package in Path(filename).parents for package in packages):
+            return shown_line(filename, frame.f_lineno)
+        frame = frame.f_back
+    return None
 
 
 def called(own: str) -> str:
@@ -130,7 +143,9 @@ def _whose(filename: str) -> Literal["user", "functions", "torch", "gradscaler"]
     return "gradscaler" if is_own else "user"
 
 
-def _shown(filename: str) -> str:
-    """A file as seen from the working directory, if it is there."""
+def shown_line(filename: str, number: int) -> str:
+    """A line of a file, as seen from the working directory if the file is there."""
     path = Path(filename)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
+    if path.is_relative_to(Path.cwd()):
+        filename = str(path.relative_to(Path.cwd()))
+    return f"{filename}:{number}"

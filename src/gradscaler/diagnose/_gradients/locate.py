@@ -1,4 +1,4 @@
-"""What made the first Inf or NaN, in a model of PyTorch or TensorPlay."""
+"""What made the first Inf or NaN, in a model of PyTorch, TensorPlay or Paddle."""
 
 from __future__ import annotations
 
@@ -30,29 +30,30 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
     Not seen is what runs in a thread of its own, as in ``DataParallel``. A sum of finite gradients
     that overflows is not found.
 
-    In TensorPlay it is a module: the innermost whose output, or the gradient of whose input or
-    parameter, is the first that is not finite. There, -inf counts as finite as an input, and as an
-    output of a module without parameters of its own.
+    In TensorPlay it is a module, with the line that called it: the innermost whose output, or the
+    gradient of whose input or parameter, is the first that is not finite. In Paddle it is a layer
+    by its output, and the backward pass is not checked. In both, -inf counts as finite as an input,
+    and as an output of a module without parameters of its own. For JAX, see :func:`locate_jax`.
 
     The model's gradients and buffers, and the framework's random state, are left as they were.
 
     Args:
-        model: a module of PyTorch or TensorPlay.
+        model: a module of PyTorch or TensorPlay, or a layer of Paddle.
         closure: computes the loss, and its gradients too if the backward pass should be checked.
             Use the loss scale that overflows: ``scaler.scale(loss).backward()``.
 
     Returns:
         None if all that matters is finite, or if only multiplying the loss by its scale overflows.
-        In TensorPlay, also if it happens outside of all modules.
+        In TensorPlay and Paddle, also if it happens outside of all modules.
 
     Raises:
         TypeError: ``model`` is not such a module.
         ValueError: the model has lazy modules that were not called yet. The closure would change
             them permanently.
     """
-    is_torch = framework_of(model) is sys.modules.get("torch")
-    hooks = ModuleHooks(model, backward=not is_torch)
-    watch = OperationWatch(hooks) if is_torch else None
+    name = framework_of(model).__name__
+    hooks = ModuleHooks(model, backward=name == "tensorplay")
+    watch = OperationWatch(hooks) if name == "torch" else None
     is_lazy = getattr(getattr(framework_of(model).nn, "parameter", None), "is_lazy", None)
     if is_lazy and any(map(is_lazy, chain(model.parameters(), model.buffers()))):
         raise ValueError("model has lazy modules: call it once before, so that they get a shape")

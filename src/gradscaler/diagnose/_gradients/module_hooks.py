@@ -1,4 +1,4 @@
-"""Hooks on the modules of a PyTorch or TensorPlay model that find the first Inf or NaN."""
+"""Hooks on the modules of a PyTorch, TensorPlay or Paddle model that find the first Inf or NaN."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import dataclasses
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 from gradscaler.diagnose._gradients.arrays import dtype_name, to_numpy
+from gradscaler.diagnose._gradients.call_site import calling_line
 from gradscaler.diagnose._gradients.nonfinite import count_nonfinite
 from gradscaler.diagnose._gradients.reading import floating, largest, largest_of
 
@@ -44,7 +45,8 @@ class Located:
             of the forward pass whose gradient this is; for an ``"input"``, the first that read it.
             None if it is not known, or if a parameter is itself not finite.
         line: the line that called the operation in the forward pass, such as ``"train.py:12"``:
-            the innermost that is neither the framework's nor gradscaler's. None if it is not known.
+            the innermost that is neither the framework's nor gradscaler's. Without an operation,
+            the line that called the module. None if it is not known.
     """
 
     module: str | None
@@ -93,7 +95,7 @@ class ModuleHooks:
         see_output: is given each tensor that a module returns, while it is the current one.
 
     Raises:
-        TypeError: ``model`` is not a module of PyTorch or TensorPlay.
+        TypeError: ``model`` is not a module of PyTorch or TensorPlay, or a layer of Paddle.
     """
 
     def __init__(self, model: Module, backward: bool = False) -> None:
@@ -116,7 +118,7 @@ class ModuleHooks:
         jit = getattr(self._framework, "jit", None)
         compiled: Any = getattr(jit, "ScriptModule", ())  # these take no such hooks
         try:
-            for name, module in self.model.named_modules():
+            for name, module in modules_of(self.model):
                 if isinstance(module, compiled):
                     continue
                 enter = self._hook(partial(self._enter, name))
@@ -202,7 +204,7 @@ class ModuleHooks:
         if self.located or not self._entered[name]:
             return
         call = self._entered[name].pop()
-        masks = next(module.parameters(recurse=False), None) is None
+        masks = next(own_parameters_of(module), None) is None
         for tensor in floating(self._framework.Tensor, output):
             if math.isfinite(call.input) and not math.isfinite(largest(tensor, masks)):
                 self._found("forward", name, module, tensor, call.input, _nonfinite_of(module))
@@ -225,8 +227,8 @@ class ModuleHooks:
             return
         users = [  # several modules may share it
             (name, module, key)
-            for name, module in self.model.named_modules()
-            for key, own in module.named_parameters(recurse=False)
+            for name, module in modules_of(self.model)
+            for key, own in own_parameters_of(module)
             if own is parameter and self._calls[name]
         ]
         calls = [call for name, _, _ in users for call in self._calls[name]]
@@ -257,6 +259,7 @@ class ModuleHooks:
             largest_finite,
             largest_input,
             parameter,
+            line=calling_line(self._framework) if kind == "forward" else None,
         )
 
 
@@ -274,14 +277,31 @@ class _Call:
 
 def _nonfinite_of(module: Module) -> str | None:
     """The name of one of the module's own parameters that is not finite, or None."""
-    own = module.named_parameters(recurse=False)
+    own = own_parameters_of(module)
     return next((name for name, p in own if not math.isfinite(largest(p))), None)
 
 
 def framework_of(model: Module) -> Any:
     """The framework that a model is a module of."""
-    for name in ("torch", "tensorplay"):
+    for name, base in (("torch", "Module"), ("tensorplay", "Module"), ("paddle", "Layer")):
         framework = sys.modules.get(name)
-        if framework is not None and isinstance(model, framework.nn.Module):
+        if framework is not None and isinstance(model, getattr(framework.nn, base)):
             return framework
-    raise TypeError(f"model must be a Module of PyTorch or TensorPlay, got {type(model).__name__}")
+    what = "a Module of PyTorch or TensorPlay, or a Layer of Paddle"
+    raise TypeError(f"model must be {what}, got {type(model).__name__}")
+
+
+def modules_of(model: Module) -> Iterator[tuple[str, Module]]:
+    """A model and all modules in it, with their names."""
+    if hasattr(model, "named_sublayers"):  # Paddle's
+        yield from model.named_sublayers(include_self=True)
+    else:
+        yield from model.named_modules()
+
+
+def own_parameters_of(module: Module) -> Iterator[tuple[str, Tensor]]:
+    """A module's own parameters, without those of the modules in it."""
+    if hasattr(module, "named_sublayers"):
+        yield from module.named_parameters(include_sublayers=False)
+    else:
+        yield from module.named_parameters(recurse=False)

@@ -68,8 +68,9 @@ class OperationWatch:
 
         Where no operation can be seen, it is the module, from the hooks.
         """
-        events = (event.located for event in self._values.events if event.does_harm)
-        found = next(events, None)
+        events = [event.located for event in self._values.events if event.does_harm]
+        # What it was called for before the start has no line.
+        found = next((event for event in events if event.line), events[0] if events else None)
         if found is None and self._hooks is not None:
             found = self._hooks.located
             return None if found is None or self._has_seen(found.module) else found
@@ -105,6 +106,14 @@ class OperationWatch:
         self._nodes.stop()
 
     @property
+    def _is_evaluating(self) -> bool:
+        """Whether this is no training: a monitor may watch until the next step."""
+        from torch import is_grad_enabled
+
+        is_training = self._hooks is None or self._hooks.model.training
+        return not is_training and not is_grad_enabled()
+
+    @property
     def _is_watching(self) -> bool:
         return self._is_on and os.getpid() == self._process  # a fork inherits the mode
 
@@ -112,7 +121,7 @@ class OperationWatch:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None
     ) -> Any:
         """Call an operation, and see what it makes of its inputs."""
-        if not self._is_watching:
+        if not self._is_watching or self._is_evaluating:
             return func(*args, **kwargs)
         before = None
         name = func.name().partition("::")[2].partition(".")[0]

@@ -63,9 +63,11 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
 def largest(tensor: Tensor, masks: bool = False) -> float:
     """The largest magnitude; Inf or NaN if there is one. In masks -inf does not count."""
     tensor = local(tensor).detach()
-    if not tensor.numel():
+    if 0 in tensor.shape:
         return 0.0
-    if dtype_name(tensor).startswith(("float8", "complex")) or tensor.is_sparse:
+    is_sparse = tensor.is_sparse() if callable(tensor.is_sparse) else tensor.is_sparse
+    is_paddle = hasattr(tensor, "is_selected_rows")  # it lacks abs() in float16 on CPU
+    if dtype_name(tensor).startswith(("float8", "complex")) or is_sparse or is_paddle:
         found = float(np.abs(to_numpy(tensor)).max(initial=0.0))
     else:
         found = float(tensor.abs().max())

@@ -94,7 +94,7 @@ class ValueWatch:
         mask = self._mask_of_inputs(operation)
         for tensor, found in zip(operation.outputs, after, strict=True):
             memory = memory_of(tensor)
-            if found.state == "mask" and event is None and _may_be_mask(operation, tensor):
+            if found.state == "mask" and event is None and _may_be_mask(operation, tensor, mask):
                 if mask is None and not _has_mask(operation) and operation.inputs:
                     mask = self._made(operation, tensor)
                 if mask is not None:
@@ -159,12 +159,12 @@ def _has_mask(operation: Operation) -> bool:
     return any(found.state == "mask" for found in operation.before)
 
 
-def _may_be_mask(operation: Operation, tensor: Tensor) -> bool:
+def _may_be_mask(operation: Operation, tensor: Tensor, mask: Event | None) -> bool:
     """Whether -inf in an output may be meant to mask."""
     if not operation.inputs:  # a constant
         return True
     if tensor.ndim == 0:
-        return False
+        return mask is None and _has_mask(operation)
     name = operation.name
     return operation.is_elementwise or bool(_MAKES_MASKS.search(name)) or _has_mask(operation)
 

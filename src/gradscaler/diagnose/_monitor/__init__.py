@@ -36,6 +36,13 @@ class Monitor:
     model's parameters and activations. While a lower scale may still cure the skips, it waits for
     more.
 
+    The step after the first skip whose loss is not finite is watched, and the last of
+    ``stuck_after`` skips. A closure that fails is watched when it is called again, on the same
+    batch. In PyTorch, that finds the operation and the user's line that made the first Inf or NaN,
+    as :func:`locate` does, except in compiled code; in TensorPlay and Paddle, the module by its
+    output. The run file says it, and the dtype of each module's output, which autocast chooses. A
+    step that is watched takes several times as long, and changes nothing. Others cost nothing.
+
     What may be on a device is read only at samples and when asked for, so nothing else waits for
     the device. But with ``forensics`` each step's flag is read at once, if there are gradients to
     inspect. Without, a verdict waits for the next sample; a scaler that announces its steps is
@@ -52,8 +59,8 @@ class Monitor:
     Args:
         scaler: any scaler of gradscaler's. For JAX, the one before the first step, or an optax
             state that holds one; for MindSpore, a manager, a functional scaler or a train step.
-        model: gives the parameters their names. In PyTorch and TensorPlay, its activations are
-            inspected in the last of ``stuck_after`` steps.
+        model: gives the parameters their names. In PyTorch, TensorPlay and Paddle, its activations
+            are inspected in the steps that are watched.
         every: steps from one sample to the next, on average. Which one of each ``every`` is
             sampled varies by a fixed rule, so that batches in a periodic order are all seen.
         path: a run file to create or append to; see :mod:`gradscaler.diagnose._run.lines`. One

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from gradscaler.diagnose._gradients.arrays import dtype_name, local
 from gradscaler.diagnose._gradients.locate import is_locating
 from gradscaler.diagnose._gradients.module_hooks import Located, ModuleHooks
 from gradscaler.diagnose._gradients.nonfinite import inspect
+from gradscaler.diagnose._gradients.operation_watch import OperationWatch
 from gradscaler.diagnose._monitor.backward_dtypes import listen
 from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of, measure
 from gradscaler.diagnose._monitor.sampling import is_sampled
@@ -51,8 +52,12 @@ class EagerObserver(StepSource):
     def __post_init__(self) -> None:
         self._optimizers: list[Any] = []  # of the latest iteration that ended
         self._hooks: ModuleHooks | None = None
-        with suppress(TypeError):  # a Paddle layer takes none of these hooks; a model may be None
+        with suppress(TypeError):  # there may be no model
             self._hooks = ModuleHooks(self.model)
+        bases = type(self.scaler).__mro__
+        is_torch = any(base.__module__.startswith("gradscaler.torch") for base in bases)
+        self._watch = OperationWatch(self._hooks) if is_torch else None
+        self._located: Located | None = None  # in the latest streak of skips
         self._inspected = 0  # the latest iteration that is inspected whatever `forensics` says
         self._iterations = deque([Iteration(self.log.counts.step + 1)])  # the last one is not over
         self._first = self._iterations[-1].number
@@ -71,8 +76,14 @@ class EagerObserver(StepSource):
         if number == self._first or is_sampled(number, self.every):
             listen(outputs, self._iterations[-1].backward)
         loss = local(outputs).detach()
-        if 0 not in loss.shape:  # as this process' part may be
-            self._iterations[-1].losses.append(loss if loss.ndim == 0 else loss.mean())
+        if 0 in loss.shape:  # as this process' part may be
+            return
+        iteration = self._iterations[-1]
+        is_repeated = iteration.losses and self.scaler.observed.is_in_closure
+        if is_repeated and self._inspected != iteration.number:
+            # Its gradients were read already; if they overflow again, the same batch follows.
+            self._inspect_next(not math.isfinite(iteration.losses[-1].item()))
+        iteration.losses.append(loss if loss.ndim == 0 else loss.mean())
 
     def unscaling(self, optimizer: Any, scale: Any, /) -> None:
         """Measure the gradients if a sample is due, before anything clips them."""
@@ -112,11 +123,12 @@ class EagerObserver(StepSource):
             is_due = waiting >= HISTORY_LENGTH or (waiting > 0 and self._iterations[-2].measured)
             if self.forensics or was_inspected or is_due:
                 self.read()
+            self._keep_located()
             streak = self.log.stuck_streak
             is_unseen = streak is not None and streak.skips[-1].nonfinite is None
             is_unseen = is_unseen and not was_inspected
             is_late = is_unseen and self.log.needs_verdict  # flags were read after the step
-            self._inspect_next(self.log.is_nearly_stuck or is_late)
+            self._inspect_next(self.log.is_nearly_stuck or is_late or self._has_bad_loss())
             if not is_late:
                 self.log.check_stuck()
         except Exception as error:  # the next call continues; after an interrupt it tries again
@@ -129,8 +141,7 @@ class EagerObserver(StepSource):
     def close(self) -> None:
         """Observe no more, and add the iterations that wait."""
         self.scaler.remove_observer(self)
-        if self._hooks is not None:
-            self._hooks.stop()
+        self._inspect_next(False)
         self._note_missed_steps()
         self._end()
         self.read()
@@ -226,16 +237,35 @@ class EagerObserver(StepSource):
         return None
 
     def _inspect_next(self, is_wanted: bool) -> None:
-        """Inspect the next iteration, which may make a streak too long, or do not."""
-        if self._hooks is not None:
-            self._hooks.start() if is_wanted else self._hooks.stop()
+        """Inspect and watch the next iteration, which may say what is wrong, or do not."""
+        for each in (self._hooks, self._watch):
+            if each is not None:
+                each.start() if is_wanted else each.stop()
         if is_wanted:
             self._inspected = self._iterations[-1].number
 
+    def _has_bad_loss(self) -> bool:
+        """Whether the latest step is the first of a streak, and its loss is not finite."""
+        latest = list(islice(reversed(self.log.history), 2))
+        skipped = [step.skipped for step in latest]
+        loss = latest[0].loss if latest else None
+        is_bad = loss is not None and not math.isfinite(loss)
+        return is_bad and skipped in ([True], [True, False])
+
+    def _keep_located(self) -> None:
+        """Keep what was located in the latest step, if it was skipped and watched."""
+        if not (self.log.history and self.log.history[-1].skipped):
+            self._located = None
+        elif self._inspected == self.log.history[-1].step:
+            source = self._hooks if self._watch is None else self._watch
+            found = None if source is None else source.located
+            self._located = found or self._located
+            self.log.add_watched(found, {} if self._hooks is None else self._hooks.dtypes)
+
     @property
     def located(self) -> Located | None:
-        """The module that made the first Inf or NaN in the latest iteration with hooks."""
-        return None if self._hooks is None else self._hooks.located
+        """What made the first Inf or NaN in the latest streak of skips, if that was watched."""
+        return self._located
 
     def _named(self, optimizer: Any, place: int) -> dict[str, Any]:
         """The parameters of an iteration's first, second... optimizer, by name or by place."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from gradscaler.diagnose._run.lines import Line, Sample, Skip, VerdictLine
+from gradscaler.diagnose._gradients.module_hooks import Located
+from gradscaler.diagnose._run.lines import Line, Sample, Skip, VerdictLine, Watched
 from gradscaler.diagnose._run.tensorboard import EventFile
 from gradscaler.diagnose._run.writer import RunFile
 from gradscaler.diagnose._verdict import Evidence, Verdict
@@ -86,6 +87,7 @@ class StepLog:
     Attributes:
         history: the latest steps.
         counts: what was counted.
+        located: the latest Inf or NaN of which it was seen where it was made.
     """
 
     def __init__(
@@ -103,6 +105,9 @@ class StepLog:
         self._stuck_after = stuck_after
         self._judge = judge
         self.counts = Counts(step, 0, {}, step)
+        self.located: Watched | None = None
+        self._watched = step  # the last step that add_watched was called for
+        self._dtypes: Mapping[str, str] = {}
 
     @property
     def num_steps(self) -> int:
@@ -198,6 +203,20 @@ class StepLog:
             calls=dict(counts.calls),
             **measured,
         )
+
+    def add_watched(self, located: Located | None, dtypes: Mapping[str, str]) -> None:
+        """Write what was seen in the last step, once; dtypes only if they changed."""
+        step = self.counts.step
+        if self._watched == step:
+            return
+        line = Watched(step, dtypes={} if dtypes == self._dtypes else dict(dtypes))
+        if located is not None:
+            operation, where = located.operation, located.line
+            line = replace(line, located=str(located), operation=operation, line=where)
+            self.located = line
+        if located is not None or line.dtypes:
+            self._write(line)
+        self._watched, self._dtypes = step, dict(dtypes)
 
     def check_stuck(self) -> None:
         """Give the verdict if ``stuck_after`` steps in a row were skipped, once in that streak.

@@ -172,4 +172,25 @@ class VerdictLine:
     where: str | None
 
 
-Line = Start | Sample | Skip | VerdictLine
+@dataclass(frozen=True)
+class Watched:
+    """What a monitor saw in a step whose operations or modules it watched.
+
+    Attributes:
+        step: the step's number.
+        located: where the first Inf or NaN was made, in words; None if that was not seen.
+        operation: what made it, as in :class:`~gradscaler.diagnose.Located`.
+        line: where that was called.
+        dtypes: the dtype of each module's output, by the module's name; autocast chooses it.
+    """
+
+    kind: ClassVar[str] = "watched"
+
+    step: int
+    located: str | None = None
+    operation: str | None = None
+    line: str | None = None
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+
+
+Line = Start | Sample | Skip | VerdictLine | Watched

@@ -7,12 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from gradscaler.diagnose._run.checks import loads, shown, value_as
-from gradscaler.diagnose._run.lines import VERSION, Line, Sample, Skip, Start, VerdictLine
+from gradscaler.diagnose._run.lines import (
+    VERSION,
+    Line,
+    Sample,
+    Skip,
+    Start,
+    VerdictLine,
+    Watched,
+)
 from gradscaler.diagnose._run.ranks import of_ranks
 from gradscaler.diagnose._run.run import Run
 
 _LONGEST_LINE = 2**26  # bytes; a model of 10,000 parameters takes 2**22
-_KINDS: dict[str, type[Line]] = {kind.kind: kind for kind in (Start, Sample, Skip, VerdictLine)}
+_KINDS: dict[str, type[Line]] = {
+    kind.kind: kind for kind in (Start, Sample, Skip, VerdictLine, Watched)
+}
 
 
 def read_run(path: str | Path, *others: str | Path) -> Run:
@@ -80,8 +90,8 @@ def _read(path: Path) -> Run:
             lines[type(line)].append(line)
     if not lines[Start]:
         raise ValueError(f"{path}: line 1: is empty or incomplete, so the file holds no run")
-    starts, samples, skips, verdicts = map(tuple, lines.values())
-    return Run(starts, samples, skips, verdicts)
+    starts, samples, skips, verdicts, watched = map(tuple, lines.values())
+    return Run(starts, samples, skips, verdicts, watched=watched)
 
 
 def _line(record: dict[str, Any], first: bool) -> Line:

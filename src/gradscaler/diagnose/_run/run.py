@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from gradscaler.diagnose._run.lines import Line, Sample, Shares, Skip, Start, VerdictLine
+from gradscaler.diagnose._run.lines import (
+    Line,
+    Sample,
+    Shares,
+    Skip,
+    Start,
+    VerdictLine,
+    Watched,
+)
 from gradscaler.diagnose._verdict import Evidence, Verdict, judge
 
 
@@ -24,6 +32,7 @@ class Run:
     skips: tuple[Skip, ...]
     verdicts: tuple[VerdictLine, ...]
     ranks: Mapping[int, Run] = field(default_factory=dict)
+    watched: tuple[Watched, ...] = ()
 
     @cached_property
     def num_steps(self) -> int:

@@ -13,6 +13,7 @@ from gradscaler.diagnose.report._texts import number, percent, shown
 
 LATEST = 10  # skipped steps in the table
 _MOST_RANKS = 20
+_MOST_MODULES = 100
 
 
 class Headline(NamedTuple):
@@ -102,7 +103,7 @@ def facts_of(run: Run) -> dict[str, str]:
 def tables_of(run: Run) -> list[Table]:
     """The tables that have rows."""
     latest = [sample for sample in run.samples if sample.parameters][-1:]
-    tables = (*map(_worst, latest), _skips(run), _ranks(run))
+    tables = (*map(_worst, latest), _skips(run), _located(run), _dtypes(run), _ranks(run))
     return [table for table in tables if table.rows]
 
 
@@ -138,6 +139,24 @@ def _skips(run: Run) -> Table:
     if len(run.skips) > LATEST:
         title += f": the latest {LATEST} of {len(run.skips):,} inspected"
     return Table(title, headings, rows, names=1)
+
+
+def _located(run: Run) -> Table:
+    """Where the latest Inf or NaN were made, the latest first."""
+    found = [watched for watched in run.watched if watched.located is not None][-LATEST:]
+    rows = [(f"{watched.step:,}", shown(watched.located or "")) for watched in reversed(found)]
+    return Table("Where the first Inf or NaN was made", ("Step", "Where"), rows, names=1)
+
+
+def _dtypes(run: Run) -> Table:
+    """The dtype of each module's output, as last seen."""
+    seen = [watched for watched in run.watched if watched.dtypes][-1:]
+    pairs = list(seen[0].dtypes.items()) if seen else []
+    rows = [(shown(name) or "the model", shown(dtype, 20)) for name, dtype in pairs[:_MOST_MODULES]]
+    title = "What each module computes in"
+    if len(pairs) > _MOST_MODULES:
+        title += f": the first {_MOST_MODULES} of {len(pairs):,}"
+    return Table(title, ("Module", "Output"), rows, names=0)
 
 
 def _ranks(run: Run) -> Table:

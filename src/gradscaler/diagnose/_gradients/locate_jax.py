@@ -1,0 +1,213 @@
+"""What made the first Inf or NaN, in a function of JAX."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from gradscaler.diagnose._gradients.arrays import dtype_name, to_numpy
+from gradscaler.diagnose._gradients.call_site import Site, shown_line
+from gradscaler.diagnose._gradients.event import located_at
+from gradscaler.diagnose._gradients.module_hooks import Located
+from gradscaler.diagnose._gradients.reading import Reading, largest_of
+
+Array = Any
+Jaxpr = Any
+Equation = Any
+
+_ADDS_UP = ("dot_general", "conv_general_dilated", "reduce_sum", "cumsum", "reduce_window_sum")
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2")
+_PACKAGES = ("jax", "gradscaler")
+
+
+class _Value(NamedTuple):
+    """A value in a computation."""
+
+    array: Array
+    found: Reading
+    source: Located | None = None  # what made its Inf, NaN or -inf
+
+
+def locate_jax(fn: Callable[..., Any], *args: Any) -> Located | None:
+    """Call a function of JAX primitive by primitive, and find what makes the first Inf or NaN.
+
+    That is the first primitive, by the order of the computation, whose output is not finite
+    although its inputs are, and whose Inf or NaN reaches a result of the function. To check the
+    backward pass too, give the function that ``jax.value_and_grad`` makes. There, a primitive has
+    the line of the forward pass that it is the gradient of. -inf counts as finite unless it becomes
+    +Inf or NaN, a sum makes it, or it is a scalar.
+
+    The primitives in ``jit``, ``remat``, ``custom_jvp``, ``custom_vjp``, ``scan``, ``while_loop``
+    and ``cond`` are seen one by one. Others that hold a computation, such as ``shard_map`` and
+    Pallas kernels, are one. The function is traced as ``jit`` would, so its control flow must not
+    depend on values. What XLA would fuse is rounded here after each primitive.
+
+    Args:
+        fn: the function.
+        args: its arguments: arrays in any pytree.
+
+    Returns:
+        ``module`` is None, and ``operation`` is the primitive, such as ``"log"``. If an argument or
+        a constant is not finite, the ``kind`` is ``"input"``, and ``parameter`` is the argument's
+        path. None if all results are finite.
+
+    Raises:
+        Whatever ``jax.make_jaxpr`` or the function raises.
+
+    Example::
+
+        found = locate_jax(jax.value_and_grad(scaled_loss), params, batch)
+        print(found)  # forward of a function (float16), exp at train.py:12: 3 inf of 64; ...
+    """
+    jax: Any = import_module("jax")
+    closed = jax.make_jaxpr(fn)(*args)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(args)]
+    arrays = [array for _, array in jax.tree_util.tree_leaves_with_path(args)]
+    names = [f"args{jax.tree_util.keystr(path)}" for path in paths]
+    inputs = [_given(array, name) for array, name in zip(arrays, names, strict=True)]
+    results = _run(closed.jaxpr, [_given(const) for const in closed.consts], inputs)
+    return next((result.source for result in results if result.found.state == "bad"), None)
+
+
+def _run(jaxpr: Jaxpr, consts: Sequence[_Value], inputs: Sequence[_Value]) -> list[_Value]:
+    """The results of a computation."""
+    constant = import_module("jax.extend.core").Literal
+    values = dict(zip(jaxpr.constvars, consts, strict=True))
+    values |= dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def value_of(atom: Any) -> _Value:
+        return _given(atom.val) if isinstance(atom, constant) else values[atom]
+
+    for equation in jaxpr.eqns:
+        inputs = [value_of(atom) for atom in equation.invars]
+        values |= dict(zip(equation.outvars, _call(equation, inputs), strict=True))
+    return [value_of(atom) for atom in jaxpr.outvars]
+
+
+def _run_closed(closed: Any, inputs: Sequence[_Value]) -> list[_Value]:
+    consts = getattr(closed, "consts", ())
+    return _run(getattr(closed, "jaxpr", closed), [_given(const) for const in consts], inputs)
+
+
+def _call(equation: Equation, inputs: Sequence[_Value]) -> list[_Value]:
+    """The outputs of one primitive, or of the computation that it holds."""
+    name, params = equation.primitive.name, equation.params
+    if name == "scan":
+        return _scan(params, inputs)
+    if name == "while":
+        return _while(params, inputs)
+    if name == "cond":
+        index, *rest = inputs
+        branches = params["branches"]
+        return _run_closed(branches[min(max(int(index.array), 0), len(branches) - 1)], rest)
+    if name in _CALLS or name.startswith(("custom_jvp_call", "custom_vjp_call")):
+        held = next(params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params)
+        return _run_closed(held, inputs)
+    outputs = equation.primitive.bind(*(value.array for value in inputs), **params)
+    if not equation.primitive.multiple_results:
+        outputs = [outputs]
+    return [_made(equation, output, inputs) for output in outputs]
+
+
+def _scan(params: Any, inputs: Sequence[_Value]) -> list[_Value]:
+    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    consts, carry = list(inputs[:num_consts]), list(inputs[num_consts : num_consts + num_carry])
+    stack = import_module("jax.numpy").stack
+    sequences, steps = inputs[num_consts + num_carry :], list[list[_Value]]()
+    places = range(params["length"])
+    for place in reversed(places) if params["reverse"] else places:
+        items = [value._replace(array=value.array[place]) for value in sequences]
+        items = [item._replace(found=_read(item.array)) for item in items]
+        results = _run_closed(params["jaxpr"], [*consts, *carry, *items])
+        carry, step = results[:num_carry], results[num_carry:]
+        steps.append(step)
+    if params["reverse"]:
+        steps.reverse()
+    stacked = []
+    for outputs in zip(*steps, strict=True):
+        array = stack([output.array for output in outputs])
+        sources = (output.source for output in outputs if output.found.bad)
+        stacked.append(_Value(array, _read(array), next(sources, None)))
+    return [*carry, *stacked]
+
+
+def _while(params: Any, inputs: Sequence[_Value]) -> list[_Value]:
+    first = params["cond_nconsts"]
+    second = first + params["body_nconsts"]
+    carry = list(inputs[second:])
+    while _run_closed(params["cond_jaxpr"], [*inputs[:first], *carry])[0].array:
+        carry = _run_closed(params["body_jaxpr"], [*inputs[first:second], *carry])
+    return carry
+
+
+def _given(array: Array, name: str | None = None) -> _Value:
+    """A value that no primitive made."""
+    found = _read(array)
+    if found.state != "bad":
+        return _Value(array, found)
+    site = Site(None, None, None, "")
+    return _Value(array, found, located_at(site, "input", array, _largest_finite(array), name))
+
+
+def _made(equation: Equation, array: Array, inputs: Sequence[_Value]) -> _Value:
+    """A value that a primitive made."""
+    found = _read(array)
+    if not found.bad:
+        return _Value(array, found)
+    name = equation.primitive.name
+    bad = [value for value in inputs if value.found.state == "bad"]
+    masks = [value for value in inputs if value.found.state == "mask"]
+    if found.state == "mask":
+        source = next((value.source for value in masks), None)
+        if masks and (source is None or array.ndim):
+            return _Value(array, found, source)
+        if not array.ndim or name in _ADDS_UP:
+            found = Reading("bad")
+    line = _line_of(equation)
+    if bad:
+        source = bad[0].source
+        if source is not None and source.kind == "input" and source.operation is None:
+            source = replace(source, operation=name, line=line)
+        return _Value(array, found, source)
+    source = next((value.source for value in masks if value.source is not None), None)
+    if source is None:
+        kind: Literal["forward", "backward"] = "forward"
+        if "transpose" in str(equation.source_info.name_stack):
+            kind = "backward"
+        largest = largest_of(value.found.largest for value in inputs)
+        source = located_at(Site(name, line, None, ""), kind, array, largest)
+    return _Value(array, found, source)
+
+
+def _read(array: Array) -> Reading:
+    """What an array holds; anything but numbers is finite."""
+    is_number = dtype_name(array).startswith(("float", "bfloat", "complex"))
+    if not is_number or dtype_name(array) == "float0" or not np.size(array):
+        return Reading("finite")
+    values = to_numpy(array)
+    found = float(np.abs(values).max())
+    if math.isfinite(found):
+        return Reading("finite", found)
+    found = float(np.abs(values[values != -math.inf]).max(initial=0.0))
+    return Reading("mask", found) if math.isfinite(found) else Reading("bad")
+
+
+def _largest_finite(array: Array) -> float:
+    values = to_numpy(array)
+    return float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
+
+
+def _line_of(equation: Equation) -> str | None:
+    """The innermost line that is neither JAX's nor gradscaler's."""
+    traceback = equation.source_info.traceback
+    packages = tuple(f"{Path(str(sys.modules[name].__file__)).parent}/" for name in _PACKAGES)
+    frames = [] if traceback is None else traceback.frames
+    users = (frame for frame in frames if not frame.file_name.startswith(packages))
+    return next((shown_line(frame.file_name, frame.line_num) for frame in users), None)

@@ -1,0 +1,130 @@
+"""The steps in which a monitor watches every operation of PyTorch."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from gradscaler.diagnose import Monitor, read_run
+from gradscaler.diagnose.report._summary import tables_of
+from gradscaler.torch import GradScaler
+
+LINES = Path(__file__).read_text(encoding="utf-8").splitlines()
+
+
+def line_with(mark):
+    (number,) = (n for n, line in enumerate(LINES, 1) if line.endswith(f"# {mark}"))
+    return f"{Path(__file__).relative_to(Path.cwd())}:{number}"
+
+
+class Training:
+    """Steps of a model under autocast; in those that are marked with "!", the loss is Inf."""
+
+    def __init__(self, monitored=True, model=True, scale=256.0, **options):
+        torch.manual_seed(0)
+        linear = torch.nn.Linear
+        self.model = torch.nn.Sequential(linear(4, 8), torch.nn.Dropout(0.1), linear(8, 4))
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        self.scaler = GradScaler(init_scale=scale, max_retries=4)
+        self.watched = []
+        self.monitor = None
+        if monitored:
+            self.monitor = Monitor(self.scaler, self.model if model else None, **options)
+
+    def loss(self, finite):
+        self.watched.append(is_in_torch_dispatch_mode())
+        with torch.autocast("cpu", torch.float16):
+            hidden = self.model(torch.randn(8, 4))
+        chances = hidden.float().softmax(-1) * (1.0 if finite else 0.0)
+        return -chances.log().mean()  # the log
+
+    def backward(self, finite):
+        self.optimizer.zero_grad()
+        loss = self.loss(finite)
+        self.scaler.scale(loss).backward()
+        return loss
+
+    def steps(self, flags, closure=False):
+        for flag in flags:
+            if closure:
+                self.scaler.step(self.optimizer, lambda flag=flag: self.backward(flag == "."))
+            else:
+                self.backward(flag == ".")
+                self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return self
+
+
+def watched_in(path, *fields):
+    return [tuple(getattr(line, field) for field in fields) for line in read_run(path).watched]
+
+
+@pytest.mark.parametrize("model", [True, False])
+@pytest.mark.parametrize("forensics", [0, 1])
+def test_the_operation_and_the_line_are_written_before_the_verdict(model, forensics, path):
+    options = {"path": path, "stuck_after": 6, "on_stuck": "continue", "forensics": forensics}
+    training = Training(model=model, every=1, **options).steps("..!!!!!!!!")
+    log = "log", line_with("the log")
+    assert watched_in(path, "step", "operation", "line") == [(4, *log), (8, *log)]
+    assert training.watched == [flag == "w" for flag in "...w...w.."]
+    located = training.monitor._source.located
+    assert (located.module, located.kind, located.num_inf) == (None, "forward", 32)
+
+
+def test_a_skip_at_a_scale_that_is_too_large_is_not_watched(path):
+    training = Training(scale=2.0**126, path=path).steps("....")
+    assert training.monitor.history[0].skipped
+    assert not any(training.watched)
+
+
+def test_a_closure_is_watched_on_the_batch_that_failed(path):
+    training = Training(path=path, stuck_after=9).steps("..!..", closure=True)
+    assert watched_in(path, "step", "operation", "line") == [(3, "log", line_with("the log"))]
+    evaluations = "..", "..www", "w", "."  # and once more on the next batch
+    assert training.watched == [flag == "w" for flag in "".join(evaluations)]
+
+
+def test_the_report_tells_where_and_in_which_dtype(path):
+    training = Training(path=path).steps(".!!")
+    training.monitor.close()
+    tables = {table.title: table.rows for table in tables_of(read_run(path))}
+    modules = [("0", "float16"), ("1", "float16"), ("2", "float16"), ("the model", "float16")]
+    assert tables["What each module computes in"] == modules
+    ((step, where),) = tables["Where the first Inf or NaN was made"]
+    assert step == "3"
+    assert where.startswith(
+        f"forward of a function (float32), log at {line_with('the log')}: 32 inf"
+    )
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_a_watched_training_has_the_same_bits(closure):
+    def bits(monitored):
+        options = {"stuck_after": 3, "on_stuck": "continue"} if monitored else {}
+        training = Training(monitored, **options).steps(".!..!!!..!!!!..", closure)
+        assert any(training.watched) == monitored
+        state = training.optimizer.state_dict()["state"]
+        moments = [each for entry in state.values() for each in entry.values()]
+        return [*training.model.parameters(), *moments, torch.get_rng_state()]
+
+    # A watched batch draws the same random numbers, and makes the same gradients.
+    assert all(map(torch.equal, bits(True), bits(False)))
+
+
+def test_a_closed_monitor_watches_no_more():
+    training = Training().steps("!")
+    assert is_in_torch_dispatch_mode()
+    training.monitor.close()
+    assert not is_in_torch_dispatch_mode()
+
+
+def test_a_loss_that_recovers_is_no_longer_watched(path):
+    training = Training(path=path).steps("!...!..")
+    assert training.watched == [False, True, False, False, False, True, False]
+    assert math.isfinite(training.loss(True).item())
+    assert all(operation is None for (operation,) in watched_in(path, "operation"))
