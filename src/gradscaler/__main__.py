@@ -114,6 +114,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("sources", type=Path, nargs="+", metavar="RUN", help=_RUNS)
     explain.set_defaults(run=_explain)
+
+    watch = commands.add_parser(
+        "watch",
+        help="show a run in the terminal while it trains",
+        description="Show the file that a gradscaler.diagnose.Monitor writes: the latest verdict, "
+        "the loss scale, the loss and the skipped steps, redrawn as the file grows, until Ctrl-C. "
+        "Wait for the file if it does not exist yet. If the output is not a terminal, print this "
+        "once, when no monitor writes to the file any more.",
+    )
+    watch.add_argument("source", type=Path, metavar="RUN", help="the file to read")
+    watch.add_argument("--once", action="store_true", help="print what there is now, and end")
+    watch.set_defaults(run=_watch)
     return parser
 
 
@@ -171,6 +183,17 @@ def _explain(parsed: argparse.Namespace) -> None:
             sys.stdout.reconfigure(errors="replace")  # a name may hold any letter
         explain(read_run(*parsed.sources), Console())
     except (ImportError, OSError, ValueError) as error:
+        raise _failed(error) from None
+
+
+def _watch(parsed: argparse.Namespace) -> None:
+    from gradscaler.diagnose.report._watch import watch
+
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a name may hold any letter
+    try:
+        watch(parsed.source, sys.stdout, parsed.once)
+    except (OSError, ValueError) as error:
         raise _failed(error) from None
 
 

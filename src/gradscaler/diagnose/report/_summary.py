@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -91,6 +91,20 @@ def facts_of(run: Run) -> dict[str, str]:
     facts["Policy"] = shown(str(start.policy.get("name", "unknown")), 40)
     facts["Trained with"] = shown(f"{start.framework}, {start.dtype}", 40)
     return facts
+
+
+def exponents_of(run: Run) -> dict[int, float]:
+    """The binary logarithm of each scale, by the step that first used it; NaN if it has none."""
+    return {
+        step: math.log2(scale) if 0 < scale < math.inf else math.nan
+        for step, scale in zip(*run.scales, strict=True)
+    }
+
+
+def ends_of(points: Mapping[int, float], show: Callable[[float], str] = number) -> str:
+    """The number of the first step, and of the last."""
+    steps = sorted(points)
+    return " → ".join(show(points[step]) for step in steps[:: max(1, len(steps) - 1)])
 
 
 def tables_of(run: Run) -> list[Table]:
