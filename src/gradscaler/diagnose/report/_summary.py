@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 from gradscaler.diagnose._run.lines import Sample
 from gradscaler.diagnose._run.run import Run
+from gradscaler.diagnose.report._fit import fit_of
 from gradscaler.diagnose.report._texts import number, percent, shown
 
 LATEST = 10  # skipped steps in the table
 _MOST_RANKS = 20
+_MOST_LOST = 0.5  # of a parameter's gradients, at the largest scale that does not overflow
 
 
 class Headline(NamedTuple):
@@ -71,7 +73,11 @@ def _doubt(run: Run) -> str:
             f"Earlier: {HEADLINES.get(earlier[-1], Headline('bad', shown(earlier[-1], 40))).text}"
         )
     _, scales = run.scales
-    return "The loss scale is below 1" if scales and scales[-1] < 1 else ""
+    if scales and scales[-1] < 1:
+        return "The loss scale is below 1"
+    fit = fit_of(run)
+    is_lost = fit is not None and fit.is_empty and fit.lost > _MOST_LOST
+    return "No loss scale fits every parameter" if is_lost else ""
 
 
 def facts_of(run: Run) -> dict[str, str]:
