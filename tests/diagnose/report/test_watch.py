@@ -286,6 +286,19 @@ def test_a_follower_reads_what_a_reader_does_each_line_once(path):
     assert len(follower.read().samples) == 6
 
 
+def test_a_follower_notices_a_longer_run_in_the_place_of_the_one_it_read(path):
+    with closing(RunFile(path, START)) as file:
+        file.write(sample(1))
+    follower = RunFollower(path)
+    assert follower.read().num_steps == 1
+    other = path.with_name("other.jsonl")
+    with closing(RunFile(other, replace(START, time="2026-01-02T00:00Z"))) as file:
+        for step in range(10, 20):
+            file.write(sample(step))
+    path.write_bytes(other.read_bytes())
+    assert follower.read() == read_run(other)
+
+
 def test_a_file_has_a_writer_until_it_is_closed(path):
     with closing(RunFile(path, START)) as file:
         assert has_writer(path)
