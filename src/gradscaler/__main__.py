@@ -36,6 +36,7 @@ _EXAMPLES = {
     "convert": " scaler.pt scaler.pdparams --to paddle",
     "report": " run.jsonl -o report.html",
     "explain": " run.jsonl",
+    "watch": " run.jsonl",
     "doctor": "",
 }
 _RUNS = "the file to read, or one of each rank"
@@ -130,6 +131,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor)
 
+    watch = commands.add_parser(
+        "watch",
+        help="show a run in the terminal while it trains",
+        description="Show the file that a gradscaler.diagnose.Monitor writes: the latest verdict, "
+        "the loss scale, the loss and the skipped steps, redrawn as the file grows, until Ctrl-C. "
+        "Wait for the file if it does not exist yet. If the output is not a terminal, print this "
+        "once, when no monitor writes to the file any more.",
+    )
+    watch.add_argument("source", type=Path, metavar="RUN", help="the file to read")
+    watch.add_argument("--once", action="store_true", help="print what there is now, and end")
+    watch.set_defaults(run=_watch)
+
     for name, command in commands.choices.items():
         command.epilog = f"example: python -m gradscaler {name}{_EXAMPLES[name]}"
     return parser
@@ -203,6 +216,17 @@ def _doctor(parsed: argparse.Namespace) -> None:
             failed.append(finding.name)
     if failed:
         raise _FailedError(f"loss scaling does not work with {', '.join(failed)}")
+
+
+def _watch(parsed: argparse.Namespace) -> None:
+    from gradscaler.diagnose.report._watch import watch
+
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a name may hold any letter
+    try:
+        watch(parsed.source, sys.stdout, parsed.once)
+    except (OSError, ValueError) as error:
+        raise _failed(error) from None
 
 
 def _failed(error: Exception, place: Path | None = None) -> _FailedError:

@@ -102,6 +102,16 @@ def test_where_no_scale_fits_the_sentence_names_both_parameters_and_what_is_lost
     )
 
 
+def test_a_parameter_with_few_of_the_gradients_may_be_left_out():
+    large, noise = np.full(96, 2.0**-2), np.full(4, 2.0**-40)
+    fit = fit_of(run_of({"weight": large, "bias": noise}))
+    assert (fit.common.low, fit.common.high, fit.left_out) == (-12, 15, ("bias",))
+    assert fit.sentence.startswith(
+        "Loss scales from 2⁻¹² to 2¹⁵ fit all but bias, with less than 5% of the gradients. The "
+    )
+    assert fit_of(run_of({"weight": large[4:], "bias": np.tile(noise, 2)})).is_empty
+
+
 def test_a_parameter_can_set_both_bounds():
     run = run_of({"wide": np.array([2.0**-40, 1.0])})
     assert "wide needs at least 2²⁶, and at most 2¹³." in fit_of(run).sentence

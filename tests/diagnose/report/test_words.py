@@ -11,7 +11,8 @@ pytest.importorskip("rich", reason="the terminal is written to with it")
 from rich.console import Console
 
 from gradscaler.diagnose import report
-from gradscaler.diagnose._run.lines import Bins, Sample, Shares, Skip, VerdictLine
+from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip, VerdictLine
+from gradscaler.diagnose.report._fit import fit_of
 from gradscaler.diagnose.report._summary import HEADLINES, headline_of
 from gradscaler.diagnose.report._terminal import explain
 from gradscaler.diagnose.report._words import later_samples
@@ -89,5 +90,20 @@ def test_the_banner_is_not_green_over_figures_that_show_otherwise(made_up_run):
     stuck = replace(run, verdicts=(VerdictLine(50, "nan", "", None),))
     assert stuck.verdict.kind == "normal"  # it recovered
     assert headline_of(stuck) == ("warning", f"Earlier: {HEADLINES['nan'].text}")
+    fit = fit_of(run)  # of the smallest parameter's gradients most fit at the largest scale
+    assert fit.is_empty
+    assert fit.lost < 0.5
     low = replace(run, samples=(sample(1, loss=1.0, scale=0.5),), skips=())
     assert headline_of(low) == ("warning", "The loss scale is below 1")
+
+
+def test_a_run_that_no_scale_fits_is_not_green(made_up_run):
+    run = made_up_run(samples=1)
+    bins = Bins(-40, (1000,)), Bins(0, (1000,))
+    parameters = {
+        name: ParameterSample(0.0, 0.0, 0.0, 0.0, b) for name, b in zip("ab", bins, strict=True)
+    }
+    spread = replace(run.samples[0], parameters=parameters)
+    spread = replace(run, samples=(spread,))
+    assert spread.verdict.kind == "normal"
+    assert headline_of(spread) == ("warning", "No loss scale fits every parameter")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,24 +75,63 @@ def read_runs(paths: Sequence[Path], compare: bool = False) -> Run | dict[str, R
     return {name: run for name, (_, run) in zip(names, files, strict=True)}
 
 
+class RunFollower:
+    """Reads a run file as it grows, each line once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._restart()
+
+    def _restart(self) -> None:
+        self._lines: dict[type[Line], list[Any]] = {kind: [] for kind in _KINDS.values()}
+        self._number = self._end = 0  # of lines that were read, and where the last one ends
+        self._first = b""  # the first line
+        self._identity: tuple[int, int] | None = None
+        self._run: Run | None = None
+
+    def read(self) -> Run | None:
+        """The run so far, the same object while nothing is new; None without a complete line.
+
+        A file that was truncated or replaced is read from its start.
+
+        Raises:
+            ValueError, OSError: as :func:`read_run` does.
+        """
+        if self._path.exists() and not self._path.is_file():
+            raise ValueError(f"{self._path}: is not a file")
+        with self._path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            first = file.readline(_LONGEST_LINE)
+            is_same = (status.st_dev, status.st_ino) == self._identity and first == self._first
+            if not is_same or status.st_size < self._end:
+                self._restart()
+                self._identity, self._first = (status.st_dev, status.st_ino), first
+            file.seek(self._end)
+            for data in iter(lambda: file.readline(_LONGEST_LINE), b""):
+                if not data.endswith(b"\n") and len(data) < _LONGEST_LINE:
+                    break
+                self._add(data)
+        if self._run is None and self._lines[Start]:
+            starts, samples, skips, verdicts, watched = map(tuple, self._lines.values())
+            self._run = Run(starts, samples, skips, verdicts, watched=watched)
+        return self._run
+
+    def _add(self, data: bytes) -> None:
+        number = self._number + 1
+        try:
+            line = _line(loads(data), first=number == 1)
+        except (ValueError, RecursionError) as error:
+            what = error if isinstance(error, ValueError) else "is nested too deeply"
+            raise ValueError(f"{self._path}: line {number}: {what}") from None
+        self._lines[type(line)].append(line)
+        self._number, self._end, self._run = number, self._end + len(data), None
+
+
 def _read(path: Path) -> Run:
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path}: is not a file")
-    lines: dict[type[Line], list[Any]] = {kind: [] for kind in _KINDS.values()}
-    with path.open("rb") as file:
-        for number, data in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), 1):
-            if not data.endswith(b"\n") and len(data) < _LONGEST_LINE:
-                break
-            try:
-                line = _line(loads(data), first=number == 1)
-            except (ValueError, RecursionError) as error:
-                what = error if isinstance(error, ValueError) else "is nested too deeply"
-                raise ValueError(f"{path}: line {number}: {what}") from None
-            lines[type(line)].append(line)
-    if not lines[Start]:
+    run = RunFollower(path).read()
+    if run is None:
         raise ValueError(f"{path}: line 1: is empty or incomplete, so the file holds no run")
-    starts, samples, skips, verdicts, watched = map(tuple, lines.values())
-    return Run(starts, samples, skips, verdicts, watched=watched)
+    return run
 
 
 def _line(record: dict[str, Any], first: bool) -> Line:

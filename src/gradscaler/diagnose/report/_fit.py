@@ -20,6 +20,7 @@ FLUSHED, SMALL = (
     0.01,
     0.1,
 )  # of the nonzero gradients of a parameter: flushed, and that or subnormal
+_FEW = 0.05  # of all gradients: those of parameters that may be left out
 ROOM = 2  # how often the largest gradient can double
 _LATEST = 10  # samples, as one batch's gradients may be unusual
 _SMALLEST, _LARGEST = -126, 127  # exponents of a scale in float32
@@ -50,14 +51,25 @@ class Fit:
     lowest: str  # the parameter that sets `common.low`; empty if there is no name
     highest: str  # the one that sets `common.high`
     lost: float  # of the gradients of `lowest` at 2**common.high: flushed or subnormal
+    left_out: tuple[str, ...]  # parameters that do not fit, and hold few of the gradients
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no scale fits."""
+        return self.common.low > self.common.high
 
     @property
     def sentence(self) -> str:
         """Which scales fit, and where the run's own is."""
         low, high = power(2, self.common.low), power(2, self.common.high)
         lowest, highest = (shown(name, 60) or "one" for name in (self.lowest, self.highest))
-        fits = f"Loss scales from {low} to {high} fit every parameter. The {self._place}."
-        if self.common.low > self.common.high:
+        which = "every parameter"
+        if self.left_out:
+            which = f"all but {shown(self.left_out[0], 60)}"
+            which += f" and {len(self.left_out) - 1:,} more" * (len(self.left_out) > 1)
+            which += f", with less than {_FEW:.0%} of the gradients"
+        fits = f"Loss scales from {low} to {high} fit {which}. The {self._place}."
+        if self.is_empty:
             limits = f"{lowest} needs at least {low}, and {highest} at most {high}"
             if self.lowest == self.highest:
                 limits = f"{lowest} needs at least {low}, and at most {high}"
@@ -110,9 +122,15 @@ def fit_of(run: Run) -> Fit | None:
     found = {name: each for name, each in ranges.items() if each is not None}
     if not found:
         found, parts = {"": range_of_whole}, {"": whole}
-    lowest = max(found, key=lambda name: found[name].low)
     highest = min(found, key=lambda name: found[name].high)
-    unflushed = max(each.unflushed for each in found.values())
+    # Such as a bias before a normalization, whose gradient is nothing but rounding errors.
+    misfits = tuple(name for name in found if found[name].low > found[highest].high)
+    sizes = {name: float(parts[name][1].sum()) for name in found}
+    are_few = sum(sizes[name] for name in misfits) < _FEW * sum(sizes.values())
+    left_out = misfits if are_few and highest not in misfits else ()
+    counted = {name: each for name, each in found.items() if name not in left_out}
+    lowest = max(counted, key=lambda name: counted[name].low)
+    unflushed = max(each.unflushed for each in counted.values())
     common = found[highest]._replace(unflushed=unflushed, low=found[lowest].low)
     lost = _share_below(*parts[lowest], form.min_exponent - common.high)
     steps = [each.step for each in samples]
@@ -128,6 +146,7 @@ def fit_of(run: Run) -> Fit | None:
         lowest,
         highest,
         lost,
+        left_out,
     )
 
 

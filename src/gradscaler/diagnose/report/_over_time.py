@@ -68,6 +68,8 @@ def over_time(run: Run) -> Drawing:
     caption = "The loss scale that each step used; a mark below it is a skipped step."
     if length >= _STUCK:
         caption += f" Shaded: {length:,} skips in a row, from step {first:,} on."
+    if len(run.losses) > MOST_POINTS:
+        caption += " Of many losses, the line is the mean of equal parts, and the band their range."
     height = sum(panel.height for panel in panels) + 0.6
     return Drawing("Over time", caption, height, partial(_draw, run=run, panels=panels))
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 from gradscaler.diagnose._run.lines import Sample
 from gradscaler.diagnose._run.run import Run
+from gradscaler.diagnose.report._fit import fit_of
 from gradscaler.diagnose.report._texts import number, percent, shown
 
 LATEST = 10  # skipped steps in the table
 _MOST_RANKS = 20
 _MOST_MODULES = 100
+_MOST_LOST = 0.5  # of a parameter's gradients, at the largest scale that does not overflow
 
 
 class Headline(NamedTuple):
@@ -78,7 +80,11 @@ def _doubt(run: Run) -> str:
             f"Earlier: {HEADLINES.get(earlier[-1], Headline('bad', shown(earlier[-1], 40))).text}"
         )
     _, scales = run.scales
-    return "The loss scale is below 1" if scales and scales[-1] < 1 else ""
+    if scales and scales[-1] < 1:
+        return "The loss scale is below 1"
+    fit = fit_of(run)
+    is_lost = fit is not None and fit.is_empty and fit.lost > _MOST_LOST
+    return "No loss scale fits every parameter" if is_lost else ""
 
 
 def facts_of(run: Run) -> dict[str, str]:
@@ -98,6 +104,20 @@ def facts_of(run: Run) -> dict[str, str]:
     facts["Policy"] = shown(str(start.policy.get("name", "unknown")), 40)
     facts["Trained with"] = shown(f"{start.framework}, {start.dtype}", 40)
     return facts
+
+
+def exponents_of(run: Run) -> dict[int, float]:
+    """The binary logarithm of each scale, by the step that first used it; NaN if it has none."""
+    return {
+        step: math.log2(scale) if 0 < scale < math.inf else math.nan
+        for step, scale in zip(*run.scales, strict=True)
+    }
+
+
+def ends_of(points: Mapping[int, float], show: Callable[[float], str] = number) -> str:
+    """The number of the first step, and of the last."""
+    steps = sorted(points)
+    return " → ".join(show(points[step]) for step in steps[:: max(1, len(steps) - 1)])
 
 
 def tables_of(run: Run) -> list[Table]:

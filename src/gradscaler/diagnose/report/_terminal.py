@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -13,11 +14,18 @@ from rich.table import Table
 from rich.text import Text
 
 from gradscaler.diagnose._run.run import Run
+from gradscaler.diagnose.report._charts import BLOCKS, PLAIN_BLOCKS, bars, curve, density
 from gradscaler.diagnose.report._fit import fit_of
 from gradscaler.diagnose.report._spectrum import spectrum_of
 from gradscaler.diagnose.report._summary import Table as SummaryTable
-from gradscaler.diagnose.report._summary import facts_of, headline_of, tables_of
-from gradscaler.diagnose.report._texts import number, percent, power, shown
+from gradscaler.diagnose.report._summary import (
+    ends_of,
+    exponents_of,
+    facts_of,
+    headline_of,
+    tables_of,
+)
+from gradscaler.diagnose.report._texts import percent, power, shown
 from gradscaler.diagnose.report._words import later_samples, no_gradients, no_points
 
 LEVELS = {"good": "green", "warning": "yellow", "bad": "red"}
@@ -25,7 +33,6 @@ COLOURS = {"flushed": "red", "subnormal": "yellow", "normal": "blue", "overflow"
 
 _WIDTH, _WIDEST = 36, 57  # of the charts, so that everything fits in 80 columns
 _LONGEST_NAME = 20
-_BLOCKS, _PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 
 
 def explain(run: Run, console: Console) -> None:
@@ -38,7 +45,7 @@ def explain(run: Run, console: Console) -> None:
     console.print(Panel(text, title=title, title_align="left", border_style=LEVELS[headline.level]))
     facts = (f"{name}: {fact}" for name, fact in facts_of(run).items())
     console.print(Text("   ".join(facts), "dim"))
-    blocks = _PLAIN_BLOCKS if console.options.ascii_only else _BLOCKS
+    blocks = PLAIN_BLOCKS if console.options.ascii_only else BLOCKS
     for part in (_over_time(run, blocks), _by_size(run, blocks)):
         if part.row_count:
             console.print()
@@ -62,59 +69,28 @@ def _words(run: Run) -> list[str]:
 
 def _over_time(run: Run, blocks: str) -> Table:
     """A line for each quantity that the run has, from its first step to its last."""
-    scales = dict(zip(*run.scales, strict=True))
-    exponents = {
-        step: math.log2(scale) if 0 < scale < math.inf else math.nan
-        for step, scale in scales.items()
-    }
     chart = Table.grid(padding=(0, 2))
     for name, points, ends in (
-        ("loss scale", exponents, _ends(scales, number)),
-        ("loss", run.losses, _ends(run.losses, number)),
-        ("gradient norm", run.norms, _ends(run.norms, number)),
+        ("loss scale", exponents_of(run), ends_of(dict(zip(*run.scales, strict=True)))),
+        ("loss", run.losses, ends_of(run.losses)),
+        ("gradient norm", run.norms, ends_of(run.norms)),
     ):
         if points:
-            chart.add_row(name, _line(points, run.num_steps, blocks), ends)
+            chart.add_row(name, _line(points, run, blocks), ends)
     kinds = {"zero": "zero", "flushed to zero": "flushed", "subnormal": "subnormal"}
     for name, kind in kinds.items():
         if shares := {step: getattr(found, kind) for step, found in run.shares.items()}:
-            line = _line(shares, run.num_steps, blocks, limits=(0.0, 1.0))
-            chart.add_row(name, line, _ends(shares, percent))
+            line = _line(shares, run, blocks, limits=(0.0, 1.0))
+            chart.add_row(name, line, ends_of(shares, percent))
     if run.skipped:
-        width = _width(run.num_steps)
-        columns = [_column(step, run.num_steps) for step in run.skipped]
-        bars = _bars(np.bincount(columns, minlength=width), blocks)
-        chart.add_row("skipped", Text(bars, "red"), f"{len(run.skipped):,} steps")
+        skips = Text(density(run.skipped, run.num_steps, _WIDTH, blocks), "red")
+        chart.add_row("skipped", skips, f"{len(run.skipped):,} steps")
     return chart
 
 
-def _ends(points: Mapping[int, float], show: Callable[[float], str]) -> str:
-    """The number of the first step, and of the last."""
-    steps = sorted(points)
-    return " → ".join(show(points[step]) for step in steps[:: max(1, len(steps) - 1)])
-
-
-def _line(
-    points: Mapping[int, float],
-    last_step: int,
-    blocks: str,
-    limits: tuple[float, float] | None = None,
-) -> Text:
-    """A chart of the latest number in each column; "!" is Inf or NaN.
-
-    The lowest block stands for the lower limit, or for the smallest number.
-    """
-    halves = {step: value / 2 for step, value in points.items()}  # so that their range is finite
-    ends = [limit / 2 for limit in limits or ()] or list(filter(math.isfinite, halves.values()))
-    low = min(ends, default=0.0)
-    span = max(ends, default=0.0) - low
-    columns = [" "] * _width(last_step)
-    for step in sorted(halves):
-        height = (halves[step] - low) / (span or 1.0)
-        mark = blocks[round(7 * height)] if math.isfinite(height) else "!"
-        start = _column(step, last_step)
-        columns[start:] = mark * (len(columns) - start)
-    line = Text("".join(columns), "blue")
+def _line(points: Mapping[int, float], run: Run, blocks: str, **limits: Any) -> Text:
+    (row,) = curve(points, run.num_steps, _WIDTH, blocks, **limits)
+    line = Text(row, "blue")
     line.highlight_regex("!+", "bold red")
     return line
 
@@ -141,8 +117,8 @@ def _by_size(run: Run, blocks: str) -> Table:
     worst = {name: rows[name] for name in spectrum.worst}
     chart.add_row(f"step {spectrum.step:,}", ruler[:_WIDEST])
     for name, row in {"all gradients": 0, **worst}.items():
-        bars = _bars(np.add.reduceat(spectrum.shares[row], starts), blocks)
-        line = Text.assemble(*zip(bars, styles, strict=True))
+        row_of_bars = bars(np.add.reduceat(spectrum.shares[row], starts), blocks)
+        line = Text.assemble(*zip(row_of_bars, styles, strict=True))
         chart.add_row(Text(shown(name, _LONGEST_NAME)), line)
     parts = [
         (f"zero {percent(spectrum.zero[0])}  ", ""),
@@ -154,22 +130,6 @@ def _by_size(run: Run, blocks: str) -> Table:
     ]
     chart.add_row("", Text.assemble(*parts))
     return chart
-
-
-def _bars(values: np.ndarray, blocks: str) -> str:
-    """A block for each value, of its height relative to the largest; a space for 0."""
-    heights = np.ceil(8 * values / (values.max() or 1.0)).astype(int)
-    return "".join((" " + blocks)[height] for height in heights)
-
-
-def _width(last_step: int) -> int:
-    return max(1, min(_WIDTH, last_step))
-
-
-def _column(step: int, last_step: int) -> int:
-    """The column of a step in a chart."""
-    width = _width(last_step)
-    return min(max(0, step - 1) * width // max(1, last_step), width - 1)
 
 
 def _table(table: SummaryTable) -> Table:
