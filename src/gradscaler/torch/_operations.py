@@ -11,6 +11,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from gradscaler._eager.operations import FoundInf
 from gradscaler._torch_like.operations import TorchLikeOperations, parameters_of
 from gradscaler.policies import DynamicScale, Policy, ScaleState, _checks
+from gradscaler.torch._flat import side_by_side
 from gradscaler.torch._processes import placed, to_local
 
 
@@ -34,8 +35,11 @@ class TorchOperations(TorchLikeOperations):
     def grouped(
         self, tensors: list[torch.Tensor]
     ) -> Iterator[tuple[torch.device, list[torch.Tensor]]]:
-        """The tensors in lists of one device and dtype each, complex ones by their real views."""
-        for device, group in super().grouped(tensors):
+        """The tensors in lists of one device and dtype each, complex ones by their real views.
+
+        Those that lie side by side are one tensor.
+        """
+        for device, group in super().grouped(side_by_side(tensors)):
             yield device, [_real_view(t) for t in group] if group[0].is_complex() else group
 
     def gradients_to_measure(self, optimizer: Any) -> list[torch.Tensor]:
