@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -32,15 +31,15 @@ class TorchOperations(TorchLikeOperations):
         grads: list[torch.Tensor] = to_local(super().gradients(optimizer, allow_fp16))
         return grads if _are_contiguous(grads) else to_local(_values(optimizer, coalesce=False))
 
-    def grouped(
-        self, tensors: list[torch.Tensor]
-    ) -> Iterator[tuple[torch.device, list[torch.Tensor]]]:
+    def grouped(self, tensors: list[torch.Tensor]) -> list[tuple[torch.device, list[torch.Tensor]]]:
         """The tensors in lists of one device and dtype each, complex ones by their real views.
 
         Those that lie side by side are one tensor.
         """
-        for device, group in super().grouped(side_by_side(tensors)):
-            yield device, [_real_view(t) for t in group] if group[0].is_complex() else group
+        return [
+            (device, [_real_view(t) for t in group] if group[0].is_complex() else group)
+            for device, group in super().grouped(side_by_side(tensors))
+        ]
 
     def gradients_to_measure(self, optimizer: Any) -> list[torch.Tensor]:
         """The same, sparse ones coalesced and complex ones as they are, measured by magnitude.
