@@ -83,7 +83,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
 
 def interleave(
     rivals: Mapping[str, Callable[[], object]],
-    prepare: Callable[[], object],
+    prepare: Callable[[], object] | Mapping[str, Callable[[], object]],
     repetitions: int,
     calls: int = 1,
     warm_up: int = 2,
@@ -92,7 +92,8 @@ def interleave(
 
     Args:
         rivals: what to time, by name.
-        prepare: called before each call of a rival, outside the measured time.
+        prepare: called before each call of a rival, outside the measured time; a mapping holds one
+            for each rival, by name.
         repetitions: how many measurements to make of each rival.
         calls: calls in a measurement; short calls need many to smooth the clock.
         warm_up: repetitions before those that count.
@@ -109,8 +110,9 @@ def interleave(
         for _ in range(warm_up + repetitions):
             for name in order:
                 total = 0.0
+                prepare_it = prepare[name] if isinstance(prepare, Mapping) else prepare
                 for _ in range(calls):
-                    prepare()
+                    prepare_it()
                     start = perf_counter()
                     rivals[name]()
                     total += perf_counter() - start

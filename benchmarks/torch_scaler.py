@@ -3,7 +3,8 @@
     python benchmarks/torch_scaler.py
 
 The optimizer is one whose step does nothing, or fused AdamW, which unscales in its own pass. For
-fused AdamW there is also what scaling, with and without clipping, adds to its bare step.
+fused AdamW there is also what scaling, with and without clipping, adds to its bare step. In the
+rows of flat gradients, ours works on what flat_gradients has laid, and the others on ordinary ones.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import torch
 
 import gradscaler.torch
 
+Optimizers = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
+
 
 class IdleOptimizer(torch.optim.Optimizer):
     """An optimizer whose step costs nothing."""
@@ -37,60 +40,90 @@ def fused_adamw(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimiz
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
+class Training:
+    """Parameters with gradients, and their optimizer.
+
+    Args:
+        make_optimizer: makes the optimizer from the parameters.
+        gradients: what ``restore`` fills the gradients with.
+        flat: whether the gradients lie side by side.
+    """
+
+    def __init__(
+        self, make_optimizer: Optimizers, gradients: list[torch.Tensor], flat: bool = False
+    ) -> None:
+        self.parameters = [torch.nn.Parameter(torch.zeros_like(each)) for each in gradients]
+        for parameter in self.parameters:
+            parameter.grad = torch.empty_like(parameter)
+        self.optimizer = make_optimizer(self.parameters)
+        if flat:
+            gradscaler.torch.flat_gradients(self.optimizer)
+        self.gradients = [p.grad for p in self.parameters if p.grad is not None]
+        self.restore = partial(torch._foreach_copy_, self.gradients, gradients)
+        self.restore()
+
+
 def compare(
-    make_optimizer: Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer],
+    make_optimizer: Optimizers,
     workload: eager.Workload,
     repetitions: int,
     clip: bool = False,
+    flat: bool = False,
 ) -> paired.Comparison:
-    """Time both scalers around one optimizer, on one set of gradients.
+    """Time both scalers around one optimizer, on the same gradients, or ours on flat ones.
 
     Clipping is to a norm of inf, so gradients come out unchanged.
     """
     torch.manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in workload.shapes]
-    gradients = [torch.randn(shape).mul_(1e-3) for shape in workload.shapes]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    optimizer = make_optimizer(parameters)
+    scaled = [torch.randn(shape).mul_(1e-3 * eager.SCALE) for shape in workload.shapes]
+    ordinary = Training(make_optimizer, scaled)
+    trainings = {
+        "ours": Training(make_optimizer, scaled, flat=True) if flat else ordinary,
+        "native": ordinary,
+    }
     loss = torch.ones(())
 
-    def iteration(scaler: torch.amp.GradScaler) -> None:
+    def iteration(scaler: torch.amp.GradScaler, training: Training) -> None:
+        optimizer = training.optimizer
         scaler.scale(loss)
         if clip and isinstance(scaler, gradscaler.torch.GradScaler):
             scaler.clip_grad_norm_(optimizer, math.inf)
         elif clip:
             scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(parameters, math.inf)
+            torch.nn.utils.clip_grad_norm_(training.parameters, math.inf)
         elif isinstance(optimizer, IdleOptimizer):  # a fused optimizer unscales in its own pass
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
 
-    ours = gradscaler.torch.GradScaler("cpu", eager.SCALE, growth_interval=eager.NEVER)
-    native = torch.amp.GradScaler("cpu", eager.SCALE, growth_interval=eager.NEVER)
-    norms = torch._foreach_norm(gradients)
+    scalers = {
+        "ours": gradscaler.torch.GradScaler("cpu", eager.SCALE, growth_interval=eager.NEVER),
+        "native": torch.amp.GradScaler("cpu", eager.SCALE, growth_interval=eager.NEVER),
+    }
     seconds = paired.interleave(
-        {"ours": partial(iteration, ours), "native": partial(iteration, native)},
-        prepare=lambda: torch._foreach_mul_(gradients, eager.SCALE),
+        {name: partial(iteration, scalers[name], trainings[name]) for name in scalers},
+        prepare={name: training.restore for name, training in trainings.items()},
         repetitions=repetitions,
         calls=workload.calls,
     )
-    if not all(map(torch.equal, norms, torch._foreach_norm(gradients))):
-        raise RuntimeError(f"{workload.name}: the gradients were not unscaled to what they were")
-    what = type(optimizer).__name__ + ", clipping" * clip
+    for name, training in trainings.items():
+        training.restore()
+        iteration(scalers[name], training)
+        unscaled = (gradient * eager.SCALE for gradient in training.gradients)
+        if not all(map(torch.equal, unscaled, scaled)):
+            raise RuntimeError(f"{workload.name}: the gradients were not unscaled by {name}")
+    what = type(ordinary.optimizer).__name__ + ", clipping" * clip + ", flat gradients" * flat
     return paired.Comparison(f"{workload.name}, {what}", **seconds)
 
 
-def compare_added(clip: bool, workload: eager.Workload, repetitions: int) -> paired.Comparison:
+def compare_added(
+    clip: bool, workload: eager.Workload, repetitions: int, flat: bool = False
+) -> paired.Comparison:
     """Time what each scaler adds to a bare step of fused AdamW, with or without clipping."""
     torch.manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in workload.shapes]
     scaled = [torch.randn(shape).mul_(1e-3 * eager.SCALE) for shape in workload.shapes]
-    gradients = [gradient.clone() for gradient in scaled]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    optimizer = fused_adamw(parameters)
+    ordinary = Training(fused_adamw, scaled)
+    its = Training(fused_adamw, scaled, flat=True) if flat else ordinary
     loss = torch.ones(())
     ours = gradscaler.torch.GradScaler("cpu", eager.SCALE, growth_interval=eager.NEVER)
     native = torch.amp.GradScaler("cpu", eager.SCALE, growth_interval=eager.NEVER)
@@ -98,27 +131,27 @@ def compare_added(clip: bool, workload: eager.Workload, repetitions: int) -> pai
     def with_ours() -> None:
         ours.scale(loss)
         if clip:
-            ours.clip_grad_norm_(optimizer, 1.0)
-        ours.step(optimizer)
+            ours.clip_grad_norm_(its.optimizer, 1.0)
+        ours.step(its.optimizer)
         ours.update()
 
     def with_native() -> None:
         native.scale(loss)
         if clip:
-            native.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        native.step(optimizer)
+            native.unscale_(ordinary.optimizer)
+            torch.nn.utils.clip_grad_norm_(ordinary.parameters, 1.0)
+        native.step(ordinary.optimizer)
         native.update()
 
     seconds = paired.interleave(
-        {"ours": with_ours, "native": with_native, "bare": optimizer.step},
-        prepare=lambda: torch._foreach_copy_(gradients, scaled),
+        {"ours": with_ours, "native": with_native, "bare": ordinary.optimizer.step},
+        prepare={"ours": its.restore, "native": ordinary.restore, "bare": ordinary.restore},
         repetitions=repetitions,
         calls=workload.calls,
     )
     bare = statistics.median(seconds["bare"])  # less noisy than each repetition's own
     added = {name: [each - bare for each in seconds[name]] for name in ("ours", "native")}
-    what = "scaling and clipping" if clip else "scaling"
+    what = ("scaling and clipping" if clip else "scaling") + ", flat gradients" * flat
     return paired.Comparison(f"{workload.name}, {what}, added to fused AdamW", **added)
 
 
@@ -136,6 +169,9 @@ def main() -> None:
         *(partial(compare, make) for make in (IdleOptimizer, fused_adamw)),
         partial(compare, IdleOptimizer, clip=True),
         *(partial(compare_added, clip) for clip in (False, True)),
+        partial(compare, IdleOptimizer, flat=True),
+        partial(compare, IdleOptimizer, clip=True, flat=True),
+        *(partial(compare_added, clip, flat=True) for clip in (False, True)),
     ]
     eager.run(arguments, setting, comparisons)
 

@@ -35,6 +35,30 @@ def test_the_norm_is_that_of_float64(shapes):
     assert norm.item() == pytest.approx(exact, rel=1e-6)
 
 
+LARGEST_ERROR = {
+    "one of 17 million": [(2**24 + 5,)],
+    "64 of 2^16 - 1": [(2**16 - 1,)] * 64,
+    "20,000 of one shape": [(16,)] * 20_000,
+}
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7, 1.1])
+@pytest.mark.parametrize("shapes", LARGEST_ERROR.values(), ids=LARGEST_ERROR)
+def test_equal_values_are_off_by_no_more_than_the_bound(shapes, value):
+    """Every addition rounds in the same direction then, which is the worst there is."""
+    tensors = [torch.full(shape, value) for shape in shapes]
+    count = sum(tensor.numel() for tensor in tensors)
+    exact = tensors[0].view(-1)[0].double().item() * math.sqrt(count)
+    assert norm_on_cpu(torch, tensors).item() == pytest.approx(exact, rel=1e-4)
+
+
+@pytest.mark.parametrize("shapes", LARGEST_ERROR.values(), ids=LARGEST_ERROR)
+def test_random_values_are_right_to_a_millionth(shapes):
+    tensors = tensors_of(shapes)
+    exact = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
+    assert norm_on_cpu(torch, tensors).item() == pytest.approx(exact, rel=1e-6)
+
+
 def test_a_large_tensor_in_another_order_of_memory_is_as_exact():
     torch.manual_seed(0)
     tensor = torch.randn(64, 64, 32, 32)

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 from gradscaler._eager.operations import Tensor
-from gradscaler._eager.small_tensors import batches_of_small
 
 _ROW = 2**14  # elements
-_MANY_ROWS = 16 * _ROW  # so many that reading them row by row is worth the calls
+_MANY_ROWS = 4 * _ROW  # so many that reading them row by row is worth the call
+_SMALL = 2**13  # elements, for which a call takes longer than reading them
+_MANY = 8  # tensors
+_LONGEST_SUM = 2**10  # squares that one float32 accumulates
 
 
 def norm_on_cpu(framework: Any, tensors: list[Tensor]) -> Tensor:
     """The 2-norm of all elements together, a scalar tensor; 0 for no tensors.
 
     Large tensors are read row by row: one long float32 sum is slower there, and wrong by 1e-3 for
-    some ten million elements. Many small ones are copied side by side first.
+    some ten million elements. Of many small ones of one shape, the squares are added up element by
+    element, in one call that waits for no other thread. No sum has more than 2**16 squares, spread
+    over a vector's lanes, so the norm is right to 1e-4, and to 1e-6 where rounding is not all in
+    one direction, as it is of equal values.
     """
     vector_norm, stack = framework.linalg.vector_norm, framework.stack
     norms: list[Tensor] = []
     whole: list[Tensor] = []
-    batches, others = batches_of_small(tensors)
+    small, others = _split(tensors)
+    for alike in small:
+        squares = alike[0].new_zeros(alike[0].shape)
+        framework._foreach_addcmul_([squares] * len(alike), alike, alike)
+        norms.append(squares.sum().sqrt().view(1))
     for tensor in others:
         size = tensor.numel()
         if size >= _MANY_ROWS and not tensor.is_contiguous():  # in memory's order it may be
@@ -33,14 +43,25 @@ def norm_on_cpu(framework: Any, tensors: list[Tensor]) -> Tensor:
         end = size // _ROW * _ROW
         norms.append(vector_norm(flat[:end].view(-1, _ROW), dim=1))
         whole += [flat[end:]] if end < size else []
-    if batches:
-        memory = tensors[0].new_empty((max(len(b) * b[0].numel() for b in batches),))
-    for batch in batches:
-        rows = memory[: len(batch) * batch[0].numel()].view(len(batch), -1)
-        stack(batch, out=rows.view(-1, *batch[0].shape))
-        norms.append(vector_norm(rows, dim=1))
     if whole:
         norms.append(stack(list(framework._foreach_norm(whole))))
     if not norms:
         return framework.zeros((), dtype=framework.float32, device="cpu")
     return vector_norm(framework.cat(norms))
+
+
+def _split(tensors: list[Tensor]) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """Many small tensors in lists of one shape, not too long for a sum; and the others."""
+    if len(tensors) < _MANY:
+        return [], tensors
+    by_shape: defaultdict[Any, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_shape[tensor.shape].append(tensor)
+    small: list[list[Tensor]] = []
+    others: list[Tensor] = []
+    for alike in by_shape.values():
+        if len(alike) < _MANY or alike[0].numel() > _SMALL:
+            others += alike
+        else:
+            small += [alike[i : i + _LONGEST_SUM] for i in range(0, len(alike), _LONGEST_SUM)]
+    return small, others

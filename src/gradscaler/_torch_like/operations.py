@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy as copying
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
 from typing import Any
@@ -56,7 +56,7 @@ class TorchLikeOperations:
             )
         if not allow_fp16:
             float16 = self.framework.float16
-            if any(grad.dtype == float16 for grad in grads):
+            if float16 in {grad.dtype for grad in grads}:
                 raise _fp16_gradient_error(optimizer, float16)
         return grads
 
@@ -161,24 +161,22 @@ class TorchLikeOperations:
 
     # Gradients.
 
-    def grouped(self, tensors: list[Tensor]) -> Iterator[tuple[Device, list[Tensor]]]:
+    def grouped(self, tensors: list[Tensor]) -> list[tuple[Device, list[Tensor]]]:
         """The tensors in lists of one device and dtype each, the device beside it."""
         if not tensors:
-            return
-        device, dtype = tensors[0].device, tensors[0].dtype
-        if len(tensors) <= _FEW and all(t.dtype == dtype and t.device == device for t in tensors):
-            yield device, tensors
-            return
-        for (device, _), ((group,), _) in self._group_tensors([tensors]).items():
-            yield device, group
+            return []
+        if len(tensors) <= _FEW and _are_alike(tensors):
+            return [(tensors[0].device, tensors)]
+        groups = self._group_tensors([tensors]).items()
+        return [(device, group) for (device, _), ((group,), _) in groups]
 
     def without_graph(self, tensors: list[Tensor]) -> AbstractContextManager[object]:
         """``no_grad`` where a tensor needs it; entering it takes as long as a small kernel."""
-        needed = any(tensor.requires_grad for tensor in tensors)
-        context: AbstractContextManager[object] = (
-            self.framework.no_grad() if needed else nullcontext()
-        )
-        return context
+        for tensor in tensors:
+            if tensor.requires_grad:
+                context: AbstractContextManager[object] = self.framework.no_grad()
+                return context
+        return nullcontext()
 
     def unscale_(
         self,
@@ -257,7 +255,7 @@ class TorchLikeOperations:
         self, optimizer: Optimizer, scale: Tensor
     ) -> tuple[Tensor, Any, Tensor, FoundInf] | None:
         with self.framework.no_grad():
-            groups = list(self.grouped(self.gradients_to_measure(optimizer)))
+            groups = self.grouped(self.gradients_to_measure(optimizer))
             device, grads = groups[0] if groups else (scale.device, [])
             if len(groups) > 1 or device != scale.device or not self.can_measure(grads):
                 return None
@@ -451,6 +449,15 @@ class TorchLikeOperations:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """The optimizer's parameters, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _are_alike(tensors: list[Tensor]) -> bool:
+    """Whether tensors are of one device and dtype."""
+    device, dtype = tensors[0].device, tensors[0].dtype
+    for tensor in tensors:  # noqa: SIM110 # a generator takes longer for few of them
+        if tensor.dtype != dtype or tensor.device != device:
+            return False
+    return True
 
 
 def _nonfinite(norm: Tensor) -> Tensor:

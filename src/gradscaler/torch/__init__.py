@@ -2,6 +2,7 @@
 
 :class:`ShardedGradScaler` stands in for the class of that name in ``torch.distributed.fsdp``.
 :func:`install` puts ours in place of torch's in packages that make a scaler themselves.
+:func:`flat_gradients` lays gradients side by side, so that a scaler takes them as one tensor.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,22 @@ require("torch")
 from torch.amp.grad_scaler import OptState
 
 from gradscaler.torch._compile import keep_out_of_graphs
+from gradscaler.torch._flat import FlatGradients, flat_gradients
 from gradscaler.torch._install import install, uninstall
 from gradscaler.torch.scaler import GradScaler
 
 if TYPE_CHECKING:
     from gradscaler.torch.sharded import ShardedGradScaler
 
-__all__ = ["GradScaler", "OptState", "ShardedGradScaler", "install", "uninstall"]
+__all__ = [
+    "FlatGradients",
+    "GradScaler",
+    "OptState",
+    "ShardedGradScaler",
+    "flat_gradients",
+    "install",
+    "uninstall",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from gradscaler._eager.operations import FoundInf
 from gradscaler._torch_like.operations import TorchLikeOperations, parameters_of
 from gradscaler.policies import DynamicScale, Policy, State, _checks
+from gradscaler.torch._flat import side_by_side
 from gradscaler.torch._processes import placed, to_local
 
 
@@ -31,12 +32,15 @@ class TorchOperations(TorchLikeOperations):
         grads: list[torch.Tensor] = to_local(super().gradients(optimizer, allow_fp16))
         return grads if _are_contiguous(grads) else to_local(_values(optimizer, coalesce=False))
 
-    def grouped(
-        self, tensors: list[torch.Tensor]
-    ) -> Iterator[tuple[torch.device, list[torch.Tensor]]]:
-        """The tensors in lists of one device and dtype each, complex ones by their real views."""
-        for device, group in super().grouped(tensors):
-            yield device, [_real_view(t) for t in group] if group[0].is_complex() else group
+    def grouped(self, tensors: list[torch.Tensor]) -> list[tuple[torch.device, list[torch.Tensor]]]:
+        """The tensors in lists of one device and dtype each, complex ones by their real views.
+
+        Those that lie side by side are one tensor.
+        """
+        return [
+            (device, [_real_view(t) for t in group] if group[0].is_complex() else group)
+            for device, group in super().grouped(side_by_side(tensors))
+        ]
 
     def gradients_to_measure(self, optimizer: Any) -> list[torch.Tensor]:
         """The same, sparse ones coalesced and complex ones as they are, measured by magnitude.
