@@ -9,6 +9,7 @@ $(if $(FRAMEWORKS),,$(error $(PYTHON) cannot list the frameworks))
 ENVIRONMENTS := $(sort $(foreach framework,$(FRAMEWORKS),$($(framework)_ENVIRONMENT)))
 keras_NO_DEPS := 'tf-keras==2.21.*' # it depends on TensorFlow for GPUs; that for CPUs is there
 torch_NO_DEPS := deepspeed==0.19.8 # the tests need one of its modules, which needs torch alone
+lowest-tensorflow_NO_DEPS := 'tf-keras==2.18.*'
 integrations_NO_DEPS := fastai==2.8.12 mmengine==0.10.7 # requirements/integrations.txt says why
 venv = .venv/$($(1)_ENVIRONMENT)
 
@@ -24,12 +25,12 @@ tf-keras_TESTS := $(keras_TESTS)
 
 .SECONDEXPANSION:
 .NOTPARALLEL: # what is timed is to be alone, and the tests take all cores themselves
-.PHONY: demo test test-integrations lint conformance mutants bench bench-gpu clean $(foreach framework,$(FRAMEWORKS),test-$(framework) bench-$(framework))
+.PHONY: demo test test-integrations test-package test-lowest docs lint conformance mutants bench bench-gpu clean $(foreach framework,$(FRAMEWORKS),test-$(framework) bench-$(framework))
 
 demo: .venv/torch/.ready
 	.venv/torch/bin/python -m gradscaler demo
 
-test: lint $(addprefix test-,$(FRAMEWORKS)) test-integrations
+test: lint $(addprefix test-,$(FRAMEWORKS)) test-integrations test-package docs
 
 lint: .venv/torch/.ready
 	.venv/torch/bin/ruff check .
@@ -42,7 +43,34 @@ $(addprefix test-,$(FRAMEWORKS)): test-%: $$(call venv,$$*)/.ready
 	set -e; for run in $(or $($*_RUNS),''); do env $$run TF_CPP_MIN_LOG_LEVEL=2 \
 		GRADSCALER_FRAMEWORK=$(name) $(call venv,$*)/bin/python -m pytest -n auto \
 		$(or $($*_TESTS),$(EVERYWHERE)) $(SOURCES) $($*_SOURCES) tests/$(name) tests/examples \
-		$(if $(wildcard tests/eager/libraries/on_$(name).py),tests/eager) tests/conformance; done
+		$(if $(wildcard tests/eager/libraries/on_$(name).py),tests/eager) tests/conformance tests/documents; done
+
+# The wheel and the sdist, the wheel alone in an empty environment, and the core without a framework.
+test-package: .venv/package/.ready
+	.venv/package/bin/python -m pytest tests/package tests/policies tests/checkpoint/test_formats.py \
+		--ignore=tests/policies/test_any_library.py -k 'not torchs' \
+		src/gradscaler/policies src/gradscaler/checkpoint
+
+# The lowest versions that pyproject.toml allows of JAX, Keras and TensorFlow, on the lowest Python.
+# -k leaves out tests that need newer versions than the package does.
+LOWEST_PYTHON ?= python3.10
+LOWEST = .venv/lowest-$(1)/bin/python -m pytest -n auto -W 'ignore:non-integer arguments to randrange'
+LOWEST_KERAS := -k 'not ScheduleFreeAdamW and not another_inner_optimizer and not sparse_gradients_pass' \
+	tests/keras tests/keras_like tests/documents src/gradscaler/keras/optimizer.py
+test-lowest: export TF_CPP_MIN_LOG_LEVEL = 2
+test-lowest: .venv/lowest-jax/.ready .venv/lowest-tensorflow/.ready
+	GRADSCALER_FRAMEWORK=jax $(call LOWEST,jax) -k 'not nnx and not x32 and not x64 and not float64' \
+		tests/jax tests/policies tests/documents src/gradscaler/jax src/gradscaler/policies
+	GRADSCALER_FRAMEWORK=keras KERAS_BACKEND=jax $(call LOWEST,jax) $(LOWEST_KERAS)
+	GRADSCALER_FRAMEWORK=keras KERAS_BACKEND=tensorflow $(call LOWEST,tensorflow) $(LOWEST_KERAS)
+	GRADSCALER_FRAMEWORK=tf_keras $(call LOWEST,tensorflow) \
+		tests/tf_keras tests/keras_like tests/documents src/gradscaler/tf_keras
+
+# The site, from nothing, in site/. A warning, such as a broken link, is an error.
+docs: .venv/docs/.ready
+	rm -rf site
+	.venv/docs/bin/sphinx-build -q -W --keep-going -b html docs site
+	.venv/docs/bin/python -m pytest tests/site
 
 # Trainers and other packages that use PyTorch's scaler, in an environment of their own.
 test-integrations: .venv/integrations/.ready
@@ -84,6 +112,8 @@ bench-gpu: .venv/torch/.ready
 
 name = $(subst -,_,$*)
 
+.venv/lowest-%/.ready: PYTHON = $(LOWEST_PYTHON)
+
 .venv/%/.ready: requirements/%.txt requirements/test.txt pyproject.toml
 	$(PYTHON) -m venv --clear .venv/$*
 	.venv/$*/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/$*.txt
@@ -91,4 +121,4 @@ name = $(subst -,_,$*)
 	touch $@
 
 clean:
-	rm -rf .venv mutants
+	rm -rf .venv mutants site docs/reference

@@ -32,7 +32,6 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 exclude_patterns = ["_build"]
 suppress_warnings = ["autoapi.python_import_resolution"]  # modules of frameworks are not here
-nitpicky = False
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
@@ -49,6 +48,7 @@ autoapi_add_toctree_entry = False
 autoapi_keep_files = False
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # attributes beside properties would be documented twice
 
 MODULES = {
     "gradscaler",
@@ -64,6 +64,7 @@ MODULES = {
     "gradscaler.torch",
     "gradscaler.torch.deepspeed",
     "gradscaler.torch.megatron",
+    "gradscaler.torch.sharded",
 }
 
 

@@ -38,8 +38,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def _the_same_random_numbers_each_time():
     """Tests may run in any order."""
     for name, framework in FRAMEWORKS.items():
-        if framework.seed and name in sys.modules:
-            getattr(sys.modules[name], framework.seed)(0)
+        module = sys.modules.get(name)  # or a folder of tests of that name
+        if framework.seed and hasattr(module, framework.seed):
+            getattr(module, framework.seed)(0)
 
 
 @pytest.fixture

@@ -3,11 +3,12 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
 import gradscaler
-from gradscaler._frameworks import FRAMEWORKS
+from gradscaler._frameworks import FRAMEWORKS, installed
 
 FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch")
 LIBRARIES = {*FRAMEWORKS, "flax", "jaxlib", "jmp", "optax", "tensorflow"}
@@ -62,3 +63,21 @@ def test_another_name_is_missing_as_from_any_module():
 
 def test_the_version_is_the_distribution_s():
     assert gradscaler.__version__ == importlib.metadata.version("gradscaler")
+
+
+def test_an_adapter_without_its_framework_says_what_to_install():
+    missing = next(name for name in FRAMEWORKS if name != FRAMEWORK and not installed(name))
+    extra = missing.replace("_", "-")
+    with pytest.raises(ModuleNotFoundError, match=rf"pip install 'gradscaler\[{extra}\]'") as error:
+        import_module(f"gradscaler.{missing}")
+    assert error.value.name == missing
+
+
+def test_a_folder_of_a_framework_s_name_is_not_the_framework(tmp_path, monkeypatch):
+    (tmp_path / "a_folder").mkdir()
+    (tmp_path / "a_module.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not installed("a_folder")
+    assert installed("a_module")
+    monkeypatch.setitem(sys.modules, "a_module", None)
+    assert not installed("a_module")

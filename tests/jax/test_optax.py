@@ -1,5 +1,7 @@
 """The optax wrapper against the bare optimizer on unscaled gradients."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -265,3 +267,10 @@ def test_flax_serialises_the_whole_state(exact):
 def test_anything_but_an_optimizer_and_a_policy_is_refused(arguments, name):
     with pytest.raises(TypeError, match=f"{name} must be"):
         loss_scaled(*arguments)
+
+
+def test_without_optax_it_says_what_to_install(monkeypatch):
+    optimizer = optax.sgd(0.1)
+    monkeypatch.setitem(sys.modules, "optax", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'gradscaler\[jax\]'"):
+        loss_scaled(optimizer)

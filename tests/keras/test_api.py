@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -14,6 +17,14 @@ ONE = keras.ops.ones(())
 def test_the_public_names():
     assert gradscaler.keras.__all__ == ["LossScaleOptimizer", "load_model"]
     assert LossScaleOptimizer(SGD()).name.startswith("loss_scale_optimizer")
+
+
+def test_a_missing_backend_is_named():
+    backend = keras.backend.backend()
+    code = f"import sys; sys.modules[{backend!r}] = None; import gradscaler.keras"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    wanted = f"Keras' backend is missing: pip install {backend}, or set KERAS_BACKEND"
+    assert result.stderr.rstrip().endswith(f"ModuleNotFoundError: {wanted}")
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from gradscaler._frameworks import FRAMEWORKS
+
 ROOT = Path(__file__).parents[2]
-NEEDS = {  # by adapter: what is missing first, and the extra that brings it
-    "torch": ("torch", "torch"),
-    "tensorplay": ("tensorplay", "tensorplay"),
-    "paddle": ("paddle", "paddle"),
-    "jax": ("jax", "jax"),
-    "keras": ("keras", "keras"),
-    "tf_keras": ("tf_keras", "tf-keras"),
-    "mindspore": ("mindspore", "mindspore"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +107,14 @@ def test_it_imports_with_numpy_alone(python):
     assert names == {"gradscaler", "numpy"}
 
 
-@pytest.mark.parametrize("adapter", NEEDS)
+@pytest.mark.parametrize("adapter", FRAMEWORKS)
 def test_an_adapter_without_its_framework_says_what_to_install(python, adapter):
-    package, extra = NEEDS[adapter]
+    extra = adapter.replace("_", "-")
     for code in (f"import gradscaler.{adapter}", f"import gradscaler; gradscaler.{adapter}"):
         caught = f"try:\n    {code}\nexcept ModuleNotFoundError as error:\n"
         result = python("-c", f"{caught}    print(error.name, error, sep='|')")
-        said = f"gradscaler.{adapter} needs {package}: pip install 'gradscaler[{extra}]'"
-        assert result.stdout == f"{package}|{said}\n", result.stderr
+        said = f"gradscaler.{adapter} needs {adapter}: pip install 'gradscaler[{extra}]'"
+        assert result.stdout == f"{adapter}|{said}\n", result.stderr
 
 
 @pytest.mark.parametrize(
@@ -142,7 +135,7 @@ def test_the_script_is_the_module(python):
     script, module = python("doctor", script="gradscaler"), python("-m", "gradscaler", "doctor")
     assert script.stdout == module.stdout
     assert script.returncode == module.returncode == 0
-    assert script.stdout.count("not installed") == len(NEEDS) + 2
+    assert script.stdout.count("not installed") == len(FRAMEWORKS) + 2
 
 
 def test_it_converts_a_state(python, tmp_path):

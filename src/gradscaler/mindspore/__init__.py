@@ -1,6 +1,7 @@
 """Loss scaling for MindSpore, on every device and in both modes.
 
 Each name is a drop-in for the same name in ``mindspore``, ``mindspore.amp`` or ``mindspore.nn``.
+``LossScaleManager`` and ``LossScaler`` are MindSpore's own base classes.
 """
 
 from gradscaler._frameworks import require

@@ -1,4 +1,7 @@
-"""Loss scaling for TensorPlay: :class:`GradScaler`, in place of ``tensorplay.amp.GradScaler``."""
+"""Loss scaling for TensorPlay: :class:`GradScaler`, in place of ``tensorplay.amp.GradScaler``.
+
+``OptState`` is TensorPlay's own.
+"""
 
 from gradscaler._frameworks import require
 

@@ -1,7 +1,8 @@
 """Loss scaling for PyTorch: :class:`GradScaler`, in place of ``torch.amp.GradScaler``.
 
-:class:`ShardedGradScaler` stands in for the class of that name in ``torch.distributed.fsdp``.
-:func:`install` puts ours in place of torch's in packages that make a scaler themselves.
+:class:`~gradscaler.torch.sharded.ShardedGradScaler` stands in for the class of that name in
+``torch.distributed.fsdp``. :func:`install` puts ours in place of torch's in packages that make a
+scaler themselves. ``OptState`` is torch's own.
 :func:`flat_gradients` lays gradients side by side, so that a scaler takes them as one tensor.
 """
 

@@ -1,0 +1,104 @@
+"""What ``make docs`` has built: the reference is whole, and no link in it leads nowhere."""
+
+import ast
+import html.parser
+import re
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from sphinx.util.inventory import InventoryFile
+
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / "site"
+SOURCE = ROOT / "src"
+PACKAGES = [
+    path
+    for path in sorted((SOURCE / "gradscaler").rglob("__init__.py"))
+    if not any(part.startswith("_") for part in path.relative_to(SOURCE).parts[:-1])
+    and "__all__" in path.read_text()
+    and path.parent.name != "policies"  # its names are gradscaler's
+]
+
+
+def module_name(path):
+    return ".".join(path.relative_to(SOURCE).parts[:-1])
+
+
+def exported(path):
+    """The names in ``__all__``, without an import of the module, which may need a framework."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    return []
+
+
+@pytest.fixture(scope="module")
+def objects():
+    """The names that the reference describes, from the file that other sites read them from."""
+    data = InventoryFile.loads((SITE / "objects.inv").read_bytes(), uri="")
+    return {name for kind, names in data.data.items() if kind.startswith("py:") for name in names}
+
+
+class Links(html.parser.HTMLParser):
+    """The links and the anchors of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.links, self.anchors = set(), set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.anchors |= {given[name] for name in ("id", "name") if given.get(name)}
+        self.links |= {given[name] for name in ("href", "src") if given.get(name)}
+
+
+@pytest.fixture(scope="module")
+def pages():
+    found = [path for path in SITE.rglob("*.html") if "_static" not in path.parts]
+    return {path.resolve(): Links(path.read_text()) for path in found}
+
+
+@pytest.mark.parametrize("path", PACKAGES, ids=module_name)
+def test_every_public_name_is_described(objects, path):
+    module = module_name(path)
+    page = SITE / "reference" / Path(*module.split(".")) / "index.html"
+    text = re.sub(r"<[^>]+>", "", page.read_text())
+    for name in exported(path):
+        theirs = f"{name} is" in text or f"{name} and" in text or "own base classes" in text
+        last = {each.rpartition(".")[2] for each in objects if each.startswith(f"{module}.")}
+        assert name in last or theirs, f"{module}.{name}"
+
+
+def test_the_reference_shows_nothing_private(objects):
+    private = [name for name in objects if re.search(r"\._(?!_)", name)]
+    assert private == []
+
+
+def test_types_are_shown(objects):
+    page = (SITE / "reference/gradscaler/torch/index.html").read_text()
+    signature = re.sub(r"<[^>]+>", "", page)
+    assert re.search(r"scale\(outputs:\s", signature) or re.search(r"scale\(.*: ", signature)
+
+
+def test_every_link_leads_to_a_file_and_an_anchor_of_the_site(pages):
+    broken = []
+    for path, page in pages.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            missing = not target.exists()
+            if not missing and parts.fragment and target in pages:
+                missing = unquote(parts.fragment) not in pages[target].anchors
+            if missing:
+                broken.append(f"{path.relative_to(SITE.resolve())}: {link}")
+    assert broken == []
+
+
+def test_every_page_is_built():
+    for page in (ROOT / "docs").rglob("*.md"):
+        built = (SITE / page.relative_to(ROOT / "docs")).with_suffix(".html")
+        assert built.exists(), page
