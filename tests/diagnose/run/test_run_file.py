@@ -38,6 +38,7 @@ SAMPLE = Sample(
     histogram=BINS,
     parameters={"<w>": ParameterSample(0.25, 0.125, 0.125, 0.0, BINS)},
     worst=("<w>",),
+    largest=1.5e-5,
 )
 SKIP = Skip(
     56, 16.0, math.nan, (NonfiniteGradient("w", (2, 3), "float16", 1, 2, -math.inf),), more=4
@@ -78,7 +79,7 @@ DOCUMENTED = """[
  "histogram": [-20, [1, 0, 3]],
  "parameters": {"<w>": {"zero": 0.25, "flushed": 0.125, "subnormal": 0.125, "nonfinite": 0.0,
                         "histogram": [-20, [1, 0, 3]]}},
- "worst": ["<w>"]},
+ "worst": ["<w>"], "largest": 1.5e-5},
 {"kind": "skip", "step": 56, "scale": 16.0, "loss": "nan",
  "nonfinite": [{"name": "w", "shape": [2, 3], "dtype": "float16", "num_inf": 1, "num_nan": 2,
                 "largest_finite": "-inf"}],

@@ -82,6 +82,7 @@ def fields_of(measured: Iterable[GradientSample]) -> dict[str, Any]:
         "histogram": Bins(first, tuple(np.rint(counts).astype(np.int64).tolist())),
         "parameters": parameters,
         "worst": _worst(parameters, shares["flushed"] + shares["subnormal"]),
+        "largest": max(h.largest for h in histograms.values()),
     }
 
 

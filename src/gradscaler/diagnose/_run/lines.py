@@ -105,6 +105,7 @@ class Sample:
         norm: the norm of all unscaled gradients as one vector, if they were seen.
         shares: the shares of all gradients, if they were seen.
         histogram: the exponents of all gradients, if they were seen.
+        largest: the largest finite magnitude of the unscaled gradients that were counted.
         parameters: the same of each parameter, by name.
         worst: the names of at most 5 parameters, the worst first.
     """
@@ -122,6 +123,7 @@ class Sample:
     histogram: Bins | None = None
     parameters: Mapping[str, ParameterSample] = field(default_factory=dict)
     worst: tuple[str, ...] = ()
+    largest: float | None = None
 
 
 @dataclass(frozen=True)
