@@ -82,4 +82,4 @@ def test_every_adapter_and_every_folder_of_tests_is_of_a_framework():
     shared = {"conformance", "diagnose", "distributed", "eager", "integrations", "keras_like"}
     assert folders - shared == set(FRAMEWORKS)
     packages = {path.parent.name for path in (ROOT / "src/gradscaler").glob("[!_]*/__init__.py")}
-    assert packages - {"policies", "checkpoint", "diagnose", "demo"} == set(FRAMEWORKS)
+    assert packages - {"policies", "checkpoint", "diagnose", "demo", "simulate"} == set(FRAMEWORKS)

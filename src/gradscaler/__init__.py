@@ -40,6 +40,6 @@ if not TYPE_CHECKING:  # type checkers would take any name for a module's
 
     def __getattr__(name: str) -> ModuleType:
         """Import a submodule when it is first used."""
-        if name in (*FRAMEWORKS, "checkpoint", "diagnose"):
+        if name in (*FRAMEWORKS, "checkpoint", "diagnose", "simulate"):
             return import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

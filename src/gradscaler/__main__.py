@@ -13,6 +13,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from gradscaler import __version__, checkpoint
+from gradscaler._atomic import replacing
 from gradscaler.checkpoint import _files
 from gradscaler.diagnose import read_run
 from gradscaler.diagnose._run.reader import read_runs
@@ -37,6 +38,7 @@ _EXAMPLES = {
     "report": " run.jsonl -o report.html",
     "explain": " run.jsonl",
     "watch": " run.jsonl",
+    "simulate": " run.jsonl --policy torch --policy 'AmaxScale(margin=10)'",
     "doctor": "",
 }
 _RUNS = "the file to read, or one of each rank"
@@ -143,6 +145,26 @@ def _parser() -> argparse.ArgumentParser:
     watch.add_argument("--once", action="store_true", help="print what there is now, and end")
     watch.set_defaults(run=_watch)
 
+    simulate = commands.add_parser(
+        "simulate",
+        help="say what other policies would have done to a run",
+        description="Read the file that a gradscaler.diagnose.Monitor with every=1 wrote, replay "
+        "policies on its gradients, and print a table: steps skipped, gradients flushed to zero, "
+        "the share of all gradients' magnitude that this loses or makes subnormal, and steps until "
+        "the scale is back after a spike. The run is a recording: it does not show how other steps "
+        "would have changed the training.",
+    )
+    simulate.add_argument("source", type=Path, metavar="RUN", help="the file to read")
+    simulate.add_argument(
+        "--policy",
+        action="append",
+        metavar="POLICY",
+        help="a preset such as torch or paddle, or a call such as 'AmaxScale(margin=10)'; may be "
+        "given several times (torch and AmaxScale)",
+    )
+    simulate.add_argument("-o", "--output", type=Path, metavar="PNG", help="a picture to draw")
+    simulate.set_defaults(run=partial(_simulate, simulate))
+
     for name, command in commands.choices.items():
         command.epilog = f"example: python -m gradscaler {name}{_EXAMPLES[name]}"
     return parser
@@ -227,6 +249,39 @@ def _watch(parsed: argparse.Namespace) -> None:
         watch(parsed.source, sys.stdout, parsed.once)
     except (OSError, ValueError) as error:
         raise _failed(error) from None
+
+
+def _simulate(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+    from gradscaler.simulate import Trace, replay
+    from gradscaler.simulate._replay import at_scales
+    from gradscaler.simulate._spelled import policy_of
+    from gradscaler.simulate._trace import scales_of
+
+    if parsed.output is not None and parsed.output.suffix.lower() != ".png":
+        parser.error(f"argument -o/--output: must end in .png, got {str(parsed.output)!r}")
+    try:
+        policies = {text: policy_of(text) for text in parsed.policy or ("torch", "AmaxScale")}
+    except ValueError as error:
+        parser.error(f"argument --policy: {error}")
+    place = None
+    try:
+        from gradscaler.simulate._show import picture_of, print_table
+
+        run = read_run(parsed.source)
+        try:
+            trace = Trace.of_run(run)
+        except ValueError as error:
+            raise ValueError(f"{parsed.source}: {error}") from None
+        replays = {"the run itself": at_scales(scales_of(run), trace)}
+        replays |= {text: replay(policy, trace) for text, policy in policies.items()}
+        print_table(replays)
+        if parsed.output is not None:
+            place = parsed.output
+            picture = picture_of(replays)
+            with replacing(place) as file:
+                file.write(picture)
+    except (ImportError, OSError, ValueError) as error:
+        raise _failed(error, place) from None
 
 
 def _failed(error: Exception, place: Path | None = None) -> _FailedError:

@@ -213,6 +213,11 @@ LOST = [
         "step and at a backoff)",
     ),
     (DynamicScale(max_scale=2.0**20), "torch", "a ceiling of 1048576.0 (torch's scaler has none)"),
+    (
+        DynamicScale(growth_tiers=((1.0, 100),)),
+        "torch",
+        "a growth by tiers of ((1.0, 100),) (torch's scaler has none)",
+    ),
     (DynamicScale(min_scale=16.0), "torch", "a floor of 16.0 (torch's scaler has no floor)"),
     (DynamicScale(min_scale=16.0), "keras", "a floor of 16.0 (keras's scaler has no floor)"),
     (

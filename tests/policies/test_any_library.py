@@ -23,6 +23,7 @@ policies = st.builds(
     growth_interval=st.integers(1, 4),
     hysteresis=st.integers(1, 4),
     hysteresis_reset=st.sampled_from(RESETS),
+    growth_tiers=st.sampled_from([(), ((1.0, 1),), ((2.0**-20, 3), (2.0**20, 1))]),
 )
 traces = st.lists(st.booleans(), max_size=30)
 batches = st.integers(1, 4).flatmap(
@@ -137,6 +138,9 @@ class Traced:
 
     def __ge__(self, other):
         return Traced(self.value >= untraced(other))
+
+    def __lt__(self, other):
+        return Traced(self.value < untraced(other))
 
     def __le__(self, other):
         return Traced(self.value <= untraced(other))

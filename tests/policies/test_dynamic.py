@@ -69,7 +69,12 @@ def reference(policy, trace):
             if policy.hysteresis_reset == "finite_step_only":
                 budget = policy.hysteresis
             finite_steps += 1
-            if finite_steps == policy.growth_interval:
+            interval = policy.growth_interval
+            for below, steps in policy.growth_tiers:
+                if scale < float32(below):
+                    interval = steps
+                    break
+            if finite_steps >= interval:
                 finite_steps = 0
                 if float32(scale * growth) <= float32(policy.max_scale):
                     scale = float32(scale * growth)
@@ -96,6 +101,9 @@ def policies(draw):
         hysteresis_reset=draw(st.sampled_from(RESETS)),
         min_scale=low,
         max_scale=high,
+        growth_tiers=tuple(
+            (below, draw(st.integers(1, 5))) for below in sorted(draw(st.sets(bounds, max_size=3)))
+        ),
     )
 
 
@@ -396,3 +404,48 @@ def test_the_smallest_factors_that_differ_from_one_in_float32_are_accepted():
 def test_the_smallest_normal_and_the_largest_float32_are_accepted():
     assert DynamicScale(SMALLEST_NORMAL).init().scale == SMALLEST_NORMAL
     assert DynamicScale(LARGEST).init().scale == LARGEST
+
+
+# Growth by tiers.
+
+
+def test_the_scale_grows_sooner_while_it_is_small():
+    policy = DynamicScale(0.25, growth_interval=4, growth_tiers=((1.0, 1), (4.0, 2)))
+    assert scales(policy, "........" "....") == [
+        0.5, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 4.0, 4.0, 8.0, 8.0, 8.0
+    ]  # fmt: skip
+
+
+def test_a_tier_with_a_longer_interval_waits_for_it():
+    policy = DynamicScale(1.0, growth_interval=1, growth_tiers=[[2.0, 3]])
+    assert scales(policy, ".....") == [1.0, 1.0, 2.0, 4.0, 8.0]
+    assert policy.growth_tiers == ((2.0, 3),)
+    hash(policy)
+
+
+def test_a_policy_that_was_pickled_before_there_were_tiers_has_none():
+    policy = DynamicScale(8.0)
+    state = policy.__getstate__()
+    del state["growth_tiers"]
+    unpickled = DynamicScale.__new__(DynamicScale)
+    unpickled.__setstate__(state)
+    assert unpickled == policy
+
+
+@pytest.mark.parametrize(
+    ("tiers", "error", "message"),
+    [
+        (100, TypeError, "growth_tiers must be pairs of a scale and an interval, .* got 100"),
+        ((1.0, 100), TypeError, r"growth_tiers must be pairs .* got \(1.0, 100\)"),
+        (((1.0, 100, 2),), TypeError, "growth_tiers must be pairs"),
+        ("ab", TypeError, "growth_tiers must be pairs"),
+        (((0.0, 100),), ValueError, "a scale in growth_tiers must be positive"),
+        (((1.0, 0),), ValueError, "an interval in growth_tiers must be at least 1, got 0"),
+        (((1.0, 1.5),), TypeError, "an interval in growth_tiers must be an integer"),
+        (((8.0, 1), (1.0, 1)), ValueError, "growth_tiers must have the lowest scale first"),
+        (((8.0, 1), (8.0, 2)), ValueError, "growth_tiers must have the lowest scale first"),
+    ],
+)
+def test_tiers_that_cannot_work_are_refused(tiers, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        DynamicScale(growth_tiers=tiers)

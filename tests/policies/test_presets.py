@@ -29,6 +29,7 @@ RULES = {
         "hysteresis_reset": "finite_step",
         "min_scale": SMALLEST_NORMAL,
         "max_scale": LARGEST,
+        "growth_tiers": (),
     },
     "tensorplay": {},
     "paddle": {"init_scale": 32768.0, "growth_interval": 1000, "hysteresis": 2},

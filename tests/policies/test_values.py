@@ -151,7 +151,7 @@ def test_the_repr_is_the_call_that_makes_the_policy():
     assert repr(DynamicScale(init_scale=8, min_scale=1, max_scale=64)) == (
         "DynamicScale(init_scale=8.0, growth_factor=2.0, backoff_factor=0.5, "
         "growth_interval=2000, hysteresis=1, hysteresis_reset='finite_step', "
-        "min_scale=1.0, max_scale=64.0)"
+        "min_scale=1.0, max_scale=64.0, growth_tiers=())"
     )
     assert repr(FixedScale(128)) == "FixedScale(scale=128.0)"
 

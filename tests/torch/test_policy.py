@@ -40,3 +40,13 @@ def test_torch_s_kernel_between_bounds_is_the_rule(
         moved = operations.advance(policy, placed, [{cpu: operations.scalar(found_inf, cpu)}])
     assert kernel.call_count == 1
     assert operations.read(moved) == policy.update(state, found_inf)
+
+
+def test_torch_s_kernel_knows_no_growth_by_tiers():
+    policy = DynamicScale(0.5, growth_interval=9, growth_tiers=((1.0, 1),))
+    operations, cpu = TorchOperations(), torch.device("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operations, "on_host", lambda tensor: False)
+        placed = operations.place(policy.init(), cpu)
+        moved = operations.advance(policy, placed, [{cpu: operations.scalar(False, cpu)}])
+    assert moved.scale == 1.0

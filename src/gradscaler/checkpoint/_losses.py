@@ -35,6 +35,7 @@ def losses(rule: Rule, kept: Rule, to: str) -> list[str]:
         "hysteresis": ("hysteresis", backs_off if kept.hysteresis == 1 else resets),
         "min_scale": ("floor", f"has {floor}"),
         "max_scale": ("ceiling", "has none"),
+        "growth_tiers": ("growth by tiers", "has none"),
     }
     lost = []
     for name, (noun, does) in words.items():

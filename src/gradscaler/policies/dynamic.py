@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
-from gradscaler.errors import ParameterError
+from gradscaler.errors import ParameterError, ParameterTypeError
 from gradscaler.policies import _checks
 from gradscaler.policies._presets import Presets
 from gradscaler.policies.rule import Constants, next_values
@@ -45,6 +47,9 @@ class DynamicScale(Presets):
             non-finite steps count however far apart they are (Megatron).
         min_scale: the floor. The default is the smallest normal float32: 1/scale stays finite.
         max_scale: the ceiling. Growth past it is left out, so that a power of two stays one.
+        growth_tiers: pairs ``(below, interval)``, the lowest scale first. While the scale is less
+            than ``below``, it grows after ``interval`` finite steps, and not ``growth_interval``.
+            ``((1.0, 100), (8.0, 400))`` is what icefall's recipes do by hand.
 
     Raises:
         TypeError: a parameter is not the kind of number it should be; a bool is not a number.
@@ -63,7 +68,8 @@ class DynamicScale(Presets):
     8.0 0
     """
 
-    _constants: ClassVar[Constants]  # not a field; each policy has its own
+    _constants: ClassVar[Constants]  # not fields; each policy has its own
+    _shortest_interval: ClassVar[int]
 
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
@@ -73,6 +79,7 @@ class DynamicScale(Presets):
     hysteresis_reset: HysteresisReset = "finite_step"
     min_scale: float = _checks.SMALLEST_SCALE
     max_scale: float = _checks.LARGEST_SCALE
+    growth_tiers: tuple[tuple[float, int], ...] = ()
 
     def __post_init__(self) -> None:
         min_scale = _checks.loss_scale("min_scale", self.min_scale)
@@ -93,6 +100,7 @@ class DynamicScale(Presets):
             "backoff_factor": _checks.backoff_factor("backoff_factor", self.backoff_factor),
             "growth_interval": _checks.count("growth_interval", self.growth_interval),
             "hysteresis": _checks.count("hysteresis", self.hysteresis),
+            "growth_tiers": _checked_tiers(self.growth_tiers),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -108,15 +116,22 @@ class DynamicScale(Presets):
             min(self.hysteresis, _checks.LONGEST_COUNT),
             finite_step_resets=self.hysteresis_reset != "growth",
             backoff_resets=self.hysteresis_reset == "finite_step",
+            growth_tiers=tuple(
+                (_checks.in_float32(below), min(interval, _checks.LONGEST_COUNT))
+                for below, interval in self.growth_tiers
+            ),
         )
+        intervals = (interval for _, interval in constants.growth_tiers)
+        shortest = min((constants.growth_interval, *intervals))
         object.__setattr__(self, "_constants", constants)
+        object.__setattr__(self, "_shortest_interval", shortest)
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for field in fields(self):
-            object.__setattr__(self, field.name, state[field.name])
+            object.__setattr__(self, field.name, state.get(field.name, field.default))
         self._set_constants()
 
     def init(self) -> ScaleState:
@@ -141,8 +156,7 @@ class DynamicScale(Presets):
         scale, finite_steps, nonfinite_steps = state
         if where is None and on_host(scale):
             scale, found_inf, where = np.float32(scale), bool(found_inf), host_where
-            interval = self._constants.growth_interval
-            if not (found_inf or nonfinite_steps) and finite_steps + 1 < interval:
+            if not (found_inf or nonfinite_steps) and finite_steps + 1 < self._shortest_interval:
                 # Most steps only count. The rule takes three times as long for the same result.
                 return ScaleState(scale, finite_steps + 1, nonfinite_steps)
         where = where or where_for(scale)
@@ -153,3 +167,23 @@ class DynamicScale(Presets):
             return ScaleState(*next_values(self._constants, *values))
         with np.errstate(over="ignore", under="ignore"):
             return ScaleState(*next_values(self._constants.on_host(), *values))
+
+
+def _checked_tiers(tiers: object) -> tuple[tuple[float, int], ...]:
+    """Growth tiers as a tuple of pairs of a float and an int; an error names what is wrong."""
+    pairs: Sequence[Any] = tiers if isinstance(tiers, (tuple, list)) else [()]
+    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
+        raise ParameterTypeError(
+            "growth_tiers must be pairs of a scale and an interval, such as ((1.0, 100), "
+            f"(8.0, 400)), got {tiers!r}"
+        )
+    checked = tuple(
+        (
+            _checks.loss_scale("a scale in growth_tiers", below),
+            _checks.count("an interval in growth_tiers", interval),
+        )
+        for below, interval in pairs
+    )
+    if any(low >= high for (low, _), (high, _) in pairwise(checked)):
+        raise ParameterError(f"growth_tiers must have the lowest scale first, got {tiers!r}")
+    return checked

@@ -20,6 +20,7 @@ class Constants(NamedTuple):
     hysteresis: int
     finite_step_resets: bool
     backoff_resets: bool
+    growth_tiers: tuple[tuple[float, int], ...] = ()
 
     def on_host(self) -> Constants:
         """The same as NumPy scalars, because NumPy 1 turns float32 * float into float64."""
@@ -47,7 +48,10 @@ def next_values(
     nonfinite_steps = nonfinite_count + 1
     zero = finite_count * 0  # of the counters' own type
 
-    grow = finite_steps >= constants.growth_interval
+    interval = constants.growth_interval
+    for below, steps in constants.growth_tiers[::-1]:
+        interval = where(scale < below, zero + steps, interval)
+    grow = finite_steps >= interval
     grown = scale * constants.growth_factor
     in_range = grown <= constants.max_scale
     after_finite = where(grow, where(in_range, grown, scale), scale)

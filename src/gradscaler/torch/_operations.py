@@ -90,6 +90,7 @@ def _is_torch_s(policy: Policy) -> TypeGuard[DynamicScale]:
         type(policy) is DynamicScale
         and policy.hysteresis == 1
         and policy.max_scale == _checks.LARGEST_SCALE
+        and not policy.growth_tiers
         and all(_checks.in_float32(f) == f for f in (policy.growth_factor, policy.backoff_factor))
     )
 

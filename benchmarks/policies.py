@@ -1,0 +1,382 @@
+"""Every rule of the field on the same four recorded trainings, and two of them really trained.
+
+    python benchmarks/policies.py
+
+It trains four small networks in fp16 on the CPU with data of scikit-learn, and records at each step
+the true gradients: those of the same batch and weights in fp32. Each rule is then replayed on these
+traces by :mod:`gradscaler.simulate`. Last, it trains an MLP with 5 % NaN batches to the end, with
+torch's rule and with AmaxScale. It writes ``results/policies.json`` and ``policies.png`` here, and
+prints the tables of ``docs/policies.md``. It needs PyTorch, scikit-learn and Matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from sklearn.datasets import load_digits, load_sample_images
+from torch import nn
+
+from gradscaler import AmaxScale, DynamicScale, FixedScale, Policy
+from gradscaler.simulate import Trace, replay
+from gradscaler.simulate._show import HEADINGS, picture_of, rows_of
+from gradscaler.torch import GradScaler
+
+HERE = Path(__file__).parent
+FIRST, BINS = -150, 180  # exponents of float32
+TRAINED = 1200  # digits; the others are for the test
+
+
+# Rules that are no DynamicScale, each as its source describes it.
+
+
+class Counted(NamedTuple):
+    """A state: the scale first, then what the rule counts."""
+
+    scale: Any
+    finite_steps: int
+    nonfinite_steps: int
+    values: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fairseq:
+    """fairseq's ``DynamicLossScaler``: back off if ``tolerance`` of the steps overflowed.
+
+    The share is of the steps since the scale last moved (fairseq 0.12, default tolerance 0.05).
+    """
+
+    tolerance: float = 0.05
+    window: int = 2000
+
+    def init(self) -> Any:
+        """128 is the first scale (--fp16-init-scale)."""
+        return Counted(np.float32(128), 0, 0, (0.0,))  # values: steps since the last rescale
+
+    def update(self, state: Any, found_inf: Any, where: Any = None) -> Any:
+        """``finite_steps`` is since the last overflow; ``nonfinite_steps`` since a rescale."""
+        scale, finite, bad, (steps,) = state
+        steps += 1
+        if found_inf:
+            bad += 1
+            if bad / steps >= self.tolerance:
+                return Counted(scale / 2, 0, 0, (0.0,))
+            return Counted(scale, 0, bad, (steps,))
+        if finite + 1 == self.window:
+            return Counted(scale * 2, 0, bad, (0.0,))
+        return Counted(scale, finite + 1, bad, (steps,))
+
+
+@dataclass(frozen=True)
+class LogMax:
+    """OpenSeq2Seq's ``LogMaxScaler``: the largest power of 2 that all but 0.1 % of steps fit.
+
+    The running mean and variance of ``log2(amax)`` have a rate of 0.99; the scale is
+    ``2**floor(15 - mean - 3.1 * deviation)``, and a non-finite step halves it.
+    """
+
+    amax_interval: int = 1
+
+    def init(self) -> Any:
+        """1 is the first scale."""
+        return Counted(np.float32(1), 0, 0, (0.0, 0.0))
+
+    def update(self, state: Any, found_inf: Any, where: Any = None, amax: Any = None) -> Any:
+        """``finite_steps`` counts all of them, as the correction of the means needs."""
+        scale, steps, bad, (mean, square) = state
+        if found_inf:
+            return Counted(scale / 2, steps, bad + 1, (mean, square))
+        size = math.log2(max(amax, 2.0**-126))
+        steps += 1
+        mean, square = 0.99 * mean + 0.01 * size, 0.99 * square + 0.01 * size * size
+        bias = 1 - 0.99**steps
+        deviation = math.sqrt(max(square / bias - (mean / bias) ** 2, 0.0))
+        exponent = math.floor(15 - mean / bias - 3.1 * deviation)
+        return Counted(np.float32(2.0 ** min(max(exponent, -126), 126)), steps, 0, (mean, square))
+
+
+@dataclass(frozen=True)
+class Graphcore:
+    """Graphcore's automatic loss scaling: keep gradients below a threshold, count each 10 steps.
+
+    If more than 1e-7 of the scaled gradients pass 2**13, the scale halves, else it doubles. With
+    fewer than ten million gradients, one is enough, so the largest decides.
+    """
+
+    amax_interval: int = 1
+    period: int = 10
+
+    def init(self) -> Any:
+        """1 is the first scale."""
+        return Counted(np.float32(1), 0, 0, (0.0,))
+
+    def update(self, state: Any, found_inf: Any, where: Any = None, amax: Any = None) -> Any:
+        """An overflow passes the threshold; its step is taken with clipped gradients there."""
+        scale, steps, bad, (most,) = state
+        most = max(most, math.inf if found_inf else float(scale) * amax)
+        if steps + 1 < self.period:
+            return Counted(scale, steps + 1, bad, (most,))
+        moved = scale / 2 if most > 2.0**13 else scale * 2
+        return Counted(np.clip(moved, np.float32(2.0**-126), np.float32(2.0**126)), 0, 0, (0.0,))
+
+
+RULES: dict[str, Any] = {
+    "torch": DynamicScale.torch(),
+    "Paddle": DynamicScale.paddle(),
+    "Keras 3": DynamicScale.keras(),
+    "Keras 2": DynamicScale.tf_keras(),
+    "MindSpore": DynamicScale.mindspore(),
+    "Megatron": DynamicScale.megatron(),
+    "DeepSpeed": DynamicScale.deepspeed(),
+    "fairseq": Fairseq(),
+    "icefall": DynamicScale(growth_tiers=((1.0, 100), (8.0, 400))),
+    "LogMax": LogMax(),
+    "Graphcore": Graphcore(),
+    "AmaxScale": AmaxScale(),
+}
+DRAWN = ("torch", "Megatron", "icefall", "LogMax", "AmaxScale")
+
+
+# Trainings.
+
+
+class Training(NamedTuple):
+    """A network, its batches, and what makes it hard for a loss scale."""
+
+    network: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: Iterator[tuple[torch.Tensor, torch.Tensor]]
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    factor: Callable[[int], float] = lambda _: 1.0  # of the learning rate, by step
+
+
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """1,797 digits of 64 pixels from 0 to 1, and their classes."""
+    images, classes = load_digits(return_X_y=True)
+    return torch.tensor(images / 16, dtype=torch.float32), torch.tensor(classes)
+
+
+def drawn(
+    inputs: torch.Tensor, targets: torch.Tensor, size: int, seed: int, nan: float = 0.0
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Random batches without end; a share of them holds one NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        chosen = torch.randint(len(inputs), (size,), generator=generator)
+        batch = inputs[chosen].clone()
+        if torch.rand((), generator=generator) < nan:
+            batch.view(-1)[0] = math.nan
+        yield batch, targets[chosen]
+
+
+def mlp(width: int = 64) -> nn.Module:
+    """Two hidden layers for the digits."""
+    return nn.Sequential(
+        nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
+    )
+
+
+def nan_batches(seed: int) -> Training:
+    """Digits, an MLP, SGD; 5 % of the batches hold a NaN."""
+    torch.manual_seed(seed)
+    network = mlp()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    batches = drawn(*digits(), 32, seed, nan=0.05)
+    return Training(network, optimizer, batches, nn.functional.cross_entropy)
+
+
+def autoencoder(seed: int) -> Training:
+    """Patches of photographs, eight sigmoid layers, Adam: gradients over a wide range."""
+    torch.manual_seed(seed)
+    image = load_sample_images().images[0][: 4 * 106, : 4 * 160] / 255
+    patches = image.reshape(106, 4, 160, 4, 3).swapaxes(1, 2).reshape(-1, 48)
+    widths = (48, 128, 64, 32, 16, 32, 64, 128, 48)
+    layers: list[nn.Module] = []
+    for i in range(8):
+        layers += [nn.Linear(widths[i], widths[i + 1]), nn.Sigmoid()]
+    network = nn.Sequential(*layers)
+    inputs = torch.tensor(patches, dtype=torch.float32)
+    optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
+    batches = drawn(inputs, inputs, 64, seed)
+    return Training(network, optimizer, batches, nn.functional.mse_loss)
+
+
+class Rows(nn.Module):
+    """A transformer over the eight rows of a digit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.encode = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.classify = nn.Linear(32, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits of the classes."""
+        rows = self.encode(self.embed(images.reshape(-1, 8, 8)))
+        return self.classify(rows.mean(dim=1))  # type: ignore[no-any-return]
+
+
+def transformer(seed: int) -> Training:
+    """Digits row by row, a transformer, AdamW: the gradients shrink as it learns them by heart."""
+    torch.manual_seed(seed)
+    network = Rows()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3)
+    batches = drawn(*digits(), 32, seed)
+    return Training(network, optimizer, batches, nn.functional.cross_entropy)
+
+
+def spike(seed: int) -> Training:
+    """Digits, an MLP, SGD, and 10 times the learning rate for 30 steps."""
+    training = nan_batches(seed)
+    batches = drawn(*digits(), 32, seed)
+    return training._replace(
+        batches=batches, factor=lambda step: 10.0 if 1000 <= step < 1030 else 1.0
+    )
+
+
+TRAININGS = {
+    "NaN batches": nan_batches,
+    "autoencoder": autoencoder,
+    "transformer": transformer,
+    "spike": spike,
+}
+
+
+def record(training: Training, steps: int) -> Trace:
+    """Train in fp16, and record the gradients of the same batches and weights in fp32.
+
+    The training has a fixed scale, so that no rule is at an advantage. The largest magnitude of the
+    backward pass includes the gradients of each module's output.
+    """
+    network, optimizer = training.network, training.optimizer
+    outputs: list[float] = []
+
+    def watch(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        output.register_hook(lambda gradient: outputs.append(float(gradient.abs().max())))
+
+    for module in network.modules():
+        if not list(module.children()):
+            module.register_forward_hook(watch)
+    scaler = GradScaler("cpu", policy=FixedScale(2.0**10))
+    rates = [group["lr"] for group in optimizer.param_groups]
+    largest, extreme, counts = np.zeros(steps), np.zeros(steps), np.zeros((steps, BINS))
+    for step in range(steps):
+        batch, target = next(training.batches)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * training.factor(step)
+        outputs.clear()
+        optimizer.zero_grad()
+        training.loss(network(batch), target).backward()
+        gradients = [p.grad.flatten() for p in network.parameters() if p.grad is not None]
+        sizes = torch.cat(gradients).abs().double().numpy()
+        nonzero = sizes[np.isfinite(sizes) & (sizes > 0)]
+        largest[step] = nonzero.max(initial=0.0)
+        extreme[step] = max(sizes.max(), *outputs) if np.isfinite(sizes).all() else math.inf
+        bins = np.frexp(nonzero)[1] - 1 - FIRST
+        counts[step] = np.bincount(np.clip(bins, 0, BINS - 1), minlength=BINS)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            output = network(batch)
+        scaler.scale(training.loss(output.float(), target)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return Trace(largest, extreme, FIRST, counts)
+
+
+def accuracy(policy: Policy, seed: int, steps: int) -> tuple[float, float]:
+    """Train the MLP with 5 % NaN batches, and return its test accuracy and the last scale.
+
+    The loop is written out, and does what any scaler does.
+    """
+    torch.manual_seed(seed)
+    images, classes = digits()
+    network = mlp()
+    parameters = list(network.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    batches = drawn(images[:TRAINED], classes[:TRAINED], 32, seed, nan=0.05)
+    state: Any = policy.init()
+    looks = hasattr(policy, "amax_interval")
+    for _ in range(steps):
+        batch, target = next(batches)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            output = network(batch)
+        (nn.functional.cross_entropy(output.float(), target) * float(state.scale)).backward()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        torch._foreach_div_(gradients, float(state.scale))
+        amax = float(torch.stack([gradient.abs().max() for gradient in gradients]).max())
+        found_inf = not math.isfinite(amax)
+        if not found_inf:
+            optimizer.step()
+        told: dict[str, Any] = {"amax": amax} if looks else {}
+        state = policy.update(state, found_inf, **told)
+    with torch.no_grad():
+        correct = network(images[TRAINED:]).argmax(dim=1) == classes[TRAINED:]
+    return float(correct.float().mean()), float(state.scale)
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [headings, ["---", *["--:"] * (len(headings) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    """Record, replay, train, and write what came of it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=2200, help="of each trace (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the traces (%(default)s)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {"seed": arguments.seed, "steps": arguments.steps}
+    pictures = []
+    for name, make in TRAININGS.items():
+        start = time.perf_counter()
+        trace = record(make(arguments.seed), arguments.steps)
+        seconds = time.perf_counter() - start
+        replays = {rule: replay(policy, trace) for rule, policy in RULES.items()}
+        rows = rows_of(replays)
+        results[name] = {"seconds": round(seconds, 1), "rows": rows}
+        bad, spikes = int(trace.is_bad.sum()), len(replays["torch"].spikes)
+        print(
+            f"\n### {name}: {bad} bad batches, {spikes} spikes\n\n{table(HEADINGS, rows)}",
+            flush=True,
+        )
+        pictures.append(picture_of({rule: replays[rule] for rule in DRAWN}, name))
+    trained = {
+        rule: [accuracy(RULES[rule], seed, 4000) for seed in range(3)]
+        for rule in ("torch", "AmaxScale")
+    }
+    results["accuracy"] = trained
+    headings = ("rule", "seed 0", "seed 1", "seed 2")
+    rows = [
+        (rule, *(f"{share:.3f} (scale 2^{math.log2(scale):.0f})" for share, scale in seeds))
+        for rule, seeds in trained.items()
+    ]
+    print(f"\n### Trained with 5 % NaN batches\n\n{table(headings, rows)}")
+    (HERE / "results" / "policies.json").write_text(json.dumps(results, indent=1) + "\n")
+    (HERE / "policies.png").write_bytes(side_by_side(pictures))
+
+
+def side_by_side(pictures: Sequence[bytes]) -> bytes:
+    """Four pictures in one."""
+    images = [plt.imread(BytesIO(picture)) for picture in pictures]
+    rows = [np.concatenate(images[i : i + 2], axis=1) for i in range(0, len(images), 2)]
+    file = BytesIO()
+    plt.imsave(file, np.concatenate(rows), format="png")
+    return file.getvalue()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""A policy on a trace, and what comes of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from gradscaler.policies import Policy
+from gradscaler.simulate._trace import OVERFLOW, Trace
+
+_KEPT = -25  # float16 rounds smaller exponents to 0
+_NORMAL = -14
+_SPIKE = 2.0**4  # as large as the typical step before it
+_TYPICAL = 100  # steps
+
+
+class Spike(NamedTuple):
+    """Steps whose gradients are far larger than before, or non-finite at any scale.
+
+    Attributes:
+        start: the first of these steps, from 0.
+        stop: the first step after them.
+        recovery: how many steps after them had a lower scale than the one before them; None if
+            that scale was not back before the trace ended.
+    """
+
+    start: int
+    stop: int
+    recovery: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """What one sequence of loss scales does to a trace.
+
+    Attributes:
+        trace: the trace.
+        scales: the scale that each step used, float32 of shape (steps,).
+        skipped: which steps were skipped, of shape (steps,).
+        flushed: the share of each step's gradients that float16 flushed to zero, of shape (steps,).
+            NaN where the step was skipped or the trace has no histogram, here and below.
+        subnormal: the share that became subnormal, and lost bits.
+        flushed_magnitude: the share of the sum of their magnitudes that was flushed to zero.
+        subnormal_magnitude: the share of that sum that became subnormal.
+    """
+
+    trace: Trace
+    scales: NDArray[np.float32]
+    skipped: NDArray[np.bool_]
+    flushed: NDArray[np.float64]
+    subnormal: NDArray[np.float64]
+    flushed_magnitude: NDArray[np.float64]
+    subnormal_magnitude: NDArray[np.float64]
+
+    @property
+    def num_skipped(self) -> int:
+        """How many steps were skipped."""
+        return int(self.skipped.sum())
+
+    @property
+    def num_bad(self) -> int:
+        """How many of them no scale would have saved."""
+        return int(self.trace.is_bad.sum())
+
+    def mean(self, name: str) -> float:
+        """The mean of a share, such as ``"flushed"``, over the steps that were not skipped.
+
+        NaN if there are none, or the trace has no histograms.
+        """
+        values: NDArray[np.float64] = getattr(self, name)[~self.skipped]
+        return float(values.mean()) if values.size else math.nan
+
+    @property
+    def spikes(self) -> tuple[Spike, ...]:
+        """The spikes of the trace, and how soon the scale was back after each.
+
+        A spike is a stretch of steps whose ``extreme`` is at least 16 times the median ``largest``
+        of the 100 steps before it. Stretches that the recovery overlaps count as they are.
+        """
+        extreme, largest = self.trace.extreme, self.trace.largest
+        found = []
+        start, steps = None, len(extreme)
+        before = largest[:1]
+        for step in range(1, steps + 1):
+            if start is None:
+                before = largest[max(0, step - _TYPICAL) : step]
+            is_large = step < steps and extreme[step] >= _SPIKE * np.median(before)
+            if is_large and start is None and np.median(before) > 0:
+                start = step
+            elif not is_large and start is not None:
+                found.append((start, step))
+                start = None
+        return tuple(Spike(*spike, self._recovery(*spike)) for spike in found)
+
+    def _recovery(self, start: int, stop: int) -> int | None:
+        is_back = self.scales[stop:] >= self.scales[start - 1]
+        return int(np.argmax(is_back)) if is_back.any() else None
+
+
+def replay(policy: Policy, trace: Trace) -> Replay:
+    """Run a policy over a trace, as its scaler would.
+
+    At each step with scale ``s``, ``found_inf`` is ``extreme * s >= 65520``. A policy that has an
+    ``amax_interval`` is told the largest gradient of each finite step.
+
+    >>> from gradscaler import DynamicScale
+    >>> trace = Trace([1.0, 1.0, 1.0], extreme=[1.0, np.inf, 1.0])
+    >>> found = replay(DynamicScale(2.0**17), trace)
+    >>> found.scales.tolist(), found.skipped.tolist()
+    ([131072.0, 65536.0, 32768.0], [True, True, False])
+    """
+    state = policy.init()
+    scales = np.empty(trace.num_steps, np.float32)
+    looks: Any = policy if getattr(policy, "amax_interval", 0) else None
+    for step, (largest, extreme) in enumerate(
+        zip(trace.largest.tolist(), trace.extreme.tolist(), strict=True)
+    ):
+        scales[step] = state.scale
+        found_inf = not extreme * float(state.scale) < OVERFLOW
+        if looks is None:
+            state = policy.update(state, found_inf)
+        else:
+            state = looks.update(state, found_inf, amax=None if found_inf else largest)
+    return at_scales(scales, trace)
+
+
+def at_scales(scales: ArrayLike, trace: Trace) -> Replay:
+    """What these scales, one for each step, do to a trace."""
+    used = np.array(scales, np.float32)
+    with np.errstate(over="ignore"):
+        skipped = ~(trace.extreme * used.astype(np.float64) < OVERFLOW)
+    shares = np.full((4, trace.num_steps), np.nan)
+    if trace.counts is not None:
+        exponents = np.log2(used.astype(np.float64))
+        sizes = 2.0 ** (trace.first + np.arange(trace.counts.shape[1]))
+        for row, counts in ((0, trace.counts), (2, trace.counts * sizes)):
+            kept, normal = (
+                _share_below(counts, limit - trace.first - exponents) for limit in (_KEPT, _NORMAL)
+            )
+            shares[row], shares[row + 1] = kept, normal - kept
+        shares[:, skipped] = np.nan
+    return Replay(trace, used, skipped, *shares)
+
+
+def _share_below(counts: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
+    """The share of each row's counts before a place among its bins, evenly spread in each bin."""
+    sums = np.concatenate([np.zeros((len(counts), 1)), np.cumsum(counts, axis=1)], axis=1)
+    places = np.clip(places, 0, counts.shape[1])
+    whole = np.minimum(places.astype(int), counts.shape[1] - 1)
+    rows = np.arange(len(counts))
+    below = sums[rows, whole] + (places - whole) * counts[rows, whole]
+    total = sums[:, -1]
+    return np.asarray(np.divide(below, total, out=np.zeros(len(counts)), where=total > 0))

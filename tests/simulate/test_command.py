@@ -1,0 +1,152 @@
+"""A recorded run, and the command that replays policies on it."""
+
+import json
+import math
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from gradscaler import AmaxScale, DynamicScale
+from gradscaler.__main__ import main
+from gradscaler.diagnose import Monitor, read_run
+from gradscaler.simulate import Trace, replay
+from gradscaler.simulate._spelled import NAMES, policy_of
+from gradscaler.torch import GradScaler
+
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    """A run of one weight whose gradients are known: NaN at step 10, a spike at step 20."""
+    path = tmp_path_factory.mktemp("run") / "run.jsonl"
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler = GradScaler("cpu", 2.0**14, growth_interval=15)
+    with Monitor(scaler, every=1, path=path):
+        for step in range(1, STEPS + 1):
+            factor = {10: math.nan, 20: 2.0**10}.get(step, 1.0)
+            loss = factor * (weight * torch.tensor([1.0, 0.5, 2.0**-10, 0.0])).sum()
+            scaler.scale(loss).backward()
+            weight.grad = weight.grad.half().float()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return path
+
+
+def test_a_run_file_gives_its_own_gradients(record):
+    trace = Trace.of_run(read_run(record))
+    assert trace.num_steps == STEPS
+    assert (trace.largest == 1.0).all()
+    assert np.flatnonzero(trace.is_bad).tolist() == [9]
+    assert trace.extreme[19] == 65520 / 2.0**13  # the scale of that step
+    assert trace.counts.sum(axis=1).tolist() == [3.0] * STEPS
+
+
+def test_the_run_s_own_policy_does_in_the_replay_what_it_did(record):
+    run = read_run(record)
+    found = replay(DynamicScale(2.0**14, growth_interval=15), Trace.of_run(run))
+    assert (np.flatnonzero(found.skipped) + 1).tolist() == list(run.skipped)
+    assert (
+        dict(zip(*run.scales, strict=True)).items()
+        <= dict(enumerate(found.scales.tolist(), 1)).items()
+    )
+
+
+def test_steps_between_samples_count_as_the_latest_before_them(tmp_path, record):
+    lines = record.read_text().splitlines()
+    kept = [text for text in lines if json.loads(text).get("step") not in range(12, 19)]
+    thinned = tmp_path / "thinned.jsonl"
+    thinned.write_text("\n".join(kept) + "\n")
+    assert (Trace.of_run(read_run(thinned)).largest == 1.0).all()
+
+
+def test_a_run_without_histograms_or_in_another_format_is_refused(tmp_path, record, capsys):
+    lines = record.read_text().splitlines()
+    bare = tmp_path / "bare.jsonl"
+    bare.write_text(lines[0] + "\n")
+    assert main(["simulate", str(bare)]) == 1
+    assert "holds no histograms" in capsys.readouterr().err
+    bare.write_text(lines[0].replace("float16", "bfloat16") + "\n" + lines[1] + "\n")
+    assert main(["simulate", str(bare)]) == 1
+    assert "only a run in float16 can be replayed" in capsys.readouterr().err
+
+
+def test_the_command_prints_a_row_for_each_policy_and_draws_a_picture(record, tmp_path, capsys):
+    picture = tmp_path / "picture.png"
+    policies = ["--policy", "paddle", "--policy", "AmaxScale(margin=10)"]
+    assert main(["simulate", str(record), *policies, "-o", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    for name in ("the run itself", "paddle", "AmaxScale(marg"):
+        assert f"\n {name}" in printed
+    assert f"Steps: {STEPS}. Non-finite at any scale: 1. Spikes: 1." in printed
+    data = picture.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert min(struct.unpack(">II", data[16:24])) > 800
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "adam"], "'adam' is not a policy: write one of torch,"),
+        (["--policy", "AmaxScale(margin=1)"], "margin must be at least 3, got 1"),
+        (["-o", "picture.pdf"], "must end in .png, got 'picture.pdf'"),
+    ],
+)
+def test_a_wrong_call_says_what_to_write(record, capsys, arguments, message):
+    with pytest.raises(SystemExit) as exit_:
+        main(["simulate", str(record), *arguments])
+    assert exit_.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+# Policies as text.
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("torch", DynamicScale()),
+        (" paddle() ", DynamicScale.paddle()),
+        ("AmaxScale(margin=10)", AmaxScale(margin=10)),
+        ("DynamicScale(2**4, growth_factor=2.0**0.5)", DynamicScale(16, growth_factor=2.0**0.5)),
+        ("DynamicScale(growth_interval=10**2)", DynamicScale(growth_interval=100)),
+        ("DynamicScale(min_scale=2**-3)", DynamicScale(min_scale=0.125)),
+        ("DynamicScale(growth_tiers=((1.0, 9),))", DynamicScale(growth_tiers=((1.0, 9),))),
+        ("megatron(hysteresis=3)", DynamicScale.megatron(hysteresis=3)),
+    ],
+)
+def test_a_policy_is_read_from_its_text(text, policy):
+    assert policy_of(text) == policy
+
+
+def test_every_name_is_a_policy_s():
+    for name in NAMES:
+        assert policy_of(f"{name}(8.0)" if name == "FixedScale" else name).init().scale > 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "1",
+        "__import__('os')",
+        "torch.amp",
+        "_checks",
+        "AmaxScale(__import__('os'))",
+        "AmaxScale(margin=margin)",
+        "AmaxScale(*[1])",
+        "AmaxScale(**{'margin': 9})",
+        "torch(2**10**10)",
+        "torch(2**-0x10000000000)",
+        "torch(nothing=1)",
+        "lambda: 0",
+        "torch(" * 90 + ")" * 90,
+    ],
+)
+def test_what_is_no_policy_is_refused_and_not_run(text):
+    with pytest.raises(ValueError, match=r"is not a policy|: "):
+        policy_of(text)
