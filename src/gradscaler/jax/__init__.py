@@ -1,6 +1,6 @@
 """Loss scaling for JAX: pure functions, an optax wrapper, and the classes of jmp and flax."""
 
-from gradscaler.jax._operations import all_finite, select_tree
+from gradscaler.jax._operations import all_finite, amax, select_tree
 from gradscaler.jax._processes import check_same
 from gradscaler.jax.flax import DynamicScale, DynamicScaleResult
 from gradscaler.jax.jmp import DynamicLossScale, NoOpLossScale, StaticLossScale
@@ -17,6 +17,7 @@ __all__ = [
     "ScaledGradients",
     "StaticLossScale",
     "all_finite",
+    "amax",
     "check_same",
     "loss_scaled",
     "select_tree",
