@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gradscaler.policies import DynamicScale, FixedScale, Rule, ScaleState
+from gradscaler.policies import AmaxScale, DynamicScale, FixedScale, OwnPolicy, State
 from gradscaler.policies._spelling import changed, check_alone, check_policy
 
 Tensor = Any
@@ -46,11 +46,20 @@ OPTIONS = frozenset(
 DELEGATED = HYPERPARAMETERS | OPTIONS
 
 
-def next_values(policy: Rule, values: list[Tensor], found_inf: Tensor) -> ScaleState:
-    """The next scale and counters; ``values`` has two, or three if the policy has a hysteresis."""
-    scale, finite_steps, *nonfinite_steps = values
-    state = ScaleState(scale, finite_steps, *(nonfinite_steps or [finite_steps * 0]))
-    return policy.update(state, found_inf)
+def counts_nonfinite_steps(policy: OwnPolicy) -> bool:
+    """Whether the count of non-finite steps changes what the policy does."""
+    return isinstance(policy, AmaxScale) or getattr(policy, "hysteresis", 1) > 1
+
+
+def next_values(
+    policy: OwnPolicy, values: list[Tensor], found_inf: Tensor, amax: Tensor | None
+) -> State:
+    """The next state, from the values of its first fields; the others are 0."""
+    kind: type[Any] = type(policy.init())
+    missing = [values[1] * 0] * (len(kind._fields) - len(values))
+    seen = {} if amax is None else {"amax": amax}
+    state: State = policy.update(kind(*values, *missing), found_inf, **seen)
+    return state
 
 
 class Wrapper:
@@ -58,11 +67,11 @@ class Wrapper:
 
     _inner_name = "inner_optimizer"
     _preset: Callable[..., DynamicScale]
-    _policy: Rule
+    _policy: OwnPolicy
     _scaled: Callable[[Tensor], Tensor]
 
     @property
-    def policy(self) -> Rule:
+    def policy(self) -> OwnPolicy:
         """The rule by which the scale moves."""
         return self._policy
 
@@ -75,7 +84,7 @@ class Wrapper:
     def initial_scale(self) -> float:
         """The scale before the first step; the scale itself if it does not move."""
         policy = self._policy
-        return policy.init_scale if isinstance(policy, DynamicScale) else policy.scale
+        return policy.scale if isinstance(policy, FixedScale) else policy.init_scale
 
     @property
     def dynamic_growth_steps(self) -> int | None:
@@ -83,7 +92,7 @@ class Wrapper:
 
         It can be set in Keras 3. A compiled training step keeps the number it was compiled with.
         """
-        return self._policy.growth_interval if isinstance(self._policy, DynamicScale) else None
+        return None if isinstance(self._policy, FixedScale) else self._policy.growth_interval
 
     def get_scaled_loss(self, loss: Tensor | Callable[[], Tensor]) -> Any:
         """The loss times the scale, in float32 at least; for a callable loss, a callable."""
@@ -93,6 +102,8 @@ class Wrapper:
         """The arguments that make the policy, as JSON can hold them."""
         fields = dataclasses.asdict(self._policy)
         changeable = {name: fields.get(name) for name in ("init_scale", "growth_interval")}
+        if isinstance(self._policy, AmaxScale):
+            return {"policy": {"rule": "AmaxScale", **fields}}
         if self.dynamic and fields != {**dataclasses.asdict(self._preset()), **changeable}:
             return {"policy": fields}
         return {
@@ -108,7 +119,9 @@ class Wrapper:
         """The optimizer that a config describes, which may be of the framework's own class."""
         config = dict(config)
         if isinstance(config.get("policy"), dict):
-            config["policy"] = DynamicScale(**config["policy"])
+            fields = dict(config["policy"])
+            kind = AmaxScale if fields.pop("rule", None) == "AmaxScale" else DynamicScale
+            config["policy"] = kind(**fields)
         optimizer: T = super().from_config(config, custom_objects)  # type: ignore[misc] # Keras'
         return optimizer
 
@@ -135,8 +148,8 @@ def policy_from(
     dynamic: object,
     initial_scale: object,
     dynamic_growth_steps: object,
-    policy: Rule | None,
-) -> Rule:
+    policy: OwnPolicy | None,
+) -> OwnPolicy:
     """The policy that a constructor's arguments ask for; TypeError or ValueError if they cannot.
 
     ``preset`` makes the policy that the framework has by default.
@@ -154,9 +167,9 @@ def policy_from(
             initial_scale=initial_scale,
             dynamic_growth_steps=dynamic_growth_steps,
         )
-        check_policy(policy, Rule)
+        check_policy(policy, OwnPolicy)
         return policy
-    rule: Rule = preset() if dynamic else FixedScale(1.0)
+    rule: OwnPolicy = preset() if dynamic else FixedScale(1.0)
     if initial_scale is not None:
         rule = with_initial_scale(rule, initial_scale)
     elif not dynamic:
@@ -170,13 +183,13 @@ def policy_from(
     return rule
 
 
-def with_initial_scale(policy: Rule, initial_scale: Any) -> Rule:
+def with_initial_scale(policy: OwnPolicy, initial_scale: Any) -> OwnPolicy:
     """The policy with another scale to start from; ValueError or TypeError if it cannot have it."""
-    field = "init_scale" if isinstance(policy, DynamicScale) else "scale"
+    field = "scale" if isinstance(policy, FixedScale) else "init_scale"
     return changed(policy, {"initial_scale": field}, initial_scale=_on_host(initial_scale))
 
 
-def with_growth_steps(policy: Rule, dynamic_growth_steps: Any) -> Rule:
+def with_growth_steps(policy: OwnPolicy, dynamic_growth_steps: Any) -> OwnPolicy:
     """The policy with another growth interval; ValueError or TypeError if it cannot have it."""
     if isinstance(policy, FixedScale):
         if dynamic_growth_steps is None:

@@ -4,7 +4,7 @@ from gradscaler._frameworks import require
 
 require("jax")
 
-from gradscaler.jax._operations import all_finite, select_tree
+from gradscaler.jax._operations import all_finite, amax, select_tree
 from gradscaler.jax._processes import check_same
 from gradscaler.jax.flax import DynamicScale, DynamicScaleResult
 from gradscaler.jax.jmp import DynamicLossScale, NoOpLossScale, StaticLossScale
@@ -21,6 +21,7 @@ __all__ = [
     "ScaledGradients",
     "StaticLossScale",
     "all_finite",
+    "amax",
     "check_same",
     "loss_scaled",
     "select_tree",

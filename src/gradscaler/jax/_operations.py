@@ -50,6 +50,31 @@ def all_finite(
     return lax.pmin(everywhere.astype(jnp.int32), axes) == 1 if axes else everywhere
 
 
+def amax(
+    tree: Any, axis_name: AxisName | None = None, *, finite_axis: AxisName | None = None
+) -> Array:
+    """The largest magnitude in a pytree of unscaled gradients, a float32 scalar.
+
+    For :meth:`GradScaler.adjust` under a policy that looks at it. Leaves that
+    :func:`all_finite` does not look at do not count, and an empty tree has 0.
+
+    Args:
+        tree: any pytree of arrays.
+        axis_name: one or more named axes to reduce over, as in :func:`all_finite`.
+        finite_axis: more named axes to reduce over.
+
+    Raises:
+        TypeError: a leaf is neither an array nor a number.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_marked)
+    gradients = [jnp.asarray(leaf) for path, leaf in leaves if _is_gradient(path, leaf)]
+    wide = [leaf.astype(jnp.float32) if leaf.dtype.itemsize < 4 else leaf for leaf in gradients]
+    largest = [jnp.abs(leaf).max(initial=0).astype(jnp.float32) for leaf in wide]
+    everywhere = functools.reduce(jnp.maximum, largest, jnp.float32(0))
+    axes = _axes(axis_name, finite_axis)
+    return lax.pmax(everywhere, axes) if axes else everywhere
+
+
 def varying(tree: T, axis_name: AxisName, is_weight: Callable[[Any, Any], bool]) -> T:
     """The same replicated tree, in a form that ``shard_map`` takes to differ between devices.
 
@@ -184,6 +209,14 @@ def as_flag(name: str, value: Any) -> Array:
             f"{name}: expected boolean scalar, got {flag.dtype} of shape {flag.shape}"
         )
     return flag
+
+
+def as_amax(value: Any) -> Array:
+    """A float32 scalar, or ValueError."""
+    amax = jnp.asarray(value)
+    if amax.ndim:
+        raise ParameterError(f"amax: expected a scalar, got the shape {amax.shape}")
+    return amax.astype(jnp.float32)
 
 
 def map_gradients(function: Callable[[Array], Array], tree: T) -> T:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from gradscaler._frameworks import require
 from gradscaler.errors import ParameterError
-from gradscaler.jax._operations import AxisName, all_finite, select_tree
+from gradscaler.jax._operations import AxisName, select_tree
 from gradscaler.jax.scaler import GradScaler
 from gradscaler.policies import DynamicScale, Policy
 from gradscaler.policies._spelling import check_policy
@@ -72,7 +72,8 @@ def loss_scaled(
 
     Args:
         optimizer: any optax transformation.
-        policy: the rule: a :class:`gradscaler.DynamicScale` or a :class:`gradscaler.FixedScale`.
+        policy: the rule: a :class:`gradscaler.DynamicScale`, a :class:`gradscaler.FixedScale`, or
+            a :class:`gradscaler.AmaxScale`.
         axis_name: named axes whose devices take one decision. Needed if the gradients were not
             averaged over them before.
         finite_axis: more such axes. Needed inside ``shard_map`` if they shard the weights. There
@@ -110,12 +111,11 @@ def loss_scaled(
         alike = structure(params) == structure(updates)
         dtypes = jax.tree.map(jnp.result_type, updates, *([params] if alike else []))
         grads = jax.tree.map(jnp.asarray, state.scaler.unscale(updates), dtypes)
-        grads_finite = all_finite(grads, axis_name, finite_axis=finite_axis)
+        grads_finite, scaler = state.scaler._measured(grads, axis_name, finite_axis)
         updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
         updates = select_tree(grads_finite, updates, jax.tree.map(jnp.zeros_like, updates))
         inner_state = jax.tree.map(_in_dtype_of, inner_state, state.inner_state)
         inner_state = select_tree(grads_finite, inner_state, state.inner_state)
-        scaler = state.scaler.adjust(grads_finite)
         return updates, LossScaledState(scaler, grads_finite, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from gradscaler.errors import ParameterError
 from gradscaler.jax import _operations, _trees
-from gradscaler.jax._operations import AxisName, all_finite, select_tree
-from gradscaler.policies import DynamicScale, Policy, ScaleState, _checks
+from gradscaler.jax._operations import AxisName, all_finite, amax, select_tree
+from gradscaler.policies import DynamicScale, Policy, _checks, amax_interval, leaf_dtypes
 from gradscaler.policies._spelling import check_policy
 
 T = TypeVar("T")
@@ -38,20 +38,22 @@ class ScaledGradients(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GradScaler:
-    """Loss scaling for JAX: a pytree of three scalars, and a policy that is static.
+    """Loss scaling for JAX: a pytree of a few scalars, and a policy that is static.
 
     Pass it through ``jit``, ``scan``, ``vmap`` or ``shard_map`` like any other state; each method
     is pure. With a loss scale ``s``::
 
         grads = d(s * fun) / s
-        scaler.adjust(all_finite(grads)) moves s by the policy's rule
+        scaler.adjust(all_finite(grads), amax(grads)) moves s by the policy's rule
 
     Args:
-        policy: the rule: a :class:`gradscaler.DynamicScale` or a :class:`gradscaler.FixedScale`.
-        state: where it stands: a float32 and two int32 scalars. By default ``policy.init()``.
+        policy: the rule: a :class:`gradscaler.DynamicScale`, a :class:`gradscaler.FixedScale`, or
+            a :class:`gradscaler.AmaxScale`.
+        state: where it stands: a float32 and two int32 scalars, and what else the policy has. By
+            default ``policy.init()``.
 
     Raises:
-        TypeError: `policy` is not a policy, or `state` is not a ScaleState.
+        TypeError: `policy` is not a policy, or `state` is not of the type that it moves.
         ValueError: the scale in the state is not above 0.
 
     >>> import jax
@@ -62,16 +64,17 @@ class GradScaler:
     """
 
     policy: Policy = field(default_factory=DynamicScale)
-    state: Any = None  # a ScaleState from __post_init__ on
+    state: Any = None  # what policy.init() makes, in arrays, from __post_init__ on
 
     def __post_init__(self) -> None:
         check_policy(self.policy)
-        state = self.policy.init() if self.state is None else self.state
-        if not isinstance(state, ScaleState):
-            raise TypeError(f"state must be a ScaleState, got {state!r}")
+        first = self.policy.init()
+        kind: type[Any] = type(first)
+        state = first if self.state is None else self.state
+        if not isinstance(state, kind):
+            raise TypeError(f"state must be of type {kind.__name__}, got {state!r}")
         _operations.check_scale("the scale in state", state.scale)
-        arrays = map(jnp.asarray, state, (jnp.float32, jnp.int32, jnp.int32))
-        object.__setattr__(self, "state", ScaleState(*arrays))
+        object.__setattr__(self, "state", kind(*map(jnp.asarray, state, leaf_dtypes(first))))
         _trees.serialise()
 
     @property
@@ -103,26 +106,45 @@ class GradScaler:
             leaf = leaf.astype(jnp.float32)
         return leaf, self.loss_scale.astype(leaf.real.dtype)
 
-    def adjust(self, grads_finite: Any) -> GradScaler:
+    def adjust(self, grads_finite: Any, amax: Any = None) -> GradScaler:
         """The scaler for the next step, by the policy's rule.
 
         Args:
             grads_finite: whether the step's gradients were finite, a boolean scalar.
+            amax: for a policy that looks at it, the largest magnitude of the unscaled gradients, a
+                scalar, as :func:`gradscaler.jax.amax` finds it. Other policies ignore it.
 
         Raises:
-            ValueError: `grads_finite` is not a boolean scalar, or ``shard_map`` knows it to differ
-                between devices that hold one loss scale.
+            ValueError: `grads_finite` is not a boolean scalar, `amax` is not a scalar, or
+                ``shard_map`` knows one to differ between devices that hold one loss scale.
         """
         found_inf = ~_operations.as_flag("grads_finite", grads_finite)
-        apart = _operations.varies_over(found_inf) - _operations.varies_over(self.loss_scale)
+        self._check_together("grads_finite", "all_finite", found_inf)
+        seen = {}
+        if amax is not None and amax_interval(self.policy):
+            seen["amax"] = _operations.as_amax(amax)
+            self._check_together("amax", "amax", seen["amax"])
+        state = self.policy.update(self.state, found_inf, jnp.where, **seen)
+        return _trees.replaced(self, state=state)
+
+    def _check_together(self, name: str, function: str, value: Array) -> None:
+        apart = _operations.varies_over(value) - _operations.varies_over(self.loss_scale)
         if apart:
             raise ParameterError(
-                f"grads_finite varies over {_operations.spelled(apart)} and the loss scale does "
+                f"{name} varies over {_operations.spelled(apart)} and the loss scale does "
                 "not, so each device would move the scale alone. Decide together: pass "
-                f"finite_axis={_operations.spelled(apart)} to value_and_grad, all_finite or "
+                f"finite_axis={_operations.spelled(apart)} to value_and_grad, {function} or "
                 "loss_scaled"
             )
-        return _trees.replaced(self, state=self.policy.update(self.state, found_inf, jnp.where))
+
+    def _measured(
+        self, grads: Any, axis_name: AxisName | None = None, finite_axis: AxisName | None = None
+    ) -> tuple[Array, GradScaler]:
+        """Whether unscaled gradients are finite, and the scaler for the next step."""
+        grads_finite = all_finite(grads, axis_name, finite_axis=finite_axis)
+        wanted = amax_interval(self.policy)
+        largest = amax(grads, axis_name, finite_axis=finite_axis) if wanted else None
+        return grads_finite, self.adjust(grads_finite, largest)
 
     def value_and_grad(
         self,
@@ -216,8 +238,8 @@ class GradScaler:
             grads = self.unscale(grads)
             if axis_name is not None:
                 grads = _operations.averaged(grads, axis_name)
-            grads_finite = all_finite(grads, finite_axis=finite_axis)
-            return ScaledGradients(self.adjust(grads_finite), grads_finite, value, grads)
+            grads_finite, scaler = self._measured(grads, finite_axis=finite_axis)
+            return ScaledGradients(scaler, grads_finite, value, grads)
 
         return unscaled
 

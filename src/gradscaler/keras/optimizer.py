@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from keras import ops
 from gradscaler._keras_like import wrapper
 from gradscaler._keras_like.wrapper import OPTIONS, Wrapper
 from gradscaler.keras._operations import on_backend
-from gradscaler.policies import DynamicScale, Rule
+from gradscaler.policies import AmaxScale, DynamicScale, OwnPolicy, amax_interval
 
 Tensor = Any
 Variable = Any
@@ -27,6 +27,10 @@ _NEVER_UNSCALED = (
     "get_unscaled_gradients() was never called, so apply_gradients() divides the gradients by the "
     "loss scale. Call it first, or scale the loss by scale_loss()."
 )
+
+
+_OWN = ("nonfinite_counter", "peak")
+"""What some policies move and Keras' own wrapper does not have."""
 
 
 @keras.saving.register_keras_serializable("gradscaler")
@@ -51,9 +55,9 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         dynamic_growth_steps: finite steps in a row before the scale doubles, by default 2000; None
             if not ``dynamic``.
         policy: the whole rule, in place of the three arguments before: a
-            :class:`gradscaler.DynamicScale`, with any factors, bounds and hysteresis, or a
-            :class:`gradscaler.FixedScale`. ``DynamicScale.tf_keras()`` is Keras 2's rule, with its
-            floor of 1.
+            :class:`gradscaler.DynamicScale`, with any factors, bounds and hysteresis, a
+            :class:`gradscaler.FixedScale`, or a :class:`gradscaler.AmaxScale`.
+            ``DynamicScale.tf_keras()`` is Keras 2's rule, with its floor of 1.
         name: the optimizer's name.
         kwargs: other optimizers' arguments at their defaults, which Keras accepts in order to load
             old models.
@@ -87,7 +91,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         initial_scale: float | None = None,
         dynamic_growth_steps: int | None = None,
         *,
-        policy: Rule | None = None,
+        policy: OwnPolicy | None = None,
         name: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -131,8 +135,13 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
                 autocast=False,  # in a layer, whose float16 may not hold the scale
                 name="dynamic_scale",
             )
-        if getattr(self._policy, "hysteresis", 1) > 1:
+        if wrapper.counts_nonfinite_steps(self._policy):
             self.nonfinite_counter = self.add_variable((), dtype="int", name="nonfinite_counter")
+        if isinstance(self._policy, AmaxScale):
+            with keras.name_scope(self.name, caller=self):
+                self.peak = keras.Variable(
+                    0.0, dtype="float32", trainable=False, autocast=False, name="peak"
+                )
 
     @Wrapper.initial_scale.setter  # type: ignore[attr-defined,untyped-decorator] # inherited
     def initial_scale(self, initial_scale: float) -> None:
@@ -262,7 +271,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         pairs = list(grads_and_vars)
         grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
         if self._gradients_have_been_unscaled and not self._next_step_unscales:
-            self._step(grads, variables, lambda grads, variables: grads)
+            self._step(grads, variables, are_scaled=False)
         else:
             self.apply(grads, variables)
         return self.iterations
@@ -284,14 +293,14 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
             ParameterError: PyTorch's ``FullyShardedDataParallel`` flattened the variables.
             ScaleMismatchError: processes that decide together hold different scales or counters.
         """
-        self._step(list(grads), trainable_variables, self._unscaled)
+        self._step(list(grads), trainable_variables, are_scaled=True)
         self._next_step_unscales = False
 
     def _step(
         self,
         grads: list[Tensor | None],
         trainable_variables: Iterable[Variable] | None,
-        unscale: Callable[..., list[Any]],
+        are_scaled: bool,
     ) -> None:
         if trainable_variables is not None:
             variables = list(trainable_variables)
@@ -311,9 +320,19 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
             raise ValueError(f"got {len(grads)} gradients for {len(variables)} trainable variables")
 
         def apply(grads: list[Tensor | None], variables: list[Variable]) -> None:
-            self.inner_optimizer.apply(unscale(grads, variables), variables)
+            unscaled = self._unscaled(grads, variables) if are_scaled else grads
+            self.inner_optimizer.apply(unscaled, variables)
 
-        on_backend.apply_if_finite(self, apply, grads, variables)
+        amax = None
+        if amax_interval(self._policy):
+            amax = on_backend.largest(
+                [
+                    None if self._overwrite_variable_with_gradient(variable) else grad
+                    for grad, variable in zip(grads, variables, strict=True)
+                ]
+            )
+            amax = amax / self._scale_now() if are_scaled else amax
+        on_backend.apply_if_finite(self, apply, grads, variables, amax)
 
     def _unscaled(self, grads: list[Any], variables: list[Variable]) -> list[Any]:
         scale = self._scale_now()
@@ -324,21 +343,19 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
             for grad, variable in zip(grads, variables, strict=True)
         ]
 
-    def _move_scale(self, found_inf: Tensor) -> None:
+    def _move_scale(self, found_inf: Tensor, amax: Tensor | None) -> None:
         if not self.dynamic:
             return
         values = [ops.copy(variable) for variable in self._moved]
-        moved = wrapper.next_values(self._policy, values, found_inf)
+        moved = wrapper.next_values(self._policy, values, found_inf, amax)
         for variable, value in zip(self._moved, moved, strict=False):
             variable.assign(value)
 
     @property
     def _moved(self) -> list[Variable]:
-        """What the policy moves: the fields of ScaleState, without a count that it does not use."""
-        moved = [self.dynamic_scale, self.step_counter]
-        if hasattr(self, "nonfinite_counter"):
-            moved.append(self.nonfinite_counter)
-        return moved
+        """What the policy moves: the fields of its state, without a count that it does not use."""
+        own = (vars(self).get(name) for name in _OWN)
+        return [self.dynamic_scale, self.step_counter, *(v for v in own if v is not None)]
 
     # Keras' wrapper overrides it; the base class's calls `apply` on the values, as it should.
     stateless_apply = keras.optimizers.Optimizer.stateless_apply
@@ -381,7 +398,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         self.__dict__["_untracked_by_keras"] = untracked  # past the tracking of this optimizer
 
     def _saved_variables(self) -> list[Variable]:
-        """The variables in a file, which are those of Keras' own wrapper and any hysteresis count.
+        """The variables in a file: those of Keras' own wrapper, and any in ``_OWN``.
 
         Variables of the inner optimizer that are not among them are saved with it alone.
         """
@@ -400,8 +417,8 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         are set. A warning says so.
         """
         values = [np.asarray(store[str(index)]) for index in range(len(store.keys()))]
-        saved, count = self._saved_variables(), vars(self).get("nonfinite_counter")
-        for variables in (saved, [v for v in saved if v is not count], self.variables):
+        saved, own = self._saved_variables(), self._moved[2:]
+        for variables in (saved, [v for v in saved if not _holds(own, v)], self.variables):
             if [tuple(v.shape) for v in variables] == [tuple(value.shape) for value in values]:
                 for variable, value in zip(variables, values, strict=True):
                     variable.assign(value)

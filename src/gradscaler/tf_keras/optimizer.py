@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
 import tf_keras
 from tf_keras.src.mixed_precision import loss_scale_optimizer as native
 
-from gradscaler._keras_like.wrapper import Wrapper, next_values, policy_from
-from gradscaler.policies import DynamicScale, FixedScale, Rule
+from gradscaler._keras_like.on_tensorflow import largest
+from gradscaler._keras_like.wrapper import (
+    Wrapper,
+    counts_nonfinite_steps,
+    next_values,
+    policy_from,
+)
+from gradscaler.policies import AmaxScale, DynamicScale, FixedScale, OwnPolicy, amax_interval
 
 Tensor = Any
 Gradient = Any  # a tensor or IndexedSlices
@@ -37,8 +43,8 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
         dynamic_growth_steps: finite steps in a row before the scale doubles, by default 2000; None
             if not ``dynamic``.
         policy: the whole rule, in place of the three arguments before: a
-            :class:`gradscaler.DynamicScale`, with any factors, bounds and hysteresis, or a
-            :class:`gradscaler.FixedScale`.
+            :class:`gradscaler.DynamicScale`, with any factors, bounds and hysteresis, a
+            :class:`gradscaler.FixedScale`, or a :class:`gradscaler.AmaxScale`.
 
     Raises:
         TypeError: an argument is of the wrong type, or ``inner_optimizer`` is not an optimizer.
@@ -79,14 +85,14 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
         initial_scale: float | None = None,
         dynamic_growth_steps: int | None = None,
         *,
-        policy: Rule | None = None,
+        policy: OwnPolicy | None = None,
     ) -> None:
         policy = policy_from(self._preset, dynamic, initial_scale, dynamic_growth_steps, policy)
         super().__init__(inner_optimizer, dynamic=False, initial_scale=1.0)  # creates no variables
         self._follow(policy)
 
     @tf.__internal__.tracking.no_automatic_dependency_tracking  # type: ignore[untyped-decorator]
-    def _follow(self, policy: Rule) -> None:
+    def _follow(self, policy: OwnPolicy) -> None:
         self._policy = policy
         self._loss_scale = _State(policy)
         if self.dynamic:
@@ -233,7 +239,7 @@ class LossScaleOptimizerV3(LossScaleOptimizer, native.LossScaleOptimizerV3):  # 
     def load_own_variables(self, store: Any) -> None:
         """Set the variables from a store; one that tf-keras' own class saved lacks the scale's."""
         stored = {name: store[name] for name in store.keys()}  # noqa: SIM118 # not a mapping
-        for name in ("current_loss_scale", "good_steps", "bad_steps"):  # as in a checkpoint
+        for name in ("current_loss_scale", "good_steps", "bad_steps", "peak"):  # as in a checkpoint
             value = stored.pop(name, None)
             if value is not None and name in self._loss_scale.variables:
                 self._loss_scale.variables[name].assign(value)
@@ -271,11 +277,11 @@ def _multiplied(gradient: Gradient, factor: Tensor) -> Gradient:
 class _State(native._DynamicLossScaleState):  # type: ignore[misc] # untyped base
     """The state of a loss scale; if it moves, with tf-keras' variables in a checkpoint.
 
-    The variables, a float32 and an int64, and another int64 if the policy has a hysteresis, are the
-    fields of :class:`gradscaler.ScaleState` in their order.
+    The variables, a float32 and an int64, another int64 if the policy has a hysteresis, and that
+    and a float32 if it is an ``AmaxScale``, are the fields of the policy's state in their order.
     """
 
-    def __init__(self, policy: Rule) -> None:
+    def __init__(self, policy: OwnPolicy) -> None:
         self._policy = policy
         self.variables: dict[str, tf.Variable] = {}
         if isinstance(policy, FixedScale):
@@ -285,25 +291,37 @@ class _State(native._DynamicLossScaleState):  # type: ignore[misc] # untyped bas
             return
         super().__init__(policy.init_scale, policy.growth_interval, policy.growth_factor)
         self.variables.update(current_loss_scale=self.current_loss_scale, good_steps=self.counter)
-        if policy.hysteresis > 1:
+        if counts_nonfinite_steps(policy):
             self.variables["bad_steps"] = self._add_weight("bad_steps", 0, tf.int64)
+        if isinstance(policy, AmaxScale):
+            self.variables["peak"] = self._add_weight("peak", 0.0, tf.float32)
 
     def update(self, grads: Any) -> tuple[Any, Tensor]:
         """Move the scale; the operations that move it, and whether to apply the gradients."""
-        finite = _all_finite(tf.nest.flatten(grads))
+        grads = tf.nest.flatten(grads)
+        finite = _in_all(_all_finite, tf.reduce_all, grads)
         if not self.variables:
             return tf.no_op(), finite
+        wanted = amax_interval(self._policy)
+        amax = _in_all(largest, tf.reduce_max, grads) if wanted else None
         kept = self.variables.values()
-        moved = next_values(self._policy, list(map(tf.convert_to_tensor, kept)), ~finite)
+        moved = next_values(self._policy, list(map(tf.convert_to_tensor, kept)), ~finite, amax)
         assigned = [variable.assign(value) for variable, value in zip(kept, moved, strict=False)]
         return tf.group(*assigned), finite
 
 
+def _in_all(
+    function: Callable[[list[Any]], Tensor], reduce: Callable[[Tensor], Tensor], grads: list[Any]
+) -> Tensor:
+    """What a function finds in gradients; across replicas, what it finds in all of them."""
+    if not tf.distribute.in_cross_replica_context():
+        return function(grads)
+    strategy = tf.distribute.get_strategy()
+    in_each = strategy.extended.call_for_each_replica(function, args=(grads,))
+    return reduce(tf.stack(strategy.experimental_local_results(in_each)))
+
+
 def _all_finite(gradients: list[Any]) -> Tensor:
-    """Whether the gradients are finite in this replica; across replicas, in every one."""
-    if tf.distribute.in_cross_replica_context():
-        strategy = tf.distribute.get_strategy()
-        in_each = strategy.extended.call_for_each_replica(_all_finite, args=(gradients,))
-        return tf.reduce_all(tf.stack(strategy.experimental_local_results(in_each)))
+    """Whether the gradients are finite in this replica."""
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     return tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_finite(value)) for value in values]))

@@ -81,7 +81,7 @@ def _of_optax(state: Any) -> Reading:
 
 
 def _of_jax(scaler: Any) -> Reading:
-    scale, finite_steps, _ = scaler.state
+    scale, finite_steps = scaler.state[:2]
     moves = hasattr(scaler.policy, "growth_interval")
     return Reading(scale + 0, finite_steps + 0 if moves else None)
 

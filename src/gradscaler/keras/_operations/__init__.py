@@ -4,9 +4,10 @@
 
 ``all_finite(gradients)``
     A boolean scalar tensor. A gradient of None counts as finite.
-``apply_if_finite(optimizer, apply, gradients, variables)``
+``apply_if_finite(optimizer, apply, gradients, variables, amax)``
     ``apply(gradients, variables)``, without any effect unless all gradients of all replicas are
-    finite; then ``optimizer._move_scale(found_inf)``.
+    finite; then ``optimizer._move_scale(found_inf, amax)``. ``amax`` is None for most policies;
+    otherwise that of this replica, and the scale moves by the largest of all replicas.
 ``build(optimizer, variables)``
     ``optimizer.build(variables)``, of the inner optimizer.
 ``check_compiled(scale)``
@@ -16,6 +17,8 @@
 ``gradients(loss, scale_loss, variables, tape)``
     The gradients of the scaled loss, and the variables, both as lists. ``variables`` is called
     after ``loss``, which may create them, where the backend can compute the loss without them.
+``largest(gradients)``
+    The largest magnitude, a float32 scalar tensor; 0 without gradients.
 ``multiply(loss, scale)``
     In float32 at least.
 """

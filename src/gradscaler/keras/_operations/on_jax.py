@@ -21,6 +21,14 @@ def all_finite(gradients: list[Any]) -> Any:
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(value)) for value in values]))
 
 
+def largest(gradients: list[Any]) -> Any:
+    """The largest magnitude of the gradients, a float32 scalar."""
+    given = [g for g in gradients if g is not None]
+    values = [g.sum_duplicates(nse=g.nse).data if isinstance(g, BCOO) else g for g in given]
+    maxima = [jnp.max(jnp.abs(value), initial=0).astype(jnp.float32) for value in values]
+    return jnp.max(jnp.array(maxima), initial=0)
+
+
 def check_compiled(scale: Any) -> None:
     """What JAX traces reads a variable once, unless a stateless scope has its value."""
     is_compiled = isinstance(jnp.zeros(()) + 0, jax.core.Tracer)  # not so if it differentiates
@@ -39,14 +47,18 @@ def build(optimizer: Any, variables: list[Any]) -> None:
 
 
 def apply_if_finite(
-    optimizer: Any, apply: Callable[..., None], gradients: list[Any], variables: list[Any]
+    optimizer: Any,
+    apply: Callable[..., None],
+    gradients: list[Any],
+    variables: list[Any],
+    amax: Any,
 ) -> None:
     """Branch on the host where the flag is known, and in XLA where it is traced."""
     finite = all_finite(gradients)
     if not isinstance(finite, jax.core.Tracer):
         if finite:
             apply(gradients, variables)
-        optimizer._move_scale(~finite)
+        optimizer._move_scale(~finite, amax)
         return
     changing = [*optimizer._trainable_variables, *optimizer.variables]
     before = [variable.value for variable in changing]
@@ -60,7 +72,7 @@ def apply_if_finite(
     after = jax.lax.cond(finite, applied, lambda: before)
     for variable, value in zip(changing, after, strict=True):
         variable.assign(value)
-    optimizer._move_scale(~finite)
+    optimizer._move_scale(~finite, amax)
 
 
 def gradients(

@@ -8,6 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from gradscaler._keras_like.on_tensorflow import largest as largest
+
 multiply, divide = keras.ops.multiply, keras.ops.divide
 
 
@@ -28,7 +30,11 @@ def build(optimizer: Any, variables: list[Any]) -> None:
 
 
 def apply_if_finite(
-    optimizer: Any, apply: Callable[..., None], gradients: list[Any], variables: list[Any]
+    optimizer: Any,
+    apply: Callable[..., None],
+    gradients: list[Any],
+    variables: list[Any],
+    amax: Any,
 ) -> None:
     """Apply in every replica or in none: the gradients are checked before they are summed."""
     replica = tf.distribute.get_replica_context()
@@ -38,20 +44,25 @@ def apply_if_finite(
     if replica.num_replicas_in_sync > 1:  # the optimizer sums the replicas' gradients later
         count = replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(finite, tf.float32))
         finite = count >= replica.num_replicas_in_sync
+        if amax is not None:
+            amax = tf.reduce_max(replica.all_gather(tf.reshape(amax, [1]), axis=0))
 
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
         tf.cond(finite, lambda: apply(gradients, variables), lambda: None)
-        optimizer._move_scale(~finite)
+        optimizer._move_scale(~finite, amax)
         return
 
     # The step merges the replicas, which cannot happen within a branch of one of them.
-    def across_replicas(strategy: tf.distribute.Strategy, finite: Any, *arguments: Any) -> None:
+    def across_replicas(
+        strategy: tf.distribute.Strategy, finite: Any, amax: Any, *arguments: Any
+    ) -> None:
         finite = strategy.experimental_local_results(finite)[0]  # they are all the same
+        amax = strategy.experimental_local_results(amax)[0]
         run = strategy.extended.call_for_each_replica
         tf.cond(finite, lambda: run(apply, args=arguments), lambda: None)
-        optimizer._move_scale(~finite)
+        optimizer._move_scale(~finite, amax)
 
-    replica.merge_call(across_replicas, args=(finite, gradients, variables))
+    replica.merge_call(across_replicas, args=(finite, amax, gradients, variables))
 
 
 def gradients(

@@ -13,7 +13,6 @@ import keras
 import torch
 
 from gradscaler.errors import ParameterError
-from gradscaler.policies import ScaleState
 from gradscaler.torch._operations import TorchOperations
 from gradscaler.torch._processes import (
     Part,
@@ -38,6 +37,14 @@ def all_finite(gradients: list[Any]) -> Any:
     return torch.stack(extremes or [torch.zeros(())]).isfinite().all()
 
 
+def largest(gradients: list[Any]) -> Any:
+    """The largest magnitude of the gradients, a float32 scalar; of a DTensor, of this part."""
+    parts = to_local([gradient for gradient in gradients if gradient is not None])
+    values = [part.coalesce()._values() if part.is_sparse else part for part in parts]
+    maxima = [value.abs().max().float() for value in values if value.numel()]
+    return torch.stack(maxima).max() if maxima else torch.zeros(())
+
+
 def multiply(loss: Any, scale: Any) -> Any:
     """The loss times the scale, in float32 at least."""
     return torch.multiply(_widened(keras.ops.convert_to_tensor(loss)), scale)
@@ -55,19 +62,24 @@ def _widened(tensor: Any) -> Any:
 
 
 def apply_if_finite(
-    optimizer: Any, apply: Callable[..., None], gradients: list[Any], variables: list[Any]
+    optimizer: Any,
+    apply: Callable[..., None],
+    gradients: list[Any],
+    variables: list[Any],
+    amax: Any,
 ) -> None:
     """Apply or not: the host reads the flag once. Those who hold parts of the variables agree."""
     finite = all_finite(gradients)
     if is_distributed():
-        finite = _agreed(optimizer, finite, any(grad is not None for grad in gradients))
+        has_gradients = any(grad is not None for grad in gradients)
+        finite, amax = _agreed(optimizer, finite, has_gradients, amax)
     if finite:
         apply(gradients, variables)
-    optimizer._move_scale(~finite)
+    optimizer._move_scale(~finite, amax)
 
 
-def _agreed(optimizer: Any, finite: Any, has_gradients: bool) -> Any:
-    """Whether the gradients are finite in all processes that hold parts of the variables.
+def _agreed(optimizer: Any, finite: Any, has_gradients: bool, amax: Any) -> tuple[Any, Any]:
+    """Whether all gradients are finite, and the largest, in all that hold parts of the variables.
 
     Raises:
         ParameterError: nothing tells which processes these are.
@@ -82,14 +94,15 @@ def _agreed(optimizer: Any, finite: Any, has_gradients: bool) -> Any:
         )
     group = group_of(Part([{"params": values}]))
     if group is None:
-        return finite
+        return finite, amax
     vote = vars(optimizer).setdefault("_vote", Vote(_operations))
     scale = optimizer._scale.detach()
     found_inf = {scale.device: (~finite).float()} if has_gradients else {}
-    counters = [variable.value for variable in optimizer._moved[1:]]
-    state = ScaleState(scale, *counters, *[torch.zeros_like(counters[0])] * (2 - len(counters)))
-    flags, _ = vote.settle(group, state, found_inf)
-    return _operations.combine([flags], scale.device) == 0 if flags else finite
+    kind = type(optimizer.policy.init())
+    others = [variable.value for variable in optimizer._moved[1:]]
+    missing = [torch.zeros_like(others[0])] * (len(kind._fields) - 1 - len(others))
+    flags, amax = vote.settle(group, kind(scale, *others, *missing), found_inf, amax)
+    return (_operations.combine([flags], scale.device) == 0 if flags else finite), amax
 
 
 def gradients(

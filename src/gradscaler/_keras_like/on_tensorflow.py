@@ -1,0 +1,24 @@
+"""Gradients on TensorFlow, for Keras 3 and Keras 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+Tensor = Any
+
+
+def largest(gradients: list[Any]) -> Tensor:
+    """The largest magnitude of this replica's gradients, a float32 scalar."""
+    given = [_summed(gradient) for gradient in gradients if gradient is not None]
+    maxima = [tf.cast(tf.reduce_max(tf.abs(value)), tf.float32) for value in given]
+    return tf.reduce_max(tf.stack([tf.constant(0.0), *maxima]))  # of no elements it is -inf
+
+
+def _summed(gradient: Any) -> Tensor:
+    """The values of a gradient, those of equal indices added up."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    indices, places = tf.unique(gradient.indices)
+    return tf.math.unsorted_segment_sum(gradient.values, places, tf.size(indices))
