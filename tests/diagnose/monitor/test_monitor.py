@@ -432,7 +432,7 @@ def train_in_float16(scaler, model, steps, watched=None, **options):
     monitor = Monitor(scaler, watched or model, **options)
     for _ in range(steps):
         optimizer.zero_grad()
-        with self.autocast:
+        with torch.autocast("cpu", torch.float16):
             loss = torch.nn.functional.cross_entropy(model(inputs).float(), labels)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -554,7 +554,8 @@ def test_a_streak_of_skips_is_one_optimizer_s():
 
 
 def test_an_optimizer_that_stops_stepping_is_forgotten():
-    training = Training(stuck_after=3, on_stuck="continue", scale=1.0).steps("!!!!")
+    options = {"stuck_after": 3, "on_stuck": "continue", "autocast": True}
+    training = Training(scale=1.0, **options).steps("!!!!")
     assert training.monitor.verdict.kind == "floor"
     training.optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-3)
     training.steps("....")

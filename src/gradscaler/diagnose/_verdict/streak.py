@@ -69,7 +69,8 @@ def _of_forward(evidence: Evidence, fell: str) -> Verdict | None:
             "deviation of 0.",
         )
     made = f"{located.num_inf} Inf and {located.num_nan} NaN in {located.dtype}{at_line(located)}"
-    made += f"{',' if located.operation else ''} from finite inputs of at most {located.largest_input:g}"
+    made += f"{',' if located.operation else ''} from finite inputs of at most "
+    made += f"{located.largest_input:g}"
     try_ = f"{_WONT} {of_forward(located)}."
     if located.module is None:
         return Verdict("loss", f"The loss function makes {made}, so {fell}. {try_}")
