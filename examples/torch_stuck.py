@@ -1,10 +1,11 @@
-"""Seven short trainings in fp16, and what gradscaler says is wrong with each.
+"""Thirteen short trainings in fp16, and what gradscaler says is wrong with each.
 
     python examples/torch_stuck.py
     python examples/torch_stuck.py nan --runs runs
     python -m gradscaler report runs/nan.jsonl -o nan.html
 
-Six make a common mistake: their loss scale would fall forever, or is too small. One makes none.
+Twelve make a common mistake: their loss scale would fall forever, or is too small, or nothing tells
+that they learn nothing. One makes none.
 docs/stuck.md explains each.
 """
 
@@ -36,6 +37,7 @@ class Training(NamedTuple):
     model: nn.Module
     loss: Callable[[int, Tensor], Tensor]
     scaler: GradScaler
+    lr: float = 1e-3
 
 
 def normal() -> Training:
@@ -107,16 +109,89 @@ def floor() -> Training:
     )
 
 
+def divergence() -> Training:
+    """A learning rate at which the weights grow in each step."""
+    model = network()
+    return Training(
+        model,
+        lambda step, inputs: nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True)),
+        GradScaler(),
+        lr=1.0,
+    )
+
+
+def data() -> Training:
+    """Every twelfth batch holds a NaN."""
+    model = network()
+
+    def squares(step: int, inputs: Tensor) -> Tensor:
+        if step % 12 == 11:
+            inputs[5, 7] = torch.nan
+        return nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
+
+    return Training(model, squares, GradScaler())
+
+
+def silent() -> Training:
+    """The divergence from a distribution with zeros: 0 * log(0) has no gradient."""
+    model = network()
+
+    def kl_divergence(step: int, inputs: Tensor) -> Tensor:
+        target = torch.cat([inputs[:, :1] > 0, inputs[:, :1] <= 0], 1).float()
+        guess = nn.functional.logsigmoid(torch.cat([model(inputs), -model(inputs)], 1).float())
+        return (target * (target.log() - guess)).sum(1).mean()
+
+    return Training(model, kl_divergence, GradScaler())
+
+
+def dead() -> Training:
+    """A bias so negative that no ReLU is ever on."""
+    model = network()
+    with torch.no_grad():
+        model.get_parameter("hidden.bias").fill_(-100.0)
+    return Training(model, lambda step, inputs: model(inputs).float().square().mean(), GradScaler())
+
+
 def underflow() -> Training:
     """A deep network of sigmoids, whose gradients are too small for a scale that stays 1."""
-    layers = [layer for _ in range(6) for layer in (nn.Linear(FEATURES, FEATURES), nn.Sigmoid())]
-    model = nn.Sequential(*layers, nn.Linear(FEATURES, 1))
-    scaler = GradScaler(policy=FixedScale(1.0))
+    model, scaler = sigmoids(6), GradScaler(policy=FixedScale(1.0))
     return Training(model, lambda step, inputs: model(inputs).float().square().mean(), scaler)
 
 
-TRAININGS = {make.__name__: make for make in (normal, loss, parameter, activations, nan, floor)}
-TRAININGS["underflow"] = underflow
+def out_of_range() -> Training:
+    """Sixteen layers of sigmoids: at any scale, the first are flushed or the last overflows."""
+    model = sigmoids(16)
+    return Training(
+        model, lambda step, inputs: (model(inputs).float() - 3.0).square().mean(), GradScaler()
+    )
+
+
+def misuse() -> Training:
+    """The forward pass leaves autocast, so that nothing is computed in float16."""
+    model = network()
+
+    def squares(step: int, inputs: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
+
+    return Training(model, squares, GradScaler())
+
+
+TRAININGS = {
+    "normal": normal,
+    "parameter": parameter,
+    "activations": activations,
+    "loss": loss,
+    "nan": nan,
+    "floor": floor,
+    "divergence": divergence,
+    "data": data,
+    "silent": silent,
+    "dead": dead,
+    "underflow": underflow,
+    "range": out_of_range,
+    "misuse": misuse,
+}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -143,8 +218,8 @@ def main(argv: list[str] | None = None) -> None:
 def train(make: Callable[[], Training], path: Path) -> tuple[int, Verdict]:
     """Train to the end or until stuck; return the number of steps and the verdict."""
     torch.manual_seed(0)
-    model, loss_of, scaler = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, loss_of, scaler, lr = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     with Monitor(scaler, model, every=10, path=path, on_stuck="raise") as monitor:
         try:
             for step in range(STEPS):
@@ -163,6 +238,14 @@ def network(**last: nn.Module) -> nn.Sequential:
     """Two layers."""
     hidden, output = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1)
     return nn.Sequential(OrderedDict(hidden=hidden, relu=nn.ReLU(), output=output, **last))
+
+
+def sigmoids(depth: int) -> nn.Sequential:
+    """Layers whose gradients shrink from each to the one before it."""
+    layers = [
+        layer for _ in range(depth) for layer in (nn.Linear(FEATURES, FEATURES), nn.Sigmoid())
+    ]
+    return nn.Sequential(*layers, nn.Linear(FEATURES, 1))
 
 
 if __name__ == "__main__":

@@ -555,7 +555,8 @@ def test_a_streak_of_skips_is_one_optimizer_s():
 
 
 def test_an_optimizer_that_stops_stepping_is_forgotten():
-    training = Training(stuck_after=3, on_stuck="continue", scale=1.0).steps("!!!!")
+    options = {"stuck_after": 3, "on_stuck": "continue", "autocast": True}
+    training = Training(scale=1.0, **options).steps("!!!!")
     assert training.monitor.verdict.kind == "floor"
     training.optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-3)
     training.steps("....")

@@ -35,9 +35,9 @@ def read_run(path: str | Path, *others: str | Path) -> Run:
 
     The rank at fault is one whose own verdict names a cause of skipped steps, if there is one. Of
     several it is the one whose gradients hold an Inf or a NaN since the earliest step of the latest
-    streak of skips; then the one with the most severe verdict: parameter, activations, loss, nan,
-    floor; then the lowest. If ranks used different scales or skipped different steps, the verdict
-    begins with that, and its kind is ``"ranks"``.
+    streak of skips; then the one with the most severe verdict: parameter, divergence, activations,
+    loss, nan, floor, data; then the lowest. If ranks used different scales or skipped different
+    steps, the verdict begins with that, and its kind is ``"ranks"``.
 
     Raises:
         ValueError: a file is not a valid run, or the files do not belong together. The message is

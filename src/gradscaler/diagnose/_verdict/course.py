@@ -24,9 +24,11 @@ def silent(evidence: Evidence) -> Verdict | None:
     count = evidence.bad_and_applied
     if count <= evidence.bad_and_skipped:
         return None
-    losses = [step.loss for step in evidence.past if step.is_bad and not step.skipped]
-    loss = losses[-1] if losses else math.nan
-    how_often = "each" if count == evidence.steps else f"{count} of {evidence.steps}"
+    steps = [step for step in evidence.past if step.is_bad and not step.skipped]
+    loss = steps[-1].loss if steps else math.nan
+    how_often = "each step" if count == evidence.steps else f"{count} of {evidence.steps} steps"
+    if count < evidence.steps:
+        how_often += _when(steps)
     if loss is not None and math.isinf(loss):
         try_ = (
             "It is larger than float16 can hold, or holds the logarithm of 0, as where label "
@@ -41,8 +43,8 @@ def silent(evidence: Evidence) -> Verdict | None:
         )
     return Verdict(
         "silent",
-        f"The unscaled loss is {loss:g} in {how_often} steps, and their gradients are finite, so "
-        "the steps are applied and nothing else tells that the loss is not what it should be. "
+        f"The unscaled loss is {loss:g} in {how_often}, and the gradients are finite, so the "
+        "steps are applied and nothing else tells that the loss is not what it should be. "
         f"{try_}.",
     )
 
