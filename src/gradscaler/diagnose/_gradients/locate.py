@@ -9,7 +9,14 @@ from contextvars import ContextVar, copy_context
 from itertools import chain
 from typing import Any
 
-from gradscaler.diagnose._gradients.module_hooks import Located, Module, ModuleHooks, framework_of
+from gradscaler.diagnose._gradients.module_hooks import (
+    Located,
+    Module,
+    ModuleHooks,
+    buffers_of,
+    framework_of,
+    modules_of,
+)
 from gradscaler.diagnose._gradients.operation_watch import OperationWatch
 
 is_locating = ContextVar("is_locating", default=False)
@@ -87,8 +94,8 @@ def _left_as_it_was(model: Module) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [
         (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
+        for _, module in modules_of(model)
+        for name, buffer in buffers_of(module)
     ]
     state = framework.get_rng_state()
     cuda = framework.cuda if framework.cuda.is_available() else None

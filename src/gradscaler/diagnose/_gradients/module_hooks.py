@@ -305,3 +305,12 @@ def own_parameters_of(module: Module) -> Iterator[tuple[str, Tensor]]:
         yield from module.named_parameters(include_sublayers=False)
     else:
         yield from module.named_parameters(recurse=False)
+
+
+def buffers_of(module: Module) -> Iterator[tuple[str, Tensor]]:
+    """A module's own buffers; Paddle makes some, such as a running mean, untrained parameters."""
+    if hasattr(module, "named_sublayers"):
+        yield from module.named_buffers(include_sublayers=False)
+        yield from ((name, p) for name, p in own_parameters_of(module) if p.stop_gradient)
+    else:
+        yield from module.named_buffers(recurse=False)

@@ -145,15 +145,16 @@ class OperationWatch:
         for tensor in inputs:
             self._see_node(tensor)
         site = self._site(name, inputs, outputs, frame)
-        if site is None:
-            return
-        for tensor in outputs:
-            self._sites[tensor] = site
+        if site is not None:
+            for tensor in outputs:
+                self._sites[tensor] = site
         if before is None:
             views = {memory_of(tensor) for tensor in inputs}
             outputs = [tensor for tensor in outputs if memory_of(tensor) not in views]
             for tensor in outputs:
                 self._values.forget(tensor)
+        if site is None:
+            return
         if not outputs or _LEAVES_UNWRITTEN.search(name):
             return
         after = [read(tensor) for tensor in outputs]

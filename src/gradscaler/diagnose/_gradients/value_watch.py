@@ -14,6 +14,7 @@ from gradscaler.diagnose._gradients.reading import (
     largest_finite,
     largest_of,
     memory_of,
+    read,
 )
 
 Tensor = Any
@@ -84,7 +85,8 @@ class ValueWatch:
 
     def begin_backward(self, tensor: Tensor) -> None:
         """Note that a backward pass begins at a tensor."""
-        if (mark := self._marks.get(memory_of(tensor))) is not None:
+        mark = self._marks.get(memory_of(tensor))
+        if mark is not None and read(tensor).bad:
             mark.event.counts = True
 
     def see(self, operation: Operation, after: Sequence[Reading]) -> None:
