@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -395,3 +396,9 @@ def test_complex_and_channels_last_neighbours_become_one():
     assert not a.is_contiguous()
     (joined,) = side_by_side([memory[24:], a])
     assert joined.numel() == 48
+
+
+def test_the_page_s_code_runs():
+    page = (Path(__file__).parents[2] / "docs" / "speed.md").read_text(encoding="utf-8")
+    _, code, _ = page.replace("```python", "```").split("```")
+    exec(code, {})

@@ -164,11 +164,13 @@ def side_by_side(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     itemsize = np.uint64(tensors[0].itemsize)
     ends = starts + sizes * itemsize
     storages = starts - np.array(offsets, np.uint64) * itemsize
-    dense = np.array(list(map(_is_dense, tensors)))
     order = np.argsort(starts, kind="stable")
     here, there = order[:-1], order[1:]
     follows = (starts[there] == ends[here]) & (storages[there] == storages[here])
-    follows &= dense[here] & dense[there] & (sizes[here] > 0)
+    follows &= sizes[here] > 0
+    if not all(map(torch.Tensor.is_contiguous, tensors)):
+        dense = np.array(list(map(_is_dense, tensors)))
+        follows &= dense[here] & dense[there]
     if not follows.any():
         return tensors
     runs = np.split(order, np.flatnonzero(~follows) + 1)

@@ -65,7 +65,7 @@ def is_displaced(parameter: torch.Tensor) -> bool:
 
 def placed(optimizer: Any, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """All gradients of an optimizer, DTensors placed as their parameters; may be collectives."""
-    if "torch.distributed.tensor" not in sys.modules:
+    if set(map(type, gradients)) <= {torch.Tensor} or "torch.distributed.tensor" not in sys.modules:
         return gradients
     owners: Any = [p for p in parameters_of(optimizer) if p.grad is not None]
     return [
