@@ -3,12 +3,9 @@
 import inspect
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("jax")
-
 import jax
 import jax.numpy as jnp
+import pytest
 
 from gradscaler.diagnose import locate_jax
 
