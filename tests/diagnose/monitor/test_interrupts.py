@@ -24,7 +24,8 @@ from gradscaler.torch import GradScaler
 
 PACKAGE = str(Path(diagnose.__file__).parent)
 PURE = ("arrays.py", "call_site.py", "event.py", "exponents.py", "formats.py", "histogram.py")
-PURE += ("node_watch.py", "reading.py", "value_watch.py", "verdict.py")  # a watch starts afresh
+PURE += ("node_watch.py", "reading.py", "value_watch.py", "verdict.py")
+PURE += ("operation_watch.py",)  # runs in each operation: an interrupt is one in the operation
 
 
 @contextmanager

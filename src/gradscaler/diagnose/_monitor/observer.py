@@ -92,6 +92,8 @@ class EagerObserver(StepSource):
 
     def stepping(self, optimizer: Any, scale: Any, /) -> None:
         """Measure the gradients if a sample is due and ``unscaling`` has not measured them."""
+        if self._watch is not None and self._inspected == self._iterations[-1].number:
+            self._watch.stop()  # the forward and the backward pass are over
         self._note_missed_steps()
         if id(optimizer) in self._iterations[-1].outcomes:
             self.updating()
