@@ -402,3 +402,16 @@ def test_the_page_s_code_runs():
     page = (Path(__file__).parents[2] / "docs" / "speed.md").read_text(encoding="utf-8")
     _, code, _ = page.replace("```python", "```").split("```")
     exec(code, {})
+
+
+def test_a_tensor_with_holes_stays_apart():
+    memory = torch.arange(6.0)
+    tensors = [memory[0:6:3], memory[2:3]]  # as many elements as lie before the second
+    assert elements(side_by_side(tensors)) == [0.0, 2.0, 3.0]
+
+
+def test_neighbours_of_two_dtypes_stay_apart():
+    memory = torch.ones(8, dtype=torch.float16)
+    tensors = [memory[:4], memory.view(torch.bfloat16)[4:]]
+    joined = side_by_side(tensors)
+    assert sorted(str(each.dtype) for each in joined) == ["torch.bfloat16", "torch.float16"]
