@@ -338,8 +338,8 @@ def random_rows(runs: int = 200) -> Iterator[tuple[str, ...]]:
         typical = 2.0 ** generator.uniform(-14, 2, runs)
         return typical * np.exp(sigma * generator.standard_normal((steps, runs)))
 
-    def moved(sizes: Any, within: float = 1.0) -> tuple[str, ...]:
-        """Under each rule: the skips that a lower scale would avoid; the scale before and after."""
+    def moved(sizes: Any, within: float = 1.0, spiked: bool = False) -> tuple[str, ...]:
+        """Under each rule: skips that a lower scale would avoid, recovery, and the last scale."""
         cells = []
         for rule in ("torch", "AmaxScale"):
             policy: Any = RULES[rule]
@@ -356,9 +356,10 @@ def random_rows(runs: int = 200) -> Iterator[tuple[str, ...]]:
             text = f"{skips / runs:.1f} skips"
             after = np.array(scales[SPIKE.stop :]) >= scales[SPIKE.start - 1]
             steps = np.where(after.any(axis=0), after.argmax(axis=0), np.inf)
-            text += " / back after " + ", ".join(
-                f"{np.quantile(steps, q, method='higher'):.0f}" for q in (0.5, 0.9)
-            )
+            if spiked:
+                text += " / back after " + ", ".join(
+                    f"{np.quantile(steps, q, method='higher'):.0f}" for q in (0.5, 0.9)
+                )
             typical = np.nanmedian(np.where(np.isfinite(sizes), sizes, np.nan)[-500:], axis=0)
             text += f" / at 2^{np.median(np.log2(scales[-1] * typical)):.0f}"
             cells.append(text)
@@ -371,7 +372,7 @@ def random_rows(runs: int = 200) -> Iterator[tuple[str, ...]]:
     for power in (8, 12, 16):
         sizes = noise(5000, 0.2)
         sizes[SPIKE] *= 2.0**power
-        yield f"spike of 2^{power} for 30 steps", *moved(sizes)
+        yield f"spike of 2^{power} for 30 steps", *moved(sizes, spiked=True)
     for sigma in (0.1, 0.5, 1.0):
         yield f"no events, noise of {sigma}, 10,000 steps", *moved(noise(10_000, sigma))
     sizes = noise(10_000, 0.2)
