@@ -34,6 +34,7 @@ from gradscaler.torch import GradScaler
 
 HERE = Path(__file__).parent
 FIRST, BINS = -150, 180  # exponents of float32
+SPIKE = slice(2500, 2530)
 TRAINED = 1200  # digits; the others are for the test
 
 
@@ -241,7 +242,7 @@ def spike(seed: int) -> Training:
     training = nan_batches(seed)
     batches = drawn(*digits(), 32, seed)
     return training._replace(
-        batches=batches, factor=lambda step: 10.0 if 1000 <= step < 1030 else 1.0
+        batches=batches, factor=lambda step: 10.0 if 400 <= step < 430 else 1.0
     )
 
 
@@ -326,6 +327,62 @@ def accuracy(policy: Policy, seed: int, steps: int) -> tuple[float, float]:
     return float(correct.float().mean()), float(state.scale)
 
 
+def random_rows(runs: int = 200) -> Iterator[tuple[str, ...]]:
+    """Rows about random traces: what torch's rule and AmaxScale do to them, from seed 0.
+
+    Each trace has a typical largest gradient between 2**-14 and 2**2, and lognormal noise.
+    """
+    generator = np.random.default_rng(0)
+
+    def noise(steps: int, sigma: float) -> Any:
+        typical = 2.0 ** generator.uniform(-14, 2, runs)
+        return typical * np.exp(sigma * generator.standard_normal((steps, runs)))
+
+    def moved(sizes: Any, within: float = 1.0, spiked: bool = False) -> tuple[str, ...]:
+        """Under each rule: skips that a lower scale would avoid, recovery, and the last scale."""
+        cells = []
+        for rule in ("torch", "AmaxScale"):
+            policy: Any = RULES[rule]
+            leaves = (np.full(runs, leaf, np.asarray(leaf).dtype) for leaf in policy.init())
+            state = type(policy.init())(*leaves)
+            scales, skips = [], 0
+            for size in sizes:
+                scales.append(state.scale)
+                found_inf = ~(size * within * state.scale.astype(float) < 65520)
+                skips += (found_inf & np.isfinite(size)).sum()
+                looks = hasattr(policy, "amax_interval")
+                told = {"amax": np.where(found_inf, 0, size)} if looks else {}
+                state = policy.update(state, found_inf, np.where, **told)
+            text = f"{skips / runs:.1f} skips"
+            after = np.array(scales[SPIKE.stop :]) >= scales[SPIKE.start - 1]
+            steps = np.where(after.any(axis=0), after.argmax(axis=0), np.inf)
+            if spiked:
+                text += " / back after " + ", ".join(
+                    f"{np.quantile(steps, q, method='higher'):.0f}" for q in (0.5, 0.9)
+                )
+            typical = np.nanmedian(np.where(np.isfinite(sizes), sizes, np.nan)[-500:], axis=0)
+            text += f" / at 2^{np.median(np.log2(scales[-1] * typical)):.0f}"
+            cells.append(text)
+        return tuple(cells)
+
+    for share in (0.05, 0.3):
+        sizes = noise(4000, 0.2)
+        sizes[generator.random(sizes.shape) < share] = np.inf
+        yield f"{share:.0%} NaN batches, 4,000 steps", *moved(sizes)
+    for power in (8, 12, 16):
+        sizes = noise(5000, 0.2)
+        sizes[SPIKE] *= 2.0**power
+        yield f"spike of 2^{power} for 30 steps", *moved(sizes, spiked=True)
+    for sigma in (0.1, 0.5, 1.0):
+        yield f"no events, noise of {sigma}, 10,000 steps", *moved(noise(10_000, sigma))
+    sizes = noise(10_000, 0.2)
+    sizes[250::500] *= 2.0**6
+    yield "gradients 2^6 larger every 500 steps, 10,000 steps", *moved(sizes)
+    drift = 2.0 ** np.interp(np.arange(10_000), [0, 5000, 10_000], [0, -20, 0])
+    yield "drift by 2^-20 and back, 10,000 steps", *moved(noise(10_000, 0.1) * drift[:, None])
+    yield "activations' gradients 2^12 times larger, 8,000 steps", *moved(noise(8000, 0.2), 2.0**12)
+
+
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in Markdown."""
     lines = [headings, ["---", *["--:"] * (len(headings) - 1)], *rows]
@@ -335,7 +392,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def main() -> None:
     """Record, replay, train, and write what came of it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=2200, help="of each trace (%(default)s)")
+    parser.add_argument("--steps", type=int, default=900, help="of each trace (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the traces (%(default)s)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -354,6 +411,9 @@ def main() -> None:
             flush=True,
         )
         pictures.append(picture_of({rule: replays[rule] for rule in DRAWN}, name))
+    rows = list(random_rows())
+    results["random"] = rows
+    print(f"\n### Random traces\n\n{table(('trace', 'torch', 'AmaxScale'), rows)}", flush=True)
     trained = {
         rule: [accuracy(RULES[rule], seed, 4000) for seed in range(3)]
         for rule in ("torch", "AmaxScale")

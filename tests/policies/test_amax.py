@@ -98,11 +98,11 @@ def noisy(seed, steps, sigma=0.2, size=None):
 
 policies = st.builds(
     AmaxScale,
-    init_scale=st.floats(2.0**-125, 2.0**127),
+    init_scale=st.one_of(st.floats(2.0**-125, 2.0**127), st.sampled_from([2.0**8, 2.0**12])),
     growth_factor=st.floats(1 + 2.0**-20, 2.0**20),
     backoff_factor=st.floats(2.0**-20, 1 - 2.0**-20),
     growth_interval=st.integers(1, 7),
-    margin=st.integers(3, 40),
+    margin=st.one_of(st.integers(3, 12), st.integers(3, 40)),
     patience=st.integers(0, 3),
     half_life=st.floats(0.25, 100.0),
     amax_interval=st.integers(1, 3),
@@ -112,11 +112,12 @@ sizes = st.one_of(
     st.sampled_from([0.0, math.inf, math.nan, 1e-45, SMALLEST_NORMAL, LARGEST]),
     st.floats(2.0**-140, LARGEST, width=32),
     st.floats(2.0**-12, 1.0, width=32),
+    st.sampled_from([0.25, 0.5, 0.75, 1.0, 1.5, 3.0, 9.0]),
 )
 traces = st.lists(st.tuples(st.sampled_from([False, False, False, True]), sizes), max_size=40)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=800)
 @given(policies, traces)
 def test_every_step_of_every_trace_is_what_a_straight_line_reference_gives(policy, trace):
     state = policy.init()

@@ -126,7 +126,7 @@ class AmaxScale:
     growth_interval: int = 2000
     margin: int = 12
     patience: int = 20
-    half_life: float = 12.0
+    half_life: float = 10.0
     amax_interval: int = 1
     min_scale: float = _checks.SMALLEST_SCALE
     max_scale: float = _checks.LARGEST_SCALE
