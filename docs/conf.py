@@ -59,6 +59,7 @@ MODULES = {
     "gradscaler.keras",
     "gradscaler.mindspore",
     "gradscaler.paddle",
+    "gradscaler.simulate",
     "gradscaler.tensorplay",
     "gradscaler.tf_keras",
     "gradscaler.torch",
