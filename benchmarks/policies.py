@@ -5,7 +5,7 @@
 It trains four small networks in fp16 on the CPU with data of scikit-learn, and records at each step
 the true gradients: those of the same batch and weights in fp32. Each rule is then replayed on these
 traces by :mod:`gradscaler.simulate`. Last, it trains an MLP with 5 % NaN batches to the end, with
-torch's rule and with AmaxScale. It writes ``results/policies.json`` and ``policies.png`` here, and
+torch's rule and with AmaxScale. It writes ``policies.json`` and ``policies.png`` here, and
 prints the tables of ``docs/policies.md``. It needs PyTorch, scikit-learn and Matplotlib.
 """
 
@@ -425,7 +425,7 @@ def main() -> None:
         for rule, seeds in trained.items()
     ]
     print(f"\n### Trained with 5 % NaN batches\n\n{table(headings, rows)}")
-    (HERE / "results" / "policies.json").write_text(json.dumps(results, indent=1) + "\n")
+    (HERE / "policies.json").write_text(json.dumps(results, indent=1) + "\n")
     (HERE / "policies.png").write_bytes(side_by_side(pictures))
 
 

@@ -5,8 +5,8 @@ of whichever framework is loaded.
 """
 
 from gradscaler.diagnose._gradients.exponents import exponents
+from gradscaler.diagnose._gradients.jaxpr import locate_jax
 from gradscaler.diagnose._gradients.locate import locate
-from gradscaler.diagnose._gradients.locate_jax import locate_jax
 from gradscaler.diagnose._gradients.module_hooks import Located
 from gradscaler.diagnose._gradients.nonfinite import inspect
 from gradscaler.diagnose._monitor import Monitor
