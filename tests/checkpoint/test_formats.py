@@ -286,9 +286,12 @@ def test_what_means_nothing_to_a_rule_is_not_lost():
 
 @pytest.mark.parametrize(
     ("name", "key"),
-    [("torch", "_peak"), ("paddle", "_peak"), ("keras", "peak"), ("tf_keras", "peak")],
+    [
+        *(("torch", "_peak"), ("paddle", "_peak"), ("keras", "peak"), ("tf_keras", "peak")),
+        *(("torch", "_reach"), ("paddle", "_reach"), ("keras", "reach"), ("tf_keras", "reach")),
+    ],
 )
-def test_a_peak_in_a_dict_that_does_not_describe_its_rule_is_refused(name, key):
+def test_a_peak_or_reach_in_a_dict_that_does_not_describe_its_rule_is_refused(name, key):
     with pytest.raises(ValueError, match=f"{key} belongs to an AmaxScale"):
         read({**SAVED[name], key: 0.5})
 
@@ -297,10 +300,10 @@ def test_a_peak_in_a_dict_that_does_not_describe_its_rule_is_refused(name, key):
 def test_every_format_says_that_it_has_no_place_for_a_peak(name):
     floor = policy_for(name).min_scale
     policy = AmaxScale(init_scale=1024.0, growth_interval=200, min_scale=floor)
-    state = AmaxState(np.float32(2048), 7, 3, np.float32(0.5))
+    state = AmaxState(np.float32(2048), 7, 3, np.float32(0.5), np.float32(256))
     with pytest.raises(ValueError, match=f"{name}'s format has no place for an AmaxScale's peak"):
         write(policy, state, name)
-    with pytest.warns(UserWarning, match="an AmaxScale's peak"):
+    with pytest.warns(UserWarning, match="an AmaxScale's peak and reach"):
         written = write(policy, state, name, lossy=True)
     plain = DynamicScale(init_scale=1024.0, growth_interval=200, min_scale=floor)
     assert exact(written) == exact(write(plain, ScaleState(np.float32(2048), 7, 0), name))

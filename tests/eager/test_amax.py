@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from libraries import library
 
 from gradscaler import AmaxScale, DynamicScale, FixedScale
+from gradscaler.policies.state import host_where
 
 WAYS = {
     "step": lambda scaler, optimizer: None,
@@ -53,6 +55,9 @@ def policy(**parameters):
     """One that shows each rule within few steps."""
     options = {"init_scale": 1024.0, "growth_interval": 3, "patience": 1, "half_life": 3.0}
     return AmaxScale(**{**options, **parameters})
+
+
+START = policy(init_scale=2.0)
 
 
 def as_bits(state):
@@ -104,7 +109,7 @@ def test_the_state_is_what_the_policy_makes_of_the_gradients(prepare, interval, 
         policy,
         growth_factor=st.sampled_from([2.0, 8.0]),
         backoff_factor=st.sampled_from([0.5, 0.25]),
-        margin=st.integers(0, 20),
+        margin=st.integers(3, 20),
         patience=st.integers(0, 3),
         half_life=st.sampled_from([0.5, 10.0]),
         amax_interval=st.integers(1, 4),
@@ -152,14 +157,14 @@ def test_an_optimizer_without_gradients_counts_for_nothing():
         loop.expect(most, found_inf=False)
 
 
-def by_state_dict(scaler):
-    other = library.scaler(policy=policy(init_scale=2.0))
+def by_state_dict(scaler, rule=START):
+    other = library.scaler(policy=rule)
     other.load_state_dict(scaler.state_dict())
     return other
 
 
-def by_a_used_scaler_s_state_dict(scaler):
-    other = library.scaler(policy=policy(init_scale=2.0))
+def by_a_used_scaler_s_state_dict(scaler, rule=START):
+    other = library.scaler(policy=rule)
     library.train(other, "ox")
     other.load_state_dict(scaler.state_dict())
     return other
@@ -189,7 +194,7 @@ def test_a_copy_goes_on_where_the_scaler_was(duplicate):
     assert original.observed.state.peak == peak
 
 
-def test_the_framework_s_own_scaler_ignores_the_peak(native):
+def test_the_framework_s_own_scaler_ignores_the_peak_and_the_reach(native):
     loop = Loop(policy())
     loop.step(3.0)
     saved = loop.scaler.state_dict()
@@ -198,21 +203,22 @@ def test_the_framework_s_own_scaler_ignores_the_peak(native):
     assert theirs.state_dict()[library.state_keys["scale"]] == saved[library.state_keys["scale"]]
 
 
-def test_a_file_without_a_peak_loads_and_nothing_is_known(native):
+def test_a_file_without_them_loads_and_nothing_is_known(native):
     loop = Loop(policy())
     loop.step(3.0)
     loop.scaler.load_state_dict(native(init_scale=8.0).state_dict())
     assert loop.scaler.observed.policy.margin == policy().margin
-    assert as_bits(loop.scaler.observed.state) == as_bits((8.0, 0, 0, 0.0))
+    assert as_bits(loop.scaler.observed.state) == as_bits((8.0, 0, 0, 0.0, 0.0))
 
 
-@pytest.mark.parametrize("peak", [-1.0, NAN, INF, 2.0**128, "large"])
-def test_a_peak_that_cannot_be_one_changes_nothing(peak):
+@pytest.mark.parametrize("value", [-1.0, NAN, INF, 2.0**128, "large"])
+@pytest.mark.parametrize("key", ["_peak", "_reach"])
+def test_a_size_that_cannot_be_one_changes_nothing(key, value):
     scaler = library.scaler(policy=policy())
     library.train(scaler, "ox")
     before = scaler.observed.state
-    with pytest.raises((ValueError, TypeError), match="_peak must be"):
-        scaler.load_state_dict({**scaler.state_dict(), "_peak": peak})
+    with pytest.raises((ValueError, TypeError), match=f"{key} must be"):
+        scaler.load_state_dict({**scaler.state_dict(), key: value})
     assert scaler.observed.state == before
 
 
@@ -223,6 +229,56 @@ def test_a_scaler_takes_the_state_dict_of_another_policy_and_goes_on(other):
     library.train(scaler, "ox")
     scaler.load_state_dict(library.scaler(policy=other).state_dict())
     assert library.train(scaler, "o")[0] in (8.0, 16.0)
+
+
+class OwnState(NamedTuple):
+    scale: Any
+    finite_steps: Any
+    nonfinite_steps: Any
+    largest: Any
+    seen: Any
+
+
+class Own:
+    """A policy of a user's own, which remembers the largest gradient and never forgets it."""
+
+    amax_interval = 1
+
+    def init(self):
+        return OwnState(np.float32(8), 0, 0, np.float32(0), 0)
+
+    def update(self, state, found_inf, where=host_where, amax=0.0):
+        scale, finite, nonfinite, largest, seen = state
+        return OwnState(
+            where(found_inf, scale / 2, scale),
+            where(found_inf, finite, finite + 1),
+            where(found_inf, nonfinite + 1, nonfinite),
+            where(found_inf, largest, where(amax > largest, amax, largest)),
+            seen + 1,
+        )
+
+
+@pytest.mark.skipif(library.name == "paddle", reason="it takes this package's policies")
+@pytest.mark.parametrize("duplicate", [by_state_dict, by_a_used_scaler_s_state_dict])
+@pytest.mark.usefixtures("place")
+def test_a_policy_of_one_s_own_and_all_leaves_of_its_state_survive_a_file(duplicate):
+    rule = Own()
+    loop = Loop(rule)
+    for most in (3.0, 0.5, NAN):
+        loop.step(most)
+    loop.scaler = duplicate(loop.scaler, rule)
+    assert loop.scaler.observed.policy is rule
+    for most in (0.25, NAN, 7.0):
+        loop.step(most)
+
+
+@pytest.mark.skipif(library.name == "paddle", reason="it takes this package's policies")
+def test_a_policy_of_one_s_own_takes_the_scale_and_the_count_of_the_framework_s_file(native):
+    rule = Own()
+    scaler = library.scaler(policy=rule)
+    scaler.load_state_dict(native(init_scale=4.0).state_dict())
+    assert scaler.observed.policy is rule
+    assert as_bits(scaler.observed.state) == as_bits((4.0, 0, 0, 0.0, 0))
 
 
 class Counting:

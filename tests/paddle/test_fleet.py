@@ -22,6 +22,7 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_utils import GroupShardedScaler
 from paddle.distributed.fleet.utils import mix_precision_utils
 
+from gradscaler import AmaxScale
 from gradscaler.paddle import GradScaler
 
 INF = float("inf")
@@ -253,6 +254,15 @@ def test_gradients_that_sharding_still_reduces_are_left_to_fleet_s_scaler(parame
         with pytest.raises(ValueError, match=r"scaler = fleet.distributed_scaler\(scaler\)"):
             call(optimizer)
     assert library.exact([parameter.grad for parameter in parameters]) == before
+
+
+@every_way
+def test_a_policy_that_looks_at_the_largest_gradient_is_refused(way, monkeypatch, finite):
+    """The wrappers replace what finds it, and share only found_inf."""
+    loop = Loop(GradScaler(policy=AmaxScale()), monkeypatch, way)
+    with pytest.raises(ValueError, match=r"AmaxScale.*leave out fleet.distributed_scaler\(\)"):
+        loop.iterate(finite)
+    loop.assert_moved_by()
 
 
 # Records that come from outside.

@@ -20,10 +20,10 @@ from gradscaler._torch_like.fused import (
     takes_grad_scaler,
 )
 from gradscaler._torch_like.operations import TorchLikeOperations
-from gradscaler.checkpoint._formats import TORCH_KEYS, read_peak, read_torch, write_peak
+from gradscaler.checkpoint._formats import TORCH_KEYS, read_leaves, read_torch, write_leaves
 from gradscaler.checkpoint._state_dicts import state_values
 from gradscaler.errors import CallOrderError, ParameterError
-from gradscaler.policies import AmaxScale, AmaxState, DynamicScale, Policy, State, _checks
+from gradscaler.policies import AmaxScale, DynamicScale, FixedScale, Policy, Rule, State, _checks
 from gradscaler.policies._spelling import check_alone, check_policy
 
 _dynamic_scale = lru_cache(typed=True)(DynamicScale)  # checking takes longest of all in a scaler
@@ -123,8 +123,10 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
 
         The keys and types are torch's: ``scale``, ``growth_factor``, ``backoff_factor`` (float),
         ``growth_interval``, ``_growth_tracker`` (int). A policy with a hysteresis adds
-        ``_nonfinite_steps``, and an ``AmaxScale`` that and ``_peak``; torch ignores both. Under a
-        fixed scale both factors are 1.0. Empty if scaling is disabled. Call it after ``update()``.
+        ``_nonfinite_steps``. An ``AmaxScale`` adds that, ``_peak`` and ``_reach``, and a policy of
+        your own adds it and the fields of its state after the third in the same way; torch ignores
+        them. Under a fixed scale both factors are 1.0. Empty if scaling is disabled. Call it after
+        ``update()``.
         """
         if not self._enabled:
             return {}
@@ -137,16 +139,17 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
             int(state.finite_steps),
         )
         state_dict: dict[str, Any] = dict(zip(TORCH_KEYS, values, strict=True))
-        if isinstance(state, AmaxState) or getattr(self._policy, "hysteresis", 1) > 1:
+        if not isinstance(self._policy, Rule) or getattr(self._policy, "hysteresis", 1) > 1:
             state_dict["_nonfinite_steps"] = int(state.nonfinite_steps)
-        return {**state_dict, **write_peak(state)}
+        return {**state_dict, **write_leaves(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the scale, the rule's parameters and the count from a state dict, torch's own too.
 
-        All else stays as the policy has it, such as bounds and hysteresis. The state dict of
-        another framework's scaler (see :mod:`gradscaler.checkpoint`) brings its whole rule. Nothing
-        changes if it raises; nothing happens if scaling is disabled.
+        All else stays as the policy has it, such as bounds and hysteresis. A policy of your own
+        stays as it is. The state dict of another framework's scaler (see
+        :mod:`gradscaler.checkpoint`) brings its whole rule. Nothing changes if it raises; nothing
+        happens if scaling is disabled.
 
         Raises:
             RuntimeError: the dict is empty, as one saved with scaling disabled is.
@@ -157,10 +160,9 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
             return
         if checkpoint.detect(state_dict) in (None, "torch"):
             values = {**state_dict, **state_values(state_dict, TORCH_KEYS)}
-            rules = DynamicScale, AmaxScale
-            own = self._policy if isinstance(self._policy, rules) else DynamicScale()
-            policy, counts = read_torch(values, own)
-            state = read_peak(policy, counts, values)
+            fixed = isinstance(self._policy, FixedScale)
+            policy, counts = read_torch(values, DynamicScale() if fixed else self._policy)
+            state = read_leaves(policy, counts, values)
         else:
             policy, state = checkpoint.read(state_dict)
         self._policy = policy

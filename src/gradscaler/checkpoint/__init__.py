@@ -108,7 +108,8 @@ def _write(policy: OwnPolicy, state: State, to: str, lossy: bool) -> StateDict:
     state = ScaleState(scale, *map(count_in, ScaleState._fields[1:], counts))
     lost = []
     if isinstance(policy, AmaxScale):
-        lost = [f"an AmaxScale's peak ({to}'s scaler does not look at how large gradients are)"]
+        blind = f"{to}'s scaler does not look at how large gradients are"
+        lost = [f"an AmaxScale's peak and reach ({blind})"]
         policy, state = _without_peak(policy), state._replace(nonfinite_steps=0)
     layouts = [layout for layout in LAYOUTS if layout.format == to]
     layout = next((each for each in layouts if isinstance(policy, each.rules)), layouts[0])

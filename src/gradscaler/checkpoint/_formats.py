@@ -16,6 +16,7 @@ from gradscaler.policies import (
     DynamicScale,
     FixedScale,
     OwnPolicy,
+    Policy,
     Rule,
     ScaleState,
     State,
@@ -26,6 +27,7 @@ from gradscaler.policies._spelling import changed, spelled
 
 Values = Mapping[str, Any]
 P = TypeVar("P", bound=DynamicScale | AmaxScale)
+Q = TypeVar("Q", bound=Policy)
 
 
 class Layout(NamedTuple):
@@ -52,7 +54,8 @@ def _no_extras(values: Values, *keys: str) -> None:
     """Refuse what gradscaler's adapters add for a rule that the format does not describe."""
     for key in keys:
         if key in values:
-            rule = "an AmaxScale" if key in ("peak", "_peak") else "a rule with a hysteresis"
+            of_amax = key.lstrip("_") in ("peak", "reach")
+            rule = "an AmaxScale" if of_amax else "a rule with a hysteresis"
             raise ValueError(
                 f"{key} belongs to {rule}, which this state dict does not describe: "
                 "write(policy, state, to) takes the rule itself"
@@ -71,28 +74,42 @@ _RULE = ("growth_factor", "backoff_factor", "growth_interval")
 TORCH_KEYS = ("scale", *_RULE, "_growth_tracker")
 
 
-def write_peak(state: State) -> dict[str, float]:
-    """What torch's and Paddle's formats have no key for, under one that both ignore."""
-    return {"_peak": float(state.peak)} if isinstance(state, AmaxState) else {}
+def write_leaves(state: State) -> dict[str, float]:
+    """What torch's and Paddle's formats have no key for, under keys that both ignore.
+
+    These are the fields after those of a ``ScaleState``, such as ``_peak`` and ``_reach``.
+    """
+    names = state._fields[len(ScaleState._fields) :]
+    return {f"_{name}": number_in(name, getattr(state, name)) for name in names}
 
 
-def read_peak(policy: object, state: ScaleState, values: Values, key: str = "_peak") -> State:
-    """The state that ``policy`` moves, with the peak in ``values``, 0 if it is not there."""
-    if not isinstance(policy, AmaxScale):
-        return state
-    peak = _checks.number(key, number_in(key, values.get(key, 0.0)))
-    if not 0 <= peak <= _checks.LARGEST_SCALE:
-        raise ValueError(f"{key} must be at least 0 and finite in float32, got {peak!r}")
-    return AmaxState(*state, np.float32(peak))
+def read_leaves(policy: Policy, state: ScaleState, values: Values) -> State:
+    """The state that ``policy`` moves: what ``write_leaves`` put into ``values`` after ``state``.
+
+    A leaf that is not there is what it was before the first step.
+    """
+    first = policy.init()
+    leaves = first._asdict()
+    for name in first._fields[len(state) :]:
+        key, start = f"_{name}", leaves[name]
+        value = _checks.number(key, number_in(key, values.get(key, start)))
+        least = 0 if isinstance(first, AmaxState) else -_checks.LARGEST_SCALE
+        if not least <= value <= _checks.LARGEST_SCALE:
+            at_least = "at least 0 and " if least == 0 else ""
+            raise ValueError(f"{key} must be {at_least}finite in float32, got {value!r}")
+        leaves[name] = type(start)(value)
+    return type(first)(**{**leaves, **state._asdict()})
 
 
-def read_torch(values: Values, policy: P) -> tuple[P | FixedScale, ScaleState]:
+def read_torch(values: Values, policy: Q) -> tuple[Q | FixedScale, ScaleState]:
     """The rule and the state in ``values``; what they do not say is that of ``policy``.
 
-    ``_nonfinite_steps`` may be missing.
+    A rule that is not of this package stays as it is. ``_nonfinite_steps`` may be missing.
     """
     scale = _checks.loss_scale("scale", values["scale"])
     state = _state(values, scale, "_growth_tracker", "_nonfinite_steps")
+    if not isinstance(policy, (DynamicScale, AmaxScale)):
+        return policy, state
     if values["growth_factor"] == values["backoff_factor"] == 1.0:
         return FixedScale(scale), state
     parameters = {key: values[key] for key in ("scale", *_RULE)}
@@ -100,7 +117,7 @@ def read_torch(values: Values, policy: P) -> tuple[P | FixedScale, ScaleState]:
 
 
 def _read_torch(values: Values) -> tuple[Rule, ScaleState]:
-    _no_extras(values, "_peak", "_nonfinite_steps")
+    _no_extras(values, "_peak", "_reach", "_nonfinite_steps")
     return read_torch(values, DynamicScale())
 
 
@@ -128,7 +145,7 @@ def read_paddle(values: Values, policy: P) -> tuple[P, ScaleState, bool]:
 
 
 def _read_paddle(values: Values) -> tuple[Rule, ScaleState]:
-    _no_extras(values, "_peak")
+    _no_extras(values, "_peak", "_reach")
     policy, state, dynamic = read_paddle(values, DynamicScale())
     return policy if dynamic else FixedScale(policy.init_scale), state
 
@@ -155,7 +172,7 @@ def _read_keras(
     preset: Callable[..., DynamicScale] = DynamicScale.keras,
 ) -> tuple[Rule, ScaleState]:
     scale, count, *parameters = keys
-    _no_extras(values, "peak", nonfinite)
+    _no_extras(values, "peak", "reach", nonfinite)
     state = _state(values, _checks.loss_scale(scale, values[scale]), count)
     if keys is _KERAS and not _flag("dynamic", values.get("dynamic", True)):
         return FixedScale(float(state.scale)), state
@@ -290,6 +307,6 @@ LAYOUTS = (
 OPTIONAL = (
     "dynamic",
     *("_nonfinite_steps", "nonfinite_counter", "bad_steps", "nonfinite_steps"),
-    *("_peak", "peak"),
+    *("_peak", "_reach", "peak", "reach"),
 )
 """Keys that some adapters of gradscaler add, or a config has."""

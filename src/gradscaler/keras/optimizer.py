@@ -29,7 +29,7 @@ _NEVER_UNSCALED = (
 )
 
 
-_OWN = ("nonfinite_counter", "peak")
+_OWN = ("nonfinite_counter", "peak", "reach")
 """What some policies move and Keras' own wrapper does not have."""
 
 
@@ -127,21 +127,22 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         An optimizer with a fixed scale has them too, so that one can load what the other saved.
         """
         self.step_counter = self.add_variable((), dtype="int", name="step_counter")
-        with keras.name_scope(self.name, caller=self):
-            self.dynamic_scale = keras.Variable(
-                self.initial_scale,
-                dtype="float32",
-                trainable=False,
-                autocast=False,  # in a layer, whose float16 may not hold the scale
-                name="dynamic_scale",
-            )
+        self.dynamic_scale = self._float32_variable(self.initial_scale, "dynamic_scale")
         if wrapper.counts_nonfinite_steps(self._policy):
             self.nonfinite_counter = self.add_variable((), dtype="int", name="nonfinite_counter")
         if isinstance(self._policy, AmaxScale):
-            with keras.name_scope(self.name, caller=self):
-                self.peak = keras.Variable(
-                    0.0, dtype="float32", trainable=False, autocast=False, name="peak"
-                )
+            self.peak = self._float32_variable(0.0, "peak")
+            self.reach = self._float32_variable(0.0, "reach")
+
+    def _float32_variable(self, value: float, name: str) -> Variable:
+        with keras.name_scope(self.name, caller=self):
+            return keras.Variable(
+                value,
+                dtype="float32",
+                trainable=False,
+                autocast=False,  # in a layer, whose float16 may not hold it
+                name=name,
+            )
 
     @Wrapper.initial_scale.setter  # type: ignore[attr-defined,untyped-decorator] # inherited
     def initial_scale(self, initial_scale: float) -> None:
@@ -413,21 +414,23 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
     def load_own_variables(self, store: Any) -> None:
         """Set the variables from a store, which may be one of Keras' own wrapper.
 
-        If it holds other variables, as of another inner optimizer, only the scale and the counter
-        are set. A warning says so.
+        What the policy moves and the store does not have becomes 0. If it holds other variables, as
+        of another inner optimizer, only the scale and the counter are set. A warning says so.
         """
         values = [np.asarray(store[str(index)]) for index in range(len(store.keys()))]
         saved, own = self._saved_variables(), self._moved[2:]
+        absent = [(variable, 0) for variable in own]
         for variables in (saved, [v for v in saved if not _holds(own, v)], self.variables):
             if [tuple(v.shape) for v in variables] == [tuple(value.shape) for value in values]:
-                for variable, value in zip(variables, values, strict=True):
+                for variable, value in [*absent, *zip(variables, values, strict=True)]:
                     variable.assign(value)
                 return
         found = f"the file has {len(values)} variables, of other shapes than the {len(saved)} here"
         # The first four of any wrapper, whose own learning rate is 0.
         if len(values) > 3 and all(value.shape == () for value in values[:4]) and values[1] == 0:
-            self.step_counter.assign(values[2])
-            self.dynamic_scale.assign(values[3])
+            moved = (self.step_counter, values[2]), (self.dynamic_scale, values[3])
+            for variable, value in [*absent, *moved]:
+                variable.assign(value)
             found += ": loaded the loss scale and its counter, and skipped the inner optimizer's"
         else:
             found += ": skipped all of them"

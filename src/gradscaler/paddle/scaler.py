@@ -16,10 +16,10 @@ from gradscaler._eager.record import OptimizerRecord, owner_of
 from gradscaler._eager.scaler import EagerScaler
 from gradscaler.checkpoint._formats import (
     PADDLE_KEYS,
+    read_leaves,
     read_paddle,
-    read_peak,
+    write_leaves,
     write_paddle,
-    write_peak,
 )
 from gradscaler.checkpoint._state_dicts import number_in, state_values
 from gradscaler.errors import ParameterError
@@ -415,8 +415,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override] # Paddle's says Tensor
         """The scale, the rule's parameters and the two counts, by Paddle's eight keys.
 
-        ``scale`` is a float32 array of shape [1]. An ``AmaxScale`` adds ``_peak``, which Paddle
-        ignores. Empty if scaling is disabled.
+        ``scale`` is a float32 array of shape [1]. An ``AmaxScale`` adds ``_peak`` and
+        ``_reach``, which Paddle ignores. Empty if scaling is disabled.
         """
         if not self._enabled:
             return {}
@@ -424,7 +424,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         values = write_paddle(self._policy, state)
         state_dict = dict(zip(PADDLE_KEYS, values, strict=True))
         state_dict["use_dynamic_loss_scaling"] = self._use_dynamic_loss_scaling
-        return {**state_dict, **write_peak(state)}
+        return {**state_dict, **write_leaves(state)}
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Take everything from a state dict, Paddle's own or that of another framework's scaler.
@@ -442,7 +442,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         if checkpoint.detect(state_dict) in (None, "paddle"):
             values = state_values(state_dict, PADDLE_KEYS)
             policy, counts, dynamic = read_paddle(values, self._policy)
-            state = read_peak(policy, counts, state_dict)
+            state = read_leaves(policy, counts, state_dict)
         else:
             read, state = checkpoint.read(state_dict)
             dynamic = isinstance(read, DynamicScale)

@@ -237,12 +237,22 @@ class LossScaleOptimizerV3(LossScaleOptimizer, native.LossScaleOptimizerV3):  # 
             store[name] = variable.numpy()
 
     def load_own_variables(self, store: Any) -> None:
-        """Set the variables from a store; one that tf-keras' own class saved lacks the scale's."""
+        """Set the variables from a store; one that tf-keras' own class saved lacks the scale's.
+
+        What the policy moves and the store does not have, beside a scale, becomes 0.
+        """
         stored = {name: store[name] for name in store.keys()}  # noqa: SIM118 # not a mapping
-        for name in ("current_loss_scale", "good_steps", "bad_steps", "peak"):  # as in a checkpoint
-            value = stored.pop(name, None)
-            if value is not None and name in self._loss_scale.variables:
-                self._loss_scale.variables[name].assign(value)
+        names = (
+            "current_loss_scale",
+            "good_steps",
+            "bad_steps",
+            "peak",
+            "reach",
+        )  # as in a checkpoint
+        values = {name: stored.pop(name) for name in names if name in stored}
+        if "current_loss_scale" in values:
+            for name, variable in self._loss_scale.variables.items():
+                variable.assign(values.get(name, 0))
         self._optimizer.load_own_variables(stored)
 
 
@@ -278,7 +288,7 @@ class _State(native._DynamicLossScaleState):  # type: ignore[misc] # untyped bas
     """The state of a loss scale; if it moves, with tf-keras' variables in a checkpoint.
 
     The variables, a float32 and an int64, another int64 if the policy has a hysteresis, and that
-    and a float32 if it is an ``AmaxScale``, are the fields of the policy's state in their order.
+    and two float32 if it is an ``AmaxScale``, are the fields of the policy's state in their order.
     """
 
     def __init__(self, policy: OwnPolicy) -> None:
@@ -294,7 +304,8 @@ class _State(native._DynamicLossScaleState):  # type: ignore[misc] # untyped bas
         if counts_nonfinite_steps(policy):
             self.variables["bad_steps"] = self._add_weight("bad_steps", 0, tf.int64)
         if isinstance(policy, AmaxScale):
-            self.variables["peak"] = self._add_weight("peak", 0.0, tf.float32)
+            for name in ("peak", "reach"):
+                self.variables[name] = self._add_weight(name, 0.0, tf.float32)
 
     def update(self, grads: Any) -> tuple[Any, Tensor]:
         """Move the scale; the operations that move it, and whether to apply the gradients."""

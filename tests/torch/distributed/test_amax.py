@@ -96,11 +96,11 @@ def test_the_parts_of_a_sharded_gradient_count_together(ranks, place):
     assert first == second
 
 
-def different(place):
+def different(place, leaf):
     _, scaler = scaler_of(place)
     parameter = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    scaler.load_state_dict({**scaler.state_dict(), "_peak": 1.0 + dist.get_rank()})
+    scaler.load_state_dict({**scaler.state_dict(), f"_{leaf}": 1.0 + dist.get_rank()})
     message = None
     for _ in range(2):  # on a device it is known one step later
         scaler.scale(parameter.sum()).backward()
@@ -113,8 +113,9 @@ def different(place):
     return message
 
 
+@pytest.mark.parametrize("leaf", ["peak", "reach"])
 @pytest.mark.parametrize("place", ["host", "device"])
-def test_processes_with_different_peaks_all_raise(ranks, place):
-    first, second = ranks(2).run(different, place)
+def test_processes_with_different_sizes_all_raise(ranks, place, leaf):
+    first, second = ranks(2).run(different, place, leaf)
     assert first == second
-    assert "peak is 1 on one and 2 on another" in first
+    assert f"{leaf} is 1 on one and 2 on another" in first
