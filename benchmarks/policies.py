@@ -54,7 +54,8 @@ class Counted(NamedTuple):
 class Fairseq:
     """fairseq's ``DynamicLossScaler``: back off if ``tolerance`` of the steps overflowed.
 
-    The share is of the steps since the scale last moved (fairseq 0.12, default tolerance 0.05).
+    The share is of the steps since the scale last moved. The values are those of its first
+    releases; today the tolerance is 0 unless a user sets it, which is torch's rule.
     """
 
     tolerance: float = 0.05
@@ -80,55 +81,56 @@ class Fairseq:
 
 @dataclass(frozen=True)
 class LogMax:
-    """OpenSeq2Seq's ``LogMaxScaler``: the largest power of 2 that all but 0.1 % of steps fit.
+    """OpenSeq2Seq's ``LogMaxScaler``: a scale at which all but 0.1 % of the steps fit.
 
-    The running mean and variance of ``log2(amax)`` have a rate of 0.99; the scale is
-    ``2**floor(15 - mean - 3.1 * deviation)``, and a non-finite step halves it.
+    It keeps a running mean (rate 0.99) and deviation (rate 0.999) of ``log2(amax)``, and the scale
+    is ``2**(16 - mean - 3.09 * deviation)``, from 1 to 2**24. A non-finite step counts as 2**16 in
+    place of the logarithm.
     """
 
     amax_interval: int = 1
 
     def init(self) -> Any:
         """1 is the first scale."""
-        return Counted(np.float32(1), 0, 0, (0.0, 0.0))
+        return Counted(np.float32(1), 0, 0, (0.0, 0.0, 0.0))
 
     def update(self, state: Any, found_inf: Any, where: Any = None, amax: Any = None) -> Any:
-        """``finite_steps`` counts all of them, as the correction of the means needs."""
-        scale, steps, bad, (mean, square) = state
-        if found_inf:
-            return Counted(scale / 2, steps, bad + 1, (mean, square))
-        size = math.log2(max(amax, 2.0**-126))
-        steps += 1
-        mean, square = 0.99 * mean + 0.01 * size, 0.99 * square + 0.01 * size * size
-        bias = 1 - 0.99**steps
-        deviation = math.sqrt(max(square / bias - (mean / bias) ** 2, 0.0))
-        exponent = math.floor(15 - mean / bias - 3.1 * deviation)
-        return Counted(np.float32(2.0 ** min(max(exponent, -126), 126)), steps, 0, (mean, square))
+        """``finite_steps`` counts all steps, as the correction of the means needs."""
+        steps = state.finite_steps + 1
+        size = 2.0**16 if found_inf else math.log2(max(amax, 2.0**-126))
+        terms = ((0.99, size), (0.999, size), (0.999, size * size))
+        values = tuple(
+            rate * value + (1 - rate) * term
+            for value, (rate, term) in zip(state.values, terms, strict=True)
+        )
+        mean, slow_mean, slow_square = (
+            value / (1 - rate**steps) for value, (rate, _) in zip(values, terms, strict=True)
+        )
+        deviation = math.sqrt(max(slow_square - slow_mean**2, 0.0))
+        exponent = min(max(16 - mean - 3.09 * deviation, 0.0), 24.0)
+        return Counted(np.float32(2.0**exponent), steps, 0, values)
 
 
 @dataclass(frozen=True)
 class Graphcore:
-    """Graphcore's automatic loss scaling: keep gradients below a threshold, count each 10 steps.
+    """PopART's automatic loss scaling: halve or double in each step, by a histogram of gradients.
 
-    If more than 1e-7 of the scaled gradients pass 2**13, the scale halves, else it doubles. With
-    fewer than ten million gradients, one is enough, so the largest decides.
+    If more than 1e-7 of the scaled gradients pass a sixteenth of the largest float16, the scale
+    halves, else it doubles. With fewer than ten million gradients, one is enough, so the largest
+    decides. These are its defaults.
     """
 
     amax_interval: int = 1
-    period: int = 10
 
     def init(self) -> Any:
         """1 is the first scale."""
-        return Counted(np.float32(1), 0, 0, (0.0,))
+        return Counted(np.float32(1), 0, 0)
 
     def update(self, state: Any, found_inf: Any, where: Any = None, amax: Any = None) -> Any:
         """An overflow passes the threshold; its step is taken with clipped gradients there."""
-        scale, steps, bad, (most,) = state
-        most = max(most, math.inf if found_inf else float(scale) * amax)
-        if steps + 1 < self.period:
-            return Counted(scale, steps + 1, bad, (most,))
-        moved = scale / 2 if most > 2.0**13 else scale * 2
-        return Counted(np.clip(moved, np.float32(2.0**-126), np.float32(2.0**126)), 0, 0, (0.0,))
+        passes = found_inf or float(state.scale) * amax > 65504 / 16
+        moved = state.scale / 2 if passes else state.scale * 2
+        return Counted(np.clip(moved, np.float32(2.0**-126), np.float32(2.0**126)), 0, 0)
 
 
 RULES: dict[str, Any] = {
@@ -145,7 +147,7 @@ RULES: dict[str, Any] = {
     "Graphcore": Graphcore(),
     "AmaxScale": AmaxScale(),
 }
-DRAWN = ("torch", "Megatron", "icefall", "LogMax", "AmaxScale")
+DRAWN = ("torch", "Megatron", "fairseq", "LogMax", "AmaxScale")
 
 
 # Trainings.
@@ -392,7 +394,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def main() -> None:
     """Record, replay, train, and write what came of it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=900, help="of each trace (%(default)s)")
+    parser.add_argument("--steps", type=int, default=3000, help="of each trace (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the traces (%(default)s)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
