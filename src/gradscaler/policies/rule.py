@@ -49,8 +49,9 @@ def next_values(
     zero = finite_count * 0  # of the counters' own type
 
     interval = constants.growth_interval
-    for below, steps in constants.growth_tiers[::-1]:
-        interval = where(scale < below, zero + steps, interval)
+    if constants.growth_tiers:  # MindSpore's compiler takes no loop over an empty tuple
+        for below, steps in constants.growth_tiers[::-1]:
+            interval = where(scale < below, zero + steps, interval)
     grow = finite_steps >= interval
     grown = scale * constants.growth_factor
     in_range = grown <= constants.max_scale
