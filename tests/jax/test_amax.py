@@ -104,7 +104,7 @@ def test_a_finite_step_with_retries_counts_its_gradients():
     followed(jax.jit(by_retries), policy(), [0.1, 7.0, 2.0**-9])
 
 
-def test_a_scan_carries_the_peak():
+def test_a_scan_carries_every_leaf():
     rule = policy()
     trace = jnp.float32(jnp.array(TRACE))
 
