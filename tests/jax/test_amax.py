@@ -16,7 +16,8 @@ from gradscaler.errors import ParameterError
 from gradscaler.jax import GradScaler, all_finite, amax, loss_scaled
 
 INF, NAN = float("inf"), float("nan")
-TRACE = [2.0**-20, 0.1, NAN, 0.3, 7.0, INF, NAN, NAN, 1e-3, 0.0, -5.0, 1e-4, 1e-4, 300.0, -INF, 2.0]
+TRACE = [2.0**-20, NAN, 0.1, NAN, 0.3, 7.0, INF, NAN, NAN]
+TRACE += [1e-3, 0.0, -5.0, 1e-4, 1e-4, 300.0, -INF, 2.0]
 
 
 def policy(**parameters):

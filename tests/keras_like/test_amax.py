@@ -18,7 +18,8 @@ from keras_like import (
 from gradscaler import AmaxScale, DynamicScale, FixedScale
 
 INF, NAN = float("inf"), float("nan")
-TRACE = [2.0**-20, 0.1, NAN, 0.3, 7.0, INF, NAN, NAN, 1e-3, 0.0, -5.0, 1e-4, 1e-4, 300.0, -INF, 2.0]
+TRACE = [2.0**-20, NAN, 0.1, NAN, 0.3, 7.0, INF, NAN, NAN]
+TRACE += [1e-3, 0.0, -5.0, 1e-4, 1e-4, 300.0, -INF, 2.0]
 
 
 def policy(**parameters):
