@@ -32,6 +32,7 @@ WAYS = {
 INF, NAN = math.inf, math.nan
 TRACE = [
     2.0**-20,
+    NAN,
     0.1,
     NAN,
     0.3,

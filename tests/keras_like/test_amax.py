@@ -18,7 +18,8 @@ from keras_like import (
 from gradscaler import AmaxScale, DynamicScale, FixedScale
 
 INF, NAN = float("inf"), float("nan")
-TRACE = [2.0**-20, 0.1, NAN, 0.3, 7.0, INF, NAN, NAN, 1e-3, 0.0, -5.0, 1e-4, 1e-4, 300.0, -INF, 2.0]
+TRACE = [2.0**-20, NAN, 0.1, NAN, 0.3, 7.0, INF, NAN, NAN]
+TRACE += [1e-3, 0.0, -5.0, 1e-4, 1e-4, 300.0, -INF, 2.0]
 
 
 def policy(**parameters):
@@ -83,7 +84,7 @@ def test_a_config_brings_the_policy_back(family):
     assert LossScaleOptimizer.from_config(optimizer.get_config()).policy == policy(margin=5)
 
 
-def test_saved_variables_bring_the_peak_back(family, variables):
+def test_saved_variables_bring_every_leaf_back(family, variables):
     if not hasattr(LossScaleOptimizer(family.SGD()), "save_own_variables"):
         pytest.skip("optimizers of the legacy family are saved by a checkpoint alone")
     rule = policy()
@@ -97,7 +98,7 @@ def test_saved_variables_bring_the_peak_back(family, variables):
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="they are TensorFlow's")
-def test_a_checkpoint_of_tensorflow_brings_the_peak_back(family, variables, tmp_path):
+def test_a_checkpoint_of_tensorflow_brings_every_leaf_back(family, variables, tmp_path):
     import tensorflow as tf
 
     rule = policy()
@@ -110,15 +111,32 @@ def test_a_checkpoint_of_tensorflow_brings_the_peak_back(family, variables, tmp_
     followed(restored, variables, TRACE[6:], expected)
 
 
-@pytest.mark.skipif(not KERAS_3, reason="Keras 2 saves variables by name")
-def test_a_file_of_another_policy_loads_and_nothing_is_known(family, variables):
+@pytest.mark.parametrize("used", [False, True])
+def test_a_file_of_another_policy_loads_and_nothing_is_known(family, variables, used):
     saved = LossScaleOptimizer(family.SGD(), initial_scale=8.0)
+    if not hasattr(saved, "save_own_variables"):
+        pytest.skip("optimizers of the legacy family are saved by a checkpoint alone")
     optimizer = LossScaleOptimizer(family.SGD(), policy=policy())
     for each in (saved, optimizer):
         each.build(variables)
+    if used:
+        followed(optimizer, variables, TRACE[:3], optimizer.policy.init())
     store = {}
     saved.save_own_variables(store)
     optimizer.load_own_variables(store)
+    assert state_of(optimizer) == as_bits((8.0, 0, 0, 0.0, 0.0))
+
+
+@pytest.mark.skipif(not KERAS_3, reason="Keras 2 saves variables by name")
+def test_a_file_of_another_inner_optimizer_brings_the_scale_and_nothing_is_known(family, variables):
+    saved = LossScaleOptimizer(keras.optimizers.Adam(), initial_scale=8.0)
+    optimizer = LossScaleOptimizer(family.SGD(), policy=policy())
+    saved.build(variables)
+    followed(optimizer, variables, TRACE[:3], optimizer.policy.init())
+    store = {}
+    saved.save_own_variables(store)
+    with pytest.warns(UserWarning, match="loaded the loss scale and its counter"):
+        optimizer.load_own_variables(store)
     assert state_of(optimizer) == as_bits((8.0, 0, 0, 0.0, 0.0))
 
 

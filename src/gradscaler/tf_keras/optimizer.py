@@ -242,13 +242,8 @@ class LossScaleOptimizerV3(LossScaleOptimizer, native.LossScaleOptimizerV3):  # 
         What the policy moves and the store does not have, beside a scale, becomes 0.
         """
         stored = {name: store[name] for name in store.keys()}  # noqa: SIM118 # not a mapping
-        names = (
-            "current_loss_scale",
-            "good_steps",
-            "bad_steps",
-            "peak",
-            "reach",
-        )  # as in a checkpoint
+        # As in a checkpoint.
+        names = "current_loss_scale", "good_steps", "bad_steps", "peak", "reach"
         values = {name: stored.pop(name) for name in names if name in stored}
         if "current_loss_scale" in values:
             for name, variable in self._loss_scale.variables.items():
