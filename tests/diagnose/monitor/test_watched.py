@@ -1,5 +1,6 @@
 """The steps in which a monitor watches every operation of PyTorch."""
 
+import gc
 import math
 from pathlib import Path
 
@@ -23,7 +24,10 @@ def line_with(mark):
 
 
 class Training:
-    """Steps of a model under autocast; in those that are marked with "!", the loss is Inf."""
+    """Steps of a model under autocast; the loss is Inf in those marked "!".
+
+    In those marked "?" the loss is NaN, but the gradients are finite.
+    """
 
     def __init__(self, monitored=True, model=True, scale=256.0, **options):
         torch.manual_seed(0)
@@ -36,25 +40,26 @@ class Training:
         if monitored:
             self.monitor = Monitor(self.scaler, self.model if model else None, **options)
 
-    def loss(self, finite):
+    def loss(self, flag):
         self.watched.append(is_in_torch_dispatch_mode())
         with torch.autocast("cpu", torch.float16):
             hidden = self.model(torch.randn(8, 4))
-        chances = hidden.float().softmax(-1) * (1.0 if finite else 0.0)
-        return -chances.log().mean()  # the log
+        chances = hidden.float().softmax(-1) * (1.0 if flag != "!" else 0.0)
+        entropy = torch.zeros(1) / (0.0 if flag == "?" else 1.0)  # the entropy
+        return -chances.log().mean() + entropy.mean()  # the log
 
-    def backward(self, finite):
+    def backward(self, flag):
         self.optimizer.zero_grad()
-        loss = self.loss(finite)
+        loss = self.loss(flag)
         self.scaler.scale(loss).backward()
         return loss
 
     def steps(self, flags, closure=False):
         for flag in flags:
             if closure:
-                self.scaler.step(self.optimizer, lambda flag=flag: self.backward(flag == "."))
+                self.scaler.step(self.optimizer, lambda flag=flag: self.backward(flag))
             else:
-                self.backward(flag == ".")
+                self.backward(flag)
                 self.scaler.step(self.optimizer)
             self.scaler.update()
         return self
@@ -74,6 +79,24 @@ def test_the_operation_and_the_line_are_written_before_the_verdict(model, forens
     assert training.watched == [flag == "w" for flag in "...w...w.."]
     located = training.monitor._source.located
     assert (located.module, located.kind, located.num_inf) == (None, "forward", 32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "words"),
+    [
+        ("loss", "..!!!!", "in float32, by log at {log}, from finite inputs"),
+        ("data", "..!!....!!....", "the loss itself was inf, first seen in log at {log} (that of"),
+        ("silent", "..??....??....", "4 of 14 steps, first seen in div at {div}, and the"),
+    ],
+)
+def test_a_verdict_names_the_operation_in_the_file_as_in_the_monitor(kind, flags, words, path):
+    training = Training(path=path, stuck_after=4, on_stuck="continue").steps(flags)
+    found = training.monitor.verdict
+    training.monitor.close()
+    assert found.kind == kind
+    text = words.format(log=line_with("the log"), div=line_with("the entropy"))
+    assert text in found.text
+    assert read_run(path).verdict == found
 
 
 def test_a_skip_at_a_scale_that_is_too_large_is_not_watched(path):
@@ -123,8 +146,17 @@ def test_a_closed_monitor_watches_no_more():
     assert not is_in_torch_dispatch_mode()
 
 
+def test_a_monitor_that_is_dropped_while_it_watches_watches_no_more():
+    training = Training().steps("!")
+    assert is_in_torch_dispatch_mode()
+    training.backward("!")  # its graph has hooks now
+    del training
+    gc.collect()
+    assert not is_in_torch_dispatch_mode()
+
+
 def test_a_loss_that_recovers_is_no_longer_watched(path):
     training = Training(path=path).steps("!...!..")
     assert training.watched == [False, True, False, False, False, True, False]
-    assert math.isfinite(training.loss(True).item())
+    assert math.isfinite(training.loss(".").item())
     assert all(operation is None for (operation,) in watched_in(path, "operation"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -37,6 +38,7 @@ class NodeWatch:
         self._sites: dict[Node, Site] = {}
         self._reached: dict[Node, Event] = {}
         self._handles: list[Any] = []
+        weakref.finalize(self, _remove, self._handles).atexit = False
 
     def __contains__(self, node: Node) -> bool:
         return node in self._sites
@@ -44,13 +46,12 @@ class NodeWatch:
     def add(self, node: Node, site: Site) -> None:
         """Watch a node, which comes from an operation at ``site``."""
         self._sites[node] = site
-        self._handles.append(node.register_hook(partial(self._after, node)))
+        after = partial(_call, weakref.WeakMethod(self._after), node)
+        self._handles.append(node.register_hook(after))
 
     def stop(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        _remove(self._handles)
         self._sites.clear()
         self._reached.clear()
 
@@ -94,3 +95,17 @@ class NodeWatch:
                 return None
             node = node.next_functions[0][0]
         return None
+
+
+# A hook that held its watch would never be collected, as no collector sees into the graph.
+
+
+def _call(method: weakref.WeakMethod[Any], node: Node, *gradients: Any) -> None:
+    if (after := method()) is not None:
+        after(node, *gradients)
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import threading
+import weakref
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -40,15 +41,19 @@ class OperationWatch:
 
         self._tensor = Tensor
 
-        watch = self
+        own = weakref.ref(self)
 
         class Mode(TorchDispatchMode):
             def __torch_dispatch__(
                 self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
             ) -> Any:
+                watch = own()
+                if watch is None:
+                    return func(*args, **(kwargs or {}))
                 return watch._call(func, args, kwargs or {}, inspect.currentframe())
 
         self._mode: Any = Mode()  # type: ignore[no-untyped-call]
+        weakref.finalize(self, _leave, self._mode).atexit = False  # a training may drop its monitor
         self._hooks = hooks
         self._is_on = False
         self._clear()
@@ -97,12 +102,8 @@ class OperationWatch:
 
     def stop(self) -> None:
         """Watch no more. A mode under another one stays where it is, and does nothing."""
-        from torch.utils._python_dispatch import _get_current_dispatch_mode
-
         self._is_on = False
-        mode: Any = _get_current_dispatch_mode()
-        if mode is self._mode:
-            mode.__exit__(None, None, None)
+        _leave(self._mode)
         self._nodes.stop()
 
     @property
@@ -203,3 +204,12 @@ class OperationWatch:
     def _module(self) -> tuple[str | None, str]:
         """The name and the type of the module that runs."""
         return (None, "") if self._hooks is None else self._hooks.current
+
+
+def _leave(mode: Any) -> None:
+    """Leave a dispatch mode if it is the innermost one."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    current: Any = _get_current_dispatch_mode()
+    if current is mode:
+        mode.__exit__(None, None, None)

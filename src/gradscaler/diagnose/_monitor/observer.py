@@ -130,7 +130,7 @@ class EagerObserver(StepSource):
             is_unseen = streak is not None and streak.skips[-1].nonfinite is None
             is_unseen = is_unseen and not was_inspected
             is_late = is_unseen and self.log.needs_verdict  # flags were read after the step
-            self._inspect_next(self.log.is_nearly_stuck or is_late or self._has_bad_loss())
+            self._inspect_next(self.log.is_nearly_stuck or is_late or self._begins_bad_losses())
             if not is_late:
                 self.log.check_stuck()
         except Exception as error:  # the next call continues; after an interrupt it tries again
@@ -246,17 +246,15 @@ class EagerObserver(StepSource):
         if is_wanted:
             self._inspected = self._iterations[-1].number
 
-    def _has_bad_loss(self) -> bool:
-        """Whether the latest step is the first of a streak, and its loss is not finite."""
-        latest = list(islice(reversed(self.log.history), 2))
-        skipped = [step.skipped for step in latest]
-        loss = latest[0].loss if latest else None
-        is_bad = loss is not None and not math.isfinite(loss)
-        return is_bad and skipped in ([True], [True, False])
+    def _begins_bad_losses(self) -> bool:
+        """Whether the loss of the latest step is not finite, and that of the one before is."""
+        latest = islice(reversed(self.log.history), 2)
+        return [step.has_bad_loss for step in latest] in ([True], [True, False])
 
     def _keep_located(self) -> None:
-        """Keep what was located in the latest step, if it was skipped and watched."""
-        if not (self.log.history and self.log.history[-1].skipped):
+        """Keep what was located in the latest step, if it failed and was watched."""
+        latest = self.log.history[-1] if self.log.history else None
+        if latest is None or not (latest.skipped or latest.has_bad_loss):
             self._located = None
         elif self._inspected == self.log.history[-1].step:
             source = self._hooks if self._watch is None else self._watch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +51,11 @@ class Step(NamedTuple):
     loss: float | None = None
     nonfinite: tuple[NonfiniteGradient, ...] | None = None
 
+    @property
+    def has_bad_loss(self) -> bool:
+        """Whether the loss was read, and is NaN or Inf."""
+        return self.loss is not None and not math.isfinite(self.loss)
+
 
 class SkipStreak(NamedTuple):
     """A streak of consecutive skipped steps of one optimizer."""
@@ -87,7 +93,6 @@ class StepLog:
     Attributes:
         history: the latest steps.
         counts: what was counted.
-        located: the latest Inf or NaN of which it was seen where it was made.
     """
 
     def __init__(
@@ -105,7 +110,6 @@ class StepLog:
         self._stuck_after = stuck_after
         self._judge = judge
         self.counts = Counts(step, 0, {}, step)
-        self.located: Watched | None = None
         self._watched = step  # the last step that add_watched was called for
         self._dtypes: Mapping[str, str] = {}
 
@@ -213,7 +217,7 @@ class StepLog:
         if located is not None:
             operation, where = located.operation, located.line
             line = replace(line, located=str(located), operation=operation, line=where)
-            self.located = line
+            self.counts = self.counts._replace(evidence=self.counts.evidence.after(line))
         if located is not None or line.dtypes:
             self._write(line)
         self._watched, self._dtypes = step, dict(dtypes)

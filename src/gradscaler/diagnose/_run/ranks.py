@@ -60,7 +60,7 @@ def of_ranks(files: Sequence[tuple[str, Run]]) -> Run:
     runs = sorted((run for _, run in files), key=_order)
     ranks = {run.starts[-1].rank: run for run in runs}
     run = runs[0]
-    return RunOfRanks(run.starts, run.samples, run.skips, run.verdicts, ranks)
+    return RunOfRanks(run.starts, run.samples, run.skips, run.verdicts, ranks, run.watched)
 
 
 def _order(run: Run) -> tuple[int, float, int, int]:

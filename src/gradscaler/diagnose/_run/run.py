@@ -129,7 +129,8 @@ class Run:
             world_size=start.world_size,
             is_finite_here=bool(self.skips) and not any(skip.nonfinite for skip in self.skips),
         )
-        lines: tuple[Sample | VerdictLine, ...] = (*self.samples, *self.verdicts)
+        lines: tuple[Sample | VerdictLine | Watched, ...]
+        lines = (*self.samples, *self.verdicts, *self.watched)
         for line in lines:
             evidence = evidence.after(line)
         return judge(evidence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from gradscaler.diagnose._gradients.module_hooks import Located
+from gradscaler.diagnose._run.lines import Watched
 
 _SOFTMAXES = "softmax", "attention", "transformer"
 _LARGE = 1e3  # inputs that a sum of products may take beyond 65504
@@ -75,9 +76,9 @@ def of_forward(located: Located) -> str:
     return _IN_FLOAT32
 
 
-def at_line(located: Located | None) -> str:
+def at_line(found: Located | Watched | None, before: str = ", by") -> str:
     """The operation and the line of an Inf or NaN, if they are known."""
-    if located is None or located.operation is None:
+    if found is None or found.operation is None:
         return ""
-    line = f" at {located.line}" if located.line else ""
-    return f", by {located.operation}{line}"
+    line = f" at {found.line}" if found.line else ""
+    return f"{before} {found.operation}{line}"

@@ -29,6 +29,7 @@ def silent(evidence: Evidence) -> Verdict | None:
     how_often = "each step" if count == evidence.steps else f"{count} of {evidence.steps} steps"
     if count < evidence.steps:
         how_often += _when(steps)
+    at = at_line(evidence.watched, ", first seen in")
     if loss is not None and math.isinf(loss):
         try_ = (
             "It is larger than float16 can hold, or holds the logarithm of 0, as where label "
@@ -43,7 +44,7 @@ def silent(evidence: Evidence) -> Verdict | None:
         )
     return Verdict(
         "silent",
-        f"The unscaled loss is {loss:g} in {how_often}, and the gradients are finite, so the "
+        f"The unscaled loss is {loss:g} in {how_often}{at}, and the gradients are finite, so the "
         "steps are applied and nothing else tells that the loss is not what it should be. "
         f"{try_}.",
     )
@@ -128,7 +129,7 @@ def data(evidence: Evidence) -> Verdict | None:
     own = [step.loss for step in skips if step.loss is not None]
     scale = "" if evidence.scale is None else f", which is {evidence.scale:g} now"
     lowers = f", and each skip lowers the loss scale{scale}"
-    at = at_line(evidence.located)
+    at = at_line(evidence.watched, ", first seen in")
     if bad or not skips:
         loss = f"{own[-1]:g}" if own else "NaN or Inf"
         count = evidence.bad_and_skipped

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from gradscaler.diagnose._gradients.module_hooks import Located
-from gradscaler.diagnose._run.lines import Sample, Skip, VerdictLine
+from gradscaler.diagnose._run.lines import Sample, Skip, VerdictLine, Watched
 from gradscaler.outcome import HISTORY_LENGTH
 
 
@@ -91,7 +91,8 @@ class Evidence:
     parameter: str | None = None  # the name of a parameter or a buffer that is not finite
     lost_eps: float | None = None  # an optimizer's, that is 0 in its parameters' float16
     weights: tuple[float, float] | None = None  # their norm at first and now, if too many skips
-    located: Located | None = None  # where the first Inf or NaN was made
+    located: Located | None = None  # where the first Inf or NaN was made, if too many skips
+    watched: Watched | None = None  # the latest step in which an operation was found
     sample: Sample | None = None  # the latest with shares
     world_size: int = 1  # how many processes train together
     is_finite_here: bool = False  # this rank's gradients, in all skipped steps that were inspected
@@ -108,8 +109,10 @@ class Evidence:
         """Whether more steps were skipped than a loss scale needs to settle."""
         return self.skipped > max(_FEW, self.steps / 10)
 
-    def after(self, line: Sample | VerdictLine) -> Evidence:
+    def after(self, line: Sample | VerdictLine | Watched) -> Evidence:
         """The evidence with one more line."""
+        if isinstance(line, Watched):
+            return self if line.operation is None else replace(self, watched=line)
         if isinstance(line, VerdictLine):
             return self if line.verdict == "normal" else replace(self, earlier=line)
         last = self.past[-1].step if self.past else 0

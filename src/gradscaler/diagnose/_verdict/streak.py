@@ -61,10 +61,15 @@ def _of_forward(evidence: Evidence, fell: str) -> Verdict | None:
     located = evidence.located
     if located is None or located.kind == "backward":
         return None
+    loss = evidence.skips[-1].loss
+    is_outside = located.module is None or located.kind == "input"
+    if is_outside and loss is not None and math.isfinite(loss):
+        return None  # it reached the gradients, and not by the loss: the user may change them
     if located.kind == "input":
+        seen = at_line(located, ", first seen in")
         return Verdict(
             "data",
-            f"The batch itself holds Inf or NaN before the forward pass{at_line(located)}, so "
+            f"The batch itself holds Inf or NaN before the forward pass{seen}, so "
             f"{fell}. {_WONT} look at the data and how they are prepared, such as a division by a "
             "deviation of 0.",
         )
@@ -103,13 +108,16 @@ def _of_gradients(evidence: Evidence, fell: str) -> Verdict:
     is_large = any(abs(skip.loss or 0.0) > _LARGE_LOSS for skip in evidence.skips)
     name = None if is_elsewhere or is_large else _nan_in_all(evidence.skips)
     if name is not None:
-        at = at_line(evidence.located)
+        found = evidence.located
+        is_backward = found is not None and found.kind == "backward"
+        at = at_line(found, ", by the gradient of") if is_backward else ""
+        name_it = "" if at else ", and let anomaly detection name the operation"
         return Verdict(
             "nan",
-            f"The gradient of {name} is NaN at every loss scale though the loss is finite{at}: "
+            f"The gradient of {name} is NaN at every loss scale{at}, though the loss is finite: "
             f"{fell}. {_WONT} look in its backward pass for 0 * Inf or 0 / 0, such as the square "
             "root or norm of 0 (add a small number under the root) or the branch that where() does "
-            "not take, and let anomaly detection name the operation.",
+            f"not take{name_it}.",
             name,
         )
     nonfinite = last.nonfinite or ()

@@ -71,17 +71,9 @@ def headline_of_runs(runs: Mapping[str, Run]) -> Headline:
 
 
 def _doubt(run: Run) -> str:
-    """What the figures show that is not normal, though the verdict is; empty if nothing."""
+    """What the figures show and the samples did not say yet; empty if nothing."""
     if lost := sum(not math.isfinite(loss) for loss in run.losses.values()):
         return f"The loss was NaN or Inf at {lost:,} step{'s' * (lost > 1)}"
-    earlier = [line.verdict for line in run.verdicts if line.verdict != "normal"]
-    if earlier:
-        return (
-            f"Earlier: {HEADLINES.get(earlier[-1], Headline('bad', shown(earlier[-1], 40))).text}"
-        )
-    _, scales = run.scales
-    if scales and scales[-1] < 1:
-        return "The loss scale is below 1"
     fit = fit_of(run)
     is_lost = fit is not None and fit.is_empty and fit.lost > _MOST_LOST
     return "No loss scale fits every parameter" if is_lost else ""
