@@ -184,7 +184,7 @@ def the_mean_over_no_element(setting: Setting) -> None:
     fit(setting, model, loss_of, 40)
 
 
-@training("loss|data", None, "batch")
+@training("loss|data", None, "batch|deviation")
 def inputs_are_divided_by_a_deviation_of_0(setting: Setting) -> None:
     model = mlp(8, 16, 1)
 

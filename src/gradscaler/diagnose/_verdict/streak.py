@@ -78,7 +78,7 @@ def _of_forward(evidence: Evidence, fell: str) -> Verdict | None:
     made += f"{comma} from finite inputs of at most {located.largest_input:g}"
     try_ = f"{_WONT} {of_forward(located)}."
     if located.module is None:
-        return Verdict("loss", f"The loss function makes {made}, so {fell}. {try_}")
+        return Verdict("loss", f"Code outside of the model makes {made}, so {fell}. {try_}")
     module = located.module or "the model"
     return Verdict(
         "activations",
