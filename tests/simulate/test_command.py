@@ -111,6 +111,8 @@ def test_a_wrong_call_says_what_to_write(record, capsys, arguments, message):
     [
         ("torch", DynamicScale()),
         (" paddle() ", DynamicScale.paddle()),
+        ("DynamicScale.paddle()", DynamicScale.paddle()),
+        ("DynamicScale.megatron(hysteresis=3)", DynamicScale.megatron(hysteresis=3)),
         ("AmaxScale(margin=10)", AmaxScale(margin=10)),
         ("DynamicScale(2**4, growth_factor=2.0**0.5)", DynamicScale(16, growth_factor=2.0**0.5)),
         ("DynamicScale(growth_interval=10**2)", DynamicScale(growth_interval=100)),
@@ -135,6 +137,11 @@ def test_every_name_is_a_policy_s():
         "1",
         "__import__('os')",
         "torch.amp",
+        "DynamicScale.init",
+        "DynamicScale._checks",
+        "AmaxScale.paddle()",
+        "DynamicScale.AmaxScale()",
+        "DynamicScale.DynamicScale.torch",
         "_checks",
         "AmaxScale(__import__('os'))",
         "AmaxScale(margin=margin)",
@@ -149,4 +156,16 @@ def test_every_name_is_a_policy_s():
 )
 def test_what_is_no_policy_is_refused_and_not_run(text):
     with pytest.raises(ValueError, match=r"is not a policy|: "):
+        policy_of(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("AmaxScale(2**9999)", r"AmaxScale\(2\*\*9999\): 2 \*\* 9999 is out of range$"),
+        ("AmaxScale(**{'margin': 9})", "is not a policy: write one of"),
+    ],
+)
+def test_what_is_wrong_with_a_policy_is_said_in_words(text, message):
+    with pytest.raises(ValueError, match=message):
         policy_of(text)
