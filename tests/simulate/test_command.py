@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from gradscaler import AmaxScale, DynamicScale
+from gradscaler import AmaxScale, DynamicScale, FixedScale
 from gradscaler.__main__ import main
 from gradscaler.diagnose import Monitor, read_run
 from gradscaler.simulate import Trace, replay
+from gradscaler.simulate._show import HEADINGS, print_table
 from gradscaler.simulate._spelled import NAMES, policy_of
 from gradscaler.torch import GradScaler
 
@@ -86,6 +87,19 @@ def test_the_command_prints_a_row_for_each_policy_and_draws_a_picture(record, tm
     data = picture.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert min(struct.unpack(">II", data[16:24])) > 800
+
+
+def test_no_column_is_lost_in_a_terminal_of_80_letters(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    spike = np.where(np.arange(3000) == 1500, 2.0**10, 1.0)
+    trace = Trace(spike, counts=np.ones((3000, 1)))
+    fixed = FixedScale(2.0**13)
+    print_table({"paddle": replay(DynamicScale(), trace), "a long name " * 4: replay(fixed, trace)})
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    columns = lines[1].split() + lines[2].split()
+    assert sorted(columns) == sorted(" ".join(HEADINGS).split())
+    assert any(line.endswith(" 8,192 ") for line in lines)  # at last
 
 
 @pytest.mark.parametrize(
