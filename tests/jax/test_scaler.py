@@ -207,7 +207,7 @@ def test_anything_but_a_boolean_scalar_is_refused(flag):
 
 @pytest.mark.parametrize("policy", [2.0**16, "dynamic", None, DynamicScale])
 def test_anything_but_a_policy_is_refused_with_an_example(policy):
-    message = r"policy must be a DynamicScale or a FixedScale, .* DynamicScale\(init_scale="
+    message = r"a DynamicScale, an AmaxScale or a FixedScale, .* DynamicScale\(init_scale="
     with pytest.raises(TypeError, match=message):
         GradScaler(policy)
 

@@ -136,7 +136,7 @@ def test_the_arguments_take_scalar_tensors(family, make):
         ({"dynamic_growth_steps": 0}, ValueError, "dynamic_growth_steps must be at least 1"),
         ({"dynamic_growth_steps": 1.5}, TypeError, "dynamic_growth_steps must be an integer"),
         ({"policy": DynamicScale(), "initial_scale": 2.0}, ValueError, "policy= already says"),
-        ({"policy": 2.0}, TypeError, "policy must be a DynamicScale or a FixedScale, got 2.0"),
+        ({"policy": 2.0}, TypeError, "policy must be a DynamicScale, an AmaxScale or a"),
     ],
 )
 def test_a_bad_argument_is_refused_by_name_and_the_optimizer_stays_free(

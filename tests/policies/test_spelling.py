@@ -74,10 +74,10 @@ def test_anything_with_the_methods_of_a_policy_is_a_policy(policy):
 
 @pytest.mark.parametrize("policy", [None, 8.0, "dynamic", DynamicScale, Custom])
 def test_anything_else_is_refused_and_so_is_a_class(policy):
-    with pytest.raises(TypeError, match="policy must be a DynamicScale or a FixedScale, got"):
+    with pytest.raises(TypeError, match="a DynamicScale, an AmaxScale or a FixedScale, got"):
         check_policy(policy)
 
 
 def test_a_policy_of_the_users_own_is_refused_where_its_parameters_are_read():
-    with pytest.raises(TypeError, match="policy must be a DynamicScale or a FixedScale, got"):
+    with pytest.raises(TypeError, match="a DynamicScale, an AmaxScale or a FixedScale, got"):
         check_policy(Custom(), Rule)

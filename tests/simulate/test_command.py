@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from gradscaler import AmaxScale, DynamicScale
+from gradscaler import AmaxScale, DynamicScale, FixedScale
 from gradscaler.__main__ import main
 from gradscaler.diagnose import Monitor, read_run
 from gradscaler.simulate import Trace, replay
+from gradscaler.simulate._show import HEADINGS, print_table
 from gradscaler.simulate._spelled import NAMES, policy_of
 from gradscaler.torch import GradScaler
 
@@ -88,6 +89,19 @@ def test_the_command_prints_a_row_for_each_policy_and_draws_a_picture(record, tm
     assert min(struct.unpack(">II", data[16:24])) > 800
 
 
+def test_no_column_is_lost_in_a_terminal_of_80_letters(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    spike = np.where(np.arange(3000) == 1500, 2.0**10, 1.0)
+    trace = Trace(spike, counts=np.ones((3000, 1)))
+    fixed = FixedScale(2.0**13)
+    print_table({"paddle": replay(DynamicScale(), trace), "a long name " * 4: replay(fixed, trace)})
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    columns = lines[1].split() + lines[2].split()
+    assert sorted(columns) == sorted(" ".join(HEADINGS).split())
+    assert any(line.endswith(" 8,192 ") for line in lines)  # at last
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -111,6 +125,8 @@ def test_a_wrong_call_says_what_to_write(record, capsys, arguments, message):
     [
         ("torch", DynamicScale()),
         (" paddle() ", DynamicScale.paddle()),
+        ("DynamicScale.paddle()", DynamicScale.paddle()),
+        ("DynamicScale.megatron(hysteresis=3)", DynamicScale.megatron(hysteresis=3)),
         ("AmaxScale(margin=10)", AmaxScale(margin=10)),
         ("DynamicScale(2**4, growth_factor=2.0**0.5)", DynamicScale(16, growth_factor=2.0**0.5)),
         ("DynamicScale(growth_interval=10**2)", DynamicScale(growth_interval=100)),
@@ -135,6 +151,11 @@ def test_every_name_is_a_policy_s():
         "1",
         "__import__('os')",
         "torch.amp",
+        "DynamicScale.init",
+        "DynamicScale._checks",
+        "AmaxScale.paddle()",
+        "DynamicScale.AmaxScale()",
+        "DynamicScale.DynamicScale.torch",
         "_checks",
         "AmaxScale(__import__('os'))",
         "AmaxScale(margin=margin)",
@@ -149,4 +170,16 @@ def test_every_name_is_a_policy_s():
 )
 def test_what_is_no_policy_is_refused_and_not_run(text):
     with pytest.raises(ValueError, match=r"is not a policy|: "):
+        policy_of(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("AmaxScale(2**9999)", r"AmaxScale\(2\*\*9999\): 2 \*\* 9999 is out of range$"),
+        ("AmaxScale(**{'margin': 9})", "is not a policy: write one of"),
+    ],
+)
+def test_what_is_wrong_with_a_policy_is_said_in_words(text, message):
+    with pytest.raises(ValueError, match=message):
         policy_of(text)

@@ -58,7 +58,9 @@ def check_policy(policy: object, kind: type | UnionType = Policy, fixed: str = "
     A kind without FixedScale gives in ``fixed`` what to use for a scale that never moves.
     """
     if isinstance(policy, type) or not isinstance(policy, kind):
-        also = f" (for a scale that never moves, use {fixed})" if fixed else " or a FixedScale"
+        also = ", an AmaxScale or a FixedScale"
+        if fixed:
+            also = f" (for a scale that never moves, use {fixed})"
         got = repr(policy)
         if type(policy).__name__ == "DynamicScale":  # flax's, or gradscaler.jax's of that name
             got = f"a {type(policy).__module__}.DynamicScale, which is no gradscaler.DynamicScale"

@@ -46,14 +46,15 @@ def rows_of(replays: Mapping[str, Replay]) -> list[tuple[str, ...]]:
 
 
 def print_table(replays: Mapping[str, Replay]) -> None:
-    """Print the table, and what its trace holds."""
+    """Print the table, and what its trace holds. All columns fit into 80 letters."""
     trace = next(iter(replays.values())).trace
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     for column, heading in enumerate(HEADINGS):
         if column:
-            table.add_column(heading, justify="right", no_wrap=True)
+            lines = heading.replace(" ", "\n")
+            table.add_column(lines, justify="right", no_wrap=True, vertical="bottom")
         else:
-            table.add_column(heading, overflow="fold", min_width=14)
+            table.add_column(heading, overflow="fold", min_width=14, vertical="bottom")
     for row in rows_of(replays):
         table.add_row(*(Text(shown(cell)) for cell in row))
     console = Console()

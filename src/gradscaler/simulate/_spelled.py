@@ -9,14 +9,16 @@ from gradscaler.policies import AmaxScale, DynamicScale, FixedScale, Policy
 from gradscaler.policies._presets import Presets
 
 _CLASSES = {kind.__name__: kind for kind in (AmaxScale, DynamicScale, FixedScale)}
-NAMES = (*(name for name in vars(Presets) if not name.startswith("_")), *_CLASSES)
+_PRESETS = tuple(name for name in vars(Presets) if not name.startswith("_"))
+NAMES = (*_PRESETS, *_CLASSES)
 """What a policy can be called."""
 
 
 def policy_of(text: str) -> Policy:
     """A policy from a preset's or a class' name, or from a call of it with literals.
 
-    Numbers may be powers, such as ``2**20``. No code in the text is run.
+    A preset may be written as in Python, such as ``DynamicScale.paddle()``. Numbers may be powers,
+    such as ``2**20``. No code in the text is run.
 
     Raises:
         ValueError: the text is something else, or its parameters cannot work.
@@ -29,11 +31,13 @@ def policy_of(text: str) -> Policy:
     try:
         node = ast.parse(text.strip(), mode="eval").body
         call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-        if not isinstance(call.func, ast.Name) or call.func.id not in NAMES:
+        name = ast.unparse(call.func)
+        if name.removeprefix("DynamicScale.") in _PRESETS:
+            name = name.removeprefix("DynamicScale.")
+        elif name not in _CLASSES:
             raise SyntaxError
-        name = call.func.id
         positional = [_literal(value) for value in call.args]
-        named = {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
+        named = {_name(keyword): _literal(keyword.value) for keyword in call.keywords}
         make: Any = _CLASSES.get(name) or getattr(DynamicScale, name)
         policy: Policy = make(*positional, **named)
     except (SyntaxError, RecursionError, MemoryError):
@@ -46,13 +50,19 @@ def policy_of(text: str) -> Policy:
     return policy
 
 
+def _name(keyword: ast.keyword) -> str:
+    if keyword.arg is None:  # **parameters
+        raise SyntaxError
+    return keyword.arg
+
+
 def _literal(node: ast.expr) -> Any:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
         base, exponent = _literal(node.left), _literal(node.right)
         try:
             power = float(base) ** float(exponent)
-        except (OverflowError, ZeroDivisionError) as error:
-            raise ValueError(f"{ast.unparse(node)}: {error}") from None
+        except (OverflowError, ZeroDivisionError):
+            raise ValueError(f"{ast.unparse(node)} is out of range") from None
         is_whole = isinstance(base, int) and isinstance(exponent, int) and exponent >= 0
         return int(power) if is_whole else power
     try:
