@@ -127,8 +127,7 @@ def data(evidence: Evidence) -> Verdict | None:
     losses = [step.loss for step in evidence.past if not step.skipped and _is_finite(step.loss)]
     usual = f" (that of other steps is about {median(losses):g})" if losses else ""  # type: ignore[type-var]
     own = [step.loss for step in skips if step.loss is not None]
-    scale = "" if evidence.scale is None else f", which is {evidence.scale:g} now"
-    lowers = f", and each skip lowers the loss scale{scale}"
+    now = "" if evidence.scale is None else f"; the loss scale is {evidence.scale:g} now"
     at = at_line(evidence.watched, ", first seen in")
     if bad or not skips:
         loss = f"{own[-1]:g}" if own else "NaN or Inf"
@@ -136,7 +135,7 @@ def data(evidence: Evidence) -> Verdict | None:
         these = "all of them" if count == evidence.skipped else f"{count} of them"
         return Verdict(
             "data",
-            f"{text}, in {these} because the loss itself was {loss}{at}{usual}{lowers}. Look at "
+            f"{text}, in {these} because the loss itself was {loss}{at}{usual}{now}. Look at "
             "the batches of these steps, and leave out or repair what is wrong before the forward "
             "pass: NaN or Inf in inputs and labels, an empty batch or mask (0 / 0), a sequence "
             "that is masked entirely, a class without weight, a sequence too long for a sum in "
@@ -145,17 +144,24 @@ def data(evidence: Evidence) -> Verdict | None:
     if own and losses and median(map(abs, own)) >= 10 * median(map(abs, losses)):  # type: ignore[arg-type]
         return Verdict(
             "data",
-            f"{text}, whose loss is about {median(own):g}{usual}{lowers}. Look at the batches of "
+            f"{text}, whose loss is about {median(own):g}{usual}{now}. Look at the batches of "
             "these steps for outliers in inputs and labels, and leave out, clip or normalise them; "
             "a loss that grows less for large errors (Huber's) helps too.",
         )
-    of_loss = f", though their loss is like that of other steps{usual}" if own else ""
+    if not own:
+        return Verdict(
+            "data",
+            f"{text} after the scale had settled{now}, and their losses were not seen. Look at the "
+            "batches of these steps for Inf and NaN in inputs, labels and masks, for outliers, and "
+            "for what makes the backward pass alone fail, such as the square root or norm of 0: "
+            "locate() on one of them names it.",
+        )
     return Verdict(
         "data",
-        f"{text} after the scale had settled{of_loss}{lowers}. Look at the batches of these "
-        "steps for what makes the backward pass alone fail, such as the square root or norm of 0 "
-        "where two rows are equal, or a rare class or long sequence whose gradient is large: "
-        "locate() on one of them names it.",
+        f"{text} after the scale had settled, though their loss is like that of other steps{usual}"
+        f"{now}. Look at the batches of these steps for what makes the backward pass alone fail, "
+        "such as the square root or norm of 0 where two rows are equal, or a rare class or long "
+        "sequence whose gradient is large: locate() on one of them names it.",
     )
 
 

@@ -20,6 +20,8 @@ def dead(evidence: Evidence) -> Verdict | None:
     sample = evidence.sample
     if sample is None or sample.shares is None or sample.shares.zero < _DEAD:
         return None
+    if sample.loss == 0:  # such as a hinge loss that has nothing left to improve
+        return None
     parameters = sample.parameters
     zeros = [name for name, found in parameters.items() if found.zero == 1]
     is_all = sample.shares.zero == 1
