@@ -80,12 +80,27 @@ def test_the_command_prints_a_row_for_each_policy_and_draws_a_picture(record, tm
     policies = ["--policy", "paddle", "--policy", "AmaxScale(margin=10)"]
     assert main(["simulate", str(record), *policies, "-o", str(picture)]) == 0
     printed = capsys.readouterr().out
-    for name in ("the run itself", "paddle", "AmaxScale(marg"):
-        assert f"\n {name}" in printed
+    for name in ("the run itself", "paddle", "AmaxScale(margin=10)"):
+        assert f"\n{name}" in printed
     assert f"Steps: {STEPS}. Non-finite at any scale: 1. Spikes: 1." in printed
     data = picture.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert min(struct.unpack(">II", data[16:24])) > 800
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_table_has_all_its_columns_in_a_terminal_of_any_width(
+    record, capsys, monkeypatch, width
+):
+    monkeypatch.setenv("COLUMNS", str(width))
+    long = "DynamicScale(growth_tiers=((1.0, 100), (8.0, 400)))"
+    assert main(["simulate", str(record), "--policy", "FixedScale(1024.0)", "--policy", long]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = (line for line in lines if line.startswith("FixedScale(1024.0)"))
+    assert len(row.split()) == 8
+    assert row.endswith(" 1,024")
+    assert len(row) <= max(80, width)
+    assert lines[1].split()[0] == "policy"
 
 
 @pytest.mark.parametrize(
