@@ -126,6 +126,8 @@ def test_a_wrong_call_says_what_to_write(record, capsys, arguments, message):
     [
         ("torch", DynamicScale()),
         (" paddle() ", DynamicScale.paddle()),
+        ("DynamicScale.paddle()", DynamicScale.paddle()),
+        ("DynamicScale.megatron(hysteresis=3)", DynamicScale.megatron(hysteresis=3)),
         ("AmaxScale(margin=10)", AmaxScale(margin=10)),
         ("DynamicScale(2**4, growth_factor=2.0**0.5)", DynamicScale(16, growth_factor=2.0**0.5)),
         ("DynamicScale(growth_interval=10**2)", DynamicScale(growth_interval=100)),

@@ -16,7 +16,8 @@ NAMES = (*(name for name in vars(Presets) if not name.startswith("_")), *_CLASSE
 def policy_of(text: str) -> Policy:
     """A policy from a preset's or a class' name, or from a call of it with literals.
 
-    Numbers may be powers, such as ``2**20``. No code in the text is run.
+    A preset may be written as in Python, ``DynamicScale.paddle()``. Numbers may be powers, such as
+    ``2**20``. No code in the text is run.
 
     Raises:
         ValueError: the text is something else, or its parameters cannot work.
@@ -29,9 +30,11 @@ def policy_of(text: str) -> Policy:
     try:
         node = ast.parse(text.strip(), mode="eval").body
         call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-        if not isinstance(call.func, ast.Name) or call.func.id not in NAMES:
+        name = ast.unparse(call.func)
+        preset = name.removeprefix("DynamicScale.")
+        name = preset if preset not in _CLASSES else name
+        if name not in NAMES:
             raise SyntaxError
-        name = call.func.id
         positional = [_literal(value) for value in call.args]
         named = {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
         make: Any = _CLASSES.get(name) or getattr(DynamicScale, name)
