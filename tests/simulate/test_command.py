@@ -64,6 +64,17 @@ def test_steps_between_samples_count_as_the_latest_before_them(tmp_path, record)
     assert (Trace.of_run(read_run(thinned)).largest == 1.0).all()
 
 
+def test_the_command_says_how_many_steps_have_their_gradients_on_record(tmp_path, record, capsys):
+    assert main(["simulate", str(record)]) == 0
+    assert capsys.readouterr().err == ""
+    lines = record.read_text().splitlines()
+    kept = [text for text in lines if json.loads(text).get("step") not in range(12, 19)]
+    thinned = tmp_path / "thinned.jsonl"
+    thinned.write_text("\n".join(kept) + "\n")
+    assert main(["simulate", str(thinned)]) == 0
+    assert f"only {STEPS - 7} of {STEPS} steps have their gradients" in capsys.readouterr().err
+
+
 def test_a_run_without_histograms_or_in_another_format_is_refused(tmp_path, record, capsys):
     lines = record.read_text().splitlines()
     bare = tmp_path / "bare.jsonl"
