@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ def interleave(
 def machine() -> dict[str, Any]:
     """The part of the setting that every framework shares."""
     described: dict[str, Any] = {
-        "platform": platform.platform(),
+        "platform": _platform(),
         "processor": _processor(),
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
@@ -134,6 +135,13 @@ def machine() -> dict[str, Any]:
     if hasattr(os, "getloadavg"):  # not on Windows
         described["load"] = round(os.getloadavg()[0], 2)
     return described
+
+
+def _platform() -> str:
+    """The system, its version without the name of one build of it, and the processor's family."""
+    version = re.match(r"[\d.]*\d", platform.release())
+    parts = (platform.system(), version[0] if version else "", platform.machine())
+    return "-".join(part for part in parts if part)
 
 
 def _processor() -> str:

@@ -33,7 +33,7 @@ NAMES = {
     "mindspore": "MindSpore",
     "tensorplay": "TensorPlay",
 }
-BLUE, RED, GREY = "#0072B2", "#D55E00", "#777777"  # Okabe and Ito's
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#777777"  # Okabe and Ito's
 
 
 class Row(NamedTuple):
@@ -96,7 +96,8 @@ METHOD = """\
 on the same gradients or the same network, in one run, on the CPU. A ratio is the time of ours
 divided by that of native: below 1, gradscaler takes less time. It is the median of the paired
 repetitions, with the interval that holds the true median with 95 % confidence. In the figures, blue
-is faster, red is slower, and for grey no difference is certain. `make bench` makes all of it again.
+is faster, orange is slower, and for grey no difference is certain. `make bench` makes all of it
+again.
 """
 NOTES = {
     "torch": """"Added to fused AdamW" is the time beyond the median of its bare step. "Clipping" is
@@ -160,7 +161,7 @@ def draw_headline(rows: list[tuple[Row, paired.Comparison]], path: Path) -> None
         if i and framework != framework_of(rows[i - 1][0].benchmark):
             place += 0.6
         low, high = each.interval
-        colour = RED if low > 1 else BLUE if high < 1 else GREY
+        colour = ORANGE if low > 1 else BLUE if high < 1 else GREY
         axes.barh(place, each.ratio - 1, left=1, height=0.7, color=colour, alpha=0.85)
         axes.plot([low, high], [place, place], color="black", linewidth=1)
         axes.text(max(high, 1) + 0.02, place, f"{each.ratio:.2f}", va="center", fontsize=8)
@@ -185,7 +186,7 @@ def draw_ratios(comparisons: list[paired.Comparison], path: Path) -> None:
     axes = figure.subplots()
     for place, each in enumerate(rows):
         low, high = each.interval
-        colour = RED if low > 1 else BLUE if high < 1 else GREY
+        colour = ORANGE if low > 1 else BLUE if high < 1 else GREY
         axes.plot([max(low, 2**-5), high], [place, place], color=colour, alpha=0.6)
         axes.plot(each.ratio, place, "o", color=colour, markersize=4)
     axes.axvline(1.0, color="black", linewidth=0.8)
@@ -264,12 +265,13 @@ def first_page(results: Results) -> str:
         if row.in_table
     ]
     text += f"{named(shown)}\n\n{METHOD}\n![Ours against native, by framework](headline.png)\n"
-    text += "\n## What is slower\n\nEverything whose interval lies above 1:\n\n"
+    text += "\n## What is slower\n\nEvery workload whose interval lies above 1:\n\n"
     text += named([(f"{name}: {each.workload}", each) for name, each in slower])
     text += (
-        "\n\nMost constructors are slower, too, because they check their parameters; the pages\n"
+        "\n\nEvery import is slower, too, because it imports the framework and gradscaler. So are\n"
+        "most constructors, because they check their parameters. The pages below have them.\n\n"
     )
-    text += "below have them.\n\n## All measurements\n\n"
+    text += "## All measurements\n\n"
     for framework, name in NAMES.items():
         text += f"- [{name}](../docs/benchmarks/{framework}.md)\n"
     return text + ("" if "torch_gpu" in results else NOT_RUN)

@@ -55,3 +55,16 @@ def test_it_draws_each_chart(report, tmp_path):
     report.draw_ratios(results["jax_scaler"][1], tmp_path / "c.png")
     for name in "abc":
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_method_names_the_colours_of_the_figures(report):
+    from matplotlib.colors import rgb_to_hsv, to_rgb
+
+    assert "blue\nis faster, orange is slower" in report.METHOD
+    assert rgb_to_hsv(to_rgb(report.ORANGE))[0] == pytest.approx(26 / 360, abs=0.01)  # orange
+
+
+def test_the_first_page_says_that_every_import_is_slower(report):
+    results = report.read_results()
+    assert all(each.interval[0] > 1 for each in report._imports(results))
+    assert "Every import is slower, too" in report.first_page(results)

@@ -132,3 +132,9 @@ def test_the_machine_is_described_in_json_values():
     described = paired.machine()
     assert described["cpus"] >= 1
     assert json.loads(json.dumps(described)) == described
+
+
+def test_the_platform_has_the_version_of_the_system_and_not_the_name_of_its_build(monkeypatch):
+    for name, value in (("system", "Linux"), ("release", "6.8.0-45-mine"), ("machine", "x86_64")):
+        monkeypatch.setattr(paired.platform, name, lambda value=value: value)
+    assert paired.machine()["platform"] == "Linux-6.8.0-x86_64"

@@ -275,6 +275,13 @@ def _simulate(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> No
         replays = {"the run itself": at_scales(scales_of(run), trace)}
         replays |= {text: replay(policy, trace) for text, policy in policies.items()}
         print_table(replays)
+        known = {sample.step for sample in run.samples if sample.histogram} | set(run.skipped)
+        if len(known) < run.num_steps:
+            _say(
+                f"{parsed.source}: only {len(known):,} of {run.num_steps:,} steps have their "
+                "gradients on record, and the others count as the latest one before them; a "
+                "Monitor with every=1 records all"
+            )
         if parsed.output is not None:
             place = parsed.output
             picture = picture_of(replays)

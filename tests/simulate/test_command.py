@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from gradscaler import AmaxScale, DynamicScale, FixedScale
+from gradscaler import AmaxScale, DynamicScale
 from gradscaler.__main__ import main
 from gradscaler.diagnose import Monitor, read_run
 from gradscaler.simulate import Trace, replay
-from gradscaler.simulate._show import HEADINGS, print_table
 from gradscaler.simulate._spelled import NAMES, policy_of
 from gradscaler.torch import GradScaler
 
@@ -65,6 +64,17 @@ def test_steps_between_samples_count_as_the_latest_before_them(tmp_path, record)
     assert (Trace.of_run(read_run(thinned)).largest == 1.0).all()
 
 
+def test_the_command_says_how_many_steps_have_their_gradients_on_record(tmp_path, record, capsys):
+    assert main(["simulate", str(record)]) == 0
+    assert capsys.readouterr().err == ""
+    lines = record.read_text().splitlines()
+    kept = [text for text in lines if json.loads(text).get("step") not in range(12, 19)]
+    thinned = tmp_path / "thinned.jsonl"
+    thinned.write_text("\n".join(kept) + "\n")
+    assert main(["simulate", str(thinned)]) == 0
+    assert f"only {STEPS - 7} of {STEPS} steps have their gradients" in capsys.readouterr().err
+
+
 def test_a_run_without_histograms_or_in_another_format_is_refused(tmp_path, record, capsys):
     lines = record.read_text().splitlines()
     bare = tmp_path / "bare.jsonl"
@@ -81,25 +91,27 @@ def test_the_command_prints_a_row_for_each_policy_and_draws_a_picture(record, tm
     policies = ["--policy", "paddle", "--policy", "AmaxScale(margin=10)"]
     assert main(["simulate", str(record), *policies, "-o", str(picture)]) == 0
     printed = capsys.readouterr().out
-    for name in ("the run itself", "paddle", "AmaxScale(marg"):
-        assert f"\n {name}" in printed
+    for name in ("the run itself", "paddle", "AmaxScale(margin=10)"):
+        assert f"\n{name}" in printed
     assert f"Steps: {STEPS}. Non-finite at any scale: 1. Spikes: 1." in printed
     data = picture.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert min(struct.unpack(">II", data[16:24])) > 800
 
 
-def test_no_column_is_lost_in_a_terminal_of_80_letters(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    spike = np.where(np.arange(3000) == 1500, 2.0**10, 1.0)
-    trace = Trace(spike, counts=np.ones((3000, 1)))
-    fixed = FixedScale(2.0**13)
-    print_table({"paddle": replay(DynamicScale(), trace), "a long name " * 4: replay(fixed, trace)})
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_table_has_all_its_columns_in_a_terminal_of_any_width(
+    record, capsys, monkeypatch, width
+):
+    monkeypatch.setenv("COLUMNS", str(width))
+    long = "DynamicScale(growth_tiers=((1.0, 100), (8.0, 400)))"
+    assert main(["simulate", str(record), "--policy", "FixedScale(1024.0)", "--policy", long]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    columns = lines[1].split() + lines[2].split()
-    assert sorted(columns) == sorted(" ".join(HEADINGS).split())
-    assert any(line.endswith(" 8,192 ") for line in lines)  # at last
+    (row,) = (line for line in lines if line.startswith("FixedScale(1024.0)"))
+    assert len(row.split()) == 8
+    assert row.endswith(" 1,024")
+    assert len(row) <= max(80, width)
+    assert lines[1].split()[0] == "policy"
 
 
 @pytest.mark.parametrize(

@@ -102,3 +102,14 @@ def test_every_page_is_built():
     for page in (ROOT / "docs").rglob("*.md"):
         built = (SITE / page.relative_to(ROOT / "docs")).with_suffix(".html")
         assert built.exists(), page
+
+
+def test_the_library_s_code_is_shown_by_the_reference_and_not_downloaded():
+    ours = {path.name for path in SOURCE.rglob("*.py")}
+    assert [path.name for path in (SITE / "_downloads").rglob("*.py") if path.name in ours] == []
+
+
+def test_no_power_is_taken_for_bold_text():
+    for page in (ROOT / "docs").rglob("*.md"):
+        built = (SITE / page.relative_to(ROOT / "docs")).with_suffix(".html")
+        assert re.findall(r"\d<strong>.{,30}", built.read_text()) == [], page

@@ -13,6 +13,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -46,22 +47,27 @@ def rows_of(replays: Mapping[str, Replay]) -> list[tuple[str, ...]]:
 
 
 def print_table(replays: Mapping[str, Replay]) -> None:
-    """Print the table, and what its trace holds. All columns fit into 80 letters."""
+    """Print the table, and what its trace holds."""
     trace = next(iter(replays.values())).trace
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for column, heading in enumerate(HEADINGS):
         if column:
-            lines = heading.replace(" ", "\n")
-            table.add_column(lines, justify="right", no_wrap=True, vertical="bottom")
+            table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
         else:
-            table.add_column(heading, overflow="fold", min_width=14, vertical="bottom")
+            table.add_column(heading, overflow="fold", min_width=14)
     for row in rows_of(replays):
         table.add_row(*(Text(shown(cell)) for cell in row))
     console = Console()
+    # Rich leaves out the last columns of a table that is wider than the terminal.
+    names = table.columns[0]
+    names.max_width = 20
+    least = Measurement.get(console, console.options.update(width=1000), table).minimum
+    names.max_width = None
+    console.width = max(console.width, least)
     console.print(table)
     bad, spikes = int(trace.is_bad.sum()), len(next(iter(replays.values())).spikes)
     console.print(
-        f"Steps: {trace.num_steps:,}. Non-finite at any scale: {bad:,}. Spikes: {spikes:,}.\n"
+        f"\nSteps: {trace.num_steps:,}. Non-finite at any scale: {bad:,}. Spikes: {spikes:,}.\n"
         "flushed: gradients rounded to zero. lost, subnormal: shares of their magnitude.\n"
         "back after, at most: steps until the scale is back after a spike, median and most.",
         style="dim",
@@ -93,7 +99,7 @@ def picture_of(replays: Mapping[str, Replay], title: str = "") -> bytes:
         sizes.set_title("Largest gradient, unscaled")
         sizes.plot(*_thinned(steps, _log2(finite)), color="#555555", linewidth=1)
         bad = steps[trace.is_bad]
-        note = f"{bad.size:,} bad batches" if bad.size else ""
+        note = f"{bad.size:,} bad batch{'es' * (bad.size > 1)}" if bad.size else ""
         sizes.plot(
             bad, np.full(bad.size, 0.05), "|", color=SKIP, transform=sizes.get_xaxis_transform()
         )
@@ -108,6 +114,7 @@ def picture_of(replays: Mapping[str, Replay], title: str = "") -> bytes:
         scales.legend(fontsize=8, frameon=False, loc="lower left", ncols=2)
         skips.set_title("Steps skipped so far")
         lost.set_title("Gradients' magnitude flushed to zero, %")
+        lost.set_ylim(bottom=0)
         lost.set_xlabel("step")
         for axes in (sizes, scales):
             _in_powers(axes)
