@@ -10,7 +10,8 @@ require("keras")
 try:
     import keras  # noqa: F401 # imports its backend
 except ModuleNotFoundError as error:
-    message = f"Keras' backend is missing: pip install {error.name}, or set KERAS_BACKEND"
+    backend = str(error.name).partition(".")[0]
+    message = f"Keras' backend is missing: pip install {backend}, or set KERAS_BACKEND"
     raise ModuleNotFoundError(message, name=error.name) from None
 
 from gradscaler.keras.optimizer import LossScaleOptimizer

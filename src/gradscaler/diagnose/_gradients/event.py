@@ -41,7 +41,8 @@ def located_at(
     parameter: str | None = None,
 ) -> Located:
     """What an operation made, or was given: ``tensor``."""
-    values = to_numpy(tensor)
+    # FSDP resizes the storage of parameters, which it cannot once NumPy has seen it.
+    values = to_numpy(tensor.detach().clone() if hasattr(tensor, "detach") else tensor)
     num_inf, num_nan, largest_finite = count_nonfinite(values)
     return Located(
         site.module,

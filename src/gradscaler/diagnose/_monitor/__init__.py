@@ -39,9 +39,10 @@ class Monitor:
     The step after the first skip whose loss is not finite is watched, and the last of
     ``stuck_after`` skips. A closure that fails is watched when it is called again, on the same
     batch. In PyTorch, that finds the operation and the user's line that made the first Inf or NaN,
-    as :func:`locate` does, except in compiled code; in TensorPlay and Paddle, the module by its
-    output. The run file says it, and the dtype of each module's output, which autocast chooses. A
-    step that is watched takes several times as long, and changes nothing. Others cost nothing.
+    as :func:`locate` does, except in compiled code; in TensorPlay and Paddle, and where several
+    processes train together, the module by its output. The run file says it, and the dtype of each
+    module's output, which autocast chooses. A step that is watched takes several times as long,
+    and changes nothing. Others cost nothing.
 
     What may be on a device is read only at samples and when asked for, so nothing else waits for
     the device. But with ``forensics`` each step's flag is read at once, if there are gradients to

@@ -18,6 +18,7 @@ from gradscaler.diagnose._gradients.nonfinite import inspect
 from gradscaler.diagnose._gradients.operation_watch import OperationWatch
 from gradscaler.diagnose._monitor.backward_dtypes import listen
 from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of, measure
+from gradscaler.diagnose._monitor.ranks import rank_and_world_size
 from gradscaler.diagnose._monitor.sampling import is_sampled
 from gradscaler.diagnose._monitor.steps import Step, StepSource, StuckError
 from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient, StepOutcome
@@ -56,7 +57,9 @@ class EagerObserver(StepSource):
             self._hooks = ModuleHooks(self.model)
         bases = type(self.scaler).__mro__
         is_torch = any(base.__module__.startswith("gradscaler.torch") for base in bases)
-        self._watch = OperationWatch(self._hooks) if is_torch else None
+        # Operations of many processes are on parts of tensors, and may be collectives.
+        is_alone = rank_and_world_size()[1] == 1
+        self._watch = OperationWatch(self._hooks) if is_torch and is_alone else None
         self._located: Located | None = None  # in the latest streak of skips
         self._inspected = 0  # the latest iteration that is inspected whatever `forensics` says
         self._iterations = deque([Iteration(self.log.counts.step + 1)])  # the last one is not over
