@@ -305,6 +305,14 @@ JSON = st.recursive(
 )
 
 
+def test_keys_that_an_earlier_version_lacks_have_their_defaults(path):
+    later = ("losses", "largest", "backward", "calls")
+    line = {key: value for key, value in SAMPLE_LINE.items() if key not in later}
+    path.write_text(f"{HEADER}\n{json.dumps(line)}\n")
+    (read,) = read_run(path).samples
+    assert read == Sample(1, 2.0, (), 1, ())
+
+
 @given(st.data())
 def test_any_value_anywhere_is_read_or_refused(tmp_path_factory, data):
     line = dict(data.draw(st.sampled_from([SKIP_LINE, SAMPLE_LINE, json.loads(HEADER)])))

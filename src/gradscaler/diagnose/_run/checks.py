@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING
 from functools import lru_cache, partial
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -65,10 +66,16 @@ def value_as(kind: Any, value: Any) -> Any:
         return kind(*map(value_as, types.values(), _array(value, len(types))))
     found = _object(value)
     for key in types:
-        if key not in found and not hasattr(kind, key):  # older files lack some with a default
+        if key not in found and not _has_default(kind, key):  # older files lack some
             raise ValueError(f"{key} is missing")
     given = {key: type_ for key, type_ in types.items() if key in found}
     return kind(**{key: _field(key, type_, found[key]) for key, type_ in given.items()})
+
+
+def _has_default(kind: Any, key: str) -> bool:
+    """Whether a field of a class has a default, or what makes one."""
+    field = getattr(kind, "__dataclass_fields__", {}).get(key)
+    return hasattr(kind, key) or (field is not None and field.default_factory is not MISSING)
 
 
 @lru_cache
