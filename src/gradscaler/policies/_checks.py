@@ -47,6 +47,16 @@ def loss_scale(
     return given
 
 
+def bounds(min_scale: object, max_scale: object) -> tuple[float, float]:
+    """Both as loss scales, if the first is not above the second in float32."""
+    lowest, highest = loss_scale("min_scale", min_scale), loss_scale("max_scale", max_scale)
+    if in_float32(lowest) > in_float32(highest):
+        raise ParameterError(
+            f"min_scale must not be above max_scale, got {min_scale!r} > {max_scale!r}"
+        )
+    return lowest, highest
+
+
 def growth_factor(name: str, value: object) -> float:
     """``value`` if it is finite and above 1 in float32."""
     factor = number(name, value)

@@ -132,11 +132,7 @@ class AmaxScale:
     max_scale: float = _checks.LARGEST_SCALE
 
     def __post_init__(self) -> None:
-        min_scale = _checks.loss_scale("min_scale", self.min_scale)
-        max_scale = _checks.loss_scale("max_scale", self.max_scale)
-        if _checks.in_float32(min_scale) > _checks.in_float32(max_scale):
-            bounds = f"{self.min_scale!r} > {self.max_scale!r}"
-            raise ParameterError(f"min_scale must not be above max_scale, got {bounds}")
+        min_scale, max_scale = _checks.bounds(self.min_scale, self.max_scale)
         half_life = _checks.number("half_life", self.half_life)
         if not half_life > 0:
             raise ParameterError(f"half_life must be positive, got {self.half_life!r}")

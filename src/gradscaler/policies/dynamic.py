@@ -82,11 +82,7 @@ class DynamicScale(Presets):
     growth_tiers: tuple[tuple[float, int], ...] = ()
 
     def __post_init__(self) -> None:
-        min_scale = _checks.loss_scale("min_scale", self.min_scale)
-        max_scale = _checks.loss_scale("max_scale", self.max_scale)
-        if _checks.in_float32(min_scale) > _checks.in_float32(max_scale):
-            bounds = f"{self.min_scale!r} > {self.max_scale!r}"
-            raise ParameterError(f"min_scale must not be above max_scale, got {bounds}")
+        min_scale, max_scale = _checks.bounds(self.min_scale, self.max_scale)
         if self.hysteresis_reset not in _RESETS:
             known = ", ".join(map(repr, _RESETS))
             raise ParameterError(
