@@ -20,7 +20,7 @@ import paddle
 from paddle.base import core
 
 from gradscaler._eager.operations import FoundInf
-from gradscaler._eager.small_tensors import batches_of_small
+from gradscaler.paddle._small_tensors import batches_of_small
 from gradscaler.policies import Policy, State
 
 Tensor = Any

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gradscaler._eager.small_tensors import batches_of_small
+from gradscaler.paddle._small_tensors import batches_of_small
 
 MIXES = {
     "none": [],
