@@ -190,12 +190,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _demo(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
     try:
-        import torch
-
         from gradscaler.demo import run
     except ImportError as error:
-        message = f"the demo needs {error.name}: pip install 'gradscaler[torch,demo]'"
-        raise _FailedError(message) from None
+        raise _FailedError(str(error)) from None
+    import torch
+
     if parsed.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: there is no CUDA device here")
     device = parsed.device or ("cuda" if torch.cuda.is_available() else "cpu")

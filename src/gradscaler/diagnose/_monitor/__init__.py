@@ -274,10 +274,8 @@ def _min_scale(policy: Any) -> float | None:
 def _describe(policy: Any) -> dict[str, Any]:
     """A policy by its name and its parameters."""
     names = [field.name for field in fields(policy)] if is_dataclass(policy) else []
-    parameters = {name: getattr(policy, name) for name in names if not name.startswith("_")}
-    plain = {
-        key: value for key, value in parameters.items() if isinstance(value, (int, float, str))
-    }
+    values = {name: getattr(policy, name) for name in names if not name.startswith("_")}
+    plain = {name: value for name, value in values.items() if isinstance(value, (int, float, str))}
     return {"name": type(policy).__name__, **plain}
 
 
