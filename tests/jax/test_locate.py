@@ -103,6 +103,12 @@ def norm_in_float16(weights, inputs):
     return jnp.linalg.norm(hidden).astype(jnp.float32)  # HERE
 
 
+@fails("sqrt", *WITH_LOSS, "jit of grad")
+def root_of_a_negative_number(weights, inputs):
+    roots = jnp.sqrt(inputs @ -weights)  # HERE
+    return (roots * roots).sum()
+
+
 @fails("div", *WITH_LOSS)
 def a_scope_that_is_named_transpose(weights, inputs):
     with jax.named_scope("transpose"):
