@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from gradscaler.diagnose._fit import range_of
 from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._gradients.histogram import histograms_of
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Start
 from gradscaler.diagnose._run.run import Run
-from gradscaler.diagnose.report._fit import fit_of, range_of
+from gradscaler.diagnose.report._fit import sentence_of
 
 FORMATS = "float16", "bfloat16", "float8_e5m2", "float8_e4m3"
 
@@ -68,10 +69,10 @@ def test_a_single_gradient_has_the_whole_range_of_float16():
 
 def test_the_scales_that_fit_are_those_that_fit_every_parameter():
     run = run_of({"small": np.full(4, 2.0**-30), "large": np.full(4, 2.0**-2)})
-    fit = fit_of(run)
+    fit = run.fit
     assert (fit.common.low, fit.common.high) == (16, 15)
     assert (fit.lowest, fit.highest) == ("small", "large")
-    fit = fit_of(run_of({"small": np.full(4, 2.0**-20), "large": np.full(4, 2.0**-2)}))
+    fit = run_of({"small": np.full(4, 2.0**-20), "large": np.full(4, 2.0**-2)}).fit
     assert (fit.common.low, fit.common.high) == (6, 15)
 
 
@@ -89,13 +90,13 @@ def test_the_scales_that_fit_are_those_that_fit_every_parameter():
 def test_the_sentence_says_where_the_runs_own_scale_is(scale, place):
     run = run_of({"a": np.full(4, 2.0**-20), "b": np.full(4, 2.0**-2)}, scale=scale)
     text = f"Loss scales from 2⁶ to 2¹⁵ fit every parameter. The run's own, {place}."
-    assert fit_of(run).sentence == text
+    assert sentence_of(run.fit) == text
 
 
 def test_where_no_scale_fits_the_sentence_names_both_parameters_and_what_is_lost():
     small = np.array([2.0**-40] * 3 + [2.0**-10])
     run = run_of({"small": small, "large": np.ones(4), "unused": np.zeros(4)})
-    assert fit_of(run).sentence == (
+    assert sentence_of(run.fit) == (
         "No loss scale fits every parameter: small needs at least 2²⁶, and large at most 2¹³. "
         "At 2¹³, 75.0% of the nonzero gradients of small are flushed to zero or subnormal. "
         "The run's own is 1,024. 1 parameter had no gradient but zero: unused, or flushed already."
@@ -104,29 +105,29 @@ def test_where_no_scale_fits_the_sentence_names_both_parameters_and_what_is_lost
 
 def test_a_parameter_with_few_of_the_gradients_may_be_left_out():
     large, noise = np.full(96, 2.0**-2), np.full(4, 2.0**-40)
-    fit = fit_of(run_of({"weight": large, "bias": noise}))
+    fit = run_of({"weight": large, "bias": noise}).fit
     assert (fit.common.low, fit.common.high, fit.left_out) == (-12, 15, ("bias",))
-    assert fit.sentence.startswith(
+    assert sentence_of(fit).startswith(
         "Loss scales from 2⁻¹² to 2¹⁵ fit all but bias, with less than 5% of the gradients. The "
     )
-    assert fit_of(run_of({"weight": large[4:], "bias": np.tile(noise, 2)})).is_empty
+    assert run_of({"weight": large[4:], "bias": np.tile(noise, 2)}).fit.is_empty
 
 
 def test_a_parameter_can_set_both_bounds():
     run = run_of({"wide": np.array([2.0**-40, 1.0])})
-    assert "wide needs at least 2²⁶, and at most 2¹³." in fit_of(run).sentence
+    assert "wide needs at least 2²⁶, and at most 2¹³." in sentence_of(run.fit)
 
 
 def test_the_latest_ten_samples_count_together():
     samples = [{"w": np.full(4, 2.0**-10)} for _ in range(12)]
     samples[1] = {"w": np.full(4, 2.0**10)}  # long ago
     samples[5] = {"w": np.full(4, 2.0**-4)}  # one batch
-    fit = fit_of(run_of(*samples))
+    fit = run_of(*samples).fit
     assert (fit.first, fit.last, fit.num_samples) == (3, 12, 10)
     assert fit.common.edge == 16 - (-4 + 1)
 
 
 def test_without_a_gradient_that_is_finite_and_nonzero_there_is_no_fit():
     run = run_of({"w": np.zeros(3)}, {"w": np.array([np.nan])})
-    assert fit_of(run) is None
-    assert fit_of(replace(run, samples=())) is None
+    assert run.fit is None
+    assert replace(run, samples=()).fit is None
