@@ -8,9 +8,10 @@ import pytest
 from gradscaler.diagnose._fit import range_of
 from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._gradients.histogram import histograms_of
-from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Start
+from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip, Start
 from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._fit import sentence_of
+from gradscaler.diagnose.report._summary import HEADLINES, headline_of
 
 FORMATS = "float16", "bfloat16", "float8_e5m2", "float8_e4m3"
 
@@ -131,3 +132,99 @@ def test_without_a_gradient_that_is_finite_and_nonzero_there_is_no_fit():
     run = run_of({"w": np.zeros(3)}, {"w": np.array([np.nan])})
     assert run.fit is None
     assert replace(run, samples=()).fit is None
+
+
+def random_run(seed):
+    """A run whose gradients went through float16 at its scale, as a monitor would record it."""
+    rng = np.random.default_rng(seed)
+    scale, centre, spread = 2.0 ** rng.integers(0, 17), rng.uniform(-24, 0), rng.uniform(0, 14)
+    middles = {f"layer{i}.weight": rng.normal(centre, spread) for i in range(rng.integers(1, 7))}
+    form, samples = format_named("float16"), []
+    for step in range(1, rng.integers(2, 5)):
+        parameters, values = {}, []
+        for name, middle in middles.items():
+            exact = 2.0 ** np.minimum(rng.normal(middle, 2.0, rng.integers(4, 400)), -1)
+            with np.errstate(over="ignore"):
+                scaled = np.float64(np.float16(np.minimum(exact * scale, 65504)))
+            values.append(scaled / scale)
+            found = histograms_of(values[-1], form, scale)[""]
+            shares = found.zero, found.flushed, found.subnormal, found.nonfinite
+            parameters[name] = ParameterSample(*shares, bins_of(values[-1]))
+        whole = np.concatenate(values)
+        found = histograms_of(whole, form, scale)[""]
+        shares = Shares(
+            found.zero,
+            found.flushed,
+            found.subnormal,
+            found.normal,
+            found.overflow,
+            found.nonfinite,
+        )
+        bins, worst = bins_of(whole), (min(middles, key=middles.get),)
+        samples.append(
+            Sample(step, scale, ((step, scale),), 1, (), 1.0, step, shares, bins, parameters, worst)
+        )
+    return Run((Start("torch", "float16", 1, 0, {}, ""),), tuple(samples), (), ())
+
+
+RANDOM = [random_run(seed) for seed in range(300)]
+
+
+def test_random_runs_are_of_each_kind():
+    kinds = [run.verdict.kind for run in RANDOM]
+    assert min(kinds.count(kind) for kind in ("normal", "underflow", "range")) >= 5
+    assert any(run.fit and run.fit.gone for run in RANDOM)
+    assert any(run.fit and run.fit.is_hopeless and not run.fit.gone for run in RANDOM)
+
+
+@pytest.mark.parametrize("run", RANDOM, ids=range(len(RANDOM)))
+def test_the_banner_the_verdict_and_the_figure_say_the_same_of_a_random_run(run):
+    headline, verdict = headline_of(run), run.verdict
+    assert headline == HEADLINES[verdict.kind]
+    if run.fit is None or verdict.kind == "dead":
+        return
+    says_none = sentence_of(run.fit).startswith("No loss scale fits")
+    assert (verdict.kind == "range") == says_none
+    if says_none:
+        assert verdict.where == (run.fit.gone or (run.fit.lowest,))[0]
+        assert verdict.where in sentence_of(run.fit)
+        assert run.fit.highest in verdict.text
+    if says_none and not run.fit.gone:  # counted on the recorded gradients, at each scale
+        for exponent in range(-40, 60):
+            assert any(is_lost_at(run, name, exponent) for name in run.fit.parameters)
+    if headline.level == "good":
+        best = run.fit.common.high
+        lost = [lost_at(run, name, best) for name in run.fit.parameters]
+        assert max(lost) <= 0.5 or run.fit.left_out
+
+
+def lost_at(run, name, exponent):
+    """The share of a parameter's nonzero gradients below float16's normal numbers."""
+    counts = {}
+    for sample in run.samples:
+        first, found = sample.parameters[name].histogram
+        for place, count in enumerate(found, first):
+            counts[place] = counts.get(place, 0) + count
+    small = sum(count for place, count in counts.items() if place + exponent < -14)
+    return small / max(1, sum(counts.values()))
+
+
+def is_lost_at(run, name, exponent):
+    """Whether a parameter overflows when its gradients grow fourfold, or loses half of them."""
+    tops = [
+        sample.parameters[name].histogram.first + len(sample.parameters[name].histogram.counts)
+        for sample in run.samples
+        if sample.parameters[name].histogram.counts
+    ]
+    return max(tops, default=-99) + exponent + 2 > 16 or lost_at(run, name, exponent) > 0.5
+
+
+def test_what_only_the_lines_of_skips_say_counts_for_the_verdict():
+    """The process was killed after its last sample, at step 1."""
+    run = run_of({"w": np.full(4, 2.0**-4)})
+    assert run.verdict.kind == "normal"
+    killed = replace(run, skips=tuple(Skip(step, 8.0, np.nan) for step in (3, 5)))
+    assert killed.verdict.kind == "data"
+    assert killed.verdict.text.startswith("2 of 5 steps were skipped, in all of them because the")
+    cured = replace(run, skips=(Skip(2, 8.0, 1.0), Skip(3, 4.0, 1.0)))
+    assert cured.verdict.kind == "normal"
