@@ -137,8 +137,9 @@ def test_without_a_gradient_that_is_finite_and_nonzero_there_is_no_fit():
 def random_run(seed):
     """A run whose gradients went through float16 at its scale, as a monitor would record it."""
     rng = np.random.default_rng(seed)
-    scale, centre, spread = 2.0 ** rng.integers(0, 17), rng.uniform(-24, 0), rng.uniform(0, 14)
-    middles = {f"layer{i}.weight": rng.normal(centre, spread) for i in range(rng.integers(1, 7))}
+    scale, first, fall = 2.0 ** rng.integers(0, 17), rng.uniform(-14, -2), rng.uniform(0, 12)
+    layers = range(rng.integers(1, 7))
+    middles = {f"layer{i}.weight": rng.normal(first - i * fall, 3.0) for i in layers}
     form, samples = format_named("float16"), []
     for step in range(1, rng.integers(2, 5)):
         parameters, values = {}, []
@@ -226,5 +227,8 @@ def test_what_only_the_lines_of_skips_say_counts_for_the_verdict():
     killed = replace(run, skips=tuple(Skip(step, 8.0, np.nan) for step in (3, 5)))
     assert killed.verdict.kind == "data"
     assert killed.verdict.text.startswith("2 of 5 steps were skipped, in all of them because the")
+    elsewhere = replace(killed.starts[0], rank=0, world_size=2)
+    skips = tuple(replace(skip, nonfinite=()) for skip in killed.skips)
+    assert replace(killed, starts=(elsewhere,), skips=skips).verdict.kind == "silent"
     cured = replace(run, skips=(Skip(2, 8.0, 1.0), Skip(3, 4.0, 1.0)))
     assert cured.verdict.kind == "normal"
