@@ -71,8 +71,8 @@ def print_table(replays: Mapping[str, Replay]) -> None:
         f"\nSteps: {trace.num_steps:,}. Bad batches, non-finite at any scale: "
         f"{int(trace.is_bad.sum()):,}. Spikes of large gradients: {spikes:,}.\n"
         "flushed: gradients rounded to zero. lost, subnormal: shares of their magnitude.\n"
-        "back after, at most: steps until the scale is back after bad batches or a spike, median\n"
-        "and most.",
+        "back after, at most: steps until the scale is back after bad batches or a\n"
+        "spike, median and most.",
         style="dim",
         highlight=False,
     )

@@ -101,18 +101,22 @@ def too_small(evidence: Evidence) -> Verdict | None:
 def _range(fit: Fit) -> Verdict:
     """No scale fits."""
     where = fit.gone[0] if fit.gone else fit.lowest
-    edge, at = 2.0 ** (fit.common.edge + 1), 2.0**fit.common.high
-    lost = f"{fit.lost:.0%} of the gradients of {where or 'the model'} are flushed or subnormal"
+    edge = 2.0 ** (fit.common.edge + 1)
+    highest = fit.highest or "the model"
+    what = (
+        f"at {2.0**fit.common.high:g}, the largest with room, {fit.lost:.0%} of the gradients of "
+        f"{where or highest} are flushed or subnormal, and those of {highest} overflow from "
+        f"{edge:g} on"
+    )
     if fit.gone:
-        at = fit.own
-        lost = (
-            f"all gradients of {where} are flushed to 0, as are those of {len(fit.gone)} of "
-            f"{len(fit.parameters)} parameters"
+        what = (
+            f"at {fit.own:g}, in step {fit.last}, all gradients of {where} are flushed to 0, as "
+            f"are those of {len(fit.gone)} of {len(fit.parameters)} parameters, while those of "
+            f"{highest} overflow at a scale {edge / fit.own:g} times as large"
         )
     return Verdict(
         "range",
-        f"No loss scale fits: at {at:g}, {lost}, and those of {fit.highest or 'the model'} "
-        f"overflow from {edge:g} on. Bring the layers closer together: normalisation or residual "
+        f"No loss scale fits: {what}. Bring the layers closer together: normalisation or residual "
         "connections between them, ReLU or GELU in place of sigmoids, loss terms of like weight, a "
         "scaler and optimizer for each head; or train in bfloat16.",
         where or None,
