@@ -92,8 +92,14 @@ def test_it_says_what_a_tool_needs(monkeypatch):
     monkeypatch.setattr(_doctor, "FRAMEWORKS", [])
     monkeypatch.setattr(_doctor, "TOOLS", {"report": ("diagnose", ("numpy", "nothing_like_it"))})
     (found,) = _doctor.examine()
-    assert (found.works, found.says) == (None, "(needs nothing_like_it)")
-    assert found.advice == "pip install 'gradscaler[diagnose]'"
+    assert found.works is None
+    assert found.advice == "pip install 'gradscaler[diagnose]'  # for nothing_like_it"
+
+
+def test_what_to_write_stands_in_one_column(monkeypatch):
+    monkeypatch.setattr(_doctor, "installed", lambda package: False)
+    columns = {_doctor.line(finding).index("pip install") for finding in _doctor.examine()}
+    assert len(columns) == 1
 
 
 def test_each_command_shows_an_example(capsys):

@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 import gradscaler
-from gradscaler._frameworks import FRAMEWORKS, installed
+from gradscaler._frameworks import FRAMEWORKS, SCALERS, installed
 
 FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch")
 LIBRARIES = {*FRAMEWORKS, "flax", "jaxlib", "jmp", "optax", "tensorflow"}
@@ -59,6 +60,38 @@ def test_a_submodule_is_there_without_an_import_of_its_own(name):
 def test_another_name_is_missing_as_from_any_module():
     with pytest.raises(AttributeError, match="module 'gradscaler' has no attribute 'nothing'"):
         _ = gradscaler.nothing
+
+
+@pytest.mark.parametrize("name", SCALERS)
+def test_a_class_of_an_adapter_is_missing_with_a_word_on_where_it_is(name):
+    message = f"no attribute '{name}'; write gradscaler.{SCALERS[name][0]}.{name}"
+    with pytest.raises(ImportError, match=message):
+        exec(f"from gradscaler import {name}")
+    with pytest.raises(AttributeError, match=message):
+        getattr(gradscaler, name)
+    assert not hasattr(gradscaler, name)
+    assert name not in dir(gradscaler)
+
+
+def test_the_classes_are_where_the_words_say():
+    names = {name for name, adapters in SCALERS.items() if FRAMEWORK in adapters}
+    assert names
+    assert names <= set(import_module(f"gradscaler.{FRAMEWORK}").__all__)
+    folders = {name: Path(gradscaler.__file__).parent / name for name in FRAMEWORKS}
+    texts = {name: (folder / "__init__.py").read_text() for name, folder in folders.items()}
+    for name, adapters in SCALERS.items():
+        assert {place for place, text in texts.items() if f'"{name}"' in text} == set(adapters)
+
+
+def test_the_demo_without_what_it_needs_says_what_to_install(monkeypatch):
+    for package in ("torch", "sklearn"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            patch.delitem(sys.modules, "gradscaler.demo", raising=False)
+            message = rf"demo needs {package}: pip install 'gradscaler\[torch,demo\]'"
+            with pytest.raises(ModuleNotFoundError, match=message) as error:
+                import_module("gradscaler.demo")
+            assert error.value.name == package
 
 
 def test_the_version_is_the_distribution_s():

@@ -5,11 +5,12 @@ the record of a step, and the errors. The scalers are in ``gradscaler.torch`` an
 imported with its framework when it is first used.
 """
 
+import sys
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from gradscaler._frameworks import FRAMEWORKS
+from gradscaler._frameworks import FRAMEWORKS, SCALERS
 from gradscaler.errors import (
     CallOrderError,
     ParameterError,
@@ -39,7 +40,13 @@ __all__ = [
 if not TYPE_CHECKING:  # type checkers would take any name for a module's
 
     def __getattr__(name: str) -> ModuleType:
-        """Import a submodule when it is first used."""
+        """Import a submodule when it is first used; say where to find a class of an adapter."""
         if name in (*FRAMEWORKS, "checkpoint", "diagnose", "simulate"):
             return import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        message = f"module {__name__!r} has no attribute {name!r}"
+        if name in SCALERS:
+            message += "; write " + " or ".join(f"{__name__}.{i}.{name}" for i in SCALERS[name])
+            # `from gradscaler import GradScaler` would replace an AttributeError's message.
+            if sys._getframe(1).f_code.co_name == "_handle_fromlist":
+                raise ImportError(message, name=__name__)
+        raise AttributeError(message)

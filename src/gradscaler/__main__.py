@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -20,7 +21,22 @@ from gradscaler.diagnose._run.reader import read_runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Exit status: 0, 1 for a failure, 2 for a wrong call, 130 for Ctrl-C."""
+    """Run one command. Exit status: 0, 1 for a failure, 2 for a wrong call, 130 for Ctrl-C.
+
+    Where nobody reads the output any more, as after ``| head -1``, it is 1 without a message.
+    """
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+        return 1
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parsed = _parser().parse_args(arguments)
     try:
         parsed.run(parsed)
@@ -50,8 +66,10 @@ class _FailedError(Exception):
 
 
 def _parser() -> argparse.ArgumentParser:
+    is_script = Path(sys.argv[0]).stem == "gradscaler"
     parser = argparse.ArgumentParser(
-        prog="python -m gradscaler", description="Loss scaling for mixed-precision training."
+        prog="gradscaler" if is_script else "python -m gradscaler",
+        description="Loss scaling for mixed-precision training.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -114,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="draw the files as different runs, though they may be ranks of one",
     )
-    report.set_defaults(run=_report)
+    report.set_defaults(run=partial(_report, report))
 
     explain = commands.add_parser(
         "explain",
@@ -151,8 +169,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Read the file that a gradscaler.diagnose.Monitor with every=1 wrote, replay "
         "policies on its gradients, and print a table: steps skipped, gradients flushed to zero, "
         "the share of all gradients' magnitude that this loses or makes subnormal, and steps until "
-        "the scale is back after a spike. The run is a recording: it does not show how other steps "
-        "would have changed the training.",
+        "the scale is back after bad batches or a spike. The run is a recording: it does not show "
+        "how other steps would have changed the training.",
     )
     simulate.add_argument("source", type=Path, metavar="RUN", help="the file to read")
     simulate.add_argument(
@@ -166,18 +184,17 @@ def _parser() -> argparse.ArgumentParser:
     simulate.set_defaults(run=partial(_simulate, simulate))
 
     for name, command in commands.choices.items():
-        command.epilog = f"example: python -m gradscaler {name}{_EXAMPLES[name]}"
+        command.epilog = f"example: {command.prog}{_EXAMPLES[name]}"
     return parser
 
 
 def _demo(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
     try:
-        import torch
-
         from gradscaler.demo import run
     except ImportError as error:
-        message = f"the demo needs {error.name}: pip install 'gradscaler[torch,demo]'"
-        raise _FailedError(message) from None
+        raise _FailedError(str(error)) from None
+    import torch
+
     if parsed.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: there is no CUDA device here")
     device = parsed.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -202,7 +219,9 @@ def _convert(parsed: argparse.Namespace) -> None:
         _say(f"{parsed.source}: {warning.message}")
 
 
-def _report(parsed: argparse.Namespace) -> None:
+def _report(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+    if parsed.compare and len(parsed.sources) == 1:
+        parser.error("argument --compare: give the files of at least two runs, got one")
     place = None
     try:
         from gradscaler.diagnose import report
@@ -295,6 +314,8 @@ def _failed(error: Exception, place: Path | None = None) -> _FailedError:
     """What went wrong with a run, or with a report on it, at the error's file or at ``place``."""
     if isinstance(error, ImportError):
         return _FailedError(f"this needs {error.name}: pip install 'gradscaler[diagnose]'")
+    if isinstance(error, BrokenPipeError):
+        raise error
     if isinstance(error, OSError):
         return _FailedError(f"{place or error.filename}: {error.strerror or error}")
     return _FailedError(str(error))

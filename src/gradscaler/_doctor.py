@@ -53,10 +53,10 @@ def examine() -> Iterator[Finding]:
         yield _framework(name)
     for name, (extra, packages) in TOOLS.items():
         missing = [package for package in packages if not installed(package)]
-        says = f"(needs {', '.join(missing)})" if missing else ""
-        usage = f"python -m gradscaler {name} --help"
-        advice = f"pip install 'gradscaler[{extra}]'" if missing else usage
-        yield Finding(name, "", None if missing else True, says, advice)
+        advice = f"python -m gradscaler {name} --help"
+        if missing:
+            advice = f"pip install 'gradscaler[{extra}]'  # for {', '.join(missing)}"
+        yield Finding(name, "", None if missing else True, "", advice)
 
 
 def heading() -> str:

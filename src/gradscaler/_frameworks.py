@@ -38,6 +38,16 @@ FRAMEWORKS = {
 }
 """By the names of their packages, which are those of their adapters."""
 
+SCALERS = {
+    "GradScaler": ("torch", "tensorplay", "paddle", "jax"),
+    "ShardedGradScaler": ("torch",),
+    "LossScaleOptimizer": ("keras", "tf_keras"),
+    "DynamicLossScale": ("jax",),
+    "DynamicLossScaler": ("mindspore",),
+    "DynamicLossScaleManager": ("mindspore",),
+}
+"""The classes that users look for, and the adapters that have them."""
+
 
 def installed(package: str) -> bool:
     """Whether a package can be imported; a folder of that name is not a package."""
@@ -47,16 +57,18 @@ def installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def require(package: str, adapter: str | None = None) -> None:
-    """Say what to install if a package is missing that an adapter needs.
+def require(package: str, module: str | None = None, extra: str | None = None) -> None:
+    """Say what to install if a package is missing that a module of gradscaler needs.
+
+    By default, the module has the package's name, and the extra the module's.
 
     Raises:
         ModuleNotFoundError: the package is not installed; the message names the extra.
     """
-    adapter = adapter or package
+    module = module or package
     if not installed(package):
-        extra = adapter.replace("_", "-")
-        message = f"gradscaler.{adapter} needs {package}: pip install 'gradscaler[{extra}]'"
+        extra = extra or module.replace("_", "-")
+        message = f"gradscaler.{module} needs {package}: pip install 'gradscaler[{extra}]'"
         raise ModuleNotFoundError(message, name=package)
 
 

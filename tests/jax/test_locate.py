@@ -34,34 +34,37 @@ WAYS = {
     "jit": jax.jit,
     "gradient": jax.value_and_grad,
     "jit gradient": lambda function: jax.jit(jax.value_and_grad(function)),
+    "jit of grad": lambda function: jax.jit(jax.grad(function)),
 }
+WITH_LOSS = "eager", "jit", "gradient", "jit gradient"
+BACKWARD = "gradient", "jit of grad"
 
 
-@fails("log", *WAYS)
+@fails("log", *WITH_LOSS)
 def log_of_0(weights, inputs):
     chances = jnp.maximum(inputs @ weights * 0, 0)
     return -jnp.log(chances).mean()  # HERE
 
 
-@fails("dot_general", *WAYS)
+@fails("dot_general", *WITH_LOSS)
 def matmul_in_float16(weights, inputs):
     hidden = (inputs @ weights).astype(jnp.float16) * 300
     return (hidden @ hidden.T).astype(jnp.float32).mean()  # HERE
 
 
-@fails("reduce_sum", *WAYS)
+@fails("reduce_sum", *WITH_LOSS)
 def sum_in_float16(weights, inputs):
     hidden = (inputs @ weights).astype(jnp.float16) * 5000
     return jnp.sum(hidden, dtype=jnp.float16).astype(jnp.float32)  # HERE
 
 
-@fails("sub", *WAYS)
+@fails("sub", *WITH_LOSS)
 def softmax_of_a_masked_row(weights, inputs):
     scores = jnp.where(jnp.zeros((2, 4), bool), inputs @ weights, -jnp.inf)
     return jax.nn.softmax(scores).sum()  # HERE
 
 
-@fails("mul", *WAYS)
+@fails("mul", *WITH_LOSS)
 def carry_of_a_scan(weights, inputs):
     def step(carry, _):
         return carry * 1e20, carry  # HERE
@@ -78,7 +81,7 @@ def while_loop(weights, inputs):
     return jax.lax.while_loop(lambda value: value < 1e38, body, (inputs @ weights).sum())
 
 
-@fails("exp", *WAYS)
+@fails("exp", *WITH_LOSS)
 def checkpoint(weights, inputs):
     def block(hidden):
         return jnp.exp(hidden * 100)  # HERE
@@ -86,7 +89,7 @@ def checkpoint(weights, inputs):
     return jax.checkpoint(block)(inputs @ weights).sum()
 
 
-@fails("log", *WAYS)
+@fails("log", *WITH_LOSS)
 def branch(weights, inputs):
     def first(hidden):
         return jnp.log(hidden * 0).sum()  # HERE
@@ -94,18 +97,109 @@ def branch(weights, inputs):
     return jax.lax.cond(inputs.sum() > 0, first, jnp.sum, inputs @ weights)
 
 
-@fails("div", "gradient", "jit gradient")
+@fails("mul", *WITH_LOSS)
+def norm_in_float16(weights, inputs):
+    hidden = (inputs @ weights).astype(jnp.float16) * 1000
+    return jnp.linalg.norm(hidden).astype(jnp.float32)  # HERE
+
+
+@fails("sqrt", *WITH_LOSS, "jit of grad")
+def root_of_a_negative_number(weights, inputs):
+    roots = jnp.sqrt(inputs @ -weights)  # HERE
+    return (roots * roots).sum()
+
+
+@fails("div", *WITH_LOSS)
+def a_scope_that_is_named_transpose(weights, inputs):
+    with jax.named_scope("transpose"):
+        return (inputs @ weights / jnp.zeros(4)).sum()  # HERE
+
+
+@fails("div", *BACKWARD)
 def square_root_of_0(weights, inputs):
     hidden = inputs @ weights
     return (jnp.sqrt(hidden * 0) + hidden).sum()  # HERE
 
 
+@fails("div", *BACKWARD)
+def norm_of_0_after_another(weights, inputs):
+    hidden = inputs @ weights
+    first = jnp.linalg.norm(hidden)
+    return first + jnp.linalg.norm(hidden * 0)  # HERE
+
+
+@jax.jit
+def norms(hidden):
+    return jnp.linalg.norm(hidden, axis=-1)  # HERE
+
+
+@fails("div", *BACKWARD)
+def norm_in_a_compiled_function(weights, inputs, line=norms):
+    return (norms(inputs @ weights) + norms(inputs @ weights * 0)).sum()
+
+
+@fails("integer_pow", *BACKWARD)
+def division_that_where_leaves_out(weights, inputs):
+    hidden = inputs @ weights * 0
+    return jnp.where(hidden > 0, hidden / hidden, 0).sum()  # HERE
+
+
+@fails("div", *BACKWARD)
+def square_root_of_0_in_a_scan(weights, inputs):
+    def step(carry, _):
+        return jnp.sqrt(carry * 0) + carry, carry  # HERE
+
+    return jax.lax.scan(step, inputs @ weights, jnp.arange(3))[0].sum()
+
+
+@fails("div", *BACKWARD)
+def logarithm_of_0_in_a_branch(weights, inputs):
+    def first(hidden):
+        return jnp.maximum(jnp.log(hidden * 0), -9).sum()  # HERE
+
+    return jax.lax.cond(inputs.sum() > 0, first, jnp.sum, inputs @ weights)
+
+
+@fails("div", *BACKWARD)
+def square_root_of_0_in_a_checkpoint(weights, inputs):
+    def block(hidden):
+        return jnp.sqrt(hidden * 0) + hidden  # HERE
+
+    return jax.checkpoint(block)(inputs @ weights).sum()
+
+
+@jax.custom_vjp
+def twice(hidden):
+    return hidden * 2
+
+
+twice.defvjp(lambda hidden: (hidden * 2, hidden), lambda hidden, slope: (slope / (hidden * 0),))
+
+
+@fails("div", *BACKWARD)
+def a_gradient_of_the_user_s(weights, inputs):
+    return twice(inputs @ weights).sum()  # HERE
+
+
+@fails("exp", "jit of grad")
+def recomputed_by_a_checkpoint(weights, inputs):
+    def block(hidden):
+        return 1 / jnp.exp(hidden * 100)  # HERE
+
+    return jax.checkpoint(block)(inputs @ weights).sum()
+
+
 @pytest.mark.parametrize("case", FAILURES, ids=" by ".join)
-def test_the_primitive_and_the_line_are_those_that_failed(case):
+def test_the_primitive_the_line_and_the_pass_are_those_that_failed(case):
+    """The pass, too: an Inf or NaN of the forward pass is in the loss, of these functions."""
     operation, function = FAILURES[case]
     found = locate_jax(WAYS[case[1]](function), WEIGHTS, INPUTS)
-    assert (found.operation, found.line) == (operation, line_of(function))
+    marked = inspect.signature(function).parameters.get("line")
+    line = line_of(function if marked is None else marked.default)
+    assert (found.operation, found.line) == (operation, line)
     assert found.module is None
+    is_lost = not jnp.isfinite(function(WEIGHTS, INPUTS))
+    assert found.kind == ("forward" if is_lost else "backward")
 
 
 def transposed(weights, inputs):
@@ -113,10 +207,23 @@ def transposed(weights, inputs):
     return (hidden * 300).astype(jnp.float32).sum() * 300  # HERE
 
 
-def test_the_backward_pass_is_told_from_the_forward_pass():
-    found = locate_jax(jax.jit(jax.grad(transposed)), WEIGHTS, INPUTS)
+@jax.jit
+def enlarged(hidden):
+    return (hidden * 300).astype(jnp.float32)  # HERE
+
+
+def transposed_in_a_compiled_function(weights, inputs):
+    return enlarged((inputs @ weights * 0).astype(jnp.float16)).sum() * 300
+
+
+@pytest.mark.parametrize(
+    ("function", "marked"),
+    [(transposed, transposed), (transposed_in_a_compiled_function, enlarged)],
+)
+def test_the_backward_pass_is_told_from_the_forward_pass(function, marked):
+    found = locate_jax(jax.jit(jax.grad(function)), WEIGHTS, INPUTS)
     assert (found.kind, found.operation, found.dtype) == ("backward", "mul", "float16")
-    assert found.line == line_of(transposed)
+    assert found.line == line_of(marked)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -12,6 +12,7 @@ from gradscaler import AmaxScale, DynamicScale
 from gradscaler.__main__ import main
 from gradscaler.diagnose import Monitor, read_run
 from gradscaler.simulate import Trace, replay
+from gradscaler.simulate._show import print_table
 from gradscaler.simulate._spelled import NAMES, policy_of
 from gradscaler.torch import GradScaler
 
@@ -93,10 +94,20 @@ def test_the_command_prints_a_row_for_each_policy_and_draws_a_picture(record, tm
     printed = capsys.readouterr().out
     for name in ("the run itself", "paddle", "AmaxScale(margin=10)"):
         assert f"\n{name}" in printed
-    assert f"Steps: {STEPS}. Non-finite at any scale: 1. Spikes: 1." in printed
+    counts = "Bad batches, non-finite at any scale: 1. Spikes of large gradients: 0."
+    assert f"Steps: {STEPS}. {counts}" in " ".join(printed.split())
     data = picture.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert min(struct.unpack(">II", data[16:24])) > 800
+
+
+def test_a_stretch_of_bad_batches_is_a_spike_only_if_a_finite_step_is_too(capsys):
+    extreme = np.ones(60)
+    extreme[[10, 11, 50]] = math.inf  # two stretches
+    extreme[[30, 51]] = 2.0**9
+    print_table({"torch": replay(DynamicScale(), Trace(np.ones(60), extreme))})
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Bad batches, non-finite at any scale: 3. Spikes of large gradients: 2." in printed
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

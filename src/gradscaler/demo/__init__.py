@@ -8,6 +8,11 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+from gradscaler._frameworks import require
+
+for _package in ("torch", "matplotlib", "rich", "sklearn"):
+    require(_package, "demo", "torch,demo")
+
 import numpy as np
 import torch
 from rich.console import Console

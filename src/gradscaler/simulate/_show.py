@@ -30,8 +30,8 @@ def rows_of(replays: Mapping[str, Replay]) -> list[tuple[str, ...]]:
     """A row of texts for each replay, under ``HEADINGS``.
 
     ``flushed`` is a share of the gradients; ``lost`` and ``subnormal`` are of the sum of their
-    magnitudes. ``back after`` is the median steps after a spike until the scale is back, and
-    ``at most`` the most; ``at last`` is the last scale.
+    magnitudes. ``back after`` is the median steps after bad batches or a spike until the scale is
+    back, and ``at most`` the most; ``at last`` is the last scale.
     """
     return [
         (
@@ -65,18 +65,21 @@ def print_table(replays: Mapping[str, Replay]) -> None:
     names.max_width = None
     console.width = max(console.width, least)
     console.print(table)
-    bad, spikes = int(trace.is_bad.sum()), len(next(iter(replays.values())).spikes)
+    stretches = next(iter(replays.values())).spikes
+    spikes = sum(not trace.is_bad[start:stop].all() for start, stop, _ in stretches)
     console.print(
-        f"\nSteps: {trace.num_steps:,}. Non-finite at any scale: {bad:,}. Spikes: {spikes:,}.\n"
+        f"\nSteps: {trace.num_steps:,}. Bad batches, non-finite at any scale: "
+        f"{int(trace.is_bad.sum()):,}. Spikes of large gradients: {spikes:,}.\n"
         "flushed: gradients rounded to zero. lost, subnormal: shares of their magnitude.\n"
-        "back after, at most: steps until the scale is back after a spike, median and most.",
+        "back after, at most: steps until the scale is back after bad batches or a\n"
+        "spike, median and most.",
         style="dim",
         highlight=False,
     )
 
 
 def _recovery(replay: Replay) -> tuple[str, str]:
-    """The steps to recover from a spike: the median and the most, ``"never"`` for not at all."""
+    """The steps to recover: the median and the most, ``"never"`` for not at all."""
     steps = sorted(math.inf if s.recovery is None else s.recovery for s in replay.spikes)
     if not steps:
         return "-", "-"

@@ -285,6 +285,7 @@ def test_a_file_holds_each_skip_and_each_scale(path):
     assert [skip.step for skip in run.skips] == [2, 5, 6]
     assert run.starts[0].policy["name"] == "DynamicScale"
     assert run.starts[0].policy["init_scale"] == 1024.0
+    assert not [name for name in run.starts[0].policy if name.startswith("_")]
 
 
 def test_a_resumed_run_continues_counting(path):

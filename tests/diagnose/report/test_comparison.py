@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from gradscaler.diagnose._run.lines import Start
-from gradscaler.diagnose._run.reader import read_runs
+from gradscaler.diagnose._run.reader import read_run, read_runs
 from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose._run.writer import RunFile
 
@@ -96,6 +96,16 @@ def test_the_table_has_a_column_for_each_run_and_a_row_for_each_difference(runs)
     assert rows["Last finite loss"] == ("0.2875", "0.575")
     assert rows["growth_interval"] == ("", "50")
     assert "init_scale" not in rows  # it is the same
+
+
+def test_private_attributes_in_older_files_are_read_and_not_shown(runs, save):
+    policy = {"name": "DynamicScale", "_shortest_interval": 50, "growth_interval": 50}
+    old, new = runs.values()
+    old = read_run(save(replace(old, starts=(replace(old.starts[0], policy=policy),))))
+    assert old.starts[0].policy == policy
+    rows = {row[0]: row[1:] for row in difference_table({"old": old, "new": new}).rows}
+    assert not [name for name in rows if name.startswith("_")]
+    assert "growth_interval" not in rows  # it is the same
 
 
 def test_the_headline_is_as_bad_as_the_worst_run(runs):

@@ -5,11 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from gradscaler.diagnose._fit import range_of
 from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._gradients.histogram import histograms_of
-from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Start
+from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip, Start
 from gradscaler.diagnose._run.run import Run
-from gradscaler.diagnose.report._fit import fit_of, range_of
+from gradscaler.diagnose.report._fit import sentence_of
+from gradscaler.diagnose.report._summary import HEADLINES, headline_of
 
 FORMATS = "float16", "bfloat16", "float8_e5m2", "float8_e4m3"
 
@@ -68,10 +70,10 @@ def test_a_single_gradient_has_the_whole_range_of_float16():
 
 def test_the_scales_that_fit_are_those_that_fit_every_parameter():
     run = run_of({"small": np.full(4, 2.0**-30), "large": np.full(4, 2.0**-2)})
-    fit = fit_of(run)
+    fit = run.fit
     assert (fit.common.low, fit.common.high) == (16, 15)
     assert (fit.lowest, fit.highest) == ("small", "large")
-    fit = fit_of(run_of({"small": np.full(4, 2.0**-20), "large": np.full(4, 2.0**-2)}))
+    fit = run_of({"small": np.full(4, 2.0**-20), "large": np.full(4, 2.0**-2)}).fit
     assert (fit.common.low, fit.common.high) == (6, 15)
 
 
@@ -89,13 +91,13 @@ def test_the_scales_that_fit_are_those_that_fit_every_parameter():
 def test_the_sentence_says_where_the_runs_own_scale_is(scale, place):
     run = run_of({"a": np.full(4, 2.0**-20), "b": np.full(4, 2.0**-2)}, scale=scale)
     text = f"Loss scales from 2⁶ to 2¹⁵ fit every parameter. The run's own, {place}."
-    assert fit_of(run).sentence == text
+    assert sentence_of(run.fit) == text
 
 
 def test_where_no_scale_fits_the_sentence_names_both_parameters_and_what_is_lost():
     small = np.array([2.0**-40] * 3 + [2.0**-10])
     run = run_of({"small": small, "large": np.ones(4), "unused": np.zeros(4)})
-    assert fit_of(run).sentence == (
+    assert sentence_of(run.fit) == (
         "No loss scale fits every parameter: small needs at least 2²⁶, and large at most 2¹³. "
         "At 2¹³, 75.0% of the nonzero gradients of small are flushed to zero or subnormal. "
         "The run's own is 1,024. 1 parameter had no gradient but zero: unused, or flushed already."
@@ -104,29 +106,129 @@ def test_where_no_scale_fits_the_sentence_names_both_parameters_and_what_is_lost
 
 def test_a_parameter_with_few_of_the_gradients_may_be_left_out():
     large, noise = np.full(96, 2.0**-2), np.full(4, 2.0**-40)
-    fit = fit_of(run_of({"weight": large, "bias": noise}))
+    fit = run_of({"weight": large, "bias": noise}).fit
     assert (fit.common.low, fit.common.high, fit.left_out) == (-12, 15, ("bias",))
-    assert fit.sentence.startswith(
+    assert sentence_of(fit).startswith(
         "Loss scales from 2⁻¹² to 2¹⁵ fit all but bias, with less than 5% of the gradients. The "
     )
-    assert fit_of(run_of({"weight": large[4:], "bias": np.tile(noise, 2)})).is_empty
+    assert run_of({"weight": large[4:], "bias": np.tile(noise, 2)}).fit.is_empty
 
 
 def test_a_parameter_can_set_both_bounds():
     run = run_of({"wide": np.array([2.0**-40, 1.0])})
-    assert "wide needs at least 2²⁶, and at most 2¹³." in fit_of(run).sentence
+    assert "wide needs at least 2²⁶, and at most 2¹³." in sentence_of(run.fit)
 
 
 def test_the_latest_ten_samples_count_together():
     samples = [{"w": np.full(4, 2.0**-10)} for _ in range(12)]
     samples[1] = {"w": np.full(4, 2.0**10)}  # long ago
     samples[5] = {"w": np.full(4, 2.0**-4)}  # one batch
-    fit = fit_of(run_of(*samples))
+    fit = run_of(*samples).fit
     assert (fit.first, fit.last, fit.num_samples) == (3, 12, 10)
     assert fit.common.edge == 16 - (-4 + 1)
 
 
 def test_without_a_gradient_that_is_finite_and_nonzero_there_is_no_fit():
     run = run_of({"w": np.zeros(3)}, {"w": np.array([np.nan])})
-    assert fit_of(run) is None
-    assert fit_of(replace(run, samples=())) is None
+    assert run.fit is None
+    assert replace(run, samples=()).fit is None
+
+
+def random_run(seed):
+    """A run whose gradients went through float16 at its scale, as a monitor would record it."""
+    rng = np.random.default_rng(seed)
+    scale, first, fall = 2.0 ** rng.integers(0, 17), rng.uniform(-14, -2), rng.uniform(0, 12)
+    layers = range(rng.integers(1, 7))
+    middles = {f"layer{i}.weight": rng.normal(first - i * fall, 3.0) for i in layers}
+    form, samples = format_named("float16"), []
+    for step in range(1, rng.integers(2, 5)):
+        parameters, values = {}, []
+        for name, middle in middles.items():
+            exact = 2.0 ** np.minimum(rng.normal(middle, 2.0, rng.integers(4, 400)), -1)
+            with np.errstate(over="ignore"):
+                scaled = np.float64(np.float16(np.minimum(exact * scale, 65504)))
+            values.append(scaled / scale)
+            found = histograms_of(values[-1], form, scale)[""]
+            shares = found.zero, found.flushed, found.subnormal, found.nonfinite
+            parameters[name] = ParameterSample(*shares, bins_of(values[-1]))
+        whole = np.concatenate(values)
+        found = histograms_of(whole, form, scale)[""]
+        shares = Shares(
+            found.zero,
+            found.flushed,
+            found.subnormal,
+            found.normal,
+            found.overflow,
+            found.nonfinite,
+        )
+        bins, worst = bins_of(whole), (min(middles, key=middles.get),)
+        samples.append(
+            Sample(step, scale, ((step, scale),), 1, (), 1.0, step, shares, bins, parameters, worst)
+        )
+    return Run((Start("torch", "float16", 1, 0, {}, ""),), tuple(samples), (), ())
+
+
+RANDOM = [random_run(seed) for seed in range(300)]
+
+
+def test_random_runs_are_of_each_kind():
+    kinds = [run.verdict.kind for run in RANDOM]
+    assert min(kinds.count(kind) for kind in ("normal", "underflow", "range")) >= 5
+    assert any(run.fit and run.fit.gone for run in RANDOM)
+    assert any(run.fit and run.fit.is_hopeless and not run.fit.gone for run in RANDOM)
+
+
+@pytest.mark.parametrize("run", RANDOM, ids=range(len(RANDOM)))
+def test_the_banner_the_verdict_and_the_figure_say_the_same_of_a_random_run(run):
+    headline, verdict = headline_of(run), run.verdict
+    assert headline == HEADLINES[verdict.kind]
+    if run.fit is None or verdict.kind == "dead":
+        return
+    says_none = sentence_of(run.fit).startswith("No loss scale fits")
+    assert (verdict.kind == "range") == says_none
+    if says_none:
+        assert verdict.where == (run.fit.gone or (run.fit.lowest,))[0]
+        assert verdict.where in sentence_of(run.fit)
+        assert run.fit.highest in verdict.text
+    if says_none and not run.fit.gone:  # counted on the recorded gradients, at each scale
+        for exponent in range(-40, 60):
+            assert any(is_lost_at(run, name, exponent) for name in run.fit.parameters)
+    if headline.level == "good":
+        best = run.fit.common.high
+        lost = [lost_at(run, name, best) for name in run.fit.parameters]
+        assert max(lost) <= 0.5 or run.fit.left_out
+
+
+def lost_at(run, name, exponent):
+    """The share of a parameter's nonzero gradients below float16's normal numbers."""
+    counts = {}
+    for sample in run.samples:
+        first, found = sample.parameters[name].histogram
+        for place, count in enumerate(found, first):
+            counts[place] = counts.get(place, 0) + count
+    small = sum(count for place, count in counts.items() if place + exponent < -14)
+    return small / max(1, sum(counts.values()))
+
+
+def is_lost_at(run, name, exponent):
+    """Whether a parameter overflows when its gradients grow fourfold, or loses half of them."""
+    tops = [
+        sample.parameters[name].histogram.first + len(sample.parameters[name].histogram.counts)
+        for sample in run.samples
+        if sample.parameters[name].histogram.counts
+    ]
+    return max(tops, default=-99) + exponent + 2 > 16 or lost_at(run, name, exponent) > 0.5
+
+
+def test_what_only_the_lines_of_skips_say_counts_for_the_verdict():
+    """The process was killed after its last sample, at step 1."""
+    run = run_of({"w": np.full(4, 2.0**-4)})
+    assert run.verdict.kind == "normal"
+    killed = replace(run, skips=tuple(Skip(step, 8.0, np.nan) for step in (3, 5)))
+    assert killed.verdict.kind == "data"
+    assert killed.verdict.text.startswith("2 of 5 steps were skipped, in all of them because the")
+    elsewhere = replace(killed.starts[0], rank=0, world_size=2)
+    skips = tuple(replace(skip, nonfinite=()) for skip in killed.skips)
+    assert replace(killed, starts=(elsewhere,), skips=skips).verdict.kind == "silent"
+    cured = replace(run, skips=(Skip(2, 8.0, 1.0), Skip(3, 4.0, 1.0)))
+    assert cured.verdict.kind == "normal"

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from gradscaler.diagnose import report
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip, VerdictLine
-from gradscaler.diagnose.report._fit import fit_of
+from gradscaler.diagnose.report._fit import sentence_of
 from gradscaler.diagnose.report._summary import HEADLINES, headline_of
 from gradscaler.diagnose.report._terminal import explain
 from gradscaler.diagnose.report._words import later_samples
@@ -86,12 +86,13 @@ def test_the_banner_is_not_green_over_figures_that_show_otherwise(made_up_run):
     run = made_up_run()
     assert headline_of(run) == HEADLINES["normal"]
     lost = replace(run, skips=(*run.skips, Skip(999, 8.0, NAN)))
-    assert headline_of(lost) == ("warning", "The loss was NaN or Inf at 1 step")
+    assert headline_of(lost) == HEADLINES["data"]
     stuck = replace(run, verdicts=(VerdictLine(50, "nan", "", None),))
     assert headline_of(stuck) == HEADLINES["nan"]  # though it recovered
-    fit = fit_of(run)  # of the smallest parameter's gradients most fit at the largest scale
+    fit = run.fit  # of the smallest parameter's gradients most fit at the largest scale
     assert fit.is_empty
     assert fit.lost < 0.5
+    assert " fits best: " in sentence_of(fit)
     low = replace(run, samples=(sample(1, loss=1.0, scale=0.5),), skips=())
     assert headline_of(low) == HEADLINES["floor"]
 
@@ -104,5 +105,6 @@ def test_a_run_that_no_scale_fits_is_not_green(made_up_run):
     }
     spread = replace(run.samples[0], parameters=parameters)
     spread = replace(run, samples=(spread,))
-    assert spread.verdict.kind == "normal"
-    assert headline_of(spread) == ("warning", "No loss scale fits every parameter")
+    assert headline_of(spread) == HEADLINES["range"]
+    assert spread.verdict.where == "a"
+    assert "those of b overflow from 65536 on" in spread.verdict.text

@@ -35,15 +35,33 @@ class _Value(NamedTuple):
     source: Located | None = None  # what made its Inf, NaN or -inf
 
 
+class _Place(NamedTuple):
+    """Where a primitive stands.
+
+    Attributes:
+        line: the user's; a primitive within a function of JAX's own has that of the call.
+        kind: the pass.
+        is_forward: of each of its results, whether the forward pass uses it too. What only the
+            backward pass uses is a derivative, computed ahead.
+    """
+
+    line: str | None
+    kind: Literal["forward", "backward"]
+    is_forward: Sequence[bool]
+
+
 def locate_jax(fn: Callable[..., Any], *args: Any) -> Located | None:
     """Call a function of JAX primitive by primitive, and find what makes the first Inf or NaN.
 
     That is the first primitive, by the order of the computation, whose output is not finite
     although its inputs are, and whose Inf or NaN reaches a result of the function. To check the
     backward pass too, give the function that ``jax.value_and_grad`` makes. There, a primitive has
-    the line of the forward pass that it is the gradient of. -inf counts as finite unless it becomes
-    +Inf or NaN, a sum makes it, or it is a scalar.
+    the line of the forward pass that it is the gradient of. A derivative that the forward pass
+    computes for the backward pass, such as 0.5 / sqrt(x) for sqrt(x), counts as backward, and so
+    does what ``jax.checkpoint`` recomputes. -inf counts as finite unless it becomes +Inf or NaN, a
+    sum makes it, or it is a scalar.
 
+    A primitive in a function of JAX's own, such as ``jnp.linalg.norm``, has the line of the call.
     The primitives in ``jit``, ``remat``, ``custom_jvp``, ``custom_vjp``, ``scan``, ``while_loop``
     and ``cond`` are seen one by one. Others that hold a computation, such as ``shard_map`` and
     Pallas kernels, are one. The function is traced as ``jit`` would, so its control flow must not
@@ -72,12 +90,16 @@ def locate_jax(fn: Callable[..., Any], *args: Any) -> Located | None:
     arrays = [array for _, array in jax.tree_util.tree_leaves_with_path(args)]
     names = [f"args{jax.tree_util.keystr(path)}" for path in paths]
     inputs = [_given(array, name) for array, name in zip(arrays, names, strict=True)]
-    results = _run(closed.jaxpr, [_given(const) for const in closed.consts], inputs)
+    consts = [_given(const) for const in closed.consts]
+    place = _Place(None, "forward", [True] * len(closed.jaxpr.outvars))
+    results = _run(closed.jaxpr, consts, inputs, place)
     return next((result.source for result in results if result.found.state == "bad"), None)
 
 
-def _run(jaxpr: Jaxpr, consts: Sequence[_Value], inputs: Sequence[_Value]) -> list[_Value]:
-    """The results of a computation."""
+def _run(
+    jaxpr: Jaxpr, consts: Sequence[_Value], inputs: Sequence[_Value], place: _Place
+) -> list[_Value]:
+    """The results of a computation that stands at a place."""
     constant = import_module("jax.extend.core").Literal
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= dict(zip(jaxpr.invars, inputs, strict=True))
@@ -85,47 +107,68 @@ def _run(jaxpr: Jaxpr, consts: Sequence[_Value], inputs: Sequence[_Value]) -> li
     def value_of(atom: Any) -> _Value:
         return _given(atom.val) if isinstance(atom, constant) else values[atom]
 
-    for equation in jaxpr.eqns:
+    for equation, own_place in zip(jaxpr.eqns, _places_in(jaxpr, place), strict=True):
         inputs = [value_of(atom) for atom in equation.invars]
-        values |= dict(zip(equation.outvars, _call(equation, inputs), strict=True))
+        values |= dict(zip(equation.outvars, _call(equation, inputs, own_place), strict=True))
     return [value_of(atom) for atom in jaxpr.outvars]
 
 
-def _run_closed(closed: Any, inputs: Sequence[_Value]) -> list[_Value]:
-    consts = getattr(closed, "consts", ())
-    return _run(getattr(closed, "jaxpr", closed), [_given(const) for const in consts], inputs)
+def _places_in(jaxpr: Jaxpr, place: _Place) -> list[_Place]:
+    """Where each primitive of a computation stands."""
+    used = {id(atom) for equation in jaxpr.eqns for atom in equation.invars}
+    used |= {id(atom) for atom in jaxpr.outvars}
+    results = zip(jaxpr.outvars, place.is_forward, strict=True)
+    forward = {id(atom) for atom, is_forward in results if is_forward}
+    places = []
+    for equation in reversed(jaxpr.eqns):
+        # What nothing uses may be a loss that jax.grad drops.
+        found = [id(atom) in forward or id(atom) not in used for atom in equation.outvars]
+        kind = place.kind
+        if "transpose(" in str(equation.source_info.name_stack) or not any(found):
+            kind = "backward"
+        else:
+            forward.update(map(id, equation.invars))
+        places.append(_Place(_line_of(equation) or place.line, kind, found))
+    return places[::-1]
 
 
-def _call(equation: Equation, inputs: Sequence[_Value]) -> list[_Value]:
+def _run_closed(closed: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
+    consts = [_given(const) for const in getattr(closed, "consts", ())]
+    return _run(getattr(closed, "jaxpr", closed), consts, inputs, place)
+
+
+def _call(equation: Equation, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
     """The outputs of one primitive, or of the computation that it holds."""
     name, params = equation.primitive.name, equation.params
     if name == "scan":
-        return _scan(params, inputs)
+        return _scan(params, inputs, place)
     if name == "while":
-        return _while(params, inputs)
+        return _while(params, inputs, place)
     if name == "cond":
         index, *rest = inputs
         branches = params["branches"]
-        return _run_closed(branches[min(max(int(index.array), 0), len(branches) - 1)], rest)
+        return _run_closed(branches[min(max(int(index.array), 0), len(branches) - 1)], rest, place)
     if name in _CALLS or name.startswith(("custom_jvp_call", "custom_vjp_call")):
         held = next(params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params)
-        return _run_closed(held, inputs)
+        return _run_closed(held, inputs, place)
     outputs = equation.primitive.bind(*(value.array for value in inputs), **params)
     if not equation.primitive.multiple_results:
         outputs = [outputs]
-    return [_made(equation, output, inputs) for output in outputs]
+    return [_made(name, output, inputs, place) for output in outputs]
 
 
-def _scan(params: Any, inputs: Sequence[_Value]) -> list[_Value]:
+def _scan(params: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
     num_consts, num_carry = params["num_consts"], params["num_carry"]
     consts, carry = list(inputs[:num_consts]), list(inputs[num_consts : num_consts + num_carry])
+    is_carry_forward = [any(place.is_forward)] * num_carry  # the next iteration uses it
+    place = place._replace(is_forward=[*is_carry_forward, *place.is_forward[num_carry:]])
     stack = import_module("jax.numpy").stack
     sequences, steps = inputs[num_consts + num_carry :], list[list[_Value]]()
-    places = range(params["length"])
-    for place in reversed(places) if params["reverse"] else places:
-        items = [value._replace(array=value.array[place]) for value in sequences]
+    indices = range(params["length"])
+    for index in reversed(indices) if params["reverse"] else indices:
+        items = [value._replace(array=value.array[index]) for value in sequences]
         items = [item._replace(found=_read(item.array)) for item in items]
-        results = _run_closed(params["jaxpr"], [*consts, *carry, *items])
+        results = _run_closed(params["jaxpr"], [*consts, *carry, *items], place)
         carry, step = results[:num_carry], results[num_carry:]
         steps.append(step)
     if params["reverse"]:
@@ -138,12 +181,14 @@ def _scan(params: Any, inputs: Sequence[_Value]) -> list[_Value]:
     return [*carry, *stacked]
 
 
-def _while(params: Any, inputs: Sequence[_Value]) -> list[_Value]:
+def _while(params: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
     first = params["cond_nconsts"]
     second = first + params["body_nconsts"]
     carry = list(inputs[second:])
-    while _run_closed(params["cond_jaxpr"], [*inputs[:first], *carry])[0].array:
-        carry = _run_closed(params["body_jaxpr"], [*inputs[first:second], *carry])
+    condition = place._replace(is_forward=[True])
+    place = place._replace(is_forward=[True] * len(carry))
+    while _run_closed(params["cond_jaxpr"], [*inputs[:first], *carry], condition)[0].array:
+        carry = _run_closed(params["body_jaxpr"], [*inputs[first:second], *carry], place)
     return carry
 
 
@@ -156,12 +201,11 @@ def _given(array: Array, name: str | None = None) -> _Value:
     return _Value(array, found, located_at(site, "input", array, _largest_finite(array), name))
 
 
-def _made(equation: Equation, array: Array, inputs: Sequence[_Value]) -> _Value:
-    """A value that a primitive made."""
+def _made(name: str, array: Array, inputs: Sequence[_Value], place: _Place) -> _Value:
+    """A value that a primitive of this name made."""
     found = _read(array)
     if not found.bad:
         return _Value(array, found)
-    name = equation.primitive.name
     bad = [value for value in inputs if value.found.state == "bad"]
     masks = [value for value in inputs if value.found.state == "mask"]
     if found.state == "mask":
@@ -170,19 +214,15 @@ def _made(equation: Equation, array: Array, inputs: Sequence[_Value]) -> _Value:
             return _Value(array, found, source)
         if not array.ndim or name in _ADDS_UP:
             found = Reading("bad")
-    line = _line_of(equation)
     if bad:
         source = bad[0].source
         if source is not None and source.kind == "input" and source.operation is None:
-            source = replace(source, operation=name, line=line)
+            source = replace(source, operation=name, line=place.line)
         return _Value(array, found, source)
     source = next((value.source for value in masks if value.source is not None), None)
     if source is None:
-        kind: Literal["forward", "backward"] = "forward"
-        if "transpose" in str(equation.source_info.name_stack):
-            kind = "backward"
         largest = largest_of(value.found.largest for value in inputs)
-        source = located_at(Site(name, line, None, ""), kind, array, largest)
+        source = located_at(Site(name, place.line, None, ""), place.kind, array, largest)
     return _Value(array, found, source)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from time import gmtime, strftime
 from typing import Any, get_args
@@ -273,8 +273,9 @@ def _min_scale(policy: Any) -> float | None:
 
 def _describe(policy: Any) -> dict[str, Any]:
     """A policy by its name and its parameters."""
-    parameters = vars(policy).items() if is_dataclass(policy) else ()
-    plain = {key: value for key, value in parameters if isinstance(value, (int, float, str))}
+    names = [field.name for field in fields(policy)] if is_dataclass(policy) else []
+    values = {name: getattr(policy, name) for name in names if not name.startswith("_")}
+    plain = {name: value for name, value in values.items() if isinstance(value, (int, float, str))}
     return {"name": type(policy).__name__, **plain}
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from gradscaler.diagnose._fit import Fit, fit_of
 from gradscaler.diagnose._run.lines import (
     Line,
     Sample,
@@ -17,6 +18,7 @@ from gradscaler.diagnose._run.lines import (
     Watched,
 )
 from gradscaler.diagnose._verdict import Evidence, Verdict, judge
+from gradscaler.outcome import HISTORY_LENGTH
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,11 @@ class Run:
         return tuple(steps), tuple(used[step] for step in steps)
 
     @cached_property
+    def fit(self) -> Fit | None:
+        """The loss scales that fit the latest samples; None if no gradient is placed by size."""
+        return fit_of(self.samples, self.starts[-1].dtype)
+
+    @cached_property
     def verdict(self) -> Verdict:
         """The monitor's last verdict.
 
@@ -130,10 +137,35 @@ class Run:
             is_finite_here=bool(self.skips) and not any(skip.nonfinite for skip in self.skips),
         )
         lines: tuple[Sample | VerdictLine | Watched, ...]
-        lines = (*self.samples, *self.verdicts, *self.watched)
+        lines = (*self._whole_samples(), *self.verdicts, *self.watched)
         for line in lines:
             evidence = evidence.after(line)
         return judge(evidence)
+
+    def _whole_samples(self) -> list[Sample]:
+        """The samples, with the losses and steps that only the lines of skips tell of.
+
+        These are the losses in an older file, and the skips since the last sample of a process that
+        was killed.
+        """
+        samples = list(self.samples)
+        last = samples[-1].step if samples else self.starts[0].step
+        if late := [skip for skip in self.skips if skip.step > last]:
+            scales = (last + 1, late[0].scale), *((skip.step, skip.scale) for skip in late)
+            step, scale = late[-1].step, late[-1].scale
+            samples.append(Sample(step, scale, scales, step - last, ()))
+        skips = {skip.step: skip.loss for skip in self.skips}
+        for place, sample in enumerate(samples):
+            first = sample.step + 1 - min(sample.steps, HISTORY_LENGTH)
+            if own := [step for step in range(first, sample.step + 1) if step in skips]:
+                losses = dict(enumerate(sample.losses, sample.step + 1 - len(sample.losses)))
+                losses |= {step: skips[step] for step in own if skips[step] is not None}
+                samples[place] = replace(
+                    sample,
+                    skips=tuple(sorted({*sample.skips, *own})),
+                    losses=tuple(losses.get(step) for step in range(first, sample.step + 1)),
+                )
+        return samples
 
     def _has_stepped_since(self, step: int) -> bool:
         """Whether a sample counts a later step that was not skipped."""

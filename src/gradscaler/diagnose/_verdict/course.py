@@ -21,11 +21,15 @@ _MOST_SKIPPED = 0.01  # of the steps, once the scale has settled
 
 def silent(evidence: Evidence) -> Verdict | None:
     """Losses that are not finite, in more steps that were applied than skipped."""
-    count = evidence.bad_and_applied
-    if count <= evidence.bad_and_skipped:
+    count, num_caused = evidence.bad_and_applied, evidence.bad_and_skipped
+    is_elsewhere = evidence.world_size > 1 and evidence.is_finite_here
+    if is_elsewhere:  # these losses caused no skip: another rank's gradients did
+        count, num_caused = count + num_caused, 0
+    if count <= num_caused:
         return None
-    steps = [step for step in evidence.past if step.is_bad and not step.skipped]
+    steps = [step for step in evidence.past if step.is_bad and (is_elsewhere or not step.skipped)]
     loss = steps[-1].loss if steps else math.nan
+    so = "no step is skipped for it" if is_elsewhere else "the steps are applied"
     how_often = "each step" if count == evidence.steps else f"{count} of {evidence.steps} steps"
     if count < evidence.steps:
         how_often += _when(steps)
@@ -44,8 +48,8 @@ def silent(evidence: Evidence) -> Verdict | None:
         )
     return Verdict(
         "silent",
-        f"The unscaled loss is {loss:g} in {how_often}{at}, and the gradients are finite, so the "
-        "steps are applied and nothing else tells that the loss is not what it should be. "
+        f"The unscaled loss is {loss:g} in {how_often}{at}, and the gradients are finite, so "
+        f"{so} and nothing else tells that the loss is not what it should be. "
         f"{try_}.",
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from gradscaler.diagnose._fit import MOST_SAMPLES, has_sizes
 from gradscaler.diagnose._gradients.module_hooks import Located
 from gradscaler.diagnose._run.lines import Sample, Skip, VerdictLine, Watched
 from gradscaler.outcome import HISTORY_LENGTH
@@ -94,6 +95,7 @@ class Evidence:
     located: Located | None = None  # where the first Inf or NaN was made, if too many skips
     watched: Watched | None = None  # the latest step in which an operation was found
     sample: Sample | None = None  # the latest with shares
+    sizes: tuple[Sample, ...] = ()  # the latest that show how large gradients are
     world_size: int = 1  # how many processes train together
     is_finite_here: bool = False  # this rank's gradients, in all skipped steps that were inspected
     past: tuple[Past, ...] = ()  # the latest steps
@@ -127,6 +129,7 @@ class Evidence:
             self,
             scale=line.scale,
             sample=self.sample if line.shares is None else line,
+            sizes=(*self.sizes, line)[-MOST_SAMPLES:] if has_sizes(line) else self.sizes,
             past=(*self.past, *steps)[-HISTORY_LENGTH:],
             bad_and_skipped=self.bad_and_skipped + sum(s.is_bad and s.skipped for s in steps),
             bad_and_applied=self.bad_and_applied + sum(s.is_bad and not s.skipped for s in steps),

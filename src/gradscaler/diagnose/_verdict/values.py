@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from gradscaler.diagnose._fit import Fit, fades, fit_of
 from gradscaler.diagnose._gradients.formats import format_named
-from gradscaler.diagnose._run.lines import ParameterSample, Sample
+from gradscaler.diagnose._run.lines import ParameterSample
 from gradscaler.diagnose._verdict.evidence import Evidence, Verdict
 
 _LOST = 0.05  # of the gradients: flushed, or so small that many more must be flushed
@@ -25,7 +26,7 @@ def dead(evidence: Evidence) -> Verdict | None:
     parameters = sample.parameters
     zeros = [name for name, found in parameters.items() if found.zero == 1]
     is_all = sample.shares.zero == 1
-    is_small = sample.scale < _LARGE_SCALE if is_all else any(map(_fades, parameters.values()))
+    is_small = sample.scale < _LARGE_SCALE if is_all else any(map(fades, parameters.values()))
     if is_small or not (is_all or len(zeros) > len(parameters) / 2):
         return None
     which = "All gradients"
@@ -70,12 +71,13 @@ def too_small(evidence: Evidence) -> Verdict | None:
     if bins.counts:
         largest = bins.first + len(bins.counts) + math.log2(sample.scale)
         headroom = math.log2(form.largest) - largest
+        fit = fit_of(evidence.sizes, evidence.dtype)
+        if fit is not None and fit.is_hopeless:
+            return _range(fit)
     elif shares.zero != 1:
         return None
     else:
         lost = True
-    if (verdict := _range(sample, headroom)) is not None:
-        return verdict
     if not lost or headroom < _HEADROOM:
         return None
     factor = "" if math.isinf(headroom) else f" by a factor of up to 2**{math.floor(headroom) - 1}"
@@ -96,35 +98,26 @@ def too_small(evidence: Evidence) -> Verdict | None:
     )
 
 
-def _range(sample: Sample, headroom: float) -> Verdict | None:
-    """No scale fits: some gradients are flushed by more than the largest one leaves room for.
-
-    How much more is estimated from those that fade: as many binary orders of magnitude per
-    parameter as between the largest gradient and the smallest that is left.
-    """
-    parameters = sample.parameters
-    left = {n: p.histogram for n, p in parameters.items() if p.histogram.counts}
-    gone = [name for name, found in parameters.items() if found.zero == 1]
-    fades = any(map(_fades, parameters.values()))
-    if not gone or not left or not (fades or sample.scale < 1):
-        return None
-    tops = {name: bins.first + len(bins.counts) for name, bins in left.items()}
-    largest = max(tops, key=tops.__getitem__)
-    span = tops[largest] - min(bins.first for bins in left.values())
-    if headroom >= max(_HEADROOM, span * len(gone) / len(left)):
-        return None
+def _range(fit: Fit) -> Verdict:
+    """No scale fits."""
+    where = fit.gone[0] if fit.gone else fit.lowest
+    edge = 2.0 ** (fit.common.edge + 1)
+    highest = fit.highest or "the model"
+    what = (
+        f"at {2.0**fit.common.high:g}, the largest with room, {fit.lost:.0%} of the gradients of "
+        f"{where or highest} are flushed or subnormal, and those of {highest} overflow from "
+        f"{edge:g} on"
+    )
+    if fit.gone:
+        what = (
+            f"at {fit.own:g}, in step {fit.last}, all gradients of {where} are flushed to 0, as "
+            f"are those of {len(fit.gone)} of {len(fit.parameters)} parameters, while those of "
+            f"{highest} overflow at a scale {edge / fit.own:g} times as large"
+        )
     return Verdict(
         "range",
-        f"No loss scale fits: at {sample.scale:g}, in step {sample.step}, all gradients of "
-        f"{gone[0]} are flushed to 0, as are those of {len(gone)} of {len(parameters)} parameters, "
-        f"while those of {largest} overflow at a scale {2.0 ** max(1, math.ceil(headroom)):g} "
-        "times as large. Bring the layers closer together: normalisation or residual connections "
-        "between them, ReLU or GELU in place of sigmoids, loss terms of like weight, a scaler and "
-        "optimizer for each head; or train in bfloat16.",
-        gone[0],
+        f"No loss scale fits: {what}. Bring the layers closer together: normalisation or residual "
+        "connections between them, ReLU or GELU in place of sigmoids, loss terms of like weight, a "
+        "scaler and optimizer for each head; or train in bfloat16.",
+        where or None,
     )
-
-
-def _fades(found: ParameterSample) -> bool:
-    """Whether most gradients that are left of a parameter are too small."""
-    return found.zero < 1 and found.flushed + found.subnormal > (1 - found.zero) / 2

@@ -123,7 +123,10 @@ def difference_table(runs: Mapping[str, Run]) -> Table:
         "Last finite loss": [_last_loss(run) for run in each],
         "Policy": [str(run.starts[-1].policy.get("name", "unknown")) for run in each],
     }
-    policies = [run.starts[-1].policy for run in each]
+    policies = [
+        {key: value for key, value in run.starts[-1].policy.items() if not key.startswith("_")}
+        for run in each  # older files hold private attributes too
+    ]
     starts = [
         {"framework": run.starts[-1].framework, "dtype": run.starts[-1].dtype} for run in each
     ]

@@ -9,13 +9,11 @@ from typing import NamedTuple
 
 from gradscaler.diagnose._run.lines import Sample
 from gradscaler.diagnose._run.run import Run
-from gradscaler.diagnose.report._fit import fit_of
 from gradscaler.diagnose.report._texts import number, percent, shown
 
 LATEST = 10  # skipped steps in the table
 _MOST_RANKS = 20
 _MOST_MODULES = 100
-_MOST_LOST = 0.5  # of a parameter's gradients, at the largest scale that does not overflow
 
 
 class Headline(NamedTuple):
@@ -58,8 +56,6 @@ def headline_of(run: Run) -> Headline:
     if not run.num_steps:
         return Headline("warning", "No step is recorded yet")
     kind = run.verdict.kind
-    if kind == "normal" and (doubt := _doubt(run)):
-        return Headline("warning", doubt)
     return HEADLINES.get(kind, Headline("bad", shown(kind, 40)))
 
 
@@ -68,15 +64,6 @@ def headline_of_runs(runs: Mapping[str, Run]) -> Headline:
     levels = {headline_of(run).level for run in runs.values()}
     worst = next(level for level in ("bad", "warning", "good") if level in levels)
     return Headline(worst, f"{len(runs)} runs side by side")
-
-
-def _doubt(run: Run) -> str:
-    """What the figures show and the samples did not say yet; empty if nothing."""
-    if lost := sum(not math.isfinite(loss) for loss in run.losses.values()):
-        return f"The loss was NaN or Inf at {lost:,} step{'s' * (lost > 1)}"
-    fit = fit_of(run)
-    is_lost = fit is not None and fit.is_empty and fit.lost > _MOST_LOST
-    return "No loss scale fits every parameter" if is_lost else ""
 
 
 def facts_of(run: Run) -> dict[str, str]:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._charts import BLOCKS, PLAIN_BLOCKS, bars, curve, density
-from gradscaler.diagnose.report._fit import fit_of
+from gradscaler.diagnose.report._fit import sentence_of
 from gradscaler.diagnose.report._spectrum import spectrum_of
 from gradscaler.diagnose.report._summary import Table as SummaryTable
 from gradscaler.diagnose.report._summary import (
@@ -62,8 +62,10 @@ def _words(run: Run) -> list[str]:
     """Which scales fit; and what has no chart."""
     if not run.num_steps:
         return []
-    fit = fit_of(run)
-    gradients = no_gradients(run) if fit is None else fit.sentence + later_samples(run, fit.last)
+    fit = run.fit
+    gradients = no_gradients(run)
+    if fit is not None:
+        gradients = sentence_of(fit) + later_samples(run, fit.last)
     return [words for words in (no_points("loss", run.losses), gradients) if words]
 
 

@@ -13,8 +13,9 @@ from matplotlib.figure import FigureBase
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from gradscaler.diagnose._fit import Fit, Range
 from gradscaler.diagnose._run.run import Run
-from gradscaler.diagnose.report._fit import RULE, Fit, Range, fit_of
+from gradscaler.diagnose.report._fit import RULE, sentence_of
 from gradscaler.diagnose.report._style import COLOURS, MOST_NAMES, SKIP, Drawing, write_legend
 from gradscaler.diagnose.report._texts import number, power, shown
 
@@ -24,7 +25,7 @@ _MOST_EXPONENTS = 48  # of a scale, on the axis
 
 def which_scale(run: Run) -> Drawing | None:
     """What each loss scale would make of the gradients; None if none can be placed by size."""
-    if (fit := fit_of(run)) is None:
+    if (fit := run.fit) is None:
         return None
     samples = f"the latest {fit.num_samples:,} samples" if fit.num_samples > 1 else "one sample"
     caption = f"{RULE}. From {samples}, up to step {fit.last:,}."
@@ -34,7 +35,7 @@ def which_scale(run: Run) -> Drawing | None:
 
 def _draw(figure: FigureBase, fit: Fit) -> None:
     axes = figure.subplots()
-    figure.suptitle(fill(fit.sentence, 68), x=0.01, ha="left", fontsize=8.5)
+    figure.suptitle(fill(sentence_of(fit), 68), x=0.01, ha="left", fontsize=8.5)
     axes.set_title("Each loss scale")
     ranges = [fit.whole, *fit.parameters.values()]
     exponents = _exponents(fit)

@@ -1,0 +1,95 @@
+"""The command line itself: how it is called, and what it does where nobody reads its output."""
+
+import os
+import subprocess
+import sys
+from contextlib import closing
+
+import pytest
+
+from gradscaler.__main__ import main
+from gradscaler.diagnose._run.lines import Bins, Sample, Shares, Start
+from gradscaler.diagnose._run.writer import RunFile
+
+pytest.importorskip("matplotlib", reason="the report is drawn with it")
+pytest.importorskip("rich", reason="the terminal is written to with it")
+
+COMMANDS = "demo", "convert", "report", "explain", "watch", "simulate", "doctor"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The path of a run with one sample."""
+    shares = Shares(0.0, 0.0, 0.0, 1.0, 0.0, 0.0)
+    sample = Sample(1, 8.0, ((1, 8.0),), 1, (), 1.0, 1.0, shares, Bins(-3, (4,)), largest=0.2)
+    with closing(RunFile(tmp_path / "run.jsonl", Start("torch", "float16", 1, 0, {}, ""))) as file:
+        file.write(sample)
+    return str(tmp_path / "run.jsonl")
+
+
+def command(*arguments, **options):
+    line = [sys.executable, "-m", "gradscaler", *arguments]
+    # Unbuffered, argparse itself ignores that its help cannot be written.
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    return subprocess.run(line, stderr=subprocess.PIPE, text=True, env=environment, **options)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["explain", "--help"],
+        ["doctor"],
+        ["explain", "RUN"],
+        ["simulate", "RUN"],
+        ["watch", "RUN"],
+        ["watch", "RUN", "--once"],
+    ],
+    ids=" ".join,
+)
+def test_a_closed_pipe_ends_a_command_without_a_word(run, arguments):
+    arguments = [run if argument == "RUN" else argument for argument in arguments]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as output:
+        result = command(*arguments, stdout=output)
+    assert (result.returncode, result.stderr) == (1, "")
+
+
+def test_a_report_is_written_whether_or_not_anyone_reads_the_output(run, tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as output:
+        result = command("report", run, "-o", str(tmp_path / "report.html"), stdout=output)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert (tmp_path / "report.html").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+@pytest.mark.parametrize(
+    ("started_as", "shown"),
+    [
+        ("/usr/bin/gradscaler", "gradscaler"),
+        ("gradscaler.exe", "gradscaler"),
+        ("/lib/gradscaler/__main__.py", "python -m gradscaler"),
+    ],
+)
+def test_the_usage_shows_how_the_command_line_was_started(
+    capsys, monkeypatch, name, started_as, shown
+):
+    monkeypatch.setattr(sys, "argv", [started_as])
+    with pytest.raises(SystemExit):
+        main([name, "--help"] if name else ["--help"])
+    printed = capsys.readouterr().out
+    usage = f"{shown} {name}".rstrip()
+    assert printed.startswith(f"usage: {usage} [-h]")
+    assert not name or f"example: {usage}" in " ".join(printed.split())
+
+
+def test_a_single_file_cannot_be_compared(run, tmp_path, capsys):
+    target = tmp_path / "report.html"
+    with pytest.raises(SystemExit) as exit_:
+        main(["report", run, "--compare", "-o", str(target)])
+    assert exit_.value.code == 2
+    assert "--compare: give the files of at least two runs, got one" in capsys.readouterr().err
+    assert not target.exists()
