@@ -49,7 +49,6 @@ $(addprefix test-,$(FRAMEWORKS)): test-%: $$(call venv,$$*)/.ready
 # The wheel and the sdist, the wheel alone in an empty environment, and the core without a framework.
 test-package: .venv/package/.ready
 	.venv/package/bin/python -m pytest tests/package tests/policies tests/checkpoint/test_formats.py \
-		--ignore=tests/policies/test_any_library.py -k 'not torchs' \
 		src/gradscaler/policies src/gradscaler/checkpoint
 
 # The lowest versions that pyproject.toml allows of JAX, Keras and TensorFlow, on the lowest Python.
