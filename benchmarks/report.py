@@ -290,8 +290,8 @@ def first_page(results: Results) -> str:
         gradients once and native reads them three times: with fused AdamW on GPT-2 small, scaling
         and clipping add {clipping.ratio:.2f} of the time that PyTorch's scaler adds. It gains
         little or nothing where a step is little but the decision: two processes with 20 small
-        tensors take {small.ratio:.2f} of the time of FSDP's scaler. {alone} {len(slower)} slower ones compare a
-        JAX step with one that scales nothing. The adapters add {min(added):.0f} to
+        tensors take {small.ratio:.2f} of the time of FSDP's scaler. {alone} {len(slower)} slower
+        ones compare a JAX step with one that scales nothing. The adapters add {min(added):.0f} to
         {max(added):.0f} ms to the import of their frameworks.
     """
     text = f"# Benchmarks\n\n{fill(' '.join(paragraph.split()), 100)}\n\n"
