@@ -33,6 +33,27 @@ NAMES = {
     "mindspore": "MindSpore",
     "tensorplay": "TensorPlay",
 }
+SECTIONS = {  # of a page; any other benchmark is of a whole step
+    "torch_curves": "By the number and the size of tensors",
+    "torch_distributed": "Two processes",
+    "torch_gpu": "On a GPU",
+    "torch_monitor": "With a monitor",
+    "keras_optimizer.jax": "On JAX",
+    "keras_optimizer.tensorflow": "On TensorFlow",
+    "keras_optimizer.torch": "On PyTorch",
+}
+WORDS = (  # what the benchmarks call a workload, and what a reader does
+    (r"^compile (.*)", r"\1, compilation"),
+    (r"^(100 steps of .*)", r"\1, with a monitor"),
+    (r"^\w+: (import|construct)", r"\1"),
+    (r"\b(\d[\d,]*) of (64x64)", r"\1 tensors of \2"),
+    (r"\bIdleOptimizer\b", "idle optimizer"),
+    (r": (\w+) to unscaled(.*)", r"\2: \1 against no scaling"),
+    (r": (\w+) to (flax|jmp)(.*)", r"\3: \1 against \2"),
+    (r"^jax,", "JAX,"),
+    (r"^tensorflow,", "TensorFlow,"),
+    (r"^torch,", "PyTorch,"),
+)
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#777777"  # Okabe and Ito's
 
 
@@ -96,16 +117,16 @@ METHOD = """\
 on the same gradients or the same network, in one run, on the CPU. A ratio is the time of ours
 divided by that of native: below 1, gradscaler takes less time. It is the median of the paired
 repetitions, with the interval that holds the true median with 95 % confidence. In the figures, blue
-is faster, orange is slower, and for grey no difference is certain. `make bench` makes all of it
-again.
+is faster, orange is slower, and for grey no difference is certain. An idle optimizer does nothing,
+so its rows are about scaling alone. `make bench` makes all of it again.
 """
 NOTES = {
     "torch": """"Added to fused AdamW" is the time beyond the median of its bare step. "Clipping" is
-by the norm, in both. For `torch_distributed`, "native" is FSDP's `ShardedGradScaler`. For
-`torch_monitor`, "native" is gradscaler without a monitor.
+by the norm, in both. With two processes, "native" is FSDP's `ShardedGradScaler`. With a monitor,
+"native" is gradscaler without one.
 """,
     "jax": """JAX has no scaler of its own: "native" is flax's, jmp's or the step without scaling,
-as the row says. Rows with "compile" are the time to compile the step, once in a run.
+as the row says. "Compilation" is the time to compile the step, once in a run.
 """,
 }
 IMPORTS = """\
@@ -138,6 +159,20 @@ def framework_of(benchmark: str) -> str:
     """The framework that a benchmark's file is named after."""
     name = benchmark.removeprefix("imports_")
     return max((each for each in NAMES if name.startswith(each)), key=len)
+
+
+def readable(workload: str) -> str:
+    """A workload's name in the words of the pages."""
+    for written, shown in WORDS:
+        workload = re.sub(written, shown, workload)
+    return workload
+
+
+def section_of(benchmark: str) -> str:
+    """The heading of a benchmark on its framework's page."""
+    if benchmark.startswith("imports_"):
+        return "Import and constructor"
+    return SECTIONS.get(benchmark, "A step")
 
 
 def headline(results: Results) -> list[tuple[Row, paired.Comparison]]:
@@ -190,7 +225,7 @@ def draw_ratios(comparisons: list[paired.Comparison], path: Path) -> None:
         axes.plot([max(low, 2**-5), high], [place, place], color=colour, alpha=0.6)
         axes.plot(each.ratio, place, "o", color=colour, markersize=4)
     axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [each.workload for each in rows], size=7)
+    axes.set_yticks(range(len(rows)), [readable(each.workload) for each in rows], size=7)
     axes.set_ylim(-1, len(rows))
     axes.set_xscale("log", base=2)
     axes.set_xlim(2**-5, 2**4)
@@ -248,15 +283,16 @@ def first_page(results: Results) -> str:
     clipping, small = rows[0][1], rows[4][1]
     bare = sum(each.workload.endswith("to unscaled") for _, each in slower)
     added = [_added_by_import(each) for each in _imports(results)]
+    alone = "All" if bare == len(slower) else f"{bare} of the"
     paragraph = f"""
         Of {len(every)} workloads, gradscaler takes less time than native in {faster} and more in
         {len(slower)}; in the others, no difference is certain. It gains most where it reads the
         gradients once and native reads them three times: with fused AdamW on GPT-2 small, scaling
-        and clipping add {clipping.ratio:.2f} of the time that PyTorch's scaler adds. It loses where
-        a step is little but the decision: two processes with 20 small tensors take
-        {small.ratio:.2f} of the time of FSDP's scaler. {bare} of the {len(slower)} compare a JAX
-        step with one that scales nothing. The adapters add {min(added):.0f} to {max(added):.0f} ms
-        to the import of their frameworks.
+        and clipping add {clipping.ratio:.2f} of the time that PyTorch's scaler adds. It gains
+        little or nothing where a step is little but the decision: two processes with 20 small
+        tensors take {small.ratio:.2f} of the time of FSDP's scaler. {alone} {len(slower)} slower
+        ones compare a JAX step with one that scales nothing. The adapters add {min(added):.0f} to
+        {max(added):.0f} ms to the import of their frameworks.
     """
     text = f"# Benchmarks\n\n{fill(' '.join(paragraph.split()), 100)}\n\n"
     shown = [
@@ -266,7 +302,9 @@ def first_page(results: Results) -> str:
     ]
     text += f"{named(shown)}\n\n{METHOD}\n![Ours against native, by framework](headline.png)\n"
     text += "\n## What is slower\n\nEvery workload whose interval lies above 1:\n\n"
-    text += named([(f"{name}: {each.workload}", each) for name, each in slower])
+    text += named(
+        [(f"{NAMES[framework_of(name)]}: {readable(each.workload)}", each) for name, each in slower]
+    )
     text += (
         "\n\nEvery import is slower, too, because it imports the framework and gradscaler. So are\n"
         "most constructors, because they check their parameters. The pages below have them.\n\n"
@@ -294,21 +332,26 @@ def _added_by_import(each: paired.Comparison) -> float:
 def framework_page(results: Results, framework: str) -> str:
     """The page of one framework: every measurement, and what it was made with."""
     mine = {name: each for name, each in results.items() if framework_of(name) == framework}
-    rows = [
-        (f"{name}: {each.workload}", each)
-        for name, (_, comparisons) in mine.items()
-        for each in comparisons
-    ]
     text = f"# {NAMES[framework]}: benchmarks\n\n{METHOD}\n{NOTES.get(framework, '')}{IMPORTS}\n"
-    text += f"![Median ratios, with intervals]({framework}.png)\n\n{named(rows)}\n"
+    text += f"![Median ratios, with intervals]({framework}.png)\n"
+    for name in sorted(mine, key=_place):
+        rows = [(readable(each.workload), each) for each in mine[name][1]]
+        text += f"\n## {section_of(name)}\n\n{named(rows)}\n"
+        if name == "torch_curves":
+            text += "\n![What scaling and clipping add to a fused step, by the number of tensors "
+            text += "and by their bytes](torch_curves.png)\n"
     if framework == "torch":
-        text += "\nWhat scaling and clipping add to a fused step, by the number of tensors and by "
-        text += "their bytes:\n\n![Curves](torch_curves.png)\n\n"
-        text += (HERE / "profile.md").read_text()
+        text += "\n" + (HERE / "profile.md").read_text()
     text += "\n## Made with\n\n"
-    for name, (setting, _) in mine.items():
-        text += f"- {name}: {', '.join(f'{key} {value}' for key, value in setting.items())}\n"
+    for name in sorted(mine, key=_place):
+        setting = ", ".join(f"{key} {value}" for key, value in mine[name][0].items())
+        text += f"- {section_of(name)} (`{name}`): {setting}\n"
     return text
+
+
+def _place(benchmark: str) -> tuple[bool, bool]:
+    """Steps come first on a page, and imports last."""
+    return benchmark.startswith("imports_"), benchmark in SECTIONS
 
 
 def main() -> None:

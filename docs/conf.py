@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import tomllib  # ruff takes it for no part of the oldest Python's library
+
 ROOT = Path(__file__).parents[1]
 
 project = "gradscaler"
@@ -23,11 +25,10 @@ extensions = [
 ]
 html_theme = "furo"
 html_title = f"gradscaler {release}"
-html_theme_options = {
-    "source_repository": "https://github.com/gradscaler/gradscaler/",
-    "source_branch": "main",
-    "source_directory": "docs/",
-}
+html_theme_options = {"source_branch": "main", "source_directory": "docs/"}
+addresses = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
+if "Source" in addresses:
+    html_theme_options["source_repository"] = addresses["Source"]
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 exclude_patterns = ["_build"]

@@ -38,9 +38,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def _the_same_random_numbers_each_time():
     """Tests may run in any order."""
     for name, framework in FRAMEWORKS.items():
-        module = sys.modules.get(name)  # or a folder of tests of that name
-        if framework.seed and hasattr(module, framework.seed):
-            getattr(module, framework.seed)(0)
+        if framework.seed and sys.modules.get(name):
+            getattr(sys.modules[name], framework.seed)(0)
 
 
 @pytest.fixture

@@ -32,11 +32,13 @@ def test_every_measurement_is_on_a_page_and_every_slower_one_on_the_first(report
     pages = {name: report.framework_page(results, name) for name in report.NAMES}
     for name, (_, comparisons) in results.items():
         for each in comparisons:
-            row = f"| {name}: {each.workload} "
-            assert row in pages[report.framework_of(name)]
+            framework = report.framework_of(name)
+            row = f"| {report.readable(each.workload)} "
+            _, _, section = pages[framework].partition(f"\n## {report.section_of(name)}\n")
+            assert row in section.partition("\n## ")[0]
             slower = sorted(each.ratios)[len(each.ratios) // 4] > 1 and each.interval[0] > 1
             if slower and not name.startswith("imports_"):
-                assert row in first
+                assert f"| {report.NAMES[framework]}: {row[2:]}" in first
 
 
 def test_the_first_table_has_ten_rows_and_the_figure_a_dozen_of_every_framework(report):
@@ -46,6 +48,38 @@ def test_the_first_table_has_ten_rows_and_the_figure_a_dozen_of_every_framework(
     assert {report.framework_of(row.benchmark) for row, _ in rows if row.in_table} == set(
         report.NAMES
     )
+
+
+def test_two_workloads_of_a_section_have_two_names(report):
+    for _, comparisons in report.read_results().values():
+        names = [report.readable(each.workload) for each in comparisons]
+        assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (
+            "compile MLP, batch of 16: GradScaler to flax",
+            "MLP, batch of 16, compilation: GradScaler against flax",
+        ),
+        (
+            "one layer of 16: loss_scaled to unscaled",
+            "one layer of 16: loss_scaled against no scaling",
+        ),
+        ("2,000 of 64x64, IdleOptimizer", "2,000 tensors of 64x64, idle optimizer"),
+        ("tensorflow, graph: one layer of 16", "TensorFlow, graph: one layer of 16"),
+        ("tf_keras: import", "import"),
+    ],
+)
+def test_a_workload_is_in_the_words_of_a_reader(report, written, shown):
+    assert report.readable(written) == shown
+
+
+def test_the_site_lists_the_pages_in_the_order_of_the_frameworks(report):
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    listed = [f"{name} <benchmarks/{framework}>" for framework, name in report.NAMES.items()]
+    assert "\n".join(listed) in page
 
 
 def test_it_draws_each_chart(report, tmp_path):

@@ -216,6 +216,7 @@ def transposed_in_a_compiled_function(weights, inputs):
     return enlarged((inputs @ weights * 0).astype(jnp.float16)).sum() * 300
 
 
+@pytest.mark.skipif(jax.__version__.startswith("0.6."), reason="JAX 0.6 records no backward pass")
 @pytest.mark.parametrize(
     ("function", "marked"),
     [(transposed, transposed), (transposed_in_a_compiled_function, enlarged)],

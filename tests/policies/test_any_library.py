@@ -262,7 +262,8 @@ def test_amax_as_a_tensor_has_the_bits_of_the_host(library, handed, policy, trac
         moved = policy.update(state, as_tensor(found_inf), where, as_tensor(np.float32(amax)))
         state = AmaxState(*map(as_tensor, moved))
         if handed or library.module is not np:  # NumPy's scalars are the host's
-            assert [leaf.dtype for leaf in state] == [leaf.dtype for leaf in start]
+            kept = (0, 3, 4) if library.module is np else range(5)  # NumPy 1 widens the counts
+            assert [state[i].dtype for i in kept] == [start[i].dtype for i in kept]
         visited.append(as_bits(state))
     assert visited == list(amax_on_host(policy, trace))
 

@@ -225,7 +225,7 @@ class AmaxScale:
         No subnormal value decides: some devices flush those to 0.
         """
         scale, finite_count, nonfinite_count, peak, reach = state
-        zero, none = finite_count * 0, peak * 0
+        zero, none = finite_count * 0, peak - peak  # peak * 0 is a float64 in NumPy 1
         floor, least, most = (none + limit for limit in constants[5:8])
         grown, reduced = scale * constants.growth, scale * constants.backoff
         larger = where(grown <= constants.max_scale, grown, scale)

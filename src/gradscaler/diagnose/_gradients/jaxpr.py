@@ -74,7 +74,8 @@ def locate_jax(fn: Callable[..., Any], *args: Any) -> Located | None:
     Returns:
         ``module`` is None, and ``operation`` is the primitive, such as ``"log"``. If an argument or
         a constant is not finite, the ``kind`` is ``"input"``, and ``parameter`` is the argument's
-        path. None if all results are finite.
+        path. None if all results are finite. Before JAX 0.7, which does not record what is a
+        backward pass, all other kinds are ``"forward"``.
 
     Raises:
         Whatever ``jax.make_jaxpr`` or the function raises.
