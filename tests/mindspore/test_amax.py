@@ -25,11 +25,11 @@ def policy(**parameters):
 
 
 POLICIES = {
-    "each rule": policy(),
     "an interval": policy(amax_interval=2),
     "a long interval": policy(amax_interval=2**40, growth_interval=2**40),
-    "factors that float32 rounds": policy(growth_factor=1.7, backoff_factor=0.3, margin=3),
-    "bounds": policy(min_scale=512.0, max_scale=4096.0),
+    "factors that float32 rounds, and bounds": policy(
+        growth_factor=1.7, backoff_factor=0.3, margin=3, min_scale=512.0, max_scale=4096.0
+    ),
 }
 
 
