@@ -56,7 +56,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
         super().__init__(network, optimizer, scale_sense)
         self._wants_amax = amax_interval(scale_sense) > 0
         if self._wants_amax and self.is_distributed:
-            self._all_reduce_max = ops.AllReduce(ops.ReduceOp.MAX)
+            self._all_gather = ops.AllGather()  # on the CPU, AllReduce knows no maximum
 
     def construct(self, *inputs: Any) -> Any:
         """The loss, whether a gradient overflowed, and the loss scale."""
@@ -93,7 +93,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
             compute_output: the unscaled gradients, a tuple.
         """
         found = largest(*compute_output)
-        return self._all_reduce_max(found) if self.is_distributed else found
+        return self._all_gather(found.reshape((1,))).max() if self.is_distributed else found
 
     def process_loss_scale(self, overflow: Any, amax: Any = None) -> Any:
         """Move the loss scale if an update cell does that, and return ``overflow``.
