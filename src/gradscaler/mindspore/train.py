@@ -102,9 +102,11 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
             overflow: whether a gradient overflowed, as :meth:`get_overflow_status` returns it.
             amax: for a cell whose policy looks at it, what :meth:`get_amax` returns.
         """
-        if not self._wants_amax:
-            return super().process_loss_scale(overflow)
-        return self.loss_scaling_manager(self.scale_sense, overflow, amax)
+        if self._wants_amax:
+            return self.loss_scaling_manager(self.scale_sense, overflow, amax)
+        if self.loss_scaling_manager is not None:  # a call of super() would not compile in a subclass
+            return self.loss_scaling_manager(self.scale_sense, overflow)
+        return overflow
 
     def set_sense_scale(self, sens: Any) -> None:
         """Set the loss scale.
