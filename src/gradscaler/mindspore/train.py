@@ -104,7 +104,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
         """
         if self._wants_amax:
             return self.loss_scaling_manager(self.scale_sense, overflow, amax)
-        if self.loss_scaling_manager is not None:  # a call of super() would not compile in a subclass
+        if self.loss_scaling_manager is not None:  # super() does not compile in subclasses
             return self.loss_scaling_manager(self.scale_sense, overflow)
         return overflow
 
