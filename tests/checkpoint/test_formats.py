@@ -289,11 +289,35 @@ def test_what_means_nothing_to_a_rule_is_not_lost():
     [
         *(("torch", "_peak"), ("paddle", "_peak"), ("keras", "peak"), ("tf_keras", "peak")),
         *(("torch", "_reach"), ("paddle", "_reach"), ("keras", "reach"), ("tf_keras", "reach")),
+        *(("mindspore", "peak"), ("mindspore", "reach")),
     ],
 )
 def test_a_peak_or_reach_in_a_dict_that_does_not_describe_its_rule_is_refused(name, key):
     with pytest.raises(ValueError, match=f"{key} belongs to an AmaxScale"):
         read({**SAVED[name], key: 0.5})
+
+
+# What gradscaler's adapters add to a dict for an AmaxScale.
+OF_AMAX = {
+    "torch": {"_nonfinite_steps": 3, "_peak": 0.5, "_reach": 256.0},
+    "paddle": {"decr_count": 3, "_peak": 0.5, "_reach": 256.0},
+    "keras": {"nonfinite_counter": 3, "peak": 0.5, "reach": 256.0},
+    "tf_keras": {"bad_steps": 3, "peak": 0.5, "reach": 256.0},
+    "mindspore": {"nonfinite_steps": 3, "peak": 0.5, "reach": 256.0},
+}
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("name", OF_AMAX)
+def test_a_lossy_conversion_of_an_amax_scale_s_dict_keeps_scale_and_count(name, to):
+    saved = {**SAVED[name], **OF_AMAX[name]}
+    lost = rf"{to}'s format has no place for an AmaxScale's peak and reach \(.* how large .* are\)"
+    with pytest.raises(ValueError, match=rf"^{lost}; lossy=True leaves that out$"):
+        convert(saved, to)
+    with pytest.warns(UserWarning, match=rf"^{lost}$") as warned:
+        converted = convert(saved, to, lossy=True)
+    assert [warning.filename for warning in warned] == [__file__]
+    assert exact(converted) == exact(convert(SAVED[name], to))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -160,6 +160,36 @@ def test_a_state_of_another_policy_is_refused():
         GradScaler(DynamicScale(), AmaxState(8.0, 0, 0, 0.0, 0.0))
 
 
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("interval", [1, 2])
+def test_an_amax_that_is_left_out_is_refused(interval, jit):
+    """The rule would be the ordinary one, and nothing would tell."""
+    adjust = jax.jit(GradScaler.adjust) if jit else GradScaler.adjust
+    message = r"AmaxScale\(.* looks at the .*: write adjust\(all_finite\(grads\), amax\(grads\)\)"
+    with pytest.raises(TypeError, match=message):
+        adjust(GradScaler(policy(amax_interval=interval)), True)
+    assert adjust(GradScaler(DynamicScale(8.0, growth_interval=1)), True).loss_scale == 16.0
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_0_saves_the_measurement_of_a_step_that_needs_none(jit):
+    rule, measured = policy(amax_interval=2), []
+
+    def note(grads):
+        jax.debug.callback(lambda: measured.append(True))
+        return amax(grads)
+
+    def sparing(scaler, weights, most):
+        grads = scaler.unscale(jax.grad(lambda *args: scaler.scale(loss(*args)))(weights, most))
+        needed = scaler.state.finite_steps % rule.amax_interval == 0
+        largest = jax.lax.cond(needed, note, lambda _: 0.0, grads)
+        return scaler.adjust(all_finite(grads), largest)
+
+    followed(jax.jit(sparing) if jit else sparing, rule, TRACE)
+    jax.effects_barrier()
+    assert 0 < len(measured) < len(TRACE)
+
+
 def test_an_amax_that_is_not_a_scalar_is_refused():
     with pytest.raises(ValueError, match=r"amax: expected a scalar, got the shape \(2,\)"):
         GradScaler(policy()).adjust(True, jnp.ones(2))

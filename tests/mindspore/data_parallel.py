@@ -10,6 +10,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.communication import get_rank, init
 
 import gradscaler.mindspore as ours
+from gradscaler import AmaxScale
 
 WORLD = 2
 INPUTS = np.random.default_rng(0).standard_normal((6, 2 * WORLD, 3)).astype(np.float32)
@@ -28,10 +29,10 @@ class Squares(nn.Cell):
         return (ops.matmul(x, self.weight) ** 2).mean()
 
 
-def make_step():
+def make_step(sense=None):
     network = Squares()
     optimizer = nn.Adam(network.trainable_params(), learning_rate=0.1)
-    sense = ours.DynamicLossScaleUpdateCell(1024, 2, 2)
+    sense = sense or ours.DynamicLossScaleUpdateCell(1024, 2, 2)
     return ours.TrainOneStepWithLossScaleCell(network, optimizer, sense).set_train()
 
 
@@ -64,10 +65,16 @@ def flags(rank):
     ]
 
 
+def largest(rank):
+    """The largest gradient of all workers, of one that differs between them."""
+    step = make_step(ours.DynamicLossScaleUpdateCell(policy=AmaxScale()))
+    return step.get_amax((Tensor([0.5, -1.0 - rank]),)).asnumpy().item()
+
+
 if __name__ == "__main__":
     init()
     mindspore.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
-    results = {"flags": flags(get_rank())}
+    results = {"flags": flags(get_rank()), "largest": largest(get_rank())}
     for name, mode in MODES.items():
         mindspore.set_context(mode=mode)
         results[name] = train(get_rank())

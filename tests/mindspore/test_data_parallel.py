@@ -71,3 +71,7 @@ def test_workers_skip_together_and_end_as_one_process(mode, workers, results):
 
 def test_what_one_worker_finds_all_find(workers, results):
     assert [result["flags"] for result in results] == [[True] * workers.WORLD + [False]] * 2
+
+
+def test_the_largest_gradient_is_that_of_all_workers(workers, results):
+    assert [result["largest"] for result in results] == [float(workers.WORLD)] * workers.WORLD

@@ -257,12 +257,37 @@ def test_gradients_that_sharding_still_reduces_are_left_to_fleet_s_scaler(parame
 
 
 @every_way
-def test_a_policy_that_looks_at_the_largest_gradient_is_refused(way, monkeypatch, finite):
-    """The wrappers replace what finds it, and share only found_inf."""
-    loop = Loop(GradScaler(policy=AmaxScale()), monkeypatch, way)
-    with pytest.raises(ValueError, match=r"AmaxScale.*leave out fleet.distributed_scaler\(\)"):
-        loop.iterate(finite)
-    loop.assert_moved_by()
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("groups", [False, True], ids=["plain", "groups"])
+def test_a_policy_is_handed_the_largest_gradient(
+    way, groups, interval, monkeypatch, finite, overflowed
+):
+    rule = AmaxScale(init_scale=8.0, growth_interval=2, amax_interval=interval)
+    loop, state = Loop(GradScaler(policy=rule), monkeypatch, way, groups), rule.init()
+    largest = np.float32(max(np.abs(gradient).max() for gradient in finite))
+    for gradients in (finite, finite, overflowed, finite):
+        loop.iterate(gradients)
+        state = rule.update(state, gradients is overflowed, amax=largest)
+        assert loop.scaler.observed.state == state
+    assert state.peak > 0
+    loop.assert_moved_by(finite, finite, finite)
+
+
+def test_gradients_that_fleet_has_not_unscaled_do_not_count(monkeypatch):
+    """Sharding with comm_overlap leaves those of other processes as they are."""
+    mine, other = (paddle.create_parameter([1], "float32") for _ in range(2))
+    rule = AmaxScale(init_scale=8.0)
+    scaler = by_fleet(GradScaler(policy=rule), monkeypatch)
+    optimizer = paddle.optimizer.SGD(1.0, parameters=[mine, other])
+    optimizer.comm_overlap, optimizer._sharding_enable = True, True
+    optimizer._comm_buffers, optimizer._local_parameter_list = [], [mine]
+    fleet.fleet._user_defined_strategy.hybrid_configs["sharding_configs"].comm_overlap = True
+    scaler.scale((mine * 0.5 + other * 3.0).sum()).backward()
+    scaler.unscale_(optimizer)
+    assert (mine.grad.item(), other.grad.item()) == (0.5, 24.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.observed.state == rule.update(rule.init(), False, amax=np.float32(0.5))
 
 
 # Records that come from outside.

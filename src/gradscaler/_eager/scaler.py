@@ -582,13 +582,17 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         scale: Tensor | None = None,
     ) -> None:
         """Record what all that decide together found in gradients; ``scale`` if still scaled."""
-        amax = None
-        interval = amax_interval(self._policy)
-        if interval:
-            steps = self._finite_steps()
-            if steps is None or not (steps % interval or self._operations.any_set(found_inf)):
-                amax = self._operations.amax(record.optimizer, scale)
+        is_due = self._amax_is_due(found_inf)
+        amax = self._operations.amax(record.optimizer, scale) if is_due else None
         record.found_inf, record.amax = self._decision(deciders, found_inf, amax)
+
+    def _amax_is_due(self, found_inf: FoundInf) -> bool:
+        """Whether the policy looks at the largest gradient of this step."""
+        interval = amax_interval(self._policy)
+        if not interval:
+            return False
+        steps = self._finite_steps()
+        return steps is None or not (steps % interval or self._operations.any_set(found_inf))
 
     def _finite_steps(self) -> int | None:
         """The count that the policy will look at, if that is known on the host."""

@@ -23,7 +23,15 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from gradscaler.checkpoint._formats import FORMATS, LAYOUTS, OPTIONAL, Layout, Values
+from gradscaler.checkpoint._formats import (
+    AMAX,
+    COUNTS,
+    FORMATS,
+    LAYOUTS,
+    OPTIONAL,
+    Layout,
+    Values,
+)
 from gradscaler.checkpoint._losses import losses
 from gradscaler.checkpoint._state_dicts import count_in, number_in
 from gradscaler.policies import AmaxScale, DynamicScale, OwnPolicy, Rule, ScaleState, State
@@ -44,7 +52,8 @@ def convert(state_dict: Values, to: str, *, lossy: bool = False) -> StateDict:
         state_dict: a state dict in any format; its keys say in which.
         to: one of ``FORMATS``.
         lossy: leave out any other value that the format has no place for, such as a ceiling in
-            torch's, with a warning. Otherwise such a value is an error.
+            torch's, or an AmaxScale's peak and reach in any, with a warning. Otherwise such a value
+            is an error.
 
     Raises:
         TypeError: ``state_dict`` is not a dict, or a value is not the kind of number it should be.
@@ -58,7 +67,12 @@ def convert(state_dict: Values, to: str, *, lossy: bool = False) -> StateDict:
     ValueError: torch's format has no place for a hysteresis of 3 (torch's scaler backs off at
         every overflow); lossy=True leaves that out
     """
-    return _write(*read(state_dict), to, lossy)
+    kept, lost = state_dict, []
+    if _layout_of(state_dict) and any(key in state_dict for key in AMAX):
+        kept = {key: value for key, value in state_dict.items() if key not in (*AMAX, *COUNTS)}
+        lost = [_blind(to)]
+    policy, state = read(kept)
+    return _write(policy, state._replace(nonfinite_steps=0) if lost else state, to, lossy, lost)
 
 
 def read(state_dict: Values) -> tuple[Rule, ScaleState]:
@@ -97,19 +111,17 @@ def write(policy: OwnPolicy, state: State, to: str, *, lossy: bool = False) -> S
     growth_interval 100
     _growth_tracker 0
     """
-    return _write(policy, state, to, lossy)
+    return _write(policy, state, to, lossy, [])
 
 
-def _write(policy: OwnPolicy, state: State, to: str, lossy: bool) -> StateDict:
+def _write(policy: OwnPolicy, state: State, to: str, lossy: bool, lost: list[str]) -> StateDict:
     if to not in FORMATS:
         raise ValueError(f"unknown format {to!r}; the formats are {', '.join(FORMATS)}")
     check_policy(policy, OwnPolicy)
     scale, *counts = (number_in(name, getattr(state, name)) for name in ScaleState._fields)
     state = ScaleState(scale, *map(count_in, ScaleState._fields[1:], counts))
-    lost = []
     if isinstance(policy, AmaxScale):
-        blind = f"{to}'s scaler does not look at how large gradients are"
-        lost = [f"an AmaxScale's peak and reach ({blind})"]
+        lost = [_blind(to)]
         policy, state = _without_peak(policy), state._replace(nonfinite_steps=0)
     layouts = [layout for layout in LAYOUTS if layout.format == to]
     layout = next((each for each in layouts if isinstance(policy, each.rules)), layouts[0])
@@ -125,6 +137,11 @@ def _write(policy: OwnPolicy, state: State, to: str, lossy: bool) -> StateDict:
     if words:
         warnings.warn(f"{to}'s format has no place for {words}", stacklevel=3)
     return state_dict
+
+
+def _blind(to: str) -> str:
+    blind = f"{to}'s scaler does not look at how large gradients are"
+    return f"an AmaxScale's peak and reach ({blind})"
 
 
 def _without_peak(policy: AmaxScale) -> DynamicScale:

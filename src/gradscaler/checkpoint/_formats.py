@@ -54,8 +54,7 @@ def _no_extras(values: Values, *keys: str) -> None:
     """Refuse what gradscaler's adapters add for a rule that the format does not describe."""
     for key in keys:
         if key in values:
-            of_amax = key.lstrip("_") in ("peak", "reach")
-            rule = "an AmaxScale" if of_amax else "a rule with a hysteresis"
+            rule = "an AmaxScale" if key in AMAX else "a rule with a hysteresis"
             raise ValueError(
                 f"{key} belongs to {rule}, which this state dict does not describe: "
                 "write(policy, state, to) takes the rule itself"
@@ -222,7 +221,7 @@ _MINDSPORE_RULE = ("scale_factor", "scale_window")
 def _read_mindspore(values: Values) -> tuple[Rule, ScaleState]:
     parameters = {key: values[key] for key in ("scale_sense", *_MINDSPORE_RULE)}
     policy = spelled(DynamicScale.mindspore, {"scale_sense": "init_loss_scale"}, **parameters)
-    _no_extras(values, "nonfinite_steps")
+    _no_extras(values, "peak", "reach", "nonfinite_steps")
     step, overflowed = (count_in(key, values[key]) for key in _MINDSPORE_STEPS)
     if overflowed >= step:
         raise ValueError(
@@ -304,9 +303,11 @@ LAYOUTS = (
     Layout("flax", _FLAX, _read_flax, _write_flax),
 )
 
-OPTIONAL = (
-    "dynamic",
-    *("_nonfinite_steps", "nonfinite_counter", "bad_steps", "nonfinite_steps"),
-    *("_peak", "_reach", "peak", "reach"),
-)
-"""Keys that some adapters of gradscaler add, or a config has."""
+COUNTS = ("_nonfinite_steps", "nonfinite_counter", "bad_steps", "nonfinite_steps")
+"""Keys that some adapters of gradscaler add for a count of non-finite steps."""
+
+AMAX = ("_peak", "_reach", "peak", "reach")
+"""Keys that adapters of gradscaler add for an AmaxScale."""
+
+OPTIONAL = ("dynamic", *COUNTS, *AMAX)
+"""Keys that are not always there: adapters of gradscaler add them, or a config has them."""

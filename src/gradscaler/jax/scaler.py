@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from gradscaler.errors import ParameterError
+from gradscaler.errors import ParameterError, ParameterTypeError
 from gradscaler.jax import _operations, _trees
 from gradscaler.jax._operations import AxisName, all_finite, amax, select_tree
 from gradscaler.policies import DynamicScale, Policy, _checks, amax_interval, leaf_dtypes
@@ -112,16 +112,26 @@ class GradScaler:
         Args:
             grads_finite: whether the step's gradients were finite, a boolean scalar.
             amax: for a policy that looks at it, the largest magnitude of the unscaled gradients, a
-                scalar, as :func:`gradscaler.jax.amax` finds it. Other policies ignore it.
+                scalar, as :func:`gradscaler.jax.amax` finds it. Other policies ignore it. 0.0 says
+                nothing. It saves the measurement in a step that an ``amax_interval`` above 1 leaves
+                out: ``jax.lax.cond(scaler.state.finite_steps % interval == 0, amax, lambda _: 0.0,
+                grads)``.
 
         Raises:
+            TypeError: `amax` is left out, and the policy looks at it.
             ValueError: `grads_finite` is not a boolean scalar, `amax` is not a scalar, or
                 ``shard_map`` knows one to differ between devices that hold one loss scale.
         """
         found_inf = ~_operations.as_flag("grads_finite", grads_finite)
         self._check_together("grads_finite", "all_finite", found_inf)
         seen = {}
-        if amax is not None and amax_interval(self.policy):
+        if amax_interval(self.policy):
+            if amax is None:
+                raise ParameterTypeError(
+                    f"amax is left out, but {self.policy!r} looks at the largest gradient: write "
+                    "adjust(all_finite(grads), amax(grads)), and 0.0 in place of amax(grads) in a "
+                    "step that amax_interval leaves out"
+                )
             seen["amax"] = _operations.as_amax(amax)
             self._check_together("amax", "amax", seen["amax"])
         state = self.policy.update(self.state, found_inf, jnp.where, **seen)

@@ -10,7 +10,7 @@ require("mindspore")
 
 from mindspore.amp import LossScaleManager, LossScaler
 
-from gradscaler.mindspore._operations import all_finite
+from gradscaler.mindspore._operations import all_finite, amax
 from gradscaler.mindspore.cells import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
 from gradscaler.mindspore.managers import DynamicLossScaleManager, FixedLossScaleManager
 from gradscaler.mindspore.model import Model
@@ -29,5 +29,6 @@ __all__ = [
     "StaticLossScaler",
     "TrainOneStepWithLossScaleCell",
     "all_finite",
+    "amax",
     "build_train_network",
 ]

@@ -112,16 +112,89 @@ def all_finite(inputs: Any) -> Any:
     >>> bool(all_finite((Tensor([1.0, 2.0]), Tensor(float("inf")))))
     False
     """
+    inputs = _as_tensors(inputs)
+    return every_finite(*inputs) if on_cpu() else mindspore.amp.all_finite(inputs)
+
+
+_largest = ops.MultitypeFuncGraph("largest")
+
+
+@_largest.register("Tensor")  # type: ignore[untyped-decorator]
+def _largest_of(grad: Any) -> Any:
+    if grad.size == 0 or not grad.is_floating_point():
+        return Tensor(0.0, mindspore.float32)
+    if grad.dtype in _HALF:
+        grad = grad.astype(mindspore.float32)
+    return grad.abs().max().astype(mindspore.float32)
+
+
+@_largest.register("RowTensor")  # type: ignore[untyped-decorator]
+def _largest_of_rows(grad: Any) -> Any:
+    return _largest_of(grad.values)
+
+
+@compiled
+def largest(*grads: Any) -> Any:
+    """The largest magnitude of all gradients: a float32 Tensor of shape ()."""
+    found = Tensor(0.0, mindspore.float32)
+    for each in _map(_largest, grads):
+        found = ops.maximum(found, each)
+    return found
+
+
+def amax(inputs: Any) -> Any:
+    """The largest magnitude of unscaled gradients, for a policy that looks at it.
+
+    Pass it to ``DynamicLossScaler.adjust``, or to ``process_loss_scale`` in a train step. Tensors
+    that are not floating do not count. A sparse gradient counts by its values.
+
+    Args:
+        inputs: a tuple or list of tensors, of any real dtype and shape; or one tensor.
+
+    Returns:
+        A float32 Tensor of shape (); 0 for no tensors.
+
+    Raises:
+        TypeError: ``inputs`` is anything else.
+
+    >>> from mindspore import Tensor
+    >>> print(amax((Tensor([1.0, -2.5]), Tensor(0.5))))
+    2.5
+    """
+    return largest(*_as_tensors(inputs))
+
+
+def _as_tensors(inputs: Any) -> Any:
     if isinstance(inputs, Tensor):
         inputs = (inputs,)
     if not isinstance(inputs, (tuple, list)):
         raise TypeError("inputs must be a tensor, or a tuple or list of tensors")
-    if not on_cpu():
-        return mindspore.amp.all_finite(inputs)
     for value in inputs:
         if not isinstance(value, Tensor):
             raise TypeError("inputs must hold only tensors")
-    return every_finite(*inputs)
+    return inputs
+
+
+def as_amax(value: Any, wanted: Any) -> Any:
+    """A float32 Tensor of shape () from a number or a Tensor of one element; or TypeError.
+
+    Args:
+        value: None only if it is not ``wanted``.
+        wanted: whether the policy looks at it.
+    """
+    if not wanted:
+        return None
+    if value is None:
+        raise TypeError(
+            "the policy looks at the largest gradient: pass amax(grads) of gradscaler.mindspore "
+            "after the flag, or 0.0 in a step that amax_interval leaves out. Only "
+            "gradscaler.mindspore's TrainOneStepWithLossScaleCell passes it by itself"
+        )
+    if isinstance(value, (int, float)):
+        value = Tensor(value, mindspore.float32)
+    if not isinstance(value, Tensor) or value.size != 1:
+        raise TypeError("amax must be a number, or a Tensor of one element")
+    return value.reshape(()).astype(mindspore.float32)
 
 
 def as_flag(value: Any) -> Any:

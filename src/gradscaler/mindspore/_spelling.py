@@ -5,25 +5,28 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import mindspore
 import numpy as np
-from mindspore import Parameter, Tensor
+from mindspore import Tensor
 
 from gradscaler.errors import ParameterError
-from gradscaler.policies import DynamicScale, _checks
+from gradscaler.policies import AmaxScale, DynamicScale, _checks
 from gradscaler.policies._spelling import changed, check_alone, check_policy, spelled
 
 
 def dynamic_policy(
-    policy: DynamicScale | None, name: str, loss_scale: Any, scale_factor: Any, scale_window: Any
-) -> DynamicScale:
+    policy: DynamicScale | AmaxScale | None,
+    name: str,
+    loss_scale: Any,
+    scale_factor: Any,
+    scale_window: Any,
+) -> DynamicScale | AmaxScale:
     """The policy, or MindSpore's rule with these parameters; ``name`` is the loss scale's."""
     parameters = {name: loss_scale, "scale_factor": scale_factor, "scale_window": scale_window}
     if policy is None:
         return spelled(DynamicScale.mindspore, {name: "init_loss_scale"}, **parameters)
     check_alone(policy, (2**24, 2, 2000), **parameters)
     fixed = "FixedLossScaleManager, FixedLossScaleUpdateCell or StaticLossScaler"
-    check_policy(policy, DynamicScale, fixed)
+    check_policy(policy, DynamicScale | AmaxScale, fixed)
     return policy
 
 
@@ -61,10 +64,10 @@ def parameter(own: str, field: str, doc: str) -> property:
 class WindowAndFactor:
     """The window and the factor of ``_policy``, of a manager or of a scaler."""
 
-    _policy: DynamicScale
+    _policy: DynamicScale | AmaxScale
 
     @property
-    def policy(self) -> DynamicScale:
+    def policy(self) -> DynamicScale | AmaxScale:
         """The rule by which the scale moves."""
         return self._policy
 
@@ -83,12 +86,3 @@ class WindowAndFactor:
         self._policy = dataclasses.replace(
             self._policy, growth_factor=factor, backoff_factor=1 / factor
         )
-
-
-def nonfinite_steps(policy: DynamicScale) -> Any:
-    """The count towards a hysteresis: a Parameter, or a constant if the policy has none.
-
-    A checkpoint then holds what MindSpore's own would.
-    """
-    zero = Tensor(0, mindspore.int32)
-    return Parameter(zero, name="nonfinite_steps") if policy.hysteresis > 1 else zero

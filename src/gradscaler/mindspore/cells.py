@@ -6,10 +6,10 @@ from typing import Any
 
 from mindspore import Tensor, nn, ops
 
-from gradscaler.mindspore._operations import as_flag, compiled
-from gradscaler.mindspore._spelling import as_number, dynamic_policy, fixed_scale, nonfinite_steps
-from gradscaler.policies import DynamicScale
-from gradscaler.policies.rule import next_values
+from gradscaler.mindspore._operations import as_amax, as_flag, compiled
+from gradscaler.mindspore._spelling import as_number, dynamic_policy, fixed_scale
+from gradscaler.mindspore._state import assign, next_values, own_leaves
+from gradscaler.policies import AmaxScale, DynamicScale, amax_interval
 
 
 class FixedLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):  # type: ignore[misc] # untyped base
@@ -44,8 +44,15 @@ class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):  # type: ignore
             one element.
         scale_factor: what growth multiplies and a backoff divides by, > 1.
         scale_window: finite steps in a row before the scale grows.
-        policy: the rule as a whole, in place of the three parameters. A hysteresis above 1 adds a
-            parameter, ``nonfinite_steps``.
+        policy: the rule as a whole, in place of the three parameters: a
+            :class:`gradscaler.DynamicScale`, or a :class:`gradscaler.AmaxScale`. A hysteresis above
+            1 adds a parameter, ``nonfinite_steps``; an ``AmaxScale`` adds it, ``peak`` and
+            ``reach``. The train step then also hands over the largest gradient, as
+            :class:`gradscaler.mindspore.TrainOneStepWithLossScaleCell` does.
+
+    Attributes:
+        amax_interval: how many finite steps each measurement of the gradients is good for; 0 if the
+            policy does not look at them.
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.
@@ -68,27 +75,31 @@ class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):  # type: ignore
         scale_factor: float = 2,
         scale_window: int = 2000,
         *,
-        policy: DynamicScale | None = None,
+        policy: DynamicScale | AmaxScale | None = None,
     ) -> None:
         loss_scale_value = as_number("loss_scale_value", loss_scale_value)
         policy = dynamic_policy(
             policy, "loss_scale_value", loss_scale_value, scale_factor, scale_window
         )
         super().__init__(policy.init_scale, policy.growth_factor, policy.growth_interval)
-        self._constants = policy._constants
-        self.nonfinite_steps = nonfinite_steps(policy)
+        self._constants = tuple(policy._constants)
+        self.amax_interval = amax_interval(policy)
+        self._own_leaves = own_leaves(policy)
+        for leaf in self._own_leaves:
+            setattr(self, leaf.name, leaf)
 
     @compiled
-    def construct(self, loss_scale: Any, overflow: Any) -> Any:
-        """Assign the next loss scale to ``loss_scale``, and return ``overflow``."""
+    def construct(self, loss_scale: Any, overflow: Any, amax: Any = None) -> Any:
+        """Assign the next loss scale to ``loss_scale``, and return ``overflow``.
+
+        ``amax`` is the largest magnitude of the unscaled gradients, for a policy that looks at it.
+        """
         finite_steps = self.cur_iter - 1 - self.last_overflow_iter
-        state = loss_scale, finite_steps, self.nonfinite_steps
-        scale, finite_steps, nonfinite_steps = next_values(
-            self._constants, *state, as_flag(overflow), ops.where
-        )
-        ops.assign(loss_scale, scale)
-        ops.assign(self.last_overflow_iter, self.cur_iter - finite_steps)
+        leaves = (loss_scale.reshape(()), finite_steps, *self._own_leaves)
+        largest = as_amax(amax, self.amax_interval)
+        moved = next_values(self._constants, leaves, as_flag(overflow), largest)
+        ops.assign(loss_scale, moved[0].reshape(loss_scale.shape))
+        ops.assign(self.last_overflow_iter, self.cur_iter - moved[1])
         ops.assign(self.cur_iter, self.cur_iter + 1)
-        if self._constants.hysteresis > 1:
-            ops.assign(self.nonfinite_steps, nonfinite_steps)
+        assign(self._own_leaves, moved[2:])
         return overflow

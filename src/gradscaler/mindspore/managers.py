@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import mindspore
 import numpy as np
@@ -16,7 +17,7 @@ from gradscaler.mindspore._spelling import (
     parameter,
 )
 from gradscaler.mindspore.cells import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
-from gradscaler.policies import DynamicScale, ScaleState, _checks
+from gradscaler.policies import AmaxScale, DynamicScale, _checks, amax_interval
 
 
 class FixedLossScaleManager(mindspore.amp.FixedLossScaleManager):  # type: ignore[misc] # untyped base
@@ -59,7 +60,10 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
             one element.
         scale_factor: what growth multiplies and a backoff divides by, > 1.
         scale_window: finite steps in a row before the scale grows.
-        policy: the rule as a whole, in place of the three parameters.
+        policy: the rule as a whole, in place of the three parameters: a
+            :class:`gradscaler.DynamicScale`, or a :class:`gradscaler.AmaxScale`. The train step of
+            :class:`gradscaler.mindspore.Model` or of :meth:`get_update_cell` shows the latter the
+            gradients.
 
     Attributes:
         loss_scale: the scale now.
@@ -87,7 +91,7 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
         scale_factor: float = 2,
         scale_window: int = 2000,
         *,
-        policy: DynamicScale | None = None,
+        policy: DynamicScale | AmaxScale | None = None,
     ) -> None:
         init_loss_scale = as_number("init_loss_scale", init_loss_scale)
         self._policy = dynamic_policy(
@@ -98,7 +102,8 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
         self.last_overflow_iter = 0
         self.bad_step = 0
         self.bad_step_max = 1000
-        self._nonfinite_steps = 0  # counted towards a hysteresis
+        self._state: Any = self._policy.init()  # scale and finite steps are kept above
+        self._is_following = False  # a train step, which moves the scale
 
     def __repr__(self) -> str:
         return (
@@ -124,14 +129,19 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
         bounds = self._policy.min_scale, self._policy.max_scale
         self._loss_scale = _checks.loss_scale("loss_scale", loss_scale, *bounds)
 
-    def update_loss_scale(self, overflow: bool) -> None:
+    def update_loss_scale(self, overflow: bool, amax: Any = None) -> None:
         """Move the scale after a step.
 
         Args:
             overflow: whether the step's gradients held an Inf or a NaN.
+            amax: for a policy that looks at it, the largest magnitude of the unscaled gradients: a
+                number, or a Tensor of one element, as :func:`gradscaler.mindspore.amax` finds it.
+                Other policies ignore it.
 
         Raises:
             RuntimeError: more than ``bad_step_max`` steps in a row overflowed; nothing changes.
+            TypeError: ``amax`` is missing in a finite step in which the policy looks at it, or is
+                not a number; nothing changes.
         """
         overflow = bool(overflow)
         bad_step = self.bad_step + 1 if overflow else 0
@@ -141,15 +151,29 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
                 f"{self.loss_scale}; bad_step_max allows {self.bad_step_max}. Gradients that "
                 "overflow at every scale come from Inf or NaN in the weights, the data or the loss"
             )
-        finite_steps = (self.cur_iter - 1 - self.last_overflow_iter) % self.scale_window
-        state = ScaleState(np.float32(self.loss_scale), finite_steps, self._nonfinite_steps)
-        state = self._policy.update(state, overflow)
-        self._loss_scale = float(state.scale)
-        self._nonfinite_steps = state.nonfinite_steps
+        if not (self._is_following and amax_interval(self._policy)):
+            self._state = self._next_state(overflow, amax)
+            self._loss_scale = float(self._state.scale)
         self.bad_step = bad_step
         if overflow:
             self.last_overflow_iter = self.cur_iter
         self.cur_iter += 1
+
+    def _next_state(self, overflow: bool, amax: Any) -> Any:
+        steps, policy = self.cur_iter - 1 - self.last_overflow_iter, self._policy
+        state = self._state._replace(scale=np.float32(self.loss_scale))
+        if isinstance(policy, DynamicScale):
+            return policy.update(state._replace(finite_steps=steps % self.scale_window), overflow)
+        finite_steps = (steps - 1) % self.scale_window + 1 if steps else 0  # 1 after growth
+        if amax is not None:
+            amax = _checks.number("amax", as_number("amax", amax))
+        elif not overflow and finite_steps % policy.amax_interval == 0:
+            raise TypeError(
+                "the policy looks at the largest gradient, and a manager sees only whether one "
+                "overflowed: write update_loss_scale(overflow, amax(grads)), or train by "
+                "gradscaler.mindspore's Model or TrainOneStepWithLossScaleCell"
+            )
+        return policy.update(state._replace(finite_steps=finite_steps), overflow, amax=amax)
 
     def get_update_cell(self) -> DynamicLossScaleUpdateCell:
         """A cell for the train step, which starts from the scale that the manager has now."""

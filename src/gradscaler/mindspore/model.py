@@ -9,7 +9,7 @@ from mindspore import amp
 from mindspore.train import Callback
 
 from gradscaler.mindspore.managers import DynamicLossScaleManager
-from gradscaler.mindspore.train import update_cell_on_cpu, with_loss_scaling
+from gradscaler.mindspore.train import own_update_cell, with_loss_scaling
 
 
 class Model(mindspore.Model):  # type: ignore[misc] # untyped base
@@ -58,7 +58,7 @@ class Model(mindspore.Model):  # type: ignore[misc] # untyped base
         if self._amp_level == "O2" and not self._loss_scale_manager_set:
             self._process_amp_args({"loss_scale_manager": DynamicLossScaleManager()})
         manager = self._loss_scale_manager
-        update_cell = None if self._optimizer is None else update_cell_on_cpu(manager)
+        update_cell = None if self._optimizer is None else own_update_cell(manager)
         if update_cell is None:
             return super()._build_train_network()
         self._loss_scale_manager = None
@@ -83,8 +83,13 @@ class _Follow(Callback):  # type: ignore[misc] # untyped base
         super().__init__()
         self._manager, self._step = manager, step
         # The public attribute of ours has bounds, which a scale set in the step need not respect.
-        ours = isinstance(manager, DynamicLossScaleManager)
-        self._name = "_loss_scale" if ours else "loss_scale"
+        self._is_ours = isinstance(manager, DynamicLossScaleManager)
+        self._name = "_loss_scale" if self._is_ours else "loss_scale"
+
+    def __enter__(self) -> _Follow:
+        if self._is_ours:
+            self._manager._is_following = True
+        return self
 
     def on_train_step_end(self, run_context: Any) -> None:
         self._follow()
@@ -92,6 +97,8 @@ class _Follow(Callback):  # type: ignore[misc] # untyped base
     def __exit__(self, *error: object) -> None:
         """At the end, also of a training that raised: a callback may restore the best weights."""
         self._follow()
+        if self._is_ours:
+            self._manager._is_following = False
 
     def _follow(self) -> None:
         scale = self._step.scale_sense.asnumpy().item()

@@ -8,10 +8,10 @@ import mindspore
 from mindspore import Parameter, Tensor, mutable, ops
 
 from gradscaler.errors import ParameterError
-from gradscaler.mindspore._operations import as_flag, compiled, scaled, unscaled
-from gradscaler.mindspore._spelling import WindowAndFactor, dynamic_policy, nonfinite_steps
-from gradscaler.policies import DynamicScale, _checks
-from gradscaler.policies.rule import Constants, next_values
+from gradscaler.mindspore._operations import as_amax, as_flag, compiled, scaled, unscaled
+from gradscaler.mindspore._spelling import WindowAndFactor, dynamic_policy
+from gradscaler.mindspore._state import assign, next_values, own_leaves
+from gradscaler.policies import AmaxScale, DynamicScale, _checks, amax_interval
 
 _map = ops.HyperMap()
 _partial = ops.Partial()
@@ -30,15 +30,8 @@ def _unscale(scale: Any, inputs: Any) -> Any:
 
 
 @compiled
-def _adjust(parameters: Any, scale: Any, counter: Any, nonfinite: Any, grads_finite: Any) -> None:
-    constants, found_inf = Constants(*parameters), ops.logical_not(grads_finite)
-    next_scale, finite_steps, nonfinite_steps = next_values(
-        constants, scale, counter, nonfinite, found_inf, ops.where
-    )
-    ops.assign(scale, next_scale)
-    ops.assign(counter, finite_steps)
-    if constants.hysteresis > 1:
-        ops.assign(nonfinite, nonfinite_steps)
+def _adjust(parameters: Any, grads_finite: Any, amax: Any, *leaves: Any) -> None:
+    assign(leaves, next_values(parameters, leaves, ops.logical_not(grads_finite), amax))
 
 
 class _Scaling(mindspore.amp.LossScaler):  # type: ignore[misc] # untyped base
@@ -101,8 +94,10 @@ class DynamicLossScaler(WindowAndFactor, _Scaling, mindspore.amp.DynamicLossScal
         scale_value: the scale before the first step, 1 at least.
         scale_factor: what growth multiplies and a backoff divides by, > 1.
         scale_window: finite steps in a row before the scale grows.
-        policy: the rule as a whole, in place of the three parameters. A hysteresis above 1 adds a
-            parameter, ``nonfinite_steps``.
+        policy: the rule as a whole, in place of the three parameters: a
+            :class:`gradscaler.DynamicScale`, or a :class:`gradscaler.AmaxScale`. A hysteresis above
+            1 adds a parameter, ``nonfinite_steps``; an ``AmaxScale`` adds it, ``peak`` and
+            ``reach``.
 
     Attributes:
         scale_value: the scale now, a Parameter of shape () and float32.
@@ -126,7 +121,7 @@ class DynamicLossScaler(WindowAndFactor, _Scaling, mindspore.amp.DynamicLossScal
         scale_factor: float = 2,
         scale_window: int = 2000,
         *,
-        policy: DynamicScale | None = None,
+        policy: DynamicScale | AmaxScale | None = None,
     ) -> None:
         try:
             policy = dynamic_policy(policy, "scale_value", scale_value, scale_factor, scale_window)
@@ -138,7 +133,10 @@ class DynamicLossScaler(WindowAndFactor, _Scaling, mindspore.amp.DynamicLossScal
         self.scale_value = Parameter(scale, name="scale_value")
         self._policy = policy
         self.counter = Parameter(Tensor(0, mindspore.int32), name="counter")
-        self.nonfinite_steps = nonfinite_steps(policy)
+        self._own_leaves = own_leaves(policy)
+        for leaf in self._own_leaves:
+            setattr(self, leaf.name, leaf)
+        self._wants_amax = amax_interval(policy) > 0
 
     def __repr__(self) -> str:
         return (
@@ -146,20 +144,25 @@ class DynamicLossScaler(WindowAndFactor, _Scaling, mindspore.amp.DynamicLossScal
             f"counter={self.counter.asnumpy().item()!r}, policy={self._policy!r})"
         )
 
-    def adjust(self, grads_finite: Any) -> bool:
+    def adjust(self, grads_finite: Any, amax: Any = None) -> bool:
         """Move the scale after a step.
 
         Args:
             grads_finite: whether all gradients were finite, a bool or a bool Tensor of shape () or
                 (1,).
+            amax: for a policy that looks at it, the largest magnitude of the unscaled gradients, a
+                number or a Tensor of one element, as :func:`gradscaler.mindspore.amax` finds it. In
+                a step that the policy's ``amax_interval`` leaves out, 0.0 saves finding it. Other
+                policies ignore it.
 
         Returns:
             True.
 
         Raises:
-            TypeError: it is neither; nothing changes.
+            TypeError: the flag is neither; or ``amax`` is missing under a policy that looks at it,
+                or is of another kind. Nothing changes.
         """
         constants = tuple(self._policy._constants)  # a named one compiles at every call
-        flag = as_flag(grads_finite)
-        _adjust(constants, self.scale_value, self.counter, self.nonfinite_steps, flag)
+        flag, largest = as_flag(grads_finite), as_amax(amax, self._wants_amax)
+        _adjust(constants, flag, largest, self.scale_value, self.counter, *self._own_leaves)
         return True

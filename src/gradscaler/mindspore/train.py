@@ -7,9 +7,9 @@ from typing import Any
 import mindspore
 from mindspore import Tensor, amp, nn, ops
 
-from gradscaler.mindspore._operations import every_finite, on_cpu, unscale_all
+from gradscaler.mindspore._operations import every_finite, largest, on_cpu, unscale_all
 from gradscaler.mindspore.managers import DynamicLossScaleManager
-from gradscaler.policies import _checks
+from gradscaler.policies import _checks, amax_interval
 
 
 class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: ignore[misc] # untyped base
@@ -54,6 +54,9 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
                 f"{type(scale_sense).__name__}, which has no get_loss_scale()"
             )
         super().__init__(network, optimizer, scale_sense)
+        self._wants_amax = amax_interval(scale_sense) > 0
+        if self._wants_amax and self.is_distributed:
+            self._all_gather = ops.AllGather()  # on the CPU, AllReduce knows no maximum
 
     def construct(self, *inputs: Any) -> Any:
         """The loss, whether a gradient overflowed, and the loss scale."""
@@ -64,7 +67,8 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
         grads = self.grad(self.network, self.weights)(*inputs, sens)
         grads = self.grad_reducer(unscale_all(scale, *grads))
         overflow = self.get_overflow_status(status, grads)
-        if not self.process_loss_scale(overflow):
+        amax = self.get_amax(grads) if self._wants_amax else None
+        if not self.process_loss_scale(overflow, amax):
             loss = ops.depend(loss, self.optimizer(grads))
         return loss, overflow, scale
 
@@ -80,6 +84,28 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
         overflow = ops.logical_not(every_finite(*compute_output))
         if self.is_distributed:
             overflow = self.allreduce(overflow.astype(mindspore.float32)) > 0
+        return overflow
+
+    def get_amax(self, compute_output: Any) -> Any:
+        """The largest magnitude of a gradient, on any device of several: a float32 Tensor, ().
+
+        Args:
+            compute_output: the unscaled gradients, a tuple.
+        """
+        found = largest(*compute_output)
+        return self._all_gather(found.reshape((1,))).max() if self.is_distributed else found
+
+    def process_loss_scale(self, overflow: Any, amax: Any = None) -> Any:
+        """Move the loss scale if an update cell does that, and return ``overflow``.
+
+        Args:
+            overflow: whether a gradient overflowed, as :meth:`get_overflow_status` returns it.
+            amax: for a cell whose policy looks at it, what :meth:`get_amax` returns.
+        """
+        if self._wants_amax:
+            return self.loss_scaling_manager(self.scale_sense, overflow, amax)
+        if self.loss_scaling_manager is not None:  # super() does not compile in subclasses
+            return self.loss_scaling_manager(self.scale_sense, overflow)
         return overflow
 
     def set_sense_scale(self, sens: Any) -> None:
@@ -152,16 +178,17 @@ def build_train_network(
     if level == "O2":
         kwargs.setdefault("loss_scale_manager", DynamicLossScaleManager())
     manager = kwargs.get("loss_scale_manager")
-    update_cell = update_cell_on_cpu(manager)
+    update_cell = own_update_cell(manager)
     if update_cell is not None:
         kwargs["loss_scale_manager"] = None
     step = amp.build_train_network(network, optimizer, loss_fn, level, boost_level, **kwargs)
     return step if update_cell is None else with_loss_scaling(step, manager, update_cell)
 
 
-def update_cell_on_cpu(manager: Any) -> Any:
+def own_update_cell(manager: Any) -> Any:
     """The cell that moves the scale of a train step which MindSpore cannot build; or None."""
-    if on_cpu() and isinstance(manager, amp.LossScaleManager):
+    wants_amax = amax_interval(getattr(manager, "policy", None)) > 0
+    if (wants_amax or on_cpu()) and isinstance(manager, amp.LossScaleManager):
         return manager.get_update_cell()
     return None
 
@@ -170,7 +197,7 @@ def with_loss_scaling(step: Any, manager: Any, update_cell: Any) -> Any:
     """The train step that MindSpore built without ``manager``, as one that skips overflows."""
     if type(step) is not nn.TrainOneStepCell:
         raise ValueError(
-            f"On the CPU, {type(manager).__name__} cannot skip the steps of a "
+            f"{type(manager).__name__} cannot skip the steps of a "
             f"{type(step).__name__}: take boost_level='O0', a network without gradient "
             "accumulation, or FixedLossScaleManager(drop_overflow_update=False)"
         )

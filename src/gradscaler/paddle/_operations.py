@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -186,10 +186,16 @@ def _multiply_(grads: list[Tensor], factor: float) -> None:
 
 @paddle.no_grad()
 def amax(optimizer: Any, scale: np.float32 | None) -> np.float32:
-    grads = [grad for group in gradients(optimizer) for grad in group if grad.size]
-    wide = [grad.astype("float32") if grad.dtype in _HALF else grad for grad in grads]
-    largest = np.float32(max((grad.abs().max().item() for grad in wide), default=0.0))
-    return largest if scale is None else largest * np.float32(1.0 / float(scale))
+    found = largest(grad for group in gradients(optimizer) for grad in group)
+    return found if scale is None else found * np.float32(1.0 / float(scale))
+
+
+@paddle.no_grad()
+def largest(grads: Iterable[Tensor]) -> np.float32:
+    """The largest magnitude in these gradients."""
+    sized = [grad for grad in grads if grad.size]
+    wide = [grad.astype("float32") if grad.dtype in _HALF else grad for grad in sized]
+    return np.float32(max((grad.abs().max().item() for grad in wide), default=0.0))
 
 
 @paddle.no_grad()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
+from paddle.distributed import fleet
 from paddle.distributed.communication.group import Group
 
 from gradscaler._eager.decision import ballot, bounds, check_same, result
@@ -104,6 +105,44 @@ def _maxima(group: Group, values: list[Any]) -> list[float]:
     dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
     found: list[float] = maxima.tolist()
     return found
+
+
+def unscaled_by_fleet(optimizer: Any) -> list[Tensor]:
+    """The gradients that the ``_unscale`` of a wrapper of fleet's has divided.
+
+    With ``comm_overlap`` it waits for those of this process' own parameters alone.
+    """
+    optimizer = getattr(optimizer, "_optim", optimizer)  # GroupShardedScaler's
+    if getattr(optimizer, "comm_overlap", False):
+        parameters = optimizer._local_parameter_list
+    else:
+        parameters = _operations.parameters_of(optimizer)
+    found = []
+    for parameter in parameters:
+        main_grad = getattr(parameter, "main_grad", None)
+        found.append(parameter.grad if main_grad is None else main_grad)
+    return [grad for grad in found if grad is not None]
+
+
+def asked_by_fleet(unscale: Any) -> Group | None:
+    """The processes that this ``_unscale`` shares found_inf with; None if there are no others.
+
+    Wrappers of fleet's ask all processes, ``MixPrecisionScaler`` only beside data parallelism.
+    """
+    module: str = unscale.__module__
+    if not (is_distributed() and module.startswith("paddle.distributed.")):
+        return None
+    if module.endswith(".mix_precision_utils"):
+        topology: Any = fleet.get_hybrid_communicate_group()
+        if topology is None or topology.nranks == topology.get_data_parallel_world_size():
+            return None
+    return dist.get_group(0)
+
+
+def largest_of(grads: list[Tensor], group: Group | None) -> np.float32:
+    """The largest magnitude of the gradients of a group of processes, or of this one alone."""
+    own = _operations.largest(grads)
+    return own if group is None else np.float32(_maxima(group, [own])[0])
 
 
 def any_of(group: Group, flag: bool) -> bool:

@@ -27,13 +27,16 @@ from gradscaler.outcome import Reason, StepOutcome
 from gradscaler.paddle import _operations
 from gradscaler.paddle._processes import (
     any_of,
+    asked_by_fleet,
     check_group,
     check_shards,
     group_of,
     is_distributed,
+    largest_of,
     reduce_norm,
     settle,
     split_by,
+    unscaled_by_fleet,
 )
 from gradscaler.paddle._record import PaddleOptimizer, PaddleRecord
 from gradscaler.paddle._static import run_dynamically
@@ -44,7 +47,6 @@ from gradscaler.policies import (
     OwnPolicy,
     State,
     _checks,
-    amax_interval,
 )
 from gradscaler.policies._presets import PADDLE
 from gradscaler.policies._spelling import changed, check_alone, check_policy, spelled
@@ -98,7 +100,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             and ``update`` need not be called.
         policy: the rule as a whole, in place of the parameters after ``enable``: a
             :class:`gradscaler.DynamicScale`, a :class:`gradscaler.FixedScale`, or a
-            :class:`gradscaler.AmaxScale`, which ``fleet.distributed_scaler`` cannot wrap.
+            :class:`gradscaler.AmaxScale`.
         max_retries: how often ``step(optimizer, closure)`` repeats an evaluation that overflows,
             and a loop over ``attempts`` its body.
         group: the process group that decides together whether to step, and at which scale, by one
@@ -237,13 +239,6 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             return
         in_force, state = self._state, record.made_with or self._placed_state("unscale_")
         if self._unscale_is_replaced():  # by one that announces nothing
-            if amax_interval(self._policy):
-                raise ParameterError(
-                    f"fleet's wrapper of a scaler shares found_inf among processes, and not the "
-                    f"largest gradient that {self._policy!r} needs: leave out "
-                    "fleet.distributed_scaler(), which this scaler does not need, or take a "
-                    "DynamicScale"
-                )
             self._announce_unscale(optimizer, state)
         self._state = state  # what is put in place of _unscale divides by _scale
         try:
@@ -256,8 +251,11 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         if record.found_inf is None:  # Fleet and the like put an _unscale of their own here
             record.optimizer = optimizer
             record.scale = self._scale_in_use(state)
-            deciders = self._deciders(optimizer)
-            self._settle(record, deciders, {"found_inf": self._found_inf})
+            deciders, found_inf = self._deciders(optimizer), {"found_inf": self._found_inf}
+            amax = None
+            if self._amax_is_due(found_inf):
+                amax = largest_of(unscaled_by_fleet(optimizer), asked_by_fleet(self._unscale))
+            record.found_inf, record.amax = self._decision(deciders, found_inf, amax)
         if record.is_scaled:
             record.move("unscale_")
 

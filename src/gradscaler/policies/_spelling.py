@@ -60,7 +60,7 @@ def check_policy(policy: object, kind: type | UnionType = Policy, fixed: str = "
     if isinstance(policy, type) or not isinstance(policy, kind):
         also = ", an AmaxScale or a FixedScale"
         if fixed:
-            also = f" (for a scale that never moves, use {fixed})"
+            also = f" or an AmaxScale (for a scale that never moves, use {fixed})"
         got = repr(policy)
         if type(policy).__name__ == "DynamicScale":  # flax's, or gradscaler.jax's of that name
             got = f"a {type(policy).__module__}.DynamicScale, which is no gradscaler.DynamicScale"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -37,8 +38,8 @@ class AmaxState(NamedTuple):
     reach: Scalar
 
 
-class _Constants(NamedTuple):
-    """What the rule computes with, in float32."""
+class Constants(NamedTuple):
+    """A policy's parameters in the types that the rule computes with: float32, or an integer."""
 
     growth: Scalar
     backoff: Scalar
@@ -48,8 +49,15 @@ class _Constants(NamedTuple):
     floor: Scalar  # of the reach, as long as the scale is not doubted
     least: Scalar  # reach
     most: Scalar  # reach
-    smallest: Scalar = _checks.SMALLEST_SCALE  # amax that counts
-    largest: Scalar = _checks.LARGEST_SCALE  # amax that counts
+    smallest: Scalar  # amax that counts
+    largest: Scalar  # amax that counts
+    growth_interval: int
+    patience: int
+    amax_interval: int
+
+    def rounded(self, to_float32: Callable[[float], Scalar]) -> Constants:
+        """The same with each float made a float32."""
+        return Constants(*(to_float32(v) if isinstance(v, float) else v for v in self))
 
 
 @dataclass(frozen=True)
@@ -117,8 +125,8 @@ class AmaxScale:
     2048.0
     """
 
-    _constants: ClassVar[_Constants]  # not fields; each policy has its own
-    _host_constants: ClassVar[_Constants]
+    _constants: ClassVar[Constants]  # not fields; each policy has its own
+    _host_constants: ClassVar[Constants]
 
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
@@ -151,7 +159,7 @@ class AmaxScale:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         floor = _LARGEST_FP16 / 2.0**self.margin
-        constants = _Constants(
+        constants = Constants(
             self.growth_factor,
             self.backoff_factor,
             self.min_scale,
@@ -160,11 +168,15 @@ class AmaxScale:
             floor,
             floor / 2**_DOUBTS,
             _MOST_REACH,
-        )
-        rounded = _Constants(*map(_checks.in_float32, constants))
-        object.__setattr__(self, "_constants", rounded)
+            _checks.SMALLEST_SCALE,
+            _checks.LARGEST_SCALE,
+            min(self.growth_interval, _checks.LONGEST_COUNT - 1),
+            self.patience,
+            min(self.amax_interval, _checks.LONGEST_COUNT),
+        ).rounded(_checks.in_float32)
+        object.__setattr__(self, "_constants", constants)
         # NumPy 1 turns float32 * float into float64.
-        object.__setattr__(self, "_host_constants", _Constants(*map(np.float32, rounded)))
+        object.__setattr__(self, "_host_constants", constants.rounded(np.float32))
 
     def init(self) -> AmaxState:
         """The state before the first step, in host scalars: a float32, two ints, two float32."""
@@ -207,73 +219,72 @@ class AmaxScale:
         if isinstance(found_inf, (bool, np.bool_)) and not on_host(scale):
             found_inf = scale == scale if found_inf else scale != scale  # as a tensor
         if not isinstance(state.scale, (np.ndarray, np.generic)):
-            return self._next(self._constants, state, found_inf, where, amax)
+            return AmaxState(*next_values(self._constants, *state, found_inf, where, amax))
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             amax = None if amax is None else np.float32(amax)
-            return self._next(self._host_constants, state, found_inf, where, amax)
+            return AmaxState(*next_values(self._host_constants, *state, found_inf, where, amax))
 
-    def _next(
-        self,
-        constants: _Constants,
-        state: AmaxState,
-        found_inf: Scalar,
-        where: Where,
-        amax: Scalar | None,
-    ) -> AmaxState:
-        """Arithmetic, comparisons and ``where`` alone; no branch on a value.
 
-        No subnormal value decides: some devices flush those to 0.
-        """
-        scale, finite_count, nonfinite_count, peak, reach = state
-        zero, none = finite_count * 0, peak - peak  # peak * 0 is a float64 in NumPy 1
-        floor, least, most = (none + limit for limit in constants[5:8])
-        grown, reduced = scale * constants.growth, scale * constants.backoff
-        larger = where(grown <= constants.max_scale, grown, scale)
-        smaller = where(reduced > constants.min_scale, reduced, none + constants.min_scale)
-        low = where(reach < floor, reach, floor)
+def next_values(
+    constants: Constants,
+    scale: Scalar,
+    finite_count: Scalar,
+    nonfinite_count: Scalar,
+    peak: Scalar,
+    reach: Scalar,
+    found_inf: Scalar,
+    where: Where,
+    amax: Scalar | None,
+) -> tuple[Scalar, Scalar, Scalar, Scalar, Scalar]:
+    """The state after one step: arithmetic, comparisons and ``where``, and no branch on a value.
 
-        # After a non-finite step.
-        doubt = nonfinite_count >= self.patience
-        kept_peak = where(doubt, none, peak)
-        used = where(kept_peak > 0, scale * peak, most)  # of fp16's range
-        nonfinite = AmaxState(
-            where(used <= low, scale, smaller),
-            zero,
-            where(doubt, zero, nonfinite_count + 1),
-            kept_peak,
-            reach,
-        )
+    No subnormal value decides: some devices flush those to 0. State and result are plain values:
+    MindSpore's compiler loses the dtypes in a named tuple.
+    """
+    zero, none = finite_count * 0, peak - peak  # peak * 0 is a float64 in NumPy 1
+    floor, least, most = none + constants.floor, none + constants.least, none + constants.most
+    grown, reduced = scale * constants.growth, scale * constants.backoff
+    larger = where(grown <= constants.max_scale, grown, scale)
+    smaller = where(reduced > constants.min_scale, reduced, none + constants.min_scale)
+    low = where(reach < floor, reach, floor)
 
-        # After a finite step.
-        steps = finite_count + 1
-        grow = steps > min(self.growth_interval, _checks.LONGEST_COUNT - 1)
-        seen = none
-        if amax is not None:
-            seen = where(finite_count % self.amax_interval == 0, amax, none)
-            seen = where(seen >= constants.smallest, seen, none)
-            seen = where(seen <= constants.largest, seen, none)
-        decayed = peak * constants.decay
-        new_peak = where(seen > 0, where(seen > decayed, seen, decayed), peak)
+    # After a non-finite step.
+    doubt = nonfinite_count >= constants.patience
+    kept_peak = where(doubt, none, peak)
+    used = where(kept_peak > 0, scale * peak, most)  # of fp16's range
+    kept_scale = where(used <= low, scale, smaller)
 
-        wider, lower = reach * constants.growth, reach * constants.backoff
-        wider = where(wider < most, wider, most)
-        after_skip = where(seen <= peak * 2, where(lower > low, lower, low), reach)
-        after_doubt = where(seen > 0, where(lower > least, lower, least), reach)
-        new_reach = where(finite_count > 0, where(grow, wider, reach), after_skip)
-        new_reach = where(peak > 0, new_reach, after_doubt)
-        first = scale * new_peak
-        first = where(first < most, first, most)
-        first = where(first > floor, first, floor)
-        new_reach = where(reach > 0, new_reach, where(new_peak > 0, first, reach))
+    # After a finite step.
+    steps = finite_count + 1
+    grow = steps > constants.growth_interval
+    seen = none
+    if amax is not None:
+        seen = where(finite_count % constants.amax_interval == 0, amax, none)
+        seen = where(seen >= constants.smallest, seen, none)
+        seen = where(seen <= constants.largest, seen, none)
+    decayed = peak * constants.decay
+    new_peak = where(seen > 0, where(seen > decayed, seen, decayed), peak)
 
-        followed = where(scale * new_peak > new_reach * 2, smaller, scale)
-        followed = where(grown * new_peak <= new_reach, larger, followed)
-        forgiven = where(nonfinite_count > 0, nonfinite_count - 1, nonfinite_count)
-        finite = AmaxState(
-            where(new_peak > 0, followed, where(grow, larger, scale)),
-            where(grow, zero + 1, steps),
-            where(steps % _FORGIVEN_AFTER == 0, forgiven, nonfinite_count),
-            new_peak,
-            new_reach,
-        )
-        return AmaxState(*(where(found_inf, *both) for both in zip(nonfinite, finite, strict=True)))
+    wider, lower = reach * constants.growth, reach * constants.backoff
+    wider = where(wider < most, wider, most)
+    after_skip = where(seen <= peak * 2, where(lower > low, lower, low), reach)
+    after_doubt = where(seen > 0, where(lower > least, lower, least), reach)
+    new_reach = where(finite_count > 0, where(grow, wider, reach), after_skip)
+    new_reach = where(peak > 0, new_reach, after_doubt)
+    first = scale * new_peak
+    first = where(first < most, first, most)
+    first = where(first > floor, first, floor)
+    new_reach = where(reach > 0, new_reach, where(new_peak > 0, first, reach))
+
+    followed = where(scale * new_peak > new_reach * 2, smaller, scale)
+    followed = where(grown * new_peak <= new_reach, larger, followed)
+    new_scale = where(new_peak > 0, followed, where(grow, larger, scale))
+    forgiven = where(nonfinite_count > 0, nonfinite_count - 1, nonfinite_count)
+    forgiven = where(steps % _FORGIVEN_AFTER == 0, forgiven, nonfinite_count)
+    return (
+        where(found_inf, kept_scale, new_scale),
+        where(found_inf, zero, where(grow, zero + 1, steps)),
+        where(found_inf, where(doubt, zero, nonfinite_count + 1), forgiven),
+        where(found_inf, kept_peak, new_peak),
+        where(found_inf, reach, new_reach),
+    )
