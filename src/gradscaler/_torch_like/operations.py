@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ Device = Any
 
 _LARGE = 2**14  # elements
 _FEW = 32  # tensors, that are compared sooner than grouped
+_NO_CONTEXT = nullcontext()
+_item = methodcaller("item")
 
 
 class TorchLikeOperations:
@@ -100,7 +103,7 @@ class TorchLikeOperations:
 
     def read(self, state: State) -> State:
         """A placed state as Python floats and ints."""
-        return type(state)(*[tensor.item() for tensor in state])
+        return type(state)(*map(_item, state))
 
     def finite_steps(self, state: State) -> int | None:
         tensor = state.finite_steps
@@ -123,14 +126,24 @@ class TorchLikeOperations:
         found_infs: list[FoundInf],
         amaxes: Sequence[Tensor] = (),
     ) -> State:
-        if self.on_host(state.scale):  # reading costs nothing here, and a tensor operation does
-            values = self.read(state)
-            amax = {"amax": max(tensor.item() for tensor in amaxes)} if amaxes else {}
-            moved = policy.update(values, any(map(self.any_set, found_infs)), **amax)
-            for tensor, before, value in zip(state, values, moved, strict=True):
-                if value != before:
-                    tensor.fill_(float(value))
-            return state
+        if not self.on_host(state.scale):
+            return self.advance_on_device(policy, state, found_infs, amaxes)
+        values = self.read(state)  # costs nothing here, and a tensor operation does
+        amax = {"amax": max(tensor.item() for tensor in amaxes)} if amaxes else {}
+        moved = policy.update(values, any(map(self.any_set, found_infs)), **amax)
+        for tensor, before, value in zip(state, values, moved, strict=True):
+            if value != before:
+                tensor.fill_(float(value))
+        return state
+
+    def advance_on_device(
+        self,
+        policy: Policy,
+        state: State,
+        found_infs: list[FoundInf],
+        amaxes: Sequence[Tensor],
+    ) -> State:
+        """``advance`` without waiting for the device."""
         device = state.scale.device
         found_inf = self.combine(found_infs, device) != 0
         amax = {"amax": self.largest(amaxes, device)} if amaxes else {}
@@ -146,9 +159,10 @@ class TorchLikeOperations:
         return False
 
     def readable(self, found_inf: FoundInf) -> bool | Callable[[], bool]:
-        if all(map(self.on_host, found_inf.values())):
-            return self.any_set(found_inf)
-        return lambda: self.any_set(found_inf)
+        for flag in found_inf.values():
+            if not self.on_host(flag):
+                return lambda: self.any_set(found_inf)
+        return self.any_set(found_inf)
 
     def combine(self, found_infs: list[FoundInf], device: Device) -> Tensor:
         """One flag on a device, set if any is."""
@@ -176,7 +190,7 @@ class TorchLikeOperations:
             if tensor.requires_grad:
                 context: AbstractContextManager[object] = self.framework.no_grad()
                 return context
-        return nullcontext()
+        return _NO_CONTEXT
 
     def unscale_(
         self,
@@ -229,14 +243,12 @@ class TorchLikeOperations:
             if parameter.grad is not None
         )
 
-    def found_inf_for(self, optimizer: Optimizer, found_inf: FoundInf, device: Device) -> Any:
-        """The flag to hand to an optimizer that skips by itself; None if it does not need it.
+    def is_own(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer is the framework's.
 
-        The framework's own subtract an unset flag from each parameter's count of steps.
+        Those need no unset flag: they subtract it from each parameter's count of steps.
         """
-        flag = self.combine([found_inf], device)
-        own = type(optimizer).__module__.startswith(f"{self.framework.__name__}.optim.")
-        return None if own and self.on_host(flag) and not flag.item() else flag
+        return type(optimizer).__module__.startswith(f"{self.framework.__name__}.optim.")
 
     def inverse(self, scale: Tensor) -> tuple[Any, Tensor]:
         """A copy of the scale for the record, and 1/scale as a float32 scalar on its device.
@@ -311,7 +323,7 @@ class TorchLikeOperations:
             and set(map(type, grads)) == {self.framework.Tensor}
         )
 
-    def check(self, optimizer: Optimizer, one: Tensor, found_inf: Tensor) -> dict[Device, Tensor]:
+    def check(self, optimizer: Optimizer, one: Tensor) -> dict[Device, Tensor]:
         """Flag each device's non-finite gradients, which stay as they are."""
         flags: dict[Device, Tensor] = {}
         gradients = self.gradients(optimizer)
@@ -319,7 +331,7 @@ class TorchLikeOperations:
             for device, grads in self.grouped(gradients):
                 key = self.device_key(device)
                 if key not in flags:
-                    flags[key] = self.on_device(found_inf.clone(), device)
+                    flags[key] = self.scalar(0.0, device)
                 # Unscaling by 1 writes what it reads. A sum does not, and is faster unless the
                 # gradients are so small that the calls weigh more.
                 large = [grad for grad in grads if grad.numel() >= _LARGE]

@@ -56,16 +56,16 @@ class TorchOperations(TorchLikeOperations):
         """Those of DTensors by this process' part, which has an address."""
         return to_local(super().current_gradients(optimizer))
 
-    def advance(
+    def advance_on_device(
         self,
         policy: Policy,
         state: State,
         found_infs: list[FoundInf],
-        amaxes: Sequence[torch.Tensor] = (),
+        amaxes: Sequence[torch.Tensor],
     ) -> State:
-        """One step of the policy: by torch's kernel on a device, where that knows the rule."""
-        if self.on_host(state.scale) or not _is_torch_s(policy):
-            return super().advance(policy, state, found_infs, amaxes)
+        """One step of the policy: by torch's kernel, where that knows the rule."""
+        if not _is_torch_s(policy):
+            return super().advance_on_device(policy, state, found_infs, amaxes)
         # The kernel grows when a count is equal to the interval, and lets the scale sink to 0.
         growth_interval = min(policy.growth_interval, _checks.LONGEST_COUNT)
         state.finite_steps.clamp_(max=growth_interval - 1)
