@@ -180,8 +180,8 @@ class OptimizerRecord:
     def framework_stage(self, name: str) -> None:
         self.stage = _FRAMEWORK_STAGES[name]
 
-    def check(self, event: str) -> Stage:
-        """The stage after an event; the record stays as it is.
+    def check(self, event: str) -> None:
+        """Whether an event may come now; the record stays as it is.
 
         Raises:
             CallOrderError: the user's call may not come now; the message names the missing one.
@@ -189,19 +189,21 @@ class OptimizerRecord:
         after = TRANSITIONS[self.stage, event]
         if isinstance(after, str):
             raise CallOrderError(after)
-        return after
 
     def move(self, event: str) -> None:
         """Go to the stage after an event; raises as ``check`` does."""
-        self.stage = self.check(event)
+        after = TRANSITIONS[self.stage, event]
+        if isinstance(after, str):
+            raise CallOrderError(after)
+        self.stage = after
 
     def interrupt(self, gradients: list[Tensor]) -> None:
         """Note that only some of these gradients may be unscaled."""
         self.move("interrupted")
         self.stale = gradients
 
-    def pending(self) -> Tensor | None:
-        """What the gradients are yet to be multiplied by; None if nothing."""
+    def pending(self) -> Tensor:
+        """What the gradients are yet to be multiplied by: 1/scale, clipping's, or both."""
         if self.clip_coefficient is None or self.inv_scale is None:
             return self.inv_scale if self.clip_coefficient is None else self.clip_coefficient
         return self.clip_coefficient * self.inv_scale

@@ -524,7 +524,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if flag is None:
             flag = self._operations.readable(found_inf) if found_inf else False
         record.move("step")
-        self._keep(record)
+        self._records[id(record.optimizer)] = record
         outcome = StepOutcome(scale, flag, reason)
         self._outcomes.put(record.optimizer, outcome)
         self._history.append(outcome)
@@ -580,7 +580,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
                 self._settle(record, deciders, found_inf)
             record.inv_scale = None
             record.move("unscale_")
-            self._keep(record)
+            self._records[id(record.optimizer)] = record
         except BaseException as error:
             self._note_interrupt(record, error)
             raise
@@ -801,9 +801,9 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
     def _apply_pending(self, record: OptimizerRecord) -> None:
         """Multiply the gradients by what is pending: 1/scale, the clip coefficient, or both."""
-        factor = record.pending()
-        if factor is None:
+        if record.clip_coefficient is None and record.inv_scale is None:
             return
+        factor = record.pending()
         try:
             self._operations.multiply_gradients_(record.optimizer, factor)
             record.clip_coefficient = record.inv_scale = None

@@ -263,10 +263,10 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
 
     def _unscale_gradients(self, optimizer: Optimizer, inv_scale: Tensor) -> FoundInf:
         allow_fp16 = self._allow_fp16_gradients
-        if self._unscales_plainly():
+        if getattr(self._unscale_grads_, "__func__", None) is TorchLikeScaler._unscale_grads_:
             return self._operations.unscale_(optimizer, inv_scale, None, allow_fp16)
         zero = self._operations.scalar(0.0, inv_scale.device)
-        return self._unscale_grads_(optimizer, inv_scale, zero, allow_fp16)
+        return self._unscale_grads_(optimizer, inv_scale.clone(), zero, allow_fp16)
 
     def _measure(self, record: OptimizerRecord, parts: Any, deciders: Any = None) -> Tensor | None:
         return super()._measure(record, parts, deciders) if self._unscales_plainly() else None
