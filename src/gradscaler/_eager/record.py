@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from enum import Enum, auto
 from typing import Any
 
@@ -29,6 +28,8 @@ class Stage(Enum):
 
     __hash__ = object.__hash__  # Enum's takes as long as the rest of a look-up
 
+
+_SCALED = (Stage.SCALED, Stage.MEASURED)
 
 UNKNOWN_GRADIENTS = (
     "a call raised in this iteration, or a loss was scaled after it, so some gradients may be "
@@ -125,6 +126,7 @@ class OptimizerRecord:
             stays its own.
         stage: what is true of its gradients.
         found_inf: its own flags; None until its gradients were checked.
+        overflowed: whether a flag is set, once a step has read that on the host.
         amax: their largest magnitude once unscaled; None where the policy does not look at it.
         scale: the scale that its gradients are unscaled by.
         inv_scale: 1/scale if the gradients are MEASURED, else None.
@@ -141,6 +143,7 @@ class OptimizerRecord:
     optimizer: Optimizer = None
     stage: Stage = Stage.SCALED
     found_inf: FoundInf | None = None
+    overflowed: bool | None = None
     amax: Tensor | None = None
     scale: Any = None
     inv_scale: Tensor | None = None
@@ -154,7 +157,7 @@ class OptimizerRecord:
     @property
     def is_scaled(self) -> bool:
         """Whether the gradients are still multiplied by the loss scale."""
-        return self.stage in (Stage.SCALED, Stage.MEASURED)
+        return self.stage in _SCALED
 
     @property
     def awaits_step(self) -> bool:
@@ -177,8 +180,8 @@ class OptimizerRecord:
     def framework_stage(self, name: str) -> None:
         self.stage = _FRAMEWORK_STAGES[name]
 
-    def check(self, event: str) -> Stage:
-        """The stage after an event; the record stays as it is.
+    def check(self, event: str) -> None:
+        """Whether an event may come now; the record stays as it is.
 
         Raises:
             CallOrderError: the user's call may not come now; the message names the missing one.
@@ -186,18 +189,21 @@ class OptimizerRecord:
         after = TRANSITIONS[self.stage, event]
         if isinstance(after, str):
             raise CallOrderError(after)
-        return after
 
     def move(self, event: str) -> None:
         """Go to the stage after an event; raises as ``check`` does."""
-        self.stage = self.check(event)
+        after = TRANSITIONS[self.stage, event]
+        if isinstance(after, str):
+            raise CallOrderError(after)
+        self.stage = after
 
     def interrupt(self, gradients: list[Tensor]) -> None:
         """Note that only some of these gradients may be unscaled."""
         self.move("interrupted")
         self.stale = gradients
 
-    def pending(self) -> Tensor | None:
-        """What the gradients are yet to be multiplied by; None if nothing."""
-        factors = [f for f in (self.clip_coefficient, self.inv_scale) if f is not None]
-        return math.prod(factors[1:], start=factors[0]) if factors else None
+    def pending(self) -> Tensor:
+        """What the gradients are yet to be multiplied by: 1/scale, clipping's, or both."""
+        if self.clip_coefficient is None or self.inv_scale is None:
+            return self.inv_scale if self.clip_coefficient is None else self.clip_coefficient
+        return self.clip_coefficient * self.inv_scale

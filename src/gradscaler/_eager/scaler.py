@@ -79,7 +79,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             state = self._state or self._place(outputs.device)
             for observer in self._observers:
                 observer.scaled(outputs)
-            scaled = self._operations.multiply(outputs, self._scale_in_use(state))
+            scaled = self._operations.multiply(outputs, self._in_use(state).scale)
             if self._closures.losses is not None:
                 self._closures.losses.append((scaled, outputs))
             return scaled
@@ -111,24 +111,10 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         state = self._placed_state("unscale_", optimizer)
         record = self._record(optimizer)
         record.check("unscale_")
-        state = record.made_with or state
-        if not record.is_scaled:  # clip_grad_norm_() has done it
+        if record.is_scaled:
+            self._divide(optimizer, record, record.made_with or state)
+        else:  # clip_grad_norm_() has done it
             record.move("unscale_")
-            return
-        deciders = self._deciders(optimizer)
-        if self._observers:
-            self._announce_unscale(optimizer, state)
-        try:
-            record.scale, inv_scale = self._operations.inverse(self._scale_in_use(state))
-            found_inf = self._unscale_gradients(optimizer, inv_scale)
-            if record.stage is not Stage.MEASURED:  # or all have decided
-                self._settle(record, deciders, found_inf)
-            record.inv_scale = None
-            record.move("unscale_")
-            self._keep(record)
-        except BaseException as error:
-            self._note_interrupt(record, error)
-            raise
 
     def step(
         self, optimizer: OptimizerT, *args: Any, max_retries: int | None = None, **kwargs: Any
@@ -162,7 +148,9 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             result = optimizer.step(*args, **kwargs)
             self._outcomes.put(owner_of(optimizer), StepOutcome(1.0, False, "disabled"))
             return result
-        closure, args, kwargs = _take_closure(args, kwargs)
+        closure = None
+        if args or kwargs:
+            closure, args, kwargs = _take_closure(args, kwargs)
         record = self._record_to_step(optimizer)
         if closure is not None:
             if record.clip_coefficient is not None:
@@ -210,12 +198,13 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if new_scale is not None:
             self._set_scale(new_scale)
         else:
-            records = self._records.values()
-            found_infs = [record.found_inf for record in records if record.found_inf]
-            if not found_infs and all(
-                record.found_inf is None and record.stage is not Stage.INTERRUPTED
-                for record in records
-            ):
+            found_infs, is_checked = [], False
+            for record in self._records.values():
+                if record.found_inf:
+                    found_infs.append(record.found_inf)
+                elif record.found_inf is not None or record.stage is Stage.INTERRUPTED:
+                    is_checked = True  # there were no gradients, or nothing is to move
+            if not found_infs and not is_checked:
                 raise CallOrderError(
                     "No inf checks were recorded prior to update(): call step(optimizer) or "
                     "unscale_(optimizer) before update()"
@@ -498,7 +487,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         kwargs: dict[str, Any],
     ) -> Any:
         """Step without a closure, and record what happened."""
-        record = self._unscaled(record)
+        record = self._unscaled(record, state)
         result = self._step_if_finite(optimizer, record, args, kwargs)
         self._conclude(optimizer, record)
         return result
@@ -511,10 +500,13 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         kwargs: dict[str, Any],
     ) -> Any:
         """Step an optimizer, its gradients unscaled, if it has any and they are finite."""
-        if record.found_inf and not self._operations.any_set(record.found_inf):
-            self._apply_pending(record)
-            return optimizer.step(*args, **kwargs)
-        return None
+        if not record.found_inf:
+            return None
+        record.overflowed = self._operations.any_set(record.found_inf)
+        if record.overflowed:
+            return None
+        self._apply_pending(record)
+        return optimizer.step(*args, **kwargs)
 
     def _conclude(
         self, optimizer: Optimizer, record: OptimizerRecord, reason: Reason | None = None
@@ -528,9 +520,11 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             scale = self._operations.copy(record.made_with or self._placed_state("step")).scale
         if record.is_exhausted and self._operations.any_set(found_inf or {}):
             reason = "retries_exhausted"
-        flag = self._operations.readable(found_inf) if found_inf else False
+        flag: bool | Callable[[], bool] | None = record.overflowed
+        if flag is None:
+            flag = self._operations.readable(found_inf) if found_inf else False
         record.move("step")
-        self._keep(record)
+        self._records[id(record.optimizer)] = record
         outcome = StepOutcome(scale, flag, reason)
         self._outcomes.put(record.optimizer, outcome)
         self._history.append(outcome)
@@ -573,6 +567,23 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         return copied
 
     # Shared steps.
+
+    def _divide(self, optimizer: Optimizer, record: OptimizerRecord, state: State) -> None:
+        """Divide gradients that are scaled by the scale of ``state``, and check them."""
+        deciders = self._deciders(optimizer)
+        if self._observers:
+            self._announce_unscale(optimizer, state)
+        try:
+            record.scale, inv_scale = self._operations.inverse(self._in_use(state).scale)
+            found_inf = self._unscale_gradients(optimizer, inv_scale)
+            if record.stage is not Stage.MEASURED:  # or all have decided
+                self._settle(record, deciders, found_inf)
+            record.inv_scale = None
+            record.move("unscale_")
+            self._records[id(record.optimizer)] = record
+        except BaseException as error:
+            self._note_interrupt(record, error)
+            raise
 
     def _settle(
         self,
@@ -620,8 +631,10 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def _record(self, optimizer: Optimizer) -> OptimizerRecord:
         """The optimizer's record, or a new one that is not kept yet."""
         owner = owner_of(optimizer)
-        record = self._records.get(id(owner)) or self._record_type()
-        if record.stage is Stage.INTERRUPTED and self._operations.are_new(
+        record = self._records.get(id(owner))
+        if record is None:
+            record = self._record_type()
+        elif record.stage is Stage.INTERRUPTED and self._operations.are_new(
             self._operations.current_gradients(owner), record.stale or []
         ):
             record = self._record_type()  # all come from another loss
@@ -765,33 +778,36 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             )
         return self._state
 
-    def _scale_in_use(self, state: State) -> Tensor:
-        """The scale that backward passes use."""
-        return self._in_use(state).scale
-
     def _scale_to_clip(self, record: OptimizerRecord) -> Tensor:
         """The scale that the gradients to be clipped were made with."""
-        return self._scale_in_use(record.made_with or self._placed_state("clip_grad_norm_"))
+        return self._in_use(record.made_with or self._placed_state("clip_grad_norm_")).scale
 
     def _in_use(self, state: State) -> State:
         """The state that backward passes use: a closure's may be backed off before update()."""
-        in_closure = self._closures.losses is not None
-        return (self._closures.backed_off if in_closure else None) or state
+        closures = self._closures
+        return state if closures.losses is None else closures.backed_off or state
 
-    def _unscaled(self, record: OptimizerRecord) -> OptimizerRecord:
-        """The record of gradients that are unscaled."""
+    def _unscaled(self, record: OptimizerRecord, state: State) -> OptimizerRecord:
+        """The record of gradients that are unscaled; they were scaled by the scale of ``state``."""
         if record.stage is Stage.MEASURED and not self._operations.any_set(record.found_inf or {}):
             self._apply_pending(record)
         elif record.is_scaled:
-            self.unscale_(record.optimizer)
-            record = self._record(record.optimizer)
+            if self._unscale_is_own():
+                self._divide(record.optimizer, record, state)
+            else:
+                self.unscale_(record.optimizer)
+                record = self._record(record.optimizer)
         return record
+
+    def _unscale_is_own(self) -> bool:
+        """Whether nothing replaces ``unscale_``, as a subclass may."""
+        return getattr(self.unscale_, "__func__", None) is EagerScaler.unscale_
 
     def _apply_pending(self, record: OptimizerRecord) -> None:
         """Multiply the gradients by what is pending: 1/scale, the clip coefficient, or both."""
-        factor = record.pending()
-        if factor is None:
+        if record.clip_coefficient is None and record.inv_scale is None:
             return
+        factor = record.pending()
         try:
             self._operations.multiply_gradients_(record.optimizer, factor)
             record.clip_coefficient = record.inv_scale = None

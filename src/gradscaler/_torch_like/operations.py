@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy as copying
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial, reduce
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,13 @@ import numpy as np
 from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
 from gradscaler._torch_like.norm import norm_on_cpu
 from gradscaler.errors import CallOrderError
-from gradscaler.policies import Policy, State, leaf_dtypes
+from gradscaler.policies import DynamicScale, Policy, State, leaf_dtypes
 
 Device = Any
 
 _LARGE = 2**14  # elements
 _FEW = 32  # tensors, that are compared sooner than grouped
+_item = methodcaller("item")
 
 
 class TorchLikeOperations:
@@ -34,11 +36,14 @@ class TorchLikeOperations:
     def __init__(self, framework: Any, group_tensors: Callable[..., Any]) -> None:
         self.framework = framework
         self._group_tensors = group_tensors
+        self._inverse: tuple[float, Tensor] | None = None
 
     # What the libraries do differently.
 
     def gradients(self, optimizer: Optimizer, allow_fp16: bool = True) -> list[Tensor]:
         """The dense real tensors that hold the optimizer's gradients, to be changed in place.
+
+        They have no graph, so nothing records what is done to them.
 
         Raises:
             ValueError: a gradient is float16 and ``allow_fp16`` is False.
@@ -58,6 +63,9 @@ class TorchLikeOperations:
             float16 = self.framework.float16
             if float16 in {grad.dtype for grad in grads}:
                 raise _fp16_gradient_error(optimizer, float16)
+        for grad in grads:
+            if grad.requires_grad:  # it was made with create_graph=True
+                return [grad.detach() for grad in grads]
         return grads
 
     def gradients_to_measure(self, optimizer: Optimizer) -> list[Tensor]:
@@ -123,14 +131,30 @@ class TorchLikeOperations:
         found_infs: list[FoundInf],
         amaxes: Sequence[Tensor] = (),
     ) -> State:
-        if self.on_host(state.scale):  # reading costs nothing here, and a tensor operation does
-            values = self.read(state)
-            amax = {"amax": max(tensor.item() for tensor in amaxes)} if amaxes else {}
-            moved = policy.update(values, any(map(self.any_set, found_infs)), **amax)
-            for tensor, before, value in zip(state, values, moved, strict=True):
-                if value != before:
-                    tensor.fill_(float(value))
+        if not self.on_host(state.scale):
+            return self.advance_on_device(policy, state, found_infs, amaxes)
+        values: Any = type(state)(
+            *map(_item, state)
+        )  # costs nothing here, and tensor operations do
+        found_inf = any(map(self.any_set, found_infs))
+        if type(policy) is DynamicScale and policy.only_counts(values, found_inf):
+            state.finite_steps.fill_(values.finite_steps + 1)
             return state
+        amax = {"amax": max(tensor.item() for tensor in amaxes)} if amaxes else {}
+        moved = policy.update(values, found_inf, **amax)
+        for tensor, before, value in zip(state, values, moved, strict=True):
+            if value != before:
+                tensor.fill_(float(value))
+        return state
+
+    def advance_on_device(
+        self,
+        policy: Policy,
+        state: State,
+        found_infs: list[FoundInf],
+        amaxes: Sequence[Tensor],
+    ) -> State:
+        """``advance`` without waiting for the device."""
         device = state.scale.device
         found_inf = self.combine(found_infs, device) != 0
         amax = {"amax": self.largest(amaxes, device)} if amaxes else {}
@@ -146,9 +170,10 @@ class TorchLikeOperations:
         return False
 
     def readable(self, found_inf: FoundInf) -> bool | Callable[[], bool]:
-        if all(map(self.on_host, found_inf.values())):
-            return self.any_set(found_inf)
-        return lambda: self.any_set(found_inf)
+        for flag in found_inf.values():
+            if not self.on_host(flag):
+                return lambda: self.any_set(found_inf)
+        return self.any_set(found_inf)
 
     def combine(self, found_infs: list[FoundInf], device: Device) -> Tensor:
         """One flag on a device, set if any is."""
@@ -170,14 +195,6 @@ class TorchLikeOperations:
         groups = self._group_tensors([tensors]).items()
         return [(device, group) for (device, _), ((group,), _) in groups]
 
-    def without_graph(self, tensors: list[Tensor]) -> AbstractContextManager[object]:
-        """``no_grad`` where a tensor needs it; entering it takes as long as a small kernel."""
-        for tensor in tensors:
-            if tensor.requires_grad:
-                context: AbstractContextManager[object] = self.framework.no_grad()
-                return context
-        return nullcontext()
-
     def unscale_(
         self,
         optimizer: Optimizer,
@@ -197,17 +214,15 @@ class TorchLikeOperations:
             ValueError: a gradient is float16 and ``allow_fp16`` is False.
         """
         flags: dict[Device, Tensor] = {}
-        gradients = self.gradients(optimizer, allow_fp16)
-        with self.without_graph(gradients):
-            for device, grads in self.grouped(gradients):
-                key = self.device_key(device)
-                if key not in flags:
-                    flags[key] = (
-                        self.scalar(0.0, device)
-                        if found_inf is None
-                        else self.on_device(found_inf.clone(), device)
-                    )
-                self.check_and_unscale_(grads, flags[key], self.on_device(inv_scale, device))
+        for device, grads in self.grouped(self.gradients(optimizer, allow_fp16)):
+            key = self.device_key(device)
+            if key not in flags:
+                flags[key] = (
+                    self.scalar(0.0, device)
+                    if found_inf is None
+                    else self.on_device(found_inf.clone(), device)
+                )
+            self.check_and_unscale_(grads, flags[key], self.on_device(inv_scale, device))
         return flags
 
     def check_and_unscale_(self, grads: list[Tensor], flag: Tensor, inv_scale: Tensor) -> None:
@@ -229,23 +244,25 @@ class TorchLikeOperations:
             if parameter.grad is not None
         )
 
-    def found_inf_for(self, optimizer: Optimizer, found_inf: FoundInf, device: Device) -> Any:
-        """The flag to hand to an optimizer that skips by itself; None if it does not need it.
+    def is_own(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer is the framework's.
 
-        The framework's own subtract an unset flag from each parameter's count of steps.
+        Those need no unset flag: they subtract it from each parameter's count of steps.
         """
-        flag = self.combine([found_inf], device)
-        own = type(optimizer).__module__.startswith(f"{self.framework.__name__}.optim.")
-        return None if own and self.on_host(flag) and not flag.item() else flag
+        return type(optimizer).__module__.startswith(f"{self.framework.__name__}.optim.")
 
     def inverse(self, scale: Tensor) -> tuple[Any, Tensor]:
         """A copy of the scale for the record, and 1/scale as a float32 scalar on its device.
 
-        Taken in float64 and rounded once: some builds divide float32 inexactly.
+        Taken in float64 and rounded once: some builds divide float32 inexactly. Do not change it in
+        place: it serves until another scale is inverted.
         """
         if self.on_host(scale):
             used = scale.item()
-            return used, self.scalar(1.0 / used, scale.device)
+            inverse = self._inverse  # most steps have the scale of the step before
+            if inverse is None or inverse[0] != used:
+                inverse = self._inverse = used, self.scalar(1.0 / used, scale.device)
+            return inverse
         if scale.device.type == "mps":  # has no float64
             return scale.clone(), scale.reciprocal()
         wide = scale.double()
@@ -254,20 +271,19 @@ class TorchLikeOperations:
     def measure(
         self, optimizer: Optimizer, scale: Tensor
     ) -> tuple[Tensor, Any, Tensor, FoundInf] | None:
-        with self.framework.no_grad():
-            groups = self.grouped(self.gradients_to_measure(optimizer))
-            device, grads = groups[0] if groups else (scale.device, [])
-            if len(groups) > 1 or device != scale.device or not self.can_measure(grads):
-                return None
-            used, inv_scale = self.inverse(scale)
-            if self.on_host(scale) and used < 1:  # squares of scaled gradients might underflow
-                return None
-            norm_and_flag = self.norm_and_flag(grads)
-            if norm_and_flag is None:
-                return None
-            norm, flag = norm_and_flag
-            flags = {self.device_key(scale.device): flag} if grads else {}
-            return (norm * inv_scale).float(), used, inv_scale, flags
+        groups = self.grouped(self.gradients_to_measure(optimizer))
+        device, grads = groups[0] if groups else (scale.device, [])
+        if len(groups) > 1 or device != scale.device or not self.can_measure(grads):
+            return None
+        used, inv_scale = self.inverse(scale)
+        if self.on_host(scale) and used < 1:  # squares of scaled gradients might underflow
+            return None
+        norm_and_flag = self.norm_and_flag(grads)
+        if norm_and_flag is None:
+            return None
+        norm, flag = norm_and_flag
+        flags = {self.device_key(scale.device): flag} if grads else {}
+        return (norm * inv_scale).float(), used, inv_scale, flags
 
     def norm_and_flag(self, grads: list[Tensor]) -> tuple[Tensor, Tensor] | None:
         """The 2-norm of float32 tensors and whether one is not finite, from one reading.
@@ -311,23 +327,21 @@ class TorchLikeOperations:
             and set(map(type, grads)) == {self.framework.Tensor}
         )
 
-    def check(self, optimizer: Optimizer, one: Tensor, found_inf: Tensor) -> dict[Device, Tensor]:
+    def check(self, optimizer: Optimizer, one: Tensor) -> dict[Device, Tensor]:
         """Flag each device's non-finite gradients, which stay as they are."""
         flags: dict[Device, Tensor] = {}
-        gradients = self.gradients(optimizer)
-        with self.without_graph(gradients):
-            for device, grads in self.grouped(gradients):
-                key = self.device_key(device)
-                if key not in flags:
-                    flags[key] = self.on_device(found_inf.clone(), device)
-                # Unscaling by 1 writes what it reads. A sum does not, and is faster unless the
-                # gradients are so small that the calls weigh more.
-                large = [grad for grad in grads if grad.numel() >= _LARGE]
-                if large and self.can_measure(large):
-                    flags[key] = self.framework.maximum(flags[key], self.nonfinite_flag(large))
-                    grads = [grad for grad in grads if grad.numel() < _LARGE]
-                if grads:
-                    self.check_and_unscale_(grads, flags[key], self.on_device(one, device))
+        for device, grads in self.grouped(self.gradients(optimizer)):
+            key = self.device_key(device)
+            if key not in flags:
+                flags[key] = self.scalar(0.0, device)
+            # Unscaling by 1 writes what it reads. A sum does not, and is faster unless the
+            # gradients are so small that the calls weigh more.
+            large = [grad for grad in grads if grad.numel() >= _LARGE]
+            if large and self.can_measure(large):
+                flags[key] = self.framework.maximum(flags[key], self.nonfinite_flag(large))
+                grads = [grad for grad in grads if grad.numel() < _LARGE]
+            if grads:
+                self.check_and_unscale_(grads, flags[key], self.on_device(one, device))
         return flags
 
     def amax(self, optimizer: Optimizer, scale: Tensor | None) -> Tensor:
@@ -335,18 +349,16 @@ class TorchLikeOperations:
         return amax if scale is None else amax * self.on_device(self.inverse(scale)[1], amax.device)
 
     def total_norm(self, optimizer: Optimizer, norm_type: float) -> Tensor:
-        with self.framework.no_grad():
-            norm = self.framework.nn.utils.get_total_norm
-            grads = self.gradients_to_measure(optimizer)
-            return norm([grad for grad in grads if grad.numel()], norm_type)  # inf takes no empty
+        norm = self.framework.nn.utils.get_total_norm
+        grads = self.gradients_to_measure(optimizer)
+        return norm([grad for grad in grads if grad.numel()], norm_type)  # inf takes no empty
 
     def clip_coefficient(self, max_norm: float, norm: Tensor) -> Tensor:
         return self.framework.clamp(max_norm / (norm + 1e-6), max=1.0)
 
     def multiply_gradients_(self, optimizer: Optimizer, factor: Tensor) -> None:
-        with self.framework.no_grad():
-            for device, grads in self.grouped(self.gradients(optimizer)):
-                self.framework._foreach_mul_(grads, self.on_device(factor, device))
+        for device, grads in self.grouped(self.gradients(optimizer)):
+            self.framework._foreach_mul_(grads, self.on_device(factor, device))
 
     def current_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         grads = [grad for p in parameters_of(optimizer) if (grad := p.grad) is not None]

@@ -249,7 +249,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         self._placed_state("_check_inf_per_device")
         record = self._record(optimizer)
         deciders = self._deciders(optimizer)
-        scale = self._scale_in_use(self._placed_state("step")) if record.is_scaled else None
+        scale = self._in_use(self._placed_state("step")).scale if record.is_scaled else None
         self._settle(record, deciders, self._check(optimizer), scale)
         self._keep(record)
         return dict(record.found_inf or {})
@@ -263,10 +263,10 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
 
     def _unscale_gradients(self, optimizer: Optimizer, inv_scale: Tensor) -> FoundInf:
         allow_fp16 = self._allow_fp16_gradients
-        if self._unscales_plainly():
+        if getattr(self._unscale_grads_, "__func__", None) is TorchLikeScaler._unscale_grads_:
             return self._operations.unscale_(optimizer, inv_scale, None, allow_fp16)
         zero = self._operations.scalar(0.0, inv_scale.device)
-        return self._unscale_grads_(optimizer, inv_scale, zero, allow_fp16)
+        return self._unscale_grads_(optimizer, inv_scale.clone(), zero, allow_fp16)
 
     def _measure(self, record: OptimizerRecord, parts: Any, deciders: Any = None) -> Tensor | None:
         return super()._measure(record, parts, deciders) if self._unscales_plainly() else None
@@ -274,7 +274,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
     def _unscales_plainly(self) -> bool:
         """Whether nothing replaces how gradients are unscaled; it may reduce flags, for example."""
         return (
-            getattr(self.unscale_, "__func__", None) is EagerScaler.unscale_
+            self._unscale_is_own()
             and getattr(self._unscale_grads_, "__func__", None) is TorchLikeScaler._unscale_grads_
         )
 
@@ -286,10 +286,10 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
     def _check(self, optimizer: Optimizer) -> FoundInf:
         """The flags of gradients that stay scaled."""
         device = self._placed_state("step").scale.device
-        one, zero = (self._operations.scalar(value, device) for value in (1.0, 0.0))
+        one = self._operations.scalar(1.0, device)
         if self._unscales_plainly():
-            return self._operations.check(optimizer, one, zero)
-        return self._unscale_grads_(optimizer, one, zero, True)
+            return self._operations.check(optimizer, one)
+        return self._unscale_grads_(optimizer, one, self._operations.scalar(0.0, device), True)
 
     def _set_scale(self, new_scale: Any) -> None:
         scale = self._placed_state("update").scale
@@ -316,8 +316,9 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        found_inf = record.found_inf or {}
-        if record.clip_coefficient is not None and not self._operations.any_set(found_inf):
+        if record.clip_coefficient is not None and not self._operations.any_set(
+            record.found_inf or {}
+        ):
             self._apply_pending(record)  # here, because subclasses replace _maybe_opt_step
         return self._maybe_opt_step(optimizer, record, *args, **kwargs)
 
@@ -349,18 +350,15 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
             return result
         if owner_of(optimizer) is not optimizer:  # its attributes may not be those that are read
             return super()._step_or_skip(optimizer, record, state, args, kwargs)
-        is_measured = record.stage is Stage.MEASURED
-        if (
-            is_measured
-            and self._operations.on_host(state.scale)
-            and self._operations.any_set(record.found_inf or {})
-        ):
+        if record.stage is Stage.SCALED:
+            self._check_inf_per_device(optimizer)
+            record = self._record(optimizer)
+        if self._operations.on_host(state.scale):
+            record.overflowed = self._operations.any_set(record.found_inf or {})
+        if record.overflowed and record.stage is Stage.MEASURED:
             self.unscale_(optimizer)  # for the optimizer will skip, and leave them scaled
             record.clip_coefficient = None
         if record.is_scaled:
-            if not is_measured:
-                self._check_inf_per_device(optimizer)
-                record = self._record(optimizer)
             grad_scale = record.scale = state.scale.clone()
             if record.clip_coefficient is not None:
                 grad_scale = grad_scale / record.clip_coefficient
@@ -369,8 +367,10 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         else:
             grad_scale = getattr(optimizer, "grad_scale", None)
         found_inf = record.found_inf
+        is_finite = record.overflowed is False
         if not found_inf or (
-            self._operations.first_step_must_be_finite(optimizer)
+            not is_finite
+            and self._operations.first_step_must_be_finite(optimizer)
             and self._operations.any_set(found_inf)
         ):
             if hasattr(optimizer, "grad_scale"):
@@ -379,7 +379,9 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
             return None
         if not record.is_scaled:
             self._apply_pending(record)
-        flag = self._operations.found_inf_for(optimizer, found_inf, state.scale.device)
+        flag = None
+        if not (is_finite and self._operations.is_own(optimizer)):
+            flag = self._operations.combine([found_inf], state.scale.device)
         try:
             result = step_with(optimizer, grad_scale, flag, args, kwargs)
             self._conclude(optimizer, record)

@@ -250,7 +250,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             record = self._records[id(optimizer)] = PaddleRecord()
         if record.found_inf is None:  # Fleet and the like put an _unscale of their own here
             record.optimizer = optimizer
-            record.scale = self._scale_in_use(state)
+            record.scale = self._in_use(state).scale
             deciders, found_inf = self._deciders(optimizer), {"found_inf": self._found_inf}
             amax = None
             if self._amax_is_due(found_inf):
@@ -280,7 +280,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         state = record.made_with or self._placed_state("step")
         self._announce_step(optimizer, record, state)
         try:
-            record = self._unscaled(record)
+            record = self._unscaled(record, state)
             result = self._step_if_finite(optimizer, record, args, kwargs, "minimize")
             if not record.found_inf or _operations.any_set(record.found_inf):
                 result = _skipped_minimize(optimizer, args, kwargs)
@@ -472,7 +472,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     @property
     def _scale(self) -> Tensor:
-        scale = self._scale_in_use(self._host_state())
+        scale = self._in_use(self._host_state()).scale
         return paddle.full([1], float(scale), dtype="float32")
 
     @_scale.setter

@@ -29,7 +29,13 @@ class TorchOperations(TorchLikeOperations):
         tensor's do, is replaced by a copy: multiplying it in place would multiply some twice, and
         a fused optimizer writes past its end. A DTensor is represented by this process' part.
         """
-        grads: list[torch.Tensor] = to_local(super().gradients(optimizer, allow_fp16))
+        grads: list[torch.Tensor] = super().gradients(optimizer, allow_fp16)
+        for grad in grads:
+            if type(grad) is not torch.Tensor or grad.is_sparse or not grad.is_contiguous():
+                break
+        else:
+            return grads
+        grads = to_local(grads)
         return grads if _are_contiguous(grads) else to_local(_values(optimizer, coalesce=False))
 
     def grouped(self, tensors: list[torch.Tensor]) -> list[tuple[torch.device, list[torch.Tensor]]]:
@@ -37,10 +43,11 @@ class TorchOperations(TorchLikeOperations):
 
         Those that lie side by side are one tensor.
         """
-        return [
-            (device, [_real_view(t) for t in group] if group[0].is_complex() else group)
-            for device, group in super().grouped(side_by_side(tensors))
-        ]
+        groups = super().grouped(side_by_side(tensors))
+        for i, (device, group) in enumerate(groups):
+            if group[0].is_complex():
+                groups[i] = device, [_real_view(tensor) for tensor in group]
+        return groups
 
     def gradients_to_measure(self, optimizer: Any) -> list[torch.Tensor]:
         """The same, sparse ones coalesced and complex ones as they are, measured by magnitude.
@@ -56,16 +63,16 @@ class TorchOperations(TorchLikeOperations):
         """Those of DTensors by this process' part, which has an address."""
         return to_local(super().current_gradients(optimizer))
 
-    def advance(
+    def advance_on_device(
         self,
         policy: Policy,
         state: State,
         found_infs: list[FoundInf],
-        amaxes: Sequence[torch.Tensor] = (),
+        amaxes: Sequence[torch.Tensor],
     ) -> State:
-        """One step of the policy: by torch's kernel on a device, where that knows the rule."""
-        if self.on_host(state.scale) or not _is_torch_s(policy):
-            return super().advance(policy, state, found_infs, amaxes)
+        """One step of the policy: by torch's kernel, where that knows the rule."""
+        if not _is_torch_s(policy):
+            return super().advance_on_device(policy, state, found_infs, amaxes)
         # The kernel grows when a count is equal to the interval, and lets the scale sink to 0.
         growth_interval = min(policy.growth_interval, _checks.LONGEST_COUNT)
         state.finite_steps.clamp_(max=growth_interval - 1)
@@ -130,7 +137,7 @@ def _values(optimizer: Any, coalesce: bool) -> list[torch.Tensor]:
                 parameter, dtype=grad.dtype
             )  # fused optimizers need its layout
             parameter.grad = grad = whole.copy_(grad)
-        values.append(grad)
+        values.append(grad.detach())
     return values
 
 

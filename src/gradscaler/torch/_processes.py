@@ -22,18 +22,19 @@ from gradscaler.errors import ParameterError
 from gradscaler.policies import State
 
 _CPU = torch.device("cpu")
+_IS_AVAILABLE = dist.is_available()
 
 Group = Any  # dist.ProcessGroup, which a build without distributed lacks
 
 
 def is_distributed() -> bool:
     """Whether there are other processes at all."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return _IS_AVAILABLE and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def check_group(name: str, group: Group | None) -> None:
     """Raise TypeError for what is not a process group that this process belongs to."""
-    if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+    if group is None or (_IS_AVAILABLE and isinstance(group, dist.ProcessGroup)):
         return
     raise TypeError(
         f"{name} must be a process group that this process is in, such as "

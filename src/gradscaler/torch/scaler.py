@@ -178,6 +178,8 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
         return self._group
 
     def _deciders(self, optimizer: Any) -> dist.ProcessGroup | None:
+        if self._group is None and not is_distributed():
+            return None
         group = self._named_group() or group_of(optimizer)
         return None if group is None or group.size() == 1 else group
 

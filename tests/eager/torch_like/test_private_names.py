@@ -282,6 +282,21 @@ def test_a_fused_optimizer_s_check_goes_through_the_overridden_name(parameters, 
     assert scaler.calls[1:] == [("unscale", optimizer, 1.0, 0.0, True)]
 
 
+def test_an_override_that_changes_its_inv_scale_changes_no_later_step(parameters, finite):
+    class Halving(GradScaler):
+        def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
+            inv_scale.mul_(0.5)
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+    for scaler, factor in ((Halving(init_scale=1024.0), 0.5), (GradScaler(init_scale=1024.0), 1.0)):
+        library.backward(scaler, parameters, finite)
+        scaled = [library.numpy(parameter.grad).copy() for parameter in parameters]
+        scaler.unscale_(library.sgd(parameters))
+        for parameter, before in zip(parameters, scaled, strict=True):
+            assert (library.numpy(parameter.grad) == before * factor / 1024.0).all()
+            parameter.grad = None
+
+
 @pytest.mark.parametrize("name", ["unscale_", "_unscale_grads_"])
 def test_clipping_asks_a_subclass_that_unscales_in_its_own_way(
     name, make_optimizer, parameters, finite
