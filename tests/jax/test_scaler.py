@@ -152,6 +152,42 @@ def test_all_finite_finds_one_element(value, dtype):
     assert not all_finite({"a": leaf, "b": [leaf.at[2, 1].set(value)]})
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64])
+def test_all_finite_takes_no_large_number_for_an_inf(dtype):
+    largest = jnp.finfo(dtype).max
+    many = jnp.full((40, 50), -largest, dtype)
+    if dtype == jnp.complex64:  # the magnitude of this is inf
+        many = many + 1j * many.real
+    assert all_finite([many, many])
+
+
+def test_all_finite_takes_leaves_of_all_dtypes_together():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        leaves = [jnp.ones(2, t) for t in (jnp.float16, jnp.float32, jnp.float64, jnp.complex128)]
+        leaves[2] *= 1e300
+        assert all_finite([*leaves, jnp.zeros((0, 2), jnp.float32)])
+        for place, leaf in enumerate(leaves):
+            assert not all_finite([*leaves[:place], leaf.at[1].set(INF), *leaves[place + 1 :]])
+
+
+def test_the_compiled_step_grows_in_proportion_to_the_leaves():
+    def size(leaves):
+        weights = [jnp.ones((40, 40))] * leaves
+
+        def step(scaler, weights):
+            scaler, finite, _, grads = scaler.value_and_grad(lambda w: sum(map(loss, w)))(weights)
+            new = [weight - 0.1 * grad for weight, grad in zip(weights, grads, strict=True)]
+            return scaler, select_tree(finite, new, weights)
+
+        return jax.jit(step).lower(quick(), weights).compile().as_text().count(" = ")
+
+    def loss(weight):
+        return jnp.tanh(weight @ weight).sum()
+
+    few, some, many = map(size, (4, 8, 16))
+    assert many - some < 2.5 * (some - few)
+
+
 def test_all_finite_of_what_has_no_floats():
     for tree in ((), None, jnp.arange(3), jax.random.key(0), {"a": jnp.array(True)}):
         finite = all_finite(tree)

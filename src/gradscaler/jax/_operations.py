@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -43,9 +42,14 @@ def all_finite(
     Raises:
         TypeError: a leaf is neither an array nor a number.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_marked)
-    finite = [jnp.isfinite(leaf).all() for path, leaf in leaves if _is_gradient(path, leaf)]
-    everywhere = functools.reduce(operator.and_, finite, jnp.array(True))
+    largest = [_largest_part(leaf) for leaf in _gradients(tree)]
+    if largest:
+        # Not `&` of a flag for each leaf: XLA would repeat the whole chain in each fusion that
+        # reads the flag, so that the code grows with the square of the leaves.
+        widest = max((each.dtype for each in largest), key=lambda dtype: dtype.itemsize)
+        everywhere = jnp.isfinite(jnp.stack([each.astype(widest) for each in largest])).all()
+    else:
+        everywhere = jnp.array(True)
     axes = _axes(axis_name, finite_axis)
     return lax.pmin(everywhere.astype(jnp.int32), axes) == 1 if axes else everywhere
 
@@ -66,13 +70,26 @@ def amax(
     Raises:
         TypeError: a leaf is neither an array nor a number.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_marked)
-    gradients = [jnp.asarray(leaf) for path, leaf in leaves if _is_gradient(path, leaf)]
-    wide = [leaf.astype(jnp.float32) if leaf.dtype.itemsize < 4 else leaf for leaf in gradients]
-    largest = [jnp.abs(leaf).max(initial=0).astype(jnp.float32) for leaf in wide]
+    largest = [jnp.abs(leaf).max(initial=0).astype(jnp.float32) for leaf in _gradients(tree)]
     everywhere = functools.reduce(jnp.maximum, largest, jnp.float32(0))
     axes = _axes(axis_name, finite_axis)
     return lax.pmax(everywhere, axes) if axes else everywhere
+
+
+def _gradients(tree: Any) -> list[Array]:
+    """The leaves that count, in float32 at least."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_marked)
+    gradients = [jnp.asarray(leaf) for path, leaf in leaves if _is_gradient(path, leaf)]
+    return [leaf.astype(jnp.float32) if leaf.dtype.itemsize < 4 else leaf for leaf in gradients]
+
+
+def _largest_part(leaf: Array) -> Array:
+    """The largest magnitude, or NaN; of complex numbers that of a part, which cannot overflow."""
+    if jnp.iscomplexobj(leaf):
+        magnitudes = jnp.maximum(jnp.abs(leaf.real), jnp.abs(leaf.imag))
+    else:
+        magnitudes = jnp.abs(leaf)
+    return magnitudes.max(initial=0)
 
 
 def varying(tree: T, axis_name: AxisName, is_weight: Callable[[Any, Any], bool]) -> T:
