@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from gradscaler.diagnose import Monitor, read_run
+from gradscaler.diagnose._gradients.operation_watch import OperationWatch
 from gradscaler.diagnose.report._summary import tables_of
 from gradscaler.torch import GradScaler
 
@@ -137,6 +138,22 @@ def test_a_watched_training_has_the_same_bits(closure):
 
     # A watched batch draws the same random numbers, and makes the same gradients.
     assert all(map(torch.equal, bits(True), bits(False)))
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_an_update_is_not_watched_so_an_interrupt_cannot_move_the_scale_twice(closure, monkeypatch):
+    training = Training(stuck_after=3, on_stuck="continue")
+    watched, update = [], training.scaler.update
+
+    def watched_update():
+        with monkeypatch.context() as patch:
+            patch.setattr(OperationWatch, "_call", lambda *_: watched.append("update") or 1 / 0)
+            update()
+
+    monkeypatch.setattr(training.scaler, "update", watched_update)
+    training.steps(".!..!!!..", closure)
+    assert any(training.watched)
+    assert watched == []
 
 
 def test_a_closed_monitor_watches_no_more():

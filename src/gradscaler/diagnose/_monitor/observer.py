@@ -62,6 +62,7 @@ class EagerObserver(StepSource):
         self._watch = OperationWatch(self._hooks) if is_torch and is_alone else None
         self._located: Located | None = None  # in the latest streak of skips
         self._inspected = 0  # the latest iteration that is inspected whatever `forensics` says
+        self._inspects_next = False  # as the latest `updating` found
         self._iterations = deque([Iteration(self.log.counts.step + 1)])  # the last one is not over
         self._first = self._iterations[-1].number
         self._first_weights: dict[int, list[Any]] = {}  # norms, by optimizer; may be on a device
@@ -117,6 +118,7 @@ class EagerObserver(StepSource):
 
     def updating(self) -> None:
         """End the iteration, and give the verdict if there were too many skips."""
+        self._inspect_next(False)  # an interrupt of an operation may not move the scale by half
         self._note_missed_steps()
         self._end()
         ended = self._iterations[-1].number - 1
@@ -133,7 +135,7 @@ class EagerObserver(StepSource):
             is_unseen = streak is not None and streak.skips[-1].nonfinite is None
             is_unseen = is_unseen and not was_inspected
             is_late = is_unseen and self.log.needs_verdict  # flags were read after the step
-            self._inspect_next(self.log.is_nearly_stuck or is_late or self._begins_bad_losses())
+            self._inspects_next = self.log.is_nearly_stuck or is_late or self._begins_bad_losses()
             if not is_late:
                 self.log.check_stuck()
         except Exception as error:  # the next call continues; after an interrupt it tries again
@@ -142,6 +144,11 @@ class EagerObserver(StepSource):
                 raise StuckError(f"{error} To go on all the same, call update() again.") from None
             raise
         self._updated = ended
+
+    def updated(self) -> None:
+        """Begin to watch the next iteration, if that is wanted: the scale has moved."""
+        if self._inspects_next and self._updated == self._iterations[-1].number - 1:
+            self._inspect_next(True)
 
     def close(self) -> None:
         """Observe no more, and add the iterations that wait."""
