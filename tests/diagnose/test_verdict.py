@@ -75,6 +75,43 @@ def test_a_text_gives_the_evidence(words, changes):
     assert words in judge(replace(STUCK, **changes)).text
 
 
+def in_loss(operation, num_inf=3, largest=6e4):
+    module = None, "forward", "", "float32"
+    return Located(*module, num_inf, 1, 64, 1.0, largest, operation=operation, line="train.py:7")
+
+
+@pytest.mark.parametrize(
+    ("located", "words"),
+    [
+        (
+            in_loss("pow"),
+            "255 is too large for float16, and higher powers sooner: compute the loss",
+        ),
+        (in_loss("square"), "compute the loss in float32 (outputs.float()), or bring outputs"),
+        (in_loss("mul"), "this: compute the loss in float32 (outputs.float()), or bring outputs"),
+        (in_loss("pow", largest=0.5), "a negative power of 0 is Inf"),
+        (in_loss("pow", num_inf=0), "a fractional power of a negative number NaN"),
+        (in_loss("to"), "in float32, by a cast at train.py:7, from finite inputs"),
+        (replace(LOCATED, operation="pow"), "sooner: run this module in bfloat16 or float32"),
+        (replace(LOCATED, operation="to"), "becomes Inf when it is cast to float16"),
+        (replace(LOCATED, operation="topk"), "run this module in bfloat16 or float32"),
+    ],
+)
+def test_advice_fits_the_operation_and_the_place(located, words):
+    found = judge(replace(STUCK, located=located, skips=NAN_LOSS))
+    assert found.kind == ("loss" if located.module is None else "activations")
+    assert words in found.text
+    assert found.text.count(". ") == 1
+
+
+def test_a_divergence_speaks_of_a_cast():
+    past = tuple(Past(n, 8.0, n > 99, 10.0 ** (n // 20)) for n in range(1, 119))
+    located = replace(LOCATED, operation="to", line="model.py:3")
+    found = judge(replace(STUCK, past=past, located=located))
+    assert found.kind == "divergence"
+    assert "(first in encoder.3, by a cast at model.py:3)" in found.text
+
+
 @pytest.mark.parametrize(
     ("skips", "min_scale", "words"),
     [

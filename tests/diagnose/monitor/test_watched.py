@@ -172,6 +172,17 @@ def test_a_monitor_that_is_dropped_while_it_watches_watches_no_more():
     assert not is_in_torch_dispatch_mode()
 
 
+@pytest.mark.parametrize("steps", ["!", "!!"])
+def test_a_monitor_that_is_dropped_while_its_model_lives_leaves_nothing_on_it(steps):
+    training = Training().steps(steps)
+    model = training.model
+    training.backward("!")
+    del training
+    gc.collect()
+    assert not is_in_torch_dispatch_mode()
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+
+
 def test_a_loss_that_recovers_is_no_longer_watched(path):
     training = Training(path=path).steps("!...!..")
     assert training.watched == [False, True, False, False, False, True, False]

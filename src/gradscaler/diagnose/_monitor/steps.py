@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import warnings
@@ -253,7 +254,7 @@ class StepLog:
         if self._on_stuck == "raise":
             raise StuckError(line.text)
         if self._on_stuck == "warn":
-            warnings.warn(StuckWarning(line.text), stacklevel=4)
+            warnings.warn(StuckWarning(line.text), stacklevel=_levels_to_caller())
 
     def _losses_since(self, step: int) -> tuple[float | None, ...]:
         """The loss of each later step; empty if none was seen."""
@@ -325,6 +326,14 @@ class StepSource:
     @property
     def _inspects_next_skip(self) -> bool:
         return self.forensics > 0 and (self.log.counts.num_skipped + 1) % self.forensics == 0
+
+
+def _levels_to_caller() -> int:
+    """How many calls above the caller of this the first is that is not gradscaler's."""
+    frame, levels = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("gradscaler."):
+        frame, levels = frame.f_back, levels + 1
+    return levels
 
 
 def _in_one_line(skip: Skip) -> str:
