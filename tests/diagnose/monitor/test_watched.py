@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from gradscaler.diagnose import Monitor, read_run
 from gradscaler.diagnose._gradients.operation_watch import OperationWatch
+from gradscaler.diagnose._monitor import watch_budget
 from gradscaler.diagnose.report._summary import tables_of
 from gradscaler.torch import GradScaler
 
@@ -98,6 +99,45 @@ def test_a_verdict_names_the_operation_in_the_file_as_in_the_monitor(kind, flags
     text = words.format(log=line_with("the log"), div=line_with("the entropy"))
     assert text in found.text
     assert read_run(path).verdict == found
+
+
+@pytest.fixture
+def each_step_takes_a_second(monkeypatch):
+    """A watched one takes ten."""
+
+    def add(training):
+        now = 0.0
+
+        def clock():
+            nonlocal now
+            now += 10.0 if training.watched and training.watched[-1] else 1.0
+            return now
+
+        monkeypatch.setattr(watch_budget, "clock", clock)
+
+    return add
+
+
+@pytest.mark.parametrize(
+    ("bad", "watched"),
+    [
+        # The step after is always watched; others when 10 s, 20 s... are 5 % of the time.
+        ((7, 20), [8, 21, 185, 376, 567]),
+        ((7, 20, 376), [8, 21, 185, 376, 377]),  # located
+        # Every 40 steps: when the next one is due, and there is time.
+        ((20, 60, 100, 140, 180), [21, 61, 101, 141, 180, 181]),
+    ],
+)
+def test_later_steps_are_watched_in_5_percent_of_the_time_until_one_is_located(
+    bad, watched, each_step_takes_a_second, path
+):
+    training = Training(path=path)
+    each_step_takes_a_second(training)
+    training.steps("!" if step in bad else "." for step in range(1, 601))
+    found = [step for step, was in enumerate(training.watched, 1) if was]
+    assert found == watched
+    located = [step for step, operation in watched_in(path, "step", "operation") if operation]
+    assert located == [step for step in watched if step in bad]
 
 
 def test_a_skip_at_a_scale_that_is_too_large_is_not_watched(path):

@@ -21,6 +21,7 @@ from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_
 from gradscaler.diagnose._monitor.ranks import rank_and_world_size
 from gradscaler.diagnose._monitor.sampling import is_sampled
 from gradscaler.diagnose._monitor.steps import Step, StepSource, StuckError
+from gradscaler.diagnose._monitor.watch_budget import WatchBudget
 from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient, StepOutcome
 
 
@@ -60,6 +61,7 @@ class EagerObserver(StepSource):
         # Operations of many processes are on parts of tensors, and may be collectives.
         is_alone = rank_and_world_size()[1] == 1
         self._watch = OperationWatch(self._hooks) if is_torch and is_alone else None
+        self._budget = WatchBudget()
         self._located: Located | None = None  # in the latest streak of skips
         self._inspected = 0  # the latest iteration that is inspected whatever `forensics` says
         self._inspects_next = False  # as the latest `updating` found
@@ -135,7 +137,13 @@ class EagerObserver(StepSource):
             is_unseen = streak is not None and streak.skips[-1].nonfinite is None
             is_unseen = is_unseen and not was_inspected
             is_late = is_unseen and self.log.needs_verdict  # flags were read after the step
-            self._inspects_next = self.log.is_nearly_stuck or is_late or self._begins_bad_losses()
+            self._budget.step_ended(ended, was_inspected, self._has_failed(ended))
+            self._inspects_next = (
+                self.log.is_nearly_stuck
+                or is_late
+                or self._begins_bad_losses()
+                or self._may_locate(ended + 1)
+            )
             if not is_late:
                 self.log.check_stuck()
         except Exception as error:  # the next call continues; after an interrupt it tries again
@@ -260,6 +268,17 @@ class EagerObserver(StepSource):
         """Whether the loss of the latest step is not finite, and that of the one before is."""
         latest = islice(reversed(self.log.history), 2)
         return [step.has_bad_loss for step in latest] in ([True], [True, False])
+
+    def _has_failed(self, number: int) -> bool:
+        """Whether a step was skipped for its loss, if that was read already."""
+        latest = next(reversed(self.log.history), None)
+        is_read = latest is not None and latest.step == number
+        return latest is not None and is_read and latest.skipped and latest.has_bad_loss
+
+    def _may_locate(self, number: int) -> bool:
+        """Whether there is time to watch a step for a failure that no watch has located."""
+        is_unseen = self._watch is not None and self.log.counts.evidence.watched is None
+        return is_unseen and self._budget.allows(number)
 
     def _keep_located(self) -> None:
         """Keep what was located in the latest step, if it failed and was watched."""
