@@ -304,3 +304,26 @@ def a_closure(setting: Setting) -> None:
     for _ in range(40):
         scaler.step(optimizer, closure)
         scaler.update()
+
+
+@training("normal")
+def gradients_are_set_to_zero_in_place(setting: Setting) -> None:
+    """After the forward pass, after the loss is scaled, or by hand before both."""
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model)
+    for _ in range(120):
+        for parameter in model.parameters() if setting.pick(False, False, True) else ():
+            if parameter.grad is not None:
+                parameter.grad.data.zero_()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(model, torch.randn(32, 16))
+        if setting.pick(True, False):
+            optimizer.zero_grad(set_to_none=False)
+        scaled = scaler.scale(loss)
+        if setting.pick(False, True, False):
+            optimizer.zero_grad(set_to_none=False)
+        scaled.backward()
+        scaler.step(optimizer)
+        scaler.update()

@@ -21,6 +21,7 @@ from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_
 from gradscaler.diagnose._monitor.ranks import rank_and_world_size
 from gradscaler.diagnose._monitor.sampling import is_sampled
 from gradscaler.diagnose._monitor.steps import Step, StepSource, StuckError
+from gradscaler.diagnose._monitor.used_gradients import UsedGradients
 from gradscaler.diagnose._monitor.watch_budget import WatchBudget
 from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient, StepOutcome
 
@@ -36,6 +37,7 @@ class Iteration:
     measured: dict[int, GradientSample] = field(default_factory=dict)
     backward: set[str] = field(default_factory=set)  # dtypes, in the first iteration and samples
     is_unscaled: bool = False  # whether gradients were
+    added_to: list[Any] = field(default_factory=list)  # what used gradients held; see UsedGradients
 
 
 class EagerObserver(StepSource):
@@ -61,6 +63,7 @@ class EagerObserver(StepSource):
         # Operations of many processes are on parts of tensors, and may be collectives.
         is_alone = rank_and_world_size()[1] == 1
         self._watch = OperationWatch(self._hooks) if is_torch and is_alone else None
+        self._used = UsedGradients() if is_torch and is_alone else None
         self._budget = WatchBudget()
         self._located: Located | None = None  # in the latest streak of skips
         self._inspected = 0  # the latest iteration that is inspected whatever `forensics` says
@@ -81,6 +84,8 @@ class EagerObserver(StepSource):
         number = self._iterations[-1].number
         if number == self._first or is_sampled(number, self.every):
             listen(outputs, self._iterations[-1].backward)
+        if self._used is not None and not self._iterations[-1].losses:
+            self._used.before_backward()
         loss = local(outputs).detach()
         if 0 in loss.shape:  # as this process' part may be
             return
@@ -105,6 +110,9 @@ class EagerObserver(StepSource):
             self.updating()
         if self._iterations[-1].number == self._first and id(optimizer) not in self._first_weights:
             self._first_weights[id(optimizer)] = self._norms(optimizer)
+        if self._used is not None:
+            held = self._used.before_step(optimizer)
+            self._iterations[-1].added_to += [] if held is None else [held]
         self._measure_if_due(optimizer, scale)
 
     def stepped(self, optimizer: Any, outcome: StepOutcome, /) -> None:
@@ -208,7 +216,9 @@ class EagerObserver(StepSource):
             *_, last = iteration.outcomes.values()
             found = [o.nonfinite for o in iteration.outcomes.values() if o.nonfinite is not None]
             nonfinite = tuple(chain(*found)) if found else None
-            self.log.add(Step(iteration.number, last.scale, is_skip, loss, nonfinite), skipped)
+            is_unzeroed = any(float(held) != 0 for held in iteration.added_to)
+            step = Step(iteration.number, last.scale, is_skip, loss, nonfinite)
+            self.log.add(step, skipped, ["unzeroed"] * is_unzeroed)
             self._iterations.popleft()
             if iteration.measured:
                 self.log.add_sample(loss, **fields_of(iteration.measured.values()))

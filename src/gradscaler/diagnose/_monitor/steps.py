@@ -119,11 +119,16 @@ class StepLog:
         """How many steps were added."""
         return self.counts.step - self._step_before
 
-    def add(self, step: Step, optimizers: Mapping[int, bool] | None = None) -> None:
+    def add(
+        self,
+        step: Step,
+        optimizers: Mapping[int, bool] | None = None,
+        suspicious: Sequence[str] = (),
+    ) -> None:
         """Add a step, once; :meth:`check_stuck` gives the verdict.
 
         It is skipped if any optimizer skipped it. ``optimizers`` says which did, by id; None stands
-        for a single one.
+        for a single one. ``suspicious`` are calls to count: see :class:`Sample`.
         """
         counts, number = self.counts, step.step
         if number <= counts.step:
@@ -137,7 +142,7 @@ class StepLog:
         skip = Skip(number, step.scale, step.loss, listed, more)
         is_inspected = step.skipped and listed is not None
         last = next(iter(optimizers)) if optimizers and len(optimizers) == 1 else None
-        calls = Counter(counts.calls)
+        calls = Counter(counts.calls) + Counter(suspicious)
         if last is not None and counts.optimizer not in (None, last):
             calls.update(["switched"] if step.loss is not None else ["switched", "unscaled"])
         has_moved = not counts.scales or counts.scales[-1][1] != step.scale

@@ -115,7 +115,8 @@ class Sample:
         calls: how often since the last sample a call suggests misuse. ``"unstepped"``: gradients
             were unscaled, and ``update`` came without a step. ``"switched"``: a step of one
             optimizer followed, after an ``update``, a step of another. ``"unscaled"``: that, and no
-            loss was scaled in between.
+            loss was scaled in between. ``"unzeroed"``: a backward pass added to gradients that a
+            step had used.
     """
 
     kind: ClassVar[str] = "sample"

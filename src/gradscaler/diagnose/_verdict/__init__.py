@@ -6,7 +6,7 @@ from typing import Literal
 
 from gradscaler.diagnose._verdict.course import data, diverged, lowered, silent
 from gradscaler.diagnose._verdict.evidence import Evidence, Verdict
-from gradscaler.diagnose._verdict.misuse import full_precision, wrong_calls
+from gradscaler.diagnose._verdict.misuse import full_precision, unzeroed, wrong_calls
 from gradscaler.diagnose._verdict.streak import EXPLAIN_ALL, of_streak
 from gradscaler.diagnose._verdict.values import dead, too_small
 
@@ -45,7 +45,7 @@ _RULES = (
 def judge(evidence: Evidence) -> Verdict:
     """The verdict on too many skips in a row, if there are; else on the run as a whole."""
     if evidence.skips:
-        return of_streak(evidence)
+        return unzeroed(evidence) or of_streak(evidence)
     found = (rule(evidence) for rule in _RULES)
     return next((verdict for verdict in found if verdict is not None), _normal(evidence))
 
