@@ -153,3 +153,19 @@ def gradients_are_never_zeroed(setting: Setting) -> None:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
+
+
+@training("dead|normal", None, r"zero_grad\(\)")
+def zero_grad_before_the_step(setting: Setting) -> None:
+    """Gradients are 0; or there are none, and no step is ever taken."""
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model)
+    for _ in range(110):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(model, torch.randn(16, 16))
+        scaler.scale(loss).backward()
+        optimizer.zero_grad(set_to_none=setting.pick(False, True))
+        scaler.step(optimizer)
+        scaler.update()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -17,6 +17,7 @@ from gradscaler.diagnose._gradients.module_hooks import Located, ModuleHooks
 from gradscaler.diagnose._gradients.nonfinite import inspect
 from gradscaler.diagnose._gradients.operation_watch import OperationWatch
 from gradscaler.diagnose._monitor.backward_dtypes import listen
+from gradscaler.diagnose._monitor.cut_off import CutOff
 from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of, measure
 from gradscaler.diagnose._monitor.ranks import rank_and_world_size
 from gradscaler.diagnose._monitor.sampling import is_sampled
@@ -63,6 +64,8 @@ class EagerObserver(StepSource):
         # Operations of many processes are on parts of tensors, and may be collectives.
         is_alone = rank_and_world_size()[1] == 1
         self._watch = OperationWatch(self._hooks) if is_torch and is_alone else None
+        model = None if self._hooks is None else self.model
+        self._cut_off = CutOff(model) if is_torch and is_alone else None
         self._used = UsedGradients() if is_torch and is_alone else None
         self._budget = WatchBudget()
         self._located: Located | None = None  # in the latest streak of skips
@@ -84,6 +87,8 @@ class EagerObserver(StepSource):
         number = self._iterations[-1].number
         if number == self._first or is_sampled(number, self.every):
             listen(outputs, self._iterations[-1].backward)
+        if self._cut_off is not None:
+            self._cut_off.see(outputs)
         if self._used is not None and not self._iterations[-1].losses:
             self._used.before_backward()
         loss = local(outputs).detach()
@@ -113,6 +118,8 @@ class EagerObserver(StepSource):
         if self._used is not None:
             held = self._used.before_step(optimizer)
             self._iterations[-1].added_to += [] if held is None else [held]
+        if self._cut_off is not None:
+            self._cut_off.note(self._named_now(optimizer))
         self._measure_if_due(optimizer, scale)
 
     def stepped(self, optimizer: Any, outcome: StepOutcome, /) -> None:
@@ -163,6 +170,8 @@ class EagerObserver(StepSource):
 
     def updated(self) -> None:
         """Begin to watch the next iteration, if that is wanted: the scale has moved."""
+        if self._cut_off is not None:
+            self._cut_off.begin()
         if self._inspects_next and self._updated == self._iterations[-1].number - 1:
             self._inspect_next(True)
 
@@ -170,6 +179,8 @@ class EagerObserver(StepSource):
         """Observe no more, and add the iterations that wait."""
         self.scaler.remove_observer(self)
         self._inspect_next(False)
+        if self._cut_off is not None:
+            self._cut_off.stop()
         self._note_missed_steps()
         self._end()
         self.read()
@@ -202,6 +213,10 @@ class EagerObserver(StepSource):
         if iteration.backward:
             self.log.note_backward(frozenset(iteration.backward))
         self._iterations.append(Iteration(iteration.number + 1))
+        if self._cut_off is not None:
+            has_gone = any(measured.has_gone for measured in iteration.measured.values())
+            if (cut := self._cut_off.end(has_gone)) is not None:
+                self.log.note_cut(cut)
         iteration.optimizers = {}  # they need not live until the iteration is read
 
     # Reading late.
@@ -323,9 +338,13 @@ class EagerObserver(StepSource):
             for p, parameter in enumerate(group["params"])
         }
 
-    def _gradients(self, optimizer: Any) -> dict[str, Any]:
+    def _named_now(self, optimizer: Any) -> dict[str, Any]:
+        """The parameters of an optimizer of this iteration."""
         others = self._iterations[-1].optimizers.keys() - {id(optimizer)}
-        named = self._named(optimizer, len(others))
+        return self._named(optimizer, len(others))
+
+    def _gradients(self, optimizer: Any) -> dict[str, Any]:
+        named = self._named_now(optimizer)
         return {name: grad for name, p in named.items() if (grad := p.grad) is not None}
 
     def _measure_if_due(self, optimizer: Any, scaled_by: Any = None) -> None:
@@ -346,7 +365,17 @@ class EagerObserver(StepSource):
             known = norm if math.isfinite(norm) else None
         is_scaled = scaled_by is not None
         scale = float(scaled_by if is_scaled else self.scaler.observed.state.scale)
-        iteration.measured[id(optimizer)] = measure(gradients, self.dtype, scale, is_scaled, known)
+        measured = measure(gradients, self.dtype, scale, is_scaled, known)
+        named = self._named_now(optimizer)
+        missing = tuple(name for name, p in named.items() if p.grad is None and _is_trained(p))
+        iteration.measured[id(optimizer)] = replace(measured, missing=missing)
+
+
+def _is_trained(parameter: Any) -> bool:
+    """Whether a parameter requires a gradient; ``stop_gradient`` is Paddle's."""
+    if hasattr(parameter, "stop_gradient"):
+        return not parameter.stop_gradient
+    return bool(parameter.requires_grad)
 
 
 def _loss(losses: list[Any]) -> float | None:

@@ -82,6 +82,7 @@ class Counts(NamedTuple):
     optimizer: int | None = None  # the one that alone took the last step
     backward: frozenset[str] = frozenset()  # since the last sample: see Sample
     calls: Mapping[str, int] = MappingProxyType({})  # since then
+    cut: Mapping[str, str] | None = None  # since then
 
 
 class StepLog:
@@ -178,11 +179,16 @@ class StepLog:
             evidence=counts.evidence.after(sample),
             backward=frozenset(),
             calls=MappingProxyType({}),
+            cut=None,
         )
 
     def note_backward(self, dtypes: frozenset[str]) -> None:
         """Remember which dtypes a backward pass computes in."""
         self.counts = self.counts._replace(backward=self.counts.backward | dtypes)
+
+    def note_cut(self, cut: Mapping[str, str]) -> None:
+        """Remember what lets no gradient through to parameters, by their names."""
+        self.counts = self.counts._replace(cut=cut)
 
     def note_unstepped(self) -> None:
         """Count an update after gradients were unscaled and not used."""
@@ -211,6 +217,7 @@ class StepLog:
             losses=self._losses_since(counts.sampled),
             backward=tuple(sorted(counts.backward)),
             calls=dict(counts.calls),
+            cut=counts.cut,
             **measured,
         )
 
