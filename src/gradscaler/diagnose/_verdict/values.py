@@ -90,8 +90,8 @@ def dead(evidence: Evidence) -> Verdict | None:
         "dead",
         f"{which} are exactly 0 in step {sample.step}, at a loss scale of {sample.scale:g}, and no "
         f"gradient is small. A larger scale would not help: look for {zeroed}what has no slope "
-        "between these parameters and the loss, such as ReLUs that are all off (their biases, a learning "
-        "rate that was too large), a clamp, rounding or argmax, a saturated function, or "
+        "between these parameters and the loss, such as ReLUs that are all off (their biases, a "
+        "learning rate that was too large), a clamp, rounding or argmax, a saturated function, or "
         "detach().",
         where,
     )
