@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,6 @@ from gradscaler.diagnose._gradients.reading import floating, largest, largest_of
 from gradscaler.diagnose._verdict.values import CUT, ENDED, SATURATED, STEPS
 
 _LARGE = 2.0**-10  # a gradient that no slope of 2**-14 flushes in float16
-
-
 _LOOKS = 3  # steps in a row that are looked at
 _MOST_ROUNDS = 4  # of such looks: each may have modules compiled again
 
@@ -52,7 +51,7 @@ class CutOff:
         for name, module in modules_of(self._model) if self._model is not None else ():
             is_compiled = isinstance(module, framework.jit.ScriptModule)
             if not is_compiled and any(p.requires_grad for _, p in own_parameters_of(module)):
-                call = partial(_note_call, self._called, framework.Tensor, name)
+                call = _hook_of(name, self._called, framework)
                 self._handles.append(module.register_forward_hook(call))
 
     def see(self, loss: Any) -> None:
@@ -118,20 +117,27 @@ class CutOff:
 # A hook that held its owner would keep it alive, as no collector sees into the graph.
 
 
-def _note_call(
-    called: dict[str, bool], kind: Any, name: str, module: Any, args: Any, output: Any
-) -> None:
-    is_in_graph = any(tensor.requires_grad for tensor in floating(kind, output))
-    called[name] = called.get(name, False) or is_in_graph
+def _hook_of(name: str, called: dict[str, bool], framework: Any) -> Callable[..., None]:
+    """A forward hook that notes in ``called`` whether a module's output takes part in the graph."""
+
+    def note(module: Any, args: Any, output: Any) -> None:
+        with suppress(Exception):
+            is_in_graph = any(t.requires_grad for t in floating(framework.Tensor, output))
+            called[name] = called.get(name, False) or is_in_graph
+
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled
+        note = framework.compiler.disable(note)
+    return note
 
 
 def _note_slope(
     flat: dict[Any, str], node: Any, operation: str, inputs: Iterable[Any], outputs: Iterable[Any]
 ) -> None:
-    before = largest_of(largest(grad) for grad in outputs if grad is not None)
-    after = [largest(grad) for grad in inputs if grad is not None]
-    if before >= _LARGE and after and not any(after):
-        flat[node] = operation
+    with suppress(Exception):
+        before = largest_of(largest(grad) for grad in outputs if grad is not None)
+        after = [largest(grad) for grad in inputs if grad is not None]
+        if before >= _LARGE and after and not any(after):
+            flat[node] = operation
 
 
 def _nodes_from(waiting: list[Any]) -> Iterator[Any]:
