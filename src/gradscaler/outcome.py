@@ -125,3 +125,6 @@ class Observer(Protocol):
 
     def updating(self) -> None:
         """``update`` was called, and nothing has moved yet. An exception stops it."""
+
+    def updated(self) -> None:
+        """``update`` is done. After an exception, the same call again moves nothing twice."""

@@ -5,7 +5,7 @@ import pytest
 
 from gradscaler import NonfiniteGradient
 from gradscaler.diagnose._gradients.module_hooks import Located
-from gradscaler.diagnose._run.lines import Bins, Sample, Shares, Skip
+from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip
 from gradscaler.diagnose._verdict import Evidence, judge
 from gradscaler.diagnose._verdict.evidence import Past
 
@@ -73,6 +73,43 @@ def test_too_many_skips_get_the_verdict_that_their_evidence_allows(kind, where, 
 )
 def test_a_text_gives_the_evidence(words, changes):
     assert words in judge(replace(STUCK, **changes)).text
+
+
+def in_loss(operation, num_inf=3, largest=6e4):
+    module = None, "forward", "", "float32"
+    return Located(*module, num_inf, 1, 64, 1.0, largest, operation=operation, line="train.py:7")
+
+
+@pytest.mark.parametrize(
+    ("located", "words"),
+    [
+        (
+            in_loss("pow"),
+            "255 is too large for float16, and higher powers sooner: compute the loss",
+        ),
+        (in_loss("square"), "compute the loss in float32 (outputs.float()), or bring outputs"),
+        (in_loss("mul"), "this: compute the loss in float32 (outputs.float()), or bring outputs"),
+        (in_loss("pow", largest=0.5), "a negative power of 0 is Inf"),
+        (in_loss("pow", num_inf=0), "a fractional power of a negative number NaN"),
+        (in_loss("to"), "in float32, by a cast at train.py:7, from finite inputs"),
+        (replace(LOCATED, operation="pow"), "sooner: run this module in bfloat16 or float32"),
+        (replace(LOCATED, operation="to"), "becomes Inf when it is cast to float16"),
+        (replace(LOCATED, operation="topk"), "run this module in bfloat16 or float32"),
+    ],
+)
+def test_advice_fits_the_operation_and_the_place(located, words):
+    found = judge(replace(STUCK, located=located, skips=NAN_LOSS))
+    assert found.kind == ("loss" if located.module is None else "activations")
+    assert words in found.text
+    assert found.text.count(". ") == 1
+
+
+def test_a_divergence_speaks_of_a_cast():
+    past = tuple(Past(n, 8.0, n > 99, 10.0 ** (n // 20)) for n in range(1, 119))
+    located = replace(LOCATED, operation="to", line="model.py:3")
+    found = judge(replace(STUCK, past=past, located=located))
+    assert found.kind == "divergence"
+    assert "(first in encoder.3, by a cast at model.py:3)" in found.text
 
 
 @pytest.mark.parametrize(
@@ -235,3 +272,68 @@ def test_gradients_that_are_all_zero_are_an_underflow():
     sample = Sample(100, 1.0, (), 100, (), shares=shares, histogram=Bins(0, ()))
     found = judge(Evidence(100, 0, sample=sample))
     assert (found.kind, found.where) == ("underflow", None)
+
+
+def having_cut(cut, zero=(), missing=(), alive=("c.weight",), later=None):
+    """The verdict on gradients that are 0, missing or alive; ``later`` is of one more sample."""
+    evidence = Evidence(400, 0)
+    for gone, missed, looked in ((zero, missing, cut), *([(*later, None)] if later else ())):
+        found = {name: ParameterSample(1.0, 0, 0, 0, Bins(0, ())) for name in gone}
+        rest = [name for name in (*alive, *zero) if name not in gone]
+        found |= {name: ParameterSample(0.0, 0, 0, 0, Bins(-9, (1,))) for name in rest}
+        step = len(evidence.past) + 100
+        sample = Sample(step, 1024.0, (), 100, (), shares=RELU, histogram=Bins(-9, (1,)))
+        sample = replace(sample, parameters=found, missing=missed, cut=looked)
+        evidence = evidence.after(sample)
+    return judge(evidence)
+
+
+@pytest.mark.parametrize(
+    ("operation", "words"),
+    [
+        ("sign", "because they pass sign, whose slope is 0 everywhere. A larger scale would not"),
+        ("round", "x + (x.round() - x).detach()"),
+        ("tanh", "pass tanh, whose slope is 0 for all of its inputs"),
+        ("relu", "leaky_relu"),
+    ],
+)
+def test_what_lets_no_gradient_through_is_named(operation, words):
+    names = "a.weight", "b.weight"
+    found = having_cut(dict.fromkeys(names, operation), zero=names)
+    assert (found.kind, found.where) == ("dead", "b")
+    assert "2 of 3 parameters, a.weight first, are exactly 0" in found.text
+    assert words in found.text
+    assert found.text.count(". ") == 1
+
+
+def test_what_cuts_the_graph_is_looked_for_behind_the_last_module_without_a_gradient():
+    names = "a.weight", "b.weight"
+    found = having_cut(dict.fromkeys(names, ""), missing=names)
+    assert (found.kind, found.where) == ("dead", "b")
+    assert "2 of 3 parameters, a.weight first, have no gradient" in found.text
+    assert "look behind b for what cuts the graph, such as detach()" in found.text
+
+
+def test_a_later_gradient_disproves_a_cut():
+    zero = ("a.weight",)
+    still, again = (zero, ()), ((), ())
+    assert having_cut({"a.weight": "relu"}, zero=zero, later=still).kind == "dead"
+    assert having_cut({"a.weight": "relu"}, zero=zero, later=again).kind == "normal"
+
+
+def test_where_nothing_has_a_gradient_no_part_is_blamed():
+    names = "a.weight", "b.weight"
+    assert having_cut(dict.fromkeys(names, "relu"), zero=names, alive=()).kind == "normal"
+
+
+@pytest.mark.parametrize(("missing", "those"), [(("v",), "v"), (("v", "w", "x"), "v and 2 more")])
+def test_parameters_that_are_not_used_are_information(missing, those):
+    found = having_cut(None, missing=missing)
+    assert found.kind == "normal"
+    assert f"Nothing needs fixing, unless {those} should be trained" in found.text
+    later = having_cut(None, missing=missing, later=((), missing[1:]))
+    assert those not in later.text
+
+
+def test_a_run_without_a_step_is_not_called_right():
+    assert "step(optimizer) finds no gradients" in judge(Evidence(0, 0)).text

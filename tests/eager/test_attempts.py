@@ -768,6 +768,9 @@ class Observer:
     def updating(self):
         self.heard.append("updating")
 
+    def updated(self):
+        self.heard.append("updated")
+
 
 def test_observers_hear_of_one_step_at_the_scale_that_worked(scaler):
     problem, observer = Problem(micro_batches=1), Observer()
@@ -780,6 +783,7 @@ def test_observers_hear_of_one_step_at_the_scale_that_worked(scaler):
         ("unscaling", 512.0),
         ("stepped", 512.0),
         "updating",
+        "updated",
     ]
 
 

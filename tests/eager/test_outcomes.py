@@ -211,6 +211,9 @@ class Recorder:
     def updating(self):
         self.note("updating")
 
+    def updated(self):
+        self.note("updated")
+
 
 def test_an_observer_is_told_of_each_call_while_the_gradients_are_there(
     unscale, scaler, parameters
@@ -231,7 +234,25 @@ def test_an_observer_is_told_of_each_call_while_the_gradients_are_there(
         *(calls if unscale else reversed(calls)),
         ("stepped", optimizer, scaler.last_step(optimizer), [[1.0]] * 2),
         ("updating", [[1.0]] * 2),
+        ("updated", [[1.0]] * 2),
     ]
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_an_observer_that_raises_after_an_update_has_it_move_once(
+    overflows, scaler, parameters, finite, overflowed
+):
+    recorder, optimizer = Recorder(parameters), library.sgd(parameters)
+    recorder.updated = lambda: 1 / 0
+    scaler.add_observer(recorder)
+    library.backward(scaler, parameters, overflowed if overflows else finite)
+    scaler.step(optimizer)
+    with pytest.raises(ZeroDivisionError):
+        scaler.update()
+    with pytest.raises(CallOrderError):
+        scaler.update()
+    moved = library.scale_of(scaler), library.finite_steps_of(scaler)
+    assert moved == ((512.0, 0) if overflows else (1024.0, 1))
 
 
 def test_an_observer_that_raises_in_update_stops_it_with_nothing_moved(

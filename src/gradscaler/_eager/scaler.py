@@ -185,36 +185,9 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """
         if not self._enabled:
             return
-        if self._closures.losses is not None:
-            raise self._closures.refusal("update")
-        state = self._placed_state("update")
-        if self._awaiting and any(record.awaits_step for record in self._awaiting):
-            raise CallOrderError(
-                "update() was called after clip_grad_norm_(), which clips in step(optimizer), and "
-                "without that step: call scaler.step(optimizer) in place of optimizer.step()"
-            )
+        self._move(new_scale)
         for observer in self._observers:
-            observer.updating()
-        if new_scale is not None:
-            self._set_scale(new_scale)
-        else:
-            found_infs, is_checked = [], False
-            for record in self._records.values():
-                if record.found_inf:
-                    found_infs.append(record.found_inf)
-                elif record.found_inf is not None or record.stage is Stage.INTERRUPTED:
-                    is_checked = True  # there were no gradients, or nothing is to move
-            if not found_infs and not is_checked:
-                raise CallOrderError(
-                    "No inf checks were recorded prior to update(): call step(optimizer) or "
-                    "unscale_(optimizer) before update()"
-                )
-            if self._closures.backed_off is not None:
-                self._state = state = self._closures.backed_off
-            if found_infs:
-                amaxes = self._amaxes()
-                self._state = self._operations.advance(self._policy, state, found_infs, amaxes)
-        self._end_iteration()
+            observer.updated()
 
     def minimize(self, optimizer: OptimizerT, scaled_loss: TensorT | None = None) -> Any:
         """``step(optimizer)`` and ``update()`` in one call, after the backward pass.
@@ -422,6 +395,39 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def _scale_moves(self) -> bool:
         """Whether the policy is asked for the next scale at all."""
         return True
+
+    def _move(self, new_scale: float | TensorT | None = None) -> None:
+        """Move the scale, and end the iteration."""
+        if self._closures.losses is not None:
+            raise self._closures.refusal("update")
+        state = self._placed_state("update")
+        if self._awaiting and any(record.awaits_step for record in self._awaiting):
+            raise CallOrderError(
+                "update() was called after clip_grad_norm_(), which clips in step(optimizer), and "
+                "without that step: call scaler.step(optimizer) in place of optimizer.step()"
+            )
+        for observer in self._observers:
+            observer.updating()
+        if new_scale is not None:
+            self._set_scale(new_scale)
+        else:
+            found_infs, is_checked = [], False
+            for record in self._records.values():
+                if record.found_inf:
+                    found_infs.append(record.found_inf)
+                elif record.found_inf is not None or record.stage is Stage.INTERRUPTED:
+                    is_checked = True  # there were no gradients, or nothing is to move
+            if not found_infs and not is_checked:
+                raise CallOrderError(
+                    "No inf checks were recorded prior to update(): call step(optimizer) or "
+                    "unscale_(optimizer) before update()"
+                )
+            if self._closures.backed_off is not None:
+                self._state = state = self._closures.backed_off
+            if found_infs:
+                amaxes = self._amaxes()
+                self._state = self._operations.advance(self._policy, state, found_infs, amaxes)
+        self._end_iteration()
 
     def _place(self, device: Any) -> State:
         """Put the state on the device of the first scaled tensor."""

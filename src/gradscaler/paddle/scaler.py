@@ -301,30 +301,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         Raises:
             RuntimeError: nothing was checked since the last call.
         """
-        if not self._enabled:
-            return
-        if not self._use_dynamic_loss_scaling:
-            for observer in self._observers:
-                observer.updating()
-            self._end_iteration()
-            return
-        before = self._host_state().scale
-        start = self._closures.backed_off or self._host_state()
-        optimizers = set(self._records)
-        found_infs = [record.found_inf for record in self._records.values() if record.found_inf]
-        amaxes = self._amaxes()
         super().update()
-        last = self._updated
-        if last is not None and optimizers.isdisjoint(last.optimizers):  # one loss, one step
-            start, optimizers = last.start, optimizers | last.optimizers
-            found_infs, amaxes = last.found_infs + found_infs, last.amaxes + amaxes
-            if found_infs:
-                self._state = _operations.advance(self._policy, start, found_infs, amaxes)
-        if self._scaled_by is not None:
-            self._updated = _Update(start, optimizers, found_infs, amaxes)
-        after = self._host_state().scale
-        if after < before:
-            logger.debug("non-finite gradients: loss scale %g, now %g", before, after)
 
     # Getters and setters.
 
@@ -634,6 +611,31 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     def _scale_moves(self) -> bool:
         return self._use_dynamic_loss_scaling
+
+    def _move(self, new_scale: Any = None) -> None:
+        """Move the scale; optimizers that follow without another loss belong to the same step."""
+        if not self._use_dynamic_loss_scaling:
+            for observer in self._observers:
+                observer.updating()
+            self._end_iteration()
+            return
+        before = self._host_state().scale
+        start = self._closures.backed_off or self._host_state()
+        optimizers = set(self._records)
+        found_infs = [record.found_inf for record in self._records.values() if record.found_inf]
+        amaxes = self._amaxes()
+        super()._move()
+        last = self._updated
+        if last is not None and optimizers.isdisjoint(last.optimizers):  # one loss, one step
+            start, optimizers = last.start, optimizers | last.optimizers
+            found_infs, amaxes = last.found_infs + found_infs, last.amaxes + amaxes
+            if found_infs:
+                self._state = _operations.advance(self._policy, start, found_infs, amaxes)
+        if self._scaled_by is not None:
+            self._updated = _Update(start, optimizers, found_infs, amaxes)
+        after = self._host_state().scale
+        if after < before:
+            logger.debug("non-finite gradients: loss scale %g, now %g", before, after)
 
     def _set_scale(self, new_scale: Any) -> None:
         self.set_init_loss_scaling(new_scale)

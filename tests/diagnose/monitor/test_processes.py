@@ -286,7 +286,7 @@ def touched(rank, model):
         return call_and_note
 
     for owner, names in (
-        (source, ("scaled", "unscaling", "stepping", "stepped", "updating")),
+        (source, ("scaled", "unscaling", "stepping", "stepped", "updating", "updated")),
         (source._hooks, ("_enter", "_leave")),
     ):
         for name in names:

@@ -12,6 +12,8 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from gradscaler.diagnose import Monitor, read_run
+from gradscaler.diagnose._gradients.operation_watch import OperationWatch
+from gradscaler.diagnose._monitor import watch_budget
 from gradscaler.diagnose.report._summary import tables_of
 from gradscaler.torch import GradScaler
 
@@ -99,6 +101,45 @@ def test_a_verdict_names_the_operation_in_the_file_as_in_the_monitor(kind, flags
     assert read_run(path).verdict == found
 
 
+@pytest.fixture
+def each_step_takes_a_second(monkeypatch):
+    """A watched one takes ten."""
+
+    def add(training):
+        now = 0.0
+
+        def clock():
+            nonlocal now
+            now += 10.0 if training.watched and training.watched[-1] else 1.0
+            return now
+
+        monkeypatch.setattr(watch_budget, "clock", clock)
+
+    return add
+
+
+@pytest.mark.parametrize(
+    ("bad", "watched"),
+    [
+        # The step after is always watched; others when 10 s, 20 s... are 5 % of the time.
+        ((7, 20), [8, 21, 185, 376, 567]),
+        ((7, 20, 376), [8, 21, 185, 376, 377]),  # located
+        # Every 40 steps: when the next one is due, and there is time.
+        ((20, 60, 100, 140, 180), [21, 61, 101, 141, 180, 181]),
+    ],
+)
+def test_later_steps_are_watched_in_5_percent_of_the_time_until_one_is_located(
+    bad, watched, each_step_takes_a_second, path
+):
+    training = Training(path=path)
+    each_step_takes_a_second(training)
+    training.steps("!" if step in bad else "." for step in range(1, 601))
+    found = [step for step, was in enumerate(training.watched, 1) if was]
+    assert found == watched
+    located = [step for step, operation in watched_in(path, "step", "operation") if operation]
+    assert located == [step for step in watched if step in bad]
+
+
 def test_a_skip_at_a_scale_that_is_too_large_is_not_watched(path):
     training = Training(scale=2.0**126, path=path).steps("....")
     assert training.monitor.history[0].skipped
@@ -139,6 +180,22 @@ def test_a_watched_training_has_the_same_bits(closure):
     assert all(map(torch.equal, bits(True), bits(False)))
 
 
+@pytest.mark.parametrize("closure", [False, True])
+def test_an_update_is_not_watched_so_an_interrupt_cannot_move_the_scale_twice(closure, monkeypatch):
+    training = Training(stuck_after=3, on_stuck="continue")
+    watched, update = [], training.scaler.update
+
+    def watched_update():
+        with monkeypatch.context() as patch:
+            patch.setattr(OperationWatch, "_call", lambda *_: watched.append("update") or 1 / 0)
+            update()
+
+    monkeypatch.setattr(training.scaler, "update", watched_update)
+    training.steps(".!..!!!..", closure)
+    assert any(training.watched)
+    assert watched == []
+
+
 def test_a_closed_monitor_watches_no_more():
     training = Training().steps("!")
     assert is_in_torch_dispatch_mode()
@@ -153,6 +210,17 @@ def test_a_monitor_that_is_dropped_while_it_watches_watches_no_more():
     del training
     gc.collect()
     assert not is_in_torch_dispatch_mode()
+
+
+@pytest.mark.parametrize("steps", ["!", "!!"])
+def test_a_monitor_that_is_dropped_while_its_model_lives_leaves_nothing_on_it(steps):
+    training = Training().steps(steps)
+    model = training.model
+    training.backward("!")
+    del training
+    gc.collect()
+    assert not is_in_torch_dispatch_mode()
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
 
 
 def test_a_loss_that_recovers_is_no_longer_watched(path):

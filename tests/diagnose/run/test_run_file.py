@@ -42,6 +42,8 @@ SAMPLE = Sample(
     largest=0.5,
     backward=("float16", "float32"),
     calls={"unstepped": 3},
+    missing=("v",),
+    cut={"v": "round"},
 )
 SKIP = Skip(
     56, 16.0, math.nan, (NonfiniteGradient("w", (2, 3), "float16", 1, 2, -math.inf),), more=4
@@ -83,7 +85,9 @@ DOCUMENTED = """[
  "parameters": {"<w>": {"zero": 0.25, "flushed": 0.125, "subnormal": 0.125, "nonfinite": 0.0,
                         "histogram": [-20, [1, 0, 3]]}},
  "worst": ["<w>"], "losses": [null, 2.5], "largest": 0.5,
- "backward": ["float16", "float32"], "calls": {"unstepped": 3}},
+ "backward": ["float16", "float32"], "calls": {"unstepped": 3},
+   "missing": ["v"],
+   "cut": {"v": "round"}},
 {"kind": "skip", "step": 56, "scale": 16.0, "loss": "nan",
  "nonfinite": [{"name": "w", "shape": [2, 3], "dtype": "float16", "num_inf": 1, "num_nan": 2,
                 "largest_finite": "-inf"}],

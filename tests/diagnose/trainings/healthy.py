@@ -304,3 +304,208 @@ def a_closure(setting: Setting) -> None:
     for _ in range(40):
         scaler.step(optimizer, closure)
         scaler.update()
+
+
+@training("normal")
+def gradients_are_set_to_zero_in_place(setting: Setting) -> None:
+    """After the forward pass, after the loss is scaled, or by hand before both."""
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model)
+    for _ in range(120):
+        for parameter in model.parameters() if setting.pick(False, False, True) else ():
+            if parameter.grad is not None:
+                parameter.grad.data.zero_()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(model, torch.randn(32, 16))
+        if setting.pick(True, False):
+            optimizer.zero_grad(set_to_none=False)
+        scaled = scaler.scale(loss)
+        if setting.pick(False, True, False):
+            optimizer.zero_grad(set_to_none=False)
+        scaled.backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+class LowRank(nn.Module):
+    """A frozen layer, and an adapter whose second matrix starts at zero."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width).requires_grad_(False)
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, width, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(inputs) + self.up(self.down(inputs))
+        return outputs
+
+
+@training("normal")
+def adapters_that_start_at_zero(setting: Setting) -> None:
+    """Their first gradients are 0, and each step is sampled."""
+    model = nn.Sequential(LowRank(16, 4), nn.ReLU(), LowRank(16, setting.pick(2, 4, 8)), mlp(16, 1))
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model, every=setting.pick(1, 2, 3))
+    for _ in range(40):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(model, torch.randn(32, 16))
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+class Gated(nn.Module):
+    """A residual branch behind a gate that starts at zero."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.branch = mlp(width, width, width)
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = inputs + self.gate * self.branch(inputs)
+        return outputs
+
+
+@training("normal")
+def residual_gates_that_start_at_zero(setting: Setting) -> None:
+    model = nn.Sequential(*(Gated(16) for _ in range(setting.pick(2, 4, 6))), nn.Linear(16, 1))
+    fit(setting, model, lambda step: regression(model, torch.randn(32, 16)), 120)
+
+
+@training("normal")
+def experts_that_are_cold_now_and_then(setting: Setting) -> None:
+    """An expert without inputs has a gradient of 0, or none if it is not called."""
+    experts = nn.ModuleList(mlp(16, 16, 1) for _ in range(6))
+    gate = nn.Linear(16, 6)
+    model = nn.ModuleDict({"gate": gate, "experts": experts})
+    model.register_parameter("bias", nn.Parameter(torch.zeros(1)))
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(4, 16)
+        shares, chosen = gate(inputs).softmax(-1).max(-1)
+        total = model.bias * torch.ones(4, 1)
+        for number, expert in enumerate(experts):
+            mine = chosen == number
+            if setting.pick(False, True, False) and not mine.any():
+                continue
+            outputs = expert(inputs * mine[:, None]) * mine[:, None] * shares[:, None]
+            total = total + outputs
+        return (total.float() - inputs.sum(1, keepdim=True)).square().mean()
+
+    fit(setting, model, loss_of, 150)
+
+
+@training("normal", None, "b.0.weight and 3 more should be trained")
+def heads_that_are_not_used_in_this_phase(setting: Setting) -> None:
+    """They are called, or not, and nothing is done with what they return."""
+    body, used, idle = mlp(16, 32, 32), mlp(32, 16, 1), mlp(32, 16, 4)
+    model = nn.ModuleDict({"body": body, "b": idle, "a": used})
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(32, 16)
+        hidden = body(inputs).relu()
+        if setting.pick(True, False):
+            idle(hidden)
+        return regression(used, hidden)
+
+    fit(setting, model, loss_of, 150)
+
+
+@training("normal", None, "should be trained")
+def an_encoder_under_no_grad(setting: Setting) -> None:
+    """A first phase in which only the head is trained."""
+    encoder, head = mlp(16, 32, 16), mlp(16, setting.pick(16, 32), 1)
+    model = nn.Sequential(encoder, head)
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(32, 16)
+        with torch.no_grad():
+            hidden = encoder(inputs)
+        return regression(head, hidden.float())
+
+    fit(setting, model, loss_of, 120)
+
+
+@training("normal")
+def a_margin_that_is_met(setting: Setting) -> None:
+    """A second loss that has nothing left to improve."""
+    body, first, second = mlp(16, 32, 16), nn.Linear(16, 1), mlp(16, 16, 1)
+    model = nn.ModuleDict({"body": body, "first": first, "second": second})
+    with torch.no_grad():
+        second.get_parameter("2.bias").fill_(setting.pick(30.0, 50.0))
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(32, 16)
+        hidden = body(inputs)
+        margin = (1.0 - second(hidden).float()).relu().mean()
+        return regression(first, hidden) + margin
+
+    fit(setting, model, loss_of, 120)
+
+
+@training("normal")
+def a_head_that_is_used_every_few_steps(setting: Setting) -> None:
+    body, often, seldom = mlp(16, 32, 16), mlp(16, 16, 1), mlp(16, 16, 1)
+    model = nn.ModuleDict({"body": body, "often": often, "seldom": seldom})
+
+    def loss_of(step: int) -> Tensor:
+        hidden = body(torch.randn(32, 16))
+        loss = regression(often, hidden)
+        return loss + regression(seldom, hidden) if step % setting.pick(4, 7, 5) == 0 else loss
+
+    fit(setting, model, loss_of, 200)
+
+
+@training("normal")
+def biases_before_batch_norms(setting: Setting) -> None:
+    """Their gradients are 0 but for rounding."""
+    width = setting.pick(8, 16, 32)
+    layers = (nn.Linear(16, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 1))
+    model = nn.Sequential(*layers)
+    fit(setting, model, lambda step: regression(model, torch.randn(32, 16)), 120)
+
+
+@training("normal")
+def a_quantizer_that_gradients_pass(setting: Setting) -> None:
+    """A straight-through estimator, or a book of codes with its own loss."""
+    encoder, decoder = mlp(16, 32, 8), mlp(8, 32, 16)
+    book = nn.Embedding(setting.pick(16, 64, 512), 8)
+    model = nn.ModuleDict({"encoder": encoder, "book": book, "decoder": decoder})
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(32, 16)
+        hidden = encoder(inputs).float()
+        code = book(torch.cdist(hidden.detach(), book.weight).argmin(1))
+        loss = (code - hidden.detach()).square().mean() + (hidden - code.detach()).square().mean()
+        rounded = hidden.round() if setting.pick(True, False) else code
+        outputs = decoder(hidden + (rounded - hidden).detach()).float()
+        return loss + nn.functional.mse_loss(outputs, inputs)
+
+    fit(setting, model, loss_of, 120)
+
+
+@training("normal")
+def a_state_that_is_detached_between_windows(setting: Setting) -> None:
+    cell, out = nn.GRUCell(8, 16), nn.Linear(16, 1)
+    model = nn.ModuleDict({"cell": cell, "out": out})
+    state = torch.zeros(8, 16)
+
+    def loss_of(step: int) -> Tensor:
+        nonlocal state
+        state = state.detach().float()
+        loss = torch.zeros(())
+        for _ in range(setting.pick(1, 5, 3)):
+            inputs = torch.randn(8, 8)
+            state = cell(inputs, state)
+            error = out(state).float() - inputs.sum(1, keepdim=True)
+            loss = loss + error.square().mean()
+        return loss
+
+    fit(setting, model, loss_of, 120)

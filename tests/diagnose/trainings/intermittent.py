@@ -154,3 +154,21 @@ def some_sequences_are_all_padding(setting: Setting) -> None:
         return out(mixed.mean(1)).float().square().mean()
 
     fit(setting, model, loss_of, 160)
+
+
+@training("data", None, "mask")
+def an_additive_mask_on_a_whole_row(setting: Setting) -> None:
+    """It is -inf in float16."""
+    query, key, value = (nn.Linear(16, 16) for _ in range(3))
+    model = nn.ModuleDict({"query": query, "key": key, "value": value})
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(8, 6, 16)
+        lengths = torch.randint(1, 7, (8, 1))
+        if step % setting.pick(13, 21, 17) == 0:
+            lengths[0] = 0
+        mask = (torch.arange(6) >= lengths).half() * -1e5
+        scores = query(inputs) @ key(inputs).transpose(1, 2) / 4 + mask[:, None]
+        return (scores.softmax(-1) @ value(inputs)).float().square().mean()
+
+    fit(setting, model, loss_of, 160)

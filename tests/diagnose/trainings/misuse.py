@@ -120,3 +120,52 @@ def a_gan_that_updates_twice(setting: Setting) -> None:
         scaler.scale(of_generator).backward()
         scaler.step(optimizers[1])
         scaler.update()
+
+
+@training("misuse", None, r"update\(\) once")
+def a_step_after_each_micro_batch(setting: Setting) -> None:
+    """And zero_grad() after the last one."""
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model)
+    for micro in range(1, 200):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(model, torch.randn(16, 16)) / 4
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if micro % setting.pick(4, 2, 8) == 0:
+            optimizer.zero_grad()
+
+
+@training("misuse", None, "zero_grad")
+def gradients_are_never_zeroed(setting: Setting) -> None:
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model)
+    for _ in range(120):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(model, torch.randn(16, 16))
+        scaler.scale(loss).backward()
+        if setting.pick(True, False):
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@training("dead|normal", None, r"zero_grad\(\)")
+def zero_grad_before_the_step(setting: Setting) -> None:
+    """Gradients are 0; or there are none, and no step is ever taken."""
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model)
+    for _ in range(110):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(model, torch.randn(16, 16))
+        scaler.scale(loss).backward()
+        optimizer.zero_grad(set_to_none=setting.pick(False, True))
+        scaler.step(optimizer)
+        scaler.update()

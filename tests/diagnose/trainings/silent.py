@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from diagnose.trainings import Setting, fit, mlp, regression, training
@@ -148,5 +149,68 @@ def some_losses_are_nan_and_no_gradient_is(setting: Setting) -> None:
         if step % setting.pick(7, 13, 10) == 0:
             loss = loss + torch.tensor(0.0).log() * 0.0
         return loss
+
+    fit(setting, model, loss_of, 120)
+
+
+class Through(nn.Module):
+    """Calls a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.function(inputs)
+
+
+def with_function(function: Callable[[Tensor], Tensor]) -> nn.Sequential:
+    """A function between the second and the third of four layers."""
+    encoder, decoder = mlp(16, 32, 16), mlp(16, 32, 32, 1)
+    return nn.Sequential(encoder, Through(function), decoder)
+
+
+@training("dead", "0.2", "pass (sign|round|floor), whose slope is 0")
+def a_step_function_in_the_model(setting: Setting) -> None:
+    functions = setting.pick(torch.sign, torch.round, lambda x: (4 * x).floor() / 4)
+    model = with_function(functions)
+    fit(setting, model, lambda step: regression(model, 3 * torch.randn(32, 16)), 120)
+
+
+@training("dead", "0.2", "tanh|sigmoid|softmax")
+def a_function_is_saturated(setting: Setting) -> None:
+    functions = setting.pick(
+        lambda x: torch.tanh(x - 60.0),
+        lambda x: torch.sigmoid(x + 60.0),
+        lambda x: (x.float() + 200 * torch.arange(16)).softmax(-1),
+    )
+    model = with_function(functions)
+    fit(setting, model, lambda step: regression(model, torch.randn(32, 16)), 120)
+
+
+@training("dead", "0.2", "pass (relu|clamp)")
+def a_layer_in_the_middle_is_off(setting: Setting) -> None:
+    functions = setting.pick(torch.relu, lambda x: x.clamp(min=0), lambda x: x.clamp(0, 1))
+    model = with_function(lambda x: functions(x - 60.0))
+    fit(setting, model, lambda step: regression(model, torch.randn(32, 16)), 120)
+
+
+@training("dead", "0.2", r"detach\(\)")
+def an_encoder_is_detached(setting: Setting) -> None:
+    functions = setting.pick(Tensor.detach, lambda x: x.data, lambda x: (x > 0).float())
+    model = with_function(functions)
+    fit(setting, model, lambda step: regression(model, torch.randn(32, 16)), 120)
+
+
+@training("dead", "first.2", "argmax")
+def tokens_are_chosen_by_argmax(setting: Setting) -> None:
+    first, embed = mlp(16, setting.pick(32, 48, 64), 20), nn.Embedding(20, 16)
+    second = mlp(16, 32, 1)
+    model = nn.ModuleDict({"first": first, "embed": embed, "second": second})
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(32, 16)
+        guess = second(embed(first(inputs).argmax(1))).float()
+        return nn.functional.mse_loss(guess, inputs.sum(1, keepdim=True))
 
     fit(setting, model, loss_of, 120)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -107,6 +108,7 @@ class ModuleHooks:
         self._running: list[tuple[str, str]] = []
         self._backward = backward
         self._handles: list[Any] = []
+        weakref.finalize(self, remove_all, self._handles).atexit = False
         self._entered: defaultdict[str, list[_Call]] = defaultdict(list)
         self._calls: defaultdict[str, list[_Call]] = defaultdict(list)
 
@@ -121,8 +123,8 @@ class ModuleHooks:
             for name, module in modules_of(self.model):
                 if isinstance(module, compiled):
                     continue
-                enter = self._hook(partial(self._enter, name))
-                leave = self._hook(partial(self._leave, name))
+                enter = self._hook(self._enter, name)
+                leave = self._hook(self._leave, name)
                 self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(leave))
             for parameter in self.model.parameters() if self._backward else ():
@@ -135,9 +137,7 @@ class ModuleHooks:
 
     def stop(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        remove_all(self._handles)
         self._entered.clear()
         self._calls.clear()
         self._running.clear()
@@ -147,8 +147,16 @@ class ModuleHooks:
         """The name and the type of the innermost module that runs; None if there is none."""
         return self._running[-1] if self._running else (None, "")
 
-    def _hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """The same hook, not compiled, with its errors suppressed unless backward is checked."""
+    def _hook(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """A hook that is not compiled; its errors are suppressed unless backward is checked.
+
+        It does not keep this object alive, as a model may outlive its monitor.
+        """
+        own = weakref.WeakMethod(method)
+
+        def hook(*args: Any) -> Any:
+            call = own()
+            return None if call is None else call(name, *args)
 
         def quiet(*args: Any) -> Any:
             with suppress(Exception):
@@ -279,6 +287,13 @@ def _nonfinite_of(module: Module) -> str | None:
     """The name of one of the module's own parameters that is not finite, or None."""
     own = own_parameters_of(module)
     return next((name for name, p in own if not math.isfinite(largest(p))), None)
+
+
+def remove_all(handles: list[Any]) -> None:
+    """Remove the hooks of handles, and forget them."""
+    for handle in handles:
+        handle.remove()
+    handles.clear()
 
 
 def framework_of(model: Module) -> Any:

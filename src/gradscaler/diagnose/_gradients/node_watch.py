@@ -11,6 +11,7 @@ from typing import Any
 
 from gradscaler.diagnose._gradients.call_site import Site, differentiated
 from gradscaler.diagnose._gradients.event import Event, located_at
+from gradscaler.diagnose._gradients.module_hooks import remove_all
 from gradscaler.diagnose._gradients.reading import are_finite, largest_finite, read
 from gradscaler.diagnose._gradients.value_watch import ValueWatch
 
@@ -38,7 +39,7 @@ class NodeWatch:
         self._sites: dict[Node, Site] = {}
         self._reached: dict[Node, Event] = {}
         self._handles: list[Any] = []
-        weakref.finalize(self, _remove, self._handles).atexit = False
+        weakref.finalize(self, remove_all, self._handles).atexit = False
 
     def __contains__(self, node: Node) -> bool:
         return node in self._sites
@@ -51,7 +52,7 @@ class NodeWatch:
 
     def stop(self) -> None:
         """Remove the hooks."""
-        _remove(self._handles)
+        remove_all(self._handles)
         self._sites.clear()
         self._reached.clear()
 
@@ -103,9 +104,3 @@ class NodeWatch:
 def _call(method: weakref.WeakMethod[Any], node: Node, *gradients: Any) -> None:
     if (after := method()) is not None:
         after(node, *gradients)
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()

@@ -96,7 +96,8 @@ class OperationWatch:
         if is_in_torch_dispatch_mode():
             return
         if self._hooks is not None:
-            self._hooks.see_output = self._see_node
+            see_node = weakref.WeakMethod(self._see_node)  # the hooks may outlive the watch
+            self._hooks.see_output = lambda tensor: (see := see_node()) and see(tensor)
         self._is_on = True
         self._mode.__enter__()
 

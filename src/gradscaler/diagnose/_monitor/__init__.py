@@ -44,6 +44,13 @@ class Monitor:
     module's output, which autocast chooses. A step that is watched takes several times as long,
     and changes nothing. Others cost nothing.
 
+    With ``forensics``, PyTorch's later steps are watched too, until one names the operation: they
+    take at most 5 % of the time that training takes. Where such failures come at equal distances,
+    the step when the next one is due is watched.
+
+    After a sample in which a parameter's gradient is all 0 or missing, at most four times in a run,
+    three steps of PyTorch are looked at for what lets none through. Each takes about twice as long.
+
     What may be on a device is read only at samples and when asked for, so nothing else waits for
     the device. But with ``forensics`` each step's flag is read at once, if there are gradients to
     inspect. Without, a verdict waits for the next sample; a scaler that announces its steps is

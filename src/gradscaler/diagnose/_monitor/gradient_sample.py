@@ -29,6 +29,13 @@ class GradientSample:
     sizes: Mapping[str, int]  # how many elements each has
     histograms: Mapping[str, Histogram]  # of a part of each
     unseen: frozenset[str] = frozenset()  # those whose part is all 0, and that are not
+    missing: tuple[str, ...] = ()  # parameters without a gradient that require one
+
+    @property
+    def has_gone(self) -> bool:
+        """Whether a parameter's gradient is all 0, or missing."""
+        zeros = {name for name, h in self.histograms.items() if h.num_zero == h.size > 0}
+        return bool(zeros - self.unseen or self.missing)
 
 
 def measure(
@@ -58,8 +65,9 @@ def measure(
 def fields_of(measured: Iterable[GradientSample]) -> dict[str, Any]:
     """The fields of a :class:`~gradscaler.diagnose._run.lines.Sample`, of all optimizers."""
     norm, sizes, histograms = 0.0, dict[str, int](), dict[str, Histogram]()
-    unseen = set[str]()
+    unseen, missing = set[str](), list[str]()
     for one in measured:
+        missing += one.missing
         norm = math.hypot(norm, one.norm)
         unseen |= one.unseen
         sizes |= one.sizes
@@ -90,6 +98,7 @@ def fields_of(measured: Iterable[GradientSample]) -> dict[str, Any]:
         "shares": Shares(**{name: min(share, 1.0) for name, share in shares.items()}),
         "histogram": Bins(first, tuple(np.rint(counts).astype(np.int64).tolist())),
         "parameters": parameters,
+        "missing": tuple(missing),
         "worst": _worst(parameters, shares["flushed"] + shares["subnormal"]),
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -17,10 +17,13 @@ from gradscaler.diagnose._gradients.module_hooks import Located, ModuleHooks
 from gradscaler.diagnose._gradients.nonfinite import inspect
 from gradscaler.diagnose._gradients.operation_watch import OperationWatch
 from gradscaler.diagnose._monitor.backward_dtypes import listen
+from gradscaler.diagnose._monitor.cut_off import CutOff
 from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of, measure
 from gradscaler.diagnose._monitor.ranks import rank_and_world_size
 from gradscaler.diagnose._monitor.sampling import is_sampled
 from gradscaler.diagnose._monitor.steps import Step, StepSource, StuckError
+from gradscaler.diagnose._monitor.used_gradients import UsedGradients
+from gradscaler.diagnose._monitor.watch_budget import WatchBudget
 from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient, StepOutcome
 
 
@@ -35,6 +38,7 @@ class Iteration:
     measured: dict[int, GradientSample] = field(default_factory=dict)
     backward: set[str] = field(default_factory=set)  # dtypes, in the first iteration and samples
     is_unscaled: bool = False  # whether gradients were
+    added_to: list[Any] = field(default_factory=list)  # what used gradients held; see UsedGradients
 
 
 class EagerObserver(StepSource):
@@ -60,8 +64,13 @@ class EagerObserver(StepSource):
         # Operations of many processes are on parts of tensors, and may be collectives.
         is_alone = rank_and_world_size()[1] == 1
         self._watch = OperationWatch(self._hooks) if is_torch and is_alone else None
+        model = None if self._hooks is None else self.model
+        self._cut_off = CutOff(model) if is_torch and is_alone else None
+        self._used = UsedGradients() if is_torch and is_alone else None
+        self._budget = WatchBudget()
         self._located: Located | None = None  # in the latest streak of skips
         self._inspected = 0  # the latest iteration that is inspected whatever `forensics` says
+        self._inspects_next = False  # as the latest `updating` found
         self._iterations = deque([Iteration(self.log.counts.step + 1)])  # the last one is not over
         self._first = self._iterations[-1].number
         self._first_weights: dict[int, list[Any]] = {}  # norms, by optimizer; may be on a device
@@ -78,6 +87,10 @@ class EagerObserver(StepSource):
         number = self._iterations[-1].number
         if number == self._first or is_sampled(number, self.every):
             listen(outputs, self._iterations[-1].backward)
+        if self._cut_off is not None:
+            self._cut_off.see(outputs)
+        if self._used is not None and not self._iterations[-1].losses:
+            self._used.before_backward()
         loss = local(outputs).detach()
         if 0 in loss.shape:  # as this process' part may be
             return
@@ -102,6 +115,11 @@ class EagerObserver(StepSource):
             self.updating()
         if self._iterations[-1].number == self._first and id(optimizer) not in self._first_weights:
             self._first_weights[id(optimizer)] = self._norms(optimizer)
+        if self._used is not None:
+            held = self._used.before_step(optimizer)
+            self._iterations[-1].added_to += [] if held is None else [held]
+        if self._cut_off is not None:
+            self._cut_off.note(self._named_now(optimizer))
         self._measure_if_due(optimizer, scale)
 
     def stepped(self, optimizer: Any, outcome: StepOutcome, /) -> None:
@@ -117,6 +135,7 @@ class EagerObserver(StepSource):
 
     def updating(self) -> None:
         """End the iteration, and give the verdict if there were too many skips."""
+        self._inspect_next(False)  # an interrupt of an operation may not move the scale by half
         self._note_missed_steps()
         self._end()
         ended = self._iterations[-1].number - 1
@@ -133,7 +152,13 @@ class EagerObserver(StepSource):
             is_unseen = streak is not None and streak.skips[-1].nonfinite is None
             is_unseen = is_unseen and not was_inspected
             is_late = is_unseen and self.log.needs_verdict  # flags were read after the step
-            self._inspect_next(self.log.is_nearly_stuck or is_late or self._begins_bad_losses())
+            self._budget.step_ended(ended, was_inspected, self._has_failed(ended))
+            self._inspects_next = (
+                self.log.is_nearly_stuck
+                or is_late
+                or self._begins_bad_losses()
+                or self._may_locate(ended + 1)
+            )
             if not is_late:
                 self.log.check_stuck()
         except Exception as error:  # the next call continues; after an interrupt it tries again
@@ -143,10 +168,19 @@ class EagerObserver(StepSource):
             raise
         self._updated = ended
 
+    def updated(self) -> None:
+        """Begin to watch the next iteration, if that is wanted: the scale has moved."""
+        if self._cut_off is not None:
+            self._cut_off.begin()
+        if self._inspects_next and self._updated == self._iterations[-1].number - 1:
+            self._inspect_next(True)
+
     def close(self) -> None:
         """Observe no more, and add the iterations that wait."""
         self.scaler.remove_observer(self)
         self._inspect_next(False)
+        if self._cut_off is not None:
+            self._cut_off.stop()
         self._note_missed_steps()
         self._end()
         self.read()
@@ -179,6 +213,10 @@ class EagerObserver(StepSource):
         if iteration.backward:
             self.log.note_backward(frozenset(iteration.backward))
         self._iterations.append(Iteration(iteration.number + 1))
+        if self._cut_off is not None:
+            has_gone = any(measured.has_gone for measured in iteration.measured.values())
+            if (cut := self._cut_off.end(has_gone)) is not None:
+                self.log.note_cut(cut)
         iteration.optimizers = {}  # they need not live until the iteration is read
 
     # Reading late.
@@ -193,7 +231,9 @@ class EagerObserver(StepSource):
             *_, last = iteration.outcomes.values()
             found = [o.nonfinite for o in iteration.outcomes.values() if o.nonfinite is not None]
             nonfinite = tuple(chain(*found)) if found else None
-            self.log.add(Step(iteration.number, last.scale, is_skip, loss, nonfinite), skipped)
+            is_unzeroed = any(float(held) != 0 for held in iteration.added_to)
+            step = Step(iteration.number, last.scale, is_skip, loss, nonfinite)
+            self.log.add(step, skipped, ["unzeroed"] * is_unzeroed)
             self._iterations.popleft()
             if iteration.measured:
                 self.log.add_sample(loss, **fields_of(iteration.measured.values()))
@@ -254,6 +294,17 @@ class EagerObserver(StepSource):
         latest = islice(reversed(self.log.history), 2)
         return [step.has_bad_loss for step in latest] in ([True], [True, False])
 
+    def _has_failed(self, number: int) -> bool:
+        """Whether a step was skipped for its loss, if that was read already."""
+        latest = next(reversed(self.log.history), None)
+        is_read = latest is not None and latest.step == number
+        return latest is not None and is_read and latest.skipped and latest.has_bad_loss
+
+    def _may_locate(self, number: int) -> bool:
+        """Whether there is time to watch a step for a failure that no watch has located."""
+        is_unseen = self._watch is not None and self.log.counts.evidence.watched is None
+        return is_unseen and self._budget.allows(number)
+
     def _keep_located(self) -> None:
         """Keep what was located in the latest step, if it failed and was watched."""
         latest = self.log.history[-1] if self.log.history else None
@@ -287,9 +338,13 @@ class EagerObserver(StepSource):
             for p, parameter in enumerate(group["params"])
         }
 
-    def _gradients(self, optimizer: Any) -> dict[str, Any]:
+    def _named_now(self, optimizer: Any) -> dict[str, Any]:
+        """The parameters of an optimizer of this iteration."""
         others = self._iterations[-1].optimizers.keys() - {id(optimizer)}
-        named = self._named(optimizer, len(others))
+        return self._named(optimizer, len(others))
+
+    def _gradients(self, optimizer: Any) -> dict[str, Any]:
+        named = self._named_now(optimizer)
         return {name: grad for name, p in named.items() if (grad := p.grad) is not None}
 
     def _measure_if_due(self, optimizer: Any, scaled_by: Any = None) -> None:
@@ -310,7 +365,17 @@ class EagerObserver(StepSource):
             known = norm if math.isfinite(norm) else None
         is_scaled = scaled_by is not None
         scale = float(scaled_by if is_scaled else self.scaler.observed.state.scale)
-        iteration.measured[id(optimizer)] = measure(gradients, self.dtype, scale, is_scaled, known)
+        measured = measure(gradients, self.dtype, scale, is_scaled, known)
+        named = self._named_now(optimizer)
+        missing = tuple(name for name, p in named.items() if p.grad is None and _is_trained(p))
+        iteration.measured[id(optimizer)] = replace(measured, missing=missing)
+
+
+def _is_trained(parameter: Any) -> bool:
+    """Whether a parameter requires a gradient; ``stop_gradient`` is Paddle's."""
+    if hasattr(parameter, "stop_gradient"):
+        return not parameter.stop_gradient
+    return bool(parameter.requires_grad)
 
 
 def _loss(losses: list[Any]) -> float | None:

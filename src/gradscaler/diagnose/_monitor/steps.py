@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import warnings
@@ -81,6 +82,7 @@ class Counts(NamedTuple):
     optimizer: int | None = None  # the one that alone took the last step
     backward: frozenset[str] = frozenset()  # since the last sample: see Sample
     calls: Mapping[str, int] = MappingProxyType({})  # since then
+    cut: Mapping[str, str] | None = None  # since then
 
 
 class StepLog:
@@ -118,11 +120,16 @@ class StepLog:
         """How many steps were added."""
         return self.counts.step - self._step_before
 
-    def add(self, step: Step, optimizers: Mapping[int, bool] | None = None) -> None:
+    def add(
+        self,
+        step: Step,
+        optimizers: Mapping[int, bool] | None = None,
+        suspicious: Sequence[str] = (),
+    ) -> None:
         """Add a step, once; :meth:`check_stuck` gives the verdict.
 
         It is skipped if any optimizer skipped it. ``optimizers`` says which did, by id; None stands
-        for a single one.
+        for a single one. ``suspicious`` are calls to count: see :class:`Sample`.
         """
         counts, number = self.counts, step.step
         if number <= counts.step:
@@ -136,7 +143,7 @@ class StepLog:
         skip = Skip(number, step.scale, step.loss, listed, more)
         is_inspected = step.skipped and listed is not None
         last = next(iter(optimizers)) if optimizers and len(optimizers) == 1 else None
-        calls = Counter(counts.calls)
+        calls = Counter(counts.calls) + Counter(suspicious)
         if last is not None and counts.optimizer not in (None, last):
             calls.update(["switched"] if step.loss is not None else ["switched", "unscaled"])
         has_moved = not counts.scales or counts.scales[-1][1] != step.scale
@@ -172,11 +179,16 @@ class StepLog:
             evidence=counts.evidence.after(sample),
             backward=frozenset(),
             calls=MappingProxyType({}),
+            cut=None,
         )
 
     def note_backward(self, dtypes: frozenset[str]) -> None:
         """Remember which dtypes a backward pass computes in."""
         self.counts = self.counts._replace(backward=self.counts.backward | dtypes)
+
+    def note_cut(self, cut: Mapping[str, str]) -> None:
+        """Remember what lets no gradient through to parameters, by their names."""
+        self.counts = self.counts._replace(cut=cut)
 
     def note_unstepped(self) -> None:
         """Count an update after gradients were unscaled and not used."""
@@ -205,6 +217,7 @@ class StepLog:
             losses=self._losses_since(counts.sampled),
             backward=tuple(sorted(counts.backward)),
             calls=dict(counts.calls),
+            cut=counts.cut,
             **measured,
         )
 
@@ -253,7 +266,7 @@ class StepLog:
         if self._on_stuck == "raise":
             raise StuckError(line.text)
         if self._on_stuck == "warn":
-            warnings.warn(StuckWarning(line.text), stacklevel=4)
+            warnings.warn(StuckWarning(line.text), stacklevel=_levels_to_caller())
 
     def _losses_since(self, step: int) -> tuple[float | None, ...]:
         """The loss of each later step; empty if none was seen."""
@@ -325,6 +338,14 @@ class StepSource:
     @property
     def _inspects_next_skip(self) -> bool:
         return self.forensics > 0 and (self.log.counts.num_skipped + 1) % self.forensics == 0
+
+
+def _levels_to_caller() -> int:
+    """How many calls above the caller of this the first is that is not gradscaler's."""
+    frame, levels = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("gradscaler."):
+        frame, levels = frame.f_back, levels + 1
+    return levels
 
 
 def _in_one_line(skip: Skip) -> str:

@@ -115,7 +115,12 @@ class Sample:
         calls: how often since the last sample a call suggests misuse. ``"unstepped"``: gradients
             were unscaled, and ``update`` came without a step. ``"switched"``: a step of one
             optimizer followed, after an ``update``, a step of another. ``"unscaled"``: that, and no
-            loss was scaled in between.
+            loss was scaled in between. ``"unzeroed"``: a backward pass added to gradients that a
+            step had used.
+        missing: parameters that require a gradient, are an optimizer's, and have none.
+        cut: if that was looked for since the last sample: what lets no gradient through to
+            parameters, by their names. It is an operation, such as ``"round"``, where the gradient
+            is 0; and empty where there is none, as behind ``detach()``.
     """
 
     kind: ClassVar[str] = "sample"
@@ -135,6 +140,8 @@ class Sample:
     largest: float | None = None
     backward: tuple[str, ...] = ()
     calls: Mapping[str, int] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    cut: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,17 @@ _IN_FLOAT32 = (
     "run this module in bfloat16 or float32, which a model trained in those may need, or lower its "
     "inputs"
 )
+_LOSS_IN_FLOAT32 = (
+    "compute the loss in float32 (outputs.float()), or bring outputs and targets closer to 1"
+)
+_POWER = "the square of more than 255 is too large for float16, and higher powers sooner"
+_BASE = (
+    "a negative power of 0 is Inf, and a fractional power of a negative number NaN: clamp the base"
+)
+_CAST = (
+    "a number beyond 65504 becomes Inf when it is cast to float16: keep what follows in float32 "
+    "too, or lower the numbers before the cast"
+)
 _MASKED = (
     "a row of the softmax is masked entirely, -inf in all places, and is 0 / 0: leave at least one "
     "place unmasked, mask with a large finite number, or set such rows to 0 afterwards"
@@ -56,11 +67,20 @@ _BY_OPERATION = {
     "sum": _SUM,
     "mean": _SUM,
 }
+_POWERS = "pow", "square"
+_SPOKEN = {"to": "a cast"}  # operations whose names are no nouns
 
 
 def of_forward(located: Located) -> str:
     """What to try against an Inf or NaN of the forward pass."""
     operation = (located.operation or "").strip("_")
+    in_float32 = _LOSS_IN_FLOAT32 if located.module is None else _IN_FLOAT32
+    if operation in _POWERS and (not located.num_inf or located.largest_input <= 1):
+        return _BASE
+    if operation in _POWERS:
+        return f"{_POWER}: {in_float32}"
+    if operation == "to":
+        return _CAST
     for name, advice in _BY_OPERATION.items():
         if operation.startswith((name, f"_{name}", f"r{name}")):
             return advice
@@ -68,12 +88,12 @@ def of_forward(located: Located) -> str:
     if is_nan and any(name in located.type.lower() for name in _SOFTMAXES):
         return f"either {_MASKED}; or {_SCORES}"
     if operation or (located.num_inf and located.largest_input >= _LARGE):
-        return _IN_FLOAT32
+        return in_float32
     if is_nan:
         return _NAN
     if located.num_inf and located.largest_input < math.log(65504):
-        return f"{_IN_FLOAT32}; if it exponentiates, {_EXP}"
-    return _IN_FLOAT32
+        return f"{in_float32}; if it exponentiates, {_EXP}"
+    return in_float32
 
 
 def at_line(found: Located | Watched | None, before: str = ", by") -> str:
@@ -81,4 +101,4 @@ def at_line(found: Located | Watched | None, before: str = ", by") -> str:
     if found is None or found.operation is None:
         return ""
     line = f" at {found.line}" if found.line else ""
-    return f"{before} {found.operation}{line}"
+    return f"{before} {_SPOKEN.get(found.operation, found.operation)}{line}"

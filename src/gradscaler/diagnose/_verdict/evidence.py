@@ -104,6 +104,8 @@ class Evidence:
     measured: tuple[Measured, ...] = ()  # the latest samples with finite gradients
     backward: frozenset[str] = frozenset()  # the dtypes that backward passes compute in, if known
     calls: Mapping[str, int] = field(default_factory=dict)  # see Sample
+    missing: tuple[str, ...] | None = None  # parameters without a gradient in any sample
+    cut: Mapping[str, str] = field(default_factory=dict)  # see Sample
     earlier: VerdictLine | None = None  # on too many skips in a row; others were taken since
 
     @property
@@ -125,8 +127,15 @@ class Evidence:
         if line.norm is not None and 0 < line.norm < math.inf:
             largest = None if line.largest is None else line.largest * line.scale
             measured = (*measured, Measured(line.scale, line.norm * line.scale, largest))[-_LATEST:]
+        missing, cut = self.missing, self.cut if line.cut is None else line.cut
+        if line.shares is not None:
+            before = line.missing if missing is None else missing
+            missing = tuple(name for name in before if name in line.missing)
+            cut = {name: by for name, by in cut.items() if _gets_nothing(name, line)}
         return replace(
             self,
+            missing=missing,
+            cut=cut,
             scale=line.scale,
             sample=self.sample if line.shares is None else line,
             sizes=(*self.sizes, line)[-MOST_SAMPLES:] if has_sizes(line) else self.sizes,
@@ -141,6 +150,12 @@ class Evidence:
 
 _LATEST = 10  # samples
 _FEW = 20  # skips that any loss scale may need to settle
+
+
+def _gets_nothing(name: str, sample: Sample) -> bool:
+    """Whether a parameter's gradient is missing or 0 in a sample."""
+    found = sample.parameters.get(name)
+    return found is None or found.zero == 1
 
 
 def _steps_of(sample: Sample) -> list[Past]:

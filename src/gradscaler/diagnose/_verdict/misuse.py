@@ -15,7 +15,21 @@ _LARGEST_LIMIT = 1e3  # to which gradients are clipped
 
 def wrong_calls(evidence: Evidence) -> Verdict | None:
     """Clipping before unscaling, and ``update`` where it does not belong."""
-    return _clipped_while_scaled(evidence) or _updated_too_often(evidence)
+    return unzeroed(evidence) or _clipped_while_scaled(evidence) or _updated_too_often(evidence)
+
+
+def unzeroed(evidence: Evidence) -> Verdict | None:
+    """Gradients that were not cleared after a step, also after one that was skipped."""
+    count, steps = evidence.calls.get("unzeroed", 0), evidence.steps
+    if count < max(_FEW, _MANY * steps):
+        return None
+    return Verdict(
+        "misuse",
+        f"In {count} of {steps} steps, the backward pass added scaled gradients to the unscaled "
+        "ones that the step before had used, so each step uses a sum of unlike parts, and an Inf "
+        "or a NaN stays. Call step(optimizer) and update() once, after the last micro-batch's "
+        "backward pass, and optimizer.zero_grad() after each step.",
+    )
 
 
 def _clipped_while_scaled(evidence: Evidence) -> Verdict | None:

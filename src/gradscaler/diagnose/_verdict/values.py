@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 from gradscaler.diagnose._fit import Fit, fades, fit_of
@@ -14,6 +15,57 @@ _LOST = 0.05  # of the gradients: flushed, or so small that many more must be fl
 _DEAD = 0.9  # of the gradients
 _HEADROOM = 4.0  # a larger scale fits if the largest gradient can double this often
 _LARGE_SCALE = 2.0**10  # at which it is not the scale that makes all gradients 0
+
+STEPS = "sign", "sgn", "round", "floor", "ceil", "trunc"  # their slope is 0 everywhere
+SATURATED = "tanh", "sigmoid", "hardsigmoid", "softmax"  # it may round to 0
+ENDED = "relu", "threshold", "clamp", "clamp_min", "clamp_max", "hardtanh"  # as in a hinge loss
+CUT = ""  # in place of an operation: the graph is cut, as by detach()
+
+
+def cut_off(evidence: Evidence) -> Verdict | None:
+    """Some parameters that the model uses, and that no gradient reaches."""
+    sample, cut = evidence.sample, evidence.cut
+    if sample is None or not cut or not sample.parameters.keys() - cut.keys():
+        return None
+    operations = Counter(cut.values())
+    ((by, _),) = operations.most_common(1)
+    names = [name for name, operation in cut.items() if operation == by]
+    where = names[-1].rpartition(".")[0] or None
+    whose = f"{len(names)} of {len(sample.parameters) + len(sample.missing)} parameters"
+    if by == CUT:
+        return Verdict(
+            "dead",
+            f"{whose}, {names[0]} first, have no gradient, though their modules run before others "
+            "that have one. Changing the loss scale won't fix this: look behind "
+            f"{where or names[-1]} for what cuts the graph, such as detach(), .data, .item(), "
+            "numpy(), torch.tensor(), argmax or a comparison; if it is meant to be cut, call "
+            "requires_grad_(False) on them.",
+            where,
+        )
+    if by in STEPS:
+        why = "whose slope is 0 everywhere"
+        try_ = (
+            "take a smooth function in its place (tanh for sign), or let the gradient pass as if "
+            f"it were not there: x + (x.{by}() - x).detach()"
+        )
+    elif by in SATURATED:
+        why = "whose slope is 0 for all of its inputs"
+        try_ = (
+            "they are far from 0, or far from each other, so normalise them, start from smaller "
+            "weights, or lower the learning rate"
+        )
+    else:
+        why = "whose slope is 0 for all of its inputs"
+        try_ = (
+            "they are all on its flat side, so look at the biases before it and the learning rate, "
+            "normalise them, or take a function with a slope on both sides (leaky_relu, gelu)"
+        )
+    return Verdict(
+        "dead",
+        f"The gradients of {whose}, {names[0]} first, are exactly 0, because they pass {by}, "
+        f"{why}. A larger scale would not help: {try_}.",
+        where,
+    )
 
 
 def dead(evidence: Evidence) -> Verdict | None:
@@ -29,17 +81,18 @@ def dead(evidence: Evidence) -> Verdict | None:
     is_small = sample.scale < _LARGE_SCALE if is_all else any(map(fades, parameters.values()))
     if is_small or not (is_all or len(zeros) > len(parameters) / 2):
         return None
-    which = "All gradients"
+    which, zeroed = "All gradients", "zero_grad() between the backward pass and the step, or "
     where = None
     if not is_all:
         where = _nearest_the_loss(parameters)
         which = f"The gradients of {len(zeros)} of {len(parameters)} parameters, {zeros[0]} first,"
+        zeroed = ""
     return Verdict(
         "dead",
         f"{which} are exactly 0 in step {sample.step}, at a loss scale of {sample.scale:g}, and no "
-        "gradient is small. A larger scale would not help: look for what has no slope between "
-        "these parameters and the loss, such as ReLUs that are all off (their biases, a learning "
-        "rate that was too large), a clamp, rounding or argmax, a saturated function, or "
+        f"gradient is small. A larger scale would not help: look for {zeroed}what has no slope "
+        "between these parameters and the loss, such as ReLUs that are all off (their biases, a "
+        "learning rate that was too large), a clamp, rounding or argmax, a saturated function, or "
         "detach().",
         where,
     )

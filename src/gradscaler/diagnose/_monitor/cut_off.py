@@ -1,0 +1,152 @@
+"""Parameters that a forward pass uses and no gradient reaches, and what lets none through."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from gradscaler.diagnose._gradients.call_site import differentiated
+from gradscaler.diagnose._gradients.module_hooks import modules_of, own_parameters_of, remove_all
+from gradscaler.diagnose._gradients.reading import floating, largest, largest_of
+from gradscaler.diagnose._verdict.values import CUT, ENDED, SATURATED, STEPS
+
+_LARGE = 2.0**-10  # a gradient that no slope of 2**-14 flushes in float16
+_LOOKS = 3  # steps in a row that are looked at
+_MOST_ROUNDS = 4  # of such looks: each may have modules compiled again
+
+
+class CutOff:
+    """Looks at some steps of PyTorch after a sample in which gradients are all 0 or missing.
+
+    A gradient that is 0 counts if an operation makes it of one that is not small, and whose slope
+    may be 0 by itself: no product, as with the weight of a loss that is switched off. One that is
+    missing counts if the modules that run first have none, though their outputs take part in the
+    graph: a head that is not used is not among them, nor what runs under ``no_grad``.
+
+    Args:
+        model: whose modules run, or None.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._left = 0  # steps to look at in this round
+        self._rounds = 0
+        self._cut: dict[str, str] | None = None  # in all steps of this round
+        self._now: dict[str, str] = {}  # in this step
+        self._handles: list[Any] = []
+        weakref.finalize(self, remove_all, self._handles).atexit = False
+        self._called: dict[str, bool] = {}  # whether a module's output takes part in the graph
+        self._flat: dict[Any, str] = {}  # the operations of nodes that let nothing through
+
+    def begin(self) -> None:
+        """Begin a step, before its forward pass."""
+        self.stop()
+        if not self._left:
+            return
+        framework: Any = sys.modules["torch"]
+        for name, module in modules_of(self._model) if self._model is not None else ():
+            is_compiled = isinstance(module, framework.jit.ScriptModule)
+            if not is_compiled and any(p.requires_grad for _, p in own_parameters_of(module)):
+                call = _hook_of(name, self._called, framework)
+                self._handles.append(module.register_forward_hook(call))
+
+    def see(self, loss: Any) -> None:
+        """Watch the backward pass of a loss."""
+        if not self._left:
+            return
+        for node in _nodes_from([getattr(loss, "grad_fn", None)]):
+            operation = differentiated(node.name())
+            if operation in (*STEPS, *SATURATED, *ENDED):
+                note = partial(_note_slope, self._flat, node, operation)
+                self._handles.append(node.register_hook(note))
+
+    def note(self, parameters: Mapping[str, Any]) -> None:
+        """Note what lets no gradient through to parameters, by their names, before they step."""
+        if not self._left:
+            return
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        missing = {name for name, p in trained.items() if p.grad is None}
+        zero = {n for n, p in trained.items() if p.grad is not None and not largest(p.grad)}
+        self._now |= dict.fromkeys(self._first_called(trained, missing), CUT)
+        first = set(self._first_called(trained, zero))
+        names = {id(parameter): name for name, parameter in trained.items()}
+        for node, operation in self._flat.items():
+            leaves = (getattr(each, "variable", None) for each in _nodes_from([node]))
+            reached = {names[id(leaf)] for leaf in leaves if id(leaf) in names} & zero
+            if operation not in ENDED or (first and first <= reached):
+                self._now |= dict.fromkeys((n for n in trained if n in reached), operation)
+
+    def end(self, has_gone: bool) -> dict[str, str] | None:
+        """End a step; ``has_gone`` if it was sampled, and gradients are all 0 or missing.
+
+        Returns:
+            What lets no gradient through, by the parameters' names, in all steps of a round; None
+            if this step is not the last of one.
+        """
+        now = self._now
+        self.stop()
+        if self._left:
+            before = now if self._cut is None else self._cut
+            self._cut = {name: by for name, by in now.items() if name in before}
+            self._left -= 1
+            return None if self._left else self._cut
+        if has_gone and self._rounds < _MOST_ROUNDS:
+            self._left, self._cut, self._rounds = _LOOKS, None, self._rounds + 1
+        return None
+
+    def stop(self) -> None:
+        """Watch no more."""
+        remove_all(self._handles)
+        self._called, self._flat, self._now = {}, {}, {}
+
+    def _first_called(self, trained: Iterable[str], among: set[str]) -> list[str]:
+        """The parameters of the modules that were called first, as long as all are ``among``."""
+        found: list[str] = []
+        for module, is_in_graph in self._called.items():
+            own = [name for name in trained if name.rpartition(".")[0] == module]
+            if not is_in_graph or not among.issuperset(own):
+                return found
+            found += own
+        return []  # none has another gradient
+
+
+# A hook that held its owner would keep it alive, as no collector sees into the graph.
+
+
+def _hook_of(name: str, called: dict[str, bool], framework: Any) -> Callable[..., None]:
+    """A forward hook that notes in ``called`` whether a module's output takes part in the graph."""
+
+    def note(module: Any, args: Any, output: Any) -> None:
+        with suppress(Exception):
+            is_in_graph = any(t.requires_grad for t in floating(framework.Tensor, output))
+            called[name] = called.get(name, False) or is_in_graph
+
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled
+        note = framework.compiler.disable(note)
+    return note
+
+
+def _note_slope(
+    flat: dict[Any, str], node: Any, operation: str, inputs: Iterable[Any], outputs: Iterable[Any]
+) -> None:
+    with suppress(Exception):
+        before = largest_of(largest(grad) for grad in outputs if grad is not None)
+        after = [largest(grad) for grad in inputs if grad is not None]
+        if before >= _LARGE and after and not any(after):
+            flat[node] = operation
+
+
+def _nodes_from(waiting: list[Any]) -> Iterator[Any]:
+    """The nodes of PyTorch's graph that nodes lead to, and these themselves."""
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or not hasattr(node, "next_functions"):
+            continue
+        seen.add(node)
+        yield node
+        waiting += [following for following, _ in node.next_functions]
