@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the trainings are torch's")
 
-from diagnose.trainings import (
+from trainings import (
     TRAININGS,
     VARIANTS,
     Setting,

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import traceback
 import warnings
+from types import MethodType
 
 import pytest
 
@@ -279,11 +280,11 @@ def touched(rank, model):
     mode, source = Touched(), monitor._source
 
     def noted(call):
-        def call_and_note(*args):
+        def call_and_note(_, *args):
             with mode:
                 return call(*args)
 
-        return call_and_note
+        return MethodType(call_and_note, call.__self__)
 
     for owner, names in (
         (source, ("scaled", "unscaling", "stepping", "stepped", "updating", "updated")),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from diagnose.trainings import Setting, fit, mlp, regression, training
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradscaler.torch import GradScaler
+from trainings import Setting, fit, mlp, regression, training
 
 
 @training("normal")

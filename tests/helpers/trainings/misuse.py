@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from diagnose.trainings import Setting, fit, mlp, regression, training
 from torch import Tensor, nn
 
 from gradscaler.torch import GradScaler
+from trainings import Setting, fit, mlp, regression, training
 
 
 @training("misuse", None, "autocast")

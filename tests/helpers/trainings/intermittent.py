@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
-from diagnose.trainings import Setting, fit, mlp, regression, training
 from torch import Tensor, nn
+
+from trainings import Setting, fit, mlp, regression, training
 
 
 @training("data", None, "every (20|32|50)")

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable
 
 import torch
-from diagnose.trainings import Setting, fit, mlp, regression, training
 from torch import Tensor, nn
 
 from gradscaler import FixedScale
 from gradscaler.torch import GradScaler
+from trainings import Setting, fit, mlp, regression, training
 
 
 @training("dead", "2", "scale")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
-from diagnose.trainings import Setting, fit, mlp, regression, training
 from torch import Tensor, nn
 
 from gradscaler import DynamicScale
 from gradscaler.torch import GradScaler
+from trainings import Setting, fit, mlp, regression, training
 
 
 @training("parameter", "0.weight", "checkpoint")
