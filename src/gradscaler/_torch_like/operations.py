@@ -20,7 +20,6 @@ from gradscaler.policies import DynamicScale, Policy, State, leaf_dtypes
 Device = Any
 
 _LARGE = 2**14  # elements
-_FEW = 32  # tensors, that are compared sooner than grouped
 _item = methodcaller("item")
 
 
@@ -190,7 +189,7 @@ class TorchLikeOperations:
         """The tensors in lists of one device and dtype each, the device beside it."""
         if not tensors:
             return []
-        if len(tensors) <= _FEW and _are_alike(tensors):
+        if _are_alike(tensors):  # takes half the time of grouping
             return [(tensors[0].device, tensors)]
         groups = self._group_tensors([tensors]).items()
         return [(device, group) for (device, _), ((group,), _) in groups]
