@@ -40,7 +40,6 @@ SECTIONS = {  # of a page; any other benchmark is of a whole step
     "torch_large": "Large models",
     "torch_loop": "A whole loop of one small layer",
     "torch_monitor": "With a monitor",
-    "jax_compiled": "With donated state",
     "keras_optimizer.jax": "On JAX",
     "keras_optimizer.tensorflow": "On TensorFlow",
     "keras_optimizer.torch": "On PyTorch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -159,22 +160,44 @@ def side_by_side(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             for dtype in dtypes
             for tensor in side_by_side([tensor for tensor in tensors if tensor.dtype == dtype])
         ]
-    starts = np.array(list(map(torch.Tensor.data_ptr, tensors)), np.uint64)
-    sizes = np.array(list(map(torch.Tensor.numel, tensors)), np.uint64)
-    itemsize = np.uint64(tensors[0].itemsize)
-    ends = starts + sizes * itemsize
-    storages = starts - np.array(offsets, np.uint64) * itemsize
-    order = np.argsort(starts, kind="stable")
-    here, there = order[:-1], order[1:]
-    follows = (starts[there] == ends[here]) & (storages[there] == storages[here])
-    follows &= sizes[here] > 0
+    starts, sizes = map(torch.Tensor.data_ptr, tensors), map(torch.Tensor.numel, tensors)
+    dense = None
     if not all(map(torch.Tensor.is_contiguous, tensors)):
-        dense = np.array(list(map(_is_dense, tensors)))
-        follows &= dense[here] & dense[there]
+        dense = tuple(map(_is_dense, tensors))
+    runs = _runs(tuple(starts), tuple(sizes), tuple(offsets), tensors[0].itemsize, dense)
+    return tensors if runs is None else [_joined(tensors, run) for run in runs]
+
+
+@lru_cache(maxsize=8)  # gradients mostly lie where they lay in the step before
+def _runs(
+    starts: tuple[int, ...],
+    sizes: tuple[int, ...],
+    offsets: tuple[int, ...],
+    itemsize: int,
+    dense: tuple[bool, ...] | None,
+) -> list[list[int]] | None:
+    """Which tensors follow one another, each run in the order of memory; None if none do.
+
+    Args:
+        starts: their addresses.
+        sizes: their numbers of elements.
+        offsets: their distances from the beginning of their storage, in elements.
+        itemsize: bytes of an element.
+        dense: whether each fills one piece of memory; None if all do.
+    """
+    begin, count = np.array(starts, np.uint64), np.array(sizes, np.uint64)
+    end = begin + count * np.uint64(itemsize)
+    storage = begin - np.array(offsets, np.uint64) * np.uint64(itemsize)
+    order = np.argsort(begin, kind="stable")
+    here, there = order[:-1], order[1:]
+    follows = (begin[there] == end[here]) & (storage[there] == storage[here])
+    follows &= count[here] > 0
+    if dense is not None:
+        are_dense = np.array(dense)
+        follows &= are_dense[here] & are_dense[there]
     if not follows.any():
-        return tensors
-    runs = np.split(order, np.flatnonzero(~follows) + 1)
-    return [_joined(tensors, run.tolist()) for run in runs]
+        return None
+    return [run.tolist() for run in np.split(order, np.flatnonzero(~follows) + 1)]
 
 
 def _joined(tensors: list[torch.Tensor], run: list[int]) -> torch.Tensor:
