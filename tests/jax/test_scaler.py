@@ -152,6 +152,16 @@ def test_all_finite_finds_one_element(value, dtype):
     assert not all_finite({"a": leaf, "b": [leaf.at[2, 1].set(value)]})
 
 
+@pytest.mark.parametrize("value", [INF, float("nan")])
+@pytest.mark.parametrize("place", [0, 40_000, 77_076])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32, jnp.complex64])
+def test_all_finite_finds_one_element_of_many(value, place, dtype):
+    """XLA's own maximum of so many values loses a NaN on the CPU."""
+    leaf = jnp.ones(77_077, dtype).at[place].set(value).reshape(1001, 77)
+    assert not all_finite(leaf)
+    assert not jax.jit(all_finite)([jnp.ones(3), leaf])
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64])
 def test_all_finite_takes_no_large_number_for_an_inf(dtype):
     largest = jnp.finfo(dtype).max
@@ -423,6 +433,14 @@ def test_arrays_sharded_by_jit_need_no_axis():
     result = step(quick(), jax.device_put(SHARDS, NamedSharding(MESH, SPLIT)))
     assert not result.grads_finite
     assert result.scaler.loss_scale == 4.0
+
+
+@pytest.mark.parametrize("value", [INF, float("nan")])
+@pytest.mark.parametrize("place", range(8))
+def test_one_element_of_a_sharded_array_is_found(value, place):
+    sharded = jax.device_put(jnp.ones(8).at[place].set(value), NamedSharding(MESH, SPLIT))
+    assert not all_finite(sharded)
+    assert not jax.jit(all_finite)([jnp.ones(3), sharded])
 
 
 # Copies and files.

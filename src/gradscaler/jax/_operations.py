@@ -42,14 +42,10 @@ def all_finite(
     Raises:
         TypeError: a leaf is neither an array nor a number.
     """
-    largest = [_largest_part(leaf) for leaf in _gradients(tree)]
-    if largest:
-        # Not `&` of a flag for each leaf: XLA would repeat the whole chain in each fusion that
-        # reads the flag, so that the code grows with the square of the leaves.
-        widest = max((each.dtype for each in largest), key=lambda dtype: dtype.itemsize)
-        everywhere = jnp.isfinite(jnp.stack([each.astype(widest) for each in largest])).all()
-    else:
-        everywhere = jnp.array(True)
+    flags = [_nonfinite(leaf) for leaf in _gradients(tree)]
+    # Not `&` of a flag for each leaf: XLA would repeat the whole chain in each fusion that reads
+    # the flag, so that the code grows with the square of the leaves.
+    everywhere = (jnp.stack(flags) == 0).all() if flags else jnp.array(True)
     axes = _axes(axis_name, finite_axis)
     return lax.pmin(everywhere.astype(jnp.int32), axes) == 1 if axes else everywhere
 
@@ -83,13 +79,13 @@ def _gradients(tree: Any) -> list[Array]:
     return [leaf.astype(jnp.float32) if leaf.dtype.itemsize < 4 else leaf for leaf in gradients]
 
 
-def _largest_part(leaf: Array) -> Array:
-    """The largest magnitude, or NaN; of complex numbers that of a part, which cannot overflow."""
-    if jnp.iscomplexobj(leaf):
-        magnitudes = jnp.maximum(jnp.abs(leaf.real), jnp.abs(leaf.imag))
-    else:
-        magnitudes = jnp.abs(leaf)
-    return magnitudes.max(initial=0)
+def _nonfinite(leaf: Array) -> Array:
+    """1.0 if an element is Inf or NaN, else 0.0.
+
+    A maximum of floats, because XLA would repeat the reduction of booleans in each fusion, too. It
+    is taken of flags: a maximum of the values may lose a NaN, on the CPU and between devices.
+    """
+    return jnp.where(jnp.isfinite(leaf), jnp.float32(0), jnp.float32(1)).max(initial=0)
 
 
 def varying(tree: T, axis_name: AxisName, is_weight: Callable[[Any, Any], bool]) -> T:
