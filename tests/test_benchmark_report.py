@@ -2,6 +2,7 @@
 
 import re
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -50,6 +51,19 @@ def test_the_first_table_has_ten_rows_and_the_figure_a_dozen_of_every_framework(
     assert {report.framework_of(row.benchmark) for row, _ in rows if row.in_table} == set(
         report.NAMES
     )
+
+
+def test_make_bench_makes_again_what_the_pages_show(report):
+    command = ["make", "--dry-run", "bench", f"PYTHON={sys.executable}", "QUICK="]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    scripts = dict(
+        re.findall(r"benchmarks/(\w+)\.py +([^;]*)--json benchmarks/results/\1\.json", made)
+    )
+    shown = {name.partition(".")[0] for name in report.read_results()}
+    assert set(scripts) == {name for name in shown if not re.match("imports_|torch_gpu", name)}
+    for name in scripts:
+        assert "paired.parse(" in (ROOT / "benchmarks" / f"{name}.py").read_text()
+    assert scripts["torch_large"].strip() == "--large"
 
 
 def test_two_benchmarks_of_a_page_have_two_headings(report):
