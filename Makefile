@@ -94,14 +94,16 @@ mutants: .venv/mutants/.ready
 	.venv/mutants/bin/mutmut results
 
 # Every framework beside its own scaler: JSON, one page of tables, and a chart. QUICK=1 for a glance.
+NOT_IN_BENCH := torch_gpu jax_compiled # the first has bench-gpu, and the second prints a table
+torch_large_OPTIONS := --large # in 6 GB
 bench: $(addprefix bench-,$(FRAMEWORKS))
 	.venv/torch/bin/python benchmarks/report.py
 
 $(addprefix bench-,$(FRAMEWORKS)): bench-%: $$(call venv,$$*)/.ready
 	mkdir -p benchmarks/results
-	set -e; for benchmark in $(filter-out torch_gpu,$(basename $(notdir $(wildcard benchmarks/$(name)_*.py)))); do \
-		$(call venv,$*)/bin/python benchmarks/$$benchmark.py $(if $(QUICK),--quick) \
-		--json benchmarks/results/$$benchmark.json; done
+	set -e; $(foreach benchmark,$(filter-out $(NOT_IN_BENCH),$(basename $(notdir $(wildcard benchmarks/$(name)_*.py)))), \
+		$(call venv,$*)/bin/python benchmarks/$(benchmark).py $(if $(QUICK),--quick,$($(benchmark)_OPTIONS)) \
+		--json benchmarks/results/$(benchmark).json;)
 	$(call venv,$*)/bin/python benchmarks/imports.py $(name) $(if $(QUICK),--quick) \
 		--json benchmarks/results/imports_$(name).json
 

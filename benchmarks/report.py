@@ -37,8 +37,8 @@ SECTIONS = {  # of a page; any other benchmark is of a whole step
     "torch_curves": "By the number and the size of tensors",
     "torch_distributed": "Two processes",
     "torch_gpu": "On a GPU",
-    "torch_large": "Large models",
-    "torch_loop": "A whole loop of one small layer",
+    "torch_large": "Large models and many tensors, with an idle optimizer",
+    "torch_loop": "A whole loop of a small model",
     "torch_monitor": "With a monitor",
     "keras_optimizer.jax": "On JAX",
     "keras_optimizer.tensorflow": "On TensorFlow",
@@ -367,8 +367,8 @@ def main() -> None:
         (PAGES / f"{framework}.md").write_text(framework_page(results, framework))
         rows = [
             each
-            for name, (_, comparisons) in results.items()
-            for each in comparisons
+            for name in sorted(results, key=_place)
+            for each in results[name][1]
             if framework_of(name) == framework and not name.startswith("imports_")
         ]
         draw_ratios(rows, PAGES / f"{framework}.png")

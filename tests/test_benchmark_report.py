@@ -1,5 +1,8 @@
 """The pages of benchmarks are made from the results that lie beside them."""
 
+import re
+import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -48,6 +51,43 @@ def test_the_first_table_has_ten_rows_and_the_figure_a_dozen_of_every_framework(
     assert {report.framework_of(row.benchmark) for row, _ in rows if row.in_table} == set(
         report.NAMES
     )
+
+
+def test_make_bench_makes_again_what_the_pages_show(report):
+    command = ["make", "--dry-run", "bench", f"PYTHON={sys.executable}", "QUICK="]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    scripts = dict(
+        re.findall(r"benchmarks/(\w+)\.py +([^;]*)--json benchmarks/results/\1\.json", made)
+    )
+    shown = {name.partition(".")[0] for name in report.read_results()}
+    assert set(scripts) == {name for name in shown if not re.match("imports_|torch_gpu", name)}
+    for name in scripts:
+        assert "paired.parse(" in (ROOT / "benchmarks" / f"{name}.py").read_text()
+    assert scripts["torch_large"].strip() == "--large"
+
+
+def test_two_benchmarks_of_a_page_have_two_headings(report):
+    for framework in report.NAMES:
+        page = report.framework_page(report.read_results(), framework)
+        headings = re.findall(r"^## .*$", page, re.MULTILINE)
+        assert len(set(headings)) == len(headings)
+
+
+def test_the_profile_quotes_the_constructors_that_were_measured(report):
+    page = " ".join((ROOT / "benchmarks" / "profile.md").read_text().split())
+    results = report.read_results()
+
+    def microseconds(framework):
+        construct = results[f"imports_{framework}"][1][1]
+        assert construct.workload.endswith("construct a scaler")
+        medians = (1e6 * statistics.median(each) for each in (construct.ours, construct.native))
+        return tuple(f"{each:.0f}" if each > 1 else f"{each:.1f}" for each in medians)
+
+    for framework, name in (("mindspore", "MindSpore"), ("jax", "JAX")):
+        assert "{} to {} for {}".format(*microseconds(framework), name) in page
+    assert "{} µs to {} for PyTorch".format(*microseconds("torch")) in page
+    ours, native = microseconds("paddle")
+    assert f"Paddle's takes longer, {native} µs to {ours}." in page
 
 
 def test_two_workloads_of_a_section_have_two_names(report):

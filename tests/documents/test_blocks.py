@@ -51,6 +51,15 @@ def test_every_block_is_found():
         assert fences == len(list(blocks(page))), page
 
 
+def test_a_page_has_one_title():
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        titles = re.findall(r"^# .+$", text, re.MULTILINE)
+        assert len(titles) == (0 if text.startswith("```{include}") or not text.strip() else 1), (
+            page
+        )
+
+
 def test_every_framework_has_a_page_to_start_with():
     assert MINE[ROOT / "docs" / "start" / f"{FRAMEWORK}.md"]
 
