@@ -274,6 +274,26 @@ def test_gradients_that_are_all_zero_are_an_underflow():
     assert (found.kind, found.where) == ("underflow", None)
 
 
+@pytest.mark.parametrize(
+    ("kind", "loss", "scale", "others"),
+    [
+        ("normal", -0.0, 65536.0, ()),
+        ("normal", 0.0, 64.0, (-9,)),
+        ("underflow", 0.0, 64.0, (-40,)),  # the loss may have been flushed too
+        ("underflow", 0.0, 64.0, ()),
+        ("underflow", 1e-3, 64.0, (-9,)),
+    ],
+)
+def test_gradients_of_a_loss_of_zero_are_no_underflow_where_the_scale_fits_others(
+    kind, loss, scale, others
+):
+    """As of a policy gradient, in a batch whose rewards are all equal."""
+    nothing = Shares(1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    zero = Sample(200, scale, (), 100, (), loss=loss, shares=nothing, histogram=Bins(0, ()))
+    sizes = tuple(replace(zero, step=100, histogram=Bins(first, (1,))) for first in others)
+    assert judge(Evidence(200, 0, sample=zero, sizes=sizes)).kind == kind
+
+
 def having_cut(cut, zero=(), missing=(), alive=("c.weight",), later=None):
     """The verdict on gradients that are 0, missing or alive; ``later`` is of one more sample."""
     evidence = Evidence(400, 0)

@@ -109,6 +109,19 @@ def test_a_skip_is_inspected_by_name_and_logged_in_one_line(caplog):
     )
 
 
+def test_the_log_says_nothing_about_a_rest_that_is_not_there(caplog):
+    caplog.set_level(logging.INFO, "gradscaler")
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = GradScaler(init_scale=4.0)
+    with Monitor(scaler):
+        scaler.scale((weight * math.nan).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    (record,) = caplog.records
+    assert record.getMessage().endswith("group 0, parameter 0 (2 float32): 0 Inf, 2 NaN")
+
+
 def test_without_a_model_parameters_go_by_their_place():
     training = Training()
     monitor = Monitor(training.scaler)

@@ -352,7 +352,8 @@ def _in_one_line(skip: Skip) -> str:
     """A skipped step, for the log."""
     listed = "; ".join(
         f"{g.name} ({'x'.join(map(str, g.shape)) or 'scalar'} {g.dtype}): {g.num_inf} Inf, "
-        f"{g.num_nan} NaN, largest of the rest {g.largest_finite:g}"
+        f"{g.num_nan} NaN"
+        + ("" if math.isnan(g.largest_finite) else f", largest of the rest {g.largest_finite:g}")
         for g in skip.nonfinite or ()
     )
     found = listed or "this process' gradients are finite"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from gradscaler.diagnose._fit import Fit, fades, fit_of
 from gradscaler.diagnose._gradients.formats import format_named
-from gradscaler.diagnose._run.lines import ParameterSample
+from gradscaler.diagnose._run.lines import ParameterSample, Sample
 from gradscaler.diagnose._verdict.evidence import Evidence, Verdict
 
 _LOST = 0.05  # of the gradients: flushed, or so small that many more must be flushed
@@ -127,7 +127,7 @@ def too_small(evidence: Evidence) -> Verdict | None:
         fit = fit_of(evidence.sizes, evidence.dtype)
         if fit is not None and fit.is_hopeless:
             return _range(fit)
-    elif shares.zero != 1:
+    elif shares.zero != 1 or _has_no_loss(sample, evidence):
         return None
     else:
         lost = True
@@ -149,6 +149,15 @@ def too_small(evidence: Evidence) -> Verdict | None:
         f"{try_}",
         worst,
     )
+
+
+def _has_no_loss(sample: Sample, evidence: Evidence) -> bool:
+    """Whether gradients are 0 as their loss is, as where all rewards of a group are equal."""
+    if sample.loss != 0:
+        return False
+    fit = fit_of(evidence.sizes, evidence.dtype)
+    fits = fit is not None and sample.scale >= 2.0**fit.whole.low
+    return fits or sample.scale >= _LARGE_SCALE
 
 
 def _range(fit: Fit) -> Verdict:
