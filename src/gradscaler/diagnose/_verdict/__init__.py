@@ -80,6 +80,8 @@ def _normal(evidence: Evidence) -> Verdict:
 
 def _nothing(evidence: Evidence) -> str:
     """What to do, and which parameters are not trained, as those of a head that is not used."""
+    if evidence.sample is None:
+        return "No gradients were read; skips and losses show nothing that needs fixing."
     if not evidence.missing:
         return "Nothing needs fixing."
     first, *rest = evidence.missing
