@@ -128,12 +128,13 @@ def each_step_takes_a_second(monkeypatch):
         ((20, 60, 100, 140, 180), [21, 61, 101, 141, 180, 181]),
     ],
 )
+@pytest.mark.parametrize("flag", ["!", "?"])
 def test_later_steps_are_watched_in_5_percent_of_the_time_until_one_is_located(
-    bad, watched, each_step_takes_a_second, path
+    bad, watched, flag, each_step_takes_a_second, path
 ):
     training = Training(path=path)
     each_step_takes_a_second(training)
-    training.steps("!" if step in bad else "." for step in range(1, 601))
+    training.steps(flag if step in bad else "." for step in range(1, 601))
     found = [step for step, was in enumerate(training.watched, 1) if was]
     assert found == watched
     located = [step for step, operation in watched_in(path, "step", "operation") if operation]

@@ -295,10 +295,9 @@ class EagerObserver(StepSource):
         return [step.has_bad_loss for step in latest] in ([True], [True, False])
 
     def _has_failed(self, number: int) -> bool:
-        """Whether a step was skipped for its loss, if that was read already."""
+        """Whether the loss of a step is not finite, if that was read already."""
         latest = next(reversed(self.log.history), None)
-        is_read = latest is not None and latest.step == number
-        return latest is not None and is_read and latest.skipped and latest.has_bad_loss
+        return latest is not None and latest.step == number and latest.has_bad_loss
 
     def _may_locate(self, number: int) -> bool:
         """Whether there is time to watch a step for a failure that no watch has located."""
