@@ -37,6 +37,14 @@ def sample(step, loss=1.0):
     return Sample(step, 8.0, ((step, 8.0),), 1, (), loss)
 
 
+def _lead_the_terminal():
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # a shell lets what it runs beside itself ignore it
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 class Terminal:
     """The command in a terminal of a size."""
 
@@ -51,7 +59,7 @@ class Terminal:
             stdout=inner,
             stderr=inner,
             env={**ENV, **env},
-            preexec_fn=lambda: (os.setsid(), fcntl.ioctl(0, termios.TIOCSCTTY, 0)),
+            preexec_fn=_lead_the_terminal,
         )
         self.output = ""
 
