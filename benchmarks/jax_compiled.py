@@ -69,8 +69,10 @@ def compare(workload: Workload, repetitions: int = REPETITIONS) -> None:
             jax.block_until_ready(states[name])  # type: ignore[no-untyped-call]
             running[name].append(process_time() - start)
     for name, program in programs.items():
-        size = program.as_text().count(" = ")
-        temporary = program.memory_analysis().temp_size_in_bytes / 2**20
+        text, memory = program.as_text(), program.memory_analysis()
+        assert text is not None  # every backend of XLA has both
+        assert memory is not None
+        size, temporary = text.count(" = "), memory.temp_size_in_bytes / 2**20
         ratios = [
             statistics.median(
                 mine / bare for mine, bare in zip(seconds[name], seconds["unscaled"], strict=True)
