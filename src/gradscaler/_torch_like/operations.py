@@ -107,7 +107,7 @@ class TorchLikeOperations:
 
     def read(self, state: State) -> State:
         """A placed state as Python floats and ints."""
-        return type(state)(*[tensor.item() for tensor in state])
+        return type(state)(*map(_item, state))
 
     def finite_steps(self, state: State) -> int | None:
         tensor = state.finite_steps
@@ -132,11 +132,9 @@ class TorchLikeOperations:
     ) -> State:
         if not self.on_host(state.scale):
             return self.advance_on_device(policy, state, found_infs, amaxes)
-        values: Any = type(state)(
-            *map(_item, state)
-        )  # costs nothing here, and tensor operations do
+        values: Any = self.read(state)  # costs nothing here, and tensor operations do
         found_inf = any(map(self.any_set, found_infs))
-        if type(policy) is DynamicScale and policy.only_counts(values, found_inf):
+        if type(policy) is DynamicScale and policy._only_counts(values, found_inf):
             state.finite_steps.fill_(values.finite_steps + 1)
             return state
         amax = {"amax": max(tensor.item() for tensor in amaxes)} if amaxes else {}
