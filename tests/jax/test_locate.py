@@ -189,6 +189,12 @@ def recomputed_by_a_checkpoint(weights, inputs):
     return jax.checkpoint(block)(inputs @ weights).sum()
 
 
+no_backward_pass = pytest.mark.skipif(
+    jax.__version__.startswith("0.6."), reason="JAX 0.6 records no backward pass"
+)
+
+
+@no_backward_pass
 @pytest.mark.parametrize("case", FAILURES, ids=" by ".join)
 def test_the_primitive_the_line_and_the_pass_are_those_that_failed(case):
     """The pass, too: an Inf or NaN of the forward pass is in the loss, of these functions."""
@@ -216,7 +222,7 @@ def transposed_in_a_compiled_function(weights, inputs):
     return enlarged((inputs @ weights * 0).astype(jnp.float16)).sum() * 300
 
 
-@pytest.mark.skipif(jax.__version__.startswith("0.6."), reason="JAX 0.6 records no backward pass")
+@no_backward_pass
 @pytest.mark.parametrize(
     ("function", "marked"),
     [(transposed, transposed), (transposed_in_a_compiled_function, enlarged)],

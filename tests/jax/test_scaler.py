@@ -171,7 +171,7 @@ def test_all_finite_takes_no_large_number_for_an_inf(dtype):
     assert all_finite([many, many])
 
 
-def test_all_finite_takes_leaves_of_all_dtypes_together():
+def test_all_finite_takes_leaves_of_all_dtypes_together_in_x64():
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         leaves = [jnp.ones(2, t) for t in (jnp.float16, jnp.float32, jnp.float64, jnp.complex128)]
         leaves[2] *= 1e300
