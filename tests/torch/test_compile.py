@@ -1,7 +1,10 @@
 """Under torch.compile: compiled models and optimizers, and the scaler inside compiled code."""
 
+import gc
+
 import pytest
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from gradscaler.torch import GradScaler
 
@@ -16,6 +19,8 @@ INF = float("inf")
 
 @pytest.fixture(autouse=True)
 def a_fresh_compiler():
+    gc.collect()  # while a monitor that another test dropped watches operations, none is compiled
+    assert not is_in_torch_dispatch_mode()
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

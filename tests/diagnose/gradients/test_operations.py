@@ -1,5 +1,6 @@
 """Which operation made the first Inf or NaN, and at which line: each failure is marked HERE."""
 
+import gc
 import inspect
 import math
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch
 from torch.utils.checkpoint import checkpoint
 
 from gradscaler.diagnose import locate
+from gradscaler.diagnose._gradients.module_hooks import ModuleHooks
 from gradscaler.diagnose._gradients.operation_watch import OperationWatch
 from gradscaler.torch import GradScaler
 
@@ -386,6 +388,20 @@ def test_a_mode_of_the_user_s_is_left_alone():
     assert watch.located is None
     watch.stop()
     assert not is_in_torch_dispatch_mode()
+
+
+def test_a_watch_that_is_dropped_watches_no_more_before_the_collector_runs():
+    model, closure = trained(log_of_0)
+    watch = OperationWatch(ModuleHooks(model))
+    gc.disable()
+    try:
+        watch.start()
+        closure()
+        assert is_in_torch_dispatch_mode()
+        del watch
+        assert not is_in_torch_dispatch_mode()
+    finally:
+        gc.enable()
 
 
 def test_a_gradient_under_watch_has_the_same_bits():

@@ -212,6 +212,13 @@ def test_an_interrupt_loses_the_sample_of_its_step_at_most(case, path):
 
 def test_an_interrupted_locate_leaves_no_mark():
     model = model_that_overflows()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda: torch.ones(1) + 1, backend=backend)  # so locate runs eagerly
     inputs = torch.full((4, 2), 1e3)
 
     def run(disturbance):
@@ -221,6 +228,8 @@ def test_an_interrupted_locate_leaves_no_mark():
     for moment in moments(run):
         run(interrupting(moment))
         assert not is_locating.get(), moment
+    compiled()
+    assert graphs
 
 
 def test_an_interrupted_closure_of_locate_leaves_no_hook():

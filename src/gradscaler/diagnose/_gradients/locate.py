@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from itertools import chain
 from typing import Any
@@ -66,12 +66,12 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
         raise ValueError("model has lazy modules: call it once before, so that they get a shape")
     context = copy_context()  # an interrupt leaves nothing set in the caller's
     context.run(is_locating.set, True)
-    with _left_as_it_was(model), _run_eagerly():
+    with _left_as_it_was(model):
         try:
             hooks.start()
             if watch is not None:
                 watch.start()
-            context.run(closure)
+            context.run(_eagerly(closure))
         finally:
             if watch is not None:
                 watch.stop()
@@ -79,12 +79,13 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
     return hooks.located if watch is None else watch.located
 
 
-def _run_eagerly() -> AbstractContextManager[Any]:
-    """Run what PyTorch has compiled as it was written."""
+def _eagerly(closure: Callable[[], object]) -> Callable[[], object]:
+    """Let a closure run what PyTorch has compiled as it was written."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled
-        return nullcontext()
+        return closure
     compiler: Any = sys.modules["torch.compiler"]
-    return compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+    # As a context it would be set before it is entered: an interrupt in between would leave it.
+    return compiler.set_stance("force_eager")(lambda: closure())  # type: ignore[no-any-return]
 
 
 @contextmanager

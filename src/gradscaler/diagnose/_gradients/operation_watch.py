@@ -62,7 +62,8 @@ class OperationWatch:
         from torch.utils.weak import WeakIdKeyDictionary
 
         self._values = ValueWatch(None if self._hooks is None else self._hooks.model)
-        self._nodes = NodeWatch(self._values, lambda: self._is_watching)
+        own = weakref.ref(self)  # in a cycle it would watch until the collector runs
+        self._nodes = NodeWatch(self._values, lambda: bool((watch := own()) and watch._is_watching))
         self._sites: Any = WeakIdKeyDictionary()  # by an output whose node is not known yet
         self._lines: dict[tuple[str | None, str], str | None] = {}  # by module and operation
         self._thread, self._process = threading.get_ident(), os.getpid()
