@@ -57,18 +57,20 @@ def next_values(
     in_range = grown <= constants.max_scale
     after_finite = where(grow, where(in_range, grown, scale), scale)
 
-    back_off = nonfinite_steps >= constants.hysteresis
     reduced = scale * constants.backoff_factor
     reduced = where(reduced > constants.min_scale, reduced, constants.min_scale)
-    after_nonfinite = where(back_off, reduced, scale)
-
-    # A count that a backoff does not reset stays just below the hysteresis, so it cannot overflow.
-    spent = zero if constants.backoff_resets else zero + (constants.hysteresis - 1)
+    after_nonfinite, counted = reduced, zero
+    if constants.hysteresis > 1:
+        back_off = nonfinite_steps >= constants.hysteresis
+        after_nonfinite = where(back_off, reduced, scale)
+        # A count that a backoff does not reset stays below the hysteresis, so it cannot overflow.
+        spent = zero if constants.backoff_resets else zero + (constants.hysteresis - 1)
+        counted = where(back_off, spent, nonfinite_steps)
     kept = zero
     if not constants.finite_step_resets:
         kept = where(grow, where(in_range, zero, nonfinite_count), nonfinite_count)
     return (
         where(found_inf, after_nonfinite, after_finite),
         where(found_inf, zero, where(grow, zero, finite_steps)),
-        where(found_inf, where(back_off, spent, nonfinite_steps), kept),
+        where(found_inf, counted, kept),
     )
