@@ -7,10 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from gradscaler._frameworks import FRAMEWORKS
 
+# A busy machine may take its time.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 if "MUTANT_UNDER_TEST" in os.environ:  # `make mutants` needs any failing example
     settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate])
     settings.load_profile("mutants")

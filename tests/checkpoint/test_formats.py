@@ -393,7 +393,7 @@ def has_place(name, policy, state):
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(journeys())
 def test_a_run_that_moves_continues_by_its_rule_with_the_conventions_of_where_it_is(journey):
     policy, stages = journey
@@ -415,7 +415,7 @@ def test_a_run_that_moves_continues_by_its_rule_with_the_conventions_of_where_it
             assert moved == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     policy=st.builds(
         DynamicScale,

@@ -145,7 +145,6 @@ NUMBERS = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.text(), NUMBERS), st.integers(2, pickle.HIGHEST_PROTOCOL))
 def test_numbers_and_texts_are_read_as_pickle_reads_them(values, protocol):
     assert load(pickle.dumps(values, protocol)) == values
@@ -243,7 +242,7 @@ def damaged(draw):
     return data[:start] + piece + data[start + draw(st.integers(0, 5)) :]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(data=st.one_of(PROGRAMS, damaged(), st.binary(max_size=40)))
 @example(data=b"c\\\x00\n")  # an escape that Python warns of
 def test_any_bytes_give_plain_values_or_a_value_error_and_call_nothing(data, calls):

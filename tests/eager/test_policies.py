@@ -13,9 +13,7 @@ from gradscaler.policies._presets import Presets
 PRESETS = {name: getattr(DynamicScale, name)() for name in vars(Presets) if "__" not in name}
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     policy=st.builds(
         DynamicScale,

@@ -82,7 +82,7 @@ def test_the_state_is_what_the_policy_makes_of_the_gradients(step, interval, jit
     assert followed(jax.jit(step) if jit else step, rule, TRACE).state.peak > 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     rule=st.sampled_from([policy(), policy(margin=3, patience=3), policy(amax_interval=3)]),
     trace=st.lists(

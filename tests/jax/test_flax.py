@@ -32,7 +32,7 @@ def product(weight, x):
     return weight * x
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     options=st.fixed_dictionaries(
         {

@@ -69,7 +69,7 @@ def test_defaults_are_jmp_s():
 
 
 # Outside jit, where jmp keeps its floor.
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     start=st.sampled_from([1.0, 10.0, 2.0**15, 3e38]),
     period=st.integers(1, 4),

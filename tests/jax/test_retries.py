@@ -30,7 +30,7 @@ def scaler_at(exponent, **options):
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(start=st.integers(10, 24), retries=st.integers(0, 5), magnitude=st.integers(0, 3))
 def test_it_is_the_steps_of_a_loop_on_the_host(jit, start, retries, magnitude, exact):
     scaler, x = scaler_at(start), jnp.float32(2.0**magnitude)

@@ -56,7 +56,7 @@ def scan(policy, found_infs):
     return jax.lax.scan(step, GradScaler(policy), found_infs)[1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(policy=POLICIES, found_infs=st.lists(st.booleans(), min_size=12, max_size=12))
 def test_the_trace_has_the_bits_of_the_policy_on_the_host(policy, found_infs):
     states = scan(policy, jnp.array(found_infs))
@@ -135,7 +135,7 @@ def test_a_loss_in_float16_does_not_overflow_when_it_is_scaled():
     assert GradScaler().scale(jnp.array(4.0, jnp.float16)) == 2.0**18
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(exponent=st.integers(-20, 40), data=st.lists(st.floats(-(2.0**60), 2.0**60, width=32)))
 def test_scaling_and_unscaling_by_a_power_of_two_change_no_bit(exponent, data):
     values = np.array(data, np.float32)

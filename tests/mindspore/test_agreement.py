@@ -45,7 +45,7 @@ def test_all_three_move_the_scale_as_the_policy_does(mode, policy):
     @given(overflows=st.lists(st.booleans(), max_size=15))
     @example([False, False, True, False, False, False, False, True, True])
     @example([True, True, False, True, False, False, False, True, True, True])
-    @settings(max_examples=10, deadline=None)
+    @settings(max_examples=10)
     def compare(overflows):
         for parameter, value in zip(owned, initial, strict=True):
             parameter.set_data(Tensor(value))

@@ -80,7 +80,7 @@ def test_any_trace_gives_the_bits_of_the_host(mode, rule, compiled):
 
     adjust = jitted if compiled else scaler.adjust
 
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=12)
     @given(
         trace=st.lists(
             st.tuples(

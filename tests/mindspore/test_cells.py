@@ -47,7 +47,7 @@ def test_the_dynamic_cell_goes_through_every_trace_as_mindspores_does(mode, scal
     ]
 
     @given(overflows=TRACES)
-    @settings(max_examples=10, deadline=None)
+    @settings(max_examples=10)
     def compare(overflows):
         mine, native = map(rewound, steps)
         for overflow in map(Tensor, overflows):

@@ -117,7 +117,7 @@ sizes = st.one_of(
 traces = st.lists(st.tuples(st.sampled_from([False, False, False, True]), sizes), max_size=40)
 
 
-@settings(deadline=None, max_examples=800)
+@settings(max_examples=800)
 @given(policies, traces)
 def test_every_step_of_every_trace_is_what_a_straight_line_reference_gives(policy, trace):
     state = policy.init()

@@ -7,7 +7,7 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradscaler import AmaxScale, AmaxState, DynamicScale, ScaleState
@@ -168,14 +168,12 @@ def traced_where(condition, a, b):
 # PyTorch and NumPy.
 
 
-@settings(deadline=None)
 @given(policies, traces)
 def test_scalars_have_the_bits_of_the_host(library, policy, trace):
     expected = [[bits] for bits in on_host(policy, trace)]
     assert list(library.visited(policy, map(library.tensor, trace))) == expected
 
 
-@settings(deadline=None)
 @given(policies, batches)
 def test_each_scale_of_a_batch_has_the_bits_of_the_host(library, policy, trace):
     shape = (len(trace[0]),)
@@ -184,7 +182,6 @@ def test_each_scale_of_a_batch_has_the_bits_of_the_host(library, policy, trace):
     assert list(visited) == [list(row) for row in zip(*columns, strict=True)]
 
 
-@settings(deadline=None)
 @given(policies, batches)
 def test_where_as_an_argument_gives_the_same_as_where_found_by_type(library, policy, trace):
     flags, shape = list(map(library.tensor, trace)), (len(trace[0]),)
@@ -192,7 +189,6 @@ def test_where_as_an_argument_gives_the_same_as_where_found_by_type(library, pol
     assert list(library.visited(policy, flags, shape)) == list(handed)
 
 
-@settings(deadline=None)
 @given(policies, traces)
 def test_torch_takes_a_bool_of_python_s(torch, policy, trace):
     assert list(torch.visited(policy, trace)) == [[bits] for bits in on_host(policy, trace)]
@@ -251,7 +247,6 @@ def test_numpy_s_own_errors_are_not_raised_at_either_end(scale, as_array, found_
 # A policy that looks at the largest gradient.
 
 
-@settings(deadline=None)
 @given(amax_policies, amax_traces)
 @pytest.mark.parametrize("handed", [True, False])
 def test_amax_as_a_tensor_has_the_bits_of_the_host(library, handed, policy, trace):
@@ -268,7 +263,6 @@ def test_amax_as_a_tensor_has_the_bits_of_the_host(library, handed, policy, trac
     assert visited == list(amax_on_host(policy, trace))
 
 
-@settings(deadline=None)
 @given(amax_policies, st.lists(st.lists(st.tuples(st.booleans(), amaxes), min_size=2, max_size=2)))
 def test_each_amax_of_a_batch_has_the_bits_of_the_host(library, policy, trace):
     state, rows = library.amax_state(policy, (2,)), []
@@ -281,7 +275,6 @@ def test_each_amax_of_a_batch_has_the_bits_of_the_host(library, policy, trace):
     assert rows == [list(row) for row in zip(*columns, strict=True)]
 
 
-@settings(deadline=None)
 @given(amax_policies, amax_traces)
 def test_amax_in_a_library_of_arithmetic_and_comparisons_has_the_bits_of_the_host(policy, trace):
     state = AmaxState(*map(Traced, policy.init()))
@@ -354,7 +347,6 @@ def test_a_full_hysteresis_count_does_not_overflow_at_further_non_finite_steps(r
 # Any other library.
 
 
-@settings(deadline=None)
 @given(policies, traces)
 def test_a_library_of_arithmetic_and_comparisons_alone_has_the_bits_of_the_host(policy, trace):
     state = ScaleState(*map(Traced, policy.init()))

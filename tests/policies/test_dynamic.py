@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradscaler import DynamicScale, ScaleState
@@ -115,14 +115,12 @@ powers_of_two = st.integers(-126, 127).map(lambda exponent: 2.0**exponent)
 # The rule.
 
 
-@settings(deadline=None)
 @given(policies(), traces)
 def test_every_step_of_every_trace_is_what_a_straight_line_reference_gives(policy, trace):
     visited = [(float(state.scale), state.finite_steps) for state in states(policy, trace)]
     assert visited == reference(policy, trace)
 
 
-@settings(deadline=None)
 @given(policies(), traces)
 def test_the_scale_stays_finite_and_within_its_bounds(policy, trace):
     for scale in scales(policy, trace):
@@ -130,7 +128,6 @@ def test_the_scale_stays_finite_and_within_its_bounds(policy, trace):
         assert policy.min_scale <= scale <= policy.max_scale
 
 
-@settings(deadline=None)
 @given(
     init=powers_of_two,
     growth=st.integers(1, 60).map(lambda exponent: 2.0**exponent),
@@ -145,7 +142,6 @@ def test_a_power_of_two_with_power_of_two_factors_stays_one(init, growth, backof
         assert math.frexp(scale)[0] == 0.5
 
 
-@settings(deadline=None)
 @given(interval=st.integers(1, 9), steps=st.integers(0, 60))
 def test_finite_steps_alone_double_the_scale_once_an_interval(interval, steps):
     policy = DynamicScale(1.0, growth_interval=interval)
@@ -193,7 +189,6 @@ def test_the_default_policy_doubles_two_to_the_16_at_the_2000th_finite_step():
     assert visited == [65536.0] * 1999 + [131072.0]
 
 
-@settings(deadline=None)
 @given(data=st.data(), lowered=st.integers(1, 20))
 def test_lowering_the_interval_below_the_counter_grows_at_the_next_finite_step(data, lowered):
     counted = data.draw(st.integers(lowered, 40))
@@ -212,14 +207,12 @@ def test_lowering_the_hysteresis_below_the_count_backs_off_at_the_next_non_finit
 
 
 @pytest.mark.parametrize("reset", RESETS)
-@settings(deadline=None)
 @given(hysteresis=st.integers(1, 9))
 def test_the_scale_backs_off_at_the_non_finite_step_that_the_hysteresis_names(reset, hysteresis):
     policy = DynamicScale(16.0, hysteresis=hysteresis, hysteresis_reset=reset)
     assert scales(policy, "x" * hysteresis) == [16.0] * (hysteresis - 1) + [8.0]
 
 
-@settings(deadline=None)
 @given(trace=traces)
 def test_a_hysteresis_of_one_is_the_same_under_every_reset(trace):
     visited = [
@@ -261,14 +254,12 @@ def test_the_default_floor_is_the_smallest_normal_float32_whose_reciprocal_is_fi
     assert np.isfinite(np.float32(1) / lowest)
 
 
-@settings(deadline=None)
 @given(st.floats(SMALLEST_NORMAL, LARGEST))
 def test_an_initial_scale_may_be_its_own_floor_and_ceiling(scale):
     policy = DynamicScale(init_scale=scale, min_scale=scale, max_scale=scale, growth_interval=1)
     assert scales(policy, "x.x") == [float32(scale)] * 3
 
 
-@settings(deadline=None)
 @given(st.floats(SMALLEST_NORMAL, LARGEST), st.floats(SMALLEST_NORMAL, LARGEST), traces)
 def test_the_scale_stays_within_bounds_that_float32_rounds(one, other, trace):
     low, high = sorted([one, other])
@@ -283,7 +274,6 @@ def test_an_interval_longer_than_a_32_bit_counter_grows_when_the_counter_is_full
     assert policy.update(state, False) == (16.0, 0, 0)
 
 
-@settings(deadline=None)
 @given(policies(), traces)
 def test_numpys_error_settings_do_not_matter(policy, trace):
     with np.errstate(all="raise"):
@@ -304,13 +294,11 @@ def test_the_first_state_is_the_initial_scale_and_two_zeros():
     assert DynamicScale(init_scale=8).init() == ScaleState(8.0, 0, 0)
 
 
-@settings(deadline=None)
 @given(st.floats(SMALLEST_NORMAL, LARGEST))
 def test_the_initial_scale_is_rounded_to_float32(scale):
     assert float(DynamicScale(init_scale=scale).init().scale) == float32(scale)
 
 
-@settings(deadline=None)
 @given(policies(), traces.filter(bool))
 def test_a_state_on_the_host_is_a_float32_and_two_integers(policy, trace):
     state = states(policy, trace)[-1]
@@ -322,7 +310,6 @@ def test_a_scale_given_as_a_python_float_is_rounded_to_float32():
     assert float(policy.update(ScaleState(0.1, 0, 0), True).scale) == float32(0.1)
 
 
-@settings(deadline=None)
 @given(policies(), traces, traces)
 def test_a_state_read_as_plain_python_numbers_goes_on_as_the_state_itself(policy, before, after):
     state = states(policy, "." + before)[-1]
@@ -330,7 +317,6 @@ def test_a_state_read_as_plain_python_numbers_goes_on_as_the_state_itself(policy
     assert states(policy, after, restored) == states(policy, after, state)
 
 
-@settings(deadline=None)
 @given(policies(), traces, st.booleans())
 def test_update_is_pure(policy, trace, found_inf):
     state = states(policy, "." + trace)[-1]

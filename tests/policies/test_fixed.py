@@ -5,7 +5,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradscaler import FixedScale, ScaleState
@@ -16,7 +16,6 @@ LARGEST = (2.0 - 2.0**-23) * 2.0**127
 valid_scales = st.floats(SMALLEST_NORMAL, LARGEST)
 
 
-@settings(deadline=None)
 @given(valid_scales, st.lists(st.booleans()))
 def test_the_scale_never_moves(scale, trace):
     policy = FixedScale(scale)
@@ -31,14 +30,12 @@ def test_update_returns_any_librarys_state_unchanged():
     assert FixedScale(128.0).update(state, object(), where=None) is state
 
 
-@settings(deadline=None)
 @given(valid_scales)
 def test_the_scale_is_rounded_to_float32(scale):
     (rounded,) = struct.unpack("<f", struct.pack("<f", scale))
     assert float(FixedScale(scale).init().scale) == rounded
 
 
-@settings(deadline=None)
 @given(valid_scales)
 def test_the_reciprocal_of_the_scale_is_finite_and_not_zero(scale):
     assert 0 < np.float32(1) / FixedScale(scale).init().scale < math.inf

@@ -10,7 +10,7 @@ import inspect
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradscaler import DynamicScale
@@ -135,7 +135,6 @@ def test_a_presets_error_shows_a_value_that_reads_like_a_parameter_as_it_is():
     assert str(caught.value) == f"incr_ratio must be a number, got {value!r} (str)"
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(RULES)), traces)
 def test_every_presets_scale_stays_finite_and_within_its_bounds(name, trace):
     policy = getattr(DynamicScale, name)()
@@ -171,7 +170,6 @@ def torchs_own(torch, policy, trace):
     return visited
 
 
-@settings(deadline=None)
 @given(
     init=st.floats(1.0, 2.0**127, width=32),
     growth=st.floats(1.0, 2.0**40, width=32, exclude_min=True),
@@ -190,7 +188,6 @@ def test_torchs_preset_moves_the_scale_as_torchs_own_operator(
     assert visited == torchs_own(torch, policy, trace)
 
 
-@settings(deadline=None)
 @given(
     init=st.floats(2.0**-60, 2.0**60),
     growth=st.floats(1 + 2.0**-20, 8.0),
@@ -415,7 +412,6 @@ FOLLOWED = {
 
 
 @pytest.mark.parametrize(("preset", "rule", "given_to", "traced"), FOLLOWED.values(), ids=FOLLOWED)
-@settings(deadline=None)
 @given(data=st.data())
 def test_a_preset_follows_its_frameworks_rule(preset, rule, given_to, traced, data):
     parameters, trace = data.draw(st.tuples(*given_to)), data.draw(traced)

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradscaler import DynamicScale, FixedScale
@@ -97,7 +97,6 @@ def test_pickle_gives_an_equal_policy(policy, protocol):
     assert (restored, hash(restored)) == (policy, hash(policy))
 
 
-@settings(deadline=None)
 @given(policies, st.text(".x", max_size=40))
 def test_a_used_policy_that_was_pickled_moves_the_scale_alike(policy, trace):
     visited = moved(policy, trace)
@@ -156,7 +155,6 @@ def test_the_repr_is_the_call_that_makes_the_policy():
     assert repr(FixedScale(128)) == "FixedScale(scale=128.0)"
 
 
-@settings(deadline=None)
 @given(policies)
 def test_evaluating_the_repr_gives_an_equal_policy(policy):
     assert eval(repr(policy)) == policy

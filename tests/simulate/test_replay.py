@@ -23,7 +23,7 @@ def trace_of(gradients):
 
 @pytest.mark.parametrize("policy", [DynamicScale(2.0**20, growth_interval=3), FixedScale(2.0**12)])
 @given(st.lists(st.floats(2.0**-20, 2.0**10), min_size=1, max_size=30))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_step_is_skipped_exactly_where_float16_overflows(policy, sizes):
     found = replay(policy, Trace(sizes))
     state = policy.init()
@@ -38,7 +38,6 @@ def test_a_step_is_skipped_exactly_where_float16_overflows(policy, sizes):
     st.lists(st.integers(-45, 14), min_size=1, max_size=20),
     st.integers(-4, 20).map(lambda e: 2.0**e),
 )
-@settings(deadline=None)
 def test_shares_are_those_of_float16(exponents, scale):
     gradients = 1.5 * 2.0 ** np.array(exponents)
     found = replay(FixedScale(scale), trace_of([gradients]))

@@ -37,30 +37,28 @@ PAIRS = [
 RULES = rules(largest_scale=2.0**126)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(rule=RULES, trace=TRACES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_optimizer_goes_as_with_torch(kind, rule, trace):
     run_by_rule([KINDS[kind]], rule, trace)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(rule=RULES, trace=PAIRED_TRACES)
 @pytest.mark.parametrize("kinds", PAIRS, ids=" and ".join)
 def test_two_optimizers_go_as_with_torch(kinds, rule, trace):
     run_by_rule([KINDS[kind] for kind in kinds], rule, trace)
 
 
-@settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rule=RULES, trace=TRACES)
 @pytest.mark.parametrize("kind", ["loop-SGD", "foreach-Adam", "fused-AdamW", "fused-SGD"])
 def test_the_code_for_accelerators_goes_as_torch_too(kind, rule, trace, off_the_host):
     run_by_rule([KINDS[kind]], rule, trace)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(rule=RULES, trace=TRACES, exchange=st.sets(st.integers(0, 7)))
 def test_state_dicts_exchanged_on_the_way_change_nothing(rule, trace, exchange):
     run_by_rule([KINDS["foreach-Adam"]], rule, trace, exchange=exchange)
@@ -116,7 +114,7 @@ class AnyOrder:
         return library.exact(self.scaler.state_dict()), stepped
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(calls=st.lists(CALLS, max_size=25))
 def test_calls_in_any_order_go_or_raise_as_with_torch(calls):
     ours, native = (

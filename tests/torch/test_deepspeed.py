@@ -98,7 +98,7 @@ def step_together(scalers, overflow):
     return bool(raised)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(rule=rules(), trace=traces)
 def test_every_step_leaves_the_attributes_of_deepspeed_s_own_scaler(deepspeed, rule, trace):
     ours, theirs = DynamicLossScaler(**rule), deepspeed.DynamicLossScaler(**rule)
@@ -108,7 +108,6 @@ def test_every_step_leaves_the_attributes_of_deepspeed_s_own_scaler(deepspeed, r
         assert ours.loss_scale == theirs.loss_scale
 
 
-@settings(deadline=None)
 @given(rule=rules(), before=traces, after=traces)
 def test_the_attributes_move_a_run_to_the_other_class(deepspeed, rule, before, after):
     saved, whole = DynamicLossScaler(**rule), deepspeed.DynamicLossScaler(**rule)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradscaler import DynamicScale
@@ -90,7 +90,6 @@ def visited(scaler, trace):
     return scales
 
 
-@settings(deadline=None)
 @given(rule=rules(), trace=traces)
 def test_every_step_leaves_what_megatron_s_own_scaler_has(megatron, rule, trace):
     ours, theirs = DynamicGradScaler(**rule), megatron.DynamicGradScaler(**rule)
@@ -101,7 +100,6 @@ def test_every_step_leaves_what_megatron_s_own_scaler_has(megatron, rule, trace)
         assert seen(ours, *names) == seen(theirs, *names)
 
 
-@settings(deadline=None)
 @given(rule=rules(), before=traces, after=traces.map(lambda trace: trace[:8]))
 def test_a_state_dict_moves_a_run_to_the_other_class(megatron, rule, before, after):
     saved, whole = DynamicGradScaler(**rule), megatron.DynamicGradScaler(**rule)

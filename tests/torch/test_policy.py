@@ -5,7 +5,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradscaler import DynamicScale, ScaleState
@@ -13,7 +13,6 @@ from gradscaler.policies._checks import LARGEST_SCALE
 from gradscaler.torch._operations import TorchOperations, _is_torch_s
 
 
-@settings(deadline=None)
 @given(
     scale=st.floats(2.0**-126, LARGEST_SCALE, width=32),
     finite_steps=st.one_of(st.integers(0, 5), st.just(2**31 - 1)),
