@@ -29,13 +29,10 @@ class TorchOperations(TorchLikeOperations):
         tensor's do, is replaced by a copy: multiplying it in place would multiply some twice, and
         a fused optimizer writes past its end. A DTensor is represented by this process' part.
         """
-        grads: list[torch.Tensor] = super().gradients(optimizer, allow_fp16)
-        for grad in grads:
-            if type(grad) is not torch.Tensor or grad.is_sparse or not grad.is_contiguous():
-                break
-        else:
-            return grads
-        grads = to_local(grads)
+        ordinary = _ordinary_gradients(optimizer, allow_fp16)
+        if ordinary is not None:
+            return ordinary
+        grads = to_local(super().gradients(optimizer, allow_fp16))
         return grads if _are_contiguous(grads) else to_local(_values(optimizer, coalesce=False))
 
     def grouped(self, tensors: list[torch.Tensor]) -> list[tuple[torch.device, list[torch.Tensor]]]:
@@ -43,6 +40,8 @@ class TorchOperations(TorchLikeOperations):
 
         Those that lie side by side are one tensor.
         """
+        if tensors and _are_one_group(tensors):
+            return [(tensors[0].device, tensors)]
         groups = super().grouped(side_by_side(tensors))
         for i, (device, group) in enumerate(groups):
             if group[0].is_complex():
@@ -54,6 +53,9 @@ class TorchOperations(TorchLikeOperations):
 
         DTensors are first placed as their parameters are: partial sums are reduced.
         """
+        ordinary = _ordinary_gradients(optimizer)
+        if ordinary is not None:
+            return ordinary
         grads = super().gradients(optimizer)
         if not _are_contiguous(to_local(grads)):
             grads = _values(optimizer, coalesce=True)
@@ -102,12 +104,42 @@ def _is_torch_s(policy: Policy) -> TypeGuard[DynamicScale]:
     )
 
 
-def _are_contiguous(grads: list[torch.Tensor]) -> bool:
-    """Whether gradients are all dense, each in one piece of memory."""
-    for grad in grads:  # noqa: SIM110 # a generator takes longer for few of them
-        if grad.is_sparse or not grad.is_contiguous():
+def _ordinary_gradients(optimizer: Any, allow_fp16: bool = True) -> list[torch.Tensor] | None:
+    """The gradients, if nothing is to be done to any; else None.
+
+    All are there, dense, each in one piece of memory, without a graph and not to be refused. It is
+    one loop: what is known of a tensor is seldom in the processor's cache.
+    """
+    grads = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if (
+                type(grad) is not torch.Tensor
+                or grad.is_sparse
+                or grad.requires_grad
+                or not grad.is_contiguous()
+                or not (allow_fp16 or grad.dtype is not torch.float16)
+            ):
+                return None
+            grads.append(grad)
+    return grads
+
+
+def _are_one_group(tensors: list[torch.Tensor]) -> bool:
+    """Whether real tensors of one device and dtype begin a storage each, as most gradients do."""
+    device, dtype = tensors[0].device, tensors[0].dtype
+    if dtype.is_complex:
+        return False
+    for tensor in tensors:  # noqa: SIM110 # a generator takes longer for few of them
+        if tensor.storage_offset() or tensor.dtype is not dtype or tensor.device != device:
             return False
     return True
+
+
+def _are_contiguous(grads: list[torch.Tensor]) -> bool:
+    """Whether gradients are all dense, each in one piece of memory."""
+    return not any(grad.is_sparse or not grad.is_contiguous() for grad in grads)
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
