@@ -511,7 +511,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         record.overflowed = self._operations.any_set(record.found_inf)
         if record.overflowed:
             return None
-        self._apply_pending(record)
+        if record.inv_scale is not None or record.clip_coefficient is not None:
+            self._apply_pending(record)
         return optimizer.step(*args, **kwargs)
 
     def _conclude(
@@ -599,8 +600,9 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         scale: Tensor | None = None,
     ) -> None:
         """Record what all that decide together found in gradients; ``scale`` if still scaled."""
-        is_due = self._amax_is_due(found_inf)
-        amax = self._operations.amax(record.optimizer, scale) if is_due else None
+        amax = None
+        if amax_interval(self._policy) and self._amax_is_due(found_inf):
+            amax = self._operations.amax(record.optimizer, scale)
         record.found_inf, record.amax = self._decision(deciders, found_inf, amax)
 
     def _amax_is_due(self, found_inf: FoundInf) -> bool:

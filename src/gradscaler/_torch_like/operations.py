@@ -132,11 +132,14 @@ class TorchLikeOperations:
     ) -> State:
         if not self.on_host(state.scale):
             return self.advance_on_device(policy, state, found_infs, amaxes)
-        values: Any = self.read(state)  # costs nothing here, and tensor operations do
+        # Reading costs nothing here, and tensor operations do.
         found_inf = any(map(self.any_set, found_infs))
-        if type(policy) is DynamicScale and policy._only_counts(values, found_inf):
-            state.finite_steps.fill_(values.finite_steps + 1)
-            return state
+        if type(policy) is DynamicScale:
+            count, nonfinite = state.finite_steps.item(), state.nonfinite_steps.item()
+            if policy._only_counts(count, nonfinite, found_inf):
+                state.finite_steps.fill_(count + 1)
+                return state
+        values = self.read(state)
         amax = {"amax": max(tensor.item() for tensor in amaxes)} if amaxes else {}
         moved = policy.update(values, found_inf, **amax)
         for tensor, before, value in zip(state, values, moved, strict=True):

@@ -131,7 +131,7 @@ def _are_one_group(tensors: list[torch.Tensor]) -> bool:
     device, dtype = tensors[0].device, tensors[0].dtype
     if dtype.is_complex:
         return False
-    for tensor in tensors:  # noqa: SIM110 # a generator takes longer for few of them
+    for tensor in tensors:  # a generator takes longer for few of them
         if tensor.storage_offset() or tensor.dtype is not dtype or tensor.device != device:
             return False
     return True

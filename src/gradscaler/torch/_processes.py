@@ -29,7 +29,9 @@ Group = Any  # dist.ProcessGroup, which a build without distributed lacks
 
 def is_distributed() -> bool:
     """Whether there are other processes at all."""
-    return _IS_AVAILABLE and dist.is_initialized() and dist.get_world_size() > 1
+    if not _IS_AVAILABLE or dist.distributed_c10d._world.default_pg is None:  # as is_initialized()
+        return False
+    return dist.get_world_size() > 1
 
 
 def check_group(name: str, group: Group | None) -> None:
