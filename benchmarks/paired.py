@@ -165,11 +165,16 @@ def table(comparisons: Sequence[Comparison]) -> str:
                 f"{low:.3f} to {high:.3f}",
             )
         )
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    """Return a Markdown table, its first row the heading and its first column the names."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ("-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])))
+    rule = ("-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:]))
     return "\n".join(
         "| " + " | ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]) + " |"
-        for first, *others in rows
+        for first, *others in (rows[0], rule, *rows[1:])
     )
 
 

@@ -151,6 +151,14 @@ def test_a_whole_iteration_makes_no_more_graphs_and_breaks_than_with_torch(
     assert breaks[0] <= breaks[1]
 
 
+@pytest.mark.parametrize("way", ["foreach", "fused"])
+def test_a_step_without_a_scaler_is_no_single_graph_either(way):
+    training = Training(GradScaler, lambda p: torch.optim.AdamW(p, **{way: True}))
+    training.loss(training.batches[0]).backward()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(training.optimizer.step, backend="eager", fullgraph=True)()
+
+
 def test_clipping_and_outcomes_work_with_a_compiled_model():
     training = Training(GradScaler)
     training.forward = torch.compile(training.model, backend="eager")
