@@ -102,7 +102,10 @@ def test_the_state_is_what_the_policy_makes_of_the_gradients(prepare, interval, 
     assert loop.scaler.observed.state.peak > 0
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     rule=st.builds(
         policy,

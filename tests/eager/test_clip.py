@@ -144,7 +144,10 @@ def test_unscaling_twice_after_clipping_is_refused(norm_type, ours, finite):
         ours.unscale()
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     clips=st.lists(
         st.tuples(st.floats(0.01, 10.0), st.sampled_from(sorted({*NORM_TYPES} - {"inf"}))),

@@ -13,7 +13,10 @@ from gradscaler.policies._presets import Presets
 PRESETS = {name: getattr(DynamicScale, name)() for name in vars(Presets) if "__" not in name}
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     policy=st.builds(
         DynamicScale,

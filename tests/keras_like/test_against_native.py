@@ -74,7 +74,10 @@ def test_every_step_leaves_the_same_bits(inner, family, compiled):
     assert scales == [1024, 2048, 1024, 1024, 2048, 2048, 1024, 512, 512, 1024]
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=10,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     pattern=st.lists(st.sampled_from([None, None, *BAD]), min_size=1, max_size=8),
     growth_steps=st.integers(1, 4),

@@ -63,7 +63,8 @@ RULES = st.fixed_dictionaries(
 TURNS = turns(PaddleTurn, minimize=st.booleans(), set_to_zero=st.booleans())
 COMPLETE_TURNS = TURNS.map(lambda turn: replace(turn, left_out=None))
 on_the_stand_in = settings(
-    max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=12,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 

@@ -51,7 +51,10 @@ def test_two_optimizers_go_as_with_torch(kinds, rule, trace):
     run_by_rule([KINDS[kind] for kind in kinds], rule, trace)
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(rule=RULES, trace=TRACES)
 @pytest.mark.parametrize("kind", ["loop-SGD", "foreach-Adam", "fused-AdamW", "fused-SGD"])
 def test_the_code_for_accelerators_goes_as_torch_too(kind, rule, trace, off_the_host):

@@ -319,6 +319,13 @@ def elements(tensors):
     return sorted(element for tensor in tensors for element in tensor.flatten().tolist())
 
 
+def test_tensors_of_two_kinds_are_two_groups():
+    one = torch.ones(2)
+    for other in (torch.ones(2, device="meta"), torch.ones(2, dtype=torch.float64)):
+        groups = GradScaler._operations.grouped([one, other, torch.ones(3)])
+        assert sorted(len(group) for _, group in groups) == [1, 2]
+
+
 def test_neighbours_become_one_in_whatever_order():
     tensors = pieces(3, 4, 5, 1)
     for _ in range(10):

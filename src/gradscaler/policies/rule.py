@@ -45,7 +45,6 @@ def next_values(
     State and result are plain values: MindSpore's compiler loses the dtypes in a named tuple.
     """
     finite_steps = finite_count + 1
-    nonfinite_steps = nonfinite_count + 1
     zero = finite_count * 0  # of the counters' own type
 
     interval = constants.growth_interval
@@ -61,6 +60,7 @@ def next_values(
     reduced = where(reduced > constants.min_scale, reduced, constants.min_scale)
     after_nonfinite, counted = reduced, zero
     if constants.hysteresis > 1:
+        nonfinite_steps = nonfinite_count + 1
         back_off = nonfinite_steps >= constants.hysteresis
         after_nonfinite = where(back_off, reduced, scale)
         # A count that a backoff does not reset stays below the hysteresis, so it cannot overflow.

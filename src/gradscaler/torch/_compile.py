@@ -41,6 +41,15 @@ def keep_out_of_graphs() -> None:
                     eval_frame.set_code_exec_strategy(code, strategy)
 
 
+def is_compiling() -> bool:
+    """Whether ``torch.compile`` traces what is called now."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled
+        return False
+    from torch._C._dynamo import eval_frame
+
+    return callable(eval_frame.get_eval_frame_callback())
+
+
 def _functions(owner: Any, module: str) -> Iterator[FunctionType]:
     """The functions, methods and properties that a module defines."""
     for value in list(vars(owner).values()):

@@ -11,6 +11,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from gradscaler._eager.operations import FoundInf
 from gradscaler._torch_like.operations import TorchLikeOperations, parameters_of
 from gradscaler.policies import DynamicScale, Policy, State, _checks
+from gradscaler.torch._compile import is_compiling
 from gradscaler.torch._flat import side_by_side
 from gradscaler.torch._processes import placed, to_local
 
@@ -61,6 +62,10 @@ class TorchOperations(TorchLikeOperations):
             grads = _values(optimizer, coalesce=True)
         return to_local(placed(optimizer, grads))
 
+    def is_own(self, optimizer: Any) -> bool:
+        """Whether an optimizer needs no unset flag; a compiled step would be traced without it."""
+        return super().is_own(optimizer) and not is_compiling()
+
     def current_gradients(self, optimizer: Any) -> list[torch.Tensor]:
         """Those of DTensors by this process' part, which has an address."""
         return to_local(super().current_gradients(optimizer))
@@ -107,8 +112,8 @@ def _is_torch_s(policy: Policy) -> TypeGuard[DynamicScale]:
 def _ordinary_gradients(optimizer: Any, allow_fp16: bool = True) -> list[torch.Tensor] | None:
     """The gradients, if nothing is to be done to any; else None.
 
-    All are there, dense, each in one piece of memory, without a graph and not to be refused. It is
-    one loop: what is known of a tensor is seldom in the processor's cache.
+    All are there, dense, each in one piece of memory, without a graph and not to be refused. One
+    loop looks at each tensor once: to fetch it takes longer than all that is asked of it.
     """
     grads = []
     for group in optimizer.param_groups:
@@ -119,7 +124,7 @@ def _ordinary_gradients(optimizer: Any, allow_fp16: bool = True) -> list[torch.T
                 or grad.is_sparse
                 or grad.requires_grad
                 or not grad.is_contiguous()
-                or not (allow_fp16 or grad.dtype is not torch.float16)
+                or (grad.dtype is torch.float16 and not allow_fp16)
             ):
                 return None
             grads.append(grad)
@@ -127,7 +132,10 @@ def _ordinary_gradients(optimizer: Any, allow_fp16: bool = True) -> list[torch.T
 
 
 def _are_one_group(tensors: list[torch.Tensor]) -> bool:
-    """Whether real tensors of one device and dtype begin a storage each, as most gradients do."""
+    """Whether tensors are real, of one device and dtype, and at the beginning of their storages.
+
+    Most gradients are. Those of one buffer are not, but for its first.
+    """
     device, dtype = tensors[0].device, tensors[0].dtype
     if dtype.is_complex:
         return False

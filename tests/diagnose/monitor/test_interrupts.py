@@ -232,6 +232,27 @@ def test_an_interrupted_locate_leaves_no_mark():
     assert graphs
 
 
+def test_an_interrupt_while_locate_sets_the_stance_leaves_none(monkeypatch):
+    set_stance, graphs = torch.compiler.set_stance, []
+
+    def interrupted(stance):
+        given = set_stance(stance)
+        if stance == "force_eager":
+            raise KeyboardInterrupt
+        return given
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda: torch.ones(1) + 1, backend=backend)
+    monkeypatch.setattr(torch.compiler, "set_stance", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        locate(model_that_overflows(), lambda: None)
+    compiled()
+    assert graphs
+
+
 def test_an_interrupted_closure_of_locate_leaves_no_hook():
     model = model_that_overflows()
 

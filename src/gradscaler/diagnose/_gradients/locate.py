@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
@@ -66,12 +67,12 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
         raise ValueError("model has lazy modules: call it once before, so that they get a shape")
     context = copy_context()  # an interrupt leaves nothing set in the caller's
     context.run(is_locating.set, True)
-    with _left_as_it_was(model):
+    with _left_as_it_was(model), _run_eagerly():
         try:
             hooks.start()
             if watch is not None:
                 watch.start()
-            context.run(_eagerly(closure))
+            context.run(closure)
         finally:
             if watch is not None:
                 watch.stop()
@@ -79,13 +80,25 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
     return hooks.located if watch is None else watch.located
 
 
-def _eagerly(closure: Callable[[], object]) -> Callable[[], object]:
-    """Let a closure run what PyTorch has compiled as it was written."""
+@contextmanager
+def _run_eagerly() -> Iterator[None]:
+    """Run what PyTorch has compiled as it was written."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled
-        return closure
+        yield
+        return
     compiler: Any = sys.modules["torch.compiler"]
-    # As a context it would be set before it is entered: an interrupt in between would leave it.
-    return compiler.set_stance("force_eager")(lambda: closure())  # type: ignore[no-any-return]
+
+    def here() -> None:
+        """Lives as long as this call; PyTorch's own context leaves its stance at an interrupt."""
+
+    before = compiler.set_stance("default")  # which remembers the stance of the user
+    put_back = weakref.finalize(here, before.__exit__, None, None, None)
+    put_back.atexit = False
+    try:
+        compiler.set_stance("force_eager")
+        yield
+    finally:
+        put_back()
 
 
 @contextmanager
