@@ -140,7 +140,7 @@ The code of 21 November 2026 (8c35d25) was timed again on 22 November, on the ma
 apart from the code of that day. These are the ratios to native, where the two intervals do not
 overlap. An interval is of one run. Some rows scatter more from run to run: the older code had 0.34,
 0.35 and 0.44 for clipping on GPT-2 small, and 1.06, 1.40 and 1.60 for JAX's layer with loss_scaled.
-So such differences show no change.
+So such differences show no change. `make bench` does not time the older code again.
 
 """
 NOT_RUN = """

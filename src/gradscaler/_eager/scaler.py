@@ -511,6 +511,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         record.overflowed = self._operations.any_set(record.found_inf)
         if record.overflowed:
             return None
+        # Asked here too, because a call that does nothing counts in a small step.
         if record.inv_scale is not None or record.clip_coefficient is not None:
             self._apply_pending(record)
         return optimizer.step(*args, **kwargs)
@@ -601,6 +602,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     ) -> None:
         """Record what all that decide together found in gradients; ``scale`` if still scaled."""
         amax = None
+        # Asked here too, because a call that does nothing counts in a small step.
         if amax_interval(self._policy) and self._amax_is_due(found_inf):
             amax = self._operations.amax(record.optimizer, scale)
         record.found_inf, record.amax = self._decision(deciders, found_inf, amax)

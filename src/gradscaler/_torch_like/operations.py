@@ -244,10 +244,10 @@ class TorchLikeOperations:
             if parameter.grad is not None
         )
 
-    def is_own(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer is the framework's.
+    def needs_no_unset_flag(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer steps without a flag, as the framework's own do.
 
-        Those need no unset flag: they subtract it from each parameter's count of steps.
+        These are faster without one: they subtract it from each parameter's count of steps.
         """
         return type(optimizer).__module__.startswith(f"{self.framework.__name__}.optim.")
 

@@ -380,7 +380,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         if not record.is_scaled:
             self._apply_pending(record)
         flag = None
-        if not (is_finite and self._operations.is_own(optimizer)):
+        if not (is_finite and self._operations.needs_no_unset_flag(optimizer)):
             flag = self._operations.combine([found_inf], state.scale.device)
         try:
             result = step_with(optimizer, grad_scale, flag, args, kwargs)

@@ -62,9 +62,9 @@ class TorchOperations(TorchLikeOperations):
             grads = _values(optimizer, coalesce=True)
         return to_local(placed(optimizer, grads))
 
-    def is_own(self, optimizer: Any) -> bool:
-        """Whether an optimizer needs no unset flag; a compiled step would be traced without it."""
-        return super().is_own(optimizer) and not is_compiling()
+    def needs_no_unset_flag(self, optimizer: Any) -> bool:
+        """The same; a compiled step takes one, or its first overflow would be traced once more."""
+        return super().needs_no_unset_flag(optimizer) and not is_compiling()
 
     def current_gradients(self, optimizer: Any) -> list[torch.Tensor]:
         """Those of DTensors by this process' part, which has an address."""
@@ -139,7 +139,7 @@ def _are_one_group(tensors: list[torch.Tensor]) -> bool:
     device, dtype = tensors[0].device, tensors[0].dtype
     if dtype.is_complex:
         return False
-    for tensor in tensors:  # a generator takes longer for few of them
+    for tensor in tensors:
         if tensor.storage_offset() or tensor.dtype is not dtype or tensor.device != device:
             return False
     return True

@@ -210,15 +210,19 @@ def test_an_interrupt_loses_the_sample_of_its_step_at_most(case, path):
         assert training.scaler._observers == []
 
 
-def test_an_interrupted_locate_leaves_no_mark():
-    model = model_that_overflows()
+def compiled_and_its_graphs():
     graphs = []
 
     def backend(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
-    compiled = torch.compile(lambda: torch.ones(1) + 1, backend=backend)  # so locate runs eagerly
+    return torch.compile(lambda: torch.ones(1) + 1, backend=backend), graphs
+
+
+def test_an_interrupted_locate_leaves_no_mark():
+    model = model_that_overflows()
+    compiled, graphs = compiled_and_its_graphs()  # so locate runs eagerly
     inputs = torch.full((4, 2), 1e3)
 
     def run(disturbance):
@@ -233,7 +237,8 @@ def test_an_interrupted_locate_leaves_no_mark():
 
 
 def test_an_interrupt_while_locate_sets_the_stance_leaves_none(monkeypatch):
-    set_stance, graphs = torch.compiler.set_stance, []
+    set_stance = torch.compiler.set_stance
+    compiled, graphs = compiled_and_its_graphs()
 
     def interrupted(stance):
         given = set_stance(stance)
@@ -241,11 +246,6 @@ def test_an_interrupt_while_locate_sets_the_stance_leaves_none(monkeypatch):
             raise KeyboardInterrupt
         return given
 
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(lambda: torch.ones(1) + 1, backend=backend)
     monkeypatch.setattr(torch.compiler, "set_stance", interrupted)
     with pytest.raises(KeyboardInterrupt):
         locate(model_that_overflows(), lambda: None)
