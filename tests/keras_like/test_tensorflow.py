@@ -1,5 +1,7 @@
 """What only TensorFlow has: tapes, compiled functions, sparse gradients and replicas."""
 
+import traceback
+
 import keras_like
 import numpy as np
 import pytest
@@ -9,6 +11,8 @@ if BACKEND != "tensorflow":
     pytest.skip("of TensorFlow", allow_module_level=True)
 
 import tensorflow as tf
+
+from gradscaler import DynamicScale
 
 
 def test_a_compiled_step_is_traced_once_though_the_scale_moves(family):
@@ -172,6 +176,68 @@ def test_fit_under_a_strategy_ends_as_with_the_framework_s_wrapper(strategy, fam
         ends.append((model.get_weights()[0].tolist(), in_each(strategy, scale)))
     assert ends[0] == ends[1]
     assert ends[0][1][0] == 32.0
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_autograph_translates_no_method(strategy, family, replicas, monkeypatch):
+    """To translate them takes a second, and warns of a function without statements."""
+    translated = []
+
+    def note():
+        frames = traceback.extract_stack()
+        translated.append({f.name for f in frames if "autograph_generated" in f.filename})
+
+    class Noting(family.SGD):
+        def apply(self, *args, **kwargs):
+            note()
+            return super().apply(*args, **kwargs)
+
+        def apply_gradients(self, *args, **kwargs):
+            note()
+            return super().apply_gradients(*args, **kwargs)
+
+    update = DynamicScale.update
+    monkeypatch.setattr(DynamicScale, "update", lambda *args: [note(), update(*args)][1])
+    used = strategy if replicas == 2 else tf.distribute.get_strategy()
+    with used.scope():
+        variable = keras_like.Variable(1.0)
+        optimizer = LossScaleOptimizer(Noting(0.5))
+        _ = optimizer.iterations, KERAS_3 and optimizer.build([variable])
+
+    def step():
+        with tf.GradientTape() as tape:
+            scaled = optimizer.get_scaled_loss(tf.convert_to_tensor(variable) ** 2)
+        grads = tape.gradient(scaled, [variable.value if KERAS_3 else variable])
+        optimizer.apply_gradients([(optimizer.get_unscaled_gradients(grads)[0], variable)])
+
+    def run():
+        used.run(step)
+
+    tf.function(run)()
+    assert len(translated) >= 1 + replicas
+    assert set().union(*translated) <= {"tf__run", "tf__step"}
+    assert in_each(used, variable) == [0.0 if replicas == 1 else -1.0] * replicas
+
+
+def test_autograph_translates_a_loss_that_branches_on_a_tensor(family):
+    def loss(variable):
+        if tf.reduce_sum(variable) > 0.0:
+            return variable * 1.0
+        return -variable
+
+    variable = keras_like.Variable(1.0)
+    optimizer = LossScaleOptimizer(family.SGD(0.5))
+    _ = optimizer.iterations, KERAS_3 and optimizer.build([variable])
+
+    @tf.function
+    def step():
+        optimizer.minimize(lambda: loss(tf.convert_to_tensor(variable)), [variable])
+
+    seen = []
+    for _ in range(4):
+        step()
+        seen.append(float(variable))
+    assert seen == [0.5, 0.0, 0.5, 0.0]
 
 
 def test_a_step_belongs_in_a_replica(strategy, family):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from inspect import isfunction
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from gradscaler.policies._spelling import changed, check_alone, check_policy
 
 Tensor = Any
 T = TypeVar("T", bound="Wrapper")
+Code = TypeVar("Code", bound=Callable[..., Any])
 
 HYPERPARAMETERS = frozenset(
     {
@@ -62,6 +64,19 @@ def next_values(
     return state
 
 
+def untranslated(code: Code) -> Code:
+    """Have TensorFlow's AutoGraph call a function or a class' methods as they are, like Keras' own.
+
+    They branch on no tensor, and to translate them takes up to a second. TensorFlow's decorator
+    ``do_not_convert`` would leave what they call untranslated, too, such as a user's loss.
+    """
+    functions = filter(isfunction, vars(code).values()) if isinstance(code, type) else [code]
+    for function in functions:
+        setattr(function, "autograph_info__", {})  # noqa: B010 # mypy knows no such attribute
+    return code
+
+
+@untranslated
 class Wrapper:
     """Mixin of a ``LossScaleOptimizer``: its policy, and attributes of the inner optimizer."""
 

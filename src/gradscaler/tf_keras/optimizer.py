@@ -15,6 +15,7 @@ from gradscaler._keras_like.wrapper import (
     counts_nonfinite_steps,
     next_values,
     policy_from,
+    untranslated,
 )
 from gradscaler.policies import AmaxScale, DynamicScale, FixedScale, OwnPolicy, amax_interval
 
@@ -23,6 +24,7 @@ Gradient = Any  # a tensor or IndexedSlices
 Pairs = list[tuple[Gradient | None, tf.Variable]]
 
 
+@untranslated
 class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignore[misc] # untyped base
     """Loss scaling for Keras 2: a drop-in for ``tf_keras.mixed_precision.LossScaleOptimizer``.
 
@@ -161,11 +163,13 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
         return super().from_config(config, custom_objects)
 
 
+@untranslated
 @tf_keras.saving.register_keras_serializable("gradscaler")
 class LossScaleOptimizerV2(LossScaleOptimizer, native.LossScaleOptimizer):  # type: ignore[misc] # untyped base
     """The wrapper of optimizers from ``tf_keras.optimizers.legacy``."""
 
 
+@untranslated
 @tf_keras.saving.register_keras_serializable("gradscaler")
 class LossScaleOptimizerV3(LossScaleOptimizer, native.LossScaleOptimizerV3):  # type: ignore[misc] # untyped base
     """The wrapper of optimizers from ``tf_keras.optimizers``."""

@@ -55,9 +55,10 @@ def _normal(evidence: Evidence) -> Verdict:
     if not evidence.steps:
         return Verdict(
             "normal",
-            "No step was seen yet. If the training runs, step(optimizer) finds no gradients: look "
-            "for zero_grad() after the backward pass, and for an optimizer of other parameters "
-            "than the model's.",
+            "No step was seen yet. If the training runs: in JAX, Keras and MindSpore, call "
+            "monitor.record() after each step; elsewhere, step(optimizer) finds no gradients, so "
+            "look for zero_grad() after the backward pass, and for an optimizer of other "
+            "parameters than the model's.",
         )
     if not evidence.skipped:
         return Verdict(

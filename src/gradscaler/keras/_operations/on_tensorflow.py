@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from gradscaler._keras_like.on_tensorflow import largest as largest
+from gradscaler._keras_like.wrapper import untranslated
 
 multiply, divide = keras.ops.multiply, keras.ops.divide
 
@@ -53,6 +54,7 @@ def apply_if_finite(
         return
 
     # The step merges the replicas, which cannot happen within a branch of one of them.
+    @untranslated
     def across_replicas(
         strategy: tf.distribute.Strategy, finite: Any, amax: Any, *arguments: Any
     ) -> None:
