@@ -3,6 +3,7 @@
 Keras 3 runs on the backend that KERAS_BACKEND names: one a process.
 """
 
+import functools
 import importlib
 import os
 
@@ -36,6 +37,12 @@ if KERAS_3:
     Variable, tensor = keras.Variable, keras.ops.convert_to_tensor
 else:
     Variable, tensor = tf.Variable, tf.convert_to_tensor
+
+
+@functools.cache
+def mirrored():
+    """A strategy of two replicas; a second in a process would abort the first's collectives."""
+    return tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"])
 
 
 def numpy(value):

@@ -9,6 +9,7 @@ from keras_like import (
     KERAS_3,
     LossScaleOptimizer,
     keras,
+    mirrored,
     numpy,
     scale_of,
     stepper,
@@ -163,7 +164,7 @@ def test_the_largest_gradient_is_that_of_all_replicas(family, large):
     import tensorflow as tf
 
     rule = policy(init_scale=8.0)
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = mirrored()
     with strategy.scope():
         variable = (keras if KERAS_3 else tf).Variable(np.ones(2, np.float32))
         optimizer = LossScaleOptimizer(family.SGD(), policy=rule)

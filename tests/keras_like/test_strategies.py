@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
-from keras_like import BACKEND, KERAS_3, LossScaleOptimizer, Variable, keras
+from keras_like import BACKEND, KERAS_3, LossScaleOptimizer, Variable, keras, mirrored
 from processes import free_ports
 
 if BACKEND != "tensorflow":
@@ -87,11 +87,6 @@ def assert_the_same(seen, family, name):
         assert np.allclose(found[3], expected[3], rtol=1e-5)
 
 
-@functools.cache
-def mirrored():
-    return tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"])
-
-
 def in_replicas(family, name, bad):
     return steps(mirrored(), family, name, bad)
 
@@ -99,7 +94,6 @@ def in_replicas(family, name, bad):
 @each_case
 @each_replica
 def test_mirrored(ranks, family, name, bad):
-    # A second MirroredStrategy in a process aborts the collectives of the first.
     (seen,) = ranks(1, strategy="mirrored").run(in_replicas, family, name, bad)
     assert_the_same(seen, family, name)
 

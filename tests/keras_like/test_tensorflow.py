@@ -5,7 +5,7 @@ import traceback
 import keras_like
 import numpy as np
 import pytest
-from keras_like import BACKEND, KERAS_3, NATIVE, LossScaleOptimizer, keras
+from keras_like import BACKEND, KERAS_3, NATIVE, LossScaleOptimizer, keras, mirrored
 
 if BACKEND != "tensorflow":
     pytest.skip("of TensorFlow", allow_module_level=True)
@@ -93,9 +93,9 @@ def test_a_sparse_gradient_with_duplicates_is_checked_whole(family, bad):
     assert float(optimizer.loss_scale) == 2.0
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def strategy():
-    return tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"])
+    return mirrored()
 
 
 def in_each(strategy, variable):
