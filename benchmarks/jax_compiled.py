@@ -1,5 +1,7 @@
 """How large the compiled training step is, without loss scaling and with two ways to skip.
 
+A third never skips, because it does not look at the gradients: what scaling takes without a check.
+
     python benchmarks/jax_compiled.py
 
 The steps donate their state. For each it prints the instructions of the optimized program, the
@@ -43,7 +45,23 @@ def by_cond(loss_fn: Any, state: Any) -> Any:
     return *jax.lax.cond(finite, apply, skip, grads, params, opt_state), scaler
 
 
-STEPS: dict[str, Any] = {"unscaled": unscaled, "select_tree": ours, "cond": by_cond}
+def unchecked(loss_fn: Any, state: Any) -> Any:
+    """A step that scales, unscales and chooses, by a flag that is always set."""
+    params, opt_state, scaler = state
+    grads = scaler.unscale(jax.grad(lambda params: scaler.scale(loss_fn(params)))(params))
+    updates, new_opt_state = OPTIMIZER.update(grads, opt_state, params)
+    new = optax.apply_updates(params, updates), new_opt_state
+    finite = scaler.loss_scale > 0
+    chosen = gradscaler.jax.select_tree(finite, new, (params, opt_state))
+    return *chosen, scaler.adjust(finite)
+
+
+STEPS: dict[str, Any] = {
+    "unscaled": unscaled,
+    "select_tree": ours,
+    "cond": by_cond,
+    "unchecked": unchecked,
+}
 
 
 def compare(workload: Workload, repetitions: int = REPETITIONS) -> None:
