@@ -83,3 +83,10 @@ def test_every_adapter_and_every_folder_of_tests_is_of_a_framework():
     assert folders - shared == set(FRAMEWORKS)
     packages = {path.parent.name for path in (ROOT / "src/gradscaler").glob("[!_]*/__init__.py")}
     assert packages - {"policies", "checkpoint", "diagnose", "demo", "simulate"} == set(FRAMEWORKS)
+
+
+def test_every_path_in_the_settings_exists():
+    """`make mutants`, which no other test runs, stops at one that does not."""
+    paths = re.findall(r'"((?:src|tests)/[^"]+)"', (ROOT / "pyproject.toml").read_text())
+    assert len(paths) > 20
+    assert [path for path in paths if not any(ROOT.glob(path))] == []

@@ -126,7 +126,6 @@ BAD_TENSORS = [library.tensor([8.0, 8.0]), *library.make_parameters(library.tens
         *((library.tensor(value), ValueError) for value in (math.inf, 0.0, -1.0)),
         *((tensor, ValueError) for tensor in BAD_TENSORS),
     ],
-    ids=repr,
 )
 def test_a_bad_new_scale_is_refused_and_changes_nothing(new_scale, error, parameters, finite):
     scaler, optimizer = (
