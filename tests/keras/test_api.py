@@ -65,6 +65,16 @@ def test_a_python_number_is_scaled():
     assert float(LossScaleOptimizer(SGD(), initial_scale=8.0).scale_loss(2.0)) == 16.0
 
 
+def test_numpy_s_gradients_are_applied():
+    variable = keras.Variable(np.ones(2, "float32"))
+    optimizer = LossScaleOptimizer(SGD(0.5), initial_scale=2.0)
+    optimizer.build(var_list=[variable])
+    optimizer.apply([np.array([1.0, 2.0], "float32")], [variable])
+    assert numpy(variable).tolist() == [0.75, 0.5]
+    optimizer.apply([np.array([1.0, np.inf], "float32")], [variable])
+    assert numpy(variable).tolist() == [0.75, 0.5]
+
+
 def test_minimize_without_variables_is_not_a_step():
     variable = keras.Variable(1.0)
     optimizer = LossScaleOptimizer(SGD())

@@ -12,7 +12,7 @@ import pytest
 from keras_like import FINITE, NATIVE, Variable, numpy, stepper
 
 import gradscaler.keras
-from gradscaler import DynamicScale
+from gradscaler import AmaxScale, DynamicScale
 from gradscaler.keras import LossScaleOptimizer
 
 INPUTS = np.random.default_rng(0).random((8, 4)).astype("float32")
@@ -205,3 +205,27 @@ def test_a_count_of_the_hysteresis_is_saved_but_may_be_missing(variables, hyster
     loaded.load_own_variables(stored)
     assert float(loaded.loss_scale) == (512.0 if hysteresis == 1 else 1024.0)
     assert int(loaded.nonfinite_counter) == (0 if hysteresis == 1 else 1)
+
+
+@pytest.mark.parametrize("policy", [None, AmaxScale(init_scale=64.0)])
+def test_an_optimizer_that_compile_makes_keeps_its_scale(policy, tmp_path):
+    """`compile` tracks no attributes meanwhile, so each variable has to be tracked by hand."""
+    arguments = {"policy": policy} if policy else {"initial_scale": 64.0, "dynamic_growth_steps": 3}
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(), **arguments)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="dense")])
+    model.compile(keras.optimizers.serialize(optimizer), "mse")
+    model.fit(INPUTS, LABELS, batch_size=2, verbose=0)
+    made = model.optimizer
+    assert type(made) is LossScaleOptimizer
+    optimizer.build(model.trainable_variables)
+    assert [v.name for v in made.variables] == [v.name for v in optimizer.variables]
+    assert int(made.iterations) == 4
+    before = kept(made)
+    if not policy:
+        assert float(made.loss_scale) == 128.0
+    model.save(tmp_path / "model.keras")
+    assert kept(keras.saving.load_model(tmp_path / "model.keras").optimizer) == before
+    model.save_weights(tmp_path / "model.weights.h5")
+    model.optimizer.dynamic_scale.assign(1.0)
+    model.load_weights(tmp_path / "model.weights.h5")
+    assert kept(model.optimizer) == before

@@ -22,6 +22,15 @@ def test_a_float64_loss_stays_one(family):
     assert loss.dtype == tf.float64
 
 
+def test_numpy_s_losses_and_gradients_are_scaled(family):
+    optimizer = LossScaleOptimizer(family.SGD(), initial_scale=4.0)
+    assert float(optimizer.get_scaled_loss(np.float32(2.0))) == 8.0
+    assert float(optimizer.get_scaled_loss(lambda: np.float32(2.0))()) == 8.0
+    (unscaled,) = optimizer.get_unscaled_gradients([np.array([8.0, 2.0], "float16")])
+    assert unscaled.dtype == tf.float16
+    assert unscaled.numpy().tolist() == [2.0, 0.5]
+
+
 @pytest.mark.parametrize(
     ("calls", "message"),
     [

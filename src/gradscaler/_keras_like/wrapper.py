@@ -72,7 +72,8 @@ def untranslated(code: Code) -> Code:
     """
     functions = filter(isfunction, vars(code).values()) if isinstance(code, type) else [code]
     for function in functions:
-        setattr(function, "autograph_info__", {})  # noqa: B010 # mypy knows no such attribute
+        if function.__module__ == code.__module__:  # Keras' own may be among them
+            setattr(function, "autograph_info__", {})  # noqa: B010 # mypy knows no such attribute
     return code
 
 

@@ -137,13 +137,15 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
 
     def _float32_variable(self, value: float, name: str) -> Variable:
         with keras.name_scope(self.name, caller=self):
-            return keras.Variable(
+            variable = keras.Variable(
                 value,
                 dtype="float32",
                 trainable=False,
                 autocast=False,  # in a layer, whose float16 may not hold it
                 name=name,
             )
+        self._track_variable(variable)  # by hand, because `Model.compile` tracks no attributes
+        return variable
 
     @Wrapper.initial_scale.setter  # type: ignore[attr-defined,untyped-decorator] # inherited
     def initial_scale(self, initial_scale: float) -> None:
@@ -368,14 +370,14 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         ValueError: the optimizer is not built, lists do not match, or it is TensorFlow.
     """
 
-    def build(self, variables: list[Variable]) -> None:
+    def build(self, var_list: list[Variable]) -> None:
         """Create the inner optimizer's variables for the variables that it will step."""
         if self.built:
             return
-        self._build_inner_optimizer(variables)
+        self._build_inner_optimizer(var_list)
         off = {"use_ema": False, "gradient_accumulation_steps": None}
         self.__dict__.update(off)  # or the base would average and accumulate a second time
-        keras.optimizers.Optimizer.build(self, variables)
+        keras.optimizers.Optimizer.build(self, var_list)
         for option in off:
             del self.__dict__[option]
 

@@ -114,6 +114,7 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
         return super().get_scaled_loss(loss)
 
     def _scaled(self, loss: Tensor) -> Tensor:
+        loss = tf.convert_to_tensor(loss)
         if loss.dtype.size < 4:  # its largest value may be less than the scale
             loss = tf.cast(loss, tf.float32)
         return loss * tf.cast(self.loss_scale, loss.dtype)
@@ -278,6 +279,7 @@ def _multiplied(gradient: Gradient, factor: Tensor) -> Gradient:
     if isinstance(gradient, tf.IndexedSlices):
         values = _multiplied(gradient.values, factor)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    gradient = tf.convert_to_tensor(gradient)
     if gradient.dtype.size < 4:  # 1/scale may be too small for it
         return tf.cast(tf.cast(gradient, factor.dtype) * factor, gradient.dtype)
     return gradient * tf.cast(factor, gradient.dtype)
@@ -331,6 +333,7 @@ def _in_all(
     return reduce(tf.stack(strategy.experimental_local_results(in_each)))
 
 
+@untranslated
 def _all_finite(gradients: list[Any]) -> Tensor:
     """Whether the gradients are finite in this replica."""
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]

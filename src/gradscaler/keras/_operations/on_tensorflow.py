@@ -77,6 +77,9 @@ def gradients(
                 f"`tape` is required when a `Tensor` loss is passed. Received: loss={loss}."
             )
         tape = tf.GradientTape()
+    if callable(loss):  # which AutoGraph translates where it translates the step
+        autograph = tf.__internal__.autograph
+        loss = autograph.tf_convert(loss, autograph.control_status_ctx())
     with tape:
         scaled_loss = scale_loss(loss() if callable(loss) else loss)
     found = variables()

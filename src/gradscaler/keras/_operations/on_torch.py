@@ -30,7 +30,7 @@ _operations = TorchOperations()
 def all_finite(gradients: list[Any]) -> Any:
     """Whether no gradient holds an Inf or a NaN; of a DTensor, in this process' part."""
     # An extreme is Inf or NaN if anything is, and costs a tenth of looking at each value.
-    parts = to_local([gradient for gradient in gradients if gradient is not None])
+    parts = to_local([torch.as_tensor(each) for each in gradients if each is not None])
     values = [part._values() if part.is_sparse else part for part in parts]
     given = [value for value in values if value.numel()]
     extremes = [extreme for gradient in given for extreme in torch.aminmax(gradient)]
@@ -39,7 +39,7 @@ def all_finite(gradients: list[Any]) -> Any:
 
 def largest(gradients: list[Any]) -> Any:
     """The largest magnitude of the gradients, a float32 scalar; of a DTensor, of this part."""
-    parts = to_local([gradient for gradient in gradients if gradient is not None])
+    parts = to_local([torch.as_tensor(each) for each in gradients if each is not None])
     values = [part.coalesce()._values() if part.is_sparse else part for part in parts]
     maxima = [value.abs().max().float() for value in values if value.numel()]
     return torch.stack(maxima).max() if maxima else torch.zeros(())
