@@ -324,7 +324,7 @@ def test_an_optimizer_that_takes_the_scaler_is_handed_it_with_a_warning(gradient
     compare_with_native(run)
 
 
-@pytest.mark.filterwarnings("ignore:an optimizer whose step:FutureWarning")
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
 def test_the_outcome_of_an_optimizer_that_is_handed_the_scaler(scaler, parameters, overflowed):
     optimizer = Handed(parameters)
     library.backward(scaler, parameters, overflowed)
@@ -334,7 +334,7 @@ def test_the_outcome_of_an_optimizer_that_is_handed_the_scaler(scaler, parameter
     assert (outcome.found_inf, outcome.scale, scaler.get_scale()) == (True, 1024.0, 512.0)
 
 
-@pytest.mark.filterwarnings("ignore:an optimizer whose step:FutureWarning")
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
 def test_an_optimizer_that_is_handed_the_scaler_and_does_not_unscale_steps_once(
     scaler, parameters, finite
 ):

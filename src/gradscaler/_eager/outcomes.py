@@ -15,13 +15,13 @@ class Outcomes:
     """The latest outcome of each optimizer that is still alive, whether hashable or not."""
 
     def __init__(self) -> None:
-        self._by_id: dict[int, tuple[ref[Any], StepOutcome]] = {}
+        self._by_id: dict[int, tuple[Callable[[], Any], StepOutcome]] = {}
 
     def put(self, optimizer: Optimizer, outcome: StepOutcome) -> None:
         """Keep an outcome as long as its optimizer lives, which is the owner of its parameters."""
         key = id(optimizer)
         kept = self._by_id.get(key)
-        alive = kept[0] if kept and kept[0]() is optimizer else ref(optimizer, self._forget(key))
+        alive = kept[0] if kept and kept[0]() is optimizer else self._reference(optimizer)
         self._by_id[key] = alive, outcome
 
     def get(self, optimizer: Optimizer) -> StepOutcome | None:
@@ -35,6 +35,9 @@ class Outcomes:
         kept = [(alive(), outcome) for alive, outcome in dict(self._by_id).values()]
         return [(optimizer, outcome) for optimizer, outcome in kept if optimizer is not None]
 
-    def _forget(self, key: int) -> Callable[[ref[Any]], None]:
-        outcomes = self._by_id  # not self: a scaler is not kept alive by its optimizers
-        return lambda _: outcomes.pop(key, None) and None
+    def _reference(self, optimizer: Optimizer) -> Callable[[], Any]:
+        key, outcomes = id(optimizer), self._by_id  # not self: no optimizer keeps a scaler alive
+        try:
+            return ref(optimizer, lambda _: outcomes.pop(key, None) and None)
+        except TypeError:  # its class has slots, and none for weak references
+            return lambda: optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from enum import Enum, auto
 from typing import Any
 
@@ -207,3 +208,24 @@ class OptimizerRecord:
         if self.clip_coefficient is None or self.inv_scale is None:
             return self.inv_scale if self.clip_coefficient is None else self.clip_coefficient
         return self.clip_coefficient * self.inv_scale
+
+
+class Records(defaultdict[int, OptimizerRecord]):
+    """Records by the ids of their optimizers; the id of a wrapper finds that of what it wraps.
+
+    Attributes:
+        owners: the id of the optimizer in a wrapper, by that of the wrapper.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.owners: dict[int, int] = {}
+
+    def __missing__(self, key: int) -> OptimizerRecord:
+        owner = self.owners.get(key)
+        return super().__missing__(key) if owner is None else self[owner]
+
+    def clear(self) -> None:
+        """Forget the wrappers, too."""
+        super().clear()
+        self.owners.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy as copying
 import math
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
@@ -13,7 +13,7 @@ from gradscaler._eager.attempts import AttemptLoop
 from gradscaler._eager.closure import ClosureRun, Closures
 from gradscaler._eager.operations import FoundInf, Operations, Optimizer, Tensor
 from gradscaler._eager.outcomes import Outcomes
-from gradscaler._eager.record import UNKNOWN_GRADIENTS, OptimizerRecord, Stage, owner_of
+from gradscaler._eager.record import UNKNOWN_GRADIENTS, OptimizerRecord, Records, Stage, owner_of
 from gradscaler.errors import CallOrderError
 from gradscaler.outcome import HISTORY_LENGTH, Observer, Reason, StepOutcome
 from gradscaler.policies import FixedScale, Policy, State, amax_interval
@@ -506,6 +506,11 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         kwargs: dict[str, Any],
     ) -> Any:
         """Step an optimizer, its gradients unscaled, if it has any and they are finite."""
+        if record.found_inf is None:  # a subclass or its user set the stage alone
+            raise CallOrderError(
+                "No inf checks were recorded for this optimizer: what says that its gradients are "
+                "unscaled must also say what was found in them"
+            )
         if not record.found_inf:
             return None
         record.overflowed = self._operations.any_set(record.found_inf)
@@ -627,7 +632,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
     def _start_records(self) -> None:
         """Start without steps and without observers."""
-        self._records: defaultdict[int, OptimizerRecord] = defaultdict(self._record_type)
+        self._records = Records(self._record_type)
         self._outcomes = Outcomes()
         self._history: deque[StepOutcome] = deque(maxlen=HISTORY_LENGTH)
         self._observers: list[Observer] = []
@@ -641,6 +646,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def _record(self, optimizer: Optimizer) -> OptimizerRecord:
         """The optimizer's record, or a new one that is not kept yet."""
         owner = owner_of(optimizer)
+        if owner is not optimizer:
+            self._records.owners[id(optimizer)] = id(owner)
         record = self._records.get(id(owner))
         if record is None:
             record = self._record_type()

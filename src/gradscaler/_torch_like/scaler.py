@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections import defaultdict
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from gradscaler import checkpoint
 from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
-from gradscaler._eager.record import OptimizerRecord, Stage, owner_of
+from gradscaler._eager.record import OptimizerRecord, Records, Stage, owner_of
 from gradscaler._eager.scaler import EagerScaler, OptimizerT, TensorT
 from gradscaler._torch_like.fused import (
     may_raise_after_its_kernel,
@@ -222,7 +221,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: Any) -> None:
-        self._records = defaultdict(self._record_type)
+        self._records = Records(self._record_type)
         for key, state in states.items():
             for name in ("stage", "found_inf_per_device"):
                 self._per_optimizer_states[key][name] = state[name]
@@ -279,8 +278,14 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         )
 
     def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        self,
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool | None = None,
     ) -> dict[Any, Tensor]:
+        if allow_fp16 is None:
+            allow_fp16 = self._allow_fp16_gradients
         return self._operations.unscale_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def _check(self, optimizer: Optimizer) -> FoundInf:
@@ -334,8 +339,8 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
             return super()._step_or_skip(optimizer, record, state, args, kwargs)
         if takes_grad_scaler(optimizer.step):
             warnings.warn(
-                "an optimizer whose step() takes grad_scaler= is handed the scaler for now; let it "
-                "read its attributes grad_scale and found_inf instead, as torch asks",
+                "GradScaler is going to stop passing itself to a step() that takes grad_scaler=, "
+                "as torch's is: let the optimizer read its attributes grad_scale and found_inf",
                 FutureWarning,
                 stacklevel=3,
             )

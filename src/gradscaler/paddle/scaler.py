@@ -12,7 +12,7 @@ from paddle.distributed.communication.group import Group
 from gradscaler import checkpoint
 from gradscaler._eager.closure import DEFAULT_MAX_RETRIES
 from gradscaler._eager.operations import FoundInf, Operations, Tensor
-from gradscaler._eager.record import OptimizerRecord, owner_of
+from gradscaler._eager.record import OptimizerRecord, Records, owner_of
 from gradscaler._eager.scaler import EagerScaler
 from gradscaler.checkpoint._formats import (
     PADDLE_KEYS,
@@ -483,7 +483,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     @_optimizer_states.setter
     def _optimizer_states(self, records: Any) -> None:
-        self._records = records
+        self._records = Records(self._record_type, records)
 
     # How Paddle does what the engine asks for.
 

@@ -124,8 +124,8 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
         if isinstance(device, torch.device):
             device = device.type
         if enabled and device == "cuda" and not _cuda_may_be_available():
-            warnings.warn(
-                "GradScaler(device='cuda') is enabled, but CUDA is not available. Disabling. "
+            warnings.warn(  # it begins as torch's does, which users' filters look for
+                "torch.cuda.amp.GradScaler is enabled, but CUDA is not available. Disabling. "
                 "Leave out device to scale losses wherever they are.",
                 stacklevel=2,
             )

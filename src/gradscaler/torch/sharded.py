@@ -23,9 +23,7 @@ class _Operations(TorchOperations):
         return scaled.to(output.dtype)
 
 
-class ShardedGradScaler(  # type: ignore[misc] # FSDP's has a default in a private method
-    GradScaler, sharded_grad_scaler.ShardedGradScaler
-):
+class ShardedGradScaler(GradScaler, sharded_grad_scaler.ShardedGradScaler):
     """Loss scaling for ``FullyShardedDataParallel``: a drop-in for FSDP's own class.
 
     It is a :class:`gradscaler.torch.GradScaler` whose ``group`` is the world. Like FSDP's, it
@@ -79,9 +77,14 @@ class ShardedGradScaler(  # type: ignore[misc] # FSDP's has a default in a priva
         )
 
     @property
-    def process_group(self) -> dist.ProcessGroup | None:  # type: ignore[override] # an attribute
+    def process_group(self) -> dist.ProcessGroup | None:
         """Who decides together; None is the world."""
         return self._group
+
+    @process_group.setter
+    def process_group(self, process_group: dist.ProcessGroup | None) -> None:
+        check_group("process_group", process_group)
+        self._group = process_group
 
     def _named_group(self) -> dist.ProcessGroup | None:
         return self._group or (dist.group.WORLD if dist.is_initialized() else None)

@@ -239,6 +239,15 @@ def test_found_inf_that_is_set_skips_the_step(scaler, optimizer, parameters, fin
     assert scaler.get_scale() == 512.0
 
 
+def test_a_stage_without_flags_is_an_error(scaler, optimizer, parameters, finite):
+    before = library.exact(parameters)
+    library.backward(scaler, parameters, finite)
+    scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        scaler.step(optimizer)
+    assert library.exact(parameters) == before
+
+
 # Overriding.
 
 

@@ -114,6 +114,19 @@ def test_a_norm_that_is_only_measured_needs_no_step(scaler, parameters, finite, 
     scaler.update()
 
 
+def test_flags_are_found_by_the_wrapper_s_id(scaler, parameters, finite, wrapped):
+    """A loop of the user's own reduces them over processes."""
+    before = library.exact(parameters)
+    library.backward(scaler, parameters, finite)
+    scaler.unscale_(wrapped)
+    for flag in scaler._per_optimizer_states[id(wrapped)]["found_inf_per_device"].values():
+        flag.fill_(1.0)
+    scaler.step(wrapped)
+    scaler.update()
+    assert library.exact(parameters) == before
+    assert not scaler._per_optimizer_states[id(wrapped)]["found_inf_per_device"]
+
+
 def test_another_optimizer_of_the_same_name_is_not_taken_for_the_owner(scaler, parameters, finite):
     optimizer, other = (library.sgd(parameters) for _ in range(2))
     optimizer.optimizer = other
