@@ -82,6 +82,10 @@ class DynamicLossScale:
             from its leaves, as at every jit. With 0 the floor is the smallest normal number of the
             scale's dtype; jmp's scale sinks to 0.
 
+    Anything may stand in place of the arrays, such as shardings or axes for ``vmap``. Only numbers
+    and arrays are checked, and two equal Python ints are taken for axes. As in jmp, a subclass is a
+    pytree once it is registered.
+
     Raises:
         TypeError: the period or the factor is not a number.
         ValueError: a parameter cannot work; the message names it.

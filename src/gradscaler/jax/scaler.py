@@ -50,7 +50,8 @@ class GradScaler:
         policy: the rule: a :class:`gradscaler.DynamicScale`, a :class:`gradscaler.FixedScale`, or
             a :class:`gradscaler.AmaxScale`.
         state: where it stands: a float32 and two int32 scalars, and what else the policy has. By
-            default ``policy.init()``.
+            default ``policy.init()``. Only numbers and arrays are checked: shardings or shapes may
+            stand in their place.
 
     Raises:
         TypeError: `policy` is not a policy, or `state` is not of the type that it moves.
