@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import serialization
+from flax import serialization, struct
 from flax.training import dynamic_scale as flax
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gradscaler.jax as ours
 
+MODULES = {"ours": ours, "flax": flax}
 SHARDS = np.arange(8.0, dtype=np.float32)
 
 
@@ -136,3 +138,119 @@ def test_a_bad_parameter_is_named():
         ours.DynamicScale(growth_factor=0.5).value_and_grad(product)(1.0, 1.0)
     with pytest.raises(ValueError, match="scale must be positive and finite"):
         ours.DynamicScale(scale=0.0)
+
+
+PLACEHOLDERS = {
+    "PartitionSpec": PartitionSpec(),
+    "None": None,
+    "object": object(),
+    "ShapeDtypeStruct": jax.ShapeDtypeStruct((), np.float32),
+    "axis": 0,
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("name", PLACEHOLDERS)
+def test_anything_may_stand_in_place_of_the_leaves(name, module):
+    made = MODULES[module].DynamicScale(fin_steps=PLACEHOLDERS[name], scale=PLACEHOLDERS[name])
+    assert made.fin_steps is made.scale is PLACEHOLDERS[name]
+
+
+@pytest.mark.parametrize("axes", [{"scale": 0}, {"fin_steps": None, "scale": 0}])
+def test_axes_of_vmap_may_be_given_in_its_place(axes):
+    def mapped(module):
+        in_axes = module.DynamicScale(**axes)
+        scales = jnp.array([2.0, 8.0])
+        steps = jnp.int32(3) if in_axes.fin_steps is None else jnp.array([3, 4])
+        stacked = module.DynamicScale(fin_steps=steps, scale=scales)
+        step = jax.vmap(lambda s: s.value_and_grad(product)(1.0, 2.0)[0], in_axes=(in_axes,))
+        moved = step(stacked)
+        return moved.scale.tolist(), moved.fin_steps.tolist()
+
+    assert mapped(ours) == mapped(flax)
+
+
+def test_shardings_and_specs_may_be_given_in_its_place(devices):
+    mesh = Mesh(np.array(devices), ("devices",))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def placed(module):
+        at = module.DynamicScale(fin_steps=everywhere, scale=everywhere)
+        specs = module.DynamicScale(fin_steps=PartitionSpec(), scale=PartitionSpec())
+        start = module.DynamicScale(scale=8.0)
+        put = jax.device_put(start, at)
+        jitted = jax.jit(lambda s: s, in_shardings=(at,), out_shardings=at)(start)
+        mapped = jax.shard_map(lambda s: s, mesh=mesh, in_specs=(specs,), out_specs=specs)(start)
+        return [(leaf.sharding, leaf) for leaf in jax.tree.leaves((put, jitted, mapped))]
+
+    assert placed(ours) == placed(flax)
+    assert len(placed(ours)) == 6
+
+
+def test_shapes_are_restored_as_flax_restores_them():
+    def restored(module):
+        shapes = jax.eval_shape(lambda: module.DynamicScale(fin_steps=jnp.int32(0)))
+        again = serialization.from_state_dict(shapes, serialization.to_state_dict(shapes))
+        return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(again)]
+
+    assert restored(ours) == restored(flax) == [((), np.int32), ((), np.float32)]
+
+
+@pytest.mark.parametrize("scale", [0, "large", -1.0])
+def test_a_scale_that_cannot_work_is_refused_when_it_is_used_at_the_latest(scale):
+    with pytest.raises((TypeError, ValueError), match="must be"):
+        ours.DynamicScale(scale=scale).value_and_grad(product)(1.0, 1.0)
+
+
+def subclass(module, **options):
+    class Logged(module.DynamicScale, **options):
+        seen: float = 3.0
+        name: str = struct.field(pytree_node=False, default="loss")
+
+    return Logged
+
+
+def test_a_subclass_is_a_pytree_with_its_fields_as_flax_s_is():
+    def described(module):
+        scale = subclass(module)(scale=8.0, seen=5.0, name="mine")
+        step = jax.jit(lambda s: s.value_and_grad(product)(1.0, jnp.inf).dynamic_scale)
+        for _ in range(2):
+            scale = step(scale)
+        leaves, structure = jax.tree.flatten(scale)
+        state = {name: float(leaf) for name, leaf in serialization.to_state_dict(scale).items()}
+        restored = serialization.from_state_dict(scale, state | {"seen": 7.0})
+        shown = str(structure).replace(str(np.finfo(np.float32).tiny), "")
+        return type(scale).__name__, scale.name, leaves, state, restored.seen, len(shown) > 0
+
+    assert described(ours) == described(flax)
+    assert described(ours)[:3] == ("Logged", "mine", [0, 2.0, 5.0])
+
+
+def test_a_subclass_is_frozen_and_takes_the_options_of_a_dataclass_as_flax_s_does():
+    for module in MODULES.values():
+        made = subclass(module, kw_only=True)(seen=4.0)
+        with pytest.raises(AttributeError, match="cannot assign"):
+            made.seen = 1.0
+        with pytest.raises(TypeError, match="positional argument"):
+            subclass(module, kw_only=True)(2.0, 0.5, 2000, 0, 8.0, None, 4.0)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_subclass_may_be_decorated_as_flax_s_may(module):
+    decorated = struct.dataclass(subclass(MODULES[module]))
+    assert len(jax.tree.leaves(decorated())) == 3
+
+
+def test_a_subclass_may_have_another_interval_which_is_a_leaf_in_flax_alone():
+    def grown(module):
+        class Faster(module.DynamicScale):
+            growth_interval: int = 1
+
+        step = jax.jit(lambda s: s.value_and_grad(product)(1.0, 1.0).dynamic_scale)
+        scale = Faster(scale=8.0)
+        for _ in range(2):
+            scale = step(scale)
+        return float(scale.scale), len(jax.tree.leaves(scale))
+
+    assert grown(ours) == (16.0, 2)
+    assert grown(flax) == (16.0, 3)

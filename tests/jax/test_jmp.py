@@ -1,7 +1,9 @@
 """jmp's names against jmp itself, on the same traces."""
 
+import dataclasses
 import importlib.util
 import inspect
+import typing
 import unittest
 from collections import Counter
 
@@ -234,3 +236,59 @@ def test_flax_serialises_it(exact):
     target = ours.DynamicLossScale(jnp.float32(1))
     restored = serialization.from_bytes(target, serialization.to_bytes(scale))
     assert exact(restored) == exact(scale)
+
+
+def test_the_union_of_the_classes_is_jmp_s():
+    mine, theirs = (typing.get_args(module.LossScale) for module in (ours, jmp))
+    assert [kind.__name__ for kind in mine] == [kind.__name__ for kind in theirs] == CLASSES
+    assert all(kind is getattr(ours, kind.__name__) for kind in mine)
+
+
+SPEC = jax.sharding.PartitionSpec()
+
+
+@pytest.mark.parametrize("leaf", [object(), jax.ShapeDtypeStruct((), np.float32)])
+def test_what_jmp_takes_in_place_of_the_leaves_stays_as_it_is(leaf):
+    for made in both(leaf, leaf):
+        assert made.loss_scale is made.counter is leaf
+
+
+@pytest.mark.parametrize("leaf", [SPEC, None])
+def test_specs_and_none_are_taken_in_place_of_the_leaves_and_by_jmp_they_are_not(leaf):
+    made = ours.DynamicLossScale(leaf, leaf, min_loss_scale=leaf)
+    assert made.loss_scale is made.counter is made.min_loss_scale is leaf
+    with pytest.raises((TypeError, AttributeError)):
+        jmp.DynamicLossScale(leaf, leaf)
+
+
+@pytest.mark.filterwarnings("ignore:Expected floating type:UserWarning")  # jmp's, of its axes
+def test_axes_of_vmap_may_be_given_in_its_place():
+    stacked = jnp.array([2.0, 8.0]), jnp.array([1999, 0])
+    results = [
+        jax.vmap(lambda scale: scale.adjust(jnp.bool_(True)), in_axes=(axes,))(type(axes)(*stacked))
+        for axes in both(0, 0)
+    ]
+    for result in results:
+        assert (result.loss_scale.tolist(), result.counter.tolist()) == ([4.0, 8.0], [0, 1])
+
+
+def test_a_static_scale_may_hold_anything_until_it_is_used():
+    assert ours.StaticLossScale(SPEC).loss_scale is SPEC
+    with pytest.raises(TypeError):
+        ours.StaticLossScale(SPEC).scale(1.0)
+
+
+def test_a_subclass_is_a_pytree_once_it_is_registered_as_jmp_s_is():
+    def adjusted(module):
+        @dataclasses.dataclass(frozen=True)
+        class Named(module.DynamicLossScale):
+            name: str = "loss"
+
+        with pytest.raises(TypeError, match="Named"):
+            jax.jit(lambda scale: scale)(Named(jnp.float32(8)))
+        jax.tree_util.register_pytree_node_class(Named)
+        scale = jax.jit(lambda scale: scale)(Named(jnp.float32(8), name="mine"))
+        assert scale.name == "loss"  # neither's tree_flatten knows the field
+        return type(scale).__name__, float(scale.adjust(jnp.bool_(False)).loss_scale)
+
+    assert adjusted(ours) == adjusted(jmp) == ("Named", 4.0)

@@ -121,6 +121,12 @@ LABELS = {"w": "a", "b": "b", "none": "a"}
 OUTSIDE = {
     "chain after a clip": lambda scaled: optax.chain(optax.clip_by_global_norm(1.0), scaled),
     "chain before anything": lambda scaled: optax.chain(scaled, optax.add_noise(0.1, 0.5, 0)),
+    "chain around inject_hyperparams": lambda scaled: optax.chain(
+        optax.clip_by_global_norm(1.0), optax.inject_hyperparams(lambda lr: scaled)(0.1)
+    ),
+    "chain in inject_hyperparams": lambda scaled: optax.inject_hyperparams(
+        lambda lr: optax.chain(optax.clip_by_global_norm(1.0), scaled)
+    )(0.1),
     "named_chain": lambda scaled: optax.named_chain(("first", scaled)),
     "multi_transform": lambda scaled: optax.multi_transform(
         {"a": scaled, "b": optax.sgd(0.1)}, LABELS
@@ -274,3 +280,41 @@ def test_without_optax_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "optax", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'gradscaler\[jax\]'"):
         loss_scaled(optimizer)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_inject_hyperparams_around_it_trains_like_the_bare_optimizer(jit, exact):
+    bare, theirs, plain = start(optax.inject_hyperparams(lambda lr: optax.adam(lr))(lr=0.1))
+    scaled, mine, state = start(
+        optax.inject_hyperparams(lambda lr: loss_scaled(optax.adam(lr), POLICY))(lr=0.1)
+    )
+    compiled = jax.jit if jit else lambda function: function
+    update, bare_update = compiled(scaled.update), compiled(bare.update)
+    for step, overflow in enumerate([False, False, True, False, False]):
+        if step == 3:
+            state.hyperparams["lr"] = plain.hyperparams["lr"] = jnp.float32(0.01)
+        grads = state.inner_state.scaler.scale(gradients(step))
+        if overflow:
+            grads["b"] = grads["b"] * jnp.inf
+        before = exact(state.inner_state.inner_state)
+        updates, state = update(grads, state, mine)
+        mine = optax.apply_updates(mine, updates)
+        if overflow:
+            assert exact(state.inner_state.inner_state) == before
+        else:
+            updates, plain = bare_update(gradients(step), plain, theirs)
+            theirs = optax.apply_updates(theirs, updates)
+        assert exact(mine) == exact(theirs)
+    assert state.inner_state.scaler.loss_scale == 2.0**9
+    assert optax.tree_utils.tree_get(state, "scaler") is state.inner_state.scaler
+    doubled = optax.tree_utils.tree_map_params(scaled, lambda leaf: leaf * 2, state)
+    assert doubled.inner_state.scaler.loss_scale == 2.0**9
+
+
+def test_schedules_around_it_count_skipped_steps():
+    schedule = optax.linear_schedule(1.0, 0.0, 4)
+    injected = optax.inject_hyperparams(lambda lr: loss_scaled(optax.sgd(lr), POLICY))(lr=schedule)
+    state = injected.init(jnp.float32(1))
+    for grad in (jnp.inf, 2.0**9):
+        updates, state = injected.update(jnp.float32(grad), state, jnp.float32(1))
+    assert updates == -0.75

@@ -283,6 +283,20 @@ def test_a_state_of_numbers_becomes_arrays(exact):
     assert exact(GradScaler(policy, ScaleState(65536, 0, 0))) == exact(GradScaler(policy))
 
 
+@pytest.mark.parametrize("leaf", [PartitionSpec(), None, jax.ShapeDtypeStruct((), np.float32)])
+def test_anything_that_is_not_a_number_stands_in_place_of_the_state(leaf):
+    state = GradScaler(state=ScaleState(leaf, leaf, leaf)).state
+    assert all(each is leaf for each in state)
+
+
+def test_shapes_are_restored_by_flax():
+    from flax import serialization
+
+    shapes = jax.eval_shape(quick)
+    restored = serialization.from_state_dict(shapes, serialization.to_state_dict(shapes))
+    assert restored.state == shapes.state
+
+
 def test_with_aux_a_function_that_does_not_return_a_pair_is_refused():
     with pytest.raises(TypeError, match="fun must return a pair of a scalar and anything, got"):
         quick().value_and_grad(mean_of_squares, has_aux=True)(jnp.ones(2), jnp.ones(2))

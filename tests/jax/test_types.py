@@ -5,12 +5,15 @@ import jax
 import jax.numpy as jnp
 import optax  # import-untyped
 from gradscaler import DynamicScale
-from gradscaler.jax import GradScaler, loss_scaled
+from gradscaler.jax import GradScaler, LossScale, NoOpLossScale, loss_scaled
 
 scaler = GradScaler()
 loss: jax.Array = scaler.scale(jnp.float32(1.0))
 optimizer = loss_scaled(optax.sgd(0.1), DynamicScale())
 optimizer.init(jnp.zeros(3))
+loss_scale: LossScale = NoOpLossScale()
+loss_scale = loss_scale.adjust(jnp.array(True))
+other: LossScale = scaler  # assignment
 scaler.adjust()  # call-arg
 loss_scaled()  # call-arg
 loss_scaled(optax.sgd(0.1), 1024.0)  # arg-type

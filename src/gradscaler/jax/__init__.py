@@ -7,7 +7,7 @@ require("jax")
 from gradscaler.jax._operations import all_finite, amax, select_tree
 from gradscaler.jax._processes import check_same
 from gradscaler.jax.flax import DynamicScale, DynamicScaleResult
-from gradscaler.jax.jmp import DynamicLossScale, NoOpLossScale, StaticLossScale
+from gradscaler.jax.jmp import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from gradscaler.jax.optax import LossScaledState, loss_scaled
 from gradscaler.jax.scaler import GradScaler, ScaledGradients
 
@@ -16,6 +16,7 @@ __all__ = [
     "DynamicScale",
     "DynamicScaleResult",
     "GradScaler",
+    "LossScale",
     "LossScaledState",
     "NoOpLossScale",
     "ScaledGradients",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from numbers import Number
 from typing import Any, TypeVar
 
 import jax
@@ -193,10 +194,10 @@ def _are_the_same(a: Any, b: Any) -> bool:
 def check_scale(name: str, value: Any, *, zero: bool = False) -> None:
     """ValueError unless a loss scale, or each of an array of them, is positive and finite.
 
-    With ``zero``, it may be 0 as well. A traced value is not known yet, and passes. TypeError for
-    anything but a number.
+    With ``zero``, it may be 0 as well. A traced value is not known yet, and passes; so does a
+    placeholder. TypeError for a string.
     """
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, jax.core.Tracer) or is_placeholder(value):
         return
     try:
         scale = np.asarray(value, dtype=np.float64)
@@ -207,8 +208,31 @@ def check_scale(name: str, value: Any, *, zero: bool = False) -> None:
         raise ParameterError(f"{name} must be {positive} and finite, got {value}")
 
 
-def strong(value: Any, dtype: Any = None) -> Array:
-    """A number or an array as an array of a strong dtype, which jit does not trace twice."""
+def is_placeholder(leaf: Any) -> bool:
+    """Whether a leaf is neither a number nor an array.
+
+    JAX and its users put shardings, shapes and other objects in place of leaves. A string is not
+    one of them, so that it is refused like any other scale that cannot work.
+    """
+    return not (isinstance(leaf, (Number, str)) or hasattr(leaf, "__array__"))
+
+
+def are_axes(counter: Any, scale: Any) -> bool:
+    """Whether two leaves are axes for ``vmap``: the same Python int, or an int and None.
+
+    As numbers they would be a counter and a scale that are equal, such as 0 and 0.
+    """
+    kinds = {type(counter), type(scale)}
+    return kinds <= {int, type(None)} and (counter == scale or type(None) in kinds)
+
+
+def strong(value: Any, dtype: Any = None) -> Any:
+    """A number or an array as an array of a strong dtype, which jit does not trace twice.
+
+    A placeholder stays as it is.
+    """
+    if is_placeholder(value):
+        return value
     if isinstance(value, (jax.Array, jax.core.Tracer)):
         return lax.convert_element_type(value, dtype or value.dtype)
     return np.asarray(value, dtype or jnp.result_type(value))

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,16 @@ class DynamicScaleResult(NamedTuple):
     grad: Any
 
 
+def _static(cls: type[Any]) -> list[str]:
+    """The fields that are not leaves: the rule, and those that flax's metadata says so of."""
+    rule = ["growth_factor", "backoff_factor", "growth_interval", "minimum_scale"]
+    return [
+        field.name
+        for field in dataclasses.fields(cls)
+        if not field.metadata.get("pytree_node", field.name not in rule)
+    ]
+
+
 @dataclass(frozen=True)
 class DynamicScale:
     """A drop-in for ``flax.training.dynamic_scale.DynamicScale``, and a pytree as flax's is.
@@ -50,6 +60,11 @@ class DynamicScale:
         fin_steps: finite steps since the scale moved or a step was not finite, an int32 scalar.
         scale: the loss scale, a float32 scalar.
         minimum_scale: the floor. None means the default, 2**-126; flax's scale sinks to 0.
+
+    A subclass becomes a frozen dataclass and a pytree, too. Its own fields are leaves, except those
+    of ``flax.struct.field(pytree_node=False)``. As in flax, anything may stand in place of
+    ``fin_steps`` and ``scale``, such as shardings or axes for ``vmap``. Only numbers and arrays are
+    checked, and two equal Python ints are taken for axes.
 
     Raises:
         ValueError: the scale is not above 0.
@@ -69,11 +84,19 @@ class DynamicScale:
     scale: Array = 65536.0
     minimum_scale: float | None = _checks.SMALLEST_SCALE
 
+    _flax_dataclass: ClassVar[bool]  # flax.struct.dataclass leaves a class that has it as it is
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__()
+        _trees.register(dataclass(**{"frozen": True, **options})(cls), _static(cls))
+        cls._flax_dataclass = True
+
     def __post_init__(self) -> None:
-        _operations.check_scale("scale", self.scale)
-        # With weak types, jit would compile the second call again.
-        object.__setattr__(self, "fin_steps", _operations.strong(self.fin_steps, np.int32))
-        object.__setattr__(self, "scale", _operations.strong(self.scale, np.float32))
+        if not _operations.are_axes(self.fin_steps, self.scale):
+            _operations.check_scale("scale", self.scale)
+            # With weak types, jit would compile the second call again.
+            object.__setattr__(self, "fin_steps", _operations.strong(self.fin_steps, np.int32))
+            object.__setattr__(self, "scale", _operations.strong(self.scale, np.float32))
         _trees.serialise()
 
     replace = dataclasses.replace  # a copy with some fields changed
@@ -107,6 +130,4 @@ class DynamicScale:
         return unscaled
 
 
-_trees.register(
-    DynamicScale, static=["growth_factor", "backoff_factor", "growth_interval", "minimum_scale"]
-)
+_trees.register(DynamicScale, _static(DynamicScale))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +82,10 @@ class DynamicLossScale:
             from its leaves, as at every jit. With 0 the floor is the smallest normal number of the
             scale's dtype; jmp's scale sinks to 0.
 
+    Anything may stand in place of the arrays, such as shardings or axes for ``vmap``. Only numbers
+    and arrays are checked, and two equal Python ints are taken for axes. As in jmp, a subclass is a
+    pytree once it is registered.
+
     Raises:
         TypeError: the period or the factor is not a number.
         ValueError: a parameter cannot work; the message names it.
@@ -102,9 +106,13 @@ class DynamicLossScale:
     min_loss_scale: Array = field(default_factory=lambda: np.ones([], np.float32))
 
     def __post_init__(self) -> None:
-        for name in ("loss_scale", "min_loss_scale"):
-            _operations.check_scale(name, getattr(self, name), zero=name == "min_loss_scale")
-            dtype = jnp.result_type(getattr(self, name))
+        axes = _operations.are_axes(self.counter, self.loss_scale)
+        for name in ("min_loss_scale",) if axes else ("loss_scale", "min_loss_scale"):
+            value = getattr(self, name)
+            if _operations.is_placeholder(value):
+                continue
+            _operations.check_scale(name, value, zero=name == "min_loss_scale")
+            dtype = jnp.result_type(value)
             if not _is_floating(dtype):
                 warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=3)
         period: Any = self.period
@@ -113,9 +121,10 @@ class DynamicLossScale:
         object.__setattr__(self, "period", _checks.count("period", period))
         _checks.growth_factor("factor", self.factor)
         floor = self.min_loss_scale
-        if not isinstance(floor, jax.core.Tracer) and jnp.ndim(floor) == 0:
+        unknown = isinstance(floor, jax.core.Tracer) or _operations.is_placeholder(floor)
+        if not unknown and jnp.ndim(floor) == 0:
             object.__setattr__(self, "min_loss_scale", np.asarray(floor)[()])
-        for name in ("loss_scale", "counter"):
+        for name in () if axes else ("loss_scale", "counter"):
             object.__setattr__(self, name, _operations.strong(getattr(self, name)))
         _trees.serialise()
 
@@ -133,7 +142,7 @@ class DynamicLossScale:
         """The loss scale again, from what ``tree_flatten`` returned."""
         (loss_scale, counter, *floor), (period, factor, *static_floor) = leaves, metadata
         values = loss_scale, counter, period, factor, *floor, *static_floor
-        return _trees.rebuilt(cls, cls.__match_args__, values)
+        return _trees.rebuilt(cls, DynamicLossScale.__match_args__, values)
 
     def scale(self, tree: T) -> T:
         """Multiply every leaf by the loss scale."""
@@ -170,6 +179,10 @@ class DynamicLossScale:
         state = ScaleState(jnp.asarray(self.loss_scale), jnp.asarray(self.counter), 0)
         state = ScaleState(*next_values(constants, *state, found_inf, jnp.where))
         return _trees.replaced(self, loss_scale=state.scale, counter=state.finite_steps)
+
+
+LossScale: TypeAlias = NoOpLossScale | StaticLossScale | DynamicLossScale
+"""Any of the three classes, for annotations."""
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,8 @@ def loss_scaled(
     or beside it would take scaled gradients for true ones: a clip would cut them to nothing, and
     an accumulator would keep an Inf. optax's own transformations are refused around it; around
     those of others, and around code that changes gradients before ``update``, it cannot tell.
+    ``inject_hyperparams`` changes no gradients and may be on either side. Around it, its schedules
+    count skipped steps, too.
 
     The optimizer gets gradients in their own dtype or the parameters', whichever is wider: pass
     ``params`` to ``update``, or float16 gradients of float32 parameters underflow again. Extra
@@ -122,8 +124,15 @@ def loss_scaled(
 
 
 def _check_outermost(caller: FrameType) -> None:
-    """ValueError if it is optax that calls ``init``: nothing else tells what is around it."""
+    """ValueError if it is optax that calls ``init``: nothing else tells what is around it.
+
+    ``inject_hyperparams`` may call it.
+    """
     module = caller.f_globals.get("__name__", "")
+    while module.startswith("optax.schedules.") and caller.f_back:
+        # inject_hyperparams does not change gradients. What is around it may.
+        caller = caller.f_back
+        module = caller.f_globals.get("__name__", "")
     if module.startswith("optax.") and not module.startswith("optax.tree_utils"):
         raise ParameterError(
             f"loss_scaled is inside another transformation ({module}), which would take scaled "

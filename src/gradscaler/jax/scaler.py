@@ -50,7 +50,8 @@ class GradScaler:
         policy: the rule: a :class:`gradscaler.DynamicScale`, a :class:`gradscaler.FixedScale`, or
             a :class:`gradscaler.AmaxScale`.
         state: where it stands: a float32 and two int32 scalars, and what else the policy has. By
-            default ``policy.init()``.
+            default ``policy.init()``. Only numbers and arrays are checked: shardings or shapes may
+            stand in their place.
 
     Raises:
         TypeError: `policy` is not a policy, or `state` is not of the type that it moves.
@@ -74,7 +75,7 @@ class GradScaler:
         if not isinstance(state, kind):
             raise TypeError(f"state must be of type {kind.__name__}, got {state!r}")
         _operations.check_scale("the scale in state", state.scale)
-        object.__setattr__(self, "state", kind(*map(jnp.asarray, state, leaf_dtypes(first))))
+        object.__setattr__(self, "state", kind(*map(_as_leaf, state, leaf_dtypes(first))))
         _trees.serialise()
 
     @property
@@ -281,6 +282,10 @@ class GradScaler:
             return ScaledGradients(scaler, *last[1:])
 
         return evaluated
+
+
+def _as_leaf(value: Any, dtype: Any) -> Any:
+    return value if _operations.is_placeholder(value) else jnp.asarray(value, dtype)
 
 
 _trees.register(GradScaler, static=["policy"])
