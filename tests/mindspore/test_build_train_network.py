@@ -46,6 +46,19 @@ def test_its_signature_is_mindspores():
     assert mine == native
 
 
+@pytest.mark.parametrize("manager", [None, ours.DynamicLossScaleManager(2**10, 2, 2)])
+def test_it_can_take_the_place_of_mindspores(monkeypatch, build, manager):
+    for module in (amp, mindspore.train.amp):  # mindspore.Model calls the latter
+        monkeypatch.setattr(module, "build_train_network", ours.build_train_network)
+
+    def by_model(network, optimizer, loss_fn, **kwargs):
+        return mindspore.Model(network, loss_fn, optimizer, **kwargs).train_network
+
+    kind = nn.TrainOneStepCell if manager is None else ours.TrainOneStepWithLossScaleCell
+    for function in (amp.build_train_network, by_model):
+        assert type(build(function, loss_scale_manager=manager)) is kind
+
+
 @pytest.mark.parametrize(
     "manager",
     [

@@ -1,6 +1,7 @@
 """The functional scalers beside MindSpore's, called from either mode and inside mindspore.jit."""
 
 import gc
+import importlib
 import math
 
 import mindspore
@@ -235,6 +236,14 @@ def test_all_finite_takes_any_number_of_tensors_of_any_kind(mode, inputs, finite
 def test_all_finite_refuses_anything_else(mode, inputs):
     with pytest.raises(TypeError, match=r"^inputs must"):
         ours.all_finite(inputs)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_all_finite_can_take_the_place_of_mindspores(monkeypatch, on_cpu):
+    module = importlib.import_module(ours.all_finite.__module__)
+    monkeypatch.setattr(module, "on_cpu", lambda: on_cpu)
+    monkeypatch.setattr(amp, "all_finite", ours.all_finite)
+    assert [bool(amp.all_finite((Tensor([1.0, value]),))) for value in (2.0, INF)] == [True, False]
 
 
 # A whole step

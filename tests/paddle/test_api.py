@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import json
 import math
 import re
 
@@ -11,7 +12,7 @@ import pytest
 from libraries import library
 from paddle.amp.grad_scaler import OptimizerState
 
-from gradscaler import DynamicScale, FixedScale
+from gradscaler import DynamicScale, FixedScale, ParameterTypeError
 from gradscaler.paddle import GradScaler
 
 DOCUMENTED = {
@@ -61,11 +62,17 @@ def test_a_parameter_has_pytorch_s_name_too(names):
     assert repr(ours) == repr(plain) != repr(GradScaler())
 
 
+@pytest.mark.parametrize("is_default", [False, True])
+@pytest.mark.parametrize("by_position", [False, True])
 @pytest.mark.parametrize("name", TORCH_NAMES)
-def test_both_names_of_a_parameter_are_refused(name):
+def test_both_names_of_a_parameter_are_refused(name, by_position, is_default):
     own, value = TORCH_NAMES[name]
-    with pytest.raises(TypeError, match=f"{name} is another name of {own}.*{own}={value}.*{value}"):
-        GradScaler(**{name: value, own: value})
+    given = {**DOCUMENTED, own: DOCUMENTED[own] if is_default else value}
+    before = list(given.values())[: list(DOCUMENTED).index(own) + 1]
+    args, kwargs = (before, {}) if by_position else ([], {own: given[own]})
+    message = f"{name} is another name of {own}: .*{own}={given[own]} and {name}={value}"
+    with pytest.raises(ParameterTypeError, match=message):
+        GradScaler(*args, **kwargs, **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -80,9 +87,11 @@ def test_an_error_names_the_parameter_as_it_was_given(name, value):
             getattr(GradScaler(), f"set_{name}")(value)
 
 
-def test_enabled_must_be_a_bool():
-    with pytest.raises(TypeError, match="enabled must be True or False, got 1024"):
+def test_enabled_must_be_a_bool_and_a_number_may_be_the_scale():
+    with pytest.raises(TypeError, match=r"^enabled must be .* got 1024.0; .*_scaling=1024.0$"):
         GradScaler(enabled=1024.0)
+    with pytest.raises(TypeError, match=r"^enable must be True or False, got 'cuda'$"):
+        GradScaler("cuda")
 
 
 def test_pytorch_s_name_beside_a_policy_is_refused():
@@ -184,6 +193,16 @@ def test_a_scaler_disabled_by_its_private_name_passes_through(scaler):
     loss = paddle.ones([])
     assert scaler.scale(loss) is loss
     assert not scaler.is_enable()
+
+
+@pytest.mark.parametrize("enable", [False, None])
+def test_a_disabled_scaler_has_paddle_s_attributes(enable, native):
+    ours, theirs = GradScaler(enable), native(enable)
+    for name in ("_init_loss_scaling", "_scale", "_use_dynamic_loss_scaling"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    for name in ("get_init_loss_scaling", "is_use_dynamic_loss_scaling", "state_dict"):
+        assert getattr(ours, name)() == getattr(theirs, name)()
+    assert ours.is_enable() is False
 
 
 # Scaling, getters and setters.
@@ -301,6 +320,25 @@ def test_a_parameter_beside_a_policy_is_refused():
 def test_writing_into_a_state_dict_does_not_reach_the_scaler(scaler):
     scaler.state_dict()["scale"][0] = 3.0
     assert scaler.state_dict()["scale"] == [1024.0]
+
+
+def test_a_state_that_went_through_json_is_loaded_as_paddle_loads_it(native):
+    saved = {**native(init_loss_scaling=96.0, incr_ratio=3.0).state_dict(), "incr_count": 7}
+    saved = json.loads(json.dumps({**saved, "scale": saved["scale"].tolist()}))
+    assert saved["scale"] == [96.0]
+    ours, theirs = GradScaler(), native()
+    for scaler in (ours, theirs):
+        scaler.load_state_dict(saved)
+        assert scaler.scale(paddle.ones([1])).item() == 96.0
+    assert library.exact(ours.state_dict()) == library.exact(theirs.state_dict())
+
+
+@pytest.mark.parametrize("scale", [[], [8.0, 16.0], [[8.0]], [0.0], [math.inf], ["8"], [True]])
+def test_a_list_that_is_no_scale_is_refused_by_name_and_nothing_changes(scale, scaler):
+    before = scaler.state_dict()
+    with pytest.raises((TypeError, ValueError), match=r"^scale must be"):
+        scaler.load_state_dict({**before, "scale": scale, "incr_ratio": 3.0})
+    assert library.exact(scaler.state_dict()) == library.exact(before)
 
 
 def test_a_state_that_does_not_say_whether_it_is_dynamic_is_refused(scaler):

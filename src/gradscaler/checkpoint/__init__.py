@@ -33,7 +33,7 @@ from gradscaler.checkpoint._formats import (
     Values,
 )
 from gradscaler.checkpoint._losses import losses
-from gradscaler.checkpoint._state_dicts import count_in, number_in
+from gradscaler.checkpoint._state_dicts import count_in, number_in, saved_number
 from gradscaler.policies import AmaxScale, DynamicScale, OwnPolicy, Rule, ScaleState, State
 from gradscaler.policies._spelling import check_policy
 
@@ -184,9 +184,9 @@ def _unrecognised(state_dict: Values) -> str:
 
 
 def _numbers(layout: Layout, state_dict: Values) -> StateDict:
-    """The values of a layout as Python numbers. JSON has an array of one number as a list."""
+    """The values of a layout as Python numbers."""
     return {
-        key: number_in(key, value[0] if isinstance(value, list) and len(value) == 1 else value)
+        key: saved_number(key, value)
         for key, value in state_dict.items()
         if key in layout.keys or key in OPTIONAL
     }

@@ -26,12 +26,17 @@ def state_values(state_dict: Mapping[str, Any], keys: tuple[str, ...]) -> dict[s
             f"missing from the state dict: {', '.join(missing)}; it holds "
             f"{', '.join(map(str, state_dict))}"
         )
-    return {key: number_in(key, state_dict[key]) for key in keys}
+    return {key: saved_number(key, state_dict[key]) for key in keys}
 
 
 def count_in(key: str, value: object) -> int:
     """``value`` if a counter can hold it."""
     return _checks.count(key, number_in(key, value), least=0, most=_checks.LONGEST_COUNT)
+
+
+def saved_number(key: str, value: Any) -> Any:
+    """:func:`number_in` of a saved value. JSON has an array of one number as a list."""
+    return number_in(key, value[0] if isinstance(value, list) and len(value) == 1 else value)
 
 
 def number_in(key: str, value: Any) -> Any:

@@ -11,6 +11,8 @@ from gradscaler.mindspore._operations import every_finite, largest, on_cpu, unsc
 from gradscaler.mindspore.managers import DynamicLossScaleManager
 from gradscaler.policies import _checks, amax_interval
 
+_native_build = amp.build_train_network  # a user may put ours in its place
+
 
 class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: ignore[misc] # untyped base
     """A train step with loss scaling: a drop-in for ``mindspore.nn.TrainOneStepWithLossScaleCell``.
@@ -181,7 +183,7 @@ def build_train_network(
     update_cell = own_update_cell(manager)
     if update_cell is not None:
         kwargs["loss_scale_manager"] = None
-    step = amp.build_train_network(network, optimizer, loss_fn, level, boost_level, **kwargs)
+    step = _native_build(network, optimizer, loss_fn, level, boost_level, **kwargs)
     return step if update_cell is None else with_loss_scaling(step, manager, update_cell)
 
 

@@ -28,3 +28,12 @@ def run_dynamically(cls: type[T]) -> type[T]:
             for method in filter(inspect.isfunction, vars(base).values()):
                 paddle.jit.marker.force_dynamic(method)
     return cls
+
+
+def static_graph_error() -> NotImplementedError:
+    """What enabled scaling raises where no call can run as it is."""
+    return NotImplementedError(
+        "gradscaler.paddle.GradScaler scales losses of the dynamic graph, and this is a static "
+        "graph: use paddle.amp.GradScaler there, or keep the scaler out of "
+        "to_static(full_graph=True)"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -39,7 +40,8 @@ from gradscaler.paddle._processes import (
     unscaled_by_fleet,
 )
 from gradscaler.paddle._record import PaddleOptimizer, PaddleRecord
-from gradscaler.paddle._static import run_dynamically
+from gradscaler.paddle._spelling import given, one_name_each
+from gradscaler.paddle._static import run_dynamically, static_graph_error
 from gradscaler.policies import (
     AmaxScale,
     DynamicScale,
@@ -120,6 +122,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         ValueError: a parameter is out of range; the message names it and its value.
         TypeError: a parameter is not the kind of number it should be, ``enable`` is not a bool, or
             both names of a parameter are given.
+        NotImplementedError: scaling is enabled in a static graph, which takes
+            ``paddle.amp.GradScaler``.
 
     >>> import paddle
     >>> model = paddle.nn.Linear(2, 1)
@@ -141,6 +145,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     _scaled_by: np.float32 | None = None  # what the last loss was multiplied by
     _updated: _Update | None = None  # the last update, until another loss is scaled
 
+    @one_name_each
     def __init__(
         self,
         enable: bool = True,
@@ -160,28 +165,28 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         backoff_factor: float | None = None,
         growth_interval: int | None = None,
     ) -> None:
-        ((name, enable),) = _given("enable", enable, True, "enabled", enabled).items()
-        if enable not in (True, False):
-            raise TypeError(
-                f"{name} must be True or False, got {enable!r}; for the scale before the first "
-                f"step, write init_loss_scaling={enable!r}"
-            )
-        given: dict[str, Any] = {
-            **_given("init_loss_scaling", init_loss_scaling, 2.0**15, "init_scale", init_scale),
-            **_given("incr_ratio", incr_ratio, 2.0, "growth_factor", growth_factor),
-            **_given("decr_ratio", decr_ratio, 0.5, "backoff_factor", backoff_factor),
-            **_given(
-                "incr_every_n_steps", incr_every_n_steps, 1000, "growth_interval", growth_interval
-            ),
+        ((name, flag),) = given("enable", enable, "enabled", enabled).items()
+        if flag not in (True, False, None):  # None is off, as with Paddle
+            hint = f"; for the scale before the first step, write init_loss_scaling={flag!r}"
+            hint = hint if isinstance(flag, Real) else ""
+            raise TypeError(f"{name} must be True or False, got {flag!r}{hint}")
+        enable = bool(flag)
+        if enable and not paddle.in_dynamic_mode():
+            raise static_graph_error()
+        parameters: dict[str, Any] = {
+            **given("init_loss_scaling", init_loss_scaling, "init_scale", init_scale),
+            **given("incr_ratio", incr_ratio, "growth_factor", growth_factor),
+            **given("decr_ratio", decr_ratio, "backoff_factor", backoff_factor),
+            **given("incr_every_n_steps", incr_every_n_steps, "growth_interval", growth_interval),
             "decr_every_n_nan_or_inf": decr_every_n_nan_or_inf,
         }
         if policy is None:
-            name = next(iter(given))
-            given[name] = _number(name, given[name])
-            policy = spelled(DynamicScale, PADDLE, **given)
+            name = next(iter(parameters))
+            parameters[name] = _number(name, parameters[name])
+            policy = spelled(DynamicScale, PADDLE, **parameters)
         else:
-            given["use_dynamic_loss_scaling"] = use_dynamic_loss_scaling
-            check_alone(policy, (2.0**15, 2.0, 0.5, 1000, 2, True), **given)
+            parameters["use_dynamic_loss_scaling"] = use_dynamic_loss_scaling
+            check_alone(policy, (2.0**15, 2.0, 0.5, 1000, 2, True), **parameters)
             check_policy(policy, OwnPolicy)
         if group is not None:
             check_group("group", group)
@@ -189,8 +194,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         if isinstance(policy, FixedScale):
             policy, use_dynamic_loss_scaling = DynamicScale.paddle(policy.scale), False
         super().__init__(policy, enable, max_retries)
-        self._use_dynamic_loss_scaling = use_dynamic_loss_scaling
-        self._init_loss_scaling = policy.init_scale
+        self._use_dynamic_loss_scaling = enable and use_dynamic_loss_scaling
+        self._init_loss_scaling = policy.init_scale if enable else 1.0
         self._set_state(policy.init())
         self._cache_found_inf = None
         self._reset_flags()
@@ -209,8 +214,13 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
         Raises:
             TypeError: ``var`` is not a tensor.
+            NotImplementedError: it belongs to a static graph, and scaling is enabled.
         """
+        if not self._enabled:
+            return super(EagerScaler, self).scale(var)  # Paddle's, also for a static graph
         if not _operations.is_tensor(var):
+            if not paddle.in_dynamic_mode():
+                raise static_graph_error()
             raise TypeError(f"var must be a paddle.Tensor, got {type(var).__name__}")
         if not var._is_initialized():
             return var
@@ -273,7 +283,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             What ``optimizer.minimize`` returns: operators, and pairs of parameter and gradient.
         """
         if not self._enabled:
-            result = optimizer.minimize(*args, **kwargs)
+            minimize = super(EagerScaler, self).minimize  # Paddle's, also for a static graph
+            result = minimize(optimizer, *args, **kwargs)
             self._outcomes.put(owner_of(optimizer), StepOutcome(1.0, False, "disabled"))
             return result
         record = self._record_to_step(optimizer)
@@ -448,12 +459,14 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         self._enabled = enable
 
     @property
-    def _scale(self) -> Tensor:
+    def _scale(self) -> Tensor | None:
+        if not self._enabled:
+            return None
         scale = self._in_use(self._host_state()).scale
         return paddle.full([1], float(scale), dtype="float32")
 
     @_scale.setter
-    def _scale(self, scale: Tensor) -> None:
+    def _scale(self, scale: Tensor | None) -> None:
         self._replace_scale(number_in("_scale", scale))
 
     @property
@@ -641,6 +654,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         self.set_init_loss_scaling(new_scale)
 
     def _reset_flags(self) -> None:
+        if not paddle.in_dynamic_mode():  # these would be operations of the user's program
+            return
         for name in _FLAGS:
             setattr(self, name, paddle.zeros([1], dtype="bool"))
         self._found_inf = paddle.zeros([1], dtype="bool")
@@ -660,18 +675,6 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             if not hasattr(self._policy, PADDLE.get(name, name)):
                 raise TypeError(f"{self._policy!r} has no {name} to set")
         self._policy = changed(self._policy, PADDLE, **changes)
-
-
-def _given(name: str, value: Any, default: Any, other: str, other_value: Any) -> dict[str, Any]:
-    """A parameter with two names, under the one that was given."""
-    if other_value is None:
-        return {name: value}
-    if value is not default and value != default:
-        raise TypeError(
-            f"{other} is another name of {name}: give one of them, got {name}={value!r} and "
-            f"{other}={other_value!r}"
-        )
-    return {other: other_value}
 
 
 def _number(name: str, value: object) -> float:
