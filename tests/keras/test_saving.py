@@ -115,6 +115,13 @@ def test_one_call_makes_a_model_of_keras_wrapper_ours(inner, tmp_path):
     assert type(keras.models.load_model(tmp_path / "again.keras").optimizer) is LossScaleOptimizer
 
 
+def test_one_function_may_take_the_place_of_keras_own(monkeypatch, tmp_path):
+    trained(NATIVE, "SGD", 1).save(tmp_path / "model.keras")
+    monkeypatch.setattr(keras.models, "load_model", gradscaler.keras.load_model)
+    model = keras.models.load_model(tmp_path / "model.keras")
+    assert type(model.optimizer) is LossScaleOptimizer
+
+
 def test_other_models_are_loaded_as_keras_loads_them(tmp_path):
     for model in (
         trained(LossScaleOptimizer, "SGD", 1),

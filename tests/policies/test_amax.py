@@ -8,7 +8,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gradscaler import AmaxScale, AmaxState
@@ -117,8 +117,15 @@ sizes = st.one_of(
 traces = st.lists(st.tuples(st.sampled_from([False, False, False, True]), sizes), max_size=40)
 
 
+WIDE = AmaxScale(2.0**13, margin=8)  # its first gradient of 1 has a reach above the floor
+
+
 @settings(max_examples=800)
 @given(policies, traces)
+@example(WIDE, [(False, 1.0), (True, None), (False, 2.0)])
+@example(WIDE, [(False, 1.0), (True, None), (False, 3.0)])
+@example(AmaxScale(2.0**8, margin=8), [(False, LARGEST_FP16 / 2**16), (True, None)])  # at the floor
+@example(AmaxScale(4.0, growth_interval=1, max_scale=8.0), [(False, None)] * 5)
 def test_every_step_of_every_trace_is_what_a_straight_line_reference_gives(policy, trace):
     state = policy.init()
     for (found_inf, amax), expected in zip(trace, reference(policy, trace), strict=True):
@@ -241,11 +248,22 @@ def test_a_measurement_is_good_for_several_steps():
         ({"backoff_factor": 1.0}, "backoff_factor must be > 0.0 and < 1.0"),
         ({"min_scale": 4.0, "max_scale": 2.0}, "min_scale must not be above max_scale"),
         ({"init_scale": 0.0}, "init_scale must be positive"),
+        ({"init_scale": 8.0, "max_scale": 4.0}, "init_scale must lie between"),
+        ({"patience": 2**31 - 1}, "patience must be at most 2147483646"),
+        ({"half_life": "10"}, "half_life must be a number"),
     ],
 )
 def test_a_parameter_out_of_range_is_named(parameters, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         AmaxScale(**parameters)
+
+
+def test_parameters_are_kept_as_python_s_numbers():
+    given = {field.name: field.default for field in dataclasses.fields(AmaxScale)}
+    policy = AmaxScale(**{name: np.array(value)[()] for name, value in given.items()})
+    kept = dataclasses.asdict(policy)
+    assert kept == given
+    assert [type(value) for value in kept.values()] == list(map(type, given.values()))
 
 
 def test_a_policy_is_equal_hashed_copied_and_pickled_by_its_parameters():

@@ -194,6 +194,15 @@ def test_torch_takes_a_bool_of_python_s(torch, policy, trace):
     assert list(torch.visited(policy, trace)) == [[bits] for bits in on_host(policy, trace)]
 
 
+def test_torch_takes_a_bool_of_python_s_with_amax(torch):
+    policy = AmaxScale(8.0, patience=0)
+    on_host, state = policy.init(), torch.amax_state(policy)
+    for found_inf in (False, True, False):
+        on_host = policy.update(on_host, found_inf, amax=None if found_inf else 0.25)
+        state = policy.update(state, found_inf, amax=None if found_inf else torch.tensor(0.25))
+        assert [value.item() for value in state] == list(on_host)
+
+
 @pytest.mark.parametrize("counter", ["int32", "int64"])
 @pytest.mark.parametrize("reset", RESETS)
 @pytest.mark.parametrize("found_inf", [True, False])

@@ -8,6 +8,8 @@ import keras
 
 from gradscaler.keras.optimizer import LossScaleOptimizer
 
+_load_model = keras.models.load_model  # whose name a user may give to the function below
+
 
 def load_model(filepath: Any, custom_objects: dict[str, Any] | None = None, **options: Any) -> Any:
     """``keras.models.load_model``, with gradscaler's optimizer in place of Keras' own wrapper.
@@ -23,7 +25,7 @@ def load_model(filepath: Any, custom_objects: dict[str, Any] | None = None, **op
     Raises:
         ValueError, TypeError: as ``keras.models.load_model``.
     """
-    model = keras.models.load_model(filepath, custom_objects, **options)
+    model = _load_model(filepath, custom_objects, **options)
     theirs: Any = getattr(model, "optimizer", None)
     if type(theirs) is not keras.optimizers.LossScaleOptimizer:
         return model
