@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -123,3 +124,15 @@ def test_ranks_that_loaded_different_scales_are_told_so(ranks, stale, tmp_path):
     paths = [old if rank == stale else new for rank in range(3)]
     (message,) = set(ranks(3).run(resumed_from_different, paths))
     assert "scale is 1024 on one and 2048 on another" in message
+
+
+def loaded_from_torch_s(path):
+    native = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=7)
+    dcp.save({"scaler": native}, checkpoint_id=path)
+    scaler, planner = GradScaler(policy=POLICY), DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load({"scaler": scaler}, checkpoint_id=path, planner=planner)
+    assert scaler.state_dict() == {**native.state_dict(), "_nonfinite_steps": 0}
+
+
+def test_a_checkpoint_of_torch_s_scaler_lacks_the_count_of_a_hysteresis(ranks, tmp_path):
+    ranks(2).run(loaded_from_torch_s, str(tmp_path))
