@@ -104,7 +104,7 @@ BAD_STATES = [
 ]
 if library.name != "paddle":  # which keeps counts in Python's integers
     BAD_STATES += [(name, 2**40, ValueError) for name in STEPS]
-    BAD_STATES += [("scale", [8.0], TypeError)]
+    BAD_STATES += [("scale", [8.0, 8.0], TypeError)]
 
 
 @pytest.fixture(params=["new", "used"])
