@@ -31,6 +31,14 @@ def test_numpy_s_losses_and_gradients_are_scaled(family):
     assert unscaled.numpy().tolist() == [2.0, 0.5]
 
 
+def test_ragged_losses_and_gradients_are_scaled_as_such(family):
+    optimizer = LossScaleOptimizer(family.SGD(), initial_scale=4.0)
+    ragged = tf.ragged.constant([[1.0, 2.0], [3.0]])
+    scaled = optimizer.get_scaled_loss(ragged)
+    assert scaled.to_list() == [[4.0, 8.0], [12.0]]
+    assert optimizer.get_unscaled_gradients([scaled])[0].to_list() == ragged.to_list()
+
+
 @pytest.mark.parametrize(
     ("calls", "message"),
     [

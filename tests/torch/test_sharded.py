@@ -20,7 +20,7 @@ class OneProcess:
 
 
 def sparse(values, dtype):
-    """A gradient of three elements, two of which may be the same one."""
+    """A gradient of three values, two of them for the same element."""
     where = [[0, 1, 1], [2, 0, 0]]
     return torch.sparse_coo_tensor(where, values, (2, 3), dtype=dtype, check_invariants=True)
 

@@ -211,21 +211,26 @@ class OptimizerRecord:
 
 
 class Records(defaultdict[int, OptimizerRecord]):
-    """Records by the ids of their optimizers; the id of a wrapper finds that of what it wraps.
-
-    Attributes:
-        owners: the id of the optimizer in a wrapper, by that of the wrapper.
-    """
+    """Records by the ids of their optimizers; a wrapper's id finds that of the optimizer in it."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.owners: dict[int, int] = {}
+        self._wrapped: dict[int, tuple[Optimizer, Optimizer]] = {}  # kept alive, so ids stay theirs
+
+    def wrap(self, wrapper: Optimizer, owner: Optimizer) -> None:
+        """Let a wrapper share its owner's record, also one that a user asked for before."""
+        made = self.pop(id(wrapper), None)
+        if made is not None:
+            self.setdefault(id(owner), made)
+        self._wrapped[id(wrapper)] = wrapper, owner
 
     def __missing__(self, key: int) -> OptimizerRecord:
-        owner = self.owners.get(key)
-        return super().__missing__(key) if owner is None else self[owner]
+        if key not in self._wrapped:
+            return super().__missing__(key)
+        _, owner = self._wrapped[key]
+        return self[id(owner)]
 
     def clear(self) -> None:
         """Forget the wrappers, too."""
         super().clear()
-        self.owners.clear()
+        self._wrapped.clear()

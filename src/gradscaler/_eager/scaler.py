@@ -508,8 +508,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """Step an optimizer, its gradients unscaled, if it has any and they are finite."""
         if record.found_inf is None:  # a subclass or its user set the stage alone
             raise CallOrderError(
-                "No inf checks were recorded for this optimizer: what says that its gradients are "
-                "unscaled must also say what was found in them"
+                "No inf checks were recorded for this optimizer: set its found_inf_per_device with "
+                "its stage, or call unscale_(optimizer)"
             )
         if not record.found_inf:
             return None
@@ -646,8 +646,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def _record(self, optimizer: Optimizer) -> OptimizerRecord:
         """The optimizer's record, or a new one that is not kept yet."""
         owner = owner_of(optimizer)
-        if owner is not optimizer:
-            self._records.owners[id(optimizer)] = id(owner)
+        if owner is not optimizer and self._enabled:
+            self._records.wrap(optimizer, owner)
         record = self._records.get(id(owner))
         if record is None:
             record = self._record_type()

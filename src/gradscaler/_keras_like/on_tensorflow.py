@@ -6,12 +6,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from gradscaler._keras_like.wrapper import untranslated
+from gradscaler._keras_like.wrapper import unconverted
 
 Tensor = Any
 
 
-@untranslated
+@unconverted
 def largest(gradients: list[Any]) -> Tensor:
     """The largest magnitude of this replica's gradients, a float32 scalar."""
     given = [_summed(gradient) for gradient in gradients if gradient is not None]

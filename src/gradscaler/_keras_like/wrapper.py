@@ -64,11 +64,11 @@ def next_values(
     return state
 
 
-def untranslated(code: Code) -> Code:
+def unconverted(code: Code) -> Code:
     """Have TensorFlow's AutoGraph call a function or a class' methods as they are, like Keras' own.
 
-    They branch on no tensor, and to translate them takes up to a second. TensorFlow's decorator
-    ``do_not_convert`` would leave what they call untranslated, too, such as a user's loss.
+    They branch on no tensor, and to convert them takes up to a second. TensorFlow's decorator
+    ``do_not_convert`` would leave what they call unconverted, too, such as a user's loss.
     """
     functions = filter(isfunction, vars(code).values()) if isinstance(code, type) else [code]
     for function in functions:
@@ -77,7 +77,7 @@ def untranslated(code: Code) -> Code:
     return code
 
 
-@untranslated
+@unconverted
 class Wrapper:
     """Mixin of a ``LossScaleOptimizer``: its policy, and attributes of the inner optimizer."""
 

@@ -339,8 +339,8 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
             return super()._step_or_skip(optimizer, record, state, args, kwargs)
         if takes_grad_scaler(optimizer.step):
             warnings.warn(
-                "GradScaler is going to stop passing itself to a step() that takes grad_scaler=, "
-                "as torch's is: let the optimizer read its attributes grad_scale and found_inf",
+                "GradScaler is going to stop passing itself as a keyword argument, grad_scaler=: "
+                "let the optimizer read its attributes grad_scale and found_inf",
                 FutureWarning,
                 stacklevel=3,
             )

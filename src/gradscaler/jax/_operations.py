@@ -211,19 +211,22 @@ def check_scale(name: str, value: Any, *, zero: bool = False) -> None:
 def is_placeholder(leaf: Any) -> bool:
     """Whether a leaf is neither a number nor an array.
 
-    JAX and its users put shardings, shapes and other objects in place of leaves. A string is not
-    one of them, so that it is refused like any other scale that cannot work.
+    JAX and its users put shardings, shapes and other objects in place of leaves. A list of numbers
+    is an array, and a string is refused like any other scale that cannot work.
     """
-    return not (isinstance(leaf, (Number, str)) or hasattr(leaf, "__array__"))
+    is_list = type(leaf) in (list, tuple)  # not PartitionSpec, a tuple in JAX's earlier versions
+    return not (is_list or isinstance(leaf, (Number, str)) or hasattr(leaf, "__array__"))
 
 
 def are_axes(counter: Any, scale: Any) -> bool:
-    """Whether two leaves are axes for ``vmap``: the same Python int, or an int and None.
+    """Whether two leaves are axes for ``vmap``: the same Python int, 0 or less, or an int and None.
 
-    As numbers they would be a counter and a scale that are equal, such as 0 and 0.
+    As numbers they would be a scale that cannot work, or no counter.
     """
     kinds = {type(counter), type(scale)}
-    return kinds <= {int, type(None)} and (counter == scale or type(None) in kinds)
+    if kinds == {int}:
+        return bool(counter == scale <= 0)
+    return kinds <= {int, type(None)}
 
 
 def strong(value: Any, dtype: Any = None) -> Any:

@@ -43,7 +43,7 @@ def _static(cls: type[Any]) -> list[str]:
     return [
         field.name
         for field in dataclasses.fields(cls)
-        if not field.metadata.get("pytree_node", field.name not in rule)
+        if field.name in rule or not field.metadata.get("pytree_node", True)
     ]
 
 
@@ -64,7 +64,7 @@ class DynamicScale:
     A subclass becomes a frozen dataclass and a pytree, too. Its own fields are leaves, except those
     of ``flax.struct.field(pytree_node=False)``. As in flax, anything may stand in place of
     ``fin_steps`` and ``scale``, such as shardings or axes for ``vmap``. Only numbers and arrays are
-    checked, and two equal Python ints are taken for axes.
+    checked, and two equal ints that are 0 or less are taken for axes.
 
     Raises:
         ValueError: the scale is not above 0.

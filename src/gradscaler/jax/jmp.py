@@ -83,8 +83,8 @@ class DynamicLossScale:
             scale's dtype; jmp's scale sinks to 0.
 
     Anything may stand in place of the arrays, such as shardings or axes for ``vmap``. Only numbers
-    and arrays are checked, and two equal Python ints are taken for axes. As in jmp, a subclass is a
-    pytree once it is registered.
+    and arrays are checked, and two equal ints that are 0 or less are taken for axes. As in jmp, a
+    subclass is a pytree once it is registered.
 
     Raises:
         TypeError: the period or the factor is not a number.

@@ -12,7 +12,7 @@ import numpy as np
 from keras import ops
 
 from gradscaler._keras_like import wrapper
-from gradscaler._keras_like.wrapper import OPTIONS, Wrapper, untranslated
+from gradscaler._keras_like.wrapper import OPTIONS, Wrapper, unconverted
 from gradscaler.keras._operations import on_backend
 from gradscaler.policies import AmaxScale, DynamicScale, OwnPolicy, amax_interval
 
@@ -33,7 +33,7 @@ _OWN = ("nonfinite_counter", "peak", "reach")
 """What some policies move and Keras' own wrapper does not have."""
 
 
-@untranslated
+@unconverted
 @keras.saving.register_keras_serializable("gradscaler")
 class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type: ignore[misc] # untyped base
     """Loss scaling for Keras 3, with the API of Keras 2: wraps any optimizer, on any backend.
@@ -323,7 +323,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         if len(grads) != len(variables):
             raise ValueError(f"got {len(grads)} gradients for {len(variables)} trainable variables")
 
-        @untranslated
+        @unconverted
         def apply(grads: list[Tensor | None], variables: list[Variable]) -> None:
             unscaled = self._unscaled(grads, variables) if are_scaled else grads
             self.inner_optimizer.apply(unscaled, variables)

@@ -8,7 +8,7 @@ import keras
 
 from gradscaler.keras.optimizer import LossScaleOptimizer
 
-_load_model = keras.models.load_model  # whose name a user may give to the function below
+_load_model = keras.models.load_model  # a user may put the function below in its place
 
 
 def load_model(filepath: Any, custom_objects: dict[str, Any] | None = None, **options: Any) -> Any:

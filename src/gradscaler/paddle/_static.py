@@ -31,7 +31,7 @@ def run_dynamically(cls: type[T]) -> type[T]:
 
 
 def static_graph_error() -> NotImplementedError:
-    """What enabled scaling raises where no call can run as it is."""
+    """What enabled scaling raises where the user builds a program."""
     return NotImplementedError(
         "gradscaler.paddle.GradScaler scales losses of the dynamic graph, and this is a static "
         "graph: use paddle.amp.GradScaler there, or keep the scaler out of "

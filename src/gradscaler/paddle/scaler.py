@@ -91,7 +91,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     another) it raises a ``ValueError``: there, give ``ClipGradByGlobalNorm`` to the optimizer.
 
     Args:
-        enable: if False, everything passes through.
+        enable: if False or None, everything passes through.
         init_loss_scaling: the scale before the first step.
         incr_ratio: multiplies the scale when it grows, > 1.
         decr_ratio: multiplies the scale when it backs off, in (0, 1).
@@ -194,8 +194,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         if isinstance(policy, FixedScale):
             policy, use_dynamic_loss_scaling = DynamicScale.paddle(policy.scale), False
         super().__init__(policy, enable, max_retries)
-        self._use_dynamic_loss_scaling = enable and use_dynamic_loss_scaling
-        self._init_loss_scaling = policy.init_scale if enable else 1.0
+        self._use_dynamic_loss_scaling = use_dynamic_loss_scaling
+        self._init_loss_scaling = policy.init_scale
         self._set_state(policy.init())
         self._cache_found_inf = None
         self._reset_flags()

@@ -82,7 +82,7 @@ class GradScaler(
             )
         if enabled and device == "cuda" and not tensorplay.cuda.is_available():
             warnings.warn(
-                "tensorplay.cuda.amp.GradScaler is enabled, but CUDA is not available. Disabling.",
+                "tensorplay.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.",
                 stacklevel=2,
             )
             enabled = False

@@ -15,7 +15,7 @@ from gradscaler._keras_like.wrapper import (
     counts_nonfinite_steps,
     next_values,
     policy_from,
-    untranslated,
+    unconverted,
 )
 from gradscaler.policies import AmaxScale, DynamicScale, FixedScale, OwnPolicy, amax_interval
 
@@ -24,7 +24,7 @@ Gradient = Any  # a tensor or IndexedSlices
 Pairs = list[tuple[Gradient | None, tf.Variable]]
 
 
-@untranslated
+@unconverted
 class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignore[misc] # untyped base
     """Loss scaling for Keras 2: a drop-in for ``tf_keras.mixed_precision.LossScaleOptimizer``.
 
@@ -114,7 +114,8 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
         return super().get_scaled_loss(loss)
 
     def _scaled(self, loss: Tensor) -> Tensor:
-        loss = tf.convert_to_tensor(loss)
+        if not tf.is_tensor(loss):  # NumPy's; ragged tensors are tensors, but cannot be converted
+            loss = tf.convert_to_tensor(loss)
         if loss.dtype.size < 4:  # its largest value may be less than the scale
             loss = tf.cast(loss, tf.float32)
         return loss * tf.cast(self.loss_scale, loss.dtype)
@@ -164,13 +165,13 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
         return super().from_config(config, custom_objects)
 
 
-@untranslated
+@unconverted
 @tf_keras.saving.register_keras_serializable("gradscaler")
 class LossScaleOptimizerV2(LossScaleOptimizer, native.LossScaleOptimizer):  # type: ignore[misc] # untyped base
     """The wrapper of optimizers from ``tf_keras.optimizers.legacy``."""
 
 
-@untranslated
+@unconverted
 @tf_keras.saving.register_keras_serializable("gradscaler")
 class LossScaleOptimizerV3(LossScaleOptimizer, native.LossScaleOptimizerV3):  # type: ignore[misc] # untyped base
     """The wrapper of optimizers from ``tf_keras.optimizers``."""
@@ -279,7 +280,8 @@ def _multiplied(gradient: Gradient, factor: Tensor) -> Gradient:
     if isinstance(gradient, tf.IndexedSlices):
         values = _multiplied(gradient.values, factor)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    gradient = tf.convert_to_tensor(gradient)
+    if not tf.is_tensor(gradient):
+        gradient = tf.convert_to_tensor(gradient)
     if gradient.dtype.size < 4:  # 1/scale may be too small for it
         return tf.cast(tf.cast(gradient, factor.dtype) * factor, gradient.dtype)
     return gradient * tf.cast(factor, gradient.dtype)
@@ -333,7 +335,7 @@ def _in_all(
     return reduce(tf.stack(strategy.experimental_local_results(in_each)))
 
 
-@untranslated
+@unconverted
 def _all_finite(gradients: list[Any]) -> Tensor:
     """Whether the gradients are finite in this replica."""
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]

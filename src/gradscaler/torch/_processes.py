@@ -39,7 +39,8 @@ def check_group(name: str, group: Group | None) -> None:
 
     One that stands in for it, as in PyTorch's own tests, has its methods.
     """
-    if group is None or (hasattr(group, "rank") and hasattr(group, "size")):
+    methods = getattr(group, "rank", None), getattr(group, "size", None)
+    if group is None or (all(map(callable, methods)) and not isinstance(group, type)):
         return
     raise TypeError(
         f"{name} must be a process group that this process is in, such as "

@@ -125,7 +125,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             device = device.type
         if enabled and device == "cuda" and not _cuda_may_be_available():
             warnings.warn(  # it begins as torch's does, which users' filters look for
-                "torch.cuda.amp.GradScaler is enabled, but CUDA is not available. Disabling. "
+                "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling. "
                 "Leave out device to scale losses wherever they are.",
                 stacklevel=2,
             )

@@ -46,6 +46,7 @@ def test_cuda_without_cuda_warns_where_it_was_called_and_disables():
     assert scaler.is_enabled() is native.is_enabled() is False
     assert [each.filename for each in ours] == [__file__]
     assert ours[0].category is theirs[0].category
+    assert str(ours[0].message).startswith(str(theirs[0].message))
 
 
 # Scaling.

@@ -114,16 +114,21 @@ def test_a_norm_that_is_only_measured_needs_no_step(scaler, parameters, finite, 
     scaler.update()
 
 
-def test_flags_are_found_by_the_wrapper_s_id(scaler, parameters, finite, wrapped):
+@pytest.mark.parametrize("asks_first", [True, False])
+def test_flags_are_found_by_the_wrapper_s_id(scaler, parameters, finite, wrapped, asks_first):
     """A loop of the user's own reduces them over processes."""
     before = library.exact(parameters)
     library.backward(scaler, parameters, finite)
+    record = scaler._per_optimizer_states[id(wrapped)] if asks_first else None
     scaler.unscale_(wrapped)
-    for flag in scaler._per_optimizer_states[id(wrapped)]["found_inf_per_device"].values():
+    found = scaler._per_optimizer_states[id(wrapped)]
+    assert record is None or found is record
+    for flag in found["found_inf_per_device"].values():
         flag.fill_(1.0)
     scaler.step(wrapped)
     scaler.update()
     assert library.exact(parameters) == before
+    assert scaler.get_scale() == 512.0
     assert not scaler._per_optimizer_states[id(wrapped)]["found_inf_per_device"]
 
 

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from gradscaler._keras_like.on_tensorflow import largest as largest
-from gradscaler._keras_like.wrapper import untranslated
+from gradscaler._keras_like.wrapper import unconverted
 
 multiply, divide = keras.ops.multiply, keras.ops.divide
 
@@ -54,7 +54,7 @@ def apply_if_finite(
         return
 
     # The step merges the replicas, which cannot happen within a branch of one of them.
-    @untranslated
+    @unconverted
     def across_replicas(
         strategy: tf.distribute.Strategy, finite: Any, amax: Any, *arguments: Any
     ) -> None:
@@ -77,7 +77,7 @@ def gradients(
                 f"`tape` is required when a `Tensor` loss is passed. Received: loss={loss}."
             )
         tape = tf.GradientTape()
-    if callable(loss):  # which AutoGraph translates where it translates the step
+    if callable(loss):  # which AutoGraph converts where it converts the step
         autograph = tf.__internal__.autograph
         loss = autograph.tf_convert(loss, autograph.control_status_ctx())
     with tape:
