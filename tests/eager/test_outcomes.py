@@ -269,18 +269,3 @@ def test_an_observer_that_raises_in_update_stops_it_with_nothing_moved(
     scaler.remove_observer(recorder)
     scaler.update()
     assert library.scale_of(scaler) == 512.0
-
-
-def test_an_optimizer_that_nothing_can_refer_to_weakly_has_an_outcome(scaler, parameters, finite):
-    class Slotted:
-        __slots__ = ("inner", "param_groups")
-
-        def step(self):
-            self.inner.step()
-
-    optimizer = Slotted()
-    optimizer.inner = library.sgd(parameters)
-    optimizer.param_groups = optimizer.inner.param_groups
-    library.backward(scaler, parameters, finite)
-    scaler.step(optimizer)
-    assert scaler.last_step(optimizer).applied

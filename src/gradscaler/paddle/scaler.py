@@ -194,8 +194,9 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         if isinstance(policy, FixedScale):
             policy, use_dynamic_loss_scaling = DynamicScale.paddle(policy.scale), False
         super().__init__(policy, enable, max_retries)
-        self._use_dynamic_loss_scaling = use_dynamic_loss_scaling
-        self._init_loss_scaling = policy.init_scale
+        # Paddle's own code reads both in a static graph, where a disabled scaler passes through.
+        self._use_dynamic_loss_scaling = enable and use_dynamic_loss_scaling
+        self._init_loss_scaling = policy.init_scale if enable else 1.0
         self._set_state(policy.init())
         self._cache_found_inf = None
         self._reset_flags()

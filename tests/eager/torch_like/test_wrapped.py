@@ -138,3 +138,18 @@ def test_another_optimizer_of_the_same_name_is_not_taken_for_the_owner(scaler, p
     library.backward(scaler, parameters, finite)
     scaler.unscale_(optimizer)
     assert id(optimizer) in scaler._per_optimizer_states
+
+
+def test_an_optimizer_that_nothing_can_refer_to_weakly_has_an_outcome(scaler, parameters, finite):
+    class Slotted:
+        __slots__ = ("inner", "param_groups")
+
+        def step(self):
+            self.inner.step()
+
+    optimizer = Slotted()
+    optimizer.inner = library.sgd(parameters)
+    optimizer.param_groups = optimizer.inner.param_groups
+    library.backward(scaler, parameters, finite)
+    scaler.step(optimizer)
+    assert scaler.last_step(optimizer).applied
