@@ -8,16 +8,11 @@ from inspect import signature
 from typing import Any, ParamSpec
 
 from gradscaler.errors import ParameterTypeError
+from gradscaler.policies._presets import PADDLE
 
 P = ParamSpec("P")
 
-_OWN_NAMES = {
-    "enabled": "enable",
-    "init_scale": "init_loss_scaling",
-    "growth_factor": "incr_ratio",
-    "backoff_factor": "decr_ratio",
-    "growth_interval": "incr_every_n_steps",
-}
+_OWN_NAMES = {"enabled": "enable", **{other: name for name, other in PADDLE.items()}}
 """Paddle's name of each parameter that also has PyTorch's."""
 
 
