@@ -422,3 +422,57 @@ def test_neighbours_of_two_dtypes_stay_apart():
     tensors = [memory[:4], memory.view(torch.bfloat16)[4:]]
     joined = side_by_side(tensors)
     assert sorted(str(each.dtype) for each in joined) == ["torch.bfloat16", "torch.float16"]
+
+
+# A layout that changes afterwards.
+
+
+def channels_last(model):
+    model.to(memory_format=torch.channels_last)
+
+
+def transposed(model):
+    for module in model:
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data = module.weight.data.T.contiguous().T
+
+
+def there_and_back(model):
+    model.to(memory_format=torch.channels_last)
+    model.to(memory_format=torch.contiguous_format)
+
+
+@pytest.mark.parametrize(
+    ("change", "set_to_none"),
+    [
+        (channels_last, True),
+        (channels_last, False),
+        (there_and_back, True),
+        (there_and_back, False),
+        (transposed, True),  # a gradient that stays keeps its own layout, of which PyTorch warns
+    ],
+)
+@pytest.mark.parametrize("optimizer_type", [torch.optim.SGD, torch.optim.Adam])
+def test_a_layout_that_changes_afterwards_changes_no_step(change, set_to_none, optimizer_type):
+    weights = []
+    for is_flat in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 2, 1), torch.nn.Flatten()
+        )
+        model.append(torch.nn.Linear(8, 8)).append(torch.nn.Linear(8, 1))
+        optimizer = optimizer_type(model.parameters(), lr=0.1, fused=True)
+        scaler = GradScaler(init_scale=1024.0)
+        flat = flat_gradients(model) if is_flat else None
+        for step in range(4):
+            if step == 1:
+                change(model)
+            loss = model(torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(step)))
+            scaler.scale(loss.square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+        if flat is not None:
+            flat.remove()
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)

@@ -49,9 +49,24 @@ class _Layer:
             return
         if type(grad) is not torch.Tensor or grad.is_sparse or grad.requires_grad:
             return
-        # Of another kind where the model was moved since.
-        if grad.dtype == place.dtype and grad.device == place.device and grad.shape == place.shape:
+        if _alike(grad, place):
             parameter.grad = place.copy_(grad)
+
+
+def _alike(grad: torch.Tensor, place: torch.Tensor) -> bool:
+    """Whether a gradient is laid out as its place is; not where the model was changed since.
+
+    A fused optimizer reads a gradient in the order of its parameter's memory, so a place with
+    strides of another order would hand it each element in another's stead. The stride of a
+    dimension of size 1 says nothing.
+    """
+    if (grad.dtype, grad.device, grad.shape) != (place.dtype, place.device, place.shape):
+        return False
+    return grad.stride() == place.stride() or all(
+        own == other
+        for own, other, size in zip(grad.stride(), place.stride(), grad.shape, strict=True)
+        if size > 1
+    )
 
 
 def flat_gradients(model_or_optimizer: torch.nn.Module | torch.optim.Optimizer) -> FlatGradients:
@@ -63,7 +78,8 @@ def flat_gradients(model_or_optimizer: torch.nn.Module | torch.optim.Optimizer) 
     written to, the system gives none.
 
     Left alone are frozen parameters, sparse gradients, DTensors, FSDP1's flat parameters, and
-    gradients of ``create_graph=True``. Call it after the model was moved to its device and dtype,
+    gradients of ``create_graph=True``, and those of parameters whose dtype, device, shape or layout
+    you changed since. Call it after the model was moved to its device, dtype and memory format,
     and again after you unfroze parameters: those that have a place keep it.
 
     A gradient that ``zero_grad(set_to_none=True)`` dropped is copied into the buffer once the next
