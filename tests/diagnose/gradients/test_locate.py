@@ -283,7 +283,8 @@ def everything(model):
 
 def has_hooks(model):
     modules = [(m._forward_hooks, m._forward_pre_hooks) for m in model.modules()]
-    return any(map(any, modules)) or any(p._backward_hooks for p in model.parameters())
+    is_seen = torch.nn.modules.module._has_any_global_hook()
+    return is_seen or any(map(any, modules)) or any(p._backward_hooks for p in model.parameters())
 
 
 def assert_as_before(model, before):

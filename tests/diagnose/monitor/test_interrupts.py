@@ -1,5 +1,6 @@
 """Ctrl-C at any line of gradscaler.diagnose: the user repeats the call, and all continues."""
 
+import gc
 import inspect
 import sys
 from bisect import bisect
@@ -53,11 +54,13 @@ def watching_lines(see):
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # it would close the monitors of earlier trainings, and ignore what that raises
     sys.settrace(trace)
     try:
         yield
     finally:
         sys.settrace(before)
+        gc.enable()
 
 
 def moments(run):
@@ -91,6 +94,8 @@ def model_that_overflows():
 
 
 def has_hooks(model):
+    if torch.nn.modules.module._has_any_global_hook():
+        return True
     return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
@@ -272,6 +277,7 @@ def test_hooks_are_added_all_or_none(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(model[1], "register_forward_hook", interrupted)
+    monkeypatch.setattr(torch.nn.modules.module, "register_module_forward_pre_hook", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ModuleHooks(model).start()
     assert not has_hooks(model)

@@ -188,7 +188,7 @@ def test_an_update_is_not_watched_so_an_interrupt_cannot_move_the_scale_twice(cl
 
     def watched_update():
         with monkeypatch.context() as patch:
-            patch.setattr(OperationWatch, "_call", lambda *_: watched.append("update") or 1 / 0)
+            patch.setattr(OperationWatch, "call", lambda *_: watched.append("update") or 1 / 0)
             update()
 
     monkeypatch.setattr(training.scaler, "update", watched_update)
@@ -221,6 +221,7 @@ def test_a_monitor_that_is_dropped_while_its_model_lives_leaves_nothing_on_it(st
     del training
     gc.collect()
     assert not is_in_torch_dispatch_mode()
+    assert not torch.nn.modules.module._has_any_global_hook()
     assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
 
 

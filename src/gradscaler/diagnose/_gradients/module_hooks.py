@@ -7,11 +7,12 @@ import math
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from gradscaler.diagnose._gradients.arrays import dtype_name, to_numpy
 from gradscaler.diagnose._gradients.call_site import calling_line
@@ -117,16 +118,9 @@ class ModuleHooks:
         self.stop()
         self.located = None
         self.dtypes.clear()
-        jit = getattr(self._framework, "jit", None)
-        compiled: Any = getattr(jit, "ScriptModule", ())  # these take no such hooks
         try:
-            for name, module in modules_of(self.model):
-                if isinstance(module, compiled):
-                    continue
-                enter = self._hook(self._enter, name)
-                leave = self._hook(self._leave, name)
-                self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-                self._handles.append(module.register_forward_hook(leave))
+            enter, leave = self._hook(self._enter), self._hook(self._leave)
+            add_hooks(self._handles, self._framework, self.model, leave, enter, not self._backward)
             for parameter in self.model.parameters() if self._backward else ():
                 if parameter.requires_grad:
                     hook = partial(self._parameter_gradient, parameter)
@@ -147,28 +141,25 @@ class ModuleHooks:
         """The name and the type of the innermost module that runs; None if there is none."""
         return self._running[-1] if self._running else (None, "")
 
-    def _hook(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """A hook that is not compiled; its errors are suppressed unless backward is checked.
+    def _hook(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook whose errors are suppressed unless backward is checked.
 
         It does not keep this object alive, as a model may outlive its monitor.
         """
         own = weakref.WeakMethod(method)
 
-        def hook(*args: Any) -> Any:
-            call = own()
-            return None if call is None else call(name, *args)
+        def call(*args: Any) -> Any:
+            bound = own()
+            return None if bound is None else bound(*args)
 
-        def quiet(*args: Any) -> Any:
-            with suppress(Exception):
-                return hook(*args)
-
-        safe = hook if self._backward else quiet
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled
-            safe = self._framework.compiler.disable(safe)
-        return safe
+        return call if self._backward else quiet(call)
 
     def _enter(
-        self, name: str, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        name: str,
+        module: Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._running.append((name, type(module).__name__))
         if self.located:
@@ -202,7 +193,8 @@ class ModuleHooks:
 
         return aliased(args), {key: aliased(value) for key, value in kwargs.items()}
 
-    def _leave(self, name: str, module: Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, name: str, module: Module, args: Any, *kwargs_and_output: Any) -> None:
+        *kwargs, output = kwargs_and_output
         for tensor in floating(self._framework.Tensor, output):
             self.dtypes.setdefault(name, dtype_name(tensor))
             if self.see_output is not None:
@@ -212,6 +204,10 @@ class ModuleHooks:
         if self.located or not self._entered[name]:
             return
         call = self._entered[name].pop()
+        late = [largest(tensor, masks=True) for tensor in floating(self._framework.Tensor, kwargs)]
+        call.input = largest_of(
+            [call.input, *late]
+        )  # PyTorch gives a hook of all modules no kwargs
         masks = next(own_parameters_of(module), None) is None
         for tensor in floating(self._framework.Tensor, output):
             if math.isfinite(call.input) and not math.isfinite(largest(tensor, masks)):
@@ -287,6 +283,93 @@ def _nonfinite_of(module: Module) -> str | None:
     """The name of one of the module's own parameters that is not finite, or None."""
     own = own_parameters_of(module)
     return next((name for name, p in own if not math.isfinite(largest(p))), None)
+
+
+class Hook:
+    """A hook of one module, which the module's copies and pickles do not have.
+
+    In its place they have a function of the standard library that takes anything and does nothing.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        self._function = function
+        self._name = name
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(self._name, *args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
+
+
+def add_hooks(
+    handles: list[Any],
+    framework: Any,
+    model: Module,
+    leave: Callable[..., Any],
+    enter: Callable[..., Any] | None = None,
+    only_look: bool = True,
+) -> None:
+    """Call functions with the name of each module of a model when it is entered and left.
+
+    PyTorch has hooks of all modules that there are. With these, a model that only is looked at has
+    no hook of its own, and is saved, copied and scripted as ever. They are not for compiled
+    modules, which warn of them.
+
+    Args:
+        handles: gets the handle of each hook.
+        framework: the model's.
+        model: whose modules, but for scripted ones.
+        leave: called with the name, the module, its arguments, and its output last.
+        enter: called with the name, the module and its arguments, which it may replace.
+        only_look: whether ``enter`` replaces nothing.
+    """
+    scripted: Any = getattr(getattr(framework, "jit", None), "ScriptModule", ())
+    names = {module: name for name, module in modules_of(model) if not isinstance(module, scripted)}
+    is_compiling = "torch._dynamo" in sys.modules
+    if framework.__name__ != "torch" or is_compiling or not only_look:
+        disable = framework.compiler.disable if is_compiling else lambda hook: hook
+        for module, name in names.items():
+            handles.append(module.register_forward_hook(Hook(disable(leave), name)))
+            if enter is not None:
+                hook = Hook(disable(enter), name)
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        return
+
+    def of_model(function: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(module: Module, *args: Any) -> None:
+            if module in names:
+                function(names[module], module, *args)
+
+        return hook
+
+    every = framework.nn.modules.module
+    handle = every.register_module_forward_hook(of_model(leave), with_kwargs=True)
+    # PyTorch 2.13 notes that the hook takes kwargs, and its handle does not take that back.
+    with_kwargs = getattr(every, "_global_forward_hooks_with_kwargs", {})
+    handles += handle, _Entry(with_kwargs, handle.id)
+    if enter is not None:
+        handles.append(every.register_module_forward_pre_hook(of_model(enter)))
+
+
+class _Entry(NamedTuple):
+    """An entry of a dict that can be removed like a hook."""
+
+    entries: dict[Any, Any]
+    key: Any
+
+    def remove(self) -> None:
+        self.entries.pop(self.key, None)
+
+
+def quiet(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose errors never end a training."""
+
+    def call(*args: Any) -> Any:
+        with suppress(Exception):
+            return function(*args)
+
+    return call
 
 
 def remove_all(handles: list[Any]) -> None:

@@ -50,7 +50,7 @@ class OperationWatch:
                 watch = own()
                 if watch is None:
                     return func(*args, **(kwargs or {}))
-                return watch._call(func, args, kwargs or {}, inspect.currentframe())
+                return watch.call(func, args, kwargs or {}, inspect.currentframe())
 
         self._mode: Any = Mode()  # type: ignore[no-untyped-call]
         weakref.finalize(self, _leave, self._mode).atexit = False  # a training may drop its monitor
@@ -104,8 +104,11 @@ class OperationWatch:
 
     def stop(self) -> None:
         """Watch no more. A mode under another one stays where it is, and does nothing."""
-        self._is_on = False
-        _leave(self._mode)
+        was_on, self._is_on = self._is_on, False
+        if threading.get_ident() == self._thread:
+            _leave(self._mode)
+        elif was_on:
+            _leave_on(self._thread, self._mode)
         self._nodes.stop()
 
     @property
@@ -120,7 +123,7 @@ class OperationWatch:
     def _is_watching(self) -> bool:
         return self._is_on and os.getpid() == self._process  # a fork inherits the mode
 
-    def _call(
+    def call(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None
     ) -> Any:
         """Call an operation, and see what it makes of its inputs."""
@@ -206,6 +209,23 @@ class OperationWatch:
     def _module(self) -> tuple[str | None, str]:
         """The name and the type of the module that runs."""
         return (None, "") if self._hooks is None else self._hooks.current
+
+
+def _leave_on(thread: int, mode: Any) -> None:
+    """Leave a mode on the thread that entered it, when that calls a module next.
+
+    Each thread has its own stack of modes, which no other can change. Until then the mode does
+    nothing.
+    """
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
+    def leave(*_: Any) -> None:
+        if threading.get_ident() == thread:
+            _leave(mode)
+            handle.remove()
+
+    if any(other.ident == thread for other in threading.enumerate()):
+        handle = register_module_forward_pre_hook(leave)
 
 
 def _leave(mode: Any) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from gradscaler.diagnose._gradients.call_site import differentiated
-from gradscaler.diagnose._gradients.module_hooks import modules_of, own_parameters_of, remove_all
+from gradscaler.diagnose._gradients.module_hooks import (
+    add_hooks,
+    own_parameters_of,
+    quiet,
+    remove_all,
+)
 from gradscaler.diagnose._gradients.reading import floating, largest, largest_of
 from gradscaler.diagnose._verdict.values import CUT, ENDED, SATURATED, STEPS
 
@@ -47,12 +52,10 @@ class CutOff:
         self.stop()
         if not self._left:
             return
-        framework: Any = sys.modules["torch"]
-        for name, module in modules_of(self._model) if self._model is not None else ():
-            is_compiled = isinstance(module, framework.jit.ScriptModule)
-            if not is_compiled and any(p.requires_grad for _, p in own_parameters_of(module)):
-                call = _hook_of(name, self._called, framework)
-                self._handles.append(module.register_forward_hook(call))
+        if self._model is not None:
+            framework: Any = sys.modules["torch"]
+            note = quiet(partial(_note_call, self._called, framework))
+            add_hooks(self._handles, framework, self._model, note)
 
     def see(self, loss: Any) -> None:
         """Watch the backward pass of a loss."""
@@ -117,17 +120,14 @@ class CutOff:
 # A hook that held its owner would keep it alive, as no collector sees into the graph.
 
 
-def _hook_of(name: str, called: dict[str, bool], framework: Any) -> Callable[..., None]:
-    """A forward hook that notes in ``called`` whether a module's output takes part in the graph."""
-
-    def note(module: Any, args: Any, output: Any) -> None:
-        with suppress(Exception):
-            is_in_graph = any(t.requires_grad for t in floating(framework.Tensor, output))
-            called[name] = called.get(name, False) or is_in_graph
-
-    if "torch._dynamo" in sys.modules:  # else nothing is compiled
-        note = framework.compiler.disable(note)
-    return note
+def _note_call(
+    called: dict[str, bool], framework: Any, name: str, module: Any, *inputs_and_output: Any
+) -> None:
+    """Note in ``called`` whether the output of a module that trains takes part in the graph."""
+    if any(p.requires_grad for _, p in own_parameters_of(module)):
+        output = inputs_and_output[-1]
+        is_in_graph = any(t.requires_grad for t in floating(framework.Tensor, output))
+        called[name] = called.get(name, False) or is_in_graph
 
 
 def _note_slope(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from itertools import chain, islice
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,10 +24,26 @@ from gradscaler.diagnose._monitor.cut_off import CutOff
 from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of, measure
 from gradscaler.diagnose._monitor.ranks import rank_and_world_size
 from gradscaler.diagnose._monitor.sampling import is_sampled
-from gradscaler.diagnose._monitor.steps import Step, StepSource, StuckError
+from gradscaler.diagnose._monitor.steps import Step, StepLog, StepSource, StuckError
 from gradscaler.diagnose._monitor.used_gradients import UsedGradients
 from gradscaler.diagnose._monitor.watch_budget import WatchBudget
 from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient, StepOutcome
+
+MethodT = TypeVar("MethodT", bound=Callable[..., None])
+
+
+def _call(method: MethodT) -> MethodT:
+    """A call of an observer, which may be asked to close while it is on its way."""
+
+    @wraps(method)
+    def call(self: EagerObserver, *args: Any) -> None:
+        try:
+            method(self, *args)
+        finally:
+            if self._finish is not None:
+                self._close_if_asked()
+
+    return call  # type: ignore[return-value]
 
 
 @dataclass
@@ -55,6 +74,7 @@ class EagerObserver(StepSource):
     """
 
     def __post_init__(self) -> None:
+        self._finish: Callable[[], None] | None = None  # what a close that waits will call
         self._optimizers: list[Any] = []  # of the latest iteration that ended
         self._hooks: ModuleHooks | None = None
         with suppress(TypeError):  # there may be no model
@@ -71,7 +91,8 @@ class EagerObserver(StepSource):
         self._located: Located | None = None  # in the latest streak of skips
         self._inspected = 0  # the latest iteration that is inspected whatever `forensics` says
         self._inspects_next = False  # as the latest `updating` found
-        self._iterations = deque([Iteration(self.log.counts.step + 1)])  # the last one is not over
+        # The last one is not over. Each change is a new list, which other threads may read.
+        self._iterations = [Iteration(self.log.counts.step + 1)]
         self._first = self._iterations[-1].number
         self._first_weights: dict[int, list[Any]] = {}  # norms, by optimizer; may be on a device
         self._updated = self.log.counts.step  # the last step whose `updating` ended
@@ -80,6 +101,7 @@ class EagerObserver(StepSource):
 
     # The calls of an observer.
 
+    @_call
     def scaled(self, outputs: Any, /) -> None:
         """Remember the loss, without its graph."""
         if is_locating.get():
@@ -101,11 +123,13 @@ class EagerObserver(StepSource):
             self._inspect_next(not math.isfinite(iteration.losses[-1].item()))
         iteration.losses.append(loss if loss.ndim == 0 else loss.mean())
 
+    @_call
     def unscaling(self, optimizer: Any, scale: Any, /) -> None:
         """Measure the gradients if a sample is due, before anything clips them."""
         self.stepping(optimizer, scale)
         self._iterations[-1].is_unscaled = True
 
+    @_call
     def stepping(self, optimizer: Any, scale: Any, /) -> None:
         """Measure the gradients if a sample is due and ``unscaling`` has not measured them."""
         if self._watch is not None and self._inspected == self._iterations[-1].number:
@@ -122,6 +146,7 @@ class EagerObserver(StepSource):
             self._cut_off.note(self._named_now(optimizer))
         self._measure_if_due(optimizer, scale)
 
+    @_call
     def stepped(self, optimizer: Any, outcome: StepOutcome, /) -> None:
         """Inspect the gradients if they are not finite."""
         if outcome.known_reason == "no_gradients":
@@ -133,6 +158,7 @@ class EagerObserver(StepSource):
         if is_skip and (inspects or self._inspects_next_skip):
             outcome.nonfinite = inspect(self._gradients(optimizer))
 
+    @_call
     def updating(self) -> None:
         """End the iteration, and give the verdict if there were too many skips."""
         self._inspect_next(False)  # an interrupt of an operation may not move the scale by half
@@ -145,8 +171,11 @@ class EagerObserver(StepSource):
         try:
             waiting = len(self._iterations) - 1
             is_due = waiting >= HISTORY_LENGTH or (waiting > 0 and self._iterations[-2].measured)
-            if self.forensics or was_inspected or is_due:
+            is_write_due = self.log.is_write_due
+            if self.forensics or was_inspected or is_due or is_write_due:
                 self.read()
+            if is_write_due:
+                self.log.add_sample()
             self._keep_located()
             streak = self.log.stuck_streak
             is_unseen = streak is not None and streak.skips[-1].nonfinite is None
@@ -168,6 +197,7 @@ class EagerObserver(StepSource):
             raise
         self._updated = ended
 
+    @_call
     def updated(self) -> None:
         """Begin to watch the next iteration, if that is wanted: the scale has moved."""
         if self._cut_off is not None:
@@ -175,8 +205,21 @@ class EagerObserver(StepSource):
         if self._inspects_next and self._updated == self._iterations[-1].number - 1:
             self._inspect_next(True)
 
-    def close(self) -> None:
-        """Observe no more, and add the iterations that wait."""
+    def close(self, finish: Callable[[], None]) -> None:
+        """Observe no more, add the iterations that wait, and call ``finish``.
+
+        A signal handler, or another thread, may ask for it while a call of this observer, or an
+        operation that it watches, is on its way. Then it comes at the end of the call or of the
+        next one.
+        """
+        self._finish = finish
+        if not self._is_busy():
+            self._close_if_asked()
+
+    def _close_if_asked(self) -> None:
+        finish, self._finish = self._finish, None
+        if finish is None:
+            return
         self.scaler.remove_observer(self)
         self._inspect_next(False)
         if self._cut_off is not None:
@@ -184,6 +227,19 @@ class EagerObserver(StepSource):
         self._note_missed_steps()
         self._end()
         self.read()
+        finish()
+
+    def _is_busy(self) -> bool:
+        """Whether any thread is in a call. An interrupt could leave a flag wrong, but no frame."""
+        for frame in sys._current_frames().values():
+            each: FrameType | None = frame
+            while each is not None:
+                if each.f_code in _CALLS:
+                    owner = each.f_locals.get("self")
+                    if owner is not None and (owner is self or owner is self._watch):
+                        return True
+                each = each.f_back
+        return False
 
     # Steps that were taken.
 
@@ -205,14 +261,15 @@ class EagerObserver(StepSource):
         """End the iteration if there were steps in it; else forget it."""
         iteration = self._iterations[-1]
         if not iteration.outcomes:
-            self._iterations[-1] = Iteration(iteration.number)
+            self._iterations = [*self._iterations[:-1], Iteration(iteration.number)]
             if iteration.is_unscaled:
                 self.log.note_unstepped()
             return
         self._optimizers = list(iteration.optimizers.values())
         if iteration.backward:
             self.log.note_backward(frozenset(iteration.backward))
-        self._iterations.append(Iteration(iteration.number + 1))
+        unread = [each for each in self._iterations if each.number > self.log.counts.step]
+        self._iterations = [*unread, Iteration(iteration.number + 1)]
         if self._cut_off is not None:
             has_gone = any(measured.has_gone for measured in iteration.measured.values())
             if (cut := self._cut_off.end(has_gone)) is not None:
@@ -223,8 +280,19 @@ class EagerObserver(StepSource):
 
     def read(self) -> None:
         """Add the iterations that ended to the log."""
-        while len(self._iterations) > 1:
-            iteration = self._iterations[0]
+        self._read_into(self.log, self._iterations)
+
+    def seen(self) -> StepLog:
+        """The log as :meth:`read` would leave it; any thread may ask, and nothing changes."""
+        iterations = self._iterations  # before the log, which may add some meanwhile
+        log = self.log.copy()
+        self._read_into(log, iterations)
+        return log
+
+    def _read_into(self, log: StepLog, iterations: list[Iteration]) -> None:
+        for iteration in iterations[:-1]:
+            if iteration.number <= log.counts.step:
+                continue
             skipped = {key: outcome.skipped for key, outcome in iteration.outcomes.items()}
             is_skip = any(skipped.values())
             loss = _loss(iteration.losses)
@@ -233,10 +301,9 @@ class EagerObserver(StepSource):
             nonfinite = tuple(chain(*found)) if found else None
             is_unzeroed = any(float(held) != 0 for held in iteration.added_to)
             step = Step(iteration.number, last.scale, is_skip, loss, nonfinite)
-            self.log.add(step, skipped, ["unzeroed"] * is_unzeroed)
-            self._iterations.popleft()
+            log.add(step, skipped, ["unzeroed"] * is_unzeroed)
             if iteration.measured:
-                self.log.add_sample(loss, **fields_of(iteration.measured.values()))
+                log.add_sample(loss, **fields_of(iteration.measured.values()))
 
     # Evidence.
 
@@ -368,6 +435,9 @@ class EagerObserver(StepSource):
         named = self._named_now(optimizer)
         missing = tuple(name for name, p in named.items() if p.grad is None and _is_trained(p))
         iteration.measured[id(optimizer)] = replace(measured, missing=missing)
+
+
+_CALLS = EagerObserver.updated.__code__, OperationWatch.call.__code__  # one of all @_call
 
 
 def _is_trained(parameter: Any) -> bool:

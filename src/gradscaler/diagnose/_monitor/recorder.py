@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from gradscaler.diagnose._gradients.arrays import named_arrays
 from gradscaler.diagnose._gradients.nonfinite import inspect
 from gradscaler.diagnose._monitor.gradient_sample import fields_of, measure
 from gradscaler.diagnose._monitor.sampling import is_sampled
-from gradscaler.diagnose._monitor.steps import Step, StepSource
+from gradscaler.diagnose._monitor.steps import Step, StepLog, StepSource
 from gradscaler.diagnose._monitor.traced_scalers import Reading, number, policy_of, read
 from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient
 
@@ -36,7 +36,8 @@ class Recorder(StepSource):
         self._growth_interval = getattr(policy, "growth_interval", getattr(policy, "period", 1))
         self._parameters: Any = None  # of the latest step
         # The first was added to the log, or is the start; the others wait.
-        self._recorded = deque([RecordedStep(self.log.counts.step, read(self.scaler))])
+        # Each change is a new list, which other threads may read.
+        self._recorded = [RecordedStep(self.log.counts.step, read(self.scaler))]
 
     def record(self, scaler: Any, finite: Any, gradients: Any, loss: Any, parameters: Any) -> None:
         """Record one step; see :meth:`gradscaler.diagnose.Monitor.record`."""
@@ -53,13 +54,16 @@ class Recorder(StepSource):
             named = self._named(gradients)
         self._parameters = parameters
         # The step counts from here on, whatever interrupts the rest.
-        self._recorded.append(RecordedStep(step, reading, loss))
-        if not (is_due or inspects or len(self._recorded) > HISTORY_LENGTH):
+        self._recorded = [*self._recorded, RecordedStep(step, reading, loss)]
+        is_late = self.log.is_write_due or len(self._recorded) > HISTORY_LENGTH
+        if not (is_due or inspects or is_late):
             return
         scale, latest_loss = self.read(named)
         if is_due:
             measured = [] if named is None else [measure(named, self.dtype, scale, scaled=False)]
             self.log.add_sample(latest_loss, **fields_of(measured))
+        elif is_late:
+            self.log.add_sample()
         self.log.check_stuck()
 
     def read(self, gradients: dict[str, Any] | None = None) -> tuple[float, float | None]:
@@ -67,26 +71,40 @@ class Recorder(StepSource):
 
         ``gradients`` are of the last of them, by name. Returns its scale and its loss.
         """
-        before = self._recorded[0].reading.on_host()
+        last, scale, loss = self._read_into(self.log, self._recorded, gradients)
+        later = (each for each in self._recorded if each.step > last.step)
+        self._recorded = [last, *later]
+        return scale, loss
+
+    def seen(self) -> StepLog:
+        """The log with all steps so far; any thread may ask, and nothing changes."""
+        recorded = self._recorded  # before the log, which may add some meanwhile
+        log = self.log.copy()
+        self._read_into(log, recorded)
+        return log
+
+    def _read_into(
+        self, log: StepLog, recorded: list[RecordedStep], gradients: dict[str, Any] | None = None
+    ) -> tuple[RecordedStep, float, float | None]:
+        """Add steps to a log; the last of them on the host, its scale and its loss."""
+        number_before, before = recorded[0].step, recorded[0].reading.on_host()
         scale, loss_on_host = before.scale, None
-        while len(self._recorded) > 1:
-            step, reading, loss = self._recorded[1]
+        for step, reading, loss in recorded[1:]:
             after = reading.on_host()
             skipped = not after.was_finite(before, self._growth_interval)
             nonfinite = None
-            has_gradients = len(self._recorded) == 2 and gradients is not None
+            has_gradients = step == recorded[-1].step and gradients is not None
             if skipped and has_gradients and self._inspects_next_skip:
                 nonfinite = inspect(gradients)
             loss_on_host = None if loss is None else number(loss)
-            self.log.add(Step(step, before.scale, skipped, loss_on_host, nonfinite))
-            self._recorded[1] = RecordedStep(step, after)
-            self._recorded.popleft()
-            scale, before = before.scale, after
-        return scale, loss_on_host
+            log.add(Step(step, before.scale, skipped, loss_on_host, nonfinite))
+            scale, number_before, before = before.scale, step, after
+        return RecordedStep(number_before, before), scale, loss_on_host
 
-    def close(self) -> None:
-        """Add the steps that wait."""
+    def close(self, finish: Callable[[], None]) -> None:
+        """Add the steps that wait, and call ``finish``."""
         self.read()
+        finish()
 
     def nonfinite_parameters(self) -> tuple[NonfiniteGradient, ...]:
         """The parameters of the latest step, or else the model's, that are not finite."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy as copying
 import inspect
 import logging
 import math
@@ -9,6 +10,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +26,7 @@ OnStuck = Literal["warn", "raise", "continue"]
 logger = logging.getLogger("gradscaler")
 
 _MOST_NONFINITE = 10  # gradients that a line lists
+_LONGEST_UNWRITTEN = 1.0  # seconds; who reads the file of a killed process misses no more
 
 
 class StuckWarning(RuntimeWarning):
@@ -107,13 +110,24 @@ class StepLog:
     ) -> None:
         self.history: deque[Step] = deque(maxlen=HISTORY_LENGTH)
         self._writers = writers
+        self._is_copy = False
         self._step_before = step
         self._on_stuck = on_stuck
         self._stuck_after = stuck_after
         self._judge = judge
         self.counts = Counts(step, 0, {}, step)
+        self._written_at = monotonic()  # the last sample
         self._watched = step  # the last step that add_watched was called for
         self._dtypes: Mapping[str, str] = {}
+
+    def copy(self) -> StepLog:
+        """A log that goes on from here without writing anything; any thread may make one."""
+        twin = copying.copy(self)
+        twin._writers, twin._is_copy = (), True
+        twin.counts = self.counts  # first: the history may grow meanwhile
+        kept = (step for step in tuple(self.history) if step.step <= twin.counts.step)
+        twin.history = deque(kept, maxlen=HISTORY_LENGTH)
+        return twin
 
     @property
     def num_steps(self) -> int:
@@ -161,7 +175,7 @@ class StepLog:
         if not self.history or self.history[-1].step < number:
             self.history.append(step)
         self.counts = after
-        if is_inspected:
+        if is_inspected and not self._is_copy:
             logger.info("%s", _in_one_line(skip))
             self._write(skip)
 
@@ -172,6 +186,7 @@ class StepLog:
             return
         sample = self._sample(loss, **measured)
         self._write(sample)
+        self._written_at = monotonic()
         self.counts = counts._replace(
             sampled=counts.step,
             scales=(),
@@ -181,6 +196,11 @@ class StepLog:
             calls=MappingProxyType({}),
             cut=None,
         )
+
+    @property
+    def is_write_due(self) -> bool:
+        """Whether a file waits, and nothing was written for a second."""
+        return bool(self._writers) and monotonic() - self._written_at >= _LONGEST_UNWRITTEN
 
     def note_backward(self, dtypes: frozenset[str]) -> None:
         """Remember which dtypes a backward pass computes in."""
@@ -313,7 +333,8 @@ class StepLog:
     def close(self) -> None:
         """Write what is left to write."""
         self.add_sample()
-        for writer in self._writers:
+        writers, self._writers = self._writers, ()  # a call that this interrupts writes no more
+        for writer in writers:
             writer.close()
 
     def _write(self, line: Line) -> None:
@@ -334,6 +355,14 @@ class StepSource:
 
     def __post_init__(self) -> None:
         """Note where the scaler stands."""
+
+    def seen(self) -> StepLog:
+        """The log with all steps so far; any thread may ask, and nothing changes."""
+        raise NotImplementedError
+
+    def close(self, finish: Callable[[], None]) -> None:
+        """Observe no more, add the steps that wait, and call ``finish``."""
+        raise NotImplementedError
 
     @property
     def _inspects_next_skip(self) -> bool:

@@ -1,0 +1,105 @@
+"""A model that is saved, copied or scripted while a monitor watches it."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from gradscaler.diagnose import Monitor
+from gradscaler.torch import GradScaler
+
+
+def watched(every=100):
+    """A model of whose next step a monitor watches each operation, as after a bad loss."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler(init_scale=8.0)
+    monitor = Monitor(scaler, model, every)
+
+    def begin(inputs):
+        optimizer.zero_grad()
+        scaler.scale(model(inputs).sum()).backward()
+
+    begin(torch.full((2, 4), torch.inf))
+    scaler.step(optimizer)
+    scaler.update()
+    assert monitor._source._inspected == 2
+    return model, monitor, begin
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def hooks_of(model):
+    return [
+        hook
+        for module in model.modules()
+        for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        for hook in hooks.values()
+    ]
+
+
+WAYS = {
+    "torch.save": saved,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "deepcopy": copy.deepcopy,
+    "script": torch.jit.script,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("between", ["update and scale", "scale and step"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_watched_model_is_saved_and_copied_as_any_other(way, between):
+    with pytest.MonkeyPatch.context() as patch:  # another test may have compiled something
+        patch.delitem(sys.modules, "torch._dynamo", raising=False)
+        model, monitor, begin = watched()
+    assert hooks_of(model) == []
+    inputs = torch.ones(2, 4)
+    if between == "scale and step":
+        begin(inputs)
+    twin = WAYS[way](model)
+    monitor.close()
+    assert torch.equal(twin(inputs), model(inputs))
+    if way != "script":
+        assert hooks_of(twin) == []
+
+
+@pytest.mark.parametrize("way", ["torch.save", "pickle", "deepcopy"])
+def test_a_model_that_is_watched_beside_compiled_ones_is_saved_and_copied(way):
+    import torch._dynamo  # from here on a monitor hooks each module by itself
+
+    model, monitor, begin = watched()
+    assert hooks_of(model)
+    twin = WAYS[way](model)
+    begin(torch.ones(2, 4))
+    monitor.close()
+    assert hooks_of(model) == []
+    for hook in hooks_of(twin):  # they are there, and do nothing
+        assert hook(twin, (), {}) is hook(twin, (), None) is None
+    assert torch.equal(twin(torch.ones(2, 4)), model(torch.ones(2, 4)))
+
+
+def test_what_was_saved_is_loaded_without_gradscaler(tmp_path):
+    import torch._dynamo
+
+    model, monitor, _ = watched()
+    torch.save(model, tmp_path / "model.pt")
+    monitor.close()
+    code = (
+        "import sys, torch; sys.modules['gradscaler'] = None\n"
+        "model = torch.load(sys.argv[1], weights_only=False); model(torch.ones(2, 4))"
+    )
+    subprocess.run([sys.executable, "-c", code, tmp_path / "model.pt"], check=True)
