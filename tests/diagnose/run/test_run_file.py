@@ -152,6 +152,14 @@ def test_a_resumed_run_goes_on_from_the_last_step(path):
     assert [start.step for start in read_run(path).starts] == [0, 107]
 
 
+def test_a_start_that_no_step_follows_is_no_run(path, caplog):
+    written(path)  # as by a monitor that was interrupted while it was made
+    run = read_run(written(path, SAMPLE))
+    assert len(run.starts) == 2
+    assert not run.verdict.text.startswith("The file holds")
+    assert caplog.messages == []
+
+
 def test_a_torn_last_line_is_left_out_and_cut_off_before_more_is_written(path):
     whole = written(path, SAMPLE).read_bytes()
     beginning = b'{"kind": "skip", "step": 101, "sc'
@@ -260,6 +268,21 @@ SKIP_LINE, SAMPLE_LINE = record(Skip(1, 2.0)), record(Sample(1, 2.0, (), 1, ()))
         ({**SKIP_LINE, "scale": "1"}, "scale: must be a number, got '1'"),
         ({**SKIP_LINE, "scale": None}, "scale: must be a number, got None"),
         (json.dumps(SKIP_LINE).replace("2.0", "1e999"), "scale: must be a number, got inf"),
+        ({**SKIP_LINE, "step": 0}, "step: must be an integer from 1"),
+        ({**SKIP_LINE, "step": 10**12}, "step: must be an integer"),
+        ({**SKIP_LINE, "scale": "nan"}, "scale: must be positive and finite in float32, got 'nan'"),
+        ({**SKIP_LINE, "scale": -8.0}, "scale: must be positive and finite in float32, got -8.0"),
+        ({**SKIP_LINE, "scale": 5e-324}, "scale: must be positive and finite in float32"),
+        ({**SKIP_LINE, "scale": 1e39}, "scale: must be positive and finite in float32"),
+        ({**SAMPLE_LINE, "scales": [[1, 0]]}, "scales: must be positive and finite in float32"),
+        ({**SAMPLE_LINE, "scales": [[2, 8.0]]}, "scales: must be steps that rise, from 1 to 1"),
+        ({**SAMPLE_LINE, "skips": [1, 1]}, "skips: must be steps that rise, from 1 to 1"),
+        ({**SAMPLE_LINE, "skips": [9]}, "skips: must be steps that rise, from 1 to 1"),
+        ({**SAMPLE_LINE, "steps": 2}, "steps: must be at most the step"),
+        ({**SAMPLE_LINE, "losses": [1.0, 2.0]}, "steps: must be .* as many as the losses"),
+        ({**SAMPLE_LINE, "norm": -1.0}, "norm: must be a magnitude"),
+        ({**SAMPLE_LINE, "largest": "inf"}, "largest: must be a finite magnitude"),
+        ({**json.loads(HEADER), "dtype": "float4"}, "dtype: must be one of float16, .*'float4'"),
         ({**SKIP_LINE, "nonfinite": {}}, "nonfinite: must be an array"),
         ({**SKIP_LINE, "nonfinite": [{}]}, "nonfinite: name is missing"),
         ({**SAMPLE_LINE, "scales": [[1]]}, "scales: must be an array of 2"),
@@ -332,6 +355,15 @@ def test_any_value_anywhere_is_read_or_refused(tmp_path_factory, data):
         assert run.num_steps >= 0
         assert len(run.scales[0]) == len(run.scales[1])
     assert refusal is None or "line 2: " in refusal
+
+
+def test_parameters_are_the_same_packed_and_unpacked(path):
+    (read,) = read_run(written(path, SAMPLE)).samples
+    assert list(read.parameters) == ["<w>"]
+    assert read.parameters["<w>"] == SAMPLE.parameters["<w>"]
+    assert len(read.parameters) == 1
+    assert read == SAMPLE
+    assert repr(read) == repr(SAMPLE)
 
 
 WRITER = """

@@ -76,13 +76,21 @@ def test_a_second_process_is_refused_until_the_first_ends(path):
     write_one(path, 1)
 
 
+class Writer:
+    """Refers to itself, as a monitor does by its scaler, and closes its file in the end."""
+
+    def __init__(self, path):
+        self.file, self.itself = RunFile(path, START), self
+
+    def __del__(self):
+        self.file.close()
+
+
 def test_a_writer_that_nothing_refers_to_is_no_writer(path):
     gc.collect()
     gc.disable()
     try:
-        cycle = SimpleNamespace(file=RunFile(path, START))
-        cycle.itself = cycle  # as a scaler and its monitor refer to each other
-        del cycle
+        Writer(path)
         write_one(path, 1)
     finally:
         gc.enable()

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING
 from functools import lru_cache, partial
+from itertools import pairwise
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+from gradscaler.diagnose._gradients.formats import FORMATS, format_named
+from gradscaler.policies._checks import LARGEST_SCALE
+
 _LARGEST_COUNT = 2**63 - 1
+_MOST_STEPS = 10**11  # three years of a step each millisecond
+_SMALLEST_SCALE = 2.0**-149  # that float32 can hold
 _FARTHEST_EXPONENT = 1100  # float64 ends at 1023, and at -1074
 
 
@@ -48,37 +55,71 @@ def value_as(kind: Any, value: Any) -> Any:
     Keys that a later version may add are left out. What fits neither the type nor the check that
     an ``Annotated`` type brings is a ValueError.
     """
+    return _reader_of(kind)(value)
+
+
+@lru_cache
+def _reader_of(kind: Any) -> Callable[[Any], Any]:
+    """What makes an instance of a type from a JSON value; a file holds millions of some."""
     arguments = get_args(kind)
     if get_origin(kind) is Annotated:
-        return arguments[1](value)
+        return arguments[1]  # type: ignore[no-any-return]
     if kind in _CHECKS:
-        return _CHECKS[kind](value)
+        return _CHECKS[kind]
     if NoneType in arguments:
-        return None if value is None else value_as(arguments[0], value)
+        return partial(_optional, _reader_of(arguments[0]))
     if get_origin(kind) is Mapping:
-        return {key: _field(key, arguments[1], item) for key, item in _object(value).items()}
+        return partial(_mapping, _reader_of(arguments[1]))
     if arguments and arguments[-1] is ...:
-        return tuple(value_as(arguments[0], item) for item in _array(value))
+        return partial(_tuple, _reader_of(arguments[0]))
     if arguments:
-        return tuple(map(value_as, arguments, _array(value, len(arguments))))
-    types = _types_of(kind)
+        return partial(_tuple_of, tuple(map(_reader_of, arguments)))
+    readers = {key: _reader_of(type_) for key, type_ in _types_of(kind).items()}
     if issubclass(kind, tuple):
-        return kind(*map(value_as, types.values(), _array(value, len(types))))
+        return partial(_named_tuple, kind, tuple(readers.values()))
+    return partial(_line, kind, readers)
+
+
+def _optional(reader: Callable[[Any], Any], value: Any) -> Any:
+    return None if value is None else reader(value)
+
+
+def _mapping(reader: Callable[[Any], Any], value: Any) -> dict[str, Any]:
+    return {key: _field(key, reader, item) for key, item in _object(value).items()}
+
+
+def _tuple(reader: Callable[[Any], Any], value: Any) -> tuple[Any, ...]:
+    return tuple(map(reader, _array(value)))
+
+
+def _tuple_of(readers: Sequence[Callable[[Any], Any]], value: Any) -> tuple[Any, ...]:
+    items = _array(value, len(readers))
+    return tuple(reader(item) for reader, item in zip(readers, items, strict=True))
+
+
+def _named_tuple(kind: Any, readers: Sequence[Callable[[Any], Any]], value: Any) -> Any:
+    return kind(*_tuple_of(readers, value))
+
+
+def _line(kind: Any, readers: Mapping[str, Callable[[Any], Any]], value: Any) -> Any:
     found = _object(value)
-    for key in types:
+    for key in readers:
         if key not in found and not _has_default(kind, key):  # older files lack some
             raise ValueError(f"{key} is missing")
-    given = {key: type_ for key, type_ in types.items() if key in found}
-    return kind(**{key: _field(key, type_, found[key]) for key, type_ in given.items()})
+    given = {key: reader for key, reader in readers.items() if key in found}
+    line = kind(**{key: _field(key, reader, found[key]) for key, reader in given.items()})
+    if hasattr(line, "check"):
+        line.check()
+    return line
 
 
+@lru_cache
 def _has_default(kind: Any, key: str) -> bool:
     """Whether a field of a class has a default, or what makes one."""
     field = getattr(kind, "__dataclass_fields__", {}).get(key)
     return hasattr(kind, key) or (field is not None and field.default_factory is not MISSING)
 
 
-@lru_cache
 def _types_of(kind: Any) -> dict[str, Any]:
     """The types of a class' fields, by their names."""
     hints = get_type_hints(kind, include_extras=True)
@@ -87,6 +128,8 @@ def _types_of(kind: Any) -> dict[str, Any]:
 
 def number(value: Any) -> float:
     """Any float: a number, or the text for one that JSON has no word for."""
+    if type(value) is float and abs(value) < math.inf:  # as most are
+        return value
     if value in ("nan", "inf", "-inf"):
         return float(value)
     is_finite = type(value) in (int, float) and abs(value) <= sys.float_info.max
@@ -100,6 +143,27 @@ def share(value: Any) -> float:
     return checked
 
 
+def scale(value: Any) -> float:
+    """A loss scale, which is kept in float32."""
+    checked = number(value)
+    _checked(_SMALLEST_SCALE <= checked <= LARGEST_SCALE, value, "positive and finite in float32")
+    return checked
+
+
+def magnitude(value: Any) -> float:
+    """From 0 to Inf, or NaN."""
+    checked = number(value)
+    _checked(not checked < 0, value, "a magnitude")
+    return checked
+
+
+def finite_magnitude(value: Any) -> float:
+    """From 0 to below Inf."""
+    checked = number(value)
+    _checked(0 <= checked < math.inf, value, "a finite magnitude")
+    return checked
+
+
 def _integer(least: int, most: int, value: Any) -> int:
     if type(value) is int and least <= value <= most:
         return value
@@ -107,6 +171,11 @@ def _integer(least: int, most: int, value: Any) -> int:
 
 
 count = partial(_integer, 0, _LARGEST_COUNT)
+
+num_steps = partial(_integer, 0, _MOST_STEPS)
+
+step = partial(_integer, 1, _MOST_STEPS)
+"""The number of a step."""
 
 exponent = partial(_integer, -_FARTHEST_EXPONENT, _FARTHEST_EXPONENT)
 """Of 2, that a float64 can have."""
@@ -116,7 +185,26 @@ def bin_counts(value: Any) -> tuple[int, ...]:
     """An array of counts, one for each exponent at most."""
     most = 2 * _FARTHEST_EXPONENT
     is_valid = isinstance(value, list) and len(value) <= most
-    return tuple(map(count, _checked(is_valid, value, f"an array of at most {most}")))
+    counts = _checked(is_valid, value, f"an array of at most {most}")
+    if {*map(type, counts)} == {int} and min(counts) >= 0 and max(counts) <= _LARGEST_COUNT:
+        return tuple(counts)
+    return tuple(map(count, counts))
+
+
+def dtype(value: Any) -> str:
+    """The name of a format that gradients can be measured against."""
+    name = str(_text(value))
+    try:
+        format_named(name)
+    except ValueError:
+        raise ValueError(f"must be one of {', '.join(FORMATS)}, got {shown(name)}") from None
+    return name
+
+
+def check_steps(key: str, steps: Sequence[int], first: int, last: int) -> None:
+    """Check that steps rise from ``first`` or later to ``last`` or earlier."""
+    if any(before >= after for before, after in pairwise((first - 1, *steps, last + 1))):
+        raise ValueError(f"{key}: must be steps that rise, from {first} to {last}")
 
 
 def _text(value: Any) -> Any:
@@ -142,8 +230,8 @@ def _array(value: Any, length: int | None = None) -> Any:
     return _checked(is_valid, value, "an array" if length is None else f"an array of {length}")
 
 
-def _field(key: str, kind: Any, value: Any) -> Any:
+def _field(key: str, reader: Callable[[Any], Any], value: Any) -> Any:
     try:
-        return value_as(kind, value)
+        return reader(value)
     except ValueError as error:
         raise ValueError(f"{shown(key)[1:-1]}: {error}") from None

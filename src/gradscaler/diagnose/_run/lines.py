@@ -8,15 +8,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-from gradscaler.diagnose._run.checks import bin_counts, exponent, share
+from gradscaler.diagnose._run.checks import (
+    bin_counts,
+    check_steps,
+    dtype,
+    exponent,
+    finite_magnitude,
+    magnitude,
+    num_steps,
+    scale,
+    share,
+    step,
+)
+from gradscaler.diagnose._run.packed import PackedMapping
 from gradscaler.outcome import NonfiniteGradient
 
 VERSION = 1
 
 Share = Annotated[float, share]
 """From 0 to 1."""
+
+Scale = Annotated[float, scale]
+"""Positive, and finite in float32."""
+
+Step = Annotated[int, step]
+"""The number of a step, from 1."""
+
+NumSteps = Annotated[int, num_steps]
 
 
 class Bins(NamedTuple):
@@ -81,9 +102,9 @@ class Start:
     kind: ClassVar[str] = "start"
 
     framework: str
-    dtype: str
+    dtype: Annotated[str, dtype]
     every: int
-    step: int
+    step: NumSteps
     policy: Mapping[str, Any]
     time: str
     rank: int = 0
@@ -125,23 +146,33 @@ class Sample:
 
     kind: ClassVar[str] = "sample"
 
-    step: int
-    scale: float
-    scales: tuple[tuple[int, float], ...]
-    steps: int
-    skips: tuple[int, ...]
+    step: Step
+    scale: Scale
+    scales: tuple[tuple[Step, Scale], ...]
+    steps: NumSteps
+    skips: tuple[Step, ...]
     loss: float | None = None
-    norm: float | None = None
+    norm: Annotated[float, magnitude] | None = None
     shares: Shares | None = None
     histogram: Bins | None = None
-    parameters: Mapping[str, ParameterSample] = field(default_factory=dict)
+    parameters: Annotated[
+        Mapping[str, ParameterSample], partial(PackedMapping, ParameterSample)
+    ] = field(default_factory=dict)
     worst: tuple[str, ...] = ()
     losses: tuple[float | None, ...] = ()
-    largest: float | None = None
+    largest: Annotated[float, finite_magnitude] | None = None
     backward: tuple[str, ...] = ()
     calls: Mapping[str, int] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     cut: Mapping[str, str] | None = None
+
+    def check(self) -> None:
+        """Check what a file says of the steps since the last sample."""
+        first = self.step - self.steps + 1
+        check_steps("skips", self.skips, first, self.step)
+        check_steps("scales", [step for step, _ in self.scales], first, self.step)
+        if self.steps > self.step or len(self.losses) > self.steps:
+            raise ValueError("steps: must be at most the step, and at least as many as the losses")
 
 
 @dataclass(frozen=True)
@@ -160,8 +191,8 @@ class Skip:
 
     kind: ClassVar[str] = "skip"
 
-    step: int
-    scale: float
+    step: Step
+    scale: Scale
     loss: float | None = None
     nonfinite: tuple[NonfiniteGradient, ...] | None = None
     more: int = 0
@@ -173,7 +204,7 @@ class VerdictLine:
 
     kind: ClassVar[str] = "verdict"
 
-    step: int
+    step: NumSteps
     verdict: str
     text: str
     where: str | None
@@ -193,7 +224,7 @@ class Watched:
 
     kind: ClassVar[str] = "watched"
 
-    step: int
+    step: NumSteps
     located: str | None = None
     operation: str | None = None
     line: str | None = None

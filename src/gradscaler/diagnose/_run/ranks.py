@@ -9,7 +9,7 @@ from gradscaler.diagnose._run.checks import shown
 from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose._verdict import Verdict
 
-_COMPARE = "to compare runs, use the command report with --compare"
+_COMPARE = "explain each run by itself, or compare them: report A B --compare -o report.html"
 _SEVERITY = (
     *("parameter", "divergence", "activations", "loss", "nan", "floor", "data"),
     *("silent", "misuse", "dead", "range", "underflow", "elsewhere", "normal"),
@@ -49,7 +49,7 @@ def of_ranks(files: Sequence[tuple[str, Run]]) -> Run:
                 )
         if start.world_size == 1:
             raise ValueError(
-                f"{path}: is of a process that trained alone: explain it by itself; {_COMPARE}"
+                f"{path}: is of a process that trained alone, and no rank of a run: {_COMPARE}"
             )
         if start.rank in path_of:
             other = path_of[start.rank]

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
+from typing import TypeVar
 
 from gradscaler.diagnose._fit import Fit, fit_of
 from gradscaler.diagnose._run.lines import (
@@ -19,6 +21,8 @@ from gradscaler.diagnose._run.lines import (
 )
 from gradscaler.diagnose._verdict import Evidence, Verdict, judge
 from gradscaler.outcome import HISTORY_LENGTH
+
+LineT = TypeVar("LineT", bound=Line)
 
 
 @dataclass(frozen=True)
@@ -85,14 +89,17 @@ class Run:
     @cached_property
     def losses(self) -> dict[int, float]:
         """The unscaled loss by step, where it was seen."""
-        found: dict[int, float | None] = {}
+        found: dict[int, float] = {}
         for sample in self.samples:
             first = sample.step + 1 - len(sample.losses)
-            found |= enumerate(sample.losses, first)
+            losses = enumerate(sample.losses, first)
+            found |= {step: loss for step, loss in losses if loss is not None}
             if sample.loss is not None:
                 found[sample.step] = sample.loss
         found |= {skip.step: skip.loss for skip in self.skips if skip.loss is not None}
-        return {step: loss for step, loss in sorted(found.items()) if loss is not None}
+        if all(before < after for before, after in pairwise(found)):  # as in most files
+            return found
+        return dict(sorted(found.items()))
 
     @cached_property
     def norms(self) -> dict[int, float]:
@@ -123,14 +130,22 @@ class Run:
         """The monitor's last verdict.
 
         If there is none, or if a later step was not skipped, so that the run recovered, it is what
-        the samples say.
+        the samples say. In a file that was continued, it is on the steps since then, and says so.
         """
+        start = self.starts[-1]
+        num_runs = len({start.step for start in self.starts})  # one without a step is none
+        if num_runs > 1:
+            latest = self._since(start).verdict
+            text = (
+                f"The file holds {num_runs:,} runs, one after another; this is on the "
+                f"latest, from step {start.step + 1:,} on. {latest.text}"
+            )
+            return replace(latest, text=text)
         if self.verdicts and not self._has_stepped_since(self.verdicts[-1].step):
             last = self.verdicts[-1]
             return Verdict(last.verdict, last.text, last.where)
-        start = self.starts[-1]
         evidence = Evidence(
-            self.num_steps,
+            self.num_steps - start.step,
             len(self.skipped),
             start.dtype,
             world_size=start.world_size,
@@ -141,6 +156,17 @@ class Run:
         for line in lines:
             evidence = evidence.after(line)
         return judge(evidence)
+
+    def _since(self, start: Start) -> Run:
+        """The run without what came before one of its starts."""
+
+        def later(lines: tuple[LineT, ...]) -> tuple[LineT, ...]:
+            return tuple(line for line in lines if line.step > start.step)
+
+        watched = later(self.watched)
+        return Run(
+            (start,), later(self.samples), later(self.skips), later(self.verdicts), {}, watched
+        )
 
     def _whole_samples(self) -> list[Sample]:
         """The samples, with the losses and steps that only the lines of skips tell of.

@@ -5,20 +5,22 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import logging
 import os
 import warnings
 from io import FileIO
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet, finalize
 
 from gradscaler.diagnose._run.lines import VERSION, Line, Start
 from gradscaler.diagnose._run.reader import read_run
 
+logger = logging.getLogger("gradscaler")
+
 _fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 _SPELLED = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
 _SHARE = 'give each process a Monitor and a file of its own, path="run.{rank}.jsonl"'
-_open_files: WeakSet[RunFile] = WeakSet()
+_open_files: set[FileIO] = set()  # so that none is collected before its monitor writes the rest
 
 
 class RunFile:
@@ -45,12 +47,14 @@ class RunFile:
         self.step = start.step
         self._has_failed = False
         self._file = path.open("ab", buffering=0)
-        finalize(self, self._file.close)  # many scripts never close their monitor
         try:
             _lock(self._file)
-            _open_files.add(self)
+            _open_files.add(self._file)
             if self._file.seek(0, os.SEEK_END):
                 self.step = max(self.step, read_run(path).num_steps)
+                what = "%s: holds a run of %d steps already; this one is appended, and judged alone"
+                if self.step:
+                    logger.warning(what, path, self.step)
                 with path.open("rb") as file:  # up to where the last complete line ends
                     whole = sum(len(line) for line in file if line.endswith(b"\n"))
                 self._file.truncate(whole)
@@ -59,7 +63,7 @@ class RunFile:
                 del fields["rank"], fields["world_size"]
             self._append({"gradscaler": VERSION, "kind": start.kind, **fields})
         except BaseException:  # an interrupt, too, leaves no lock
-            self._file.close()
+            self.close()
             raise
 
     def write(self, line: Line) -> None:
@@ -68,6 +72,9 @@ class RunFile:
             return
         try:
             self._append({"kind": line.kind, **vars(line)})
+        except ValueError:
+            if not self._file.closed:  # as a signal handler may have done on the way
+                raise
         except OSError as error:
             self._has_failed = True
             what = f"This process writes no more lines, and the training continues: {error}"
@@ -76,6 +83,7 @@ class RunFile:
     def close(self) -> None:
         """Close the file, which another may write to from then on."""
         self._file.close()
+        _open_files.discard(self._file)
 
     def _append(self, record: dict[str, Any]) -> None:
         if self._file.closed:
@@ -135,8 +143,9 @@ def has_writer(path: Path) -> bool | None:
 
 def _close_in_child() -> None:
     """Leave the files, and their locks, to the process that was forked."""
-    for file in list(_open_files):
+    for file in _open_files:
         file.close()
+    _open_files.clear()
 
 
 if hasattr(os, "register_at_fork"):
