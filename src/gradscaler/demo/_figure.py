@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from gradscaler.demo._training import MODES, Run, picture
+from gradscaler.diagnose.report._alt_text import png_of
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 GREY, RED, BLUE = "#555555", "#D55E00", "#0072B2"
@@ -38,7 +39,7 @@ def draw(runs: list[Run], held_out: np.ndarray, output: Path) -> None:
         axes.set_title(f"$\\bf{{{letter}}}$  {axes.get_title(loc='left')}", loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
-    figure.savefig(output)
+    output.write_bytes(png_of(figure))
 
 
 def _draw_pictures(all_axes: np.ndarray, runs: list[Run], held_out: np.ndarray) -> None:

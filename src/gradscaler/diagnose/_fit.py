@@ -51,6 +51,7 @@ class Fit:
     lost: float  # of the gradients of `lowest` at 2**common.high: flushed or subnormal
     left_out: tuple[str, ...]  # parameters that do not fit, and hold few of the gradients
     gone: tuple[str, ...]  # parameters that are flushed to 0, and out of reach of any scale
+    nonfinite: tuple[str, ...]  # parameters whose gradients hold an Inf or a NaN, and else only 0
 
     @property
     def is_empty(self) -> bool:
@@ -97,6 +98,12 @@ def fit_of(samples: Sequence[Sample], dtype: str) -> Fit | None:
     unflushed = max(each.unflushed for each in counted.values())
     common = found[highest]._replace(unflushed=unflushed, low=found[lowest].low)
     lost = _share_below(*parts[lowest], form.min_exponent - common.high)
+    nonfinite = tuple(
+        name
+        for name, each in ranges.items()
+        if each is None
+        and any(name in s.parameters and s.parameters[name].nonfinite for s in samples)
+    )
     steps = [each.step for each in samples]
     own = samples[-1].scale
     return Fit(
@@ -112,6 +119,7 @@ def fit_of(samples: Sequence[Sample], dtype: str) -> Fit | None:
         lost,
         left_out,
         gone,
+        nonfinite,
     )
 
 

@@ -96,6 +96,7 @@ def test_the_table_has_a_column_for_each_run_and_a_row_for_each_difference(runs)
     assert rows["Last finite loss"] == ("0.2875", "0.575")
     assert rows["growth_interval"] == ("", "50")
     assert "init_scale" not in rows  # it is the same
+    assert "measured against" not in rows
 
 
 def test_private_attributes_in_older_files_are_read_and_not_shown(runs, save):

@@ -104,6 +104,27 @@ def test_where_no_scale_fits_the_sentence_names_both_parameters_and_what_is_lost
     )
 
 
+def test_parameters_of_nan_are_not_said_to_be_zero():
+    values = {"a": np.full(4, 2.0**-20), "lost": np.full(4, np.nan), "unused": np.zeros(4)}
+    run = run_of(values)
+    (sample,) = run.samples
+    lost = replace(sample.parameters["lost"], nonfinite=1.0)
+    sample = replace(sample, parameters={**sample.parameters, "lost": lost})
+    fit = replace(run, samples=(sample,)).fit
+    assert fit.nonfinite == ("lost",)
+    assert sentence_of(fit).endswith(
+        " 1 parameter had gradients of NaN or Inf, and no others but zero."
+        " 1 parameter had no gradient but zero: unused, or flushed already."
+    )
+
+
+@pytest.mark.parametrize("kind", ["parameter", "activations", "nan", "floor", "normal"])
+def test_where_no_scale_helps_the_sentence_is_of_finite_gradients_only(kind):
+    text = sentence_of(run_of({"a": np.full(4, 2.0**-20)}).fit, kind)
+    is_limited = text.startswith("Only for the finite gradients of sampled steps: loss scales from")
+    assert is_limited == (kind not in ("floor", "normal"))
+
+
 def test_a_parameter_with_few_of_the_gradients_may_be_left_out():
     large, noise = np.full(96, 2.0**-2), np.full(4, 2.0**-40)
     fit = run_of({"weight": large, "bias": noise}).fit

@@ -74,7 +74,7 @@ def test_the_command_writes_a_page_from_a_file(tmp_path, save, made_up_run, caps
     assert main(["report", source, "-o", str(target)]) == 0
     texts = Page(target.read_text(encoding="utf-8")).texts
     assert {HEADLINES["nan"].text, VERDICT[1], VERDICT[2]} <= set(texts)
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr() == ("", f"wrote {target}\n")
 
 
 def test_the_command_writes_a_picture_from_a_file(tmp_path, save, made_up_run):
@@ -156,7 +156,7 @@ def test_an_unknown_verdict_and_framework_are_escaped_too(page_of, made_up_run):
     run = made_up_run(samples=1, verdict=("<b>new</b>", "Text.", None))
     run = replace(run, starts=(replace(run.starts[0], framework="<i>x</i>"),))
     page = page_of(run)
-    assert {"<b>new</b>", "<i>x</i>, float16"} <= set(page.texts)
+    assert {"<b>new</b>", "<i>x</i>", "float16"} <= set(page.texts)
     assert not {"b", "i"} & set(page.tags)
 
 

@@ -206,8 +206,9 @@ def test_another_signal_to_end_leaves_the_terminal_as_it_was_too(open_terminal, 
 
 def test_through_a_pipe_it_prints_one_frame_when_the_run_has_ended(path):
     command = [*COMMAND, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENV, text=True) as process:
-        time.sleep(1)  # the file does not exist
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, env=ENV, text=True) as process:
+        waiting = process.stderr.readline()
         with closing(RunFile(path, START)) as file:
             file.write(sample(1))
             time.sleep(2)
@@ -215,6 +216,7 @@ def test_through_a_pipe_it_prints_one_frame_when_the_run_has_ended(path):
             file.write(sample(2))
         text, _ = process.communicate(timeout=30)
     assert process.returncode == 0
+    assert waiting == f"{path}: waiting; the file does not exist yet\n"
     assert "\x1b" not in text
     assert text.startswith("run.jsonl  step 2 ")
     assert text.count("run.jsonl") == 1
@@ -227,7 +229,10 @@ def test_once_prints_what_there_is_while_a_monitor_writes(path, capsys):
     assert capsys.readouterr().out.startswith("run.jsonl  step 3 ")
 
 
-@pytest.mark.parametrize(("content", "complaint"), [(None, "No such file"), ("hi\n", "line 1: ")])
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [(None, "No such file"), ("hi\n", "line 1: "), ("hi", "line 1: "), ("", "holds no run")],
+)
 def test_once_a_bad_file_is_one_line_with_exit_status_1(path, capsys, content, complaint):
     if content is not None:
         path.write_text(content)

@@ -15,7 +15,7 @@ from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._spectrum import Spectrum, spectrum_of
 from gradscaler.diagnose.report._style import COLOURS, MOST_NAMES, Drawing, as_percent, write_words
 from gradscaler.diagnose.report._texts import number, percent, power, shown
-from gradscaler.diagnose.report._words import later_samples, no_gradients
+from gradscaler.diagnose.report._words import later_samples, no_gradients, rows_drawn
 
 
 def by_size(run: Run) -> Drawing:
@@ -26,6 +26,7 @@ def by_size(run: Run) -> Drawing:
         "How large the gradients are, multiplied by the scale, and what "
         f"{shown(run.starts[-1].dtype, 20)} makes of them. The outer columns: those that are zero, "
         f"and those that are Inf or NaN.{later_samples(run, spectrum.step)}"
+        f"{rows_drawn(spectrum.num_parameters)}"
     )
     height = 2.8 + _height_of_heat_map(spectrum)
     return Drawing("By size", caption, height, partial(_draw, spectrum=spectrum))

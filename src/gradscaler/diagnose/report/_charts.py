@@ -23,17 +23,21 @@ def curve(
     The lowest block stands for the lower limit, or for the smallest number. Of several rows, the
     lowest has a "!" in each column with an Inf or a NaN, whatever comes after it there.
     """
-    halves = {step: value / 2 for step, value in points.items()}  # so that their range is finite
-    ends = [limit / 2 for limit in limits or ()] or list(filter(math.isfinite, halves.values()))
-    low = min(ends, default=0.0)
-    span = max(ends, default=0.0) - low
+    finite = [value for value in points.values() if math.isfinite(value)]
+    # Halves, so that their range is finite.
+    ends = [limit / 2 for limit in limits or (min(finite, default=0.0), max(finite, default=0.0))]
+    low, span = ends[0], ends[1] - ends[0]
     width = min(width, max(1, last_step))
+    latest: dict[int, tuple[int, float]] = {}  # the latest number in each column, and its step
+    for step, value in points.items():
+        column = column_of(step, last_step, width)
+        if column not in latest or latest[column][0] <= step:
+            latest[column] = step, value
     levels = [0.0] * width  # in eighths of a row; 0 before the first number
-    for step in sorted(halves):
-        share = (halves[step] - low) / (span or 1.0)
+    for column, (_, value) in sorted(latest.items()):
+        share = (value / 2 - low) / (span or 1.0)
         level = 1 + round((8 * height - 1) * share) if math.isfinite(share) else math.nan
-        start = column_of(step, last_step, width)
-        levels[start:] = [level] * (width - start)
+        levels[column:] = [level] * (width - column)
     rows = [[_cell(level, row, blocks) for level in levels] for row in reversed(range(height))]
     for step, value in points.items():
         if height > 1 and not math.isfinite(value):

@@ -20,6 +20,7 @@ from gradscaler.diagnose.report._style import (
     fit_axis,
     mark,
     number_steps,
+    scales_drawn,
     write_legend,
     write_words,
 )
@@ -33,8 +34,8 @@ _STYLES = "-", "--", "-.", ":"  # so that neither a grey print nor one curve ove
 
 def drawing_of_runs(runs: Mapping[str, Run]) -> Drawing:
     """The scales, the skips and the losses of all runs, step by step."""
-    words = {name: no_points("loss", run.losses) for name, run in runs.items()}
-    notes = (f" {name}: {text}" for name, text in words.items() if text)
+    words = {name: no_points("loss", run.losses) + scales_drawn(run) for name, run in runs.items()}
+    notes = (f" {name}: {text.strip()}" for name, text in words.items() if text)
     caption = f"A mark above the losses is a loss that is NaN or Inf.{''.join(notes)}"
     heights = 2.0, 0.3 + 0.25 * len(runs), 1.7
     height = sum(heights) + 0.7 + 0.2 * math.ceil(len(runs) / 2)
@@ -128,7 +129,8 @@ def difference_table(runs: Mapping[str, Run]) -> Table:
         for run in each  # older files hold private attributes too
     ]
     starts = [
-        {"framework": run.starts[-1].framework, "dtype": run.starts[-1].dtype} for run in each
+        {"framework": run.starts[-1].framework, "measured against": run.starts[-1].dtype}
+        for run in each
     ]
     for found in (policies, starts):
         for key in dict.fromkeys(key for one in found for key in one if key != "name"):

@@ -14,8 +14,19 @@ RULE = (
 )
 
 
-def sentence_of(fit: Fit) -> str:
-    """Which scales fit, and where the run's own is."""
+# Verdicts on what no loss scale cures, and that say nothing of the gradients' sizes.
+_NO_CURE = "parameter", "activations", "loss", "nan", "divergence", "data", "silent", "dead"
+
+
+def sentence_of(fit: Fit, verdict: str = "normal") -> str:
+    """Which scales fit, and where the run's own is, beside a verdict of this kind."""
+    text = _sentence_of(fit)
+    if verdict not in _NO_CURE:
+        return text
+    return f"Only for the finite gradients of sampled steps: {text[0].lower()}{text[1:]}"
+
+
+def _sentence_of(fit: Fit) -> str:
     low, high, own = power(2, fit.common.low), power(2, fit.common.high), number(fit.own)
     lowest, highest = (shown(name, 60) or "one" for name in (fit.lowest, fit.highest))
     if fit.gone:
@@ -38,7 +49,10 @@ def sentence_of(fit: Fit) -> str:
             f"the nonzero gradients of {lowest} are flushed to zero or subnormal. "
             f"The run's own is {own}."
         )
-    zero = list(fit.parameters.values()).count(None)
+    nonfinite = len(fit.nonfinite)
+    zero = list(fit.parameters.values()).count(None) - nonfinite
+    if nonfinite:
+        fits += f" {nonfinite:,} parameters had gradients of NaN or Inf, and no others but zero."
     if zero:
         fits += f" {zero:,} parameters had no gradient but zero: unused, or flushed already."
     return fits.replace(" 1 parameters ", " 1 parameter ")

@@ -25,6 +25,7 @@ from gradscaler.diagnose.report._style import (
     fit_axis,
     mark,
     number_steps,
+    scales_drawn,
     write_words,
 )
 from gradscaler.diagnose.report._texts import shown
@@ -68,6 +69,7 @@ def over_time(run: Run) -> Drawing:
     caption = "The loss scale that each step used; a mark below it is a skipped step."
     if length >= _STUCK:
         caption += f" Shaded: {length:,} skips in a row, from step {first:,} on."
+    caption += scales_drawn(run)
     if len(run.losses) > MOST_POINTS:
         caption += " Of many losses, the line is the mean of equal parts, and the band their range."
     height = sum(panel.height for panel in panels) + 0.6

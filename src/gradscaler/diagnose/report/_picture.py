@@ -4,30 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from io import BytesIO
 from textwrap import fill
 
 from matplotlib.figure import Figure, FigureBase
 
+from gradscaler.diagnose.report._alt_text import png_of
 from gradscaler.diagnose.report._content import Content
 from gradscaler.diagnose.report._style import LEVELS, WIDTH, Drawing
-from gradscaler.diagnose.report._summary import Table
+from gradscaler.diagnose.report._summary import Headline, Table
 from gradscaler.diagnose.report._texts import shown
 
 
 def picture_of(content: Content) -> bytes:
     """The picture as a PNG."""
-    file = BytesIO()
-    draw(content).savefig(file, format="png", dpi=150)
-    return file.getvalue()
+    return png_of(draw(content), dpi=150)
 
 
 def draw(content: Content) -> Figure:
     """One figure of everything: the verdict, the drawings and the tables."""
     text = fill(shown(content.text, 1000), 120)
+    facts = _facts(content)
     columns = _columns(content.drawings)
     rows: list[tuple[float, Callable[[FigureBase], None]]] = [
-        (0.9 + 0.17 * text.count("\n"), partial(_write_verdict, content=content, text=text))
+        (
+            0.9 + 0.17 * (text.count("\n") + facts.count("\n")),
+            partial(_write_verdict, headline=content.headline, text=text, facts=facts),
+        )
     ]
     if columns:
         rows.append((max(map(_height, columns)), partial(_draw_columns, columns=columns)))
@@ -62,10 +64,14 @@ def _draw_columns(part: FigureBase, columns: list[list[Drawing]]) -> None:
             drawing.draw(place)
 
 
-def _write_verdict(part: FigureBase, content: Content, text: str) -> None:
-    headline = content.headline
+def _facts(content: Content) -> str:
+    """The facts in lines; a no-break space keeps each in one."""
+    facts = (f"{name}: {fact}".replace(" ", "\xa0") for name, fact in content.facts.items())
+    return fill("     ".join(facts), 130)
+
+
+def _write_verdict(part: FigureBase, headline: Headline, text: str, facts: str) -> None:
     colour = LEVELS[headline.level]
-    facts = "     ".join(f"{name}: {fact}" for name, fact in content.facts.items())
     part.suptitle(headline.text, x=0.02, ha="left", color=colour, fontsize=17, fontweight="bold")
     part.text(0.02, 0.5, text, fontsize=10, va="center")
     part.text(0.02, 0.02, facts, color="#555555", va="bottom")

@@ -11,6 +11,10 @@ import numpy as np
 from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares
 from gradscaler.diagnose._run.run import Run
+from gradscaler.diagnose.report._words import every_nth
+
+MOST_WORST = 10
+"""Worst parameters that are listed; a monitor names 5."""
 
 
 class Zone(NamedTuple):
@@ -34,9 +38,10 @@ class Spectrum:
     shares: np.ndarray  # of the row's gradients, in each column
     zero: np.ndarray  # the share that is 0
     nonfinite: np.ndarray  # the share that is Inf or NaN
-    names: tuple[str, ...]  # the parameters'
+    names: tuple[str, ...]  # the parameters', or those of every n-th
     worst: tuple[str, ...]  # the names of the worst parameters, the worst first
     zones: tuple[Zone, ...]  # from the smallest exponents to the largest
+    num_parameters: int
 
     def within(self, zone: Zone) -> np.ndarray:
         """Which columns are in a zone."""
@@ -57,7 +62,9 @@ def spectrum_of(run: Run) -> Spectrum | None:
 
 def _spectrum(sample: Sample, shares: Shares, histogram: Bins, dtype: str) -> Spectrum:
     parts: list[tuple[Shares | ParameterSample, Bins]] = [(shares, histogram)]
-    parts += [(parameter, parameter.histogram) for parameter in sample.parameters.values()]
+    worst = tuple(name for name in sample.worst if name in sample.parameters)[:MOST_WORST]
+    parameters = {name: sample.parameters[name] for name in every_nth(sample.parameters, worst)}
+    parts += [(parameter, parameter.histogram) for parameter in parameters.values()]
     shift = round(math.log2(sample.scale)) if 0 < sample.scale < math.inf else 0
     zones = _zones(dtype)
     bottom, top = int(zones[0].stop), int(zones[-1].start)
@@ -77,9 +84,10 @@ def _spectrum(sample: Sample, shares: Shares, histogram: Bins, dtype: str) -> Sp
         rows,
         np.array([part.zero for part, _ in parts]),
         np.array([part.nonfinite for part, _ in parts]),
-        tuple(sample.parameters),
-        tuple(name for name in sample.worst if name in sample.parameters),
+        tuple(parameters),
+        worst,
         zones,
+        len(sample.parameters),
     )
 
 

@@ -15,6 +15,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from numpy.typing import NDArray
 
 from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._texts import power
@@ -49,6 +50,8 @@ WIDTH = 4.6
 
 MOST_POINTS = 400
 """Points that are distinct in a figure of this width."""
+
+_MOST_SCALES = 3 * MOST_POINTS
 
 MOST_NAMES = 36
 """Names that a figure lists below each other."""
@@ -92,11 +95,33 @@ def write_legend(figure: FigureBase, handles: Iterable[Artist], columns: int) ->
     )
 
 
+def scales_drawn(run: Run) -> str:
+    """Which of a run's scales are drawn; empty if all are."""
+    num_scales = len(run.scales[0])
+    if num_scales <= _MOST_SCALES:
+        return ""
+    return (
+        f" Of {num_scales:,} scales, the lowest and the highest of {MOST_POINTS} equal parts are "
+        "drawn."
+    )
+
+
+def _ends_of_parts(values: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Where the first, the lowest and the highest number of each of equal parts are."""
+    parts = np.array_split(np.arange(values.size), MOST_POINTS)
+    low, high = np.nan_to_num(values, nan=math.inf), np.nan_to_num(values, nan=-math.inf)
+    ends = [(part[0], part[low[part].argmin()], part[high[part].argmax()]) for part in parts]
+    return np.unique(ends)
+
+
 def draw_scale(axes: Axes, run: Run, colour: str = LINE, style: str = "-") -> None:
     """The loss scale of each step, and an axis of powers of 2 with room for marks below."""
     steps, scales = (np.array(values, float) for values in run.scales)
     usable = np.isfinite(scales) & (scales > 0)
     exponents = np.log2(scales, out=np.full(scales.shape, np.nan), where=usable)
+    if steps.size > _MOST_SCALES:
+        kept = _ends_of_parts(exponents)
+        steps, exponents = steps[kept], exponents[kept]
     edges = [*(steps - 0.5), run.num_steps + 0.5]
     levels = [*exponents, exponents[-1]]
     axes.step(edges, levels, where="post", color=colour, linestyle=style)
@@ -113,9 +138,10 @@ def draw_curve(
     axes: Axes, points: Mapping[int, float], colour: str = LINE, style: str = "-"
 ) -> None:
     """The finite numbers by step; of very many, the means and the ranges of equal parts."""
-    finite = {step: value for step, value in points.items() if math.isfinite(value)}
-    steps = np.array(sorted(finite))
-    values = np.array([finite[step] for step in steps]).clip(-1e100, 1e100)  # room for margins
+    steps, values = np.fromiter(points, int), np.fromiter(points.values(), float)
+    order = np.argsort(steps, kind="stable")
+    order = order[np.isfinite(values[order])]
+    steps, values = steps[order], values[order].clip(-1e100, 1e100)  # room for margins
     marker = "." if steps.size <= 50 else ""
     if steps.size > MOST_POINTS:
         groups = np.array_split(values, MOST_POINTS)

@@ -11,7 +11,7 @@ from gradscaler.diagnose._run.lines import Sample
 from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._texts import number, percent, shown
 
-LATEST = 10  # skipped steps in the table
+LATEST = 10  # rows of a table
 _MOST_RANKS = 20
 _MOST_MODULES = 100
 
@@ -53,7 +53,7 @@ class Table(NamedTuple):
 
 def headline_of(run: Run) -> Headline:
     """What is wrong with a run, in a few words."""
-    if not run.num_steps:
+    if run.num_steps == run.starts[-1].step:
         return Headline("warning", "No step is recorded yet")
     kind = run.verdict.kind
     return HEADLINES.get(kind, Headline("bad", shown(kind, 40)))
@@ -81,7 +81,8 @@ def facts_of(run: Run) -> dict[str, str]:
     if start.world_size > 1:
         facts["Rank"] = f"{start.rank:,} (of {start.world_size:,})"
     facts["Policy"] = shown(str(start.policy.get("name", "unknown")), 40)
-    facts["Trained with"] = shown(f"{start.framework}, {start.dtype}", 40)
+    facts["Trained with"] = shown(start.framework, 40)
+    facts["Measured against"] = shown(start.dtype, 40)
     return facts
 
 
@@ -109,7 +110,7 @@ def tables_of(run: Run) -> list[Table]:
 def _worst(sample: Sample) -> Table:
     """The parameters that lose most."""
     rows = []
-    for name in sample.worst:
+    for name in sample.worst[:LATEST]:
         if (parameter := sample.parameters.get(name)) is not None:
             shares = parameter.nonfinite, parameter.flushed, parameter.subnormal, parameter.zero
             rows.append((shown(name), *map(percent, shares)))
@@ -126,7 +127,7 @@ def _skips(run: Run) -> Table:
             gradient = "another rank's"
         if skip.nonfinite:
             first, others = skip.nonfinite[0], len(skip.nonfinite) - 1 + skip.more
-            shape = "x".join(map(str, first.shape))
+            shape = shown("x".join(map(str, first.shape)), 60)
             gradient = f"{shown(first.name)} ({shown(first.dtype, 20)} {shape})"
             gradient += f", {others:,} more" if others else ""
             rest = "none" if math.isnan(first.largest_finite) else number(first.largest_finite)

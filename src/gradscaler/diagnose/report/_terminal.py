@@ -65,7 +65,7 @@ def _words(run: Run) -> list[str]:
     fit = run.fit
     gradients = no_gradients(run)
     if fit is not None:
-        gradients = sentence_of(fit) + later_samples(run, fit.last)
+        gradients = sentence_of(fit, run.verdict.kind) + later_samples(run, fit.last)
     return [words for words in (no_points("loss", run.losses), gradients) if words]
 
 

@@ -10,14 +10,14 @@ import signal
 import sys
 import time
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, TextIO
 
-from gradscaler.diagnose._run.reader import RunFollower
+from gradscaler.diagnose._run.reader import RunFollower, read_run
 from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose._run.writer import has_writer
 from gradscaler.diagnose.report._charts import BLOCKS, PLAIN_BLOCKS, curve, density
@@ -43,10 +43,13 @@ class View:
     is_written: bool | None = None  # whether a monitor has the file open; None if it is unknown
 
 
-def watch(path: Path, output: TextIO, once: bool = False) -> None:
+def watch(
+    path: Path, output: TextIO, once: bool = False, say: Callable[[str], None] = lambda text: None
+) -> None:
     """Show a run in the terminal until an interrupt, or once.
 
-    If the output is not a terminal, it is shown once, when no monitor writes to the file any more.
+    If the output is not a terminal, it is shown once, when no monitor writes to the file any more;
+    ``say`` is told what it waits for.
 
     Raises:
         ValueError, OSError: shown once, the file cannot be read; waiting for it, it is not a run.
@@ -54,7 +57,7 @@ def watch(path: Path, output: TextIO, once: bool = False) -> None:
     is_terminal = output.isatty() and os.environ.get("TERM") != "dumb"
     follower = RunFollower(path)
     if once or not is_terminal:
-        view = View(follower.read()) if once else _last_view(path, follower)
+        view = View(read_run(path)) if once else _last_view(path, follower, say)
         columns, rows = shutil.get_terminal_size()
         lines = frame(path, view, columns, rows, _blocks_for(output))
         is_coloured = is_terminal and not os.environ.get("NO_COLOR")
@@ -73,8 +76,10 @@ def watch(path: Path, output: TextIO, once: bool = False) -> None:
             time.sleep(_PAUSE)
 
 
-def _last_view(path: Path, follower: RunFollower) -> View:
+def _last_view(path: Path, follower: RunFollower, say: Callable[[str], None]) -> View:
     """The view at the end of the run; waits for it."""
+    if not path.exists():
+        say(f"{path}: waiting; the file does not exist yet")
     while True:
         with suppress(FileNotFoundError):
             is_written = has_writer(path)  # before the last line is read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from textwrap import fill
 
@@ -16,8 +17,15 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from gradscaler.diagnose._fit import Fit, Range
 from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._fit import RULE, sentence_of
-from gradscaler.diagnose.report._style import COLOURS, MOST_NAMES, SKIP, Drawing, write_legend
+from gradscaler.diagnose.report._style import (
+    COLOURS,
+    MOST_NAMES,
+    SKIP,
+    Drawing,
+    write_legend,
+)
 from gradscaler.diagnose.report._texts import number, power, shown
+from gradscaler.diagnose.report._words import every_nth, rows_drawn
 
 _NO_ROOM = "#A9CBE5"  # a pale "normal"
 _MOST_EXPONENTS = 48  # of a scale, on the axis
@@ -28,14 +36,19 @@ def which_scale(run: Run) -> Drawing | None:
     if (fit := run.fit) is None:
         return None
     samples = f"the latest {fit.num_samples:,} samples" if fit.num_samples > 1 else "one sample"
-    caption = f"{RULE}. From {samples}, up to step {fit.last:,}."
+    caption = f"{RULE}. From {samples}, up to step {fit.last:,}.{rows_drawn(len(fit.parameters))}"
+    text = sentence_of(fit, run.verdict.kind)
+    names = every_nth(fit.parameters, (fit.lowest, fit.highest))
+    fit = replace(fit, parameters={name: fit.parameters[name] for name in names})
     rows = min(len(fit.parameters), MOST_NAMES) + 1
-    return Drawing("Which loss scale fits", caption, 1.7 + 0.16 * rows, partial(_draw, fit=fit))
+    return Drawing(
+        "Which loss scale fits", caption, 1.7 + 0.16 * rows, partial(_draw, fit=fit, text=text)
+    )
 
 
-def _draw(figure: FigureBase, fit: Fit) -> None:
+def _draw(figure: FigureBase, fit: Fit, text: str) -> None:
     axes = figure.subplots()
-    figure.suptitle(fill(sentence_of(fit), 68), x=0.01, ha="left", fontsize=8.5)
+    figure.suptitle(fill(text, 68), x=0.01, ha="left", fontsize=8.5)
     axes.set_title("Each loss scale")
     ranges = [fit.whole, *fit.parameters.values()]
     exponents = _exponents(fit)
@@ -64,7 +77,10 @@ def _draw(figure: FigureBase, fit: Fit) -> None:
     }
     if None not in ranges:
         del labels["zero"]
-    patches = [Patch(color=colour, label=label) for label, colour in labels.items()]
+    patches = [
+        Patch(color=colour, label="zero, NaN" if label == "zero" and fit.nonfinite else label)
+        for label, colour in labels.items()
+    ]
     write_legend(figure, patches, columns=len(patches))
 
 

@@ -1,11 +1,25 @@
-"""What the figures and the terminal say where there is nothing to draw."""
+"""What the figures and the terminal say where not all is drawn, or nothing."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from gradscaler.diagnose._run.run import Run
+
+_MOST_ROWS = 1000  # of parameters in a figure
+
+
+def every_nth(names: Collection[str], kept: Collection[str] = ()) -> list[str]:
+    """At most 1,000 of the names, in their order, and those to keep."""
+    every = math.ceil(len(names) / _MOST_ROWS)
+    return [name for row, name in enumerate(names) if row % every == 0 or name in kept]
+
+
+def rows_drawn(num_names: int) -> str:
+    """Which parameters have a row; empty if all have."""
+    every = math.ceil(num_names / _MOST_ROWS)
+    return f" One in {every:,} of the {num_names:,} parameters has a row." if every > 1 else ""
 
 
 def no_points(name: str, points: Mapping[int, float]) -> str:
