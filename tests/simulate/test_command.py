@@ -87,6 +87,27 @@ def test_a_run_without_histograms_or_in_another_format_is_refused(tmp_path, reco
     assert "only a run in float16 can be replayed" in capsys.readouterr().err
 
 
+def test_a_run_that_is_too_long_to_replay_is_refused(tmp_path, record, capsys):
+    long = tmp_path / "long.jsonl"
+    late = {"kind": "skip", "step": 4_000_001, "scale": 8.0}
+    long.write_text(record.read_text() + json.dumps(late) + "\n")
+    assert main(["simulate", str(long)]) == 1
+    assert "has 4,000,001 steps, and at most 4,000,000 can be replayed" in capsys.readouterr().err
+
+
+def test_exponents_that_no_scale_reaches_count_at_the_end_of_those_that_one_does(tmp_path, record):
+    lines = record.read_text().splitlines()
+    place = next(i for i, line in enumerate(lines) if json.loads(line)["kind"] == "sample")
+    sample = json.loads(lines[place])
+    sample["histogram"] = [-1100, [1] * 2200]
+    wide = tmp_path / "wide.jsonl"
+    wide.write_text("\n".join([*lines[:place], json.dumps(sample), *lines[place + 1 :]]) + "\n")
+    trace = Trace.of_run(read_run(wide))
+    assert trace.first == -160
+    assert trace.counts.shape == (STEPS, 301)
+    assert trace.counts[0].sum() == 2200
+
+
 def test_the_command_prints_a_row_for_each_policy_and_draws_a_picture(record, tmp_path, capsys):
     picture = tmp_path / "picture.png"
     policies = ["--policy", "paddle", "--policy", "AmaxScale(margin=10)"]

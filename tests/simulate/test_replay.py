@@ -102,6 +102,49 @@ def test_slow_drift_is_no_spike():
     assert replay(FixedScale(1.0), Trace(2.0 ** np.linspace(-20, 0, 2000))).spikes == ()
 
 
+def spikes_by_definition(found):
+    extreme, largest = found.trace.extreme, found.trace.largest
+    spikes, step = [], 1
+    while step < len(extreme):
+        median = np.median(largest[max(0, step - 100) : step])
+        stop = step
+        while median > 0 and stop < len(extreme) and extreme[stop] >= 16 * median:
+            stop += 1
+        if stop > step:
+            is_back = found.scales[stop:] >= found.scales[step - 1]
+            recovery = int(np.argmax(is_back)) if is_back.any() else None
+            spikes.append(Spike(step, stop, recovery))
+        step = max(stop, step) + 1
+    return tuple(spikes)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_spikes_are_as_they_are_defined(seed, monkeypatch):
+    monkeypatch.setattr("gradscaler.simulate._trace._CHUNK", 37)
+    rng = np.random.default_rng(seed)
+    sizes = 2.0 ** rng.integers(-9, 3, 700) * (rng.random(700) > 0.1)
+    sizes[rng.random(700) < 0.05] *= 2.0**12
+    extreme = np.where(rng.random(700) < 0.03, math.inf, sizes)
+    found = replay(DynamicScale(2.0**10, growth_interval=9), Trace(sizes, extreme))
+    assert found.spikes == spikes_by_definition(found)
+    assert any(spike.recovery is None for spike in found.spikes) or seed
+    assert len(found.spikes) > 20
+
+
+def test_steps_that_share_a_histogram_are_replayed_as_with_one_each():
+    rng = np.random.default_rng(0)
+    rows, row_of = rng.integers(0, 50, (5, 20)), rng.integers(0, 5, 300)
+    sizes = np.full(300, 2.0**-4)
+    shared = Trace(sizes, None, -24, rows, row_of)
+    apart = Trace(sizes, None, -24, rows[row_of])
+    assert (shared.counts == apart.counts).all()
+    scales = 2.0 ** rng.integers(-4, 6, 300)
+    for name in ("flushed", "subnormal", "flushed_magnitude", "subnormal_magnitude"):
+        one, other = (getattr(at_scales(scales, trace), name) for trace in (shared, apart))
+        assert (one == other).all()
+        assert one.any()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -112,6 +155,8 @@ def test_slow_drift_is_no_spike():
         (([1.0], [math.nan]), "extreme must be"),
         (([1.0], None, 0, [1.0]), "counts must be"),
         (([1.0], None, 0, [[-1.0]]), "counts must be"),
+        (([1.0], None, 0, [[1.0]], [1]), "counts must be"),
+        (([1.0], None, 0, [[1.0]], [0, 0]), "counts must be"),
     ],
 )
 def test_a_trace_that_cannot_be_is_refused(arguments, message):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +16,7 @@ from gradscaler.simulate._trace import OVERFLOW, Trace
 
 _KEPT = -25  # float16 rounds smaller exponents to 0
 _NORMAL = -14
-_SPIKE = 2.0**4  # as large as the typical step before it
-_TYPICAL = 100  # steps
+_CHUNK = 2**20  # counts
 
 
 class Spike(NamedTuple):
@@ -74,31 +75,29 @@ class Replay:
         values: NDArray[np.float64] = getattr(self, name)[~self.skipped]
         return float(values.mean()) if values.size else math.nan
 
-    @property
+    @cached_property
     def spikes(self) -> tuple[Spike, ...]:
         """The spikes of the trace, and how soon the scale was back after each.
 
         A spike is a stretch of steps whose ``extreme`` is at least 16 times the median ``largest``
         of the 100 steps before it. Stretches that the recovery overlaps count as they are.
         """
-        extreme, largest = self.trace.extreme, self.trace.largest
-        found = []
-        start, steps = None, len(extreme)
-        before = largest[:1]
-        for step in range(1, steps + 1):
-            if start is None:
-                before = largest[max(0, step - _TYPICAL) : step]
-            is_large = step < steps and extreme[step] >= _SPIKE * np.median(before)
-            if is_large and start is None and np.median(before) > 0:
-                start = step
-            elif not is_large and start is not None:
-                found.append((start, step))
-                start = None
-        return tuple(Spike(*spike, self._recovery(*spike)) for spike in found)
-
-    def _recovery(self, start: int, stop: int) -> int | None:
-        is_back = self.scales[stop:] >= self.scales[start - 1]
-        return int(np.argmax(is_back)) if is_back.any() else None
+        spikes = self.trace.spikes
+        before = {stop: self.scales[start - 1] for start, stop in spikes}
+        # The steps at which the scale is higher than at all between, the nearest last.
+        steps, negative = list[int](), list[float]()
+        recovery = dict[int, int]()
+        for step, scale in zip(
+            reversed(range(len(self.scales))), reversed(self.scales.tolist()), strict=True
+        ):
+            while negative and -negative[-1] <= scale:
+                negative.pop()
+                steps.pop()
+            negative.append(-scale)
+            steps.append(step)
+            if step in before and (place := bisect_right(negative, -before[step])):
+                recovery[step] = steps[place - 1] - step
+        return tuple(Spike(start, stop, recovery.get(stop)) for start, stop in spikes)
 
 
 def replay(policy: Policy, trace: Trace) -> Replay:
@@ -134,14 +133,22 @@ def at_scales(scales: ArrayLike, trace: Trace) -> Replay:
     with np.errstate(over="ignore"):
         skipped = ~(trace.extreme * used.astype(np.float64) < OVERFLOW)
     shares = np.full((4, trace.num_steps), np.nan)
-    if trace.counts is not None:
-        exponents = np.log2(used.astype(np.float64))
-        sizes = 2.0 ** (trace.first + np.arange(trace.counts.shape[1]))
-        for row, counts in ((0, trace.counts), (2, trace.counts * sizes)):
-            kept, normal = (
-                _share_below(counts, limit - trace.first - exponents) for limit in (_KEPT, _NORMAL)
-            )
-            shares[row], shares[row + 1] = kept, normal - kept
+    if trace.rows is not None and trace.num_steps:
+        places, exponents = trace.row_of, np.log2(used.astype(np.float64))
+        is_new = (places[1:] != places[:-1]) | (exponents[1:] != exponents[:-1])
+        starts = np.flatnonzero(np.concatenate([[True], is_new]))  # of steps with equal shares
+        sizes = 2.0 ** (np.arange(trace.rows.shape[1]) - trace.rows.shape[1])
+        found = np.empty((4, starts.size))
+        for part in np.array_split(np.arange(starts.size), starts.size * sizes.size // _CHUNK + 1):
+            at = starts[part]
+            rows = trace.rows[places[at]]
+            for row, counts in ((0, rows), (2, rows * sizes)):
+                kept, normal = (
+                    _share_below(counts, limit - trace.first - exponents[at])
+                    for limit in (_KEPT, _NORMAL)
+                )
+                found[row, part], found[row + 1, part] = kept, normal - kept
+        shares = np.repeat(found, np.diff([*starts, trace.num_steps]), axis=1)
         shares[:, skipped] = np.nan
     return Replay(trace, used, skipped, *shares)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from io import BytesIO
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -103,6 +104,7 @@ def picture_of(replays: Mapping[str, Replay], title: str = "") -> bytes:
         sizes.plot(*_thinned(steps, _log2(finite)), color="#555555", linewidth=1)
         bad = steps[trace.is_bad]
         note = f"{bad.size:,} bad batch{'es' * (bad.size > 1)}" if bad.size else ""
+        bad = bad[np.unique(bad * 2 * _MOST_POINTS // steps.size, return_index=True)[1]]
         sizes.plot(
             bad, np.full(bad.size, 0.05), "|", color=SKIP, transform=sizes.get_xaxis_transform()
         )
@@ -110,15 +112,17 @@ def picture_of(replays: Mapping[str, Replay], title: str = "") -> bytes:
         for place, (name, replay) in enumerate(replays.items()):
             style = {"color": _COLOURS[place % len(_COLOURS)], "linewidth": 1.4}
             style["linestyle"] = ("-", "--", ":")[place // len(_COLOURS) % 3]
-            scales.step(steps, _log2(replay.scales), where="mid", label=shown(name, 60), **style)
-            skips.step(steps, np.cumsum(replay.skipped), where="mid", **style)
+            label = shown(name, 60)
+            scales.step(*_ends(steps, _log2(replay.scales)), where="mid", label=label, **style)
+            skips.step(*_ends(steps, np.cumsum(replay.skipped)), where="mid", **style)
             lost.plot(*_thinned(steps, 100 * replay.flushed_magnitude), **style)
         scales.set_title("Loss scale")
         scales.legend(fontsize=8, frameon=False, loc="lower left", ncols=2)
         skips.set_title("Steps skipped so far")
         lost.set_title("Gradients' magnitude flushed to zero, %")
         lost.set_ylim(bottom=0)
-        lost.set_xlabel("step")
+        every = math.ceil(steps.size / _MOST_POINTS)
+        lost.set_xlabel("step" + f" (curves: the mean or the ends of each {every:,})" * (every > 1))
         for axes in (sizes, scales):
             _in_powers(axes)
         for axes in (sizes, scales, skips, lost):
@@ -143,6 +147,14 @@ def _share(value: float) -> str:
 def _log2(values: NDArray[np.floating]) -> NDArray[np.float64]:
     wide = values.astype(np.float64)
     return np.log2(wide, out=np.full(wide.shape, np.nan), where=wide > 0)
+
+
+def _ends(steps: NDArray[np.int64], values: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """The first, the lowest and the highest value in each of these stretches."""
+    groups = np.array_split(np.arange(steps.size), min(steps.size, _MOST_POINTS))
+    ends = [(g[0], g[values[g].argmin()], g[values[g].argmax()]) for g in groups]
+    kept = np.unique(ends)
+    return steps[kept], values[kept]
 
 
 def _thinned(

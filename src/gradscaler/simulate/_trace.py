@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import ArrayLike, NDArray
 
-from gradscaler.diagnose._gradients.histogram import sum_of_bins
+from gradscaler.diagnose._run.lines import Bins
 from gradscaler.diagnose._run.run import Run
 
 OVERFLOW = 65520.0
 """Magnitudes from here on are rounded to Inf in float16."""
 
 _MOST_GROWTH = 2.0**12  # beyond what was seen; a step that had to be larger is a bad batch
+_MOST_STEPS = 4_000_000  # which take 1 GB
+_MOST_BINS = 2**27  # of all histograms, which take 1 GB
+_LOWEST, _HIGHEST = -160, 140  # exponents beyond which no scale in float32 makes a difference
+_SPIKE = 2.0**4  # as large as the typical step before it
+_TYPICAL = 100  # steps
+_CHUNK = 2**14  # steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +40,9 @@ class Trace:
         first: the exponent that ``counts`` begins with.
         counts: of shape (steps, bins); in each step ``counts[step, i]`` gradients, or that weight
             of them, have ``floor(log2(abs(g))) == first + i``. None if only the largest are known.
+        rows: ``counts``, with one row for all steps that share a histogram.
+        row_of: int of shape (steps,), the row of each step; with it, the constructor takes ``rows``
+            in place of ``counts``.
 
     Raises:
         ValueError: the shapes do not match, or a value cannot be a magnitude or a count.
@@ -43,7 +55,8 @@ class Trace:
     largest: NDArray[np.float64]
     extreme: NDArray[np.float64]
     first: int
-    counts: NDArray[np.float64] | None
+    rows: NDArray[np.float64] | None
+    row_of: NDArray[np.intp]
 
     def __init__(
         self,
@@ -51,21 +64,32 @@ class Trace:
         extreme: ArrayLike | None = None,
         first: int = 0,
         counts: ArrayLike | None = None,
+        row_of: ArrayLike | None = None,
     ) -> None:
         sizes = np.array(largest, np.float64)
         extremes = sizes.copy() if extreme is None else np.array(extreme, np.float64)
         bins = None if counts is None else np.array(counts, np.float64)
+        places = np.arange(sizes.size) if row_of is None else np.array(row_of, np.intp)
         if sizes.ndim != 1 or not np.all((sizes >= 0) & (sizes < math.inf)):
             raise ValueError("largest must be one finite magnitude for each step")
         if extremes.shape != sizes.shape or not np.all(extremes >= 0):
             raise ValueError("extreme must be one magnitude, or Inf, for each step")
         if bins is not None and (
-            bins.ndim != 2 or len(bins) != len(sizes) or not np.all(bins >= 0)
+            bins.ndim != 2
+            or places.shape != sizes.shape
+            or not np.all((places >= 0) & (places < len(bins)))
+            or (row_of is None and len(bins) != len(sizes))
+            or not np.all(bins >= 0)
         ):
             raise ValueError("counts must be one row of counts for each step")
-        values = {"largest": sizes, "extreme": extremes, "first": int(first), "counts": bins}
-        for name, value in values.items():
+        values = {"largest": sizes, "extreme": extremes, "first": int(first), "rows": bins}
+        for name, value in {**values, "row_of": places}.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def counts(self) -> NDArray[np.float64] | None:
+        """The histogram of each step, as the constructor takes them."""
+        return None if self.rows is None else self.rows[self.row_of]
 
     @property
     def num_steps(self) -> int:
@@ -76,6 +100,39 @@ class Trace:
     def is_bad(self) -> NDArray[np.bool_]:
         """Which steps are non-finite at any scale."""
         return np.isinf(self.extreme)
+
+    @cached_property
+    def spikes(self) -> tuple[tuple[int, int], ...]:
+        """The first step of each spike, and the first after it; see :attr:`Replay.spikes`."""
+        found = []
+        start, limit = None, 0.0
+        with np.errstate(over="ignore"):
+            limits = (_SPIKE * self._typical).tolist()
+        for step, size in enumerate(self.extreme.tolist()):
+            if start is None and size >= limits[step] > 0:
+                start, limit = step, limits[step]
+            elif start is not None and not size >= limit:
+                found.append((start, step))
+                start = None
+        if start is not None:
+            found.append((start, self.num_steps))
+        return tuple(found)
+
+    @property
+    def _typical(self) -> NDArray[np.float64]:
+        """The median ``largest`` of the 100 steps before each; 0 where there is none.
+
+        Numbers beyond float64 become Inf.
+        """
+        medians = np.zeros(self.num_steps)
+        with np.errstate(over="ignore"):  # of the mean of the middle two
+            for step in range(1, min(_TYPICAL, self.num_steps)):
+                medians[step] = np.median(self.largest[:step])
+            for start in range(_TYPICAL, self.num_steps, _CHUNK):
+                part = self.largest[start - _TYPICAL : start + _CHUNK - 1]
+                windows = sliding_window_view(part, _TYPICAL)[: self.num_steps - start]
+                medians[start : start + _CHUNK] = np.median(windows, axis=1)
+        return medians
 
     @classmethod
     def of_run(cls, run: Run) -> Trace:
@@ -90,14 +147,18 @@ class Trace:
         times as large as the latest sample.
 
         Raises:
-            ValueError: the run has no histograms, or is not in float16.
+            ValueError: the run has no histograms, is not in float16, or is too long.
         """
         dtype = run.starts[-1].dtype
         if dtype != "float16":
             raise ValueError(f"only a run in float16 can be replayed, and this one is in {dtype}")
+        if run.num_steps > _MOST_STEPS:
+            raise ValueError(
+                f"the run has {run.num_steps:,} steps, and at most {_MOST_STEPS:,} can be replayed"
+            )
         skipped = set(run.skipped)
         seen = [s for s in run.samples if s.histogram and any(s.histogram.counts)]
-        samples = [s for s in seen if s.step not in skipped]
+        samples = sorted((s for s in seen if s.step not in skipped), key=lambda s: s.step)
         if not samples:
             raise ValueError(
                 "the run holds no histograms of gradients, which a Monitor records at every "
@@ -105,22 +166,31 @@ class Trace:
             )
         steps = np.arange(1, run.num_steps + 1)
         latest = np.searchsorted([s.step for s in samples], steps, side="right").clip(1) - 1
-        bins = [
-            (s.histogram.first, np.array(s.histogram.counts, float)) for s in samples if s.histogram
-        ]
         largest = np.array([_largest(s) for s in samples])[latest]
         extreme = largest.copy()
-        scales = scales_of(run)
-        for step in skipped:
-            least = OVERFLOW / scales[step - 1]
-            loss = run.losses.get(step, 0.0)
-            is_bad = not math.isfinite(loss) or least > _MOST_GROWTH * largest[step - 1]
-            extreme[step - 1] = math.inf if is_bad else max(least, largest[step - 1])
-        first, total = sum_of_bins(bins)
-        counts = np.zeros((len(bins), total.size))
-        for row, (start, found) in zip(counts, bins, strict=True):
-            row[start - first :][: found.size] = found
-        return cls(largest, extreme, first, counts[latest])
+        if skipped:
+            at = np.array(sorted(skipped)) - 1
+            least = OVERFLOW / scales_of(run)[at]
+            losses = np.array([run.losses.get(step, 0.0) for step in sorted(skipped)])
+            with np.errstate(over="ignore"):
+                is_bad = ~np.isfinite(losses) | (least > _MOST_GROWTH * largest[at])
+            extreme[at] = np.where(is_bad, math.inf, np.maximum(least, largest[at]))
+        return cls(largest, extreme, *_rows([s.histogram for s in samples if s.histogram]), latest)
+
+
+def _rows(histograms: Sequence[Bins]) -> tuple[int, NDArray[np.float64]]:
+    """The first exponent, and a row of counts for each histogram."""
+    lowest = min(first for first, counts in histograms if counts)
+    highest = max(first + len(counts) - 1 for first, counts in histograms if counts)
+    lowest, highest = (min(max(e, _LOWEST), _HIGHEST) for e in (lowest, highest))
+    width = highest - lowest + 1
+    if width * len(histograms) > _MOST_BINS:
+        raise ValueError(f"the run holds too many histograms to replay: {len(histograms):,}")
+    rows = np.zeros((len(histograms), width))
+    for row, (first, counts) in zip(rows, histograms, strict=True):
+        places = (first - lowest + np.arange(len(counts))).clip(0, width - 1)
+        np.add.at(row, places, np.array(counts, float))
+    return lowest, rows
 
 
 def scales_of(run: Run) -> NDArray[np.float64]:
@@ -136,4 +206,5 @@ def _largest(sample: Any) -> float:
     """The largest magnitude of a sample, or the middle of its last bin in an older file."""
     if sample.largest is not None:
         return float(sample.largest)
-    return float(1.5 * 2.0 ** (sample.histogram.first + len(sample.histogram.counts) - 1))
+    first, counts = sample.histogram
+    return math.ldexp(1.5, min(first + len(counts) - 1, 1023))
