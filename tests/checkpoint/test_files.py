@@ -52,7 +52,11 @@ def test_from_torch_s_file_to_paddle_s_to_json_and_back(saved, tmp_path, capsys)
     chain.append((tmp_path / "d.pt", "torch"))
     for (source, _), (target, to) in itertools.pairwise(chain):
         assert convert(source, target, to) == 0
-    assert capsys.readouterr() == ("", "")
+    steps = (
+        f"{source}: {was}'s format -> {target}, {to}'s format\n"
+        for (source, was), (target, to) in itertools.pairwise(chain)
+    )
+    assert capsys.readouterr() == ("", "".join(steps))
     loaded = torch.load(tmp_path / "d.pt", weights_only=True)
     assert loaded == torch.load(saved, weights_only=True)
     assert loaded["scale"] == 512
@@ -78,8 +82,8 @@ def test_between_default_rules_every_format_converts_to_every_other(
     policy = getattr(DynamicScale, source.removeprefix("tf_"))()
     _files.save(tmp_path / "a.json", write(policy, policy.init(), source))
     assert convert(tmp_path / "a.json", tmp_path / "b.json", target) == 0
-    assert capsys.readouterr() == ("", "")
-    assert read(_files.load(tmp_path / "b.json"))[1] == policy.init()
+    assert capsys.readouterr().err.count("\n") == 1
+    assert read(_files.load(tmp_path / "b.json").values)[1] == policy.init()
 
 
 def test_leaving_out_what_a_format_cannot_hold_needs_an_option(tmp_path, capsys):
@@ -94,7 +98,8 @@ def test_leaving_out_what_a_format_cannot_hold_needs_an_option(tmp_path, capsys)
     assert capsys.readouterr() == ("", f"{said}; --lossy leaves that out\n")
     assert not target.exists()
     assert convert(source, target, "torch", "--lossy") == 0
-    assert capsys.readouterr() == ("", f"{said}\n")
+    done = f"{source}: paddle's format -> {target}, torch's format"
+    assert capsys.readouterr() == ("", f"{said}\n{done}\n")
     assert read(json.loads(target.read_text()))[1] == policy.init()
 
 
@@ -148,6 +153,73 @@ def test_a_file_that_would_run_code_is_refused(save, tmp_path, check_refused):
     assert not proof.exists()
 
 
+@pytest.fixture(params=[True, False], ids=["zip file", "older file"])
+def run(request, tmp_path):
+    """The checkpoint of a run, with what would write a file when it is unpickled."""
+    model = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.BatchNorm1d(200))
+    optimizer = torch.optim.Adam(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=50)
+    scaler.scale(model[0](torch.ones(1, 200)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    path = tmp_path / "run.pt"
+    torch.save(
+        {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "scaler": scaler.state_dict(),
+            "epoch": 3,
+            "trap": Trap(tmp_path / "proof"),
+            "parameter": torch.nn.Parameter(torch.ones(2)),
+            "random": (torch.get_rng_state(), np.random.default_rng(0), np.zeros(2**16)),
+        },
+        path,
+        _use_new_zipfile_serialization=request.param,
+    )
+    return path
+
+
+@pytest.mark.parametrize("options", [(), ("--key", "scaler")])
+def test_the_scaler_in_a_run_s_checkpoint_is_converted_without_torch(
+    options, run, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    target = tmp_path / "scaler.json"
+    assert convert(run, target, "paddle", *options) == 0
+    said = f"{run}: scaler, torch's format -> {target}, paddle's format\n"
+    assert capsys.readouterr() == ("", said)
+    written = json.loads(target.read_text())
+    assert (written["scale"], written["incr_count"]) == ([512.0], 1)
+    assert set(written) == set(write(DynamicScale.paddle(), DynamicScale().init(), "paddle"))
+    assert not (tmp_path / "proof").exists()
+
+
+def test_another_key_of_a_run_s_checkpoint_is_refused(run, tmp_path, capsys):
+    for key, says in {
+        "model": "these keys do not match any known format: 0.weight, 0.bias, 1.weight",
+        "model.0.weight": "model.0.weight is not a dict",
+        "trap": "trap is not a dict",
+        "optimizer.scaler": "the keys in optimizer are state, param_groups",
+    }.items():
+        assert convert(run, tmp_path / "out.json", "paddle", "--key", key) == 1
+        assert says in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == [run]
+
+
+def test_a_scale_that_is_a_tensor_is_refused_by_its_key(saved, check_refused):
+    state_dict = torch.load(saved, weights_only=True)
+    torch.save({"scaler": {**state_dict, "scale": torch.ones(1)}, "epoch": 3}, saved)
+    check_refused(saved, "scaler: refused: it holds a tensor of torch.FloatStorage, not a number")
+
+
+def test_a_zip_file_with_a_long_list_is_refused(tmp_path, monkeypatch, check_refused):
+    source = tmp_path / "in.pt"
+    source.write_bytes(zipped({"a/data.pkl": PICKLE, **{f"a/{i}": b"" for i in range(99)}}))
+    assert _files.load(source).values == {"loss_scale": 8.0}
+    monkeypatch.setattr(_files, "_MOST_AT_ONCE", 2000)
+    check_refused(source, "lists too much for a checkpoint")
+
+
 def zipped(members, compression=zipfile.ZIP_STORED):
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w", compression) as archive:
@@ -165,10 +237,10 @@ BAD_FILES = {
     "the first bytes of a zip": (b"PK\x03\x04 and no more", DAMAGED),
     "half a frame": (b"\x80\x04\x95", DAMAGED),
     "a text without its letters": (b"\x80\x04}(X\xff\xff\xff\xff", DAMAGED),
-    "a memo of 2**27": (b"\x80\x04}r\x00\x00\x00\x08.", "the state dict is empty"),
+    "a memo of 2**27": (b"\x80\x04}r\x00\x00\x00\x08.", f"{DAMAGED}: the pickle's memo has gaps"),
     "a codec": (pickle.dumps({"scale": Codec()}, protocol=4), "refused"),
     "doubled": (b"\x80\x04}(X\x0a\x00\x00\x00loss_scale)" + b"2\x86" * 60 + b"u.", "refused"),
-    "long": (b"\x80\x04" + b"(" * 200_000 + b")" + b"\x85" * 200_000 + b".", "too much"),
+    "long": (b"\x80\x04" + b"(" * 200_000 + b")" + b"\x85" * 200_000 + b".", DAMAGED),
     "large": (b"[1" + b"," * 2**20 + b"]", "too large"),
     "a control code": (b'{"\\u001b[2J": 1}', f"{UNKNOWN}: [2J"),
     "nested": (b"[" * 200_000, "is nested too deeply for a state dict"),
@@ -179,6 +251,7 @@ BAD_FILES = {
         b'{"scale": NaN, "growth_factor": 2, "backoff_factor": 0.5, "growth_interval": 1, '
         b'"_growth_tracker": 0}', "scale must be positive"
     ),
+    "no state in it": (b'{"a": {}}', "no entry has the keys of any known format; the keys are a"),
     "deep": (b'{"loss_scale": {"deep": [1]}}', "loss_scale is a dict, not a number"),
     "300 digits": (b'{"loss_scale": 1' + b"0" * 300 + b"}", "must be positive and finite"),
     "10000 digits": (b'{"loss_scale": 1' + b"0" * 9999 + b"}", "holds a number of 10000 digits"),
@@ -239,9 +312,9 @@ def test_torch_s_older_files_and_every_binary_protocol_are_read(saved, protocol,
     torch.save(
         state_dict, path, _use_new_zipfile_serialization=False, pickle_protocol=min(protocol, 4)
     )
-    assert _files.load(path) == state_dict
+    assert _files.load(path).values == state_dict
     path.write_bytes(pickle.dumps({**state_dict, "scale": np.float32(512)}, protocol=protocol))
-    assert _files.load(path) == state_dict
+    assert _files.load(path).values == state_dict
 
 
 def test_a_flipped_bit_in_torch_s_file_never_gives_another_scale(saved):

@@ -33,6 +33,7 @@ from gradscaler.checkpoint._formats import (
     Values,
 )
 from gradscaler.checkpoint._losses import losses
+from gradscaler.checkpoint._search import find, layout_of
 from gradscaler.checkpoint._state_dicts import count_in, number_in, saved_number
 from gradscaler.policies import AmaxScale, DynamicScale, OwnPolicy, Rule, ScaleState, State
 from gradscaler.policies._spelling import check_policy
@@ -42,22 +43,29 @@ __all__ = ["FORMATS", "convert", "detect", "read", "write"]
 StateDict = dict[str, Any]
 
 
-def convert(state_dict: Values, to: str, *, lossy: bool = False) -> StateDict:
+def convert(
+    state_dict: Values, to: str, *, lossy: bool = False, key: str | None = None
+) -> StateDict:
     """A state dict in another format.
 
     A value that is some framework's default, such as Keras' floor of 1 or Paddle's hysteresis of 2,
     gives way to the default of the format's own framework if the format has no place for it.
 
     Args:
-        state_dict: a state dict in any format; its keys say in which.
+        state_dict: a state dict in any format; its keys say in which. Or a checkpoint, a dict that
+            holds one such state dict beside others, at any depth.
         to: one of ``FORMATS``.
         lossy: leave out any other value that the format has no place for, such as a ceiling in
             torch's, or an AmaxScale's peak and reach in any, with a warning. Otherwise such a value
             is an error.
+        key: where the scaler's state is in a checkpoint, such as ``"scaler"``, or
+            ``"state.scaler"`` if it is in the entry ``"state"``. It is needed if the checkpoint
+            holds the states of several scalers.
 
     Raises:
         TypeError: ``state_dict`` is not a dict, or a value is not the kind of number it should be.
-        ValueError: its keys do not match a format, a value is out of range, or the format cannot
+        ValueError: its keys do not match a format, there is no such key, several scalers' states
+            are there and ``key`` does not say which, a value is out of range, or the format cannot
             hold it; the message names the key or the value.
 
     >>> policy = DynamicScale.paddle(decr_every_n_nan_or_inf=3)
@@ -67,18 +75,20 @@ def convert(state_dict: Values, to: str, *, lossy: bool = False) -> StateDict:
     ValueError: torch's format has no place for a hysteresis of 3 (torch's scaler backs off at
         every overflow); lossy=True leaves that out
     """
+    _, state_dict = find(state_dict, key)
     kept, lost = state_dict, []
-    if _layout_of(state_dict) and any(key in state_dict for key in AMAX):
+    if layout_of(state_dict) and any(key in state_dict for key in AMAX):
         kept = {key: value for key, value in state_dict.items() if key not in (*AMAX, *COUNTS)}
         lost = [_blind(to)]
     policy, state = read(kept)
     return _write(policy, state._replace(nonfinite_steps=0) if lost else state, to, lossy, lost)
 
 
-def read(state_dict: Values) -> tuple[Rule, ScaleState]:
-    """The rule and the state in a state dict of any format.
+def read(state_dict: Values, *, key: str | None = None) -> tuple[Rule, ScaleState]:
+    """The rule and the state in a state dict of any format, or in a checkpoint that holds one.
 
-    The rule starts from the current scale, unless the format says where it started.
+    The rule starts from the current scale, unless the format says where it started. ``key`` is as
+    in :func:`convert`.
 
     Raises:
         TypeError, ValueError: as :func:`convert`.
@@ -88,8 +98,11 @@ def read(state_dict: Values) -> tuple[Rule, ScaleState]:
     >>> policy, state = read(saved)
     >>> policy.growth_interval, float(state.scale), state.finite_steps
     (2000, 1024.0, 7)
+    >>> read({"epoch": 3, "scaler": saved}) == read({"a": saved, "b": {}}, key="a") == read(saved)
+    True
     """
-    layout = _layout_of(state_dict)
+    _, state_dict = find(state_dict, key)
+    layout = layout_of(state_dict)
     if layout is None:
         raise ValueError(_unrecognised(state_dict))
     return layout.read(_numbers(layout, state_dict))
@@ -158,18 +171,8 @@ def detect(state_dict: Values) -> str | None:
     Raises:
         TypeError: ``state_dict`` is not a dict.
     """
-    layout = _layout_of(state_dict)
+    layout = layout_of(state_dict)
     return layout and layout.format
-
-
-def _layout_of(state_dict: Values) -> Layout | None:
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
-    keys = state_dict.keys()
-    for layout in LAYOUTS:
-        if keys >= set(layout.keys) if len(layout.keys) > 1 else keys == set(layout.keys):
-            return layout
-    return None
 
 
 def _unrecognised(state_dict: Values) -> str:
@@ -179,6 +182,8 @@ def _unrecognised(state_dict: Values) -> str:
     missing = [key for key in closest.keys if key not in state_dict]
     held = ", ".join(f"{key!s:.80}" for key in list(state_dict)[:12])
     if len(missing) == len(closest.keys):
+        if any(isinstance(value, Mapping) for value in state_dict.values()):
+            return f"no entry has the keys of any known format; the keys are {held}"
         return f"these keys do not match any known format: {held}"
     return f"missing from the state dict for {closest.format}'s format: {', '.join(missing)}"
 

@@ -1,4 +1,7 @@
-"""Files that hold a state dict: JSON, and what torch and Paddle save. Their code is never run."""
+"""Files that hold a scaler's state, alone or in a checkpoint: JSON, and what torch and Paddle save.
+
+Their code is never run.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,20 @@ import pickle
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradscaler._atomic import replacing
 from gradscaler.checkpoint import _pickles
+from gradscaler.checkpoint._formats import LAYOUTS, OPTIONAL
+from gradscaler.checkpoint._search import find, layout_of
 
 TORCH_SUFFIXES = (".pt", ".pth")
 PADDLE_SUFFIXES = (".pdparams", ".pdopt", ".pdstates")
 
-_MOST_BYTES = 2**20  # the state of a loss scale is a few hundred
+_MOST_JSON = 2**20  # bytes; the state of a loss scale is a few hundred
+_MOST_AT_ONCE = 2**23  # bytes; the list of 80,000 tensors in a zip file
 _MOST_DIGITS = 400  # the largest float64 has 309
 _TORCH_MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle in a file of torch before 1.6
 _PADDLE_NAMES = "StructuredToParameterName@@"  # beside tensors
@@ -29,20 +35,60 @@ class FileError(ValueError):
     """A file that cannot be read or written."""
 
 
-def load(path: Path) -> dict[str, Any]:
-    """The dict of numbers and texts in a file. The first bytes say which kind of file it is.
+class Saved(NamedTuple):
+    """A scaler's state in a file."""
+
+    key: str | None  # None if it is the whole file's
+    values: dict[str, Any]
+    is_all: bool  # whether the file holds nothing else
+
+
+def load(path: Path, key: str | None = None) -> Saved:
+    """The state of the scaler in a file, which may be a checkpoint with models and optimizers.
+
+    The first bytes say which kind of file it is. ``key`` is as in :func:`checkpoint.convert`. The
+    bytes of tensors are not read. If no keys match a format, the result is the dict that was
+    searched.
 
     Raises:
-        FileError: the file is missing, damaged or too large, or holds anything else.
+        FileError: the file is missing, damaged or too large, it has no such key, it has several
+            scalers' states, or a value of the state is not a number or a text.
     """
+    loaded = _read(path)
+    if isinstance(loaded, _pickles.Unread):
+        raise FileError(loaded.why)
+    if not isinstance(loaded, dict):
+        raise FileError(f"holds a {type(loaded).__name__}, not a dict")
+    loaded.pop(_PADDLE_NAMES, None)
+    try:
+        key, values = find(loaded, key, "--key")
+    except TypeError:
+        raise FileError(f"{key:.80} is not a dict") from None
+    except ValueError as error:
+        raise FileError(str(error)) from None
+    layout = layout_of(values)
+    needed = {*layout.keys, *OPTIONAL} if layout else _KNOWN
+    where = "" if key is None else f"{key:.80}: "
+    for name, value in values.items():
+        if name not in needed:
+            continue
+        if isinstance(value, _pickles.Unread):
+            raise FileError(f"{where}{value.why}")
+        one = value[0] if isinstance(value, list) and len(value) == 1 else value
+        if layout and not isinstance(one, (bool, int, float, str, type(None))):
+            raise FileError(f"{where}{name} is a {type(value).__name__}, not a number")
+    return Saved(key, dict(values), key is None and loaded.keys() <= needed)
+
+
+_KNOWN = {key for layout in LAYOUTS for key in (*layout.keys, *OPTIONAL)}
+
+
+def _read(path: Path) -> Any:
     try:
         if path.exists() and not path.is_file():
             raise FileError("is not a file")
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise FileError("is too large for the state of a loss scale")
-        loaded = _parse(data)
+        with _Frugal(io.FileIO(path)) as file:
+            return _parse(file)
     except (FileError, _pickles.RefusedError) as error:
         raise FileError(str(error)) from None
     except OSError as error:
@@ -52,22 +98,27 @@ def load(path: Path) -> dict[str, Any]:
     except Exception as error:  # a damaged file may fail anywhere on the way
         reason = str(error).partition("\n")[0].strip()[:200]
         raise FileError(f"damaged, or not a state dict: {reason or type(error).__name__}") from None
-    if not isinstance(loaded, dict):
-        raise FileError(f"holds a {type(loaded).__name__}, not a dict")
-    loaded.pop(_PADDLE_NAMES, None)
-    for key, value in loaded.items():
-        one = value[0] if isinstance(value, list) and len(value) == 1 else value
-        if not isinstance(one, (bool, int, float, str, type(None))):
-            raise FileError(f"{key[:80]} is a {type(value).__name__}, not a number")
-    return loaded
 
 
-def _parse(data: bytes) -> Any:
-    if data.startswith(b"PK\x03\x04"):
-        return _pickles.load(io.BytesIO(_pickle_in_zip(data)))
-    if not data.startswith(b"\x80"):
+class _Frugal(io.BufferedReader):
+    """A file that never reads much at once: a zip file says itself how long its lists are."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > _MOST_AT_ONCE:
+            raise FileError("lists too much for a checkpoint")
+        return super().read(size)
+
+
+def _parse(file: _Frugal) -> Any:
+    start = file.read(4)
+    file.seek(0)
+    if start == b"PK\x03\x04":
+        return _parse_zip(file)
+    if not start.startswith(b"\x80"):
+        data = file.read(_MOST_JSON + 1)
+        if len(data) > _MOST_JSON:
+            raise FileError("is too large for the state of a loss scale")
         return json.loads(data, parse_int=_integer)
-    file = io.BytesIO(data)
     loaded = _pickles.load(file)
     if loaded == _TORCH_MAGIC:
         for _ in range(3):  # the protocol, the machine, and then the dict
@@ -81,16 +132,20 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-def _pickle_in_zip(data: bytes) -> bytes:
-    """The pickle in torch's file, with its checksum verified.
+def _parse_zip(file: _Frugal) -> Any:
+    """The value of the pickle in torch's file, with its checksum verified.
 
-    Torch does not compress, so the result is never larger than the file.
+    Torch does not compress, so that the pickle is never larger than the file.
     """
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+    with zipfile.ZipFile(file) as archive:
         names = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
         if len(names) != 1 or names[0].compress_type != zipfile.ZIP_STORED:
             raise FileError("is a zip file, but not one of torch's")
-        return archive.read(names[0])
+        with archive.open(names[0]) as member:
+            while member.read(2**20):  # raises at the end if the checksum is wrong
+                pass
+        with io.BufferedReader(archive.open(names[0])) as member:  # type: ignore[type-var]
+            return _pickles.load(member)
 
 
 def save(path: Path, state_dict: Mapping[str, Any]) -> None:

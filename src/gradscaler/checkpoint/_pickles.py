@@ -1,67 +1,140 @@
-"""Reading pickles of plain numbers without unpickling them: nothing in a pickle is ever called.
+"""Reading the numbers in a pickle without unpickling it: nothing in it is imported or called.
 
-The opcodes are interpreted here. The values are numbers, texts, and names of what the pickle would
-call. Only the names in pickles of NumPy's arrays are known.
+The opcodes are interpreted here. The values are numbers, texts, dicts of these, and names of what
+the pickle would call. Only the names in pickles of NumPy's arrays and of dicts are known. Anything
+else, such as a tensor, a list or an object, is an ``Unread``.
 """
 
 from __future__ import annotations
 
 import pickletools
 import warnings
+from functools import cache
 from typing import IO, Any
 
 import numpy as np
 
-_MOST_OPCODES = 10_000  # the state of a loss scale takes about a hundred
+_MOST_OPCODES = 2**21  # a tensor in a checkpoint takes about 40
+_MOST_BYTES = 2**25  # of the opcodes' arguments, without the long values, which are skipped
+_LONGEST_VALUE = 2**16  # bytes of a text or an array
+_LONGEST_LINE = 2**10  # bytes
 _LONGEST_TUPLE = 16  # NumPy describes a dtype by 8 values
 _LONGEST_NAME = 100  # of a module and of what is in it
 _LARGEST_NUMBER = 8  # bytes
 
 
 class RefusedError(ValueError):
-    """A pickle that holds more than numbers."""
+    """A pickle that holds too much."""
+
+
+class Unread:
+    """A part of a pickle that is not a number, a text or a dict; ``why`` says what it is."""
+
+    __slots__ = ("_names", "_reason")
+
+    def __init__(self, reason: str, *names: str) -> None:
+        self._reason, self._names = reason, names  # apart, so that many share the memory of both
+
+    @property
+    def why(self) -> str:
+        return f"refused: {self._reason % self._names}"
 
 
 class _Name(str):
     """What a pickle would import."""
 
+    __slots__ = ()
+
 
 class _Number:
     """A NumPy dtype of one kind of number, or an array of one number, while it is being made."""
 
-    dtype: Any = None
-    value: Any = None
+    __slots__ = ("dtype", "value")
+
+    def __init__(self, dtype: Any = None, value: Any = None) -> None:
+        self.dtype, self.value = dtype, value
 
 
 _MARK = object()
+_MORE = Unread("it holds more than numbers")
+_ARRAY = Unread("an array of more than numbers")
 
 
 def load(file: IO[bytes]) -> Any:
-    """The value of the next pickle in a file: a dict of numbers and texts, or one of those.
+    """The value of the next pickle in a file: a dict, a number, a text, None or an ``Unread``.
 
-    A dict in that dict comes back empty. Work and memory stay in proportion to the pickle: it can
-    put one value on the stack many times, so only short values are compared, copied or printed.
+    So are the values in a dict, which may hold itself. Its keys are texts, and numbers as texts;
+    entries with other keys are left out. Long values are skipped. Otherwise, work and memory stay
+    in proportion to the pickle: it can put one value on the stack many times, so only short values
+    are compared, copied or printed.
 
     Raises:
-        RefusedError: it holds anything else, or too much.
+        RefusedError: it holds too much.
         ValueError: it is damaged.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of escapes in damaged texts
-            return _run(file)
+            return _run(_Opcodes(file))
     except LookupError:  # nothing on the stack, or nothing in the memo
         raise ValueError("the pickle uses what it does not hold") from None
 
 
-def _run(file: IO[bytes]) -> Any:
+class _Opcodes:
+    """The opcodes of a pickle, with arguments of bounded length."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        start = file.tell()
+        self._file, self._end, self._left = file, file.seek(0, 2), _MOST_BYTES
+        file.seek(start)
+
+    def next(self) -> tuple[pickletools.OpcodeInfo, Any]:
+        """An opcode and its argument, which is an ``Unread`` if it is long."""
+        code = self._file.read(1)
+        opcode = _OPCODES.get(code)
+        if opcode is None:
+            raise ValueError(f"no opcode is {code!r}" if code else "the pickle has no end")
+        if opcode.arg is None:
+            return opcode, None
+        width = _LENGTHS.get(opcode.arg.n)
+        if width is not None:
+            length = int.from_bytes(self.read(width), "little")
+            if length > _LONGEST_VALUE:
+                if length > self._end - self._file.tell():
+                    raise ValueError("the pickle has no end")
+                self._file.seek(length, 1)
+                return opcode, Unread("it holds a long value, not a number")
+            self._file.seek(-width, 1)
+        return opcode, opcode.arg.reader(self)  # type: ignore[arg-type]  # it reads no more
+
+    def read(self, size: int) -> bytes:
+        return self._spent(self._file.read(size))
+
+    def readline(self) -> bytes:
+        return self._spent(self._file.readline(_LONGEST_LINE))
+
+    def _spent(self, data: bytes) -> bytes:
+        self._left -= len(data)
+        if self._left < 0:
+            raise RefusedError(_TOO_MUCH)
+        return data
+
+
+_OPCODES = {opcode.code.encode("latin1"): opcode for opcode in pickletools.opcodes}
+_TOO_MUCH = "refused: it holds too much for a checkpoint"
+_LENGTHS = {
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}  # bytes of the length before an argument, by its kind
+
+
+def _run(opcodes: _Opcodes) -> Any:
     stack: list[Any] = []
-    memo: dict[int, Any] = {}
-    argument: Any
-    for count, (opcode, argument, _) in enumerate(pickletools.genops(file)):
+    memo: list[Any] = []
+    for _ in range(_MOST_OPCODES):
+        opcode, argument = opcodes.next()
         name = opcode.name
-        if count == _MOST_OPCODES:
-            raise RefusedError("refused: it holds too much for the state of a loss scale")
         if name in _LITERALS:
             stack.append(argument)
         elif name in _CONSTANTS:
@@ -78,9 +151,9 @@ def _run(file: IO[bytes]) -> Any:
         elif name == "TUPLE":
             stack.append(_tuple(_marked(stack)))
         elif name in ("BINPUT", "LONG_BINPUT"):
-            memo[argument] = stack[-1]
+            _put(memo, argument, stack[-1])
         elif name == "MEMOIZE":
-            memo[len(memo)] = stack[-1]
+            memo.append(stack[-1])
         elif name in ("BINGET", "LONG_BINGET"):
             stack.append(memo[argument])
         elif name == "GLOBAL":
@@ -90,19 +163,24 @@ def _run(file: IO[bytes]) -> Any:
         elif name == "REDUCE":
             stack.append(_call(*_taken(stack, 2)))
         elif name == "BUILD":
-            state = stack.pop()
-            _build(stack[-1], state)
+            stack.append(_built(*_taken(stack, 2)))
         elif name == "BINPERSID":
-            raise RefusedError(_tensor(stack[-1]))
-        elif name not in ("PROTO", "FRAME", "STOP"):
-            raise RefusedError(f"refused: it holds more than numbers ({name})")
-    (value,) = stack
-    return value if type(value) is dict else _plain(value)
+            stack.append(_tensor(stack.pop()))
+        elif name == "STOP":
+            break
+        else:
+            _replace(stack, opcode)
+    else:
+        raise RefusedError(_TOO_MUCH)
+    if len(stack) != 1:
+        raise ValueError("the pickle does not end with one value")
+    return _plain(stack[0])
 
 
 _LITERALS = {
     *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
-    *("BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "SHORT_BINBYTES"),
+    *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
 }
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 
@@ -120,101 +198,142 @@ def _marked(stack: list[Any]) -> list[Any]:
     return items[::-1]
 
 
-def _tuple(items: list[Any]) -> tuple[Any, ...]:
+def _replace(stack: list[Any], opcode: pickletools.OpcodeInfo) -> None:
+    """Put an ``Unread`` in the place of what any other opcode makes."""
+    below = opcode.stack_before
+    if pickletools.markobject in below:
+        _marked(stack)
+        below = below[: below.index(pickletools.markobject)]
+    _taken(stack, len(below))
+    stack.extend(_made_by(opcode.name) for _ in opcode.stack_after)
+
+
+@cache
+def _made_by(name: str) -> Unread:
+    return Unread("it holds more than numbers (%s)", name)
+
+
+def _put(memo: list[Any], place: int, value: Any) -> None:
+    """Python 2 counts from 1. A dict would take long for numbers whose hashes collide."""
+    if place > len(memo) + 1:
+        raise ValueError("the pickle's memo has gaps")
+    memo.extend([_MORE] * (place + 1 - len(memo)))
+    memo[place] = value
+
+
+def _tuple(items: list[Any]) -> tuple[Any, ...] | Unread:
     """A tuple as short and flat as those around an array's bytes, so that it cannot double."""
     if len(items) > _LONGEST_TUPLE or any(
         type(part) is tuple for item in items if type(item) is tuple for part in item
     ):
-        raise RefusedError("refused: it holds more than numbers (long or nested tuples)")
+        return _LONG
     return tuple(items)
+
+
+_LONG = Unread("it holds more than numbers (long or nested tuples)")
 
 
 def _set_items(target: Any, items: list[Any]) -> None:
     for key, value in zip(items[::2], items[1::2], strict=True):
-        if type(target) is not dict or type(key) is not str:
-            raise RefusedError("refused: it holds more than numbers by name")
-        target[key] = {} if type(value) is dict else _plain(value)  # a dict may hold itself
+        if type(target) is dict and type(key) in (str, int, float, bool, type(None)):
+            target[str(key)] = _plain(value)
 
 
 def _plain(value: Any) -> Any:
-    """A number, a text, or None; an array of one number as that number."""
+    """A number, a text, None or a dict; an array of one number as that number."""
     if type(value) is _Number and value.value is not None:
-        value = value.value
-    if type(value) not in (int, float, bool, str, type(None)):
-        raise RefusedError("refused: it holds more than numbers")
-    return value
+        return value.value
+    if type(value) in (int, float, bool, str, type(None), dict, Unread):
+        return value
+    return _MORE
 
 
-def _name(module: Any, attribute: Any) -> _Name:
+def _name(module: Any, attribute: Any) -> _Name | Unread:
     for text in (module, attribute):
         if type(text) is not str or len(text) > _LONGEST_NAME:
-            raise RefusedError("refused: it would import something")
+            return Unread("it would import something")
     return _Name(f"{module}.{attribute}")
 
 
 def _call(called: Any, arguments: Any) -> Any:
     if type(called) is not _Name or type(arguments) is not tuple:
-        raise RefusedError("refused: it would call something")
+        unread = [part for part in (arguments, called) if type(part) is Unread]
+        return unread[0] if unread else Unread("it would call something")
+    for argument in arguments:
+        if type(argument) is Unread:
+            return argument
     # NumPy 1 and Python 2 had other names.
     name = called.replace("numpy.core.", "numpy._core.").replace("__builtin__.", "builtins.")
-    made = _Number()
-    if name == "numpy.dtype":
-        made.dtype = _dtype(arguments[0])
-        return made
+    if name in ("collections.OrderedDict", "collections.defaultdict"):
+        return {}
     if name == "numpy._core.multiarray._reconstruct":
-        return made
-    if name == "numpy._core.multiarray.scalar":
-        dtype, data = arguments
-        made.value = _item(dtype, data)
-        return made
-    if name == "_codecs.encode":
+        return _Number()
+    if name == "numpy.dtype" and arguments:
+        return _dtype(arguments[0])
+    if name == "numpy._core.multiarray.scalar" and len(arguments) == 2:
+        return _Number(value=_item(*arguments))
+    if name == "_codecs.encode" and len(arguments) == 2:
         text, codec = arguments
         if type(text) is str and codec == "latin1":
-            return text[: _LARGEST_NUMBER + 1].encode("latin1")  # one byte too many is refused
-    if name == "builtins.tuple" and type(arguments[0]) is tuple:
-        return arguments[0][-1]  # the array after a Paddle tensor's name
-    raise RefusedError(f"refused: it would call {name}")
+            return _encoded(text[: _LARGEST_NUMBER + 1])  # one byte too many is refused
+    if name == "builtins.tuple" and arguments and type(arguments[0]) is tuple:
+        return arguments[0][-1] if arguments[0] else ()  # the array after a Paddle tensor's name
+    return Unread("it would call %s", called)
 
 
-def _build(target: Any, state: Any) -> None:
+def _encoded(text: str) -> bytes | Unread:
+    try:
+        return text.encode("latin1")
+    except UnicodeEncodeError:
+        return _ARRAY
+
+
+def _built(target: Any, state: Any) -> Any:
+    """``target`` with its state. A dict's, such as a module's ``_metadata``, is left out."""
+    if type(target) is dict or type(target) is Unread:
+        return target
     if type(target) is not _Number or type(state) is not tuple:
-        raise RefusedError("refused: it holds more than numbers")
+        return _MORE
     if target.dtype is None:
-        _, _, dtype, _, data = state
-        target.value = _item(dtype, data)
-        return
-    _, order, *_ = state
-    if order not in _ORDERS:
-        raise RefusedError("refused: an array of more than numbers")
-    target.dtype = target.dtype.newbyteorder(order)
+        target.value = _item(*state[2::2]) if len(state) == 5 else _ARRAY
+    elif len(state) > 1 and state[1] in _ORDERS:
+        target.dtype = target.dtype.newbyteorder(state[1])
+    else:
+        return _ARRAY
+    return target
 
 
 _ORDERS = ("<", ">", "|", "=")
 _DTYPES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
 
 
-def _dtype(code: Any) -> Any:
+def _dtype(code: Any) -> _Number | Unread:
     if not isinstance(code, str) or len(code) > 2 * _LONGEST_NAME:
-        raise RefusedError("refused: an array of more than numbers")
+        return _ARRAY
     if code not in _DTYPES:
-        raise RefusedError(
-            f"refused: it holds an array of dtype {code}; only bools, integers and floats of up to "
-            "64 bits are read"
+        return Unread(
+            "it holds an array of dtype %s; only bools, integers and floats of up to 64 bits are "
+            "read",
+            code,
         )
-    return np.dtype(code)
+    return _Number(np.dtype(code))
 
 
 def _item(dtype: Any, data: Any) -> Any:
     """The one number in the bytes of an array."""
+    for part in (dtype, data):
+        if type(part) is Unread:
+            return part
     if type(dtype) is not _Number or dtype.dtype is None or type(data) is not bytes:
-        raise RefusedError("refused: an array of more than numbers")
+        return _ARRAY
     if len(data) != dtype.dtype.itemsize:
-        raise RefusedError("refused: an array of more than one number")
+        return Unread("an array of more than one number")
     return np.frombuffer(data, dtype.dtype)[0].item()
 
 
-def _tensor(storage: Any) -> str:
-    """Why a torch tensor is refused. Its bytes are elsewhere in the file."""
+def _tensor(storage: Any) -> Unread:
+    """A torch tensor, by its storage. Its bytes are elsewhere in the file."""
     kind = storage[1] if type(storage) is tuple and len(storage) > 1 else None
-    named = f" of {kind}" if type(kind) is _Name else ""
-    return f"refused: it holds a tensor{named}, not a number; save tensor.item()"
+    if type(kind) is not _Name:
+        return Unread("it holds a tensor, not a number; save tensor.item()")
+    return Unread("it holds a tensor of %s, not a number; save tensor.item()", kind)

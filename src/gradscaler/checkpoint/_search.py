@@ -1,0 +1,117 @@
+"""Finding a scaler's state in a checkpoint: by its key, or as the only one that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from gradscaler.checkpoint._formats import LAYOUTS, Layout, Values
+
+_MOST_NAMES = 12  # in a message
+
+_KEYS = [(layout, frozenset(layout.keys)) for layout in LAYOUTS]
+
+Path = tuple[Any, Any]  # the path to the dict that an entry is in, None for the first; and its key
+
+
+def layout_of(state_dict: Values) -> Layout | None:
+    """The layout that a state dict's keys match, or None.
+
+    Raises:
+        TypeError: ``state_dict`` is not a dict.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
+    keys = state_dict.keys()
+    for layout, own in _KEYS:
+        if keys >= own if len(own) > 1 else keys == own:
+            return layout
+    return None
+
+
+def find(saved: Any, key: str | None, option: str = "key=") -> tuple[str | None, Values]:
+    """The key of a scaler's state in ``saved``, and the state.
+
+    That is ``saved`` itself, with None for a key, or its entry ``key``. If the keys of these do not
+    match a format, it is the only dict in them whose keys do. Where there is none, the result is
+    the dict that was searched.
+
+    Raises:
+        TypeError: ``saved`` or its entry is not a dict, or ``key`` is not a text.
+        ValueError: there is no such key, or there are several states and ``option`` says which.
+    """
+    if not isinstance(key, str | None):
+        raise TypeError(f"key must be a str, got {type(key).__name__}")
+    start = saved
+    if key is not None and isinstance(saved, Mapping):
+        start = entry(saved, key)
+        if not isinstance(start, Mapping):
+            raise TypeError(f"{key:.80} is a {type(start).__name__}, not a dict")
+    if layout_of(start):
+        return key, start
+    first = None if key is None else (None, key)
+    found = list(islice(_states(start, first), _MOST_NAMES + 1))
+    if not found:
+        return key, start
+    names = [_spelled(path) for path, _ in found]
+    if len(found) > 1:
+        raise ValueError(f"scalers' states are under several keys: {_listed(names)}; pass {option}")
+    return names[0], found[0][1]
+
+
+def entry(saved: Values, key: str) -> Any:
+    """The entry under a key. Dots lead to the entries of entries, unless they are in the key.
+
+    Raises:
+        ValueError: there is none; the message lists the keys where the search ended.
+    """
+    todo = [(saved, key)]
+    seen = {(id(saved), key)}  # a dict may hold itself
+    for place, rest in todo:
+        entries = {str(name): value for name, value in place.items()}
+        if rest in entries:
+            return entries[rest]
+        for name, value in entries.items():
+            after = rest[len(name) + 1 :]
+            step = id(value), after
+            if isinstance(value, Mapping) and rest.startswith(f"{name}.") and step not in seen:
+                seen.add(step)
+                todo.append((value, after))
+    place, rest = min(todo, key=lambda step: len(step[1]))
+    inside = f" in {key[: -len(rest) - 1]:.80}" if rest != key else ""
+    raise ValueError(f"there is no key {key!r:.80}; the keys{inside} are {_listed(place)}")
+
+
+def _states(saved: Values, first: Path | None) -> Iterator[tuple[Path, Values]]:
+    """The paths to the dicts in ``saved`` that match a layout, and these dicts.
+
+    A dict that is there several times is searched once, so that the search ends.
+    """
+    seen = {id(saved)}
+    todo = [(first, saved)]
+    for path, place in todo:
+        for name, value in place.items():
+            if not isinstance(value, Mapping) or id(value) in seen:
+                continue
+            here = (path, name)
+            if layout_of(value):
+                yield here, value
+            else:
+                seen.add(id(value))
+                todo.append((here, value))
+
+
+def _spelled(path: Path | None) -> str:
+    names = []
+    while path is not None:
+        path, name = path
+        names.append(str(name))
+    return ".".join(reversed(names))
+
+
+def _listed(names: Iterable[Any]) -> str:
+    """The first names, for a message."""
+    listed = [f"{name!s:.80}" for name in islice(names, _MOST_NAMES + 1)]
+    more = [] if len(listed) <= _MOST_NAMES else ["and more"]
+    return ", ".join(listed[:_MOST_NAMES] + more)
