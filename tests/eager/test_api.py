@@ -58,12 +58,12 @@ def test_a_new_scaler_s_private_values_are_the_framework_s(rule, native):
     assert library.exact({name: getattr(ours, name) for name in private}) == library.exact(private)
 
 
-@pytest.mark.parametrize("value", [1024.0, 65536, *([True] if ON_THE_CPU else [])])
+@pytest.mark.skipif(library.name == "paddle", reason="it takes the scale first too")
+@pytest.mark.parametrize("value", [1024.0, 65536, True])
 def test_a_scale_given_as_the_first_argument_is_refused_by_its_right_name(value):
     """PyTorch's former class took the scale first."""
-    name = library.spelling["init_scale"]
     meant = r"(True|65536\.0)" if value is True else repr(value)
-    with pytest.raises(TypeError, match=rf"got {value!r};.* {name}={meant}$"):
+    with pytest.raises(TypeError, match=rf"got {value!r};.* init_scale={meant}$"):
         library.GradScaler(value)
 
 
@@ -74,7 +74,7 @@ def test_the_repr_shows_scale_counts_and_policy():
     changes = {library.state_keys["scale"]: 4.0, library.state_keys["finite_steps"]: 7}
     scaler.load_state_dict({**scaler.state_dict(), **changes})
     assert repr(scaler).startswith("GradScaler(scale=4.0, finite_steps=7, nonfinite_steps=0, ")
-    assert repr(library.scaler(enabled=False)) == "GradScaler(disabled)"
+    assert repr(library.scaler(enabled=False)) == "<GradScaler disabled>"
 
 
 # Scaling.

@@ -346,6 +346,15 @@ def test_a_norm_that_is_not_finite_can_be_an_error_that_changes_nothing(ours, ov
     assert ours.scaler.last_step(ours.optimizer).reason == "overflow"
 
 
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+def test_after_that_error_update_backs_off(norm_type, ours, overflowed):
+    with pytest.raises(RuntimeError, match="norm"):
+        ours.backward(overflowed).clip(0.5, norm_type, error_if_nonfinite=True)
+    library.clear_gradients(ours.optimizer)
+    ours.scaler.update()
+    assert library.scale_of(ours.scaler) == 2.0**15
+
+
 def test_after_that_error_the_step_is_not_clipped(ours, theirs, finite):
     ours.backward(finite).unscale()
     library.set_gradients(ours.parameters, [np.full_like(finite[0], INF), finite[1]])

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from libraries import library
+from libraries.base import SHAPES, normal
 
 from gradscaler import DynamicScale, FixedScale
 
@@ -89,6 +90,18 @@ def test_a_bad_max_retries_of_a_call_is_named(scaler, parameters):
     with pytest.raises(ValueError, match=r"max_retries.*-1"):
         scaler.step(optimizer, lambda: pytest.fail("the closure was called"), max_retries=-1)
     assert library.everything(scaler, optimizer) == before
+
+
+@pytest.mark.parametrize("call", ["clip_grad_norm_", "unscale_", "step"])
+def test_what_is_not_an_optimizer_is_refused_with_the_call_to_write(call, parameters):
+    scaler = library.scaler()
+    library.train(scaler, "o")
+    library.backward(scaler, parameters, normal(0, *SHAPES))
+    before = library.everything(scaler)
+    for other in (iter(parameters), library.framework.nn.Linear(1, 1)):
+        with pytest.raises(TypeError, match=rf"{call}\(optimizer.* got {type(other).__name__}"):
+            getattr(scaler, call)(other, *([1.0] if call == "clip_grad_norm_" else []))
+    assert library.everything(scaler) == before
 
 
 # State dicts.

@@ -16,12 +16,14 @@ from gradscaler import CallOrderError
 PLACES = ("/gradscaler/_eager/", "/gradscaler/_torch_like/", f"/gradscaler/{library.name}/")
 PLACES += (f"/{library.name}/optim/", f"/{library.name}/optimizer/")
 GRADIENT = np.float32([3.0, -4.0])
+INF = math.inf
 
 
 class Training:
     """One parameter whose true gradient is always the same; a step of lr 1 subtracts it."""
 
     def __init__(self, fused=False, clip=None):
+        self.gradient = GRADIENT
         (self.weight,) = library.make_parameters(np.zeros(2, np.float32))
         self.optimizer = library.sgd([self.weight], lr=1.0, fused=fused)
         self.scaler = library.scaler(init_scale=1024.0)
@@ -31,7 +33,7 @@ class Training:
     def begin(self, clear=True):
         if clear:
             library.clear_gradients(self.optimizer)
-        self.scaled = library.backward(self.scaler, [self.weight], [GRADIENT])
+        self.scaled = library.backward(self.scaler, [self.weight], [self.gradient])
 
     def step(self):
         self.clip_if_asked()
@@ -43,6 +45,9 @@ class Training:
 
     def step_alone(self):
         self.scaler.step(self.optimizer)
+
+    def update(self):
+        self.scaler.update()
 
     def minimize(self):
         self.scaler.minimize(self.optimizer, self.scaled)
@@ -108,13 +113,15 @@ def interrupt_at(line, call):
     return False
 
 
-def interrupted(training, call):
-    """The training, interrupted at each line of a call in turn."""
+def interrupted(training, call, before=None):
+    """The training, interrupted at each line of a call in turn, after the call ``before``."""
     for line in itertools.count():
         each = training()
         each.begin()
+        if before:
+            getattr(each, before)()
         if not interrupt_at(line, getattr(each, call)):
-            assert line > 20
+            assert line > 10
             return
         yield each
 
@@ -162,6 +169,124 @@ def test_an_interrupted_step_taken_again_is_refused_or_right(training):
     interruptions = interrupted(begun, "step_alone")
     results = {each.takes_a_true_step(each.step_alone) for each in interruptions}
     assert results == {False, True}
+
+
+def test_an_interrupted_step_taken_again_applies_its_gradients_once(training):
+    for each in interrupted(training, "step_alone", before="clip_if_asked"):
+        with suppress(CallOrderError):
+            each.step_alone()
+        moved = library.numpy(each.weight) / each.true_step
+        assert max(moved) <= 1.0 + 1e-6
+
+
+def test_an_interrupted_closure_taken_again_applies_its_gradients_once(training):
+    for each in interrupted(training, "step_with_closure"):
+        with suppress(CallOrderError):
+            each.step_with_closure()
+        moved = library.numpy(each.weight) / each.true_step
+        assert max(moved) <= 1.0 + 1e-6
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, 2048.0), (INF, 512.0)])
+def test_an_interrupted_update_repeated_moves_the_scale_once(factor, expected):
+    def training():
+        each = Training()
+        each.scaler = library.scaler(init_scale=1024.0, growth_interval=1)
+        each.gradient = GRADIENT * np.float32(factor)
+        return each
+
+    for each in interrupted(training, "update", before="step"):
+        with suppress(CallOrderError):  # all but its last line was done
+            each.scaler.update()
+        assert library.scale_of(each.scaler) == expected
+        each.gradient = GRADIENT
+        each.begin()
+        each.step()
+        each.scaler.update()
+        assert library.scale_of(each.scaler) == 2.0 * expected
+
+
+class BadBatch(Training):
+    """The second part of the gradient overflows at every scale."""
+
+    parts = 0.25, INF
+
+    def accumulate(self):
+        library.clear_gradients(self.optimizer)
+        for part in self.parts:
+            for _ in self.scaler.attempts(self.optimizer, max_retries=4):
+                library.backward(self.scaler, [self.weight], [GRADIENT * np.float32(part)])
+
+    def repeat(self):
+        self.accumulate()
+        self.step()
+        self.scaler.update()
+
+    def go_on(self):
+        self.step()
+        self.scaler.update()
+
+    def drop_the_batch(self):
+        library.clear_gradients(self.optimizer)
+        with suppress(CallOrderError):  # nothing was checked
+            self.scaler.update()
+        self.parts = 0.25, 0.75
+        self.repeat()
+
+
+@pytest.mark.parametrize("recover", ["repeat", "go_on", "drop_the_batch"])
+def test_an_interrupted_loop_over_a_bad_batch_backs_off_at_most_once(recover):
+    scales = set()
+    for each in interrupted(BadBatch, "accumulate"):
+        try:
+            getattr(each, recover)()
+        except CallOrderError:
+            with suppress(CallOrderError):
+                each.scaler.update()
+            if recover != "go_on":
+                getattr(each, recover)()
+        scales.add(library.scale_of(each.scaler))
+    assert (
+        scales == {"repeat": {512.0}, "go_on": {512.0, 1024.0}, "drop_the_batch": {1024.0}}[recover]
+    )
+
+
+def test_an_interrupted_loop_keeps_a_scale_that_was_low_enough():
+    class Training512(Training):
+        def accumulate(self):
+            library.clear_gradients(self.optimizer)
+            for part in (0.25, 0.75):
+                for _ in self.scaler.attempts(self.optimizer):
+                    scale = float(library.numpy(self.scaler.scale(library.tensor([1.0])))[0])
+                    factor = np.float32(part if scale <= 512.0 else INF)
+                    library.backward(self.scaler, [self.weight], [GRADIENT * factor])
+
+    for each in interrupted(Training512, "accumulate"):
+        try:
+            accumulated_and_stepped(each)
+        except CallOrderError:
+            each.scaler.update()
+            accumulated_and_stepped(each)
+        each.scaler.update()
+        assert library.scale_of(each.scaler) == 512.0
+
+
+def test_nothing_switches_gradients_off_where_an_interrupt_could_leave_them_so(monkeypatch, fused):
+    each = Training(fused, clip=2.0)
+    each.begin()
+    each.step()
+    each.scaler.update()
+    monkeypatch.setattr(library.framework, "no_grad", lambda: pytest.fail("it uses no_grad()"))
+    each.accumulate()
+    each.clip_if_asked()
+    each.scaler.unscale_(each.optimizer)
+    each.optimizer.step = lambda *_: None
+    each.step_alone()
+    each.scaler.update()
+    each.step_with_closure()
+    each.scaler.update()
+    each.gradient = GRADIENT * np.float32(INF)
+    each.step_with_closure()
 
 
 def test_an_interrupted_closure_repeated_is_refused_or_right(training):
@@ -237,8 +362,8 @@ def raised(request, error):
     return training
 
 
-def test_a_step_that_raised_can_be_taken_again(raised):
-    assert raised.takes_a_true_step(raised.repeat)
+def test_a_step_that_raised_can_be_taken_again_unless_it_was_interrupted(raised, error):
+    assert raised.takes_a_true_step(raised.repeat) is (error is not KeyboardInterrupt)
 
 
 def test_an_iteration_repeated_with_new_gradients_is_right(raised, error):

@@ -126,7 +126,7 @@ def test_disabled_loading_a_state_does_nothing(state):
     scaler = library.scaler(enabled=False)
     scaler.load_state_dict(state)
     assert scaler.state_dict() == {}
-    assert repr(scaler) == "GradScaler(disabled)"
+    assert repr(scaler) == "<GradScaler disabled>"
 
 
 # Copies.
@@ -162,7 +162,7 @@ def test_a_copy_can_be_asked_what_its_own_steps_did(duplicate, parameters, finit
 
 @each_copy
 def test_disabled_copies_are_disabled(duplicate):
-    assert repr(duplicate(library.scaler(enabled=False))) == "GradScaler(disabled)"
+    assert repr(duplicate(library.scaler(enabled=False))) == "<GradScaler disabled>"
 
 
 # What a policy adds to a state.

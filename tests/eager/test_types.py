@@ -40,6 +40,10 @@ ALONE = {
     scaler.minimize(optimizer, scaled)
     scaler.minimize(5)  # arg-type
     scaler.scale(5)  # arg-type
+    GradScaler(True, 1024.0, 2.0, 0.5, 1000, 2, True)
+    GradScaler("cuda", 1024.0, 2.0, 0.5, 2000, True)
+    GradScaler(1024.0, 2.0, 0.5, 2000, True)
+    GradScaler(device="cuda", init_scale="large")  # arg-type
 """,
     "tensorplay": "",
 }

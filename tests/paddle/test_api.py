@@ -91,7 +91,94 @@ def test_enabled_must_be_a_bool_and_a_number_may_be_the_scale():
     with pytest.raises(TypeError, match=r"^enabled must be .* got 1024.0; .*_scaling=1024.0$"):
         GradScaler(enabled=1024.0)
     with pytest.raises(TypeError, match=r"^enable must be True or False, got 'cuda'$"):
-        GradScaler("cuda")
+        GradScaler(enable="cuda")
+
+
+# PyTorch's order, which Paddle's development version takes too.
+
+TORCH_ORDER = ["init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"]
+
+
+def test_pytorch_s_order_is_tensorplay_s():
+    from tensorplay.amp import GradScaler as TheirScaler
+
+    assert list(inspect.signature(TheirScaler).parameters) == ["device", *TORCH_ORDER]
+
+
+def is_the_same(ours, plain):
+    same_state = library.exact(ours.state_dict()) == library.exact(plain.state_dict())
+    return same_state and repr(ours) == repr(plain) and ours.is_enabled() == plain.is_enabled()
+
+
+@pytest.mark.parametrize("device", [[], ["cuda"]], ids=["without a device", "with a device"])
+@pytest.mark.parametrize("count", range(6))
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_text_or_a_number_first_means_pytorch_s_order(device, count, enabled):
+    values = [96.0, 3.0, 0.25, 7, enabled][:count]
+    by_name = GradScaler(**dict(zip(TORCH_ORDER, values, strict=False)))
+    assert is_the_same(GradScaler(*device, *values), by_name)
+    split = dict(zip(TORCH_ORDER[1:], values[1:], strict=False))
+    assert is_the_same(GradScaler(*device, *values[:1], **split), by_name)
+
+
+def test_either_order_may_have_names_of_the_other():
+    ours = GradScaler("gpu:0", 96.0, decr_every_n_nan_or_inf=3, use_dynamic_loss_scaling=False)
+    plain = GradScaler(True, 96.0, 2.0, 0.5, 1000, 3, False)
+    assert is_the_same(ours, plain)
+    assert is_the_same(GradScaler(True, 96.0, growth_factor=3.0), GradScaler(True, 96.0, 3.0))
+    assert is_the_same(GradScaler(96, enable=False), GradScaler(enable=False))
+    assert GradScaler("cuda", policy=FixedScale(96.0)).get_scale() == 96.0
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu", "gpu:0"])
+def test_a_device_changes_nothing(device, parameters, finite):
+    scaler = GradScaler(device=device, init_scale=2048.0)
+    assert is_the_same(scaler, GradScaler(True, 2048.0))
+    assert is_the_same(GradScaler(True, 2048.0, device=device), scaler)
+    library.train(scaler, "o")
+    assert scaler.get_scale() == 2048.0
+
+
+@pytest.mark.parametrize("flag", [True, False, None, np.True_, np.False_])
+def test_a_bool_or_none_first_means_paddle_s_order(flag, native):
+    values = [flag, 96.0, 3.0, 0.25, 7, 2, True]
+    ours, theirs = GradScaler(*values), native(*values)
+    assert ours.is_enable() == bool(flag) == bool(theirs.is_enable())
+    assert library.exact(ours.state_dict()) == library.exact(theirs.state_dict())
+
+
+@pytest.mark.parametrize("first", [0, 1, 0.0, 1.0, np.float32(1.0)])
+def test_a_first_0_or_1_is_refused_unless_the_rest_says_what_it_is(first):
+    message = rf"enable={bool(first)} or init_scale={re.escape(repr(first))}$"
+    for rest in ([], [2.0], [2.0, 2.0, 0.5, 7]):
+        with pytest.raises(TypeError, match=message):
+            GradScaler(first, *rest)
+    plain = GradScaler(bool(first), 96.0)
+    assert is_the_same(GradScaler(first, init_loss_scaling=96.0), plain)
+    assert is_the_same(GradScaler(first, init_scale=96.0), plain)
+    assert is_the_same(GradScaler(first, 96.0, 2.0, 0.5, 1000, 2), plain)  # longer than PyTorch's
+    if first:
+        assert GradScaler(first, enabled=True).get_scale() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        (("cuda", 96.0, 2.0, 0.5, 7, True, 2), {}, "order is device, .*: got 7 values"),
+        ((96.0, 2.0, 0.5, 7, True, 2), {}, "enable must be True or False, got 96.0"),
+        (("cuda",), {"device": "cuda"}, "device is given by position and by name"),
+        ((96.0,), {"init_scale": 96.0}, "init_scale is given by position and by name"),
+        (("cuda", 96.0), {"init_loss_scaling": 96.0}, "another name of init_loss_scaling"),
+        ((96.0,), {"init_loss_scaling": 96.0}, "another name of init_loss_scaling"),
+        ((96.0, 2.0, 0.5, 7, 2), {}, "enabled must be True or False, got 2"),
+        (("cuda", True), {}, "init_scale must be"),
+        ((), {"device": 96.0}, "device must be the name of a device, got 96.0"),
+        ((True, 96.0, 2.0, 0.5, 7, 2, True, 1), {}, "takes from 1 to 8 positional"),
+    ],
+)
+def test_arguments_of_neither_order_are_refused(args, kwargs, message):
+    with pytest.raises(TypeError, match=message):
+        GradScaler(*args, **kwargs)
 
 
 def test_pytorch_s_name_beside_a_policy_is_refused():
@@ -115,7 +202,8 @@ def test_get_scale_is_the_scale_in_force():
     assert scaler.get_scale() == scaler._scale.item() == 4096.0
     assert scaler.get_init_loss_scaling() == 1024.0
     assert isinstance(scaler.get_scale(), float)
-    assert GradScaler(enable=False).get_scale() == 1.0
+    assert GradScaler(enable=False).get_scale() == 0.0  # as in Paddle's development version
+    assert not hasattr(paddle.amp.GradScaler, "get_scale")  # this release cannot tell otherwise
 
 
 # Private values.

@@ -1,6 +1,7 @@
 """State dicts of other frameworks, in Paddle."""
 
 import paddle
+import pytest
 
 from gradscaler import DynamicScale, checkpoint
 from gradscaler.checkpoint import _files
@@ -43,11 +44,29 @@ def test_files_go_both_ways(native, tmp_path):
     scaler.load_state_dict(paddle.load(str(path)))
     assert checkpoint.read(scaler.state_dict()) == checkpoint.read(TORCH)
     paddle.save(scaler.state_dict(), str(path))
-    assert checkpoint.read(_files.load(path)) == checkpoint.read(TORCH)
+    assert checkpoint.read(_files.load(path).values) == checkpoint.read(TORCH)
 
 
 def test_files_with_tensors_of_paddle_s_are_read(tmp_path):
     path = tmp_path / "scaler.pdparams"
     saved = checkpoint.convert(TORCH, "paddle")
     paddle.save({**saved, "scale": paddle.to_tensor(saved["scale"])}, str(path))
-    assert checkpoint.read(_files.load(path)) == checkpoint.read(TORCH)
+    assert checkpoint.read(_files.load(path).values) == checkpoint.read(TORCH)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4])
+def test_the_scaler_is_found_in_paddle_s_checkpoint(native, protocol, tmp_path):
+    model = paddle.nn.Linear(200, 200)
+    optimizer = paddle.optimizer.Adam(parameters=model.parameters())
+    model(paddle.ones([1, 200])).sum().backward()
+    optimizer.step()
+    scaler = native()
+    scaler.load_state_dict(checkpoint.convert(TORCH, "paddle"))
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    states = {name: part.state_dict() for name, part in parts.items()}
+    half = paddle.ones([2], "bfloat16")
+    path = tmp_path / "run.pdparams"
+    paddle.save({**states, "epoch": 3, "half": half}, str(path), protocol=protocol)
+    key, values, is_all = _files.load(path)
+    assert (key, is_all) == ("scaler", False)
+    assert checkpoint.read(values) == checkpoint.read(TORCH)

@@ -1,7 +1,11 @@
 """The surface of torch.amp.GradScaler where it is PyTorch's alone: defaults, and devices."""
 
 import inspect
+import subprocess
+import sys
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,6 +39,27 @@ def test_a_device_may_be_a_name_or_a_torch_device(device):
     scaler.update(torch.tensor(8.0))
     assert scaled == 65536.0
     assert scaler.get_scale() == 8.0
+
+
+def test_a_stand_in_for_a_device_is_taken_as_by_torch():
+    assert GradScaler(device=Mock()).is_enabled()
+
+
+@pytest.mark.parametrize("scale", [1024.0, 8, True, np.float32(8.0), torch.tensor(8.0)])
+def test_a_scale_in_place_of_the_device_is_refused(scale):
+    with pytest.raises(TypeError, match=r"device must be.*write init_scale="):
+        GradScaler(scale)
+
+
+def test_torch_s_class_replaced_by_hand_before_fsdp_is_an_error_that_names_install():
+    code = (
+        "import torch.amp.grad_scaler, gradscaler.torch as ours\n"
+        "torch.amp.GradScaler = torch.amp.grad_scaler.GradScaler = ours.GradScaler\n"
+        "ours.ShardedGradScaler"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ImportError: torch.amp.GradScaler was replaced" in result.stderr
+    assert "gradscaler.torch.install()" in result.stderr
 
 
 def test_a_new_scale_on_another_device_is_refused(scaler):

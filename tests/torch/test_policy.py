@@ -36,7 +36,7 @@ def test_torch_s_kernel_between_bounds_is_the_rule(
         patch.setattr(operations, "on_host", lambda tensor: False)
         kernel = Mock(wraps=torch._amp_update_scale_)
         patch.setattr(torch, "_amp_update_scale_", kernel)
-        moved = operations.advance(policy, placed, [{cpu: operations.scalar(found_inf, cpu)}])
+        moved = operations.next_state(policy, placed, [{cpu: operations.scalar(found_inf, cpu)}])
     assert kernel.call_count == 1
     assert operations.read(moved) == policy.update(state, found_inf)
 
@@ -47,5 +47,5 @@ def test_torch_s_kernel_knows_no_growth_by_tiers():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operations, "on_host", lambda tensor: False)
         placed = operations.place(policy.init(), cpu)
-        moved = operations.advance(policy, placed, [{cpu: operations.scalar(False, cpu)}])
+        moved = operations.next_state(policy, placed, [{cpu: operations.scalar(False, cpu)}])
     assert moved.scale == 1.0

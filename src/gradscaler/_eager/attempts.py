@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gradscaler._eager.closure import Closures
 from gradscaler._eager.operations import FoundInf, Operations, Tensor
@@ -40,37 +41,46 @@ class AttemptLoop:
     state: Callable[[], State]
     policy: Policy | None
     check: Callable[[OptimizerRecord], FoundInf]
+    _watches: list[Callable[[], bool]] = field(default_factory=list)
 
     def run(self) -> Iterator[int]:
         """The number of each attempt, from 0; the body runs between one and the next.
 
         If the loop is left early, the gradients stay as they are, and so does what is known of
-        them. What overflows at every scale is not the scale's fault, and ``update`` backs off once.
+        them; ``update`` then keeps the scale that it backed off to only if ``step`` found them
+        finite. If all attempts overflowed, ``update`` backs off once.
         """
         try:
             yield from self._attempts()
+        except BaseException:
+            # An interrupt may have come before the body has made gradients at the latest scale.
+            if not self.closures.losses or self._is_untouched():
+                self.closures.close_loop(keeps_scale=False)
+            raise
         finally:
-            self._end_body()  # an interrupt may have come before the one below
+            self._end_body()
 
     def _attempts(self) -> Iterator[int]:
-        closures, before = self.closures, self.closures.backed_off
+        closures = self.closures
+        if closures.open_loop is not None and self._is_cleared():
+            closures.close_loop(keeps_scale=False)  # one that was left early starts over
+        was_left = closures.open_loop is not None
+        closures.open_loop = closures.open_loop or (closures.backed_off,)
         for record in self.records:
             record.is_exhausted = False
         with self._moving_gradients():
             self._match_scale()
         restore = self._save()
         for attempt in range(self.max_retries + 1):
-            try:
-                closures.losses, closures.in_loop = [], True
-                yield attempt
-                if not closures.losses:
-                    raise CallOrderError(
-                        "the loop over attempts() scaled no loss: call "
-                        "scaler.scale(loss).backward() in it"
-                    )
-                found_infs = self._found_infs()
-            finally:
-                self._end_body()
+            closures.losses, closures.in_loop = [], True
+            yield attempt
+            if not closures.losses:
+                raise CallOrderError(
+                    "the loop over attempts() scaled no loss: call "
+                    "scaler.scale(loss).backward() in it"
+                )
+            found_infs = self._found_infs()
+            self._end_body()
             if not found_infs:
                 raise CallOrderError(
                     "the loop over attempts() left no gradients in the optimizers' parameters: "
@@ -78,6 +88,8 @@ class AttemptLoop:
                     "as after FSDP2's set_requires_gradient_sync(False), cannot be repeated"
                 )
             if not self._overflowed(found_infs):
+                if attempt or not was_left:  # else nothing shows that the scale had to be lower
+                    closures.close_loop(keeps_scale=True)
                 return
             if attempt == self.max_retries or not closures.back_off(
                 self.operations, self.policy, self.state(), found_infs
@@ -88,12 +100,25 @@ class AttemptLoop:
                 if attempt == 0 and self._overflowed(self._found_infs()):  # no scale helps
                     break
                 self._match_scale()
-        closures.backed_off = before
+            self._watches = [self.operations.watch(record.optimizer) for record in self.records]
+        closures.close_loop(keeps_scale=False)
         for record in self.records:
             record.is_exhausted = True
 
+    def _is_cleared(self) -> bool:
+        """Whether all gradients are gone or zero, as frameworks clear them."""
+        norms = (self.operations.total_norm(r.optimizer, math.inf) for r in self.records)
+        return all(float(norm) == 0 for norm in norms)
+
+    def _is_untouched(self) -> bool:
+        """Whether a repetition has left all gradients as it found them."""
+        return bool(self._watches) and all(is_untouched() for is_untouched in self._watches)
+
     def _end_body(self) -> None:
         self.closures.losses, self.closures.in_loop = None, False
+
+    def _gradients(self, record: OptimizerRecord) -> list[Tensor]:
+        return self.operations.current_gradients(record.optimizer)
 
     def _found_infs(self) -> list[FoundInf]:
         """What was found in the gradients of each optimizer that has any."""
@@ -109,7 +134,7 @@ class AttemptLoop:
             yield
         except BaseException:
             for record in self.records:
-                record.interrupt(self.operations.current_gradients(record.optimizer))
+                record.interrupt(self._gradients(record))
             raise
 
     def _match_scale(self) -> None:

@@ -22,6 +22,8 @@ class Closures:
     Attributes:
         backed_off: the state that evaluations use, if one overflowed. The scaler's own state
             waits for ``update``: other optimizers' gradients were made with its scale.
+        open_loop: ``backed_off`` from before a loop that runs, or that was left early, in a tuple;
+            else None.
         losses: while a closure or the body of such a loop runs, the losses that it scaled, each
             scaled and unscaled; else None.
         in_loop: whether it is the body of a loop that runs.
@@ -31,6 +33,7 @@ class Closures:
 
     def __init__(self) -> None:
         self.backed_off: State | None = None
+        self.open_loop: tuple[State | None] | None = None
         self.losses: list[tuple[Tensor, Tensor]] | None = None
         self.in_loop = False
         self.attempted: dict[int, OptimizerRecord] = {}
@@ -55,11 +58,22 @@ class Closures:
         state = operations.copy(self.backed_off or state)
         before = float(state.scale)
         for _ in range(getattr(policy, "hysteresis", 1)):
-            state = operations.advance(policy, state, found_infs)
+            state = operations.move(state, operations.next_state(policy, state, found_infs))
             if float(state.scale) < before:
                 self.backed_off = state
                 return True
         return False
+
+    def close_loop(self, keeps_scale: bool) -> None:
+        """End a loop; what overflows at every scale is not the scale's fault.
+
+        Args:
+            keeps_scale: whether the scale that the loop backed off to was low enough.
+        """
+        if self.open_loop is not None:
+            if not keeps_scale:
+                self.backed_off = self.open_loop[0]
+            self.open_loop = None
 
     def refusal(self, call: str) -> CallOrderError:
         """The error that ``call`` raises in a closure, or in the body of a loop."""
@@ -164,6 +178,7 @@ class ClosureRun:
                 return loss
 
             result = self.optimizer.step(evaluate, *args, **kwargs)
+            record.stage = Stage.STEPPED  # before this line an interrupt undoes the step
         except _RetriesExhaustedError as exhausted:
             if restore is not None:
                 restore()

@@ -1,16 +1,18 @@
 """One decision of many processes: whether to step, and at which scale.
 
 One all-reduce of one integer makes it: more numbers take a backend such as gloo longer. Each
-process puts in whether it found an overflow, whether it has gradients, and a digest of its scale
-and counters. The sum counts the first two, and is a multiple of the digest if all hold the same.
-Otherwise a second all-reduce, a maximum, finds what differs.
+process puts in whether it found an overflow, whether it has gradients, and a digest of its scale,
+its counters and which optimizer it is about. The sum counts the first two, and is a multiple of the
+digest if all hold the same. Otherwise a second all-reduce, a maximum, finds what differs.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
+from weakref import ref
 
 from gradscaler.errors import ScaleMismatchError
 from gradscaler.policies import State
@@ -22,7 +24,7 @@ class Result(NamedTuple):
     Attributes:
         found_inf: whether one has found an overflow.
         has_gradients: whether one has gradients.
-        is_same: whether all hold the same scale and counters.
+        is_same: whether all hold the same scale and counters, and decide about one optimizer.
     """
 
     found_inf: bool
@@ -30,13 +32,42 @@ class Result(NamedTuple):
     is_same: bool
 
 
-def ballot(found_inf: bool, has_gradients: bool, state: State, processes: int) -> int:
+class Order:
+    """The optimizers of a group's decisions, in the order of their first ones."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[ref[Any], int]] = {}
+        self._count = 0
+
+    def identity(self, optimizer: Any, shapes: Iterable[Iterable[int]]) -> int:
+        """A number that all processes of the group have for one optimizer.
+
+        A digest of its place in the order, its class, and ``shapes``. It is exact in a float64.
+
+        Args:
+            optimizer: what the processes decide about.
+            shapes: of those of its parameters that all the processes hold alike.
+        """
+        known = self._known.get(id(optimizer))
+        if known is not None and known[0]() is optimizer:
+            return known[1]
+        name = zlib.crc32(type(optimizer).__qualname__.encode())  # hash() differs in each process
+        digest = hash((self._count, name, *map(tuple, shapes))) & (2**48 - 1)
+        self._count += 1
+        self._known[id(optimizer)] = ref(optimizer), digest
+        return digest
+
+
+def ballot(
+    found_inf: bool, has_gradients: bool, state: State, optimizer: int, processes: int
+) -> int:
     """What one process puts in: an int64, with room to add up those of so many processes.
 
-    The digest is a hash of host scalars, which is the same in each process.
+    The digest is a hash of host scalars, which is the same in each process. ``optimizer`` is its
+    :meth:`Order.identity`.
     """
     bits = processes.bit_length()
-    digest = hash(tuple(state)) & ((1 << 62 - 3 * bits) - 1)
+    digest = hash((*state, optimizer)) & ((1 << 62 - 3 * bits) - 1)
     return (digest << 2 * bits) | (has_gradients << bits) | found_inf
 
 
@@ -48,24 +79,36 @@ def result(total: int, own: int, processes: int) -> Result:
     return Result(bool(total & ones), bool(total >> bits & ones), is_same)
 
 
-def bounds(state: Any) -> list[Any]:
+def bounds(state: Iterable[Any]) -> list[Any]:
     """Each value with its negative: their maxima show the range over all processes."""
     return list(chain.from_iterable((value, -value) for value in state))
 
 
 def check_same(fields: Iterable[str], maxima: Sequence[float]) -> None:
-    """Compare what processes hold in the fields of a state, from the maxima of their ``bounds``.
+    """Compare what processes hold.
+
+    Args:
+        fields: of the state.
+        maxima: of the ``bounds`` of the state, and of the optimizer's identity.
 
     Raises:
-        ScaleMismatchError: they hold different scales or counters; all of them raise it.
+        ScaleMismatchError: they hold different scales or counters, or decide about different
+            optimizers; all of them raise it.
     """
-    for name, largest, negated in zip(fields, maxima[::2], maxima[1::2], strict=True):
+    for name, largest, negated in zip((*fields, ""), maxima[::2], maxima[1::2], strict=True):
         smallest = 0.0 - negated  # not -0.0
-        if largest != smallest:
+        if largest == smallest:
+            continue
+        if not name:
             raise ScaleMismatchError(
-                f"processes that decide together hold different loss scales or counters: {name} is "
-                f"{smallest:g} on one and {largest:g} on another. Construct the scaler with the "
-                "same arguments on each, load the same state dict on each, and call step() and "
-                "update() as often on each. If it has optimizers that different processes share, "
-                "name the group of all of them, group="
+                "processes that decide together decide about different optimizers: call "
+                "unscale_(), clip_grad_norm_() and step() for the same optimizers in the same "
+                "order on each"
             )
+        raise ScaleMismatchError(
+            f"processes that decide together hold different loss scales or counters: {name} is "
+            f"{smallest:g} on one and {largest:g} on another. Construct the scaler with the "
+            "same arguments on each, load the same state dict on each, and call step() and "
+            "update() as often on each. If it has optimizers that different processes share, "
+            "name the group of all of them, group="
+        )

@@ -37,7 +37,7 @@ class Operations(Protocol):
     def finite_steps(self, state: State, /) -> int | None:
         """The count of finite steps; None where reading it would wait for a device."""
 
-    def advance(
+    def next_state(
         self,
         policy: Policy,
         state: State,
@@ -45,10 +45,13 @@ class Operations(Protocol):
         amaxes: Sequence[Tensor] = (),
         /,
     ) -> State:
-        """The state after a step of ``policy``; it may reuse ``state``'s place.
+        """What a step of ``policy`` makes of ``state``, which stays as it is.
 
         The policy is handed the largest of ``amaxes``, if there are any.
         """
+
+    def move(self, state: State, values: State, /) -> State:
+        """A placed state of the values of ``next_state``, in ``state``'s place if it has one."""
 
     def copy(self, state: State, /) -> State:
         """A state that moves independently of ``state``."""

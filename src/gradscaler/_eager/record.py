@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
+from itertools import starmap
 from typing import Any
 
 from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
@@ -129,6 +132,8 @@ class OptimizerRecord:
         found_inf: its own flags; None until its gradients were checked.
         overflowed: whether a flag is set, once a step has read that on the host.
         amax: their largest magnitude once unscaled; None where the policy does not look at it.
+        result: what ``optimizer.step`` returned, in a list; empty until it has, None until it is
+            called.
         scale: the scale that its gradients are unscaled by.
         inv_scale: 1/scale if the gradients are MEASURED, else None.
         clip_coefficient: what clipping still has to multiply the gradients by, or None.
@@ -154,6 +159,19 @@ class OptimizerRecord:
     has_raised: bool = False
     is_outdated: bool = False
     stale: list[Tensor] | None = None
+
+    result: list[Any] | None = None
+
+    def apply(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the optimizer's ``step``, and keep what it returns in ``result``.
+
+        ``extend`` is one call into C, so no interrupt comes between the two: a step that has
+        returned is never taken for one that has not.
+        """
+        result: list[Any] = []
+        self.result = result
+        result.extend(starmap(partial(step, **kwargs), (args,)))
+        return result[0]
 
     @property
     def is_scaled(self) -> bool:
@@ -211,7 +229,13 @@ class OptimizerRecord:
 
 
 class Records(defaultdict[int, OptimizerRecord]):
-    """Records by the ids of their optimizers; a wrapper's id finds that of the optimizer in it."""
+    """Records by the ids of their optimizers; a wrapper's id finds that of the optimizer in it.
+
+    Attributes:
+        next_state: the state that ``update`` moves to, once it has decided.
+    """
+
+    next_state: State | None = None
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -229,8 +253,3 @@ class Records(defaultdict[int, OptimizerRecord]):
             return super().__missing__(key)
         _, owner = self._wrapped[key]
         return self[id(owner)]
-
-    def clear(self) -> None:
-        """Forget the wrappers, too."""
-        super().clear()
-        self._wrapped.clear()

@@ -165,8 +165,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             self._announce_step(optimizer, record, state)
         try:
             return self._step_or_skip(optimizer, record, state, args, kwargs)
-        except BaseException:
-            self._note_raised(optimizer)
+        except BaseException as error:
+            self._note_raised(optimizer, error)
             raise
 
     def update(self, new_scale: float | TensorT | None = None) -> None:
@@ -284,7 +284,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             lambda: self._placed_state("update"),  # the one in force
             self._policy if self._scale_moves() else None,
             lambda record: self._decision(
-                self._repeaters(record.optimizer), self._check(record.optimizer), None
+                record, self._repeaters(record.optimizer), self._check(record.optimizer), None
             )[0],
         ).run()
 
@@ -334,8 +334,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             norm: TensorT = self._clip(
                 optimizer, float(max_norm), norm_type, error_if_nonfinite, shards
             )
-        except BaseException:
-            self._note_raised(optimizer)
+        except BaseException as error:
+            self._note_raised(optimizer, error)
             raise
         return norm
 
@@ -411,23 +411,32 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if new_scale is not None:
             self._set_scale(new_scale)
         else:
-            found_infs, is_checked = [], False
-            for record in self._records.values():
-                if record.found_inf:
-                    found_infs.append(record.found_inf)
-                elif record.found_inf is not None or record.stage is Stage.INTERRUPTED:
-                    is_checked = True  # there were no gradients, or nothing is to move
-            if not found_infs and not is_checked:
-                raise CallOrderError(
-                    "No inf checks were recorded prior to update(): call step(optimizer) or "
-                    "unscale_(optimizer) before update()"
-                )
-            if self._closures.backed_off is not None:
-                self._state = state = self._closures.backed_off
-            if found_infs:
-                amaxes = self._amaxes()
-                self._state = self._operations.advance(self._policy, state, found_infs, amaxes)
+            # Once decided, an update that is interrupted and repeated moves to the same state.
+            if self._records.next_state is None:
+                self._records.next_state = self._next_state(state)
+            self._state = self._operations.move(state, self._records.next_state)
         self._end_iteration()
+
+    def _next_state(self, state: State) -> State:
+        """The state after this iteration, by what its checks found; nothing has moved yet."""
+        found_infs, is_checked = [], False
+        for record in self._records.values():
+            if record.found_inf:
+                found_infs.append(record.found_inf)
+            elif record.found_inf is not None or record.stage is Stage.INTERRUPTED:
+                is_checked = True  # there were no gradients, or nothing is to move
+        if not found_infs and not is_checked:
+            raise CallOrderError(
+                "No inf checks were recorded prior to update(): call step(optimizer) or "
+                "unscale_(optimizer) before update()"
+            )
+        if self._closures.open_loop is not None:
+            overflowed = any(map(self._operations.any_set, found_infs))
+            self._closures.close_loop(keeps_scale=bool(found_infs) and not overflowed)
+        state = self._closures.backed_off or state
+        if not found_infs:
+            return state
+        return self._operations.next_state(self._policy, state, found_infs, self._amaxes())
 
     def _place(self, device: Any) -> State:
         """Put the state on the device of the first scaled tensor."""
@@ -475,7 +484,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         return self._deciders(optimizer)
 
     def _decision(
-        self, deciders: Any, found_inf: FoundInf, amax: Tensor | None
+        self, record: OptimizerRecord, deciders: Any, found_inf: FoundInf, amax: Tensor | None
     ) -> tuple[FoundInf, Tensor | None]:
         """What all that decide together found, from what this process found."""
         return found_inf, amax
@@ -519,7 +528,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         # Asked here too, because a call that does nothing counts in a small step.
         if record.inv_scale is not None or record.clip_coefficient is not None:
             self._apply_pending(record)
-        return optimizer.step(*args, **kwargs)
+        return record.apply(optimizer.step, *args, **kwargs)
 
     def _conclude(
         self, optimizer: Optimizer, record: OptimizerRecord, reason: Reason | None = None
@@ -536,7 +545,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         flag: bool | Callable[[], bool] | None = record.overflowed
         if flag is None:
             flag = self._operations.readable(found_inf) if found_inf else False
-        record.move("step")
+        record.stage = Stage.STEPPED
         self._records[id(record.optimizer)] = record
         outcome = StepOutcome(scale, flag, reason)
         self._outcomes.put(record.optimizer, outcome)
@@ -547,7 +556,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def __repr__(self) -> str:
         name = type(self).__name__
         if not self._enabled:
-            return f"{name}(disabled)"
+            return f"<{name} disabled>"  # torch's has no parentheses either, and trainers match it
         state = self._host_state()
         return (
             f"{name}(scale={float(state.scale)!r}, finite_steps={int(state.finite_steps)}, "
@@ -610,7 +619,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         # Asked here too, because a call that does nothing counts in a small step.
         if amax_interval(self._policy) and self._amax_is_due(found_inf):
             amax = self._operations.amax(record.optimizer, scale)
-        record.found_inf, record.amax = self._decision(deciders, found_inf, amax)
+        record.found_inf, record.amax = self._decision(record, deciders, found_inf, amax)
 
     def _amax_is_due(self, found_inf: FoundInf) -> bool:
         """Whether the policy looks at the largest gradient of this step."""
@@ -655,6 +664,12 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             self._operations.current_gradients(owner), record.stale or []
         ):
             record = self._record_type()  # all come from another loss
+        if not hasattr(owner, "step"):
+            raise TypeError(
+                "a scaler takes the optimizer that owns the gradients, as in "
+                "scaler.clip_grad_norm_(optimizer, max_norm), scaler.unscale_(optimizer) and "
+                f"scaler.step(optimizer), got {type(optimizer).__name__}"
+            )
         record.optimizer = owner
         return record
 
@@ -697,6 +712,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if norm is None:
             norm = self._total_norm(optimizer, float(norm_type), parts)
         if error_if_nonfinite:
+            if self._enabled:
+                self._keep(record)  # update() backs off from what was found, also after the error
             self._check_finite(record, norm, norm_type)
         coefficient = self._operations.clip_coefficient(max_norm, norm)
         if self._enabled:
@@ -724,10 +741,15 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
     def _end_iteration(self) -> None:
         """Forget what is known of the gradients."""
-        self._closures.backed_off = None
+        self._closures.backed_off = self._closures.open_loop = None
         self._closures.attempted.clear()
-        self._records.clear()
         self._awaiting.clear()
+        self._records = Records(self._record_type)  # last: until then, update() may be repeated
+
+    def _forget_next_state(self) -> None:
+        """Drop what an interrupted call would make of a state that is set from outside."""
+        self._closures.backed_off = None
+        self._records.next_state = None
 
     def _step_with_closure(
         self,
@@ -763,10 +785,16 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             record.interrupt(self._operations.current_gradients(record.optimizer))
             self._keep(record)
 
-    def _note_raised(self, optimizer: Optimizer) -> None:
+    def _note_raised(self, optimizer: Optimizer, error: BaseException) -> None:
         """Allow a call that raised to be repeated, until another loss is scaled."""
         record = self._records.get(id(owner_of(optimizer)))
-        if record is not None and record.stage in _KNOWN:
+        if record is not None and record.result:
+            record.stage = Stage.STEPPED  # it came after the optimizer's step
+        elif record is not None and record.result is not None and not isinstance(error, Exception):
+            # An interrupt: the optimizer may have applied some gradients, or all.
+            record.interrupt(self._operations.current_gradients(record.optimizer))
+            self._awaiting.append(record)
+        elif record is not None and record.stage in _KNOWN:
             record.has_raised = True
             self._awaiting.append(record)
 
@@ -774,7 +802,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """Mark what is known of gradients as outdated: another loss may change them."""
         for record in self._awaiting:
             record.is_outdated = True
-            if record.has_raised and record.stage in _KNOWN:
+            is_known = record.has_raised and record.stage in _KNOWN
+            if is_known or record.stage is Stage.INTERRUPTED:  # those that were not cleared
                 record.interrupt(self._operations.current_gradients(record.optimizer))
         self._awaiting.clear()
 

@@ -12,6 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from gradscaler._eager.operations import Optimizer, Tensor
+from gradscaler._eager.record import OptimizerRecord
 
 _KNOWN_STEPS: WeakKeyDictionary[FunctionType, bool] = WeakKeyDictionary()
 
@@ -20,6 +21,7 @@ def step_with(
     optimizer: Optimizer,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    record: OptimizerRecord,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
@@ -27,7 +29,7 @@ def step_with(
     try:
         optimizer.grad_scale = grad_scale
         optimizer.found_inf = found_inf
-        result = optimizer.step(*args, **kwargs)
+        result = record.apply(optimizer.step, *args, **kwargs)
         del optimizer.grad_scale, optimizer.found_inf
     except BaseException:
         for name in ("grad_scale", "found_inf"):

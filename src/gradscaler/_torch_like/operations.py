@@ -123,44 +123,52 @@ class TorchLikeOperations:
     def copy(self, state: State) -> State:
         return type(state)(*(tensor.clone() for tensor in state))
 
-    def advance(
+    def next_state(
         self,
         policy: Policy,
         state: State,
         found_infs: list[FoundInf],
         amaxes: Sequence[Tensor] = (),
     ) -> State:
+        """The values after a step; a tensor of ``state`` itself where one stays as it is."""
         if not self.on_host(state.scale):
-            return self.advance_on_device(policy, state, found_infs, amaxes)
+            return self.next_on_device(policy, state, found_infs, amaxes)
         # Reading costs nothing here, and tensor operations do.
         found_inf = any(map(self.any_set, found_infs))
         if type(policy) is DynamicScale:
             count, nonfinite = state.finite_steps.item(), state.nonfinite_steps.item()
             if policy._only_counts(count, nonfinite, found_inf):
-                state.finite_steps.fill_(count + 1)
-                return state
+                return state._replace(finite_steps=count + 1)
         values = self.read(state)
         amax = {"amax": max(tensor.item() for tensor in amaxes)} if amaxes else {}
         moved = policy.update(values, found_inf, **amax)
-        for tensor, before, value in zip(state, values, moved, strict=True):
-            if value != before:
-                tensor.fill_(float(value))
-        return state
+        return type(state)(
+            *(
+                tensor if value == before else float(value)
+                for tensor, before, value in zip(state, values, moved, strict=True)
+            )
+        )
 
-    def advance_on_device(
+    def next_on_device(
         self,
         policy: Policy,
         state: State,
         found_infs: list[FoundInf],
         amaxes: Sequence[Tensor],
     ) -> State:
-        """``advance`` without waiting for the device."""
+        """``next_state`` without waiting for the device."""
         device = state.scale.device
         found_inf = self.combine(found_infs, device) != 0
         amax = {"amax": self.largest(amaxes, device)} if amaxes else {}
-        moved = policy.update(state, found_inf, self.framework.where, **amax)
-        for tensor, value in zip(state, moved, strict=True):
-            tensor.copy_(value)
+        return policy.update(state, found_inf, self.framework.where, **amax)
+
+    def move(self, state: State, values: State) -> State:
+        for tensor, value in zip(state, values, strict=True):
+            if self.is_tensor(value):
+                if value is not tensor:
+                    tensor.copy_(value)
+            else:
+                tensor.fill_(value)
         return state
 
     def any_set(self, found_inf: FoundInf) -> bool:
@@ -349,9 +357,17 @@ class TorchLikeOperations:
         return amax if scale is None else amax * self.on_device(self.inverse(scale)[1], amax.device)
 
     def total_norm(self, optimizer: Optimizer, norm_type: float) -> Tensor:
-        norm = self.framework.nn.utils.get_total_norm
-        grads = self.gradients_to_measure(optimizer)
-        return norm([grad for grad in grads if grad.numel()], norm_type)  # inf takes no empty
+        """The same operations as ``nn.utils.get_total_norm``, whose ``no_grad()`` is left out."""
+        measured = self.gradients_to_measure(optimizer)
+        grads = [grad.detach() for grad in measured if grad.numel()]  # inf takes no empty ones
+        if not grads:
+            return self.framework.tensor(0.0)
+        norms = [
+            self.on_device(norm, grads[0].device)
+            for (group,), _ in self._group_tensors([grads]).values()
+            for norm in self.framework._foreach_norm(group, norm_type)
+        ]
+        return self.framework.linalg.vector_norm(self.framework.stack(norms), norm_type)
 
     def clip_coefficient(self, max_norm: float, norm: Tensor) -> Tensor:
         return self.framework.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -381,15 +397,14 @@ class TorchLikeOperations:
         ]
 
         def restore() -> None:
-            with self.framework.no_grad():
-                for parameter, value in saved:
-                    grad = parameter.grad
-                    if value is None:
-                        parameter.grad = None
-                    elif grad is None or grad.is_sparse or value.is_sparse:
-                        parameter.grad = value.clone()
-                    else:  # in place: others may hold it, as DDP's buckets do
-                        grad.copy_(value)
+            for parameter, value in saved:
+                grad = parameter.grad
+                if value is None:
+                    parameter.grad = None
+                elif grad is None or grad.is_sparse or value.is_sparse:
+                    parameter.grad = value.clone()
+                else:  # in place: others may hold it, as DDP's buckets do
+                    _overwrite(grad, value)
 
         return restore
 
@@ -397,9 +412,8 @@ class TorchLikeOperations:
         saved = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
         def restore() -> None:
-            with self.framework.no_grad():
-                for tensor, value in saved:
-                    tensor.copy_(value)
+            for tensor, value in saved:
+                _overwrite(tensor, value)
 
         return restore
 
@@ -445,9 +459,8 @@ class TorchLikeOperations:
         ]
 
         def restore() -> None:
-            with self.framework.no_grad():
-                for parameter, value in zip(parameters, values, strict=True):
-                    parameter.copy_(value)
+            for parameter, value in zip(parameters, values, strict=True):
+                _overwrite(parameter, value)
             optimizer.state.clear()
             optimizer.state.update(state)
             for group, saved in zip(optimizer.param_groups, options, strict=True):
@@ -470,6 +483,14 @@ def _are_alike(tensors: list[Tensor]) -> bool:
         if tensor.dtype != dtype or tensor.device != device:
             return False
     return True
+
+
+def _overwrite(tensor: Tensor, value: Tensor) -> None:
+    """Copy values into a tensor, also into a leaf that requires a gradient.
+
+    ``no_grad()`` would leave gradients switched off if an interrupt hit its exit.
+    """
+    tensor.detach().copy_(value)
 
 
 def _nonfinite(norm: Tensor) -> Tensor:

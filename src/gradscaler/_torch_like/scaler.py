@@ -166,7 +166,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
             policy, state = checkpoint.read(state_dict)
         self._policy = policy
         self._initial_state = state
-        self._closures.backed_off = None
+        self._forget_next_state()
         if self._state is not None:
             self._state = self._operations.assign(self._state, state)
 
@@ -178,7 +178,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
 
     @_scale.setter
     def _scale(self, scale: Tensor | None) -> None:
-        self._closures.backed_off = None
+        self._forget_next_state()
         if scale is None:
             self._state = None
         else:
@@ -346,7 +346,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
             )
             in_force, self._state = self._state, state  # which it asks for the scale
             try:
-                result = optimizer.step(*args, **kwargs, grad_scaler=self)
+                result = record.apply(optimizer.step, *args, **kwargs, grad_scaler=self)
             finally:
                 self._state = in_force
             record = self._record(optimizer)
@@ -388,10 +388,12 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         if not (is_finite and self._operations.needs_no_unset_flag(optimizer)):
             flag = self._operations.combine([found_inf], state.scale.device)
         try:
-            result = step_with(optimizer, grad_scale, flag, args, kwargs)
+            result = step_with(optimizer, grad_scale, flag, record, args, kwargs)
             self._conclude(optimizer, record)
         except BaseException as error:
-            if not isinstance(error, Exception) or may_raise_after_its_kernel(optimizer):
+            if record.result:
+                record.stage = Stage.STEPPED
+            elif not isinstance(error, Exception) or may_raise_after_its_kernel(optimizer):
                 self._note_interrupt(record, error)
             raise
         return result

@@ -51,11 +51,15 @@ def finite_steps(state: State) -> int:
     return int(state.finite_steps)
 
 
-def advance(
+def next_state(
     policy: Policy, state: State, found_infs: list[FoundInf], amaxes: Sequence[np.float32] = ()
 ) -> State:
     amax: dict[str, Any] = {"amax": max(amaxes)} if amaxes else {}
     return policy.update(state, any(map(any_set, found_infs)), **amax)
+
+
+def move(state: State, values: State) -> State:
+    return values
 
 
 def copy(state: State) -> State:
@@ -83,7 +87,10 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
 
 
 def gradients(optimizer: Any) -> list[list[Tensor]]:
-    """The optimizer's gradients, those of one dtype together.
+    """The optimizer's gradients, those of one dtype together, to be changed in place.
+
+    They are detached, so nothing records what is done to them. ``no_grad()`` would do so too, but
+    an interrupt at its exit would leave gradients switched off.
 
     Raises:
         NotImplementedError: a gradient is sparse.
@@ -98,7 +105,7 @@ def gradients(optimizer: Any) -> list[list[Tensor]]:
     for grad in itertools.chain.from_iterable(by_dtype):
         if grad.is_selected_rows():
             raise NotImplementedError(f"{grad.name} is sparse: Paddle cannot unscale it")
-    return by_dtype
+    return [[grad.detach() for grad in grads] for grads in by_dtype]
 
 
 def inverse(scale: np.float32) -> tuple[np.float32, np.float32]:
@@ -111,18 +118,17 @@ def unscale_(optimizer: Any, scale: np.float32) -> dict[str, Any]:
     The flag is a bool where its reading waits for no device, else a tensor of shape [1].
     """
     found_infs: list[Any] = []
-    with paddle.no_grad():
-        for grads in gradients(optimizer):
-            # Paddle's kernel takes any gradient for a contiguous one. On the CPU it is slow, takes
-            # no halves, and after an overflow it zeroes what it should unscale.
-            on_cpu = grads[0].place.is_cpu_place()
-            fit = [grad for grad in grads if not on_cpu and grad.is_contiguous()]
-            rest = [grad for grad in grads if on_cpu or not grad.is_contiguous()]
-            if fit:
-                found_infs.append(_unscale_at_once_(fit, float(scale)))
-            if rest:
-                found_infs.append(not _all_finite(rest))
-                _multiply_(rest, 1.0 / float(scale))
+    for grads in gradients(optimizer):
+        # Paddle's kernel takes any gradient for a contiguous one. On the CPU it is slow, takes
+        # no halves, and after an overflow it zeroes what it should unscale.
+        on_cpu = grads[0].place.is_cpu_place()
+        fit = [grad for grad in grads if not on_cpu and grad.is_contiguous()]
+        rest = [grad for grad in grads if on_cpu or not grad.is_contiguous()]
+        if fit:
+            found_infs.append(_unscale_at_once_(fit, float(scale)))
+        if rest:
+            found_infs.append(not _all_finite(rest))
+            _multiply_(rest, 1.0 / float(scale))
     if not found_infs:
         return {}
     return {"found_inf": functools.reduce(operator.or_, found_infs)}
@@ -130,9 +136,8 @@ def unscale_(optimizer: Any, scale: np.float32) -> dict[str, Any]:
 
 def check(optimizer: Any) -> FoundInf:
     """A bool: whether a gradient is not finite; empty where there are none."""
-    with paddle.no_grad():
-        groups = gradients(optimizer)
-        return {"found_inf": not all(map(_all_finite, groups))} if groups else {}
+    groups = gradients(optimizer)
+    return {"found_inf": not all(map(_all_finite, groups))} if groups else {}
 
 
 def _unscale_at_once_(grads: list[Tensor], scale: float) -> Tensor:
@@ -161,15 +166,14 @@ def measure(
 ) -> tuple[Tensor, np.float32, Tensor, FoundInf] | None:
     if scale < 1:  # squares of scaled gradients might underflow
         return None
-    with paddle.no_grad():
-        groups = gradients(optimizer)
-        if len(groups) != 1 or groups[0][0].dtype != paddle.float32:
-            return None
-        squared = _squared_norm(groups[0])
-        if not math.isfinite(squared.item()):
-            return None
-        inv_scale = paddle.full([], 1.0 / float(scale), dtype="float32")
-        return squared.sqrt().reshape([]) * inv_scale, scale, inv_scale, {"found_inf": False}
+    groups = gradients(optimizer)
+    if len(groups) != 1 or groups[0][0].dtype != paddle.float32:
+        return None
+    squared = _squared_norm(groups[0])
+    if not math.isfinite(squared.item()):
+        return None
+    inv_scale = paddle.full([], 1.0 / float(scale), dtype="float32")
+    return squared.sqrt().reshape([]) * inv_scale, scale, inv_scale, {"found_inf": False}
 
 
 def _multiply_(grads: list[Tensor], factor: float) -> None:
@@ -184,21 +188,18 @@ def _multiply_(grads: list[Tensor], factor: float) -> None:
             _C_ops.scale_(grad, factor, -0.0, True)
 
 
-@paddle.no_grad()
 def amax(optimizer: Any, scale: np.float32 | None) -> np.float32:
     found = largest(grad for group in gradients(optimizer) for grad in group)
     return found if scale is None else found * np.float32(1.0 / float(scale))
 
 
-@paddle.no_grad()
 def largest(grads: Iterable[Tensor]) -> np.float32:
     """The largest magnitude in these gradients."""
-    sized = [grad for grad in grads if grad.size]
+    sized = [grad.detach() for grad in grads if grad.size]
     wide = [grad.astype("float32") if grad.dtype in _HALF else grad for grad in sized]
     return np.float32(max((grad.abs().max().item() for grad in wide), default=0.0))
 
 
-@paddle.no_grad()
 def total_norm(optimizer: Any, norm_type: float) -> Tensor:
     grads = [grad for group in gradients(optimizer) for grad in group]
     if not grads:
@@ -225,7 +226,6 @@ def clip_coefficient(max_norm: float, norm: Tensor) -> Tensor:
     return paddle.clip(max_norm / (norm + 1e-6), max=1.0)
 
 
-@paddle.no_grad()
 def multiply_gradients_(optimizer: Any, factor: Tensor) -> None:
     for grads in gradients(optimizer):
         _multiply_(grads, factor.item())

@@ -78,23 +78,24 @@ def _topology_of(optimizer: Any) -> Any:
 
 
 def settle(
-    group: Group, state: State, found_inf: FoundInf, amax: np.float32 | None
+    group: Group, optimizer: int, state: State, found_inf: FoundInf, amax: np.float32 | None
 ) -> tuple[FoundInf, np.float32 | None]:
     """What the processes of a group found together; no flag if none of them has gradients.
 
-    ``amax`` is this process' largest gradient. All have one or none has, if no gradients
-    overflowed; another all-reduce then finds the largest.
+    ``optimizer`` is its ``Order.identity``. ``amax`` is this process' largest gradient. All have
+    one or none has, if no gradients overflowed; another all-reduce then finds the largest.
 
     Raises:
-        ScaleMismatchError: the processes hold different scales or counters.
+        ScaleMismatchError: the processes hold different scales or counters, or decide about
+            different optimizers.
     """
     count = group.nranks
-    own = ballot(_operations.any_set(found_inf), bool(found_inf), state, count)
+    own = ballot(_operations.any_set(found_inf), bool(found_inf), state, optimizer, count)
     vote: Tensor = paddle.to_tensor(own, "int64", _place_of(group))
     dist.all_reduce(vote, dist.ReduceOp.SUM, group)
     found, has_gradients, is_same = result(int(vote.item()), own, count)
     if not is_same:
-        check_same(state._fields, _maxima(group, bounds(state)))
+        check_same(state._fields, _maxima(group, bounds((*state, optimizer))))
     if amax is not None and not found:
         amax = np.float32(_maxima(group, [amax])[0])
     return {"found_inf": found} if has_gradients else {}, amax

@@ -1,37 +1,74 @@
-"""Parameters that have two names: Paddle's own, and PyTorch's."""
+"""Parameters that have two names and two orders: Paddle's own, and PyTorch's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature
-from typing import Any, ParamSpec
+from numbers import Real
+from typing import Any, TypeVar, cast
 
 from gradscaler.errors import ParameterTypeError
 from gradscaler.policies._presets import PADDLE
 
-P = ParamSpec("P")
+Init = TypeVar("Init", bound=Callable[..., None])
 
 _OWN_NAMES = {"enabled": "enable", **{other: name for name, other in PADDLE.items()}}
 """Paddle's name of each parameter that also has PyTorch's."""
 
+_TORCH_ORDER = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
+"""That of ``torch.cuda.amp.GradScaler``; ``torch.amp.GradScaler`` has ``device`` before it."""
 
-def one_name_each(init: Callable[P, None]) -> Callable[P, None]:
-    """Refuse a call that gives both names of a parameter, even if one value is the default."""
-    parameters = tuple(signature(init).parameters)
+
+def either_spelling(init: Init) -> Init:
+    """Take arguments in Paddle's order or in PyTorch's, and only one name of each parameter.
+
+    PyTorch's order starts with a text, or with a number that is not a bool. Both names of a
+    parameter are refused even if one value is the default.
+    """
+    own_order = tuple(signature(init).parameters)[1:]
 
     @wraps(init)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    def read(self: Any, *args: Any, **kwargs: Any) -> None:
+        order = _torch_order(args, kwargs)
+        if order is not None:
+            if len(args) > len(order):
+                raise TypeError(f"PyTorch's order is {', '.join(order)}: got {len(args)} values")
+            named = dict(zip(order, args, strict=False))
+            for name in named.keys() & kwargs.keys():
+                raise TypeError(f"{name} is given by position and by name: give it once")
+            args, kwargs = (), named | kwargs
+        given = {**dict(zip(own_order, args, strict=False)), **kwargs}
         for other, name in _OWN_NAMES.items():
             if name in given and given.get(other) is not None:
                 raise ParameterTypeError(
                     f"{other} is another name of {name}: give one of them, got "
                     f"{name}={given[name]!r} and {other}={given[other]!r}"
                 )
-        init(*args, **kwargs)
+        init(self, *args, **kwargs)
 
-    return checked
+    return cast(Init, read)
+
+
+def _torch_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...] | None:
+    """The names of ``args``, if they are in PyTorch's order.
+
+    Raises:
+        TypeError: the first is 0 or 1, and nothing says whether it is ``enable`` or the scale.
+    """
+    first = args[0] if args else None
+    if isinstance(first, str):
+        return ("device", *_TORCH_ORDER)
+    if isinstance(first, bool) or not isinstance(first, Real) or len(args) > len(_TORCH_ORDER):
+        return None
+    if first in (0, 1) and not {"enable", "enabled"} & kwargs.keys():
+        if {"init_loss_scaling", "init_scale"} & kwargs.keys():
+            return None
+        raise TypeError(
+            f"{first!r} may be Paddle's enable or PyTorch's init_scale: write "
+            f"enable={bool(first)} or init_scale={first!r}"
+        )
+    return _TORCH_ORDER
 
 
 def given(name: str, value: Any, other: str, other_value: Any) -> dict[str, Any]:

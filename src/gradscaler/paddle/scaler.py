@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,6 +13,7 @@ from paddle.distributed.communication.group import Group
 
 from gradscaler import checkpoint
 from gradscaler._eager.closure import DEFAULT_MAX_RETRIES
+from gradscaler._eager.decision import Order
 from gradscaler._eager.operations import FoundInf, Operations, Tensor
 from gradscaler._eager.record import OptimizerRecord, Records, owner_of
 from gradscaler._eager.scaler import EagerScaler
@@ -40,7 +42,7 @@ from gradscaler.paddle._processes import (
     unscaled_by_fleet,
 )
 from gradscaler.paddle._record import PaddleOptimizer, PaddleRecord
-from gradscaler.paddle._spelling import given, one_name_each
+from gradscaler.paddle._spelling import either_spelling, given
 from gradscaler.paddle._static import run_dynamically, static_graph_error
 from gradscaler.policies import (
     AmaxScale,
@@ -111,17 +113,23 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             ``DataParallel`` gives all the same gradients. Name it for parameters of one process
             alone, and for a loop over ``attempts``. Each of them then calls ``step`` for the same
             optimizers in the same order.
-        enabled, init_scale, growth_factor, backoff_factor, growth_interval: PyTorch's names, which
-            Paddle's development version takes too, of ``enable``, ``init_loss_scaling``,
-            ``incr_ratio``, ``decr_ratio`` and ``incr_every_n_steps``. The defaults stay Paddle's.
+        device: PyTorch's, which changes nothing: a scaler works on every device.
+        enabled, init_scale, growth_factor, backoff_factor, growth_interval: PyTorch's names of
+            ``enable``, ``init_loss_scaling``, ``incr_ratio``, ``decr_ratio`` and
+            ``incr_every_n_steps``. The defaults stay Paddle's.
+
+    As in Paddle's development version, a text or a number first means PyTorch's order:
+    ``GradScaler(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)``, or
+    the same without ``device``. A bool or None first means Paddle's. 0 or 1 first may be ``enable``
+    or ``init_scale``: write which, or give the other of the two by name.
 
     The defaults are those of Paddle's reference documentation. Release 3.3.1 itself has 65536.0,
     2000 and 1 for ``init_loss_scaling``, ``incr_every_n_steps`` and ``decr_every_n_nan_or_inf``.
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.
-        TypeError: a parameter is not the kind of number it should be, ``enable`` is not a bool, or
-            both names of a parameter are given.
+        TypeError: a parameter is not the kind of number it should be, ``enable`` is not a bool,
+            ``device`` is not a text, a parameter is given twice, or the order is unclear.
         NotImplementedError: scaling is enabled in a static graph, which takes
             ``paddle.amp.GradScaler``.
 
@@ -145,10 +153,10 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     _scaled_by: np.float32 | None = None  # what the last loss was multiplied by
     _updated: _Update | None = None  # the last update, until another loss is scaled
 
-    @one_name_each
+    @either_spelling
     def __init__(
         self,
-        enable: bool = True,
+        enable: bool | float | str = True,  # a scale or a device comes first in PyTorch's order
         init_loss_scaling: float = 2.0**15,
         incr_ratio: float = 2.0,
         decr_ratio: float = 0.5,
@@ -159,6 +167,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         policy: OwnPolicy | None = None,
         max_retries: int = DEFAULT_MAX_RETRIES,
         group: Group | None = None,
+        device: str | None = None,
         enabled: bool | None = None,
         init_scale: float | None = None,
         growth_factor: float | None = None,
@@ -170,6 +179,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             hint = f"; for the scale before the first step, write init_loss_scaling={flag!r}"
             hint = hint if isinstance(flag, Real) else ""
             raise TypeError(f"{name} must be True or False, got {flag!r}{hint}")
+        if device is not None and not isinstance(device, str):
+            raise TypeError(f"device must be the name of a device, got {device!r}")
         enable = bool(flag)
         if enable and not paddle.in_dynamic_mode():
             raise static_graph_error()
@@ -266,7 +277,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             amax = None
             if self._amax_is_due(found_inf):
                 amax = largest_of(unscaled_by_fleet(optimizer), asked_by_fleet(self._unscale))
-            record.found_inf, record.amax = self._decision(deciders, found_inf, amax)
+            record.found_inf, record.amax = self._decision(record, deciders, found_inf, amax)
         if record.is_scaled:
             record.move("unscale_")
 
@@ -297,8 +308,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             if not record.found_inf or _operations.any_set(record.found_inf):
                 result = _skipped_minimize(optimizer, args, kwargs)
             self._conclude(optimizer, record)
-        except BaseException:
-            self._note_raised(optimizer)
+        except BaseException as error:
+            self._note_raised(optimizer, error)
             raise
         self.update()
         return result
@@ -328,8 +339,12 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         return self._enabled and self._use_dynamic_loss_scaling
 
     def get_scale(self) -> float:
-        """The scale that the next loss is multiplied by; 1.0 if scaling is disabled."""
-        return float(self._host_state().scale) if self._enabled else 1.0
+        """The scale that the next loss is multiplied by.
+
+        0.0 if scaling is disabled, as in Paddle's development version; release 3.3.1 has no such
+        method.
+        """
+        return float(self._host_state().scale) if self._enabled else 0.0
 
     def get_init_loss_scaling(self) -> float:
         """The initial scale, or the one that was set or loaded last; 1.0 if scaling is disabled."""
@@ -438,10 +453,14 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         self._use_dynamic_loss_scaling = dynamic
         self._init_loss_scaling = float(state.scale)
         self._set_state(state)
-        self._closures.backed_off = None
+        self._forget_next_state()
+
+    def _start_records(self) -> None:
+        super()._start_records()
+        self._orders: defaultdict[Group, Order] = defaultdict(Order)
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = dict.fromkeys((*_FLAGS, "_found_inf", "_scaled_by", "_updated"))
+        left_out = dict.fromkeys(("_orders", *_FLAGS, "_found_inf", "_scaled_by", "_updated"))
         return {**super().__getstate__(), **left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -542,10 +561,19 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         return _operations.check(optimizer)
 
     def _decision(
-        self, deciders: Group | None, found_inf: FoundInf, amax: np.float32 | None
+        self,
+        record: OptimizerRecord,
+        deciders: Group | None,
+        found_inf: FoundInf,
+        amax: np.float32 | None,
     ) -> tuple[FoundInf, np.float32 | None]:
         if deciders is not None:
-            found_inf, amax = settle(deciders, self._in_use(self._host_state()), found_inf, amax)
+            # All hold a tensor on a mesh alike; others may be those of a stage or a shard.
+            parameters = _operations.parameters_of(record.optimizer)
+            shapes = (parameter.shape for parameter in parameters if parameter.is_dist())
+            identity = self._orders[deciders].identity(record.optimizer, shapes)
+            state = self._in_use(self._host_state())
+            found_inf, amax = settle(deciders, identity, state, found_inf, amax)
         flag = found_inf.get("found_inf", False)
         if isinstance(flag, bool):
             flag = paddle.ones([1], "bool") if flag else self._temp_found_inf_value_false
@@ -592,7 +620,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             shares_flag = hasattr(optimizer, "_set_auxiliary_var")
             if shares_flag:
                 optimizer._set_auxiliary_var("found_inf", self._unset_flag_for(optimizer))
-            result = getattr(optimizer, method)(*args, **kwargs)
+            result = record.apply(getattr(optimizer, method), *args, **kwargs)
             if shares_flag:  # a distributed optimizer may have found one elsewhere
                 flag = optimizer._get_auxiliary_var("found_inf")
                 self._cache_found_inf = _operations.is_set(flag)
@@ -621,7 +649,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             found_infs: list[FoundInf] = [{"found_inf": self._cache_found_inf}]
             amaxes = self._amaxes()
             state = self._host_state()
-            self._set_state(_operations.advance(self._policy, state, found_infs, amaxes))
+            self._set_state(_operations.next_state(self._policy, state, found_infs, amaxes))
 
     def _scale_moves(self) -> bool:
         return self._use_dynamic_loss_scaling
@@ -644,7 +672,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             start, optimizers = last.start, optimizers | last.optimizers
             found_infs, amaxes = last.found_infs + found_infs, last.amaxes + amaxes
             if found_infs:
-                self._state = _operations.advance(self._policy, start, found_infs, amaxes)
+                self._state = _operations.next_state(self._policy, start, found_infs, amaxes)
         if self._scaled_by is not None:
             self._updated = _Update(start, optimizers, found_infs, amaxes)
         after = self._host_state().scale
@@ -665,7 +693,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     def _replace_scale(self, scale: float) -> None:
         self._set_state(self._host_state()._replace(scale=np.float32(scale)))
-        self._closures.backed_off = None
+        self._forget_next_state()
 
     def _set_state(self, state: State) -> None:
         self._initial_state = self._state = state

@@ -39,11 +39,10 @@ class TensorPlayOperations(TorchLikeOperations):
         if all(grad.is_contiguous() and _is_new(grad, buffers) for grad in grads):
             return grads
         buffers.clear()
-        with tensorplay.no_grad():
-            for parameter in parameters_of(optimizer):
-                grad = parameter.grad
-                if grad is not None and not (grad.is_contiguous() and _is_new(grad, buffers)):
-                    parameter.grad = grad.clone().contiguous()
+        for parameter in parameters_of(optimizer):
+            grad = parameter.grad
+            if grad is not None and not (grad.is_contiguous() and _is_new(grad, buffers)):
+                parameter.grad = grad.detach().clone().contiguous()
         return super().gradients(optimizer)
 
     def check_and_unscale_(self, grads: list[Any], flag: Any, inv_scale: Any) -> None:

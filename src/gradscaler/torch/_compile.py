@@ -36,7 +36,7 @@ def keep_out_of_graphs() -> None:
                 if function.__name__ in CALLS:
                     function._torchdynamo_disable = True  # type: ignore[attr-defined]
                 # A policy is traced where users compile it, but not on the host's numbers.
-                strategy = skip_all if function.__name__ == "advance" else skip
+                strategy = skip_all if function.__name__ == "next_state" else skip
                 for code in _codes(function.__code__):
                     eval_frame.set_code_exec_strategy(code, strategy)
 

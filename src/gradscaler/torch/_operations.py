@@ -70,7 +70,7 @@ class TorchOperations(TorchLikeOperations):
         """Those of DTensors by this process' part, which has an address."""
         return to_local(super().current_gradients(optimizer))
 
-    def advance_on_device(
+    def next_on_device(
         self,
         policy: Policy,
         state: State,
@@ -79,20 +79,21 @@ class TorchOperations(TorchLikeOperations):
     ) -> State:
         """One step of the policy: by torch's kernel, where that knows the rule."""
         if not _is_torch_s(policy):
-            return super().advance_on_device(policy, state, found_infs, amaxes)
-        # The kernel grows when a count is equal to the interval, and lets the scale sink to 0.
+            return super().next_on_device(policy, state, found_infs, amaxes)
+        # The kernel grows when a count is equal to the interval, and lets the scale sink to 0. It
+        # works in place, so it is handed copies: a step that was interrupted moves nothing.
         growth_interval = min(policy.growth_interval, _checks.LONGEST_COUNT)
-        state.finite_steps.clamp_(max=growth_interval - 1)
+        scale = state.scale.clone()
+        finite_steps = state.finite_steps.clamp(max=growth_interval - 1)
         torch._amp_update_scale_(
-            state.scale,
-            state.finite_steps,
-            self.combine(found_infs, state.scale.device),
+            scale,
+            finite_steps,
+            self.combine(found_infs, scale.device),
             policy.growth_factor,
             policy.backoff_factor,
             growth_interval,
         )
-        state.scale.clamp_(min=policy.min_scale)
-        return state
+        return state._replace(scale=scale.clamp_(min=policy.min_scale), finite_steps=finite_steps)
 
 
 def _is_torch_s(policy: Policy) -> TypeGuard[DynamicScale]:
@@ -160,7 +161,6 @@ def _overlaps(tensor: torch.Tensor) -> bool:
     return False
 
 
-@torch.no_grad()
 def _values(optimizer: Any, coalesce: bool) -> list[torch.Tensor]:
     """The optimizer's gradients, sparse ones by their values, overlapping ones copied."""
     values = []
@@ -170,13 +170,12 @@ def _values(optimizer: Any, coalesce: bool) -> list[torch.Tensor]:
             continue
         if grad.is_sparse:
             if coalesce or grad.dtype is torch.float16:
-                parameter.grad = grad = grad.coalesce()
+                parameter.grad = grad = grad.detach().coalesce()
             grad = grad._values()
         elif _overlaps(*to_local([grad])):
-            whole = torch.empty_like(
-                parameter, dtype=grad.dtype
-            )  # fused optimizers need its layout
-            parameter.grad = grad = whole.copy_(grad)
+            # Fused optimizers need the parameter's layout.
+            whole = torch.empty_like(parameter, dtype=grad.dtype, requires_grad=False)
+            parameter.grad = grad = whole.copy_(grad.detach())
         values.append(grad.detach())
     return values
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from gradscaler._eager.decision import ballot, bounds, check_same, result
+from gradscaler._eager.decision import Order, ballot, bounds, check_same, result
 from gradscaler._eager.operations import FoundInf
 from gradscaler._torch_like.operations import TorchLikeOperations, parameters_of
 from gradscaler.errors import ParameterError
@@ -58,9 +59,8 @@ def to_local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors, DTensors by this process' part; what is changed in it changes in them."""
     if set(map(type, tensors)) <= {torch.Tensor} or "torch.distributed.tensor" not in sys.modules:
         return tensors
-    with torch.no_grad():
-        parts: list[Any] = [t.to_local() if is_dtensor(t) else t for t in tensors]  # type: ignore[attr-defined]
-        return [part.wait() if hasattr(part, "wait") else part for part in parts]
+    parts: list[Any] = [t.detach().to_local() if is_dtensor(t) else t for t in tensors]  # type: ignore[attr-defined]
+    return [part.wait() if hasattr(part, "wait") else part for part in parts]
 
 
 def is_displaced(parameter: torch.Tensor) -> bool:
@@ -147,6 +147,23 @@ class Vote:
         self._operations = operations
         self._unread: Callable[[], None] | None = None
         self._group: Group | None = None
+        self._orders: defaultdict[Group, Order] = defaultdict(Order)
+
+    def identity(self, optimizer: Any, group: Group) -> int:
+        """A number that all processes of the group have for this optimizer.
+
+        They hold alike the DTensors that are laid out over all of them, whose shape is that of the
+        whole. Other parameters may be those of a stage, an expert or a shard.
+        """
+
+        def shapes() -> Iterator[torch.Size]:
+            members = sorted(dist.get_process_group_ranks(group))
+            for parameter in filter(is_dtensor, parameters_of(optimizer)):
+                mesh: Any = parameter
+                if sorted(mesh.device_mesh.mesh.flatten().tolist()) == members:
+                    yield parameter.shape
+
+        return self._orders[group].identity(optimizer, shapes())
 
     def settle(
         self,
@@ -154,17 +171,20 @@ class Vote:
         state: State,
         found_inf: FoundInf,
         amax: torch.Tensor | None = None,
+        optimizer: int = 0,
     ) -> tuple[FoundInf, torch.Tensor | None]:
         """What the processes of a group found together; no flags if none of them has gradients.
 
         ``amax`` is this process' largest gradient. On the host all have one or none has, if no
-        gradients overflowed; another all-reduce then finds the largest.
+        gradients overflowed; another all-reduce then finds the largest. ``optimizer`` is its
+        ``identity``.
 
         On a device nothing waits for the host, unless this process has no gradients. There
         scales are compared one step later.
 
         Raises:
-            ScaleMismatchError: the processes hold different scales or counters.
+            ScaleMismatchError: the processes hold different scales or counters, or decide about
+                different optimizers.
         """
         operations, scale = self._operations, state.scale
         if operations.on_host(scale):
@@ -173,7 +193,7 @@ class Vote:
                 device = _device_of(group, scale.device)
                 self._packed = torch.zeros((), dtype=torch.int64, device=device)
             count, vote, values = self._count, self._packed, operations.read(state)
-            own = ballot(operations.any_set(found_inf), bool(found_inf), values, count)
+            own = ballot(operations.any_set(found_inf), bool(found_inf), values, optimizer, count)
             vote.fill_(own)
             dist.all_reduce(vote, dist.ReduceOp.SUM, group)
             total = int(vote.item())
@@ -181,7 +201,7 @@ class Vote:
                 return found_inf, None
             found, has_gradients, is_same = result(total, own, count)
             if not is_same:
-                check_same(state._fields, _maxima(group, bounds(values)))
+                check_same(state._fields, _maxima(group, bounds((*values, optimizer))))
             flag = operations.scalar(float(found), scale.device)
             if amax is not None and not found:
                 (largest,) = _maxima(group, [amax.item()])
@@ -193,7 +213,8 @@ class Vote:
             zero, one = (operations.scalar(value, scale.device) for value in (0.0, 1.0))
             flag = operations.combine([found_inf], scale.device) if found_inf else zero
             seen = [] if amax is None else [operations.on_device(amax, scale.device)]
-            scalars = [flag, one if found_inf else zero, *seen, *bounds(state)]
+            identity = torch.full((), optimizer, dtype=torch.float64, device=scale.device)
+            scalars = [flag, one if found_inf else zero, *seen, *bounds((*state, identity))]
             vote = torch.stack([scalar.double() for scalar in scalars])
             dist.all_reduce(vote, dist.ReduceOp.MAX, group)
             self._unread = _read_later(state._fields, vote[2 + len(seen) :])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from enum import Enum
 from importlib.util import find_spec
+from numbers import Number
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -114,8 +115,9 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
         group: dist.ProcessGroup | None = None,
     ) -> None:
         given: object = device
-        if given is not None and not isinstance(given, (str, torch.device)):
-            is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+        # What may be meant as a scale is refused. All else is taken, such as a trainer's stand-in.
+        if isinstance(given, (Number, torch.Tensor)):
+            is_number = not isinstance(given, (bool, torch.Tensor))
             meant = given if is_number else 65536.0
             raise TypeError(
                 f"device must be the name of a device or None, got {given!r}; for the scale "
@@ -195,6 +197,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
 
     def _decision(
         self,
+        record: OptimizerRecord,
         deciders: dist.ProcessGroup | None,
         found_inf: FoundInf,
         amax: torch.Tensor | None,
@@ -202,7 +205,9 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
         if deciders is None:
             return found_inf, amax
         state = self._in_use(self._placed_state("step"))
-        return self._vote.settle(deciders, state, found_inf, amax)
+        return self._vote.settle(
+            deciders, state, found_inf, amax, self._vote.identity(record.optimizer, deciders)
+        )
 
     def _is_anywhere(self, optimizer: Any, flag: bool) -> bool:
         deciders = self._deciders(optimizer) if self._enabled else None

@@ -14,6 +14,13 @@ from gradscaler.torch._operations import TorchOperations
 from gradscaler.torch._processes import check_group
 from gradscaler.torch.scaler import GradScaler
 
+if issubclass(sharded_grad_scaler.ShardedGradScaler, GradScaler):
+    raise ImportError(
+        "torch.amp.GradScaler was replaced by gradscaler's before torch.distributed.fsdp was "
+        "imported, so FSDP's ShardedGradScaler derives from it: call gradscaler.torch.install() "
+        "instead of assigning to torch.amp.GradScaler"
+    )
+
 
 class _Operations(TorchOperations):
     """FSDP expects a scaled loss of the loss' own dtype."""

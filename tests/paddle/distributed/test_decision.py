@@ -158,6 +158,43 @@ def test_processes_with_different_scales_all_raise_and_can_go_on(ranks, what, na
     assert first[1] == [pytest.approx(0.9)] * 4
 
 
+def order_of_two(orders, sizes, classes):
+    """Steps two optimizers in this rank's order of each iteration; what each iteration raises."""
+    scaler = scaler_of()
+    parameters = [paddle.create_parameter([size], "float32") for size in sizes[dist.get_rank()]]
+    kinds = paddle.optimizer.SGD, paddle.optimizer.Adam if classes else paddle.optimizer.SGD
+    optimizers = [kind(0.1, parameters=[p]) for kind, p in zip(kinds, parameters, strict=True)]
+    errors = []
+    for order in orders[dist.get_rank()]:
+        scaler.scale(sum(parameter.sum() for parameter in parameters)).backward()
+        try:
+            for i in order:
+                scaler.step(optimizers[i])
+            errors.append(None)
+        except ScaleMismatchError as error:
+            errors.append(str(error))
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.clear_grad()
+    return errors
+
+
+@pytest.mark.parametrize("same_at_first", [0, 1])
+def test_optimizers_stepped_in_different_orders_raise_on_all(ranks, same_at_first):
+    orders = [[(0, 1)] * 3, [(0, 1)] * same_at_first + [(1, 0)] * (3 - same_at_first)]
+    classes = not same_at_first  # nothing else tells at the first step
+    first, second = ranks(2).run(order_of_two, orders, [[3, 4], [3, 4]], classes)
+    assert first == second
+    assert first[:same_at_first] == [None] * same_at_first
+    assert "different optimizers" in first[same_at_first]
+
+
+@pytest.mark.parametrize("sizes", [[[3, 4], [3, 4]], [[3, 4], [5, 6]]], ids=["alike", "stages"])
+def test_one_order_of_optimizers_is_no_mismatch(ranks, sizes):
+    orders = [[(0, 1), (0, 1), (1,), (1, 0)]] * 2
+    assert ranks(2).run(order_of_two, orders, sizes, False) == [[None] * 4] * 2
+
+
 def with_closure(bad):
     """The first two evaluations of rank ``bad`` overflow."""
     parameter = of_ones()

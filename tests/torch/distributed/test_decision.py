@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradscaler import ScaleMismatchError
@@ -175,6 +176,64 @@ def test_processes_on_devices_raise_one_step_later_and_can_go_on(ranks):
     assert all(word in errors[1] for word in ("scale", "64", "1024"))
     assert (state["scale"], state["_growth_tracker"]) == (64.0, 2)
     assert values == [pytest.approx(0.7)] * 4
+
+
+def order_of_two(orders, sizes, on_device, kind):
+    """Steps two optimizers in this rank's order of each iteration; what each iteration raises."""
+
+    class Operations(type(GradScaler._operations)):
+        def on_host(self, tensor):
+            return not on_device and super().on_host(tensor)
+
+    class Scaler(GradScaler):
+        _operations = Operations()
+
+    scaler = Scaler(init_scale=1024.0, group=dist.group.WORLD)
+    parameters = [torch.nn.Parameter(torch.ones(size)) for size in sizes[dist.get_rank()]]
+    if kind == "DTensors":
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        parameters = [torch.nn.Parameter(distribute_tensor(p, mesh)) for p in parameters]
+    second = torch.optim.Adam if kind == "classes" else torch.optim.SGD
+    optimizers = [torch.optim.SGD(parameters[:1], lr=0.1), second(parameters[1:], lr=0.1)]
+    errors, counts = [], []
+    for order in orders[dist.get_rank()]:
+        scaler.scale(sum(parameter.sum() for parameter in parameters)).backward()
+        with Counted() as counted:
+            try:
+                for i in order:
+                    scaler.step(optimizers[i])
+                errors.append(None)
+            except ScaleMismatchError as error:
+                errors.append(str(error))
+        counts.append(counted.count)
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return errors, counts
+
+
+SAME_SIZES = [[3, 4], [3, 4]]
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize(
+    ("kind", "same_at_first"), [("alike", 1), ("DTensors", 0), ("DTensors", 1), ("classes", 0)]
+)
+def test_optimizers_stepped_in_different_orders_raise_on_all(ranks, kind, same_at_first, on_device):
+    orders = [[(0, 1)] * 3, [(0, 1)] * same_at_first + [(1, 0)] * (3 - same_at_first)]
+    (first, _), (second, _) = ranks(2).run(order_of_two, orders, SAME_SIZES, on_device, kind)
+    assert first == second
+    assert first[:same_at_first] == [None] * same_at_first
+    assert "different optimizers" in first[same_at_first]
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("sizes", [SAME_SIZES, [[3, 4], [5, 6]]], ids=["alike", "stages"])
+def test_one_order_of_optimizers_is_no_mismatch(ranks, sizes, on_device):
+    orders = [[(0, 1), (0, 1), (1,), (1, 0)]] * 2
+    (first, counts), (second, _) = ranks(2).run(order_of_two, orders, sizes, on_device, "alike")
+    assert first == second == [None] * 4
+    assert counts == [2, 2, 1, 2]
 
 
 def distributed_data_parallel():
