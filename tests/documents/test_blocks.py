@@ -5,8 +5,11 @@ Other pages may use what ``given.py`` has: a model, an optimizer, a batch. A blo
 PyTorch is marked by a comment in the line before it::
 
     <!-- framework: jax -->
+
+Each block in docs/start/ that trains also runs as the body of a loop, under a monitor.
 """
 
+import ast
 import os
 import re
 from pathlib import Path
@@ -80,3 +83,108 @@ def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
             exec(compile("\n" * line + code, page, "exec"), names)
     for monitor in [value for value in names.values() if isinstance(value, Monitor)]:
         monitor.close()
+
+
+# Readers copy the blocks of the start pages into loops of their own.
+
+START = ROOT / "docs" / "start" / f"{FRAMEWORK}.md"
+EAGER = ("torch", "paddle", "tensorplay")
+REPETITIONS = 40
+STEPS = {"step", "minimize", "adjust", "value_and_grad"}  # the body of a loop calls one of these
+LOOPS = {"fit", "train"}  # each is a loop itself
+ONCE = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+
+
+def called(statement):
+    """The names of what a statement calls; a definition calls nothing yet."""
+    calls = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    names = {getattr(function, "attr", getattr(function, "id", None)) for function in calls}
+    return set() if isinstance(statement, ONCE) else names
+
+
+def body_of(code):
+    """What a loop over the training in a block repeats; nothing if the block does not train."""
+    statements = ast.parse(code).body
+    training = [statement for statement in statements if called(statement) & (STEPS | LOOPS)]
+    if not training:
+        return []
+    bodies = [statement.body for statement in training if isinstance(statement, ast.For)]
+    if bodies:
+        return bodies[-1]
+    loops = [statement for statement in training if called(statement) & LOOPS]
+    return loops or [statement for statement in statements if not isinstance(statement, ONCE)]
+
+
+def scaler_of(code, names):
+    """The scaler that a block uses, by the first of these names."""
+    used = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
+    scalers = "scaler", "scale", "manager", "state", "optimizer"
+    return names[next(name for name in scalers if name in used)]
+
+
+def check_zeroed(scaler, model, monkeypatch):
+    """Let ``scaler.scale`` fail if gradients are left over from the step before.
+
+    A verdict may miss them: they are unscaled, so they hardly count beside scaled ones.
+    """
+    scale = scaler.scale
+
+    def checked(loss):
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        left = [n for n, grad in gradients.items() if grad is not None and bool((grad != 0).any())]
+        assert not left, "gradients are left over from the step before"
+        return scale(loss)
+
+    monkeypatch.setattr(scaler, "scale", checked)
+
+
+def test_the_training_of_each_block_may_be_repeated(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "document"}
+    num_trained = 0
+    with given.kept_settings(FRAMEWORK):
+        for line, code in MINE[START]:
+            exec(compile("\n" * line + code, START, "exec"), names)
+            body = ast.increment_lineno(ast.Module(body_of(code), []), line)
+            if not body.body:
+                continue
+            scaler, compiled = scaler_of(code, names), compile(body, START, "exec")
+            is_eager = hasattr(scaler, "add_observer")
+            model = names.get("network", names.get("model"))
+            with Monitor(scaler, model, every=1) as monitor, monkeypatch.context() as patched:
+                if is_eager:
+                    check_zeroed(scaler, model, patched)
+                for _ in range(REPETITIONS):
+                    exec(compiled, names)
+                    if not is_eager:
+                        monitor.record(scaler=scaler_of(code, names), loss=names.get("loss"))
+            steps = monitor.history
+            assert len(steps) == REPETITIONS
+            assert monitor.verdict.kind == "normal", monitor.verdict
+            assert sum(step.skipped for step in steps) < REPETITIONS / 4
+            assert steps[-1].scale >= 2**10
+            num_trained += 1
+    assert num_trained
+
+
+@pytest.mark.skipif(FRAMEWORK not in EAGER, reason="its page saves by functions of the framework")
+def test_what_a_start_page_loads_is_all_that_it_has_trained(tmp_path, monkeypatch):
+    from libraries import library
+
+    def states():
+        parts = ("model", "optimizer", "scheduler", "scaler")
+        found = {name: names[name].state_dict() for name in parts if name in names}
+        return library.exact(found)
+
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "document"}
+    for line, code in MINE[START]:
+        exec(compile("\n" * line + code, START, "exec"), names)
+    first, last = MINE[START][0][1], ast.parse(MINE[START][-1][1])
+    saved = states()
+    exec(compile(ast.Module(body_of(first), []), START, "exec"), names)
+    trained = states()
+    assert all(trained[name] != state for name, state in saved.items())
+    last.body = [statement for statement in last.body if "save" not in called(statement)]
+    exec(compile(last, START, "exec"), names)
+    assert states() == saved
