@@ -26,10 +26,20 @@ tf-keras_TESTS := $(keras_TESTS)
 
 .SECONDEXPANSION:
 .NOTPARALLEL: # what is timed is to be alone, and the tests take all cores themselves
-.PHONY: demo test test-integrations test-package test-lowest docs lint conformance mutants bench bench-gpu clean $(foreach framework,$(FRAMEWORKS),test-$(framework) bench-$(framework))
+.PHONY: demo pictures test test-integrations test-package test-lowest docs lint conformance mutants bench bench-gpu clean $(foreach framework,$(FRAMEWORKS),test-$(framework) bench-$(framework))
 
 demo: .venv/torch/.ready
 	.venv/torch/bin/python -m gradscaler demo
+
+# The pictures of docs/, which a test compares with what the code would draw.
+pictures: .venv/torch/.ready
+	.venv/torch/bin/python docs/pictures.py
+	rm -rf .pictures
+	.venv/torch/bin/python examples/torch_stuck.py parameter --runs .pictures
+	.venv/torch/bin/python -m gradscaler report .pictures/parameter.jsonl -o docs/stuck.png
+	.venv/torch/bin/python -m gradscaler demo --output .pictures/demo.png
+	mv .pictures/demo.png docs/demo.png
+	rm -r .pictures
 
 test: lint $(addprefix test-,$(FRAMEWORKS)) test-integrations test-package docs
 

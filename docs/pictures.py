@@ -1,6 +1,6 @@
 """Draw the pictures of docs/loss_scaling.md, from a real backward pass and from the rule itself.
 
-python docs/pictures.py     # needs NumPy and Matplotlib
+make pictures     # these, and those of the report and the demo
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from gradscaler import DynamicScale
 from gradscaler.diagnose import exponents
+from gradscaler.diagnose.report._alt_text import png_of
 from gradscaler.policies import ScaleState
 
 HERE = Path(__file__).parent
@@ -92,8 +93,8 @@ def shares(values: np.ndarray, scale: float) -> tuple[float, float]:
     return counted.total.flushed, counted.total.subnormal
 
 
-def main() -> None:
-    """Draw both pictures into docs/pictures/."""
+def figures() -> dict[str, Figure]:
+    """Both figures, by the names of their files."""
     values = gradients()
     figure = Figure(figsize=(10, 3.2), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
@@ -101,7 +102,7 @@ def main() -> None:
         draw_range(axes, values, scale)
         axes.spines[["top", "right", "left"]].set_visible(False)
     figure.axes[0].legend(frameon=False, fontsize=8, loc="upper left")
-    figure.savefig(HERE / "pictures" / "range.png")
+    drawn = {"range.png": figure}
 
     scales, fits, skipped = training()
     figure = Figure(figsize=(10, 3.2), dpi=130, layout="constrained")
@@ -114,7 +115,13 @@ def main() -> None:
     axes.set_xlabel("step")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
-    figure.savefig(HERE / "pictures" / "scale.png")
+    return {**drawn, "scale.png": figure}
+
+
+def main() -> None:
+    """Draw both pictures into docs/pictures/."""
+    for name, figure in figures().items():
+        (HERE / "pictures" / name).write_bytes(png_of(figure))
 
 
 if __name__ == "__main__":
