@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -61,8 +62,18 @@ def test_a_report_is_written_whether_or_not_anyone_reads_the_output(run, tmp_pat
     os.close(reader)
     with os.fdopen(writer, "w") as output:
         result = command("report", run, "-o", str(tmp_path / "report.html"), stdout=output)
-    assert (result.returncode, result.stderr) == (0, "")
+    assert (result.returncode, result.stderr) == (0, f"wrote {tmp_path / 'report.html'}\n")
     assert (tmp_path / "report.html").stat().st_size > 1000
+
+
+def test_two_runs_that_are_no_ranks_are_explained_apart_or_compared(run, tmp_path, capsys):
+    other = tmp_path / "other.jsonl"
+    other.write_bytes(Path(run).read_bytes())
+    assert main(["explain", run, str(other)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "explain each run by itself, or compare them: report A B --compare" in err
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])

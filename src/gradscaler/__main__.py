@@ -50,7 +50,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 _EXAMPLES = {
     "demo": " --seeds 1",
-    "convert": " scaler.pt scaler.pdparams --to paddle",
+    "convert": " run.pt scaler.pdparams --to paddle",
     "report": " run.jsonl -o report.html",
     "explain": " run.jsonl",
     "watch": " run.jsonl",
@@ -103,12 +103,18 @@ def _parser() -> argparse.ArgumentParser:
         "convert",
         help="turn the state dict of one framework's scaler into another's",
         description="Read a loss scale's state dict from a file: JSON, or what torch or Paddle "
-        "saved. Write it in another format: as JSON (.json), as torch does (.pt, .pth) or as "
-        "Paddle does (.pdparams). No code in the file is run.",
+        "saved. The file may hold models and optimizers too. Write the state dict, and nothing "
+        "else, in another format: as JSON (.json), as torch does (.pt, .pth) or as Paddle does "
+        "(.pdparams). No code in the file is run.",
     )
     convert.add_argument("source", type=Path, metavar="IN", help="the file to read")
     convert.add_argument("target", type=Path, metavar="OUT", help="the file to write")
     convert.add_argument("--to", required=True, choices=checkpoint.FORMATS, help="the format")
+    convert.add_argument(
+        "--key",
+        help="where the state dict is in the file, such as scaler or state.scaler; needed if there "
+        "are several",
+    )
     convert.add_argument(
         "--lossy", action="store_true", help="leave out what the format has no place for"
     )
@@ -156,8 +162,8 @@ def _parser() -> argparse.ArgumentParser:
         help="show a run in the terminal while it trains",
         description="Show the file that a gradscaler.diagnose.Monitor writes: the latest verdict, "
         "the loss scale, the loss and the skipped steps, redrawn as the file grows, until Ctrl-C. "
-        "Wait for the file if it does not exist yet. If the output is not a terminal, print this "
-        "once, when no monitor writes to the file any more.",
+        "Wait for the file if it does not exist yet, and say so. If the output is not a terminal, "
+        "print this once, when no monitor writes to the file any more.",
     )
     watch.add_argument("source", type=Path, metavar="RUN", help="the file to read")
     watch.add_argument("--once", action="store_true", help="print what there is now, and end")
@@ -205,18 +211,25 @@ def _demo(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
 def _convert(parsed: argparse.Namespace) -> None:
     place = parsed.source
     try:
-        state_dict = _files.load(place)
+        saved = _files.load(place, parsed.key)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            converted = checkpoint.convert(state_dict, parsed.to, lossy=True)
+            converted = checkpoint.convert(saved.values, parsed.to, lossy=True)
         if warned and not parsed.lossy:
             raise ValueError(f"{warned[0].message}; --lossy leaves that out")
         place = parsed.target
+        if not saved.is_all and place.exists() and place.samefile(parsed.source):
+            raise ValueError("holds more than the state that would replace it; name another file")
         _files.save(place, converted)
+    except OSError as error:
+        raise _failed(error, place) from None
     except (TypeError, ValueError) as error:
         raise _FailedError(f"{place}: {error}") from None
     for warning in warned:
         _say(f"{parsed.source}: {warning.message}")
+    key = "" if saved.key is None else f"{saved.key:.80}, "
+    read = f"{parsed.source}: {key}{checkpoint.detect(saved.values)}'s format"
+    _say(f"{read} -> {parsed.target}, {parsed.to}'s format")
 
 
 def _report(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
@@ -229,6 +242,7 @@ def _report(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None
         found = read_runs(parsed.sources, compare=parsed.compare)
         place = parsed.output
         report.write(found, place)
+        _say(f"wrote {place}")
     except (ImportError, OSError, ValueError) as error:
         raise _failed(error, place) from None
 
@@ -265,7 +279,7 @@ def _watch(parsed: argparse.Namespace) -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a name may hold any letter
     try:
-        watch(parsed.source, sys.stdout, parsed.once)
+        watch(parsed.source, sys.stdout, parsed.once, _say)
     except (OSError, ValueError) as error:
         raise _failed(error) from None
 
