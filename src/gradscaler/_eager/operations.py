@@ -19,6 +19,14 @@ FoundInf = Mapping[Any, Tensor]
 """Device to a flag on it, non-zero for non-finite gradients; empty where there are no gradients."""
 
 
+class GradientsRefusedError(Exception):
+    """An adapter cannot unscale gradients, and has changed none.
+
+    What it raises is of this type, and of the type that its framework raises. Anything else that
+    is raised on the way is an interrupt, after which some may be unscaled.
+    """
+
+
 class Operations(Protocol):
     """The tensor operations that the engine is written in."""
 
@@ -56,6 +64,9 @@ class Operations(Protocol):
     def copy(self, state: State, /) -> State:
         """A state that moves independently of ``state``."""
 
+    def merge(self, found_infs: list[FoundInf], /) -> FoundInf:
+        """The flags of several parts of an optimizer's gradients as one."""
+
     def any_set(self, found_inf: FoundInf, /) -> bool:
         """Whether any flag is set, read on the host."""
 
@@ -63,15 +74,9 @@ class Operations(Protocol):
         """Whether any flag is set; where reading it would wait for a device, what reads it."""
 
     def inverse(self, scale: Tensor, /) -> tuple[Any, Any]:
-        """A copy of the scale for the record, and 1/scale in the form that ``unscale_`` takes.
+        """A copy of the scale for the record, and 1/scale in the form that an ``Unscaler`` takes.
 
-        Paddle's kernel divides, so its ``unscale_`` takes the scale itself.
-        """
-
-    def unscale_(self, optimizer: Optimizer, inv_scale: Any, /) -> FoundInf:
-        """Divide the optimizer's gradients in place, and flag each device's non-finite ones.
-
-        All are divided, whatever is found.
+        Paddle's kernel divides, so its ``Unscaler`` takes the scale itself.
         """
 
     def measure(

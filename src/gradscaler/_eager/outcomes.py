@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
+from gradscaler._eager.gradients import owner_of
 from gradscaler._eager.operations import Optimizer
-from gradscaler._eager.record import owner_of
 from gradscaler.outcome import StepOutcome
 
 

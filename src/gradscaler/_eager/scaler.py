@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import copy as copying
-import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
-from gradscaler._eager.attempts import AttemptLoop
-from gradscaler._eager.closure import ClosureRun, Closures
-from gradscaler._eager.operations import FoundInf, Operations, Optimizer, Tensor
+from gradscaler._eager.gradients import Gradients, Iteration, Scaling, Unscaler, owner_of
+from gradscaler._eager.observed import ObservedScaler
+from gradscaler._eager.operations import FoundInf, GradientsRefusedError, Operations, Optimizer
 from gradscaler._eager.outcomes import Outcomes
-from gradscaler._eager.record import UNKNOWN_GRADIENTS, OptimizerRecord, Records, Stage, owner_of
+from gradscaler._eager.processes import ALONE, Processes
+from gradscaler._eager.repeating import AttemptLoop, ClosureStep, Repeating, Repetition
+from gradscaler._eager.stages import Stage
+from gradscaler._eager.stepping import PLAIN, Stepping
 from gradscaler.errors import CallOrderError
 from gradscaler.outcome import HISTORY_LENGTH, Observer, Reason, StepOutcome
-from gradscaler.policies import FixedScale, Policy, State, amax_interval
-
-_KNOWN = (Stage.MEASURED, Stage.UNSCALED_TO_CLIP, Stage.UNSCALED)
+from gradscaler.policies import Policy, State, amax_interval
 
 TensorT = TypeVar("TensorT")
 OptimizerT = TypeVar("OptimizerT", bound=Any)
 
 
 class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
-    """Loss scaling for one training loop; an adapter adds its framework's spelling.
+    """Loss scaling for one training loop: the order of things. An adapter adds its spelling.
 
-    Each optimizer has a record, whose stage says what is true of its gradients, until ``update``
+    Each optimizer has its ``Gradients``, whose stage says what is true of them, until ``update``
     ends the iteration. Only ``update`` moves the scale, so gradients are unscaled by the scale that
     their loss was scaled by. found_inf is each optimizer's own, and any of them moves the scale.
     """
@@ -38,7 +39,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         self._max_retries = _check_retries(max_retries)
         self._initial_state = policy.init()
         self._state: State | None = None  # placed where the first scaled tensor lives
-        self._start_records()
+        self._start()
 
     # The five calls of a training loop.
 
@@ -71,27 +72,20 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """
         if not self._enabled:
             return outputs
-        if self._operations.is_tensor(outputs):
-            if self._closures.attempted:
-                self._closures.check_outside()
-            if self._awaiting:
-                self._note_another_loss()
-            state = self._state or self._place(outputs.device)
-            for observer in self._observers:
-                observer.scaled(outputs)
-            scaled = self._operations.multiply(outputs, self._in_use(state).scale)
-            if self._closures.losses is not None:
-                self._closures.losses.append((scaled, outputs))
-            return scaled
-        if isinstance(outputs, (str, bytes, Mapping)) or not isinstance(outputs, Iterable):
-            raise ValueError(
-                f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}"
-            )
-        if hasattr(outputs, "_fields"):
-            return type(outputs)(*map(self.scale, outputs))
-        if isinstance(outputs, (list, tuple)):
-            return type(outputs)(map(self.scale, outputs))
-        return map(self.scale, outputs)
+        if not self._operations.is_tensor(outputs):
+            return _mapped(self.scale, outputs)
+        repeating = self._repeating
+        if repeating.attempted:
+            repeating.must_scale_in_loop()
+        for gradients in self._iteration.known():
+            gradients.note_loss()
+        state = self._state or self._place(outputs.device)
+        for observer in self._observers:
+            observer.scaled(outputs)
+        scaled = self._operations.multiply(outputs, repeating.state_in_use(state).scale)
+        if repeating.losses is not None:
+            repeating.losses.append((scaled, outputs))
+        return scaled
 
     def unscale_(self, optimizer: OptimizerT) -> None:
         """Divide the optimizer's gradients by the loss scale, in place, and check them.
@@ -106,15 +100,23 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """
         if not self._enabled:
             return
-        if self._closures.in_loop:
-            raise self._closures.refusal("unscale_")
-        state = self._placed_state("unscale_", optimizer)
-        record = self._record(optimizer)
-        record.check("unscale_")
-        if record.is_scaled:
-            self._divide(optimizer, record, record.made_with or state)
-        else:  # clip_grad_norm_() has done it
-            record.move("unscale_")
+        self._repeating.must_not_loop("unscale_")
+        gradients = self._iteration.of(optimizer)
+        scaling = self._scaling_of(gradients, "unscale_")
+        gradients.must_allow("unscale_")
+        if not gradients.is_scaled:  # clip_grad_norm_() has done it
+            gradients.move("unscale_")
+            return
+        deciders = self._processes.deciders_of(optimizer)  # before any changes, as it may raise
+        if not self._repeating.is_running:  # a closure may be called again
+            for observer in self._observers:
+                observer.unscaling(optimizer, scaling.scale)
+        self._iteration.keep(gradients)  # first, so that an interrupt is remembered
+        try:
+            gradients.unscale(scaling, self._unscaler(optimizer), deciders)
+        except GradientsRefusedError:
+            self._iteration.drop_untouched(gradients)
+            raise
 
     def step(
         self, optimizer: OptimizerT, *args: Any, max_retries: int | None = None, **kwargs: Any
@@ -151,23 +153,10 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         closure = None
         if args or kwargs:
             closure, args, kwargs = _take_closure(args, kwargs)
-        record = self._record_to_step(optimizer)
         if closure is not None:
-            if record.clip_coefficient is not None:
-                raise CallOrderError(
-                    "clip_grad_norm_() was called before step(optimizer, closure), whose closure "
-                    "makes new gradients: call it in the closure, after the backward pass"
-                )
             retries = self._max_retries if max_retries is None else _check_retries(max_retries)
             return self._step_with_closure(optimizer, closure, retries, args, kwargs)
-        state = record.made_with or self._placed_state("step", optimizer)
-        if self._observers:
-            self._announce_step(optimizer, record, state)
-        try:
-            return self._step_or_skip(optimizer, record, state, args, kwargs)
-        except BaseException as error:
-            self._note_raised(optimizer, error)
-            raise
+        return self._take_step(optimizer, self._stepping_of(optimizer), args, kwargs)
 
     def update(self, new_scale: float | TensorT | None = None) -> None:
         """Move the scale by the policy, from what this iteration's checks found.
@@ -185,7 +174,19 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """
         if not self._enabled:
             return
-        self._move(new_scale)
+        self._repeating.must_not_run("update")
+        state = self._state_in_force("update")
+        self._iteration.must_await_no_step()
+        for observer in self._observers:
+            observer.updating()
+        if new_scale is not None:
+            self._set_scale(new_scale)
+        else:
+            # Once decided, an update that is interrupted and repeated moves to the same state.
+            if self._iteration.next_state is None:
+                self._iteration.next_state = self._next_state(state)
+            self._state = self._operations.move(state, self._iteration.next_state)
+        self._end_iteration()
         for observer in self._observers:
             observer.updated()
 
@@ -250,12 +251,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             ValueError: there are other processes, and nothing tells who repeats together.
             TypeError: an argument is not what it should be.
         """
-        for optimizer in optimizers or (None,):
-            if not hasattr(optimizer, "step"):
-                raise TypeError(
-                    "attempts() takes the optimizers whose gradients the loop makes, such as "
-                    f"attempts(optimizer), got {type(optimizer).__name__}"
-                )
+        _check_optimizers(optimizers)
         retries = self._max_retries if max_retries is None else _check_retries(max_retries)
         kept = list(buffers)
         for each in kept:
@@ -265,28 +261,15 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
                 )
         if not self._enabled:
             return iter((0,))
-        if self._closures.losses is not None:
-            raise self._closures.refusal("attempts")
-        records = {id(record.optimizer): record for record in map(self._record, optimizers)}
-        for record in records.values():
-            record.check("attempts")
-            self._repeaters(record.optimizer)
-        attempted = self._closures.attempted
-        others = {key: each for key, each in attempted.items() if each.stage is not Stage.STEPPED}
-        self._closures.attempted = others | records
-        self._records |= records
-        return AttemptLoop(
-            list(records.values()),
-            kept,
-            retries,
-            self._operations,
-            self._closures,
-            lambda: self._placed_state("update"),  # the one in force
-            self._policy if self._scale_moves() else None,
-            lambda record: self._decision(
-                record, self._repeaters(record.optimizer), self._check(record.optimizer), None
-            )[0],
-        ).run()
+        self._repeating.must_not_run("attempts")
+        made = {id(each.optimizer): each for each in map(self._iteration.of, optimizers)}
+        for gradients in made.values():
+            gradients.must_allow("attempts")
+            self._processes.repeaters_of(gradients.optimizer)
+        self._repeating.attempted |= made
+        self._iteration |= made
+        repetition = self._repetition(retries)
+        return AttemptLoop(list(made.values()), kept, repetition, self._check).run()
 
     def clip_grad_norm_(
         self,
@@ -326,16 +309,11 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """
         if not float(max_norm) >= 0:
             raise ValueError(f"max_norm must be >= 0, got {max_norm!r}")
-        if shards is not None and not self._knows_process_groups:
-            raise TypeError(f"{type(self).__module__} knows no process groups: leave out shards")
-        if self._enabled:
-            self._placed_state("clip_grad_norm_", optimizer)
+        clip = self._clip if self._enabled else self._clip_at_once
         try:
-            norm: TensorT = self._clip(
-                optimizer, float(max_norm), norm_type, error_if_nonfinite, shards
-            )
+            norm: TensorT = clip(optimizer, float(max_norm), norm_type, error_if_nonfinite, shards)
         except BaseException as error:
-            self._note_raised(optimizer, error)
+            self._iteration.note_raised(optimizer, error)
             raise
         return norm
 
@@ -376,182 +354,224 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """What an observer may ask of this scaler."""
         return ObservedScaler(self)
 
-    # What an adapter supplies or may override: three class attributes, two methods, and what a
-    # framework does in its own way. An adapter may also override a public method whose signature
-    # or rules differ in its framework, and what is pickled.
+    # What an adapter supplies. It may also override a public method whose signature or rules
+    # differ in its framework, and what is pickled.
 
     _operations: ClassVar[Operations]
-    _record_type: ClassVar[type[OptimizerRecord]] = OptimizerRecord
-    _knows_process_groups: ClassVar[bool] = False
+    _gradients_type: ClassVar[type[Gradients]] = Gradients
+    _processes: Processes = ALONE
+
+    @abstractmethod
+    def _unscaler(self, optimizer: Optimizer) -> Unscaler:
+        """How the optimizer's gradients are unscaled; what users replaced is looked for here."""
 
     @abstractmethod
     def _set_scale(self, new_scale: Any) -> None:
         """Set the scale by hand."""
 
-    @abstractmethod
-    def _check(self, optimizer: Optimizer) -> FoundInf:
-        """Flag the gradients that are not finite; all stay as they are."""
+    def _stepping_of(self, optimizer: Optimizer) -> Stepping:
+        """How the optimizer is stepped; what users replaced is looked for here."""
+        return PLAIN
 
     def _scale_moves(self) -> bool:
         """Whether the policy is asked for the next scale at all."""
         return True
-
-    def _move(self, new_scale: float | TensorT | None = None) -> None:
-        """Move the scale, and end the iteration."""
-        if self._closures.losses is not None:
-            raise self._closures.refusal("update")
-        state = self._placed_state("update")
-        if self._awaiting and any(record.awaits_step for record in self._awaiting):
-            raise CallOrderError(
-                "update() was called after clip_grad_norm_(), which clips in step(optimizer), and "
-                "without that step: call scaler.step(optimizer) in place of optimizer.step()"
-            )
-        for observer in self._observers:
-            observer.updating()
-        if new_scale is not None:
-            self._set_scale(new_scale)
-        else:
-            # Once decided, an update that is interrupted and repeated moves to the same state.
-            if self._records.next_state is None:
-                self._records.next_state = self._next_state(state)
-            self._state = self._operations.move(state, self._records.next_state)
-        self._end_iteration()
-
-    def _next_state(self, state: State) -> State:
-        """The state after this iteration, by what its checks found; nothing has moved yet."""
-        found_infs, is_checked = [], False
-        for record in self._records.values():
-            if record.found_inf:
-                found_infs.append(record.found_inf)
-            elif record.found_inf is not None or record.stage is Stage.INTERRUPTED:
-                is_checked = True  # there were no gradients, or nothing is to move
-        if not found_infs and not is_checked:
-            raise CallOrderError(
-                "No inf checks were recorded prior to update(): call step(optimizer) or "
-                "unscale_(optimizer) before update()"
-            )
-        if self._closures.open_loop is not None:
-            overflowed = any(map(self._operations.any_set, found_infs))
-            self._closures.close_loop(keeps_scale=bool(found_infs) and not overflowed)
-        state = self._closures.backed_off or state
-        if not found_infs:
-            return state
-        return self._operations.next_state(self._policy, state, found_infs, self._amaxes())
 
     def _place(self, device: Any) -> State:
         """Put the state on the device of the first scaled tensor."""
         self._state = self._operations.place(self._initial_state, device)
         return self._state
 
-    def _unscale_gradients(self, optimizer: Optimizer, inv_scale: Any) -> FoundInf:
-        """Divide gradients by the scale in place, and flag those that are not finite."""
-        return self._operations.unscale_(optimizer, inv_scale)
+    def _state_of(self, gradients: Gradients, call: str) -> State:
+        """The state whose scale the gradients were made with."""
+        return self._state_in_force(call)
 
-    def _parts(self, optimizer: Optimizer, shards: Any) -> Any:
-        """What a norm is put together from, for the two methods below.
+    # The steps that public calls share.
 
-        It is asked before any gradient changes, so it may raise.
-        """
-        return shards
+    def _state_in_force(self, call: str) -> State:
+        """The state that ``update`` moves."""
+        if self._state is None:
+            raise CallOrderError(
+                f"{call}() was called before any loss was scaled: call "
+                "scaler.scale(loss).backward() earlier in the iteration"
+            )
+        return self._state
 
-    def _measure(self, record: OptimizerRecord, parts: Any, deciders: Any = None) -> Tensor | None:
-        """The norm that the gradients will have once unscaled, if one reading of them can tell."""
-        scale = self._scale_to_clip(record)
-        measured = self._operations.measure(record.optimizer, scale)
-        if measured is None:
-            return None
-        norm, record.scale, record.inv_scale, found_inf = measured
-        self._settle(record, deciders, found_inf, scale)
-        record.move("measured")
-        return norm
+    def _scaling_of(self, gradients: Gradients, call: str) -> Scaling:
+        """What gradients were multiplied by; a closure's or a loop's may be backed off."""
+        made_with = gradients.made_with or self._state_of(gradients, call)
+        in_use = self._repeating.state_in_use
+        state = in_use(self._state_in_force(call))
+        return Scaling(in_use(made_with).scale, state, amax_interval(self._policy))
 
-    def _total_norm(self, optimizer: Optimizer, norm_type: float, parts: Any) -> Tensor:
-        """The norm of unscaled gradients, those of the processes that hold other parts included."""
-        return self._operations.total_norm(optimizer, norm_type)
-
-    def _deciders(self, optimizer: Optimizer) -> Any:
-        """The processes that decide about this optimizer together; None for this one alone.
-
-        It is asked before any gradient changes, so it may raise.
-        """
-        return None
-
-    def _repeaters(self, optimizer: Optimizer) -> Any:
-        """The deciders, where all that repeat a loop's body together are known to be among them.
-
-        It is asked before any gradient changes, so it may raise.
-        """
-        return self._deciders(optimizer)
-
-    def _decision(
-        self, record: OptimizerRecord, deciders: Any, found_inf: FoundInf, amax: Tensor | None
-    ) -> tuple[FoundInf, Tensor | None]:
-        """What all that decide together found, from what this process found."""
-        return found_inf, amax
-
-    def _is_anywhere(self, optimizer: Optimizer, flag: bool) -> bool:
-        """Whether a flag is True on any of those that decide about this optimizer together."""
-        return flag
-
-    def _step_or_skip(
+    def _take_step(
         self,
         optimizer: Optimizer,
-        record: OptimizerRecord,
-        state: State,
+        stepping: Stepping,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Step without a closure, and record what happened."""
-        record = self._unscaled(record, state)
-        result = self._step_if_finite(optimizer, record, args, kwargs)
-        self._conclude(optimizer, record)
+        """Step without a closure, or skip, and record what happened."""
+        self._repeating.must_not_run("step")
+        gradients = self._iteration.of(optimizer)
+        gradients.must_allow("step")
+        scaling = self._scaling_of(gradients, "step")
+        for observer in self._observers:
+            observer.stepping(optimizer, scaling.scale if gradients.is_scaled else None)
+        try:
+            if gradients.is_scaled and not stepping.takes_scaled:
+                if gradients.are_measured and not gradients.have_overflowed:
+                    gradients.multiply()
+                else:
+                    self.unscale_(optimizer)
+                    gradients = self._iteration.of(optimizer)
+            result = stepping.step(optimizer, gradients, scaling, args, kwargs)
+            self._conclude(optimizer, self._iteration.of(optimizer))
+        except BaseException as error:
+            self._iteration.note_raised(optimizer, error)
+            raise
         return result
 
-    def _step_if_finite(
+    def _step_with_closure(
         self,
         optimizer: Optimizer,
-        record: OptimizerRecord,
+        closure: Callable[[], Any],
+        max_retries: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Step an optimizer, its gradients unscaled, if it has any and they are finite."""
-        if record.found_inf is None:  # a subclass or its user set the stage alone
+        self._repeating.must_not_run("step")
+        gradients = self._iteration.of(optimizer)
+        gradients.must_allow("step")
+        if gradients.clip_coefficient is not None:
             raise CallOrderError(
-                "No inf checks were recorded for this optimizer: set its found_inf_per_device with "
-                "its stage, or call unscale_(optimizer)"
+                "clip_grad_norm_() was called before step(optimizer, closure), whose closure "
+                "makes new gradients: call it in the closure, after the backward pass"
             )
-        if not record.found_inf:
-            return None
-        record.overflowed = self._operations.any_set(record.found_inf)
-        if record.overflowed:
-            return None
-        # Asked here too, because a call that does nothing counts in a small step.
-        if record.inv_scale is not None or record.clip_coefficient is not None:
-            self._apply_pending(record)
-        return record.apply(optimizer.step, *args, **kwargs)
+        repetition, processes = self._repetition(max_retries), self._processes
+        step = ClosureStep(
+            optimizer, closure, repetition, self._iteration, processes, self.unscale_
+        )
+        result, gradients, reason = step.step(args, kwargs)
+        self._conclude(optimizer, gradients, reason)
+        return result
 
     def _conclude(
-        self, optimizer: Optimizer, record: OptimizerRecord, reason: Reason | None = None
+        self, optimizer: Optimizer, gradients: Gradients, reason: Reason | None = None
     ) -> None:
-        """Record what happened, once nothing can raise any more."""
-        found_inf = record.found_inf
-        if found_inf is not None and not found_inf:
-            reason = "no_gradients"
-        scale = record.scale
-        if scale is None:  # a subclass has an unscale_ of its own
-            scale = self._operations.copy(record.made_with or self._placed_state("step")).scale
-        if record.is_exhausted and self._operations.any_set(found_inf or {}):
-            reason = "retries_exhausted"
-        flag: bool | Callable[[], bool] | None = record.overflowed
-        if flag is None:
-            flag = self._operations.readable(found_inf) if found_inf else False
-        record.stage = Stage.STEPPED
-        self._records[id(record.optimizer)] = record
-        outcome = StepOutcome(scale, flag, reason)
-        self._outcomes.put(record.optimizer, outcome)
+        """Record what happened in a step, once nothing can raise any more."""
+        if gradients.scale is None:  # a subclass has an unscale_ of its own
+            scale = self._scaling_of(gradients, "step").scale
+            gradients.scale, _ = self._operations.inverse(scale)
+        outcome = gradients.finish(reason)
+        self._iteration.keep(gradients)
+        self._outcomes.put(gradients.optimizer, outcome)
         self._history.append(outcome)
         for observer in self._observers:
             observer.stepped(optimizer, outcome)
+
+    def _clip(
+        self,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+        shards: Any,
+    ) -> Any:
+        """Measure the norm, and have the gradients multiplied in ``step``."""
+        self._repeating.must_not_loop("clip_grad_norm_")
+        gradients = self._iteration.of(optimizer)
+        scaling = self._scaling_of(gradients, "clip_grad_norm_")
+        gradients.must_allow("clip_grad_norm_")
+        parts = self._processes.parts_of(optimizer, shards)
+        deciders = self._processes.deciders_of(optimizer)
+        if gradients.clip_coefficient is not None:  # of an earlier call
+            gradients.multiply()
+        norm = None
+        if (
+            gradients.stage is Stage.SCALED
+            and norm_type == 2
+            and parts.can_be_measured
+            and self._unscaler(optimizer).is_plain
+        ):
+            norm = gradients.measure(scaling, parts, deciders)
+        if norm is None:
+            if gradients.is_scaled:
+                self.unscale_(optimizer)
+                gradients = self._iteration.of(optimizer)
+                gradients.move("unscaled to clip")
+            norm = gradients.norm(parts, float(norm_type))
+        if error_if_nonfinite:
+            self._iteration.keep(gradients)  # update() backs off from what was found, all the same
+            gradients.must_be_finite(norm, norm_type, deciders)
+        gradients.clip(max_norm, norm)
+        self._iteration.keep(gradients)
+        return norm
+
+    def _clip_at_once(
+        self,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+        shards: Any,
+    ) -> Any:
+        """Clip where scaling is disabled: ``step`` is not ours then."""
+        gradients = self._gradients_type(self._operations)
+        gradients.optimizer = optimizer
+        norm = gradients.norm(self._processes.parts_of(optimizer, shards), float(norm_type))
+        if error_if_nonfinite:
+            gradients.must_be_finite(norm, norm_type, ALONE)
+        coefficient = self._operations.clip_coefficient(max_norm, norm)
+        self._operations.multiply_gradients_(optimizer, coefficient)
+        return norm
+
+    def _repetition(self, max_retries: int) -> Repetition:
+        policy = self._policy if self._scale_moves() else None
+        state = partial(self._state_in_force, "step")
+        return Repetition(self._repeating, self._operations, policy, state, max_retries)
+
+    def _check(self, gradients: Gradients) -> FoundInf:
+        """What all that repeat together find in gradients, which stay as they are."""
+        deciders = self._processes.repeaters_of(gradients.optimizer)
+        state = self._scaling_of(gradients, "attempts").state
+        found_inf, _ = deciders.agree(state, self._unscaler(gradients.optimizer).check(), None)
+        return found_inf
+
+    def _next_state(self, state: State) -> State:
+        """The state after this iteration, by what its checks found; nothing has moved yet."""
+        found_infs = self._iteration.found_infs()
+        if self._repeating.open_loop is not None:  # it was left early
+            overflowed = any(map(self._operations.any_set, found_infs))
+            self._repeating.close_loop(keeps_scale=bool(found_infs) and not overflowed)
+        state = self._repeating.backed_off or state
+        if not found_infs:
+            return state
+        amaxes = self._iteration.amaxes(self._policy)
+        return self._operations.next_state(self._policy, state, found_infs, amaxes)
+
+    def _end_iteration(self) -> None:
+        """Forget what is known of the gradients."""
+        self._repeating.end_iteration()
+        self._iteration = Iteration(self._new_gradients)  # last: until then, update() may repeat
+
+    def _forget_next_state(self) -> None:
+        """Drop what an interrupted call would make of a state that is set from outside."""
+        self._repeating.backed_off = None
+        self._iteration.next_state = None
+
+    def _host_state(self) -> State:
+        """The state in host scalars; waits for the device."""
+        return self._initial_state if self._state is None else self._operations.read(self._state)
+
+    def _start(self) -> None:
+        """Start without steps and without observers."""
+        self._new_gradients = partial(self._gradients_type, self._operations)
+        self._iteration = Iteration(self._new_gradients)
+        self._repeating: Repeating = Repeating()
+        self._outcomes = Outcomes()
+        self._history: deque[StepOutcome] = deque(maxlen=HISTORY_LENGTH)
+        self._observers: list[Observer] = []
 
     def __repr__(self) -> str:
         name = type(self).__name__
@@ -566,19 +586,18 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     # Pickling and copying.
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._records:
+        if self._iteration:
             raise CallOrderError(
                 "a scaler may only be pickled or copied at the beginning of an iteration, or at "
                 "the end: call update() first"
             )
-        left_out = dict.fromkeys(
-            ("_state", "_records", "_outcomes", "_history", "_observers", "_closures", "_awaiting")
-        )
+        fresh = ("_iteration", "_new_gradients", "_repeating", "_outcomes", "_history")
+        left_out = dict.fromkeys(("_state", *fresh, "_observers"))
         return {**self.__dict__, **left_out, "_initial_state": self._host_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._start_records()
+        self._start()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EagerScaler[TensorT, OptimizerT]:
         group = getattr(self, "_group", None)
@@ -588,318 +607,18 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         copied.__setstate__(copying.deepcopy(self.__getstate__(), memo))
         return copied
 
-    # Shared steps.
 
-    def _divide(self, optimizer: Optimizer, record: OptimizerRecord, state: State) -> None:
-        """Divide gradients that are scaled by the scale of ``state``, and check them."""
-        deciders = self._deciders(optimizer)
-        if self._observers:
-            self._announce_unscale(optimizer, state)
-        try:
-            record.scale, inv_scale = self._operations.inverse(self._in_use(state).scale)
-            found_inf = self._unscale_gradients(optimizer, inv_scale)
-            if record.stage is not Stage.MEASURED:  # or all have decided
-                self._settle(record, deciders, found_inf)
-            record.inv_scale = None
-            record.move("unscale_")
-            self._records[id(record.optimizer)] = record
-        except BaseException as error:
-            self._note_interrupt(record, error)
-            raise
-
-    def _settle(
-        self,
-        record: OptimizerRecord,
-        deciders: Any,
-        found_inf: FoundInf,
-        scale: Tensor | None = None,
-    ) -> None:
-        """Record what all that decide together found in gradients; ``scale`` if still scaled."""
-        amax = None
-        # Asked here too, because a call that does nothing counts in a small step.
-        if amax_interval(self._policy) and self._amax_is_due(found_inf):
-            amax = self._operations.amax(record.optimizer, scale)
-        record.found_inf, record.amax = self._decision(record, deciders, found_inf, amax)
-
-    def _amax_is_due(self, found_inf: FoundInf) -> bool:
-        """Whether the policy looks at the largest gradient of this step."""
-        interval = amax_interval(self._policy)
-        if not interval:
-            return False
-        steps = self._finite_steps()
-        return steps is None or not (steps % interval or self._operations.any_set(found_inf))
-
-    def _finite_steps(self) -> int | None:
-        """The count that the policy will look at, if that is known on the host."""
-        return self._operations.finite_steps(self._in_use(self._placed_state("step")))
-
-    def _amaxes(self) -> list[Tensor]:
-        """The optimizers' largest gradients, for a policy that looks at them."""
-        if not amax_interval(self._policy):
-            return []
-        return [record.amax for record in self._records.values() if record.amax is not None]
-
-    def _start_records(self) -> None:
-        """Start without steps and without observers."""
-        self._records = Records(self._record_type)
-        self._outcomes = Outcomes()
-        self._history: deque[StepOutcome] = deque(maxlen=HISTORY_LENGTH)
-        self._observers: list[Observer] = []
-        self._closures = Closures()
-        self._awaiting: list[OptimizerRecord] = []  # those that another loss outdates
-
-    def _host_state(self) -> State:
-        """The state in host scalars; waits for the device."""
-        return self._initial_state if self._state is None else self._operations.read(self._state)
-
-    def _record(self, optimizer: Optimizer) -> OptimizerRecord:
-        """The optimizer's record, or a new one that is not kept yet."""
-        owner = owner_of(optimizer)
-        if owner is not optimizer and self._enabled:
-            self._records.wrap(optimizer, owner)
-        record = self._records.get(id(owner))
-        if record is None:
-            record = self._record_type()
-        elif record.stage is Stage.INTERRUPTED and self._operations.are_new(
-            self._operations.current_gradients(owner), record.stale or []
-        ):
-            record = self._record_type()  # all come from another loss
-        if not hasattr(owner, "step"):
-            raise TypeError(
-                "a scaler takes the optimizer that owns the gradients, as in "
-                "scaler.clip_grad_norm_(optimizer, max_norm), scaler.unscale_(optimizer) and "
-                f"scaler.step(optimizer), got {type(optimizer).__name__}"
-            )
-        record.optimizer = owner
-        return record
-
-    def _keep(self, record: OptimizerRecord) -> None:
-        self._records[id(record.optimizer)] = record
-
-    def _record_to_step(self, optimizer: Optimizer) -> OptimizerRecord:
-        """The record of an optimizer that has not stepped in this iteration."""
-        if self._closures.losses is not None:
-            raise self._closures.refusal("step")
-        record = self._record(optimizer)
-        record.check("step")
-        return record
-
-    def _clip(
-        self,
-        optimizer: Optimizer,
-        max_norm: float,
-        norm_type: float,
-        error_if_nonfinite: bool,
-        shards: Any,
-    ) -> Any:
-        """Measure the norm, and have the gradients multiplied in ``step``."""
-        if self._closures.in_loop:
-            raise self._closures.refusal("clip_grad_norm_")
-        record = self._record(optimizer)
-        record.check("clip_grad_norm_")
-        if record.is_outdated:
-            raise CallOrderError(UNKNOWN_GRADIENTS)
-        parts = self._parts(optimizer, shards)
-        if record.clip_coefficient is not None:  # of an earlier call
-            self._apply_pending(record)
-        norm: Tensor | None = None
-        if self._enabled and record.stage is Stage.SCALED and norm_type == 2:
-            norm = self._measure(record, parts)
-        if self._enabled and norm is None and record.is_scaled:
-            self.unscale_(optimizer)
-            record = self._record(optimizer)
-            record.move("unscaled to clip")
-        if norm is None:
-            norm = self._total_norm(optimizer, float(norm_type), parts)
-        if error_if_nonfinite:
-            if self._enabled:
-                self._keep(record)  # update() backs off from what was found, also after the error
-            self._check_finite(record, norm, norm_type)
-        coefficient = self._operations.clip_coefficient(max_norm, norm)
-        if self._enabled:
-            self._awaiting.append(record)
-            record.clip_coefficient = None if math.isinf(max_norm) else coefficient
-            self._keep(record)
-        else:  # step() is not ours then: clip at once
-            self._operations.multiply_gradients_(optimizer, coefficient)
-        return norm
-
-    def _check_finite(self, record: OptimizerRecord, norm: Tensor, norm_type: float) -> None:
-        """Raise on all processes where the norm or a gradient of one is not finite.
-
-        Their norms may differ, and a norm of finite gradients may overflow.
-        """
-        is_finite = math.isfinite(float(norm))
-        is_bad = not is_finite or self._operations.any_set(record.found_inf or {})
-        if not self._is_anywhere(record.optimizer, is_bad):
-            return
-        elsewhere = " here, and not finite on another process" if is_finite else ""
-        raise RuntimeError(
-            f"the total norm of order {norm_type} of the gradients is {float(norm)}{elsewhere}, so "
-            "they cannot be clipped; with error_if_nonfinite=False the step is skipped instead"
+def _mapped(scale: Callable[[Any], Any], outputs: Any) -> Any:
+    """The same structure of tensors, each scaled."""
+    if isinstance(outputs, (str, bytes, Mapping)) or not isinstance(outputs, Iterable):
+        raise ValueError(
+            f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}"
         )
-
-    def _end_iteration(self) -> None:
-        """Forget what is known of the gradients."""
-        self._closures.backed_off = self._closures.open_loop = None
-        self._closures.attempted.clear()
-        self._awaiting.clear()
-        self._records = Records(self._record_type)  # last: until then, update() may be repeated
-
-    def _forget_next_state(self) -> None:
-        """Drop what an interrupted call would make of a state that is set from outside."""
-        self._closures.backed_off = None
-        self._records.next_state = None
-
-    def _step_with_closure(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        max_retries: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        run = ClosureRun(
-            optimizer,
-            closure,
-            max_retries,
-            self._operations,
-            self._records,
-            self._closures,
-            lambda: self._placed_state("step"),
-            self._policy if self._scale_moves() else None,
-            self.unscale_,
-            self._apply_pending,
-            lambda flag: self._is_anywhere(optimizer, flag),
-        )
-        result, record, reason = run.step(args, kwargs)
-        self._conclude(optimizer, record, reason)
-        return result
-
-    def _note_interrupt(self, record: OptimizerRecord, error: BaseException) -> None:
-        """Remember that only some gradients may be unscaled.
-
-        An adapter that refuses gradients raises one of these types before it changes any.
-        """
-        if not isinstance(error, (ValueError, NotImplementedError, AttributeError)):
-            record.interrupt(self._operations.current_gradients(record.optimizer))
-            self._keep(record)
-
-    def _note_raised(self, optimizer: Optimizer, error: BaseException) -> None:
-        """Allow a call that raised to be repeated, until another loss is scaled."""
-        record = self._records.get(id(owner_of(optimizer)))
-        if record is not None and record.result:
-            record.stage = Stage.STEPPED  # it came after the optimizer's step
-        elif record is not None and record.result is not None and not isinstance(error, Exception):
-            # An interrupt: the optimizer may have applied some gradients, or all.
-            record.interrupt(self._operations.current_gradients(record.optimizer))
-            self._awaiting.append(record)
-        elif record is not None and record.stage in _KNOWN:
-            record.has_raised = True
-            self._awaiting.append(record)
-
-    def _note_another_loss(self) -> None:
-        """Mark what is known of gradients as outdated: another loss may change them."""
-        for record in self._awaiting:
-            record.is_outdated = True
-            is_known = record.has_raised and record.stage in _KNOWN
-            if is_known or record.stage is Stage.INTERRUPTED:  # those that were not cleared
-                record.interrupt(self._operations.current_gradients(record.optimizer))
-        self._awaiting.clear()
-
-    def _announce_unscale(self, optimizer: Optimizer, state: State) -> None:
-        if self._closures.losses is None:  # a closure may be called again
-            for observer in self._observers:
-                observer.unscaling(optimizer, state.scale)
-
-    def _announce_step(self, optimizer: Optimizer, record: OptimizerRecord, state: State) -> None:
-        for observer in self._observers:
-            observer.stepping(optimizer, state.scale if record.is_scaled else None)
-
-    def _placed_state(self, caller: str, optimizer: Optimizer | None = None) -> State:
-        if self._state is None:
-            raise CallOrderError(
-                f"{caller}() was called before any loss was scaled: call "
-                "scaler.scale(loss).backward() earlier in the iteration"
-            )
-        return self._state
-
-    def _scale_to_clip(self, record: OptimizerRecord) -> Tensor:
-        """The scale that the gradients to be clipped were made with."""
-        return self._in_use(record.made_with or self._placed_state("clip_grad_norm_")).scale
-
-    def _in_use(self, state: State) -> State:
-        """The state that backward passes use: a closure's may be backed off before update()."""
-        closures = self._closures
-        return state if closures.losses is None else closures.backed_off or state
-
-    def _unscaled(self, record: OptimizerRecord, state: State) -> OptimizerRecord:
-        """The record of gradients that are unscaled; they were scaled by the scale of ``state``."""
-        if record.stage is Stage.MEASURED and not self._operations.any_set(record.found_inf or {}):
-            self._apply_pending(record)
-        elif record.is_scaled:
-            if self._unscale_is_own():
-                self._divide(record.optimizer, record, state)
-            else:
-                self.unscale_(record.optimizer)
-                record = self._record(record.optimizer)
-        return record
-
-    def _unscale_is_own(self) -> bool:
-        """Whether nothing replaces ``unscale_``, as a subclass may."""
-        return getattr(self.unscale_, "__func__", None) is EagerScaler.unscale_
-
-    def _apply_pending(self, record: OptimizerRecord) -> None:
-        """Multiply the gradients by what is pending: 1/scale, the clip coefficient, or both."""
-        if record.clip_coefficient is None and record.inv_scale is None:
-            return
-        factor = record.pending()
-        try:
-            self._operations.multiply_gradients_(record.optimizer, factor)
-            record.clip_coefficient = record.inv_scale = None
-            record.move("multiplied")
-        except BaseException as error:
-            self._note_interrupt(record, error)
-            raise
-
-
-class ObservedScaler(Generic[TensorT, OptimizerT]):
-    """What an observer may ask of a scaler, under names that no subclass of a scaler can need.
-
-    Each answer is of the moment; those that may wait for the device say so.
-    """
-
-    def __init__(self, scaler: EagerScaler[TensorT, OptimizerT]) -> None:
-        self._scaler = scaler
-
-    @property
-    def is_enabled(self) -> bool:
-        """Whether losses are scaled at all."""
-        return self._scaler._enabled
-
-    @property
-    def policy(self) -> Policy:
-        """The rule by which the scale moves; a ``FixedScale`` if it does not."""
-        moves = self._scaler._scale_moves()
-        return self._scaler._policy if moves else FixedScale(float(self.state.scale))
-
-    @property
-    def state(self) -> State:
-        """The scale and its counters as host scalars; waits for the device."""
-        return self._scaler._host_state()
-
-    @property
-    def is_in_closure(self) -> bool:
-        """Whether ``step`` is calling a closure, again if its gradients overflow."""
-        return self._scaler._closures.losses is not None
-
-    def last_steps(self) -> list[tuple[OptimizerT, StepOutcome]]:
-        """Each optimizer that has stepped through the scaler, with its latest step."""
-        return self._scaler._outcomes.all()
-
-    def total_norm(self, optimizer: OptimizerT) -> float:
-        """The 2-norm of an optimizer's gradients as they are, scaled or not; waits for it."""
-        return float(self._scaler._operations.total_norm(optimizer, 2.0))
+    if hasattr(outputs, "_fields"):
+        return type(outputs)(*map(scale, outputs))
+    if isinstance(outputs, (list, tuple)):
+        return type(outputs)(map(scale, outputs))
+    return map(scale, outputs)
 
 
 def _take_closure(
@@ -912,6 +631,15 @@ def _take_closure(
     if args and callable(args[0]):
         return args[0], args[1:], kwargs
     return None, args, kwargs
+
+
+def _check_optimizers(optimizers: tuple[Optimizer, ...]) -> None:
+    for optimizer in optimizers or (None,):
+        if not hasattr(optimizer, "step"):
+            raise TypeError(
+                "attempts() takes the optimizers whose gradients the loop makes, such as "
+                f"attempts(optimizer), got {type(optimizer).__name__}"
+            )
 
 
 def _check_retries(max_retries: object) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
+from gradscaler._eager.operations import FoundInf, GradientsRefusedError, Optimizer, Tensor
 from gradscaler._torch_like.norm import norm_on_cpu
 from gradscaler.errors import CallOrderError
 from gradscaler.policies import DynamicScale, Policy, State, leaf_dtypes
@@ -21,6 +21,14 @@ Device = Any
 
 _LARGE = 2**14  # elements
 _item = methodcaller("item")
+
+
+class Fp16GradientsError(GradientsRefusedError, ValueError):
+    """A gradient is float16, and float16 gradients were not allowed."""
+
+
+class SpentGradientsError(GradientsRefusedError, CallOrderError):
+    """Optimizers have used the gradients in the backward pass."""
 
 
 class TorchLikeOperations:
@@ -53,7 +61,7 @@ class TorchLikeOperations:
         if len(grads) < len(parameters) and any(
             hasattr(parameter, "_in_backward_optimizers") for parameter in parameters
         ):
-            raise CallOrderError(
+            raise SpentGradientsError(
                 "optimizers have stepped in the backward pass, on gradients that were multiplied "
                 "by the loss scale: leave out _apply_optimizer_in_backward(), and call "
                 "scaler.step(optimizer) after the backward pass"
@@ -170,6 +178,10 @@ class TorchLikeOperations:
             else:
                 tensor.fill_(value)
         return state
+
+    def merge(self, found_infs: list[FoundInf]) -> FoundInf:
+        flags = [flag for found_inf in found_infs for flag in found_inf.values()]
+        return {flags[0].device: self.largest(flags, flags[0].device)} if flags else {}
 
     def any_set(self, found_inf: FoundInf) -> bool:
         for flag in found_inf.values():  # noqa: SIM110 # a generator takes longer for so few
@@ -335,7 +347,7 @@ class TorchLikeOperations:
             and set(map(type, grads)) == {self.framework.Tensor}
         )
 
-    def check(self, optimizer: Optimizer, one: Tensor) -> dict[Device, Tensor]:
+    def check(self, optimizer: Optimizer) -> dict[Device, Tensor]:
         """Flag each device's non-finite gradients, which stay as they are."""
         flags: dict[Device, Tensor] = {}
         for device, grads in self.grouped(self.gradients(optimizer)):
@@ -349,7 +361,7 @@ class TorchLikeOperations:
                 flags[key] = self.framework.maximum(flags[key], self.nonfinite_flag(large))
                 grads = [grad for grad in grads if grad.numel() < _LARGE]
             if grads:
-                self.check_and_unscale_(grads, flags[key], self.on_device(one, device))
+                self.check_and_unscale_(grads, flags[key], self.scalar(1.0, device))
         return flags
 
     def amax(self, optimizer: Optimizer, scale: Tensor | None) -> Tensor:
@@ -505,14 +517,14 @@ def _is_finite(grad: Tensor) -> bool:
     return all(math.isfinite(extreme.item()) for extreme in extremes)
 
 
-def _fp16_gradient_error(optimizer: Optimizer, float16: Any) -> ValueError:
+def _fp16_gradient_error(optimizer: Optimizer, float16: Any) -> Fp16GradientsError:
     """The refusal of a float16 gradient, naming the first such parameter and the way out."""
     name = next(
         _name(optimizer, parameter)
         for parameter in parameters_of(optimizer)
         if parameter.grad is not None and parameter.grad.dtype == float16
     )
-    return ValueError(
+    return Fp16GradientsError(
         f"Attempting to unscale FP16 gradients. The gradient of {name} is float16: keep the "
         "parameters in float32 and run the forward pass under autocast, or construct "
         "GradScaler(allow_fp16_gradients=True)"

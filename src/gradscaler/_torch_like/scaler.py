@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
 
 from gradscaler import checkpoint
-from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
-from gradscaler._eager.record import OptimizerRecord, Records, Stage, owner_of
+from gradscaler._eager.gradients import Iteration, owner_of
+from gradscaler._eager.operations import Optimizer, Tensor
 from gradscaler._eager.scaler import EagerScaler, OptimizerT, TensorT
-from gradscaler._torch_like.fused import (
-    may_raise_after_its_kernel,
-    step_with,
+from gradscaler._eager.stepping import PLAIN, Stepping, step_if_finite
+from gradscaler._torch_like.operations import TorchLikeOperations
+from gradscaler._torch_like.stepping import (
+    ByArgument,
+    ByAttributes,
+    ByReplacement,
     takes_grad_scaler,
 )
-from gradscaler._torch_like.operations import TorchLikeOperations
+from gradscaler._torch_like.unscaling import OwnUnscaler, ReplacedUnscaler
 from gradscaler.checkpoint._formats import TORCH_KEYS, read_leaves, read_torch, write_leaves
 from gradscaler.checkpoint._state_dicts import state_values
 from gradscaler.errors import CallOrderError, ParameterError
@@ -217,11 +219,11 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
 
     @property
     def _per_optimizer_states(self) -> Any:
-        return self._records
+        return self._iteration
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: Any) -> None:
-        self._records = Records(self._record_type)
+        self._iteration = Iteration(self._new_gradients)
         for key, state in states.items():
             for name in ("stage", "found_inf_per_device"):
                 self._per_optimizer_states[key][name] = state[name]
@@ -232,7 +234,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         self._state = self._operations.place(self._initial_state, dev)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        state = self._placed_state(funcname)
+        state = self._state_in_force(funcname)
         return state.scale, state.finite_steps
 
     def _get_scale_async(self) -> Tensor | None:
@@ -242,40 +244,16 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         return int(self._host_state().finite_steps) if self._enabled else 0
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
-        return dict(self._record(optimizer).found_inf or {})
+        return dict(self._iteration.of(optimizer).found_inf or {})
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
-        self._placed_state("_check_inf_per_device")
-        record = self._record(optimizer)
-        deciders = self._deciders(optimizer)
-        scale = self._in_use(self._placed_state("step")).scale if record.is_scaled else None
-        self._settle(record, deciders, self._check(optimizer), scale)
-        self._keep(record)
-        return dict(record.found_inf or {})
-
-    def _maybe_opt_step(
-        self, optimizer: Optimizer, optimizer_state: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        return super()._step_if_finite(optimizer, optimizer_state, args, kwargs)
-
-    # How torch does what the engine asks for.
-
-    def _unscale_gradients(self, optimizer: Optimizer, inv_scale: Tensor) -> FoundInf:
-        allow_fp16 = self._allow_fp16_gradients
-        if getattr(self._unscale_grads_, "__func__", None) is TorchLikeScaler._unscale_grads_:
-            return self._operations.unscale_(optimizer, inv_scale, None, allow_fp16)
-        zero = self._operations.scalar(0.0, inv_scale.device)
-        return self._unscale_grads_(optimizer, inv_scale.clone(), zero, allow_fp16)
-
-    def _measure(self, record: OptimizerRecord, parts: Any, deciders: Any = None) -> Tensor | None:
-        return super()._measure(record, parts, deciders) if self._unscales_plainly() else None
-
-    def _unscales_plainly(self) -> bool:
-        """Whether nothing replaces how gradients are unscaled; it may reduce flags, for example."""
-        return (
-            self._unscale_is_own()
-            and getattr(self._unscale_grads_, "__func__", None) is TorchLikeScaler._unscale_grads_
-        )
+        self._state_in_force("_check_inf_per_device")
+        gradients = self._iteration.of(optimizer)
+        scaling = self._scaling_of(gradients, "step")
+        deciders = self._processes.deciders_of(optimizer)
+        gradients.check(scaling, self._unscaler(optimizer), deciders)
+        self._iteration.keep(gradients)
+        return dict(gradients.found_inf or {})
 
     def _unscale_grads_(
         self,
@@ -288,16 +266,39 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
             allow_fp16 = self._allow_fp16_gradients
         return self._operations.unscale_(optimizer, inv_scale, found_inf, allow_fp16)
 
-    def _check(self, optimizer: Optimizer) -> FoundInf:
-        """The flags of gradients that stay scaled."""
-        device = self._placed_state("step").scale.device
-        one = self._operations.scalar(1.0, device)
-        if self._unscales_plainly():
-            return self._operations.check(optimizer, one)
-        return self._unscale_grads_(optimizer, one, self._operations.scalar(0.0, device), True)
+    def _maybe_opt_step(
+        self, optimizer: Optimizer, optimizer_state: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return step_if_finite(optimizer, optimizer_state, args, kwargs)
+
+    # What the engine is handed. Users' subclasses replace three methods, and so does assigning to
+    # a scaler; here alone it is looked for.
+
+    def _unscaler(self, optimizer: Optimizer) -> OwnUnscaler | ReplacedUnscaler:
+        if _is_own(self._unscale_grads_, TorchLikeScaler._unscale_grads_):
+            is_plain = _is_own(self.unscale_, EagerScaler.unscale_)
+            operations = self._operations
+            return OwnUnscaler(operations, optimizer, self._allow_fp16_gradients, is_plain)
+        return ReplacedUnscaler(
+            self._unscale_grads_,
+            self._operations,
+            optimizer,
+            self._allow_fp16_gradients,
+            self._state_in_force("unscale_").scale.device,
+        )
+
+    def _stepping_of(self, optimizer: Optimizer) -> Stepping:
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            if takes_grad_scaler(optimizer.step):
+                return ByArgument(self)
+            if owner_of(optimizer) is optimizer:  # a wrapper's attributes may not be read
+                return ByAttributes(self, self._operations)
+        if _is_own(self._maybe_opt_step, TorchLikeScaler._maybe_opt_step):
+            return PLAIN
+        return ByReplacement(self._maybe_opt_step)
 
     def _set_scale(self, new_scale: Any) -> None:
-        scale = self._placed_state("update").scale
+        scale = self._state_in_force("update").scale
         if self._operations.is_tensor(new_scale):
             device = self._device or scale.device.type
             if new_scale.device.type != device or new_scale.numel() != 1 or new_scale.requires_grad:
@@ -312,91 +313,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
 
     def _place(self, device: Any) -> State:
         self._lazy_init_scale_growth_tracker(device)
-        return self._placed_state("scale")
-
-    def _step_if_finite(
-        self,
-        optimizer: Optimizer,
-        record: OptimizerRecord,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        if record.clip_coefficient is not None and not self._operations.any_set(
-            record.found_inf or {}
-        ):
-            self._apply_pending(record)  # here, because subclasses replace _maybe_opt_step
-        return self._maybe_opt_step(optimizer, record, *args, **kwargs)
-
-    def _step_or_skip(
-        self,
-        optimizer: Optimizer,
-        record: OptimizerRecord,
-        state: State,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        if not getattr(optimizer, "_step_supports_amp_scaling", False):
-            return super()._step_or_skip(optimizer, record, state, args, kwargs)
-        if takes_grad_scaler(optimizer.step):
-            warnings.warn(
-                "GradScaler is going to stop passing itself as a keyword argument, grad_scaler=: "
-                "let the optimizer read its attributes grad_scale and found_inf",
-                FutureWarning,
-                stacklevel=3,
-            )
-            in_force, self._state = self._state, state  # which it asks for the scale
-            try:
-                result = record.apply(optimizer.step, *args, **kwargs, grad_scaler=self)
-            finally:
-                self._state = in_force
-            record = self._record(optimizer)
-            record.scale = state.scale.clone()
-            self._conclude(optimizer, record)
-            return result
-        if owner_of(optimizer) is not optimizer:  # its attributes may not be those that are read
-            return super()._step_or_skip(optimizer, record, state, args, kwargs)
-        if record.stage is Stage.SCALED:
-            self._check_inf_per_device(optimizer)
-            record = self._record(optimizer)
-        if self._operations.on_host(state.scale):
-            record.overflowed = self._operations.any_set(record.found_inf or {})
-        if record.overflowed and record.stage is Stage.MEASURED:
-            self.unscale_(optimizer)  # for the optimizer will skip, and leave them scaled
-            record.clip_coefficient = None
-        if record.is_scaled:
-            grad_scale = record.scale = state.scale.clone()
-            if record.clip_coefficient is not None:
-                grad_scale = grad_scale / record.clip_coefficient
-            if hasattr(optimizer, "grad_scale"):
-                grad_scale = grad_scale * optimizer.grad_scale
-        else:
-            grad_scale = getattr(optimizer, "grad_scale", None)
-        found_inf = record.found_inf
-        is_finite = record.overflowed is False
-        if not found_inf or (
-            not is_finite
-            and self._operations.first_step_must_be_finite(optimizer)
-            and self._operations.any_set(found_inf)
-        ):
-            if hasattr(optimizer, "grad_scale"):
-                del optimizer.grad_scale  # which is for one step alone
-            self._conclude(optimizer, record)
-            return None
-        if not record.is_scaled:
-            self._apply_pending(record)
-        flag = None
-        if not (is_finite and self._operations.needs_no_unset_flag(optimizer)):
-            flag = self._operations.combine([found_inf], state.scale.device)
-        try:
-            result = step_with(optimizer, grad_scale, flag, record, args, kwargs)
-            self._conclude(optimizer, record)
-        except BaseException as error:
-            if record.result:
-                record.stage = Stage.STEPPED
-            elif not isinstance(error, Exception) or may_raise_after_its_kernel(optimizer):
-                self._note_interrupt(record, error)
-            raise
-        return result
+        return self._state_in_force("scale")
 
     # Shared.
 
@@ -407,3 +324,8 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         if not isinstance(self._policy, (DynamicScale, AmaxScale)):
             raise TypeError(f"{self._policy!r} has no {', '.join(changes)} to set")
         self._policy = dataclasses.replace(self._policy, **changes)
+
+
+def _is_own(method: Any, own: Any) -> bool:
+    """Whether a scaler's method is ours, in its class and on itself."""
+    return getattr(method, "__func__", None) is own

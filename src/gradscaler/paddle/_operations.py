@@ -19,7 +19,7 @@ import numpy as np
 import paddle
 from paddle.base import core
 
-from gradscaler._eager.operations import FoundInf
+from gradscaler._eager.operations import FoundInf, GradientsRefusedError
 from gradscaler.paddle._small_tensors import batches_of_small
 from gradscaler.policies import Policy, State
 
@@ -29,6 +29,10 @@ _C_ops: Any = paddle._C_ops  # where Paddle's own scaler finds its kernel; not a
 _eager: Any = core.eager
 
 _HALF = (paddle.float16, paddle.bfloat16)
+
+
+class SparseGradientsError(GradientsRefusedError, NotImplementedError):
+    """Paddle cannot unscale sparse gradients."""
 
 
 def is_tensor(value: object) -> bool:
@@ -64,6 +68,11 @@ def move(state: State, values: State) -> State:
 
 def copy(state: State) -> State:
     return state
+
+
+def merge(found_infs: list[FoundInf]) -> FoundInf:
+    flags = [found_inf for found_inf in found_infs if found_inf]
+    return {"found_inf": any(map(any_set, flags))} if flags else {}
 
 
 def any_set(found_inf: FoundInf) -> bool:
@@ -104,7 +113,7 @@ def gradients(optimizer: Any) -> list[list[Tensor]]:
         by_dtype = [[grad for grad in grads if grad.dtype == dtype] for dtype in dtypes]
     for grad in itertools.chain.from_iterable(by_dtype):
         if grad.is_selected_rows():
-            raise NotImplementedError(f"{grad.name} is sparse: Paddle cannot unscale it")
+            raise SparseGradientsError(f"{grad.name} is sparse: Paddle cannot unscale it")
     return [[grad.detach() for grad in grads] for grads in by_dtype]
 
 
@@ -112,7 +121,7 @@ def inverse(scale: np.float32) -> tuple[np.float32, np.float32]:
     return scale, scale  # Paddle's kernel divides
 
 
-def unscale_(optimizer: Any, scale: np.float32) -> dict[str, Any]:
+def unscale_(optimizer: Any, scale: np.float32) -> FoundInf:
     """Divide the gradients by ``scale`` in place; one flag, or none where there are no gradients.
 
     The flag is a bool where its reading waits for no device, else a tensor of shape [1].

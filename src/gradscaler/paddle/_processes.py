@@ -8,6 +8,7 @@ alone: never from gradients, which one process may have and another not.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,9 @@ import paddle.distributed as dist
 from paddle.distributed import fleet
 from paddle.distributed.communication.group import Group
 
-from gradscaler._eager.decision import ballot, bounds, check_same, result
+from gradscaler._eager.decision import Order, ballot, bounds, check_same, result
 from gradscaler._eager.operations import FoundInf
+from gradscaler._eager.processes import ALONE, Deciders, Parts
 from gradscaler.errors import ParameterError
 from gradscaler.paddle import _operations
 from gradscaler.policies import State
@@ -75,6 +77,79 @@ def _topology_of(optimizer: Any) -> Any:
     if topology is None or topology.get_parallel_mode() == dist.ParallelMode.DATA_PARALLEL:
         return None
     return topology
+
+
+class PaddleProcesses:
+    """Who decides together in Paddle, and who holds other parts of the gradients.
+
+    Args:
+        group: the process group that the user named, or None.
+        asks_fleet: whether fleet's topology may tell; its own ``_unscale`` asks all processes.
+        orders: of the optimizers that each group decides about.
+    """
+
+    def __init__(
+        self, group: Group | None, asks_fleet: bool, orders: defaultdict[Group, Order]
+    ) -> None:
+        self._group, self._asks_fleet, self._orders = group, asks_fleet, orders
+
+    def deciders_of(self, optimizer: Any) -> Deciders:
+        group = self._group
+        if group is None and self._asks_fleet:
+            group = group_of(optimizer)
+        if group is None or group.nranks == 1:
+            return ALONE
+        return GroupOfDeciders(group, self._orders[group], optimizer)
+
+    def repeaters_of(self, optimizer: Any) -> Deciders:
+        deciders = self.deciders_of(optimizer)
+        if deciders is ALONE and self._group is None and is_distributed():
+            raise ParameterError(
+                "attempts() is to repeat a backward pass on all processes or on none, and nothing "
+                "tells on which: construct GradScaler(group=...) with the process group that "
+                "decides together, such as paddle.distributed.get_group(0)"
+            )
+        return deciders
+
+    def parts_of(self, optimizer: Any, shards: Group | None) -> Parts:
+        check_shards(optimizer, shards)
+        return PartsOfGroups(split_by(optimizer, shards))
+
+
+class GroupOfDeciders:
+    """The processes of a group, which decide about an optimizer together."""
+
+    def __init__(self, group: Group, order: Order, optimizer: Any) -> None:
+        self._group, self._order, self._optimizer = group, order, optimizer
+
+    def agree(
+        self, state: State, found_inf: FoundInf, amax: np.float32 | None
+    ) -> tuple[FoundInf, np.float32 | None]:
+        # All hold a tensor on a mesh alike; others may be those of a stage or a shard.
+        parameters = _operations.parameters_of(self._optimizer)
+        shapes = (parameter.shape for parameter in parameters if parameter.is_dist())
+        identity = self._order.identity(self._optimizer, shapes)
+        return settle(self._group, identity, state, found_inf, amax)
+
+    def is_anywhere(self, flag: bool) -> bool:
+        vote: Tensor = paddle.to_tensor(float(flag), "float32", _place_of(self._group))
+        dist.all_reduce(vote, dist.ReduceOp.MAX, self._group)
+        return bool(vote.item())
+
+
+class PartsOfGroups:
+    """An optimizer's gradients in parts, by the groups that each is split over.
+
+    Args:
+        split: as :func:`split_by` gives it.
+    """
+
+    def __init__(self, split: dict[tuple[Group, ...], Any]) -> None:
+        self._groups, self.parts = list(split), list(split.values())
+        self.can_be_measured = len(split) == 1
+
+    def norm(self, norms: list[Tensor], norm_type: float) -> Tensor:
+        return reduce_norm(dict(zip(self._groups, norms, strict=True)), norm_type)
 
 
 def settle(
@@ -144,13 +219,6 @@ def largest_of(grads: list[Tensor], group: Group | None) -> np.float32:
     """The largest magnitude of the gradients of a group of processes, or of this one alone."""
     own = _operations.largest(grads)
     return own if group is None else np.float32(_maxima(group, [own])[0])
-
-
-def any_of(group: Group, flag: bool) -> bool:
-    """Whether a flag is True on any process of a group."""
-    vote: Tensor = paddle.to_tensor(float(flag), "float32", _place_of(group))
-    dist.all_reduce(vote, dist.ReduceOp.MAX, group)
-    return bool(vote.item())
 
 
 def _place_of(group: Group) -> Any:

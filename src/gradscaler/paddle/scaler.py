@@ -12,10 +12,10 @@ import paddle
 from paddle.distributed.communication.group import Group
 
 from gradscaler import checkpoint
-from gradscaler._eager.closure import DEFAULT_MAX_RETRIES
 from gradscaler._eager.decision import Order
+from gradscaler._eager.gradients import Gradients, Iteration, Scaling, owner_of
 from gradscaler._eager.operations import FoundInf, Operations, Tensor
-from gradscaler._eager.record import OptimizerRecord, Records, owner_of
+from gradscaler._eager.repeating import DEFAULT_MAX_RETRIES
 from gradscaler._eager.scaler import EagerScaler
 from gradscaler.checkpoint._formats import (
     PADDLE_KEYS,
@@ -25,25 +25,19 @@ from gradscaler.checkpoint._formats import (
     write_paddle,
 )
 from gradscaler.checkpoint._state_dicts import number_in, state_values
-from gradscaler.errors import ParameterError
 from gradscaler.outcome import Reason, StepOutcome
 from gradscaler.paddle import _operations
+from gradscaler.paddle._gradients import PaddleGradients, PaddleOptimizer
 from gradscaler.paddle._processes import (
-    any_of,
+    PaddleProcesses,
     asked_by_fleet,
     check_group,
-    check_shards,
-    group_of,
-    is_distributed,
     largest_of,
-    reduce_norm,
-    settle,
-    split_by,
     unscaled_by_fleet,
 )
-from gradscaler.paddle._record import PaddleOptimizer, PaddleRecord
 from gradscaler.paddle._spelling import either_spelling, given
 from gradscaler.paddle._static import run_dynamically, static_graph_error
+from gradscaler.paddle._stepping import ByMinimize, ByStep, OwnUnscaler
 from gradscaler.policies import (
     AmaxScale,
     DynamicScale,
@@ -145,13 +139,13 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     """
 
     _operations: ClassVar[Operations] = _operations
-    _record_type: ClassVar[type[OptimizerRecord]] = PaddleRecord
-    _knows_process_groups: ClassVar[bool] = True
+    _gradients_type: ClassVar[type[Gradients]] = PaddleGradients
     _policy: DynamicScale | AmaxScale
     _cache_found_inf: bool | None  # type: ignore[assignment] # Paddle's has the type of its None
 
     _scaled_by: np.float32 | None = None  # what the last loss was multiplied by
     _updated: _Update | None = None  # the last update, until another loss is scaled
+    _update_to_come: _Update | None = None  # what the one that runs will be
 
     @either_spelling
     def __init__(
@@ -236,7 +230,9 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             raise TypeError(f"var must be a paddle.Tensor, got {type(var).__name__}")
         if not var._is_initialized():
             return var
-        self._scaled_by, self._updated = self._host_state().scale, None
+        if not self._repeating.in_closure:  # whose loss no other optimizer's gradients come from
+            self._scaled_by = self._host_state().scale
+        self._updated = None
         return super().scale(var)
 
     def unscale_(self, optimizer: PaddleOptimizer) -> None:
@@ -249,37 +245,17 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         """
         if not self._enabled:
             return
-        if self._closures.in_loop:
-            raise self._closures.refusal("unscale_")
-        record = self._records.get(id(optimizer))
-        if record is not None and not isinstance(record, PaddleRecord):  # a wrapper's own dict
-            del self._records[id(optimizer)]
-        record = self._record(optimizer)
-        record.check("unscale_")  # a wrapper's _unscale may not look at the order
-        if not record.is_scaled:
-            record.move("unscale_")
-            return
-        in_force, state = self._state, record.made_with or self._placed_state("unscale_")
-        if self._unscale_is_replaced():  # by one that announces nothing
-            self._announce_unscale(optimizer, state)
-        self._state = state  # what is put in place of _unscale divides by _scale
-        try:
-            self._unscale(optimizer)
-        finally:
-            self._state = in_force
-        record = self._records.get(id(optimizer))
-        if not isinstance(record, PaddleRecord):
-            record = self._records[id(optimizer)] = PaddleRecord()
-        if record.found_inf is None:  # Fleet and the like put an _unscale of their own here
-            record.optimizer = optimizer
-            record.scale = self._in_use(state).scale
-            deciders, found_inf = self._deciders(optimizer), {"found_inf": self._found_inf}
-            amax = None
-            if self._amax_is_due(found_inf):
-                amax = largest_of(unscaled_by_fleet(optimizer), asked_by_fleet(self._unscale))
-            record.found_inf, record.amax = self._decision(record, deciders, found_inf, amax)
-        if record.is_scaled:
-            record.move("unscale_")
+        self._repeating.must_not_loop("unscale_")
+        kept = self._iteration.get(id(optimizer))
+        if kept is not None and not isinstance(kept, PaddleGradients):  # a wrapper's own dict
+            del self._iteration[id(optimizer)]
+        gradients = self._iteration.of(optimizer)
+        gradients.must_allow("unscale_")  # a wrapper's _unscale may not look at the order
+        if self._unscale_is_replaced() and gradients.is_scaled:
+            self._unscale_by_replacement(optimizer, gradients)
+        else:
+            super().unscale_(optimizer)
+        self._show_flag(self._iteration.of(optimizer))
 
     def minimize(  # type: ignore[override] # wider than Paddle's, whose own optimizers are untyped
         self, optimizer: PaddleOptimizer, *args: Any, **kwargs: Any
@@ -299,18 +275,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             result = minimize(optimizer, *args, **kwargs)
             self._outcomes.put(owner_of(optimizer), StepOutcome(1.0, False, "disabled"))
             return result
-        record = self._record_to_step(optimizer)
-        state = record.made_with or self._placed_state("step")
-        self._announce_step(optimizer, record, state)
-        try:
-            record = self._unscaled(record, state)
-            result = self._step_if_finite(optimizer, record, args, kwargs, "minimize")
-            if not record.found_inf or _operations.any_set(record.found_inf):
-                result = _skipped_minimize(optimizer, args, kwargs)
-            self._conclude(optimizer, record)
-        except BaseException as error:
-            self._note_raised(optimizer, error)
-            raise
+        result = self._take_step(optimizer, ByMinimize(self), args, kwargs)
         self.update()
         return result
 
@@ -324,7 +289,20 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         Raises:
             RuntimeError: nothing was checked since the last call.
         """
+        if not self._enabled:
+            return
+        if not self._use_dynamic_loss_scaling:
+            for observer in self._observers:
+                observer.updating()
+            self._end_iteration()
+            for observer in self._observers:
+                observer.updated()
+            return
+        before = self._host_state().scale
         super().update()
+        after = self._host_state().scale
+        if after < before:
+            logger.debug("non-finite gradients: loss scale %g, now %g", before, after)
 
     # Getters and setters.
 
@@ -455,12 +433,13 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         self._set_state(state)
         self._forget_next_state()
 
-    def _start_records(self) -> None:
-        super()._start_records()
+    def _start(self) -> None:
+        super()._start()
         self._orders: defaultdict[Group, Order] = defaultdict(Order)
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = dict.fromkeys(("_orders", *_FLAGS, "_found_inf", "_scaled_by", "_updated"))
+        of_loss = ("_scaled_by", "_updated", "_update_to_come")
+        left_out = dict.fromkeys(("_orders", *_FLAGS, "_found_inf", *of_loss))
         return {**super().__getstate__(), **left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -482,7 +461,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     def _scale(self) -> Tensor | None:
         if not self._enabled:
             return None
-        scale = self._in_use(self._host_state()).scale
+        scale = self._repeating.state_in_use(self._host_state()).scale
         return paddle.full([1], float(scale), dtype="float32")
 
     @_scale.setter
@@ -512,175 +491,119 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     @property
     def _optimizer_states(self) -> Any:
-        return self._records
+        return self._iteration
 
     @_optimizer_states.setter
     def _optimizer_states(self, records: Any) -> None:
-        self._records = Records(self._record_type, records)
-
-    # How Paddle does what the engine asks for.
-
-    def _placed_state(self, caller: str, optimizer: Any = None) -> State:
-        """The state that the gradients were made with; for ``update``, the one in force."""
-        state = super()._placed_state(caller, optimizer)
-        if self._scaled_by is None or caller == "update":
-            return state
-        return state._replace(scale=self._scaled_by)
-
-    def _step_with_closure(self, *args: Any) -> Any:
-        scaled_by = self._scaled_by  # the closure scales a loss of its own
-        try:
-            return super()._step_with_closure(*args)
-        finally:
-            self._scaled_by = scaled_by
+        self._iteration = Iteration(self._new_gradients, records)
 
     def _unscale(self, optimizer: Any) -> None:
         """What Fleet and group-sharded training put a method of their own in place of."""
         super().unscale_(optimizer)
 
-    def _unscale_is_replaced(self) -> bool:
-        return getattr(self._unscale, "__func__", None) is not GradScaler._unscale
-
-    def _deciders(self, optimizer: Any) -> Group | None:
-        group = self._group
-        if group is None and not self._unscale_is_replaced():  # Fleet's asks all processes
-            group = group_of(optimizer)
-        return None if group is None or group.nranks == 1 else group
-
-    def _repeaters(self, optimizer: Any) -> Group | None:
-        deciders = self._deciders(optimizer)
-        if deciders is None and self._group is None and is_distributed():
-            raise ParameterError(
-                "attempts() is to repeat a backward pass on all processes or on none, and nothing "
-                "tells on which: construct GradScaler(group=...) with the process group that "
-                "decides together, such as paddle.distributed.get_group(0)"
-            )
-        return deciders
-
-    def _check(self, optimizer: Any) -> FoundInf:
-        return _operations.check(optimizer)
-
-    def _decision(
-        self,
-        record: OptimizerRecord,
-        deciders: Group | None,
-        found_inf: FoundInf,
-        amax: np.float32 | None,
-    ) -> tuple[FoundInf, np.float32 | None]:
-        if deciders is not None:
-            # All hold a tensor on a mesh alike; others may be those of a stage or a shard.
-            parameters = _operations.parameters_of(record.optimizer)
-            shapes = (parameter.shape for parameter in parameters if parameter.is_dist())
-            identity = self._orders[deciders].identity(record.optimizer, shapes)
-            state = self._in_use(self._host_state())
-            found_inf, amax = settle(deciders, identity, state, found_inf, amax)
-        flag = found_inf.get("found_inf", False)
-        if isinstance(flag, bool):
-            flag = paddle.ones([1], "bool") if flag else self._temp_found_inf_value_false
-        self._found_inf = flag
-        return found_inf, amax
-
-    def _finite_steps(self) -> int | None:
-        # An optimizer that joins the last update is counted from where that started.
-        return super()._finite_steps() if self._updated is None else None
-
-    def _is_anywhere(self, optimizer: Any, flag: bool) -> bool:
-        deciders = self._deciders(optimizer) if self._enabled else None
-        return flag if deciders is None else any_of(deciders, flag)
-
-    def _parts(self, optimizer: Any, shards: Any) -> Any:
-        check_shards(optimizer, shards)
-        return split_by(optimizer, shards)
-
-    def _measure(self, record: OptimizerRecord, parts: Any, deciders: Any = None) -> Any:
-        if self._unscale_is_replaced() or len(parts) > 1:  # it may reduce found_inf over processes
-            return None
-        norm = super()._measure(record, parts, self._deciders(record.optimizer))
-        return None if norm is None else reduce_norm(dict.fromkeys(parts, norm), 2.0)
-
-    def _total_norm(self, optimizer: Any, norm_type: float, parts: Any) -> Any:
-        norms = {groups: _operations.total_norm(part, norm_type) for groups, part in parts.items()}
-        return reduce_norm(norms, norm_type)
-
-    def _step_if_finite(
-        self,
-        optimizer: Any,
-        record: OptimizerRecord,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        method: str = "step",
-    ) -> Any:
-        if not record.found_inf:
-            self._cache_found_inf = False
-            return None
-        self._cache_found_inf = _operations.any_set(record.found_inf)
-        result = None
-        if not self._cache_found_inf:
-            self._apply_pending(record)
-            shares_flag = hasattr(optimizer, "_set_auxiliary_var")
-            if shares_flag:
-                optimizer._set_auxiliary_var("found_inf", self._unset_flag_for(optimizer))
-            result = record.apply(getattr(optimizer, method), *args, **kwargs)
-            if shares_flag:  # a distributed optimizer may have found one elsewhere
-                flag = optimizer._get_auxiliary_var("found_inf")
-                self._cache_found_inf = _operations.is_set(flag)
-        record.found_inf = {"found_inf": self._cache_found_inf}  # read once
-        return result
-
-    def _unset_flag_for(self, optimizer: Any) -> Any:
-        """A tensor; or False, which Paddle's own make of it in the time that a small step takes.
-
-        On an XPU they ask the tensor whether it is distributed.
-        """
-        own = type(optimizer).__module__.startswith("paddle.optimizer.")
-        plain = own and "xpu" not in paddle.device.get_device()
-        return False if plain else self._temp_found_inf_value_false
-
-    def _conclude(
-        self, optimizer: Any, record: OptimizerRecord, reason: Reason | None = None
-    ) -> None:
-        super()._conclude(optimizer, record, reason)
-        if not self._use_dynamic_loss_scaling:
-            self._records.pop(id(optimizer), None)
-
     def _update(self) -> None:
         """Move the scale by ``_cache_found_inf``, for Paddle's wrappers around a scaler."""
         if self._enabled:
             found_infs: list[FoundInf] = [{"found_inf": self._cache_found_inf}]
-            amaxes = self._amaxes()
+            amaxes = self._iteration.amaxes(self._policy)
             state = self._host_state()
             self._set_state(_operations.next_state(self._policy, state, found_infs, amaxes))
+
+    # What the engine is handed. Fleet assigns an _unscale to a scaler; here alone it is looked for.
+
+    def _unscale_is_replaced(self) -> bool:
+        return getattr(self._unscale, "__func__", None) is not GradScaler._unscale
+
+    def _unscaler(self, optimizer: Any) -> OwnUnscaler:
+        return OwnUnscaler(optimizer, is_plain=not self._unscale_is_replaced())
+
+    @property
+    def _processes(self) -> PaddleProcesses:  # type: ignore[override] # read alone
+        asks_fleet = not self._unscale_is_replaced()  # Fleet's asks all processes by itself
+        return PaddleProcesses(self._group, asks_fleet, self._orders)
+
+    def _stepping_of(self, optimizer: Any) -> ByStep:
+        return ByStep(self)
+
+    def _unscale_by_replacement(self, optimizer: Any, gradients: Gradients) -> None:
+        """Call what is in place of ``_unscale``, and keep what it found."""
+        scaling = self._scaling_of(gradients, "unscale_")
+        if not self._repeating.is_running:
+            for observer in self._observers:
+                observer.unscaling(optimizer, scaling.scale)
+        in_force = self._state
+        self._state = scaling.state._replace(scale=scaling.scale)  # by whose _scale it divides
+        try:
+            self._unscale(optimizer)
+        finally:
+            self._state = in_force
+        kept = self._iteration.get(id(optimizer))
+        gradients = kept if isinstance(kept, PaddleGradients) else self._new_gradients()
+        if gradients.found_inf is None:  # it has not called ours
+            gradients.optimizer, gradients.scale = optimizer, scaling.scale
+            found_inf, amax = {"found_inf": self._found_inf}, None
+            if gradients.amax_is_due(found_inf, scaling):
+                amax = largest_of(unscaled_by_fleet(optimizer), asked_by_fleet(self._unscale))
+            deciders = self._processes.deciders_of(optimizer)
+            gradients.settle(found_inf, scaling, deciders, amax=amax)
+            self._iteration.keep(gradients)
+        if gradients.is_scaled:
+            gradients.move("unscale_")
+
+    # The real differences of Paddle's rules.
+
+    def _state_of(self, gradients: Gradients, call: str) -> State:
+        """That of the last loss: another optimizer may have moved the scale since."""
+        state = self._state_in_force(call)
+        if self._scaled_by is None or self._repeating.in_closure:
+            return state
+        return state._replace(scale=self._scaled_by)
+
+    def _scaling_of(self, gradients: Gradients, call: str) -> Scaling:
+        """An optimizer that joins the last update is counted from where that started."""
+        scaling = super()._scaling_of(gradients, call)
+        if self._updated is None or not scaling.amax_interval:
+            return scaling
+        return scaling._replace(amax_interval=1)
 
     def _scale_moves(self) -> bool:
         return self._use_dynamic_loss_scaling
 
-    def _move(self, new_scale: Any = None) -> None:
-        """Move the scale; optimizers that follow without another loss belong to the same step."""
+    def _conclude(self, optimizer: Any, gradients: Gradients, reason: Reason | None = None) -> None:
+        """Without dynamic loss scaling, no update() need end the iteration."""
+        super()._conclude(optimizer, gradients, reason)
         if not self._use_dynamic_loss_scaling:
-            for observer in self._observers:
-                observer.updating()
-            self._end_iteration()
-            return
-        before = self._host_state().scale
-        start = self._closures.backed_off or self._host_state()
-        optimizers = set(self._records)
-        found_infs = [record.found_inf for record in self._records.values() if record.found_inf]
-        amaxes = self._amaxes()
-        super()._move()
+            self._iteration.pop(id(optimizer), None)
+
+    def _next_state(self, state: State) -> State:
+        """Optimizers that follow without another loss belong to the last update's step."""
+        moved = super()._next_state(state)
+        start, optimizers = self._repeating.backed_off or state, set(self._iteration)
+        found_infs, amaxes = self._iteration.found_infs(), self._iteration.amaxes(self._policy)
         last = self._updated
-        if last is not None and optimizers.isdisjoint(last.optimizers):  # one loss, one step
+        if last is not None and optimizers.isdisjoint(last.optimizers):
             start, optimizers = last.start, optimizers | last.optimizers
             found_infs, amaxes = last.found_infs + found_infs, last.amaxes + amaxes
             if found_infs:
-                self._state = _operations.next_state(self._policy, start, found_infs, amaxes)
+                moved = _operations.next_state(self._policy, start, found_infs, amaxes)
         if self._scaled_by is not None:
-            self._updated = _Update(start, optimizers, found_infs, amaxes)
-        after = self._host_state().scale
-        if after < before:
-            logger.debug("non-finite gradients: loss scale %g, now %g", before, after)
+            self._update_to_come = _Update(start, optimizers, found_infs, amaxes)
+        return moved
+
+    def _end_iteration(self) -> None:
+        # Only now, so that an interrupted update() that is repeated decides the same.
+        self._updated, self._update_to_come = self._update_to_come or self._updated, None
+        super()._end_iteration()
 
     def _set_scale(self, new_scale: Any) -> None:
         self.set_init_loss_scaling(new_scale)
+
+    def _show_flag(self, gradients: Gradients) -> None:
+        """Let Paddle's ``_found_inf`` say what was found, as a tensor."""
+        flag = (gradients.found_inf or {}).get("found_inf", False)
+        if isinstance(flag, bool):
+            flag = paddle.ones([1], "bool") if flag else self._temp_found_inf_value_false
+        self._found_inf = flag
 
     def _reset_flags(self) -> None:
         if not paddle.in_dynamic_mode():  # these would be operations of the user's program
@@ -709,10 +632,3 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 def _number(name: str, value: object) -> float:
     """A scale as Paddle's own scaler takes it: a number, or a tensor or array of one element."""
     return _checks.number(name, number_in(name, value))
-
-
-def _skipped_minimize(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``optimizer.minimize`` would have returned: no operators, and the gradients."""
-    if not hasattr(optimizer, "backward"):
-        return None, None
-    return [], optimizer.backward(*args, **kwargs)

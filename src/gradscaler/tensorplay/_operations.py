@@ -7,7 +7,12 @@ from typing import Any
 import tensorplay
 from tensorplay.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from gradscaler._eager.operations import GradientsRefusedError
 from gradscaler._torch_like.operations import TorchLikeOperations, parameters_of
+
+
+class UnsupportedGradientsError(GradientsRefusedError, NotImplementedError):
+    """TensorPlay cannot unscale such gradients."""
 
 
 class TensorPlayOperations(TorchLikeOperations):
@@ -30,11 +35,13 @@ class TensorPlayOperations(TorchLikeOperations):
         grads = super().gradients(optimizer, allow_fp16)
         for grad in grads:
             if grad.is_sparse:
-                raise NotImplementedError(
+                raise UnsupportedGradientsError(
                     "GradScaler does not support sparse gradients yet: TensorPlay cannot check them"
                 )
             if not grad.is_floating_point():
-                raise NotImplementedError(f"TensorPlay cannot unscale gradients of {grad.dtype}")
+                raise UnsupportedGradientsError(
+                    f"TensorPlay cannot unscale gradients of {grad.dtype}"
+                )
         buffers: set[int] = set()
         if all(grad.is_contiguous() and _is_new(grad, buffers) for grad in grads):
             return grads

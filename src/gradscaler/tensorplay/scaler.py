@@ -9,15 +9,15 @@ from typing import ClassVar
 import tensorplay
 from tensorplay.amp.grad_scaler import OptState
 
-from gradscaler._eager.closure import DEFAULT_MAX_RETRIES
-from gradscaler._eager.record import OptimizerRecord
-from gradscaler._torch_like.record import TorchLikeRecord
+from gradscaler._eager.gradients import Gradients
+from gradscaler._eager.repeating import DEFAULT_MAX_RETRIES
+from gradscaler._torch_like.gradients import TorchLikeGradients
 from gradscaler._torch_like.scaler import TorchLikeScaler
 from gradscaler.policies import Policy
 from gradscaler.tensorplay._operations import TensorPlayOperations
 
 
-class _Record(TorchLikeRecord):
+class _Gradients(TorchLikeGradients):
     opt_state: ClassVar[type[Enum]] = OptState
 
 
@@ -59,7 +59,7 @@ class GradScaler(
     """
 
     _operations: ClassVar[TensorPlayOperations] = TensorPlayOperations()
-    _record_type: ClassVar[type[OptimizerRecord]] = _Record
+    _gradients_type: ClassVar[type[Gradients]] = _Gradients
 
     def __init__(
         self,

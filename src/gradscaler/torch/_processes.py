@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from gradscaler._eager.decision import Order, ballot, bounds, check_same, result
 from gradscaler._eager.operations import FoundInf
+from gradscaler._eager.processes import ALONE, Deciders, OnePart, Parts
 from gradscaler._torch_like.operations import TorchLikeOperations, parameters_of
 from gradscaler.errors import ParameterError
 from gradscaler.policies import State
@@ -136,8 +137,75 @@ def _connected(meshes: list[Any]) -> list[int]:
     return sorted(root[of_root].mesh.flatten().tolist())
 
 
+class TorchProcesses:
+    """Who decides together in PyTorch, and who holds other parts of the gradients.
+
+    Args:
+        operations: the scaler's.
+        group: the process group that the user named; None where parameters tell.
+    """
+
+    def __init__(self, operations: TorchLikeOperations, group: Group | None) -> None:
+        self.group = group
+        self._vote = Vote(operations)
+
+    def named(self) -> Group | None:
+        """The group that decides about all optimizers, if there is one."""
+        return self.group
+
+    def deciders_of(self, optimizer: Any) -> Deciders:
+        if self.group is None and not is_distributed():
+            return ALONE
+        group = self.named() or group_of(optimizer)
+        return (
+            ALONE
+            if group is None or group.size() == 1
+            else GroupOfDeciders(self._vote, group, optimizer)
+        )
+
+    def repeaters_of(self, optimizer: Any) -> Deciders:
+        deciders = self.deciders_of(optimizer)
+        if deciders is ALONE and self.named() is None and is_distributed():
+            raise ParameterError(
+                "attempts() is to repeat a backward pass on all processes or on none, and nothing "
+                "tells on which: construct GradScaler(group=...) with the process group that "
+                "decides together, such as torch.distributed.group.WORLD"
+            )
+        return deciders
+
+    def parts_of(self, optimizer: Any, shards: Group | None) -> Parts:
+        if shards is None and not is_distributed():
+            return OnePart(optimizer)
+        return PartsOfGroups(split_by(optimizer, shards))
+
+
+class WorldProcesses(TorchProcesses):
+    """The same, where all processes decide together unless the user named a group."""
+
+    def named(self) -> Group | None:
+        return self.group or (dist.group.WORLD if dist.is_initialized() else None)
+
+
+class GroupOfDeciders:
+    """The processes of a group, which decide about an optimizer together."""
+
+    def __init__(self, vote: Vote, group: Group, optimizer: Any) -> None:
+        self._vote, self._group, self._optimizer = vote, group, optimizer
+
+    def agree(
+        self, state: State, found_inf: FoundInf, amax: torch.Tensor | None
+    ) -> tuple[FoundInf, torch.Tensor | None]:
+        identity = self._vote.identity(self._optimizer, self._group)
+        return self._vote.settle(self._group, state, found_inf, amax, identity)
+
+    def is_anywhere(self, flag: bool) -> bool:
+        vote = torch.tensor(float(flag), device=_device_of(self._group, _CPU))
+        dist.all_reduce(vote, dist.ReduceOp.MAX, self._group)
+        return bool(vote.item())
+
+
 class Vote:
-    """Settles one flag for all processes of a group, from one all-reduce.
+    """Settles one flag for all processes of a group, from one all-reduce. A scaler has one.
 
     Args:
         operations: those of the scaler.
@@ -262,13 +330,6 @@ def _device_of(group: Group, device: torch.device) -> torch.device:
     return device if torch.device(device.type) in devices else devices[0]
 
 
-def any_of(group: Group, flag: bool) -> bool:
-    """Whether a flag is True on any process of a group."""
-    vote = torch.tensor(float(flag), device=_device_of(group, _CPU))
-    dist.all_reduce(vote, dist.ReduceOp.MAX, group)
-    return bool(vote.item())
-
-
 def reduce_norm(norms: dict[tuple[Group, ...], torch.Tensor], norm_type: float) -> torch.Tensor:
     """The p-norm of parts of gradients that lie on many processes, a scalar.
 
@@ -315,6 +376,28 @@ class Part(NamedTuple):
     """Some parameters of an optimizer, for operations that take an optimizer."""
 
     param_groups: list[dict[str, list[torch.Tensor]]]
+
+
+class PartsOfGroups:
+    """An optimizer's gradients in parts, by the groups that each is split over.
+
+    Args:
+        split: as :func:`split_by` gives it.
+    """
+
+    def __init__(self, split: dict[tuple[Group, ...], Any]) -> None:
+        self._groups, self.parts = list(split), list(split.values())
+
+    @property
+    def can_be_measured(self) -> bool:
+        """Not where a gradient is placed in another way than its parameter."""
+        parameters = (p for part in self.parts for p in parameters_of(part))
+        return not any(map(is_displaced, parameters))
+
+    def norm(self, norms: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+        if self._groups == [()]:
+            return norms[0]
+        return reduce_norm(dict(zip(self._groups, norms, strict=True)), norm_type)
 
 
 def split_by(optimizer: Any, shards: Group | None) -> dict[tuple[Group, ...], Any]:

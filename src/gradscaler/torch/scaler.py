@@ -12,28 +12,17 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
-from gradscaler._eager.closure import DEFAULT_MAX_RETRIES
-from gradscaler._eager.operations import FoundInf
-from gradscaler._eager.record import OptimizerRecord
+from gradscaler._eager.gradients import Gradients
+from gradscaler._eager.repeating import DEFAULT_MAX_RETRIES
+from gradscaler._torch_like.gradients import TorchLikeGradients
 from gradscaler._torch_like.operations import parameters_of
-from gradscaler._torch_like.record import TorchLikeRecord
 from gradscaler._torch_like.scaler import TorchLikeScaler
-from gradscaler.errors import ParameterError
 from gradscaler.policies import Policy, State
 from gradscaler.torch._operations import TorchOperations
-from gradscaler.torch._processes import (
-    Vote,
-    any_of,
-    check_group,
-    group_of,
-    is_displaced,
-    is_distributed,
-    reduce_norm,
-    split_by,
-)
+from gradscaler.torch._processes import TorchProcesses, check_group
 
 
-class _Record(TorchLikeRecord):
+class _Gradients(TorchLikeGradients):
     opt_state: ClassVar[type[Enum]] = OptState
 
 
@@ -97,8 +86,9 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
         ) -> float | None: ...
 
     _operations: ClassVar[TorchOperations] = TorchOperations()
-    _record_type: ClassVar[type[OptimizerRecord]] = _Record
-    _knows_process_groups: ClassVar[bool] = True
+    _gradients_type: ClassVar[type[Gradients]] = _Gradients
+    _processes_type: ClassVar[type[TorchProcesses]] = TorchProcesses
+    _processes: TorchProcesses
 
     def __init__(
         self,
@@ -148,12 +138,12 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
 
     # Many processes.
 
-    def _start_records(self) -> None:
-        super()._start_records()
-        self._vote = Vote(self._operations)
+    def _start(self) -> None:
+        super()._start()
+        self._processes = self._processes_type(self._operations, self._group)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_vote": None}
+        return {**super().__getstate__(), "_processes": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_policy" in state:
@@ -166,85 +156,12 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             given = {**{name[1:]: value for name, value in state.items()}, "scale": scale}
             self.load_state_dict({**given, "_growth_tracker": tracker})
 
-    def _placed_state(self, caller: str, optimizer: Any = None) -> State:
-        if self._state is not None:
-            return self._state
+    def _state_of(self, gradients: Gradients, call: str) -> State:
         # Another process of the group may have scaled the loss: the last stage of a pipeline.
-        if self._named_group() is not None and optimizer is not None:
-            first = next(iter(parameters_of(optimizer)), None)
+        if self._state is None and self._processes.named() is not None:
+            first = next(iter(parameters_of(gradients.optimizer)), None)
             self._place(torch.device("cpu") if first is None else first.device)
-        return super()._placed_state(caller)
-
-    def _named_group(self) -> dist.ProcessGroup | None:
-        """The group that the user named; None where parameters tell."""
-        return self._group
-
-    def _deciders(self, optimizer: Any) -> dist.ProcessGroup | None:
-        if self._group is None and not is_distributed():
-            return None
-        group = self._named_group() or group_of(optimizer)
-        return None if group is None or group.size() == 1 else group
-
-    def _repeaters(self, optimizer: Any) -> dist.ProcessGroup | None:
-        deciders = self._deciders(optimizer)
-        if deciders is None and self._named_group() is None and is_distributed():
-            raise ParameterError(
-                "attempts() is to repeat a backward pass on all processes or on none, and nothing "
-                "tells on which: construct GradScaler(group=...) with the process group that "
-                "decides together, such as torch.distributed.group.WORLD"
-            )
-        return deciders
-
-    def _decision(
-        self,
-        record: OptimizerRecord,
-        deciders: dist.ProcessGroup | None,
-        found_inf: FoundInf,
-        amax: torch.Tensor | None,
-    ) -> tuple[FoundInf, torch.Tensor | None]:
-        if deciders is None:
-            return found_inf, amax
-        state = self._in_use(self._placed_state("step"))
-        return self._vote.settle(
-            deciders, state, found_inf, amax, self._vote.identity(record.optimizer, deciders)
-        )
-
-    def _is_anywhere(self, optimizer: Any, flag: bool) -> bool:
-        deciders = self._deciders(optimizer) if self._enabled else None
-        return flag if deciders is None else any_of(deciders, flag)
-
-    def _parts(self, optimizer: Any, shards: Any) -> dict[tuple[Any, ...], Any]:
-        return split_by(optimizer, shards)
-
-    def _measure(
-        self, record: OptimizerRecord, parts: Any, deciders: Any = None
-    ) -> torch.Tensor | None:
-        deciders = self._deciders(record.optimizer)
-        if deciders is None and list(parts) == [()]:
-            return super()._measure(record, parts)
-        displaced = any(map(is_displaced, parameters_of(record.optimizer)))
-        if displaced or not self._unscales_plainly():
-            return None
-        scale = self._scale_to_clip(record)
-        norms, flags = {}, []
-        for groups, part in parts.items():
-            measured = self._operations.measure(part, scale)
-            if measured is None:  # another process may go on: the same collectives follow
-                return None
-            norms[groups], record.scale, record.inv_scale, found_inf = measured
-            flags += [found_inf] if found_inf else []
-        together = {scale.device: self._operations.combine(flags, scale.device)} if flags else {}
-        self._settle(record, deciders, together, scale)
-        record.move("measured")
-        return reduce_norm(norms, 2.0)
-
-    def _total_norm(self, optimizer: Any, norm_type: float, parts: Any) -> torch.Tensor:
-        norms: dict[tuple[Any, ...], torch.Tensor] = {
-            groups: self._operations.total_norm(part, norm_type) for groups, part in parts.items()
-        }
-        if list(norms) == [()]:
-            return norms[()]
-        return reduce_norm(norms, norm_type)
+        return self._state_in_force(call)
 
 
 def _cuda_may_be_available() -> bool:

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import sharded_grad_scaler
 
-from gradscaler._eager.closure import DEFAULT_MAX_RETRIES
+from gradscaler._eager.repeating import DEFAULT_MAX_RETRIES
 from gradscaler.policies import Policy
 from gradscaler.torch._operations import TorchOperations
-from gradscaler.torch._processes import check_group
+from gradscaler.torch._processes import TorchProcesses, WorldProcesses, check_group
 from gradscaler.torch.scaler import GradScaler
 
 if issubclass(sharded_grad_scaler.ShardedGradScaler, GradScaler):
@@ -54,6 +54,7 @@ class ShardedGradScaler(GradScaler, sharded_grad_scaler.ShardedGradScaler):
     """
 
     _operations: ClassVar[TorchOperations] = _Operations()
+    _processes_type: ClassVar[type[TorchProcesses]] = WorldProcesses
 
     def __init__(
         self,
@@ -91,7 +92,4 @@ class ShardedGradScaler(GradScaler, sharded_grad_scaler.ShardedGradScaler):
     @process_group.setter
     def process_group(self, process_group: dist.ProcessGroup | None) -> None:
         check_group("process_group", process_group)
-        self._group = process_group
-
-    def _named_group(self) -> dist.ProcessGroup | None:
-        return self._group or (dist.group.WORLD if dist.is_initialized() else None)
+        self._group = self._processes.group = process_group

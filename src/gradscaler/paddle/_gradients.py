@@ -1,4 +1,4 @@
-"""What the scaler keeps of an optimizer, in the form of Paddle's dict, and what it asks of one."""
+"""The engine's gradients in the form of Paddle's dict, and what is asked of an optimizer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from paddle.amp.grad_scaler import OptimizerState
 
-from gradscaler._eager.record import OptimizerRecord
+from gradscaler._eager.gradients import Gradients
 
 _STAGES = {
     "READY": OptimizerState.INIT,
@@ -15,8 +15,8 @@ _STAGES = {
 }
 
 
-class PaddleRecord(OptimizerRecord):
-    """A record that also reads and writes like the dict that Paddle keeps."""
+class PaddleGradients(Gradients):
+    """Gradients that also read and write like the dict that Paddle keeps of an optimizer."""
 
     def __getitem__(self, key: str) -> OptimizerState:
         if key != "state":

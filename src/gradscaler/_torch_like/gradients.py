@@ -1,4 +1,4 @@
-"""A record of the engine's, in the form of the dict that ``torch.amp.GradScaler`` keeps."""
+"""The engine's gradients, in the form of the dict that ``torch.amp.GradScaler`` keeps."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator, MutableMapping
 from enum import Enum
 from typing import Any, ClassVar
 
-from gradscaler._eager.record import OptimizerRecord
+from gradscaler._eager.gradients import Gradients
 
 
-class TorchLikeRecord(OptimizerRecord, MutableMapping[str, Any]):
-    """A record that also is a mapping, equal to the dict that torch keeps."""
+class TorchLikeGradients(Gradients, MutableMapping[str, Any]):
+    """Gradients that also are a mapping, equal to the dict that torch keeps of an optimizer."""
 
     opt_state: ClassVar[type[Enum]]  # the framework's own
 
@@ -30,7 +30,7 @@ class TorchLikeRecord(OptimizerRecord, MutableMapping[str, Any]):
             raise KeyError(key)
 
     def __delitem__(self, key: str) -> None:
-        raise TypeError(f"a scaler needs {key!r} of its record")
+        raise TypeError(f"a scaler needs {key!r} of its optimizers")
 
     def __iter__(self) -> Iterator[str]:
         return iter(("stage", "found_inf_per_device"))

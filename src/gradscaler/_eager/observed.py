@@ -1,0 +1,52 @@
+"""What an observer may ask of an eager scaler."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+from gradscaler.outcome import StepOutcome
+from gradscaler.policies import FixedScale, Policy, State
+
+TensorT = TypeVar("TensorT")
+OptimizerT = TypeVar("OptimizerT", bound=Any)
+
+
+class ObservedScaler(Generic[TensorT, OptimizerT]):
+    """What an observer may ask of a scaler, under names that no subclass of a scaler can need.
+
+    Each answer is of the moment; those that may wait for the device say so.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether losses are scaled at all."""
+        return bool(self._scaler._enabled)
+
+    @property
+    def policy(self) -> Policy:
+        """The rule by which the scale moves; a ``FixedScale`` if it does not."""
+        policy: Policy = self._scaler._policy
+        return policy if self._scaler._scale_moves() else FixedScale(float(self.state.scale))
+
+    @property
+    def state(self) -> State:
+        """The scale and its counters as host scalars; waits for the device."""
+        state: State = self._scaler._host_state()
+        return state
+
+    @property
+    def is_in_closure(self) -> bool:
+        """Whether ``step`` is calling a closure, again if its gradients overflow."""
+        return bool(self._scaler._repeating.is_running)
+
+    def last_steps(self) -> list[tuple[OptimizerT, StepOutcome]]:
+        """Each optimizer that has stepped through the scaler, with its latest step."""
+        found: list[tuple[OptimizerT, StepOutcome]] = self._scaler._outcomes.all()
+        return found
+
+    def total_norm(self, optimizer: OptimizerT) -> float:
+        """The 2-norm of an optimizer's gradients as they are, scaled or not; waits for it."""
+        return float(self._scaler._operations.total_norm(optimizer, 2.0))

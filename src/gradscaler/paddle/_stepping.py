@@ -1,0 +1,101 @@
+"""How Paddle's optimizers are unscaled and stepped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+
+from gradscaler._eager.gradients import Gradients, Scaling
+from gradscaler._eager.operations import FoundInf
+from gradscaler.paddle import _operations
+
+
+class OwnUnscaler:
+    """Unscales by Paddle's operations.
+
+    Args:
+        optimizer: the one that owns the gradients.
+        is_plain: whether nothing else happens, as it does under fleet.
+    """
+
+    def __init__(self, optimizer: Any, is_plain: bool) -> None:
+        self._optimizer, self.is_plain = optimizer, is_plain
+
+    def unscale_(self, inverse: np.float32) -> FoundInf:
+        return _operations.unscale_(self._optimizer, inverse)
+
+    def check(self) -> FoundInf:
+        return _operations.check(self._optimizer)
+
+
+class ByStep:
+    """Steps by ``optimizer.step``, and shares found_inf as Paddle's own scaler does.
+
+    Distributed optimizers read it from the optimizer, and say there what they found elsewhere.
+    Wrappers around a scaler read its ``_cache_found_inf``.
+    """
+
+    takes_scaled = False
+    method = "step"
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+
+    def step(
+        self,
+        optimizer: Any,
+        gradients: Gradients,
+        scaling: Scaling,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        scaler = self._scaler
+        scaler._show_flag(gradients)
+        scaler._cache_found_inf = gradients.have_overflowed
+        if not gradients.found_inf:
+            return None
+        result = None
+        if not scaler._cache_found_inf:
+            gradients.multiply()
+            shares_flag = hasattr(optimizer, "_set_auxiliary_var")
+            if shares_flag:
+                optimizer._set_auxiliary_var("found_inf", self._unset_flag_for(optimizer))
+            result = gradients.apply(getattr(optimizer, self.method), args, kwargs)
+            if shares_flag:
+                flag = optimizer._get_auxiliary_var("found_inf")
+                scaler._cache_found_inf = _operations.is_set(flag)
+        gradients.found_inf = {"found_inf": scaler._cache_found_inf}  # read once
+        return result
+
+    def _unset_flag_for(self, optimizer: Any) -> Any:
+        """A tensor; or False, which Paddle's own make of it in the time that a small step takes.
+
+        On an XPU they ask the tensor whether it is distributed.
+        """
+        own = type(optimizer).__module__.startswith("paddle.optimizer.")
+        plain = own and "xpu" not in paddle.device.get_device()
+        return False if plain else self._scaler._temp_found_inf_value_false
+
+
+class ByMinimize(ByStep):
+    """Steps by ``optimizer.minimize``."""
+
+    method = "minimize"
+
+    def step(
+        self,
+        optimizer: Any,
+        gradients: Gradients,
+        scaling: Scaling,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        result = super().step(optimizer, gradients, scaling, args, kwargs)
+        if gradients.found_inf and not gradients.have_overflowed:
+            return result
+        # What it would have returned: no operators, and the gradients.
+        if not hasattr(optimizer, "backward"):
+            return None, None
+        return [], optimizer.backward(*args, **kwargs)
