@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from gradscaler._formats.layouts import FORMATS, LAYOUTS
 from gradscaler._frameworks import FRAMEWORKS
-from gradscaler.checkpoint._formats import FORMATS, LAYOUTS
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs" / "contributing.md").read_text()

@@ -13,7 +13,9 @@ from libraries import library
 
 from gradscaler import CallOrderError
 
-PLACES = ("/gradscaler/_eager/", "/gradscaler/_torch_like/", f"/gradscaler/{library.name}/")
+PLACES = tuple(
+    f"/gradscaler/{part}/" for part in ("_eager", "_torch_like", "_on_torch", library.name)
+)
 PLACES += (f"/{library.name}/optim/", f"/{library.name}/optimizer/")
 GRADIENT = np.float32([3.0, -4.0])
 INF = math.inf

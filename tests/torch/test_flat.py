@@ -11,8 +11,8 @@ import torch
 from libraries import library
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradscaler._on_torch.flat import side_by_side
 from gradscaler.torch import GradScaler, flat_gradients
-from gradscaler.torch._flat import side_by_side
 
 INF = math.inf
 

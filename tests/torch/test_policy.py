@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradscaler import DynamicScale, ScaleState
+from gradscaler._on_torch.operations import TorchOperations, _is_torch_s
 from gradscaler.policies._checks import LARGEST_SCALE
-from gradscaler.torch._operations import TorchOperations, _is_torch_s
 
 
 @given(

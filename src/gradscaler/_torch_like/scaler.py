@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gradscaler import checkpoint
 from gradscaler._eager.gradients import Iteration, owner_of
 from gradscaler._eager.operations import Optimizer, Tensor
 from gradscaler._eager.scaler import EagerScaler, OptimizerT, TensorT
 from gradscaler._eager.stepping import PLAIN, Stepping, step_if_finite
+from gradscaler._formats import reading
+from gradscaler._formats.layouts import TORCH_KEYS, read_leaves, read_torch, write_leaves
+from gradscaler._formats.state_dicts import state_values
 from gradscaler._torch_like.operations import TorchLikeOperations
 from gradscaler._torch_like.stepping import (
     ByArgument,
@@ -21,8 +23,6 @@ from gradscaler._torch_like.stepping import (
     takes_grad_scaler,
 )
 from gradscaler._torch_like.unscaling import OwnUnscaler, ReplacedUnscaler
-from gradscaler.checkpoint._formats import TORCH_KEYS, read_leaves, read_torch, write_leaves
-from gradscaler.checkpoint._state_dicts import state_values
 from gradscaler.errors import CallOrderError, ParameterError
 from gradscaler.policies import AmaxScale, DynamicScale, FixedScale, Policy, Rule, State, _checks
 from gradscaler.policies._spelling import check_alone, check_policy
@@ -159,13 +159,13 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         """
         if not self._enabled:
             return
-        if checkpoint.detect(state_dict) in (None, "torch"):
+        if reading.detect(state_dict) in (None, "torch"):
             values = {**state_dict, **state_values(state_dict, TORCH_KEYS)}
             fixed = isinstance(self._policy, FixedScale)
             policy, counts = read_torch(values, DynamicScale() if fixed else self._policy)
             state = read_leaves(policy, counts, values)
         else:
-            policy, state = checkpoint.read(state_dict)
+            policy, state = reading.read(state_dict)
         self._policy = policy
         self._initial_state = state
         self._forget_next_state()

@@ -19,22 +19,15 @@ rule's parameters elsewhere, in a config or in an object's attributes; the dict 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from gradscaler.checkpoint._formats import (
-    AMAX,
-    COUNTS,
-    FORMATS,
-    LAYOUTS,
-    OPTIONAL,
-    Layout,
-    Values,
-)
+from gradscaler._formats import reading
+from gradscaler._formats.layouts import AMAX, COUNTS, FORMATS, LAYOUTS, Values
+from gradscaler._formats.reading import layout_of, numbers
+from gradscaler._formats.state_dicts import count_in, number_in
 from gradscaler.checkpoint._losses import losses
-from gradscaler.checkpoint._search import find, layout_of
-from gradscaler.checkpoint._state_dicts import count_in, number_in, saved_number
+from gradscaler.checkpoint._search import find
 from gradscaler.policies import AmaxScale, DynamicScale, OwnPolicy, Rule, ScaleState, State
 from gradscaler.policies._spelling import check_policy
 
@@ -102,10 +95,7 @@ def read(state_dict: Values, *, key: str | None = None) -> tuple[Rule, ScaleStat
     True
     """
     _, state_dict = find(state_dict, key)
-    layout = layout_of(state_dict)
-    if layout is None:
-        raise ValueError(_unrecognised(state_dict))
-    return layout.read(_numbers(layout, state_dict))
+    return reading.read(state_dict)
 
 
 def write(policy: OwnPolicy, state: State, to: str, *, lossy: bool = False) -> StateDict:
@@ -141,7 +131,7 @@ def _write(policy: OwnPolicy, state: State, to: str, lossy: bool, lost: list[str
     written = policy if isinstance(policy, layout.rules) else DynamicScale(float(state.scale))
     try:
         state_dict = dict(zip(layout.keys, layout.write(written, state), strict=True))
-        kept, _ = layout.read(_numbers(layout, state_dict))
+        kept, _ = layout.read(numbers(layout, state_dict))
     except ValueError as error:
         raise ValueError(f"{to}'s format cannot hold this: {error}") from None
     words = " and ".join([*lost, *losses(policy, kept, to)])
@@ -171,27 +161,4 @@ def detect(state_dict: Values) -> str | None:
     Raises:
         TypeError: ``state_dict`` is not a dict.
     """
-    layout = layout_of(state_dict)
-    return layout and layout.format
-
-
-def _unrecognised(state_dict: Values) -> str:
-    if not state_dict:
-        return "the state dict is empty, like that of a disabled scaler"
-    closest = max(LAYOUTS, key=lambda layout: len(state_dict.keys() & set(layout.keys)))
-    missing = [key for key in closest.keys if key not in state_dict]
-    held = ", ".join(f"{key!s:.80}" for key in list(state_dict)[:12])
-    if len(missing) == len(closest.keys):
-        if any(isinstance(value, Mapping) for value in state_dict.values()):
-            return f"no entry has the keys of any known format; the keys are {held}"
-        return f"these keys do not match any known format: {held}"
-    return f"missing from the state dict for {closest.format}'s format: {', '.join(missing)}"
-
-
-def _numbers(layout: Layout, state_dict: Values) -> StateDict:
-    """The values of a layout as Python numbers."""
-    return {
-        key: saved_number(key, value)
-        for key, value in state_dict.items()
-        if key in layout.keys or key in OPTIONAL
-    }
+    return reading.detect(state_dict)

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradscaler._atomic import replacing
+from gradscaler._formats.layouts import LAYOUTS, OPTIONAL
+from gradscaler._formats.reading import layout_of
 from gradscaler.checkpoint import _pickles
-from gradscaler.checkpoint._formats import LAYOUTS, OPTIONAL
-from gradscaler.checkpoint._search import find, layout_of
+from gradscaler.checkpoint._search import find
 
 TORCH_SUFFIXES = (".pt", ".pth")
 PADDLE_SUFFIXES = (".pdparams", ".pdopt", ".pdstates")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradscaler.checkpoint._formats import FORMATS
+from gradscaler._formats.layouts import FORMATS
 from gradscaler.policies import DynamicScale, FixedScale, Rule, _checks
 
 _DEFAULTS = {name: getattr(DynamicScale, name)() for name in FORMATS}

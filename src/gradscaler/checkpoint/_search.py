@@ -6,28 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from gradscaler.checkpoint._formats import LAYOUTS, Layout, Values
+from gradscaler._formats.layouts import Values
+from gradscaler._formats.reading import layout_of
 
 _MOST_NAMES = 12  # in a message
 
-_KEYS = [(layout, frozenset(layout.keys)) for layout in LAYOUTS]
-
 Path = tuple[Any, Any]  # the path to the dict that an entry is in, None for the first; and its key
-
-
-def layout_of(state_dict: Values) -> Layout | None:
-    """The layout that a state dict's keys match, or None.
-
-    Raises:
-        TypeError: ``state_dict`` is not a dict.
-    """
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
-    keys = state_dict.keys()
-    for layout, own in _KEYS:
-        if keys >= own if len(own) > 1 else keys == own:
-            return layout
-    return None
 
 
 def find(saved: Any, key: str | None, option: str = "key=") -> tuple[str | None, Values]:

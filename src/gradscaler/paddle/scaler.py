@@ -11,20 +11,20 @@ import numpy as np
 import paddle
 from paddle.distributed.communication.group import Group
 
-from gradscaler import checkpoint
 from gradscaler._eager.decision import Order
 from gradscaler._eager.gradients import Gradients, Iteration, Scaling, owner_of
 from gradscaler._eager.operations import FoundInf, Operations, Tensor
 from gradscaler._eager.repeating import DEFAULT_MAX_RETRIES
 from gradscaler._eager.scaler import EagerScaler
-from gradscaler.checkpoint._formats import (
+from gradscaler._formats import reading
+from gradscaler._formats.layouts import (
     PADDLE_KEYS,
     read_leaves,
     read_paddle,
     write_leaves,
     write_paddle,
 )
-from gradscaler.checkpoint._state_dicts import number_in, state_values
+from gradscaler._formats.state_dicts import number_in, state_values
 from gradscaler.outcome import Reason, StepOutcome
 from gradscaler.paddle import _operations
 from gradscaler.paddle._gradients import PaddleGradients, PaddleOptimizer
@@ -419,12 +419,12 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         """
         if not self._enabled:
             return
-        if checkpoint.detect(state_dict) in (None, "paddle"):
+        if reading.detect(state_dict) in (None, "paddle"):
             values = state_values(state_dict, PADDLE_KEYS)
             policy, counts, dynamic = read_paddle(values, self._policy)
             state = read_leaves(policy, counts, state_dict)
         else:
-            read, state = checkpoint.read(state_dict)
+            read, state = reading.read(state_dict)
             dynamic = isinstance(read, DynamicScale)
             policy = read if isinstance(read, DynamicScale) else DynamicScale.paddle(read.scale)
         self._policy = policy

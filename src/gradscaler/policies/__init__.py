@@ -1,9 +1,9 @@
 """What the next loss scale is: pure rules that know no tensor library."""
 
-from gradscaler.policies.amax import AmaxScale, AmaxState
+from gradscaler.policies.amax import AmaxScale
 from gradscaler.policies.dynamic import DynamicScale
 from gradscaler.policies.fixed import FixedScale
-from gradscaler.policies.state import Policy, ScaleState, amax_interval, leaf_dtypes
+from gradscaler.policies.state import AmaxState, Policy, ScaleState, amax_interval, leaf_dtypes
 
 Rule = DynamicScale | FixedScale
 """The policies whose parameters every framework's format can describe."""

@@ -10,32 +10,12 @@ import numpy as np
 
 from gradscaler.errors import ParameterError
 from gradscaler.policies import _checks
-from gradscaler.policies.state import Scalar, Where, host_where, on_host, where_for
+from gradscaler.policies.state import AmaxState, Scalar, Where, host_where, on_host, where_for
 
 _LARGEST_FP16 = 65504.0
 _MOST_REACH = _LARGEST_FP16 / 4  # a gradient that is four times as large still fits
 _DOUBTS = 8  # powers of 2 below the margin that the reach can fall to
 _FORGIVEN_AFTER = 5  # finite steps in a row make up for one non-finite step
-
-
-class AmaxState(NamedTuple):
-    """A :class:`gradscaler.ScaleState`, and what is known of the gradients' size.
-
-    Attributes:
-        scale: the loss scale, a float32 scalar.
-        finite_steps: finite steps since the last non-finite one, an integer; 1 after growth.
-        nonfinite_steps: non-finite steps that no finite ones have made up for yet, an integer.
-        peak: the largest magnitude of an unscaled gradient of late, a float32 scalar; 0 before
-            anything is known.
-        reach: how large ``scale * peak`` may become without waiting, a float32 scalar; 0 before
-            anything is known.
-    """
-
-    scale: Scalar
-    finite_steps: Scalar
-    nonfinite_steps: Scalar
-    peak: Scalar
-    reach: Scalar
 
 
 class Constants(NamedTuple):

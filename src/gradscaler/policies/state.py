@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from gradscaler.policies.amax import AmaxState
 
 Scalar = Any
 """A host number, a NumPy scalar, or a zero-dimensional tensor of any framework."""
@@ -38,6 +35,26 @@ class ScaleState(NamedTuple):
     scale: Scalar
     finite_steps: Scalar
     nonfinite_steps: Scalar
+
+
+class AmaxState(NamedTuple):
+    """A :class:`gradscaler.ScaleState`, and what is known of the gradients' size.
+
+    Attributes:
+        scale: the loss scale, a float32 scalar.
+        finite_steps: finite steps since the last non-finite one, an integer; 1 after growth.
+        nonfinite_steps: non-finite steps that no finite ones have made up for yet, an integer.
+        peak: the largest magnitude of an unscaled gradient of late, a float32 scalar; 0 before
+            anything is known.
+        reach: how large ``scale * peak`` may become without waiting, a float32 scalar; 0 before
+            anything is known.
+    """
+
+    scale: Scalar
+    finite_steps: Scalar
+    nonfinite_steps: Scalar
+    peak: Scalar
+    reach: Scalar
 
 
 @runtime_checkable

@@ -14,8 +14,8 @@ require("torch")
 
 from torch.amp.grad_scaler import OptState
 
-from gradscaler.torch._compile import keep_out_of_graphs
-from gradscaler.torch._flat import FlatGradients, flat_gradients
+from gradscaler._on_torch.compile import keep_out_of_graphs
+from gradscaler._on_torch.flat import FlatGradients, flat_gradients
 from gradscaler.torch._install import install, uninstall
 from gradscaler.torch.scaler import GradScaler
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradscaler.checkpoint._state_dicts import count_in, number_in
+from gradscaler._formats.state_dicts import count_in, number_in
 from gradscaler.policies import DynamicScale, ScaleState, _checks
 from gradscaler.policies._spelling import changed
 

@@ -14,12 +14,12 @@ from torch.amp.grad_scaler import OptState
 
 from gradscaler._eager.gradients import Gradients
 from gradscaler._eager.repeating import DEFAULT_MAX_RETRIES
+from gradscaler._on_torch.operations import TorchOperations
+from gradscaler._on_torch.processes import TorchProcesses, check_group
 from gradscaler._torch_like.gradients import TorchLikeGradients
 from gradscaler._torch_like.operations import parameters_of
 from gradscaler._torch_like.scaler import TorchLikeScaler
 from gradscaler.policies import Policy, State
-from gradscaler.torch._operations import TorchOperations
-from gradscaler.torch._processes import TorchProcesses, check_group
 
 
 class _Gradients(TorchLikeGradients):

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import sharded_grad_scaler
 
 from gradscaler._eager.repeating import DEFAULT_MAX_RETRIES
+from gradscaler._on_torch.operations import TorchOperations
+from gradscaler._on_torch.processes import TorchProcesses, WorldProcesses, check_group
 from gradscaler.policies import Policy
-from gradscaler.torch._operations import TorchOperations
-from gradscaler.torch._processes import TorchProcesses, WorldProcesses, check_group
 from gradscaler.torch.scaler import GradScaler
 
 if issubclass(sharded_grad_scaler.ShardedGradScaler, GradScaler):

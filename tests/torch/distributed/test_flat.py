@@ -6,8 +6,8 @@ import torch.distributed as dist
 from libraries import library
 from torch.nn.parallel import DistributedDataParallel
 
+from gradscaler._on_torch.flat import side_by_side
 from gradscaler.torch import GradScaler, flat_gradients
-from gradscaler.torch._flat import side_by_side
 
 INF = float("inf")
 

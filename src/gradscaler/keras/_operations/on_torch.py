@@ -12,9 +12,8 @@ from typing import Any
 import keras
 import torch
 
-from gradscaler.errors import ParameterError
-from gradscaler.torch._operations import TorchOperations
-from gradscaler.torch._processes import (
+from gradscaler._on_torch.operations import TorchOperations
+from gradscaler._on_torch.processes import (
     Part,
     Vote,
     group_of,
@@ -23,6 +22,7 @@ from gradscaler.torch._processes import (
     is_flattened,
     to_local,
 )
+from gradscaler.errors import ParameterError
 
 _operations = TorchOperations()
 

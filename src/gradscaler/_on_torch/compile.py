@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
-PACKAGES = tuple(f"gradscaler.{name}" for name in ("_eager", "_torch_like", "torch", "outcome"))
+PACKAGES = tuple(
+    f"gradscaler.{name}" for name in ("_eager", "_torch_like", "_on_torch", "torch", "outcome")
+)
 CALLS = "unscale_", "step", "update", "minimize", "clip_grad_norm_"
 
 

@@ -9,11 +9,11 @@ import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradscaler._eager.operations import FoundInf
+from gradscaler._on_torch.compile import is_compiling
+from gradscaler._on_torch.flat import side_by_side
+from gradscaler._on_torch.processes import placed, to_local
 from gradscaler._torch_like.operations import TorchLikeOperations, parameters_of
 from gradscaler.policies import DynamicScale, Policy, State, _checks
-from gradscaler.torch._compile import is_compiling
-from gradscaler.torch._flat import side_by_side
-from gradscaler.torch._processes import placed, to_local
 
 
 class TorchOperations(TorchLikeOperations):

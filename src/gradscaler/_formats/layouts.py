@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from gradscaler._formats.state_dicts import count_in, number_in
 from gradscaler._frameworks import FRAMEWORKS
-from gradscaler.checkpoint._state_dicts import count_in, number_in
 from gradscaler.policies import (
     AmaxScale,
     AmaxState,

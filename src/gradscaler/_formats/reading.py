@@ -1,0 +1,67 @@
+"""The rule and the state in a state dict, whichever framework's scaler saved it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gradscaler._formats.layouts import LAYOUTS, OPTIONAL, Layout, Values
+from gradscaler._formats.state_dicts import saved_number
+from gradscaler.policies import Rule, ScaleState
+
+_KEYS = [(layout, frozenset(layout.keys)) for layout in LAYOUTS]
+
+
+def layout_of(state_dict: Values) -> Layout | None:
+    """The layout that a state dict's keys match, or None.
+
+    Raises:
+        TypeError: ``state_dict`` is not a dict.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
+    keys = state_dict.keys()
+    for layout, own in _KEYS:
+        if keys >= own if len(own) > 1 else keys == own:
+            return layout
+    return None
+
+
+def detect(state_dict: Values) -> str | None:
+    """The format of a state dict by its keys, or None; raises as :func:`layout_of`."""
+    layout = layout_of(state_dict)
+    return layout and layout.format
+
+
+def read(state_dict: Values) -> tuple[Rule, ScaleState]:
+    """The rule and the state in a state dict of any format.
+
+    Raises:
+        TypeError, ValueError: it is no such dict, or a value is not what its key says.
+    """
+    layout = layout_of(state_dict)
+    if layout is None:
+        raise ValueError(_unrecognised(state_dict))
+    return layout.read(numbers(layout, state_dict))
+
+
+def numbers(layout: Layout, state_dict: Values) -> dict[str, Any]:
+    """The values of a layout as Python numbers."""
+    return {
+        key: saved_number(key, value)
+        for key, value in state_dict.items()
+        if key in layout.keys or key in OPTIONAL
+    }
+
+
+def _unrecognised(state_dict: Values) -> str:
+    if not state_dict:
+        return "the state dict is empty, like that of a disabled scaler"
+    closest = max(LAYOUTS, key=lambda layout: len(state_dict.keys() & set(layout.keys)))
+    missing = [key for key in closest.keys if key not in state_dict]
+    held = ", ".join(f"{key!s:.80}" for key in list(state_dict)[:12])
+    if len(missing) == len(closest.keys):
+        if any(isinstance(value, Mapping) for value in state_dict.values()):
+            return f"no entry has the keys of any known format; the keys are {held}"
+        return f"these keys do not match any known format: {held}"
+    return f"missing from the state dict for {closest.format}'s format: {', '.join(missing)}"
