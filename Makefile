@@ -14,7 +14,7 @@ integrations_NO_DEPS := fastai==2.8.12 mmengine==0.10.7 # requirements/integrati
 venv = .venv/$($(1)_ENVIRONMENT)
 
 CORE := $(filter-out src/gradscaler/__main__.py,$(wildcard src/gradscaler/*.py)) \
-	src/gradscaler/_eager src/gradscaler/policies src/gradscaler/checkpoint
+	src/gradscaler/policies src/gradscaler/_formats src/gradscaler/_eager src/gradscaler/checkpoint
 SOURCES = $(wildcard src/gradscaler/_$(name)_like src/gradscaler/_on_$(name)) src/gradscaler/$(name)
 torch_SOURCES := src/gradscaler/diagnose src/gradscaler/simulate src/gradscaler/demo src/gradscaler/__main__.py
 torch_TESTS := $(CORE) $(wildcard tests/*.py) tests/policies tests/checkpoint tests/diagnose \
@@ -59,7 +59,7 @@ $(addprefix test-,$(FRAMEWORKS)): test-%: $$(call venv,$$*)/.ready
 # The wheel and the sdist, the wheel alone in an empty environment, and the core without a framework.
 test-package: .venv/package/.ready
 	.venv/package/bin/python -m pytest tests/package tests/policies tests/checkpoint/test_formats.py \
-		src/gradscaler/policies src/gradscaler/checkpoint
+		src/gradscaler/policies src/gradscaler/_formats src/gradscaler/checkpoint
 
 # The lowest versions that pyproject.toml allows of JAX, Keras and TensorFlow, on the lowest Python.
 # -k leaves out tests that need newer versions than the package does, and those of two devices, where

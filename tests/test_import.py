@@ -73,6 +73,14 @@ def test_a_class_of_an_adapter_is_missing_with_a_word_on_where_it_is(name):
     assert name not in dir(gradscaler)
 
 
+def test_without_frames_such_a_class_is_missing_all_the_same(monkeypatch):
+    monkeypatch.setattr("inspect.currentframe", lambda: None)
+    with pytest.raises(ImportError, match="cannot import name 'GradScaler'"):
+        exec("from gradscaler import GradScaler")
+    with pytest.raises(AttributeError, match=r"write gradscaler\.torch\.GradScaler"):
+        _ = gradscaler.GradScaler
+
+
 def test_the_classes_are_where_the_words_say():
     names = {name for name, adapters in SCALERS.items() if FRAMEWORK in adapters}
     assert names

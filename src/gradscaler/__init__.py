@@ -5,7 +5,7 @@ the record of a step, and the errors. The scalers are in ``gradscaler.torch`` an
 imported with its framework when it is first used.
 """
 
-import sys
+import inspect
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -46,7 +46,10 @@ if not TYPE_CHECKING:  # type checkers would take any name for a module's
         message = f"module {__name__!r} has no attribute {name!r}"
         if name in SCALERS:
             message += "; write " + " or ".join(f"{__name__}.{i}.{name}" for i in SCALERS[name])
-            # `from gradscaler import GradScaler` would replace an AttributeError's message.
-            if sys._getframe(1).f_code.co_name == "_handle_fromlist":
+            # `from gradscaler import GradScaler` would replace an AttributeError's message. Only
+            # the caller tells that it is one. Without frames, Python's own message stays.
+            frame = inspect.currentframe()
+            caller = frame and frame.f_back
+            if caller and caller.f_code.co_name == "_handle_fromlist":
                 raise ImportError(message, name=__name__)
         raise AttributeError(message)

@@ -14,7 +14,7 @@ from libraries import library
 from gradscaler import CallOrderError
 
 PLACES = tuple(
-    f"/gradscaler/{part}/" for part in ("_eager", "_torch_like", "_on_torch", library.name)
+    f"/gradscaler/{name}/" for name in ("_eager", "_torch_like", "_on_torch", library.name)
 )
 PLACES += (f"/{library.name}/optim/", f"/{library.name}/optimizer/")
 GRADIENT = np.float32([3.0, -4.0])

@@ -146,6 +146,12 @@ def test_a_transformation_around_it_is_refused_with_what_to_write(name, jit):
         (jax.jit(init) if jit else init)(params())
 
 
+def test_without_frames_nothing_is_refused(monkeypatch):
+    monkeypatch.setattr("inspect.currentframe", lambda: None)
+    for name in ("chain after a clip", "chain around inject_hyperparams"):
+        OUTSIDE[name](loss_scaled(optax.sgd(0.1))).init(params())
+
+
 def test_outermost_a_clip_cuts_the_true_gradients():
     optimizer = loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
     weight = jnp.array([3.0, 4.0])

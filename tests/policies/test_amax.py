@@ -279,3 +279,12 @@ def test_a_policy_is_equal_hashed_copied_and_pickled_by_its_parameters():
         assert repr(same) == repr(policy)
         assert replayed(same, [1.0, 2.0])[2] == replayed(policy, [1.0, 2.0])[2]
     assert policy != AmaxScale()
+
+
+def test_a_pickle_that_names_the_state_s_former_module_loads():
+    state = AmaxState(np.float32(8.0), 1, 2, np.float32(0.5), np.float32(4.0))
+    saved = pickle.dumps(state, 0)
+    assert b"gradscaler.policies.state\n" in saved
+    former = saved.replace(b"gradscaler.policies.state\n", b"gradscaler.policies.amax\n")
+    assert pickle.loads(former) == state
+    assert type(pickle.loads(former)) is AmaxState

@@ -1,11 +1,13 @@
 """Under torch.compile: compiled models and optimizers, and the scaler inside compiled code."""
 
 import gc
+import sys
 
 import pytest
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from gradscaler._on_torch.compile import is_compiling, keep_out_of_graphs
 from gradscaler.torch import GradScaler
 
 pytestmark = [
@@ -190,3 +192,24 @@ def test_a_closure_may_run_a_compiled_model(exact):
         training.scaler.step(training.optimizer, closure)
         parameters.append(exact(list(training.model.parameters())))
     assert parameters[0] == parameters[1]
+
+
+@pytest.fixture(params=["a name", "the module"])
+def without_private_names(request, monkeypatch):
+    """A release of PyTorch that lacks what keeps code out of graphs."""
+    torch.compile(torch.sin, backend="eager")(torch.ones(()))  # the compiler itself has them
+    if request.param == "the module":
+        monkeypatch.setitem(sys.modules, "torch._C._dynamo", None)
+    else:
+        from torch._C._dynamo import eval_frame
+
+        for name in ("_FrameExecStrategy", "set_code_exec_strategy", "get_eval_frame_callback"):
+            monkeypatch.delattr(eval_frame, name)
+
+
+@pytest.mark.usefixtures("without_private_names")
+def test_without_private_names_the_public_one_says_whether_something_is_compiled(monkeypatch):
+    keep_out_of_graphs()
+    assert not is_compiling()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert is_compiling()

@@ -4,6 +4,7 @@ import copy
 import importlib
 import inspect
 import pickle
+import subprocess
 import sys
 
 import pytest
@@ -161,3 +162,33 @@ def test_copies_of_ours_are_ours_wherever_they_are_made():
 def test_a_parameter_that_is_out_of_range_raises_ours_by_name():
     with install(), pytest.raises(ValueError, match=r"growth_factor must be > 1\.0"):
         torch.amp.GradScaler("cpu", growth_factor=0.5)
+
+
+@pytest.mark.parametrize("cls", [torch.amp.GradScaler, *DEPRECATED.values()])
+def test_a_class_with_a_new_of_its_own_is_left_as_it_is(cls, monkeypatch):
+    with install():  # leaves a __new__, which monkeypatch can put back
+        pass
+
+    def theirs(cls, *args, **kwargs):
+        return object.__new__(cls)
+
+    monkeypatch.setattr(cls, "__new__", theirs)
+    with pytest.raises(RuntimeError, match=r"amp\.grad_scaler\.GradScaler of .* already has one"):
+        install()
+    assert cls.__new__ is theirs
+    uninstall()
+    assert cls.__new__ is theirs
+    assert is_torch_s(torch.amp.GradScaler("cpu"))
+
+
+def test_a_release_without_the_old_classes_will_do():
+    code = """
+import torch
+del torch.cuda.amp.GradScaler, torch.cpu.amp.GradScaler
+from gradscaler.torch import GradScaler, install
+with install():
+    assert type(torch.amp.GradScaler("cpu")) is GradScaler
+assert type(torch.amp.GradScaler("cpu")) is torch.amp.GradScaler
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

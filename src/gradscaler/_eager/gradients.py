@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import starmap
 from typing import Any, NamedTuple, Protocol
@@ -136,8 +136,8 @@ class Gradients:
 
         After an error, or with another loss, ``update`` ends what is not worth a step.
         """
-        is_open = self._standing is Standing.CLIPPED and not self.is_over
-        return is_open and self.clip_coefficient is not None
+        is_clipped = self._standing is Standing.CLIPPED and self.clip_coefficient is not None
+        return is_clipped and not self.is_over
 
     @property
     def have_overflowed(self) -> bool:
@@ -146,10 +146,9 @@ class Gradients:
 
     @property
     def are_replaced(self) -> bool:
-        """Whether they were unknown, and all come from another loss now."""
-        return self.stage is Stage.UNKNOWN and self._operations.are_new(
-            self._operations.current_gradients(self.optimizer), self._stale or []
-        )
+        """Whether all come from another loss than those that became UNKNOWN."""
+        current = self._operations.current_gradients(self.optimizer)
+        return self._operations.are_new(current, self._stale or [])
 
     @property
     def framework_stage(self) -> str:
@@ -365,10 +364,7 @@ class Iteration(defaultdict[int, Gradients]):
     """
 
     next_state: State | None = None
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._wrapped: dict[int, tuple[Optimizer, Optimizer]] = {}  # kept alive, so ids stay theirs
+    _owners: dict[int, tuple[Optimizer, Optimizer]] | None = None  # with wrappers, by their ids
 
     def of(self, optimizer: Optimizer) -> Gradients:
         """The optimizer's gradients, or new ones that are not kept yet.
@@ -380,7 +376,7 @@ class Iteration(defaultdict[int, Gradients]):
         if owner is not optimizer:
             self._wrap(optimizer, owner)
         found = self.get(id(owner))
-        if found is None or found.are_replaced:
+        if found is None or (found.stage is Stage.UNKNOWN and found.are_replaced):
             if not hasattr(owner, "step"):
                 raise TypeError(
                     "a scaler takes the optimizer that owns the gradients, as in "
@@ -396,15 +392,19 @@ class Iteration(defaultdict[int, Gradients]):
         """Know these gradients until the iteration ends."""
         self[id(gradients.optimizer)] = gradients
 
+    def kept(self, gradients: Gradients) -> Gradients:
+        """These, or those that a replaced method has kept in their place."""
+        return self.get(id(gradients.optimizer), gradients)
+
     def drop_untouched(self, gradients: Gradients) -> None:
         """Forget gradients that a call has refused, if it was the first one."""
         if gradients.stage is Stage.SCALED:
             self.pop(id(gradients.optimizer), None)
 
-    def known(self) -> Iterator[Gradients]:
+    def known(self) -> list[Gradients]:
         """All that are known, without what a framework has put here."""
         found: Iterable[object] = self.values()
-        return (each for each in found if isinstance(each, Gradients))
+        return [each for each in found if isinstance(each, Gradients)]
 
     def found_infs(self) -> list[FoundInf]:
         """The flags of those that have any.
@@ -412,12 +412,13 @@ class Iteration(defaultdict[int, Gradients]):
         Raises:
             CallOrderError: none were checked.
         """
-        known = list(self.known())
-        found = [each.found_inf for each in known if each.found_inf]
-        # Where there were no gradients, or nothing is known of them, nothing is to move.
-        if not found and not any(
-            each.found_inf is not None or each.stage is Stage.UNKNOWN for each in known
-        ):
+        found, were_checked = [], False
+        for each in self.known():
+            if each.found_inf:
+                found.append(each.found_inf)
+            elif each.found_inf is not None or each.stage is Stage.UNKNOWN:
+                were_checked = True  # there were none, or nothing is known of them any more
+        if not found and not were_checked:
             raise CallOrderError(
                 "No inf checks were recorded prior to update(): call step(optimizer) or "
                 "unscale_(optimizer) before update()"
@@ -438,21 +439,23 @@ class Iteration(defaultdict[int, Gradients]):
 
     def must_await_no_step(self) -> None:
         """Raise CallOrderError if gradients are to be clipped in a step that has not come."""
-        if any(each.await_step for each in self.known()):
-            raise CallOrderError(
-                "update() was called after clip_grad_norm_(), which clips in step(optimizer), and "
-                "without that step: call scaler.step(optimizer) in place of optimizer.step()"
-            )
+        for each in self.known():
+            if each.await_step:
+                raise CallOrderError(
+                    "update() was called after clip_grad_norm_(), which clips in step(optimizer), "
+                    "and without that step: call scaler.step(optimizer) in place of "
+                    "optimizer.step()"
+                )
 
     def _wrap(self, wrapper: Optimizer, owner: Optimizer) -> None:
         """Let a wrapper share its owner's gradients, also those that a user asked for before."""
         made = self.pop(id(wrapper), None)
         if made is not None:
             self.setdefault(id(owner), made)
-        self._wrapped[id(wrapper)] = wrapper, owner
+        self._owners = self._owners or {}
+        self._owners[id(wrapper)] = owner, wrapper  # both kept alive, so that ids stay theirs
 
     def __missing__(self, key: int) -> Gradients:
-        if key not in self._wrapped:
+        if self._owners is None or key not in self._owners:
             return super().__missing__(key)
-        _, owner = self._wrapped[key]
-        return self[id(owner)]
+        return self[id(self._owners[key][0])]

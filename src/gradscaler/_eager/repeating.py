@@ -74,12 +74,13 @@ class Repeating:
 
     def must_not_run(self, call: str) -> None:
         """Raise CallOrderError for a ``call`` in a closure, or in the body of a loop."""
+        if self.losses is None:
+            return
         self.must_not_loop(call)
-        if self.is_running:
-            raise CallOrderError(
-                f"{call}() was called in a closure: call scaler.step(optimizer, closure), "
-                "scaler.attempts(optimizer) and scaler.update() outside of it"
-            )
+        raise CallOrderError(
+            f"{call}() was called in a closure: call scaler.step(optimizer, closure), "
+            "scaler.attempts(optimizer) and scaler.update() outside of it"
+        )
 
     def must_not_loop(self, call: str) -> None:
         """Raise CallOrderError for a ``call`` in the body of a loop."""

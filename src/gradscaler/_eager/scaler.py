@@ -77,8 +77,9 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         repeating = self._repeating
         if repeating.attempted:
             repeating.must_scale_in_loop()
-        for gradients in self._iteration.known():
-            gradients.note_loss()
+        if self._iteration:
+            for gradients in self._iteration.known():
+                gradients.note_loss()
         state = self._state or self._place(outputs.device)
         for observer in self._observers:
             observer.scaled(outputs)
@@ -107,16 +108,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if not gradients.is_scaled:  # clip_grad_norm_() has done it
             gradients.move("unscale_")
             return
-        deciders = self._processes.deciders_of(optimizer)  # before any changes, as it may raise
-        if not self._repeating.is_running:  # a closure may be called again
-            for observer in self._observers:
-                observer.unscaling(optimizer, scaling.scale)
-        self._iteration.keep(gradients)  # first, so that an interrupt is remembered
-        try:
-            gradients.unscale(scaling, self._unscaler(optimizer), deciders)
-        except GradientsRefusedError:
-            self._iteration.drop_untouched(gradients)
-            raise
+        self._divide(optimizer, gradients, scaling)
 
     def step(
         self, optimizer: OptimizerT, *args: Any, max_retries: int | None = None, **kwargs: Any
@@ -400,9 +392,10 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def _scaling_of(self, gradients: Gradients, call: str) -> Scaling:
         """What gradients were multiplied by; a closure's or a loop's may be backed off."""
         made_with = gradients.made_with or self._state_of(gradients, call)
-        in_use = self._repeating.state_in_use
-        state = in_use(self._state_in_force(call))
-        return Scaling(in_use(made_with).scale, state, amax_interval(self._policy))
+        state = self._state_in_force(call)
+        if self._repeating.losses is not None and self._repeating.backed_off is not None:
+            made_with = state = self._repeating.backed_off
+        return Scaling(made_with.scale, state, amax_interval(self._policy))
 
     def _take_step(
         self,
@@ -420,17 +413,40 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             observer.stepping(optimizer, scaling.scale if gradients.is_scaled else None)
         try:
             if gradients.is_scaled and not stepping.takes_scaled:
-                if gradients.are_measured and not gradients.have_overflowed:
-                    gradients.multiply()
-                else:
-                    self.unscale_(optimizer)
-                    gradients = self._iteration.of(optimizer)
+                gradients = self._unscaled(optimizer, gradients, scaling)
             result = stepping.step(optimizer, gradients, scaling, args, kwargs)
-            self._conclude(optimizer, self._iteration.of(optimizer))
+            self._conclude(optimizer, self._iteration.kept(gradients))
         except BaseException as error:
             self._iteration.note_raised(optimizer, error)
             raise
         return result
+
+    def _unscaled(self, optimizer: Optimizer, gradients: Gradients, scaling: Scaling) -> Gradients:
+        """The gradients once unscaled, for a step, by ``unscale_`` if a subclass replaces it."""
+        if gradients.are_measured and not gradients.have_overflowed:
+            gradients.multiply()
+        elif self._unscale_is_own():
+            self._divide(optimizer, gradients, scaling)  # a shortcut: all was asked in step()
+        else:
+            self.unscale_(optimizer)
+            return self._iteration.kept(gradients)
+        return gradients
+
+    def _unscale_is_own(self) -> bool:
+        return getattr(self.unscale_, "__func__", None) is EagerScaler.unscale_
+
+    def _divide(self, optimizer: Optimizer, gradients: Gradients, scaling: Scaling) -> None:
+        """Divide gradients by the scale, and check them."""
+        deciders = self._processes.deciders_of(optimizer)  # before any changes, as it may raise
+        if not self._repeating.is_running:  # a closure may be called again
+            for observer in self._observers:
+                observer.unscaling(optimizer, scaling.scale)
+        self._iteration.keep(gradients)  # first, so that an interrupt is remembered
+        try:
+            gradients.unscale(scaling, self._unscaler(optimizer), deciders)
+        except GradientsRefusedError:
+            self._iteration.drop_untouched(gradients)
+            raise
 
     def _step_with_closure(
         self,
@@ -498,7 +514,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if norm is None:
             if gradients.is_scaled:
                 self.unscale_(optimizer)
-                gradients = self._iteration.of(optimizer)
+                gradients = self._iteration.kept(gradients)
                 gradients.move("unscaled to clip")
             norm = gradients.norm(parts, float(norm_type))
         if error_if_nonfinite:

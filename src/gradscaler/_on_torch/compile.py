@@ -3,6 +3,13 @@
 A scaler reads flags on the host and sets attributes of optimizers, so traced code would break into
 dozens of graphs and recompile whenever the scale moves. ``scale`` itself is traced, as a part of
 the loss, and so are models and optimizers.
+
+PyTorch has no public way that this could take without a cost to those who compile nothing:
+``torch.compiler.disable`` imports the compiler, which takes a second or more, and by
+default it keeps out what the function calls too. So this file alone uses private names:
+``torch._C._dynamo.eval_frame`` and the attribute ``_torchdynamo_disable``. They were tried with
+PyTorch 2.13. In a release without them nothing is kept out. The steps that are taken are the same
+then, but compiled ones break into more graphs.
 """
 
 from __future__ import annotations
@@ -11,6 +18,8 @@ import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
+
+import torch
 
 PACKAGES = tuple(
     f"gradscaler.{name}" for name in ("_eager", "_torch_like", "_on_torch", "torch", "outcome")
@@ -30,6 +39,7 @@ def keep_out_of_graphs() -> None:
         action = eval_frame._FrameAction
         skip = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
         skip_all = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP)
+        set_strategy = eval_frame.set_code_exec_strategy
     except (ImportError, AttributeError):  # another release: traced, with more graphs
         return
     for name, module in list(sys.modules.items()):
@@ -40,16 +50,24 @@ def keep_out_of_graphs() -> None:
                 # A policy is traced where users compile it, but not on the host's numbers.
                 strategy = skip_all if function.__name__ == "next_state" else skip
                 for code in _codes(function.__code__):
-                    eval_frame.set_code_exec_strategy(code, strategy)
+                    set_strategy(code, strategy)
 
 
 def is_compiling() -> bool:
-    """Whether ``torch.compile`` traces what is called now."""
+    """Whether ``torch.compile`` traces what is called now.
+
+    Where PyTorch's private names are missing, its public function answers. That says False in what
+    is kept out of graphs, so a compiled step may be traced once more.
+    """
     if "torch._dynamo" not in sys.modules:  # nothing is compiled
         return False
-    from torch._C._dynamo import eval_frame
+    try:
+        from torch._C._dynamo import eval_frame
 
-    return callable(eval_frame.get_eval_frame_callback())
+        callback = eval_frame.get_eval_frame_callback
+    except (ImportError, AttributeError):
+        return torch.compiler.is_compiling()
+    return callable(callback())
 
 
 def _functions(owner: Any, module: str) -> Iterator[FunctionType]:

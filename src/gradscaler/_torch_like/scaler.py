@@ -276,9 +276,8 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
 
     def _unscaler(self, optimizer: Optimizer) -> OwnUnscaler | ReplacedUnscaler:
         if _is_own(self._unscale_grads_, TorchLikeScaler._unscale_grads_):
-            is_plain = _is_own(self.unscale_, EagerScaler.unscale_)
-            operations = self._operations
-            return OwnUnscaler(operations, optimizer, self._allow_fp16_gradients, is_plain)
+            is_plain, allow_fp16 = self._unscale_is_own(), self._allow_fp16_gradients
+            return OwnUnscaler(self._operations, optimizer, allow_fp16, is_plain)
         return ReplacedUnscaler(
             self._unscale_grads_,
             self._operations,

@@ -19,6 +19,8 @@ class OwnUnscaler:
         is_plain: whether nothing else happens, as in a subclass's ``unscale_``.
     """
 
+    __slots__ = ("_allow_fp16", "_operations", "_optimizer", "is_plain")
+
     def __init__(
         self,
         operations: TorchLikeOperations,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from gradscaler._frameworks import require
-from gradscaler.errors import ParameterError
+from gradscaler.jax._callers import check_outermost
 from gradscaler.jax._operations import AxisName, select_tree
 from gradscaler.jax.scaler import GradScaler
 from gradscaler.policies import DynamicScale, Policy
@@ -103,7 +101,7 @@ def loss_scaled(
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: Any) -> LossScaledState:
-        _check_outermost(sys._getframe(1))
+        check_outermost()
         return LossScaledState(GradScaler(policy), jnp.array(True), inner.init(params))
 
     def update(
@@ -121,24 +119,6 @@ def loss_scaled(
         return updates, LossScaledState(scaler, grads_finite, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _check_outermost(caller: FrameType) -> None:
-    """ValueError if it is optax that calls ``init``: nothing else tells what is around it.
-
-    ``inject_hyperparams`` may call it.
-    """
-    module = caller.f_globals.get("__name__", "")
-    while module.startswith("optax.schedules.") and caller.f_back:
-        # inject_hyperparams does not change gradients. What is around it may.
-        caller = caller.f_back
-        module = caller.f_globals.get("__name__", "")
-    if module.startswith("optax.") and not module.startswith("optax.tree_utils"):
-        raise ParameterError(
-            f"loss_scaled is inside another transformation ({module}), which would take scaled "
-            "gradients for true ones. Put it outermost: "
-            "loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.001)))"
-        )
 
 
 def _in_dtype_of(new: Any, old: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import torch
 
+from gradscaler._on_torch.compile import keep_out_of_graphs
 from gradscaler._on_torch.operations import TorchOperations
 from gradscaler._on_torch.processes import (
     Part,
@@ -25,6 +26,7 @@ from gradscaler._on_torch.processes import (
 from gradscaler.errors import ParameterError
 
 _operations = TorchOperations()
+keep_out_of_graphs()
 
 
 def all_finite(gradients: list[Any]) -> Any:
