@@ -174,7 +174,7 @@ class Gradients:
             found_inf = unscaler.unscale_(inverse)
             if self.stage is not Stage.MEASURED:  # or all have decided
                 self.settle(found_inf, scaling, deciders)
-            self._inverse = None
+            self._inverse = None  # that of a norm; what clipping is to multiply by stays
             self.move("unscale_")
         except GradientsRefusedError:  # before any has changed
             raise
@@ -200,6 +200,7 @@ class Gradients:
             norm, scale, inverse, found_inf = measured
             norms.append(norm)
             found_infs.append(found_inf)
+        # A merged flag is a new tensor; a single one stays the one that the device knows.
         found_inf = found_infs[0] if len(found_infs) == 1 else self._operations.merge(found_infs)
         # All decide before their norms are added up, as they do where unscaling comes first.
         self.settle(found_inf, scaling, deciders, scale=scaling.scale)
@@ -247,7 +248,7 @@ class Gradients:
         """Have them multiplied in ``step``, so that their norm is at most ``max_norm``."""
         coefficient = self._operations.clip_coefficient(max_norm, norm)
         self._standing = standing_after(self._standing, "clipped")
-        self.clip_coefficient = None if math.isinf(max_norm) else coefficient
+        self.clip_coefficient = None if math.isinf(max_norm) else coefficient  # inf only measures
 
     def must_be_finite(self, norm: Tensor, norm_type: float, deciders: Deciders) -> None:
         """Raise on all processes where the norm or a gradient of one is not finite.
@@ -277,7 +278,7 @@ class Gradients:
         except GradientsRefusedError:
             raise
         except BaseException:
-            self.interrupt()
+            self.interrupt()  # some may be multiplied, and multiplying twice would be wrong
             raise
 
     def apply(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -301,7 +302,7 @@ class Gradients:
         if self.is_exhausted and self.have_overflowed:
             reason = "retries_exhausted"
         flag: bool | Callable[[], bool] | None = self.overflowed
-        if flag is None:
+        if flag is None:  # no step has read it, so the outcome does when it is asked
             flag = self._operations.readable(self.found_inf) if self.found_inf else False
         self.stage = Stage.STEPPED
         return StepOutcome(self.scale, flag, reason)
@@ -310,6 +311,7 @@ class Gradients:
 
     def interrupt(self) -> None:
         """A call ended on the way: only some may be unscaled."""
+        # The tensors themselves, so that no new gradient can lie where one of them did.
         self._stale = self._operations.current_gradients(self.optimizer)
         self.move("interrupted")
 
@@ -385,7 +387,7 @@ class Iteration(defaultdict[int, Gradients]):
                 )
             assert self.default_factory is not None
             found = self.default_factory()
-        found.optimizer = owner
+        found.optimizer = owner  # frameworks' code may have made them, by the id alone
         return found
 
     def keep(self, gradients: Gradients) -> None:

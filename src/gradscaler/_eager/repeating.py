@@ -157,8 +157,10 @@ class Repetition:
         """Lower the scale that bodies use; False where the policy will not."""
         if self.policy is None:
             return False
+        # A copy: the scaler's own moves in update(), once, whatever a body tried.
         state = self.operations.copy(self.repeating.backed_off or self.state())
         before = float(state.scale)
+        # A hysteresis waits for overflows of several batches; one batch runs until the scale moves.
         for _ in range(getattr(self.policy, "hysteresis", 1)):
             state = self.operations.move(
                 state, self.operations.next_state(self.policy, state, found_infs)
@@ -226,6 +228,7 @@ class ClosureStep:
             loss, gradients = self._evaluate()
             if not gradients.found_inf:
                 return None, gradients, None
+            # After the first evaluation: one that overflows to the end copies nothing.
             restore = self._operations.snapshot(self._optimizer)
             is_untouched = self._operations.watch(self._optimizer)
             first = [loss]
@@ -275,9 +278,9 @@ class ClosureStep:
 
     def _run(self) -> Any:
         """Call the closure, and unscale the gradients that it made; the unscaled loss."""
-        self._iteration.pop(self._key, None)
+        self._iteration.pop(self._key, None)  # the closure makes new gradients
         try:
-            with self._operations.enable_grad():
+            with self._operations.enable_grad():  # optimizers call closures without gradients
                 loss = self._closure()
             if not self._repeating.losses:
                 raise CallOrderError(
@@ -369,7 +372,7 @@ class AttemptLoop:
             raise CallOrderError(
                 "the loop over attempts() scaled no loss: call scaler.scale(loss).backward() in it"
             )
-        found_infs = self._found_infs()
+        found_infs = self._found_infs()  # with the state that the body used
         self._end_body()
         if not found_infs:
             raise CallOrderError(

@@ -79,7 +79,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             repeating.must_scale_in_loop()
         if self._iteration:
             for gradients in self._iteration.known():
-                gradients.note_loss()
+                gradients.note_loss()  # its backward pass may add to them
+        # Only the first loss tells the device; a scaler is made before the model is moved.
         state = self._state or self._place(outputs.device)
         for observer in self._observers:
             observer.scaled(outputs)
@@ -140,6 +141,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """
         if not self._enabled:
             result = optimizer.step(*args, **kwargs)
+            # last_step() answers for a disabled scaler, too.
             self._outcomes.put(owner_of(optimizer), StepOutcome(1.0, False, "disabled"))
             return result
         closure = None
@@ -257,7 +259,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         made = {id(each.optimizer): each for each in map(self._iteration.of, optimizers)}
         for gradients in made.values():
             gradients.must_allow("attempts")
-            self._processes.repeaters_of(gradients.optimizer)
+            self._processes.repeaters_of(gradients.optimizer)  # now, as it may refuse
         self._repeating.attempted |= made
         self._iteration |= made
         repetition = self._repetition(retries)
@@ -415,6 +417,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             if gradients.is_scaled and not stepping.takes_scaled:
                 gradients = self._unscaled(optimizer, gradients, scaling)
             result = stepping.step(optimizer, gradients, scaling, args, kwargs)
+            # A fused step checks what was not kept yet, and users' methods may keep others.
             self._conclude(optimizer, self._iteration.kept(gradients))
         except BaseException as error:
             self._iteration.note_raised(optimizer, error)
@@ -476,12 +479,14 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         self, optimizer: Optimizer, gradients: Gradients, reason: Reason | None = None
     ) -> None:
         """Record what happened in a step, once nothing can raise any more."""
-        if gradients.scale is None:  # a subclass has an unscale_ of its own
+        if gradients.scale is None:  # a subclass has an unscale_ of its own, or a kernel divided
             scale = self._scaling_of(gradients, "step").scale
             gradients.scale, _ = self._operations.inverse(scale)
         outcome = gradients.finish(reason)
         self._iteration.keep(gradients)
-        self._outcomes.put(gradients.optimizer, outcome)
+        self._outcomes.put(
+            gradients.optimizer, outcome
+        )  # the owner's: a wrapper is asked for it too
         self._history.append(outcome)
         for observer in self._observers:
             observer.stepped(optimizer, outcome)
@@ -503,6 +508,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         deciders = self._processes.deciders_of(optimizer)
         if gradients.clip_coefficient is not None:  # of an earlier call
             gradients.multiply()
+        # One reading tells norm and flags; step() then divides and clips in one multiplication.
         norm = None
         if (
             gradients.stage is Stage.SCALED

@@ -43,6 +43,7 @@ class TorchOperations(TorchLikeOperations):
         """
         if tensors and _are_one_group(tensors):
             return [(tensors[0].device, tensors)]
+        # Joined first: one large tensor takes one kernel, and many small ones many.
         groups = super().grouped(side_by_side(tensors))
         for i, (device, group) in enumerate(groups):
             if group[0].is_complex():

@@ -108,6 +108,7 @@ def group_of(optimizer: Any) -> Group | None:
     if len(ranks) < 2:
         return None
     groups: Iterable[Group] = dist.distributed_c10d._world.pg_group_ranks
+    # An existing group is taken, as making one is a collective, and may take long.
     known = (group for group in groups if sorted(dist.get_process_group_ranks(group)) == ranks)
     return next(known, None) or dist.new_group(ranks, use_local_synchronization=True)
 
@@ -263,12 +264,13 @@ class Vote:
             count, vote, values = self._count, self._packed, operations.read(state)
             own = ballot(operations.any_set(found_inf), bool(found_inf), values, optimizer, count)
             vote.fill_(own)
-            dist.all_reduce(vote, dist.ReduceOp.SUM, group)
+            dist.all_reduce(vote, dist.ReduceOp.SUM, group)  # the one collective of most steps
             total = int(vote.item())
             if total == own * count and amax is None:  # all found the same, as in most steps
                 return found_inf, None
             found, has_gradients, is_same = result(total, own, count)
             if not is_same:
+                # All ranks see that they differ, so all of them take part in this one, too.
                 check_same(state._fields, _maxima(group, bounds((*values, optimizer))))
             flag = operations.scalar(float(found), scale.device)
             if amax is not None and not found:
@@ -278,6 +280,7 @@ class Vote:
             unread, self._unread = self._unread, None  # after an error, the next call goes on
             if unread is not None and not _is_captured(scale):
                 unread()
+            # Stacked into one tensor, as each collective costs more than what it carries.
             zero, one = (operations.scalar(value, scale.device) for value in (0.0, 1.0))
             flag = operations.combine([found_inf], scale.device) if found_inf else zero
             seen = [] if amax is None else [operations.on_device(amax, scale.device)]

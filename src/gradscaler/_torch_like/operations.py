@@ -473,7 +473,7 @@ class TorchLikeOperations:
         def restore() -> None:
             for parameter, value in zip(parameters, values, strict=True):
                 _overwrite(parameter, value)
-            optimizer.state.clear()
+            optimizer.state.clear()  # in place: schedulers and wrappers hold the dict itself
             optimizer.state.update(state)
             for group, saved in zip(optimizer.param_groups, options, strict=True):
                 of_group = group["params"]

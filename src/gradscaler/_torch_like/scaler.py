@@ -180,7 +180,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
 
     @_scale.setter
     def _scale(self, scale: Tensor | None) -> None:
-        self._forget_next_state()
+        self._forget_next_state()  # which an interrupted update() had decided from another
         if scale is None:
             self._state = None
         else:
@@ -262,7 +262,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         found_inf: Tensor,
         allow_fp16: bool | None = None,
     ) -> dict[Any, Tensor]:
-        if allow_fp16 is None:
+        if allow_fp16 is None:  # subclasses call this with torch's first three arguments
             allow_fp16 = self._allow_fp16_gradients
         return self._operations.unscale_(optimizer, inv_scale, found_inf, allow_fp16)
 

@@ -96,7 +96,7 @@ class ByAttributes:
         if gradients.stage is Stage.SCALED:
             scaler._check_inf_per_device(optimizer)
             gradients = scaler._per_optimizer_states[id(gradients.optimizer)]
-        if operations.on_host(scaling.scale):
+        if operations.on_host(scaling.scale):  # on a device, nothing waits for the flag
             gradients.overflowed = gradients.have_overflowed
         if gradients.overflowed and gradients.are_measured:
             scaler.unscale_(optimizer)  # for the optimizer will skip, and leave them scaled
@@ -111,7 +111,7 @@ class ByAttributes:
             if hasattr(optimizer, "grad_scale"):
                 del optimizer.grad_scale  # which is for one step alone
             return None
-        if not gradients.is_scaled:
+        if not gradients.is_scaled:  # else the kernel does it, in the pass that it makes anyway
             gradients.multiply()
         flag = None
         if not (is_finite and operations.needs_no_unset_flag(optimizer)):

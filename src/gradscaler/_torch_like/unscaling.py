@@ -69,5 +69,6 @@ class ReplacedUnscaler:
         return self._unscale_grads(self._optimizer, inverse.clone(), zero, self._allow_fp16)
 
     def check(self) -> FoundInf:
+        # Dividing by 1 leaves gradients as they are; it is the one check that a replacement has.
         one, zero = (self._scalar(value, self._device) for value in (1.0, 0.0))
         return self._unscale_grads(self._optimizer, one, zero, True)

@@ -94,7 +94,7 @@ class PaddleProcesses:
         self._group, self._asks_fleet, self._orders = group, asks_fleet, orders
 
     def deciders_of(self, optimizer: Any) -> Deciders:
-        group = self._group
+        group = self._group  # the user's word before fleet's
         if group is None and self._asks_fleet:
             group = group_of(optimizer)
         if group is None or group.nranks == 1:

@@ -63,7 +63,7 @@ class ByStep:
             if shares_flag:
                 optimizer._set_auxiliary_var("found_inf", self._unset_flag_for(optimizer))
             result = gradients.apply(getattr(optimizer, self.method), args, kwargs)
-            if shares_flag:
+            if shares_flag:  # it may have found an overflow on another process
                 flag = optimizer._get_auxiliary_var("found_inf")
                 scaler._cache_found_inf = _operations.is_set(flag)
         gradients.found_inf = {"found_inf": scaler._cache_found_inf}  # read once

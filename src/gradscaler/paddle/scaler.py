@@ -228,7 +228,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             if not paddle.in_dynamic_mode():
                 raise static_graph_error()
             raise TypeError(f"var must be a paddle.Tensor, got {type(var).__name__}")
-        if not var._is_initialized():
+        if not var._is_initialized():  # on a rank that computes nothing
             return var
         if not self._repeating.in_closure:  # whose loss no other optimizer's gradients come from
             self._scaled_by = self._host_state().scale
@@ -460,7 +460,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     @property
     def _scale(self) -> Tensor | None:
         if not self._enabled:
-            return None
+            return None  # Paddle's disabled scaler has none, and its code asks for it
         scale = self._repeating.state_in_use(self._host_state()).scale
         return paddle.full([1], float(scale), dtype="float32")
 
@@ -495,6 +495,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     @_optimizer_states.setter
     def _optimizer_states(self, records: Any) -> None:
+        # Fleet sets what it has read; dicts of its own are sorted out in unscale_.
         self._iteration = Iteration(self._new_gradients, records)
 
     def _unscale(self, optimizer: Any) -> None:

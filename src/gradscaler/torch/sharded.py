@@ -92,4 +92,5 @@ class ShardedGradScaler(GradScaler, sharded_grad_scaler.ShardedGradScaler):
     @process_group.setter
     def process_group(self, process_group: dist.ProcessGroup | None) -> None:
         check_group("process_group", process_group)
+        # Both: what is pickled has the group, and what decides is made anew from it.
         self._group = self._processes.group = process_group
