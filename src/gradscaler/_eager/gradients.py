@@ -200,7 +200,7 @@ class Gradients:
             norm, scale, inverse, found_inf = measured
             norms.append(norm)
             found_infs.append(found_inf)
-        # A merged flag is a new tensor; a single one stays the one that the device knows.
+        # The flags of one part stay by their devices; those of several are merged into one.
         found_inf = found_infs[0] if len(found_infs) == 1 else self._operations.merge(found_infs)
         # All decide before their norms are added up, as they do where unscaling comes first.
         self.settle(found_inf, scaling, deciders, scale=scaling.scale)

@@ -18,7 +18,8 @@ class Outcomes:
         self._by_id: dict[int, tuple[Callable[[], Any], StepOutcome]] = {}
 
     def put(self, optimizer: Optimizer, outcome: StepOutcome) -> None:
-        """Keep an outcome as long as its optimizer lives, which is the owner of its parameters."""
+        """Keep an outcome as long as the owner of the optimizer's parameters lives."""
+        optimizer = owner_of(optimizer)
         key = id(optimizer)
         kept = self._by_id.get(key)
         alive = kept[0] if kept and kept[0]() is optimizer else self._reference(optimizer)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gradscaler._eager.gradients import Gradients, Iteration, owner_of
+from gradscaler._eager.gradients import Gradients, Iteration
 from gradscaler._eager.operations import FoundInf, Operations, Optimizer, Tensor
 from gradscaler._eager.processes import Processes
 from gradscaler._eager.stages import Stage
@@ -185,6 +185,7 @@ class ClosureStep:
     Args:
         optimizer: the optimizer to step.
         closure: the user's; it makes scaled gradients, and returns the loss.
+        key: of its gradients in the iteration.
         repetition: how an evaluation is repeated.
         iteration: the scaler's.
         processes: the scaler's.
@@ -195,6 +196,7 @@ class ClosureStep:
         self,
         optimizer: Optimizer,
         closure: Callable[[], Any],
+        key: int,
         repetition: Repetition,
         iteration: Iteration,
         processes: Processes,
@@ -204,7 +206,7 @@ class ClosureStep:
         self._repetition, self._repeating = repetition, repetition.repeating
         self._operations = repetition.operations
         self._iteration, self._processes = iteration, processes
-        self._key = id(owner_of(optimizer))
+        self._key = key
 
     def step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

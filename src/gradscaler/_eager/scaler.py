@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
-from gradscaler._eager.gradients import Gradients, Iteration, Scaling, Unscaler, owner_of
+from gradscaler._eager.gradients import Gradients, Iteration, Scaling, Unscaler
 from gradscaler._eager.observed import ObservedScaler
 from gradscaler._eager.operations import FoundInf, GradientsRefusedError, Operations, Optimizer
 from gradscaler._eager.outcomes import Outcomes
@@ -142,7 +142,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if not self._enabled:
             result = optimizer.step(*args, **kwargs)
             # last_step() answers for a disabled scaler, too.
-            self._outcomes.put(owner_of(optimizer), StepOutcome(1.0, False, "disabled"))
+            self._outcomes.put(optimizer, StepOutcome(1.0, False, "disabled"))
             return result
         closure = None
         if args or kwargs:
@@ -467,9 +467,14 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
                 "clip_grad_norm_() was called before step(optimizer, closure), whose closure "
                 "makes new gradients: call it in the closure, after the backward pass"
             )
-        repetition, processes = self._repetition(max_retries), self._processes
         step = ClosureStep(
-            optimizer, closure, repetition, self._iteration, processes, self.unscale_
+            optimizer,
+            closure,
+            id(gradients.optimizer),
+            self._repetition(max_retries),
+            self._iteration,
+            self._processes,
+            self.unscale_,
         )
         result, gradients, reason = step.step(args, kwargs)
         self._conclude(optimizer, gradients, reason)
@@ -484,9 +489,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             gradients.scale, _ = self._operations.inverse(scale)
         outcome = gradients.finish(reason)
         self._iteration.keep(gradients)
-        self._outcomes.put(
-            gradients.optimizer, outcome
-        )  # the owner's: a wrapper is asked for it too
+        self._outcomes.put(optimizer, outcome)
         self._history.append(outcome)
         for observer in self._observers:
             observer.stepped(optimizer, outcome)

@@ -9,6 +9,7 @@ import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradscaler._eager.operations import FoundInf
+from gradscaler._on_torch import shortcuts
 from gradscaler._on_torch.compile import is_compiling
 from gradscaler._on_torch.flat import side_by_side
 from gradscaler._on_torch.processes import placed, to_local
@@ -30,7 +31,7 @@ class TorchOperations(TorchLikeOperations):
         tensor's do, is replaced by a copy: multiplying it in place would multiply some twice, and
         a fused optimizer writes past its end. A DTensor is represented by this process' part.
         """
-        ordinary = _ordinary_gradients(optimizer, allow_fp16)
+        ordinary = shortcuts.ordinary_gradients(optimizer, allow_fp16)
         if ordinary is not None:
             return ordinary
         grads = to_local(super().gradients(optimizer, allow_fp16))
@@ -41,7 +42,7 @@ class TorchOperations(TorchLikeOperations):
 
         Those that lie side by side are one tensor.
         """
-        if tensors and _are_one_group(tensors):
+        if tensors and shortcuts.are_one_group(tensors):
             return [(tensors[0].device, tensors)]
         # Joined first: one large tensor takes one kernel, and many small ones many.
         groups = super().grouped(side_by_side(tensors))
@@ -55,7 +56,7 @@ class TorchOperations(TorchLikeOperations):
 
         DTensors are first placed as their parameters are: partial sums are reduced.
         """
-        ordinary = _ordinary_gradients(optimizer)
+        ordinary = shortcuts.ordinary_gradients(optimizer)
         if ordinary is not None:
             return ordinary
         grads = super().gradients(optimizer)
@@ -70,6 +71,17 @@ class TorchOperations(TorchLikeOperations):
     def current_gradients(self, optimizer: Any) -> list[torch.Tensor]:
         """Those of DTensors by this process' part, which has an address."""
         return to_local(super().current_gradients(optimizer))
+
+    def next_on_host(
+        self,
+        policy: Policy,
+        state: State,
+        found_inf: bool,
+        amaxes: Sequence[torch.Tensor],
+    ) -> State:
+        """The same, and what most steps come to without asking the rule."""
+        counted = shortcuts.counted(policy, state, found_inf)
+        return counted or super().next_on_host(policy, state, found_inf, amaxes)
 
     def next_on_device(
         self,
@@ -109,42 +121,6 @@ def _is_torch_s(policy: Policy) -> TypeGuard[DynamicScale]:
         and not policy.growth_tiers
         and all(_checks.in_float32(f) == f for f in (policy.growth_factor, policy.backoff_factor))
     )
-
-
-def _ordinary_gradients(optimizer: Any, allow_fp16: bool = True) -> list[torch.Tensor] | None:
-    """The gradients, if nothing is to be done to any; else None.
-
-    All are there, dense, each in one piece of memory, without a graph and not to be refused. One
-    loop looks at each tensor once: to fetch it takes longer than all that is asked of it.
-    """
-    grads = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            grad = parameter.grad
-            if (
-                type(grad) is not torch.Tensor
-                or grad.is_sparse
-                or grad.requires_grad
-                or not grad.is_contiguous()
-                or (grad.dtype is torch.float16 and not allow_fp16)
-            ):
-                return None
-            grads.append(grad)
-    return grads
-
-
-def _are_one_group(tensors: list[torch.Tensor]) -> bool:
-    """Whether tensors are real, of one device and dtype, and at the beginning of their storages.
-
-    Most gradients are. Those of one buffer are not, but for its first.
-    """
-    device, dtype = tensors[0].device, tensors[0].dtype
-    if dtype.is_complex:
-        return False
-    for tensor in tensors:
-        if tensor.storage_offset() or tensor.dtype is not dtype or tensor.device != device:
-            return False
-    return True
 
 
 def _are_contiguous(grads: list[torch.Tensor]) -> bool:

@@ -11,6 +11,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -31,9 +32,7 @@ Group = Any  # dist.ProcessGroup, which a build without distributed lacks
 
 def is_distributed() -> bool:
     """Whether there are other processes at all."""
-    if not _IS_AVAILABLE or dist.distributed_c10d._world.default_pg is None:  # as is_initialized()
-        return False
-    return dist.get_world_size() > 1
+    return _IS_AVAILABLE and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def check_group(name: str, group: Group | None) -> None:
@@ -103,14 +102,30 @@ def group_of(optimizer: Any) -> Group | None:
         )
     if "torch.distributed.tensor" not in sys.modules:
         return None
-    meshes = {parameter.device_mesh: None for parameter in parameters if is_dtensor(parameter)}
-    ranks = _connected(list(meshes))
-    if len(ranks) < 2:
-        return None
-    groups: Iterable[Group] = dist.distributed_c10d._world.pg_group_ranks
-    # An existing group is taken, as making one is a collective, and may take long.
-    known = (group for group in groups if sorted(dist.get_process_group_ranks(group)) == ranks)
-    return next(known, None) or dist.new_group(ranks, use_local_synchronization=True)
+    on_meshes: Any = filter(is_dtensor, parameters)
+    meshes = list(dict.fromkeys(parameter.device_mesh for parameter in on_meshes))
+    ranks = _connected(meshes)
+    return None if len(ranks) < 2 else _group_with(ranks, meshes)
+
+
+_made: dict[tuple[int, ...], tuple[Group, Group]] = {}  # by ranks: the world then, and the group
+
+
+def _group_with(ranks: list[int], meshes: list[Any]) -> Group:
+    """A process group of these ranks: that of the world or of a mesh, or one that is made once.
+
+    All its processes look for it in the same order, so they take the same.
+    """
+    world: Any = dist.group.WORLD
+    of_meshes = (mesh.get_group(i) for mesh in meshes for i in range(mesh.ndim))
+    for group in chain((world,), of_meshes):
+        if sorted(dist.get_process_group_ranks(group)) == ranks:
+            return group
+    made_in, made = _made.get(tuple(ranks), (None, None))
+    if made is None or made_in is not world:  # the processes may have been initialized again
+        made = dist.new_group(ranks, use_local_synchronization=True)
+        _made[tuple(ranks)] = world, made
+    return made
 
 
 def is_flattened(parameter: torch.Tensor) -> bool:
@@ -126,7 +141,7 @@ def _connected(meshes: list[Any]) -> list[int]:
     largest = max(ranks, key=len)
     if all(set(largest).issuperset(few) for few in ranks):
         return largest
-    roots = {mesh._get_root_mesh() for mesh in meshes}
+    roots = set(map(_root_of, meshes))
     names = {name for mesh in meshes for name in mesh.mesh_dim_names or ()}
     root = roots.pop()
     of_root = tuple(name for name in root.mesh_dim_names or () if name in names)
@@ -136,6 +151,16 @@ def _connected(meshes: list[Any]) -> list[int]:
             "connects: construct GradScaler(group=...) with the process group that decides together"
         )
     return sorted(root[of_root].mesh.flatten().tolist())
+
+
+def _root_of(mesh: Any) -> Any:
+    """The mesh that a mesh is a part of.
+
+    PyTorch has no public name for it. This one was seen in PyTorch 2.13; in a release without it
+    each mesh stands for itself, nothing connects several, and the user is asked for the group.
+    """
+    root = getattr(mesh, "_get_root_mesh", None)
+    return mesh if root is None else root()
 
 
 class TorchProcesses:
@@ -329,8 +354,9 @@ def _read_later(fields: Iterable[str], maxima: torch.Tensor) -> Callable[[], Non
 
 def _device_of(group: Group, device: torch.device) -> torch.device:
     """A device that the group's backend reduces on, ``device`` if it can."""
-    devices = group._device_types
-    return device if torch.device(device.type) in devices else devices[0]
+    backends = dist.get_backend_config(group).split(",")  # such as cpu:gloo,cuda:nccl
+    types = [backend.partition(":")[0] for backend in backends]
+    return device if device.type in types else torch.device(types[0])
 
 
 def reduce_norm(norms: dict[tuple[Group, ...], torch.Tensor], norm_type: float) -> torch.Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 from gradscaler._eager.operations import FoundInf, GradientsRefusedError, Optimizer, Tensor
 from gradscaler._torch_like.norm import norm_on_cpu
 from gradscaler.errors import CallOrderError
-from gradscaler.policies import DynamicScale, Policy, State, leaf_dtypes
+from gradscaler.policies import Policy, State, leaf_dtypes
 
 Device = Any
 
@@ -141,12 +141,13 @@ class TorchLikeOperations:
         """The values after a step; a tensor of ``state`` itself where one stays as it is."""
         if not self.on_host(state.scale):
             return self.next_on_device(policy, state, found_infs, amaxes)
-        # Reading costs nothing here, and tensor operations do.
         found_inf = any(map(self.any_set, found_infs))
-        if type(policy) is DynamicScale:
-            count, nonfinite = state.finite_steps.item(), state.nonfinite_steps.item()
-            if policy._only_counts(count, nonfinite, found_inf):
-                return state._replace(finite_steps=count + 1)
+        return self.next_on_host(policy, state, found_inf, amaxes)
+
+    def next_on_host(
+        self, policy: Policy, state: State, found_inf: bool, amaxes: Sequence[Tensor]
+    ) -> State:
+        """``next_state`` where reading tensors costs nothing, and operations on them do."""
         values = self.read(state)
         amax = {"amax": max(tensor.item() for tensor in amaxes)} if amaxes else {}
         moved = policy.update(values, found_inf, **amax)

@@ -12,7 +12,7 @@ import paddle
 from paddle.distributed.communication.group import Group
 
 from gradscaler._eager.decision import Order
-from gradscaler._eager.gradients import Gradients, Iteration, Scaling, owner_of
+from gradscaler._eager.gradients import Gradients, Iteration, Scaling
 from gradscaler._eager.operations import FoundInf, Operations, Tensor
 from gradscaler._eager.repeating import DEFAULT_MAX_RETRIES
 from gradscaler._eager.scaler import EagerScaler
@@ -273,7 +273,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         if not self._enabled:
             minimize = super(EagerScaler, self).minimize  # Paddle's, also for a static graph
             result = minimize(optimizer, *args, **kwargs)
-            self._outcomes.put(owner_of(optimizer), StepOutcome(1.0, False, "disabled"))
+            self._outcomes.put(optimizer, StepOutcome(1.0, False, "disabled"))
             return result
         result = self._take_step(optimizer, ByMinimize(self), args, kwargs)
         self.update()

@@ -333,6 +333,27 @@ def test_meshes_that_nothing_connects_need_a_group(ranks):
     assert first[0] == "overflow"
 
 
+def on_two_dimensions_of_a_mesh():
+    parameters = [
+        torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh_of(4)[name], [Shard(0)]))
+        for name in ("dp", "tp")
+    ]
+    optimizer = torch.optim.SGD(parameters, lr=1.0, foreach=False)
+    scaler = GradScaler(init_scale=64.0)
+    for parameter in parameters:
+        scaler.scale(parameter.square().sum()).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(DeviceMesh, "_get_root_mesh")  # which PyTorch 2.13 has
+        with pytest.raises(ParameterError, match=r"nothing connects.*group="):
+            scaler.step(optimizer)
+    scaler.step(optimizer)
+    return scaler.last_step(optimizer).reason
+
+
+def test_without_pytorch_s_private_name_of_a_root_several_meshes_need_a_group(ranks):
+    assert ranks(4).run(on_two_dimensions_of_a_mesh) == ["finite"] * 4
+
+
 def stage_of_a_larger_world():
     """A mesh of four of five ranks, for which no process group exists."""
     rank = dist.get_rank()
