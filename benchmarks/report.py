@@ -142,14 +142,6 @@ IMPORTS = """\
 For an import, "native" is the framework and the module of its own scaler, and "ours" is that and
 the adapter.
 """
-BEFORE = """\
-The code of 21 November 2026 (8c35d25) was timed again on 22 November, on the machine and minutes
-apart from the code of that day. These are the ratios to native, where the two intervals do not
-overlap. An interval is of one run. Some rows scatter more from run to run: the older code had 0.34,
-0.35 and 0.44 for clipping on GPT-2 small, and 1.06, 1.40 and 1.60 for JAX's layer with loss_scaled.
-So such differences show no change. `make bench` does not time the older code again.
-
-"""
 NOT_RUN = """
 ## GPU
 
@@ -326,23 +318,10 @@ def first_page(results: Results) -> str:
         "\n\nEvery import is slower, too, because it imports the framework and gradscaler. So are\n"
         "most constructors, because they check their parameters. The pages below have them.\n\n"
     )
-    text += f"## Before and after\n\n{BEFORE}{before_and_after(results)}\n\n## All measurements\n\n"
+    text += "## All measurements\n\n"
     for framework, name in NAMES.items():
         text += f"- [{name}](../docs/benchmarks/{framework}.md)\n"
     return text + ("" if "torch_gpu" in results else NOT_RUN)
-
-
-def before_and_after(results: Results) -> str:
-    """A table of the ratios whose two intervals do not overlap."""
-    rows: list[tuple[str, ...]] = [("workload", "before", "after")]
-    for name, (_, comparisons) in read_results("before").items():
-        now = {each.workload: each for each in results[name][1]}
-        for old in comparisons:
-            new = now[old.workload]
-            if old.interval[0] > new.interval[1] or old.interval[1] < new.interval[0]:
-                workload = f"{NAMES[framework_of(name)]}: {readable(old.workload)}"
-                rows.append((workload, f"{old.ratio:.3f}", f"{new.ratio:.3f}"))
-    return paired.aligned(rows)
 
 
 def _imports(results: Results) -> list[paired.Comparison]:

@@ -90,19 +90,6 @@ def test_the_profile_quotes_the_constructors_that_were_measured(report):
     assert f"Paddle's takes longer, {native} µs to {ours}." in page
 
 
-def test_before_and_after_shows_the_ratios_whose_intervals_are_apart(report, monkeypatch):
-    def measured(changed):
-        ratios = {"changed": changed, "not changed": 1.0}
-        rows = [report.paired.Comparison(name, [r] * 9, [1.0] * 9) for name, r in ratios.items()]
-        return {"torch_scaler": ({}, rows)}
-
-    monkeypatch.setattr(report, "read_results", lambda folder: measured({"before": 2.0}[folder]))
-    _, _, *rows = report.before_and_after(measured(0.5)).splitlines()
-    assert [row.split() for row in rows] == [
-        ["|", "PyTorch:", "changed", "|", "2.000", "|", "0.500", "|"]
-    ]
-
-
 def test_two_workloads_of_a_section_have_two_names(report):
     for _, comparisons in report.read_results().values():
         names = [report.readable(each.workload) for each in comparisons]

@@ -2,8 +2,10 @@
 
 import inspect
 
+import pytest
 import torch
 
+from gradscaler import CallOrderError
 from gradscaler.torch import GradScaler
 
 
@@ -30,3 +32,36 @@ def test_a_scaled_float16_loss_is_not_cast_to_float16():
     scaled = GradScaler().scale(torch.ones((), dtype=torch.float16))
     assert scaled == 2.0**16
     assert scaled.dtype is torch.float32
+
+
+def test_no_norm_is_measured_anew_after_another_loss_and_an_error():
+    """The flags of the first loss say nothing of the second's."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([parameter]), GradScaler(init_scale=64.0)
+    scaler.scale(parameter.sum()).backward()
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.scale(parameter.sum()).backward()
+    with pytest.raises(TypeError, match="surprise"):
+        scaler.step(optimizer, surprise=True)
+    with pytest.raises(CallOrderError, match="a loss was scaled after it"):
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)  # may be repeated
+    assert scaler.last_step(optimizer).applied
+
+
+def test_a_step_with_a_closure_ends_what_a_loop_over_attempts_began():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([parameter]), GradScaler(init_scale=64.0)
+
+    def backward():
+        optimizer.zero_grad()
+        loss = parameter.sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    for _ in scaler.attempts(optimizer):
+        backward()
+    with pytest.raises(CallOrderError, match=r"scale\(\) was called outside of a loop"):
+        backward()
+    scaler.step(optimizer, backward)
+    backward()

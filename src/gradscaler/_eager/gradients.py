@@ -84,6 +84,7 @@ class Gradients:
         clip_coefficient: what clipping still has to multiply them by, or None.
         made_with: the state that they were made with, if ``attempts`` backed off; None for the
             scaler's own.
+        is_attempted: whether a loop over ``attempts`` made them.
         is_exhausted: whether they overflowed in each of the latest ``attempts``.
         result: what ``optimizer.step`` returned, in a list; empty until it has, None until it is
             called.
@@ -98,6 +99,7 @@ class Gradients:
     scale: Any = None
     clip_coefficient: Tensor | None = None
     made_with: State | None = None
+    is_attempted: bool = False
     is_exhausted: bool = False
     result: list[Any] | None = None
     _standing: Standing = Standing.LASTING
@@ -330,7 +332,7 @@ class Gradients:
         """Another loss is scaled, and may change them."""
         if self._standing in (Standing.LASTING, Standing.OUTDATED):
             return
-        is_known = self._standing is Standing.RAISED and self.stage in _IS_KNOWN
+        is_known = self._standing is not Standing.CLIPPED and self.stage in _IS_KNOWN
         if is_known or self.stage is Stage.UNKNOWN:
             self.interrupt()  # with those that were not cleared until now
         self._standing = standing_after(self._standing, "another loss")

@@ -32,7 +32,6 @@ class Repeating:
             else None.
         losses: while a body runs, the losses that it scaled, each scaled and unscaled; else None.
         in_loop: whether it is the body of a loop.
-        attempted: the gradients that loops made, by the optimizer's id.
     """
 
     def __init__(self) -> None:
@@ -40,7 +39,6 @@ class Repeating:
         self.open_loop: tuple[State | None] | None = None
         self.losses: list[tuple[Tensor, Tensor]] | None = None
         self.in_loop = False
-        self.attempted: dict[int, Gradients] = {}
 
     @property
     def is_running(self) -> bool:
@@ -68,9 +66,8 @@ class Repeating:
             self.open_loop = None
 
     def end_iteration(self) -> None:
-        """Forget what was made in this iteration."""
+        """Forget the scale that bodies used."""
         self.backed_off = self.open_loop = None
-        self.attempted.clear()
 
     def must_not_run(self, call: str) -> None:
         """Raise CallOrderError for a ``call`` in a closure, or in the body of a loop."""
@@ -90,13 +87,15 @@ class Repeating:
                 "repeated: call it after the loop"
             )
 
-    def must_scale_in_loop(self) -> None:
+    def must_scale_in_loop(self, known: list[Gradients]) -> None:
         """Raise CallOrderError for a loss that is scaled after a loop, and not in one.
 
         It would be scaled by the scaler's own scale, and the gradients that it is added to may
         have been made with a lower one.
         """
-        if not self.is_running and not all(each.is_over for each in self.attempted.values()):
+        if self.is_running:
+            return
+        if any(each.is_attempted and not each.is_over for each in known):
             raise CallOrderError(
                 "scale() was called outside of a loop over attempts(), after such a loop and "
                 "before step(): scale each loss of the iteration in a loop of its own, `for _ in "

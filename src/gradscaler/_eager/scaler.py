@@ -75,10 +75,10 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if not self._operations.is_tensor(outputs):
             return _mapped(self.scale, outputs)
         repeating = self._repeating
-        if repeating.attempted:
-            repeating.must_scale_in_loop()
         if self._iteration:
-            for gradients in self._iteration.known():
+            known = self._iteration.known()
+            repeating.must_scale_in_loop(known)
+            for gradients in known:
                 gradients.note_loss()  # its backward pass may add to them
         # Only the first loss tells the device; a scaler is made before the model is moved.
         state = self._state or self._place(outputs.device)
@@ -260,7 +260,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         for gradients in made.values():
             gradients.must_allow("attempts")
             self._processes.repeaters_of(gradients.optimizer)  # now, as it may refuse
-        self._repeating.attempted |= made
+        for gradients in made.values():  # only now, as nothing can refuse any more
+            gradients.is_attempted = True
         self._iteration |= made
         repetition = self._repetition(retries)
         return AttemptLoop(list(made.values()), kept, repetition, self._check).run()

@@ -37,6 +37,8 @@ class Standing(Enum):
     """A call raised: it may be repeated until another loss is scaled."""
     OUTDATED = auto()
     """Another loss was scaled, whose gradients were not measured."""
+    RAISED_OUTDATED = auto()
+    """Then a call raised: it may be repeated, but nothing measured anew."""
 
     __hash__ = object.__hash__
 
@@ -104,9 +106,13 @@ _AFTER_STANDING: dict[tuple[Standing, str], Standing | str] = {
     # Where an event is not here, nothing changes.
     (Standing.LASTING, "clipped"): Standing.CLIPPED,
     (Standing.OUTDATED, "clip_grad_norm_"): UNKNOWN_GRADIENTS,
+    (Standing.RAISED_OUTDATED, "clip_grad_norm_"): UNKNOWN_GRADIENTS,
     (Standing.CLIPPED, "another loss"): Standing.OUTDATED,
     (Standing.RAISED, "another loss"): Standing.OUTDATED,
-    **{(standing, "raised"): Standing.RAISED for standing in Standing},
+    (Standing.RAISED_OUTDATED, "another loss"): Standing.OUTDATED,
+    (Standing.LASTING, "raised"): Standing.RAISED,
+    (Standing.CLIPPED, "raised"): Standing.RAISED,
+    (Standing.OUTDATED, "raised"): Standing.RAISED_OUTDATED,
 }
 
 
