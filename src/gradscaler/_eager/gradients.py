@@ -328,6 +328,11 @@ class Gradients:
             return
         self._standing = standing_after(self._standing, "raised")
 
+    def note_others(self) -> None:
+        """A closure has made others in their place, which are not as these were."""
+        if self.stage in _IS_KNOWN:
+            self.interrupt()
+
     def note_loss(self) -> None:
         """Another loss is scaled, and may change them."""
         if self._standing in (Standing.LASTING, Standing.OUTDATED):
@@ -396,14 +401,15 @@ class Iteration(defaultdict[int, Gradients]):
         """Know these gradients until the iteration ends."""
         self[id(gradients.optimizer)] = gradients
 
+    def drop(self, gradients: Gradients) -> None:
+        """Know nothing of these gradients."""
+        self.pop(id(gradients.optimizer), None)
+
     def kept(self, gradients: Gradients) -> Gradients:
         """These, or those that a replaced method has kept in their place."""
-        return self.get(id(gradients.optimizer), gradients)
-
-    def drop_untouched(self, gradients: Gradients) -> None:
-        """Forget gradients that a call has refused, if it was the first one."""
-        if gradients.stage is Stage.SCALED:
-            self.pop(id(gradients.optimizer), None)
+        found = self.get(id(gradients.optimizer), gradients)
+        found.optimizer = gradients.optimizer  # made by the id alone, they do not know it
+        return found
 
     def known(self) -> list[Gradients]:
         """All that are known, without what a framework has put here."""

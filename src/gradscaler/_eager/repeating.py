@@ -13,7 +13,6 @@ from typing import Any
 from gradscaler._eager.gradients import Gradients, Iteration
 from gradscaler._eager.operations import FoundInf, Operations, Optimizer, Tensor
 from gradscaler._eager.processes import Processes
-from gradscaler._eager.stages import Stage
 from gradscaler.errors import CallOrderError
 from gradscaler.outcome import Reason
 from gradscaler.policies import Policy, State
@@ -114,7 +113,7 @@ class Repetition:
         max_retries: how often the body runs again.
 
     Attributes:
-        is_exhausted: whether the gradients overflowed in the last run, too.
+        is_exhausted: whether the gradients overflowed in each of the latest runs.
     """
 
     def __init__(
@@ -138,6 +137,7 @@ class Repetition:
             check: what is found in the gradients that the body made, by optimizers.
             put_back: undoes what the body did; False if no lower scale will help.
         """
+        self.is_exhausted = False
         for number in range(self.max_retries + 1):
             self.repeating.losses = []
             yield number
@@ -206,6 +206,7 @@ class ClosureStep:
         self._operations = repetition.operations
         self._iteration, self._processes = iteration, processes
         self._key = key
+        self._has_scaled = False
 
     def step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -243,7 +244,7 @@ class ClosureStep:
                 return loss
 
             result = self._optimizer.step(evaluate, *args, **kwargs)
-            gradients.stage = Stage.STEPPED  # before this line an interrupt undoes the step
+            gradients.move("step")  # before this line an interrupt undoes the step
         except _RetriesExhaustedError as exhausted:
             if restore is not None:
                 restore()
@@ -254,6 +255,8 @@ class ClosureStep:
             self._iteration.pop(self._key, None)
             if before is not None:
                 self._iteration[self._key] = before
+                if self._has_scaled:
+                    before.note_others()
             self._repeating.backed_off = backed_off
             self._repeating.losses = None  # an interrupt may have come before it was
             raise
@@ -291,6 +294,7 @@ class ClosureStep:
                 self._unscale(self._optimizer)
         finally:
             losses, self._repeating.losses = self._repeating.losses, None
+            self._has_scaled = self._has_scaled or bool(losses)
         unscaled = [outputs for scaled, outputs in losses or () if scaled is loss]
         return unscaled[0] if unscaled else loss
 
@@ -385,7 +389,7 @@ class AttemptLoop:
 
     def _put_back(self) -> bool:
         """Put back what was before the body, as if it were made at the scale that comes next."""
-        is_first = not self._watches
+        is_first = not self._watches  # which a repetition sets
         with self._moving_gradients():
             self._restore()
             if is_first and self._repetition.overflowed(self._found_infs()):

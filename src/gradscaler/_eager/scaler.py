@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar, overload
 
 from gradscaler._eager.gradients import Gradients, Iteration, Scaling, Unscaler
 from gradscaler._eager.observed import ObservedScaler
-from gradscaler._eager.operations import FoundInf, GradientsRefusedError, Operations, Optimizer
+from gradscaler._eager.operations import FoundInf, Operations, Optimizer
 from gradscaler._eager.outcomes import Outcomes
 from gradscaler._eager.processes import ALONE, Processes
 from gradscaler._eager.repeating import AttemptLoop, ClosureStep, Repeating, Repetition
@@ -430,9 +430,10 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if gradients.are_measured and not gradients.have_overflowed:
             gradients.multiply()
         elif self._unscale_is_own():
-            self._divide(optimizer, gradients, scaling)  # a shortcut: all was asked in step()
+            # A shortcut: step() has asked all that unscale_() asks.
+            self._divide(gradients.optimizer, gradients, scaling)
         else:
-            self.unscale_(optimizer)
+            self.unscale_(gradients.optimizer)
             return self._iteration.kept(gradients)
         return gradients
 
@@ -441,15 +442,17 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
     def _divide(self, optimizer: Optimizer, gradients: Gradients, scaling: Scaling) -> None:
         """Divide gradients by the scale, and check them."""
-        deciders = self._processes.deciders_of(optimizer)  # before any changes, as it may raise
+        deciders = self._processes.deciders_of(gradients.optimizer)  # first, as it may refuse
         if not self._repeating.is_running:  # a closure may be called again
             for observer in self._observers:
                 observer.unscaling(optimizer, scaling.scale)
-        self._iteration.keep(gradients)  # first, so that an interrupt is remembered
+        is_new = self._iteration.get(id(gradients.optimizer)) is not gradients
+        self._iteration.keep(gradients)  # before they change, so that an interrupt is remembered
         try:
             gradients.unscale(scaling, self._unscaler(optimizer), deciders)
-        except GradientsRefusedError:
-            self._iteration.drop_untouched(gradients)
+        except BaseException:
+            if is_new and gradients.is_scaled:  # they were refused, and nothing has happened
+                self._iteration.drop(gradients)
             raise
 
     def _step_with_closure(
@@ -484,7 +487,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def _conclude(
         self, optimizer: Optimizer, gradients: Gradients, reason: Reason | None = None
     ) -> None:
-        """Record what happened in a step, once nothing can raise any more."""
+        """Record what happened in a step."""
         if gradients.scale is None:  # a subclass has an unscale_ of its own, or a kernel divided
             scale = self._scaling_of(gradients, "step").scale
             gradients.scale, _ = self._operations.inverse(scale)
@@ -509,7 +512,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         scaling = self._scaling_of(gradients, "clip_grad_norm_")
         gradients.must_allow("clip_grad_norm_")
         parts = self._processes.parts_of(optimizer, shards)
-        deciders = self._processes.deciders_of(optimizer)
+        deciders = self._processes.deciders_of(gradients.optimizer)
         if gradients.clip_coefficient is not None:  # of an earlier call
             gradients.multiply()
         # One reading tells norm and flags; step() then divides and clips in one multiplication.
@@ -543,8 +546,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         shards: Any,
     ) -> Any:
         """Clip where scaling is disabled: ``step`` is not ours then."""
-        gradients = self._gradients_type(self._operations)
-        gradients.optimizer = optimizer
+        gradients = Iteration(self._new_gradients).of(optimizer)
         norm = gradients.norm(self._processes.parts_of(optimizer, shards), float(norm_type))
         if error_if_nonfinite:
             gradients.must_be_finite(norm, norm_type, ALONE)

@@ -27,10 +27,10 @@ class Stage(Enum):
 
 
 class Standing(Enum):
-    """How long what is known of the gradients holds."""
+    """Whether what is known of the gradients holds if another loss is scaled."""
 
     LASTING = auto()
-    """Nobody has said what ``step`` is to do with them."""
+    """Nothing depends on it: they are not to be clipped, and no call raised."""
     CLIPPED = auto()
     """``clip_grad_norm_`` has: until another loss is scaled, ``update`` would lose it."""
     RAISED = auto()

@@ -37,8 +37,9 @@ class ByReplacement:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if not gradients.have_overflowed:
-            gradients.multiply()  # here, as it does not know of clipping
+        # Here, as it does not know of clipping. Otherwise it alone reads the flags.
+        if gradients.clip_coefficient is not None and not gradients.have_overflowed:
+            gradients.multiply()
         return self._maybe_opt_step(optimizer, gradients, *args, **kwargs)
 
 
@@ -95,7 +96,7 @@ class ByAttributes:
         scaler, operations = self._scaler, self._operations
         if gradients.stage is Stage.SCALED:
             scaler._check_inf_per_device(optimizer)
-            gradients = scaler._per_optimizer_states[id(gradients.optimizer)]
+            gradients = scaler._iteration.kept(gradients)
         if operations.on_host(scaling.scale):  # on a device, nothing waits for the flag
             gradients.overflowed = gradients.have_overflowed
         if gradients.overflowed and gradients.are_measured:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,24 +87,31 @@ class PaddleProcesses:
         group: the process group that the user named, or None.
         asks_fleet: whether fleet's topology may tell; its own ``_unscale`` asks all processes.
         orders: of the optimizers that each group decides about.
+        show: is handed what each decision finds.
     """
 
     def __init__(
-        self, group: Group | None, asks_fleet: bool, orders: defaultdict[Group, Order]
+        self,
+        group: Group | None,
+        asks_fleet: bool,
+        orders: defaultdict[Group, Order],
+        show: Callable[[FoundInf], None],
     ) -> None:
-        self._group, self._asks_fleet, self._orders = group, asks_fleet, orders
+        self._group, self._asks_fleet = group, asks_fleet
+        self._orders, self._show = orders, show
 
-    def deciders_of(self, optimizer: Any) -> Deciders:
+    def deciders_of(self, optimizer: Any) -> ShownDeciders:
         group = self._group  # the user's word before fleet's
         if group is None and self._asks_fleet:
             group = group_of(optimizer)
         if group is None or group.nranks == 1:
-            return ALONE
-        return GroupOfDeciders(group, self._orders[group], optimizer)
+            return ShownDeciders(ALONE, self._show)
+        own = GroupOfDeciders(group, self._orders[group], optimizer)
+        return ShownDeciders(own, self._show)
 
     def repeaters_of(self, optimizer: Any) -> Deciders:
         deciders = self.deciders_of(optimizer)
-        if deciders is ALONE and self._group is None and is_distributed():
+        if deciders.are_alone and self._group is None and is_distributed():
             raise ParameterError(
                 "attempts() is to repeat a backward pass on all processes or on none, and nothing "
                 "tells on which: construct GradScaler(group=...) with the process group that "
@@ -114,6 +122,26 @@ class PaddleProcesses:
     def parts_of(self, optimizer: Any, shards: Group | None) -> Parts:
         check_shards(optimizer, shards)
         return PartsOfGroups(split_by(optimizer, shards))
+
+
+class ShownDeciders:
+    """Deciders whose decisions Paddle's ``_found_inf`` shows, which fleet reads.
+
+    Attributes:
+        are_alone: whether this process decides for itself.
+    """
+
+    def __init__(self, deciders: Deciders, show: Callable[[FoundInf], None]) -> None:
+        self.are_alone = deciders is ALONE
+        self.is_anywhere = deciders.is_anywhere
+        self._agree, self._show = deciders.agree, show
+
+    def agree(
+        self, state: State, found_inf: FoundInf, amax: np.float32 | None
+    ) -> tuple[FoundInf, np.float32 | None]:
+        found_inf, amax = self._agree(state, found_inf, amax)
+        self._show(found_inf)
+        return found_inf, amax
 
 
 class GroupOfDeciders:

@@ -52,7 +52,6 @@ class ByStep:
         kwargs: dict[str, Any],
     ) -> Any:
         scaler = self._scaler
-        scaler._show_flag(gradients)
         scaler._cache_found_inf = gradients.have_overflowed
         if not gradients.found_inf:
             return None

@@ -255,7 +255,6 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             self._unscale_by_replacement(optimizer, gradients)
         else:
             super().unscale_(optimizer)
-        self._show_flag(self._iteration.of(optimizer))
 
     def minimize(  # type: ignore[override] # wider than Paddle's, whose own optimizers are untyped
         self, optimizer: PaddleOptimizer, *args: Any, **kwargs: Any
@@ -521,7 +520,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     @property
     def _processes(self) -> PaddleProcesses:  # type: ignore[override] # read alone
         asks_fleet = not self._unscale_is_replaced()  # Fleet's asks all processes by itself
-        return PaddleProcesses(self._group, asks_fleet, self._orders)
+        return PaddleProcesses(self._group, asks_fleet, self._orders, self._show_flag)
 
     def _stepping_of(self, optimizer: Any) -> ByStep:
         return ByStep(self)
@@ -565,7 +564,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         scaling = super()._scaling_of(gradients, call)
         if self._updated is None or not scaling.amax_interval:
             return scaling
-        return scaling._replace(amax_interval=1)
+        return scaling._replace(amax_interval=1)  # so it looks: what it counts from is not in force
 
     def _scale_moves(self) -> bool:
         return self._use_dynamic_loss_scaling
@@ -599,9 +598,9 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     def _set_scale(self, new_scale: Any) -> None:
         self.set_init_loss_scaling(new_scale)
 
-    def _show_flag(self, gradients: Gradients) -> None:
+    def _show_flag(self, found_inf: FoundInf) -> None:
         """Let Paddle's ``_found_inf`` say what was found, as a tensor."""
-        flag = (gradients.found_inf or {}).get("found_inf", False)
+        flag = found_inf.get("found_inf", False)
         if isinstance(flag, bool):
             flag = paddle.ones([1], "bool") if flag else self._temp_found_inf_value_false
         self._found_inf = flag
