@@ -19,7 +19,7 @@ from gradscaler._eager.stages import Stage
 from gradscaler._eager.stepping import PLAIN, Stepping
 from gradscaler.errors import CallOrderError
 from gradscaler.outcome import HISTORY_LENGTH, Observer, Reason, StepOutcome
-from gradscaler.policies import Policy, State, amax_interval
+from gradscaler.policies import Policy, State
 
 TensorT = TypeVar("TensorT")
 OptimizerT = TypeVar("OptimizerT", bound=Any)
@@ -377,8 +377,11 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         self._state = self._operations.place(self._initial_state, device)
         return self._state
 
-    def _state_of(self, gradients: Gradients, call: str) -> State:
-        """The state whose scale the gradients were made with."""
+    def _place_before_loss(self, optimizer: Optimizer) -> None:
+        """Place the state where another process may have scaled the loss."""
+
+    def _state_of(self, call: str) -> State:
+        """The state whose scale the latest loss was multiplied by."""
         return self._state_in_force(call)
 
     # The steps that public calls share.
@@ -394,11 +397,13 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
     def _scaling_of(self, gradients: Gradients, call: str) -> Scaling:
         """What gradients were multiplied by; a closure's or a loop's may be backed off."""
-        made_with = gradients.made_with or self._state_of(gradients, call)
+        if self._state is None:
+            self._place_before_loss(gradients.optimizer)
+        made_with = gradients.made_with or self._state_of(call)
         state = self._state_in_force(call)
         if self._repeating.losses is not None and self._repeating.backed_off is not None:
             made_with = state = self._repeating.backed_off
-        return Scaling(made_with.scale, state, amax_interval(self._policy))
+        return Scaling(made_with.scale, state, getattr(self._policy, "amax_interval", 0))
 
     def _take_step(
         self,

@@ -552,7 +552,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     # The real differences of Paddle's rules.
 
-    def _state_of(self, gradients: Gradients, call: str) -> State:
+    def _state_of(self, call: str) -> State:
         """That of the last loss: another optimizer may have moved the scale since."""
         state = self._state_in_force(call)
         if self._scaled_by is None or self._repeating.in_closure:

@@ -19,7 +19,7 @@ from gradscaler._on_torch.processes import TorchProcesses, check_group
 from gradscaler._torch_like.gradients import TorchLikeGradients
 from gradscaler._torch_like.operations import parameters_of
 from gradscaler._torch_like.scaler import TorchLikeScaler
-from gradscaler.policies import Policy, State
+from gradscaler.policies import Policy
 
 
 class _Gradients(TorchLikeGradients):
@@ -156,12 +156,11 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             given = {**{name[1:]: value for name, value in state.items()}, "scale": scale}
             self.load_state_dict({**given, "_growth_tracker": tracker})
 
-    def _state_of(self, gradients: Gradients, call: str) -> State:
+    def _place_before_loss(self, optimizer: Any) -> None:
         # Another process of the group may have scaled the loss: the last stage of a pipeline.
-        if self._state is None and self._processes.named() is not None:
-            first = next(iter(parameters_of(gradients.optimizer)), None)
+        if self._processes.named() is not None:
+            first = next(iter(parameters_of(optimizer)), None)
             self._place(torch.device("cpu") if first is None else first.device)
-        return self._state_in_force(call)
 
 
 def _cuda_may_be_available() -> bool:
