@@ -78,7 +78,7 @@ class Gradients:
             id stays its own.
         stage: what is true of them.
         found_inf: their flags; None until they were checked.
-        overflowed: whether a flag is set, once a step has read that on the host.
+        overflowed: ``have_overflowed``, once a step has read that on the host; else None.
         amax: their largest magnitude once unscaled; None where the policy does not look at it.
         scale: the scale that they are unscaled by.
         clip_coefficient: what clipping still has to multiply them by, or None.
@@ -174,7 +174,7 @@ class Gradients:
         try:
             self.scale, inverse = self._operations.inverse(scaling.scale)
             found_inf = unscaler.unscale_(inverse)
-            if self.stage is not Stage.MEASURED:  # or all have decided
+            if self.stage is not Stage.MEASURED:  # whose flags all have settled already
                 self.settle(found_inf, scaling, deciders)
             self._inverse = None  # that of a norm; what clipping is to multiply by stays
             self.move("unscale_")

@@ -399,6 +399,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """What gradients were multiplied by; a closure's or a loop's may be backed off."""
         if self._state is None:
             self._place_before_loss(gradients.optimizer)
+        # Two states: the scale may have moved since their loss, or a loop backed off, but all
+        # processes hold the one in force, and decide by it.
         made_with = gradients.made_with or self._state_of(call)
         state = self._state_in_force(call)
         if self._repeating.losses is not None and self._repeating.backed_off is not None:
@@ -432,6 +434,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
     def _unscaled(self, optimizer: Optimizer, gradients: Gradients, scaling: Scaling) -> Gradients:
         """The gradients once unscaled, for a step, by ``unscale_`` if a subclass replaces it."""
+        # Those that overflowed are divided, too, so that a skip leaves what unscale_() leaves.
         if gradients.are_measured and not gradients.have_overflowed:
             gradients.multiply()
         elif self._unscale_is_own():

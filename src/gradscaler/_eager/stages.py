@@ -15,7 +15,7 @@ class Stage(Enum):
     MEASURED = auto()
     """They are still scaled; their norm and found_inf are known."""
     UNSCALED_TO_CLIP = auto()
-    """``clip_grad_norm_`` divided them by the scale; ``unscale_`` may still be called."""
+    """``clip_grad_norm_`` or ``step`` divided them; ``unscale_`` may still be called."""
     UNSCALED = auto()
     """They are divided by the scale, and found_inf is known."""
     STEPPED = auto()

@@ -124,7 +124,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             enabled = False
         check_group("group", group)
         self._device = device
-        self._group = group
+        self._group = group  # before the base class starts, and makes the processes of it
         super().__init__(
             init_scale,
             growth_factor,
