@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from itertools import starmap
 from typing import Any, NamedTuple, Protocol
@@ -17,13 +17,13 @@ from gradscaler._eager.operations import (
     Tensor,
 )
 from gradscaler._eager.processes import Deciders, Parts
-from gradscaler._eager.stages import Stage, Standing, after, standing_after
+from gradscaler._eager.stages import REFUSALS, STAGE_AFTER, Stage, Standing, standing_after
 from gradscaler.errors import CallOrderError
 from gradscaler.outcome import Reason, StepOutcome
 from gradscaler.policies import Policy, State, amax_interval
 
 _IS_SCALED = (Stage.SCALED, Stage.MEASURED)
-_IS_KNOWN = (Stage.MEASURED, Stage.UNSCALED_TO_CLIP, Stage.UNSCALED)
+_IS_KNOWN = (Stage.MEASURED, Stage.DIVIDED, Stage.UNSCALED)
 _IS_OVER = (Stage.STEPPED, Stage.UNKNOWN)
 
 _FRAMEWORK_STAGES = {
@@ -52,13 +52,14 @@ class Unscaler(Protocol):
     """How one optimizer's gradients are divided by the scale, and checked.
 
     An adapter hands the engine one that calls what users have put in place of its methods.
-
-    Attributes:
-        is_plain: whether that is all that happens, so that a norm of scaled gradients may tell
-            as much. A replacement may reduce flags over processes, for example.
     """
 
-    is_plain: bool
+    @property
+    def is_plain(self) -> bool:
+        """Whether that is all that happens, so that a norm of scaled gradients may tell as much.
+
+        A replacement may reduce flags over processes, for example.
+        """
 
     def unscale_(self, inverse: Any, /) -> FoundInf:
         """Divide them in place, whatever is found, and flag those that are not finite.
@@ -113,9 +114,11 @@ class Gradients:
 
     def must_allow(self, call: str) -> None:
         """Raise CallOrderError if a user's call may not come now; its message says why."""
-        after(self.stage, call)
-        if self._standing is not Standing.LASTING:
-            standing_after(self._standing, call)
+        refusal = REFUSALS.get((self.stage, call))
+        if refusal is None and self._standing is not Standing.LASTING:
+            refusal = REFUSALS.get((self._standing, call))
+        if refusal is not None:
+            raise CallOrderError(refusal)
 
     @property
     def is_scaled(self) -> bool:
@@ -166,8 +169,8 @@ class Gradients:
     # What is done with them.
 
     def move(self, event: str) -> None:
-        """Go to the stage after an event; raises as ``must_allow`` does."""
-        self.stage = after(self.stage, event)
+        """Go to the stage after an event."""
+        self.stage = STAGE_AFTER[self.stage, event]
 
     def unscale(self, scaling: Scaling, unscaler: Unscaler, deciders: Deciders) -> None:
         """Divide them by the scale, in place, and check them."""
@@ -177,7 +180,7 @@ class Gradients:
             if self.stage is not Stage.MEASURED:  # whose flags all have settled already
                 self.settle(found_inf, scaling, deciders)
             self._inverse = None  # that of a norm; what clipping is to multiply by stays
-            self.move("unscale_")
+            self.move("unscaled")
         except GradientsRefusedError:  # before any has changed
             raise
         except BaseException:
@@ -362,7 +365,7 @@ def owner_of(optimizer: Optimizer) -> Optimizer:
         optimizer = inner
 
 
-class Iteration(defaultdict[int, Gradients]):
+class Iteration(defaultdict[int, Any]):
     """What is known since the last ``update``: the gradients of each optimizer, by its id.
 
     A wrapper's id finds those of the optimizer in it. Frameworks show it, and may put dicts of
@@ -384,7 +387,7 @@ class Iteration(defaultdict[int, Gradients]):
         owner = owner_of(optimizer)
         if owner is not optimizer:
             self._wrap(optimizer, owner)
-        found = self.get(id(owner))
+        found: Gradients | None = self.get(id(owner))
         if found is None or (found.stage is Stage.UNKNOWN and found.are_replaced):
             if not hasattr(owner, "step"):
                 raise TypeError(
@@ -406,15 +409,14 @@ class Iteration(defaultdict[int, Gradients]):
         self.pop(id(gradients.optimizer), None)
 
     def kept(self, gradients: Gradients) -> Gradients:
-        """These, or those that a replaced method has kept in their place."""
-        found = self.get(id(gradients.optimizer), gradients)
+        """These, or those that a replaced method has kept in their place; known from now on."""
+        found: Gradients = self.setdefault(id(gradients.optimizer), gradients)
         found.optimizer = gradients.optimizer  # made by the id alone, they do not know it
         return found
 
     def known(self) -> list[Gradients]:
         """All that are known, without what a framework has put here."""
-        found: Iterable[object] = self.values()
-        return [each for each in found if isinstance(each, Gradients)]
+        return [each for each in self.values() if isinstance(each, Gradients)]
 
     def found_infs(self) -> list[FoundInf]:
         """The flags of those that have any.
@@ -423,7 +425,9 @@ class Iteration(defaultdict[int, Gradients]):
             CallOrderError: none were checked.
         """
         found, were_checked = [], False
-        for each in self.known():
+        for each in self.values():
+            if not isinstance(each, Gradients):  # a framework has put it here
+                continue
             if each.found_inf:
                 found.append(each.found_inf)
             elif each.found_inf is not None or each.stage is Stage.UNKNOWN:
@@ -449,8 +453,8 @@ class Iteration(defaultdict[int, Gradients]):
 
     def must_await_no_step(self) -> None:
         """Raise CallOrderError if gradients are to be clipped in a step that has not come."""
-        for each in self.known():
-            if each.await_step:
+        for each in self.values():
+            if isinstance(each, Gradients) and each.await_step:
                 raise CallOrderError(
                     "update() was called after clip_grad_norm_(), which clips in step(optimizer), "
                     "and without that step: call scaler.step(optimizer) in place of "
@@ -467,5 +471,7 @@ class Iteration(defaultdict[int, Gradients]):
 
     def __missing__(self, key: int) -> Gradients:
         if self._owners is None or key not in self._owners:
-            return super().__missing__(key)
-        return self[id(self._owners[key][0])]
+            made: Gradients = super().__missing__(key)
+            return made
+        found: Gradients = self[id(self._owners[key][0])]
+        return found

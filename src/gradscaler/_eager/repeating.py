@@ -13,6 +13,7 @@ from typing import Any
 from gradscaler._eager.gradients import Gradients, Iteration
 from gradscaler._eager.operations import FoundInf, Operations, Optimizer, Tensor
 from gradscaler._eager.processes import Processes
+from gradscaler._eager.stages import Stage
 from gradscaler.errors import CallOrderError
 from gradscaler.outcome import Reason
 from gradscaler.policies import Policy, State
@@ -244,7 +245,7 @@ class ClosureStep:
                 return loss
 
             result = self._optimizer.step(evaluate, *args, **kwargs)
-            gradients.move("step")  # before this line an interrupt undoes the step
+            gradients.stage = Stage.STEPPED  # before this line an interrupt undoes the step
         except _RetriesExhaustedError as exhausted:
             if restore is not None:
                 restore()

@@ -107,7 +107,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         scaling = self._scaling_of(gradients, "unscale_")
         gradients.must_allow("unscale_")
         if not gradients.is_scaled:  # clip_grad_norm_() has done it
-            gradients.move("unscale_")
+            gradients.move("unscaled")
             return
         self._divide(optimizer, gradients, scaling)
 
@@ -380,9 +380,9 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def _place_before_loss(self, optimizer: Optimizer) -> None:
         """Place the state where another process may have scaled the loss."""
 
-    def _state_of(self, call: str) -> State:
-        """The state whose scale the latest loss was multiplied by."""
-        return self._state_in_force(call)
+    def _state_of_loss(self, state: State) -> State:
+        """The state whose scale the latest loss was multiplied by, where ``state`` is in force."""
+        return state
 
     # The steps that public calls share.
 
@@ -401,8 +401,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             self._place_before_loss(gradients.optimizer)
         # Two states: the scale may have moved since their loss, or a loop backed off, but all
         # processes hold the one in force, and decide by it.
-        made_with = gradients.made_with or self._state_of(call)
         state = self._state_in_force(call)
+        made_with = gradients.made_with or self._state_of_loss(state)
         if self._repeating.losses is not None and self._repeating.backed_off is not None:
             made_with = state = self._repeating.backed_off
         return Scaling(made_with.scale, state, getattr(self._policy, "amax_interval", 0))
@@ -437,16 +437,13 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         # Those that overflowed are divided, too, so that a skip leaves what unscale_() leaves.
         if gradients.are_measured and not gradients.have_overflowed:
             gradients.multiply()
-        elif self._unscale_is_own():
+        elif getattr(self.unscale_, "__func__", None) is EagerScaler.unscale_:
             # A shortcut: step() has asked all that unscale_() asks.
             self._divide(gradients.optimizer, gradients, scaling)
         else:
             self.unscale_(gradients.optimizer)
             return self._iteration.kept(gradients)
         return gradients
-
-    def _unscale_is_own(self) -> bool:
-        return getattr(self.unscale_, "__func__", None) is EagerScaler.unscale_
 
     def _divide(self, optimizer: Optimizer, gradients: Gradients, scaling: Scaling) -> None:
         """Divide gradients by the scale, and check them."""
@@ -500,7 +497,6 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             scale = self._scaling_of(gradients, "step").scale
             gradients.scale, _ = self._operations.inverse(scale)
         outcome = gradients.finish(reason)
-        self._iteration.keep(gradients)
         self._outcomes.put(optimizer, outcome)
         self._history.append(outcome)
         for observer in self._observers:

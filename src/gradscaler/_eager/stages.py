@@ -1,10 +1,8 @@
-"""What may be true of an optimizer's gradients, and every way from one stage to the next."""
+"""What may be true of an optimizer's gradients, what leads on, and which calls that forbids."""
 
 from __future__ import annotations
 
 from enum import Enum, auto
-
-from gradscaler.errors import CallOrderError
 
 
 class Stage(Enum):
@@ -14,7 +12,7 @@ class Stage(Enum):
     """They are as the backward pass left them."""
     MEASURED = auto()
     """They are still scaled; their norm and found_inf are known."""
-    UNSCALED_TO_CLIP = auto()
+    DIVIDED = auto()
     """``clip_grad_norm_`` or ``step`` divided them; ``unscale_`` may still be called."""
     UNSCALED = auto()
     """They are divided by the scale, and found_inf is known."""
@@ -53,23 +51,12 @@ _BEFORE_ATTEMPTS = (
     "backward pass, and step(optimizer) and update() before the next iteration"
 )
 
-_AFTER_STAGE: dict[tuple[Stage, str], Stage | str] = {
-    # A user's call: the stage after it, or the error that it raises.
-    (Stage.SCALED, "unscale_"): Stage.UNSCALED,
-    (Stage.SCALED, "clip_grad_norm_"): Stage.SCALED,  # until it has measured or unscaled
-    (Stage.SCALED, "step"): Stage.STEPPED,
-    (Stage.MEASURED, "unscale_"): Stage.UNSCALED,
-    (Stage.MEASURED, "clip_grad_norm_"): Stage.MEASURED,
-    (Stage.MEASURED, "step"): Stage.STEPPED,
-    (Stage.UNSCALED_TO_CLIP, "unscale_"): Stage.UNSCALED,
-    (Stage.UNSCALED_TO_CLIP, "clip_grad_norm_"): Stage.UNSCALED_TO_CLIP,
-    (Stage.UNSCALED_TO_CLIP, "step"): Stage.STEPPED,
+REFUSALS: dict[tuple[Stage | Standing, str], str] = {
+    # A user's call that may not come now, and why; every other may.
     (Stage.UNSCALED, "unscale_"): (
         "unscale_() has already been called on this optimizer since the last update(): call "
         "update() once per iteration, after step(optimizer)"
     ),
-    (Stage.UNSCALED, "clip_grad_norm_"): Stage.UNSCALED,
-    (Stage.UNSCALED, "step"): Stage.STEPPED,
     (Stage.STEPPED, "unscale_"): (
         "unscale_() is being called after step(): call update() first, or unscale_() before step()"
     ),
@@ -83,30 +70,34 @@ _AFTER_STAGE: dict[tuple[Stage, str], Stage | str] = {
     (Stage.UNKNOWN, "unscale_"): UNKNOWN_GRADIENTS,
     (Stage.UNKNOWN, "clip_grad_norm_"): UNKNOWN_GRADIENTS,
     (Stage.UNKNOWN, "step"): UNKNOWN_GRADIENTS,
-    (Stage.SCALED, "attempts"): Stage.SCALED,
     (Stage.MEASURED, "attempts"): _BEFORE_ATTEMPTS,
-    (Stage.UNSCALED_TO_CLIP, "attempts"): _BEFORE_ATTEMPTS,
+    (Stage.DIVIDED, "attempts"): _BEFORE_ATTEMPTS,
     (Stage.UNSCALED, "attempts"): _BEFORE_ATTEMPTS,
     (Stage.STEPPED, "attempts"): (
         "attempts() is being called after step(): call update() once per iteration, after "
         "step(optimizer)"
     ),
     (Stage.UNKNOWN, "attempts"): UNKNOWN_GRADIENTS,
-    # What a call does on its way.
+    (Standing.OUTDATED, "clip_grad_norm_"): UNKNOWN_GRADIENTS,
+    (Standing.RAISED_OUTDATED, "clip_grad_norm_"): UNKNOWN_GRADIENTS,
+}
+
+STAGE_AFTER: dict[tuple[Stage, str], Stage] = {
     (Stage.SCALED, "measured"): Stage.MEASURED,
-    (Stage.UNSCALED, "unscaled to clip"): Stage.UNSCALED_TO_CLIP,
-    (Stage.SCALED, "unscaled to clip"): Stage.UNSCALED_TO_CLIP,  # a subclass's own unscale_
-    (Stage.MEASURED, "multiplied"): Stage.UNSCALED_TO_CLIP,
-    (Stage.UNSCALED_TO_CLIP, "multiplied"): Stage.UNSCALED_TO_CLIP,
+    (Stage.SCALED, "unscaled"): Stage.UNSCALED,
+    (Stage.MEASURED, "unscaled"): Stage.UNSCALED,
+    (Stage.DIVIDED, "unscaled"): Stage.UNSCALED,
+    (Stage.UNSCALED, "unscaled"): Stage.UNSCALED,  # a replaced method may have set it already
+    (Stage.MEASURED, "multiplied"): Stage.DIVIDED,
+    (Stage.DIVIDED, "multiplied"): Stage.DIVIDED,
     (Stage.UNSCALED, "multiplied"): Stage.UNSCALED,
+    (Stage.UNSCALED, "unscaled to clip"): Stage.DIVIDED,
+    (Stage.SCALED, "unscaled to clip"): Stage.DIVIDED,  # by a subclass's own unscale_
     **{(stage, "interrupted"): Stage.UNKNOWN for stage in Stage},
 }
 
-_AFTER_STANDING: dict[tuple[Standing, str], Standing | str] = {
-    # Where an event is not here, nothing changes.
+_STANDING_AFTER: dict[tuple[Standing, str], Standing] = {
     (Standing.LASTING, "clipped"): Standing.CLIPPED,
-    (Standing.OUTDATED, "clip_grad_norm_"): UNKNOWN_GRADIENTS,
-    (Standing.RAISED_OUTDATED, "clip_grad_norm_"): UNKNOWN_GRADIENTS,
     (Standing.CLIPPED, "another loss"): Standing.OUTDATED,
     (Standing.RAISED, "another loss"): Standing.OUTDATED,
     (Standing.RAISED_OUTDATED, "another loss"): Standing.OUTDATED,
@@ -116,21 +107,6 @@ _AFTER_STANDING: dict[tuple[Standing, str], Standing | str] = {
 }
 
 
-def after(stage: Stage, event: str) -> Stage:
-    """The stage after an event.
-
-    Raises:
-        CallOrderError: the user's call may not come now; the message names the missing one.
-    """
-    found = _AFTER_STAGE[stage, event]
-    if isinstance(found, str):
-        raise CallOrderError(found)
-    return found
-
-
 def standing_after(standing: Standing, event: str) -> Standing:
-    """The standing after an event; raises as ``after`` does."""
-    found = _AFTER_STANDING.get((standing, event), standing)
-    if isinstance(found, str):
-        raise CallOrderError(found)
-    return found
+    """The standing after an event; most leave it as it is."""
+    return _STANDING_AFTER.get((standing, event), standing)

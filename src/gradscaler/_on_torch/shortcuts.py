@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gradscaler.policies import DynamicScale, Policy, State, _checks
+from gradscaler.policies import DynamicScale, Policy, ScaleState, State, _checks
 
 
 def counted(policy: Policy, state: State, found_inf: bool) -> State | None:
@@ -21,10 +21,10 @@ def counted(policy: Policy, state: State, found_inf: bool) -> State | None:
     if type(policy) is not DynamicScale or policy.growth_tiers or found_inf:
         return None
     count = state.finite_steps.item() + 1
-    grows = count >= min(policy.growth_interval, _checks.LONGEST_COUNT)
+    grows = count >= policy.growth_interval or count >= _checks.LONGEST_COUNT
     if grows or state.nonfinite_steps.item():
         return None
-    return state._replace(finite_steps=count)
+    return ScaleState(state.scale, count, state.nonfinite_steps)
 
 
 def ordinary_gradients(optimizer: Any, allow_fp16: bool = True) -> list[torch.Tensor] | None:

@@ -173,9 +173,10 @@ class TorchLikeOperations:
 
     def move(self, state: State, values: State) -> State:
         for tensor, value in zip(state, values, strict=True):
+            if value is tensor:
+                continue
             if self.is_tensor(value):
-                if value is not tensor:
-                    tensor.copy_(value)
+                tensor.copy_(value)
             else:
                 tensor.fill_(value)
         return state

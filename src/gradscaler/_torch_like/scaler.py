@@ -276,8 +276,8 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
 
     def _unscaler(self, optimizer: Optimizer) -> OwnUnscaler | ReplacedUnscaler:
         if _is_own(self._unscale_grads_, TorchLikeScaler._unscale_grads_):
-            is_plain, allow_fp16 = self._unscale_is_own(), self._allow_fp16_gradients
-            return OwnUnscaler(self._operations, optimizer, allow_fp16, is_plain)
+            allow_fp16 = self._allow_fp16_gradients
+            return OwnUnscaler(self._operations, optimizer, allow_fp16, self.unscale_)
         return ReplacedUnscaler(
             self._unscale_grads_,
             self._operations,
@@ -332,20 +332,22 @@ class OwnUnscaler:
         operations: the framework's.
         optimizer: the one that owns the gradients.
         allow_fp16: whether float16 gradients are unscaled rather than refused.
-        is_plain: whether nothing else happens, as in a subclass's ``unscale_``.
+        unscale: the scaler's ``unscale_``, which a subclass may have replaced.
     """
-
-    __slots__ = ("_allow_fp16", "_operations", "_optimizer", "is_plain")
 
     def __init__(
         self,
         operations: TorchLikeOperations,
         optimizer: Optimizer,
         allow_fp16: bool,
-        is_plain: bool,
+        unscale: Callable[[Any], None],
     ) -> None:
         self._operations, self._optimizer = operations, optimizer
-        self._allow_fp16, self.is_plain = allow_fp16, is_plain
+        self._allow_fp16, self._unscale = allow_fp16, unscale
+
+    @property
+    def is_plain(self) -> bool:
+        return _is_own(self._unscale, EagerScaler.unscale_)
 
     def unscale_(self, inverse: Tensor) -> FoundInf:
         return self._operations.unscale_(self._optimizer, inverse, None, self._allow_fp16)

@@ -548,13 +548,12 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             gradients.settle(found_inf, scaling, deciders, amax=amax)
             self._iteration.keep(gradients)
         if gradients.is_scaled:
-            gradients.move("unscale_")
+            gradients.move("unscaled")
 
     # The real differences of Paddle's rules.
 
-    def _state_of(self, call: str) -> State:
+    def _state_of_loss(self, state: State) -> State:
         """That of the last loss: another optimizer may have moved the scale since."""
-        state = self._state_in_force(call)
         if self._scaled_by is None or self._repeating.in_closure:
             return state
         return state._replace(scale=self._scaled_by)
