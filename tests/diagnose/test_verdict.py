@@ -4,10 +4,10 @@ from dataclasses import replace
 import pytest
 
 from gradscaler import NonfiniteGradient
+from gradscaler.diagnose._findings import Evidence, judge
+from gradscaler.diagnose._findings.evidence import Past
 from gradscaler.diagnose._gradients.module_hooks import Located
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip
-from gradscaler.diagnose._verdict import Evidence, judge
-from gradscaler.diagnose._verdict.evidence import Past
 
 INF = NonfiniteGradient("fc1.weight", (4, 4), "float32", 3, 0, 65504.0)
 NAN = NonfiniteGradient("fc2.weight", (4, 4), "float32", 0, 2, 1.0)

@@ -4,6 +4,7 @@ Nothing else in gradscaler imports this package, and it imports no framework: it
 of whichever framework is loaded.
 """
 
+from gradscaler.diagnose._findings import Verdict
 from gradscaler.diagnose._gradients.exponents import exponents
 from gradscaler.diagnose._gradients.jaxpr import locate_jax
 from gradscaler.diagnose._gradients.locate import locate
@@ -12,7 +13,6 @@ from gradscaler.diagnose._gradients.nonfinite import inspect
 from gradscaler.diagnose._monitor import Monitor
 from gradscaler.diagnose._monitor.steps import StuckError, StuckWarning
 from gradscaler.diagnose._run.reader import read_run
-from gradscaler.diagnose._verdict import Verdict
 
 __all__ = [
     "Located",

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from gradscaler.diagnose._findings import Evidence, judge
 from gradscaler.diagnose._monitor.gradient_sample import fields_of, measure
 from gradscaler.diagnose._run.lines import Sample
-from gradscaler.diagnose._verdict import Evidence, judge
 
 ROWS = 2**16  # four times as many elements as are looked at
 

@@ -16,11 +16,11 @@ from matplotlib.colors import to_hex
 
 from gradscaler.__main__ import main
 from gradscaler.diagnose import report
+from gradscaler.diagnose._findings.kinds import KINDS
 from gradscaler.diagnose.report._comparison import difference_table, drawing_of_runs
 from gradscaler.diagnose.report._content import content_of_runs
 from gradscaler.diagnose.report._picture import draw
 from gradscaler.diagnose.report._style import drawing_settings
-from gradscaler.diagnose.report._summary import HEADLINES
 from gradscaler.diagnose.report._texts import percent
 
 START = Start("torch", "float16", 100, 0, {"name": "DynamicScale"}, "")
@@ -88,7 +88,7 @@ def test_the_table_has_a_column_for_each_run_and_a_row_for_each_difference(runs)
     table = difference_table(runs)
     assert table.headings == ("", "a<b>", "stuck")
     rows = {row[0]: row[1:] for row in table.rows}
-    assert rows["Verdict"] == (HEADLINES["normal"].text, HEADLINES["nan"].text)
+    assert rows["Verdict"] == (KINDS["normal"].headline, KINDS["nan"].headline)
     assert rows["Steps"] == ("800", "437")
     assert rows["Skipped"] == ("6 (0.8%)", "41 (9.4%)")
     first, second = (run.samples[-1].shares for run in runs.values())

@@ -5,13 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from gradscaler.diagnose._findings.kinds import KINDS
 from gradscaler.diagnose._fit import range_of
 from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._gradients.histogram import histograms_of
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip, Start
 from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._fit import sentence_of
-from gradscaler.diagnose.report._summary import HEADLINES, headline_of
+from gradscaler.diagnose.report._summary import headline_of
 
 FORMATS = "float16", "bfloat16", "float8_e5m2", "float8_e4m3"
 
@@ -202,7 +203,7 @@ def test_random_runs_are_of_each_kind():
 @pytest.mark.parametrize("run", RANDOM, ids=range(len(RANDOM)))
 def test_the_banner_the_verdict_and_the_figure_say_the_same_of_a_random_run(run):
     headline, verdict = headline_of(run), run.verdict
-    assert headline == HEADLINES[verdict.kind]
+    assert headline == KINDS[verdict.kind]
     if run.fit is None or verdict.kind == "dead":
         return
     says_none = sentence_of(run.fit).startswith("No loss scale fits")

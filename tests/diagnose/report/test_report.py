@@ -25,9 +25,9 @@ pytest.importorskip("matplotlib", reason="the report is drawn with it")
 
 from gradscaler.__main__ import main
 from gradscaler.diagnose import report
+from gradscaler.diagnose._findings.kinds import KINDS
 from gradscaler.diagnose.report import _figures, _page
 from gradscaler.diagnose.report._spectrum import spectrum_of
-from gradscaler.diagnose.report._summary import HEADLINES
 from gradscaler.diagnose.report._texts import number, percent
 
 HOSTILE = ["<script>alert(1)</script>", "$x_{", r"$\bad{$ & <b>", "name\n\x00\u202e", "w" * 300]
@@ -73,7 +73,7 @@ def test_the_command_writes_a_page_from_a_file(tmp_path, save, made_up_run, caps
     source, target = save(made_up_run(stuck=37, verdict=VERDICT)), tmp_path / "report.html"
     assert main(["report", source, "-o", str(target)]) == 0
     texts = Page(target.read_text(encoding="utf-8")).texts
-    assert {HEADLINES["nan"].text, VERDICT[1], VERDICT[2]} <= set(texts)
+    assert {KINDS["nan"].headline, VERDICT[1], VERDICT[2]} <= set(texts)
     assert capsys.readouterr() == ("", f"wrote {target}\n")
 
 
@@ -93,7 +93,7 @@ def test_the_page_of_several_ranks_is_that_of_the_rank_at_fault_with_a_row_each(
     assert main(["report", *paths, "-o", str(target)]) == 0
     page = Page(target.read_text(encoding="utf-8"))
     assert page.tags.count("h1") == 1
-    assert {HEADLINES["floor"].text, "rank 1: What happened. What to try."} <= set(page.texts)
+    assert {KINDS["floor"].headline, "rank 1: What happened. What to try."} <= set(page.texts)
     assert {"Rank", "1 (of 4)", "elsewhere", "Own Inf or NaN"} <= set(page.texts)
     assert main(["report", *paths, "-o", str(target.with_suffix(".png"))]) == 0
 
@@ -108,20 +108,14 @@ def test_of_several_files_the_bad_one_is_named(tmp_path, save_ranks, capsys):
         assert "is of rank 0, as" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", HEADLINES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_verdict_comes_first(page_of, made_up_run, kind):
     skips = 0 if kind == "normal" else 3  # those of a made-up run have a loss of NaN
     page = page_of(made_up_run(samples=1, stuck=skips, verdict=(kind, "What. Why.", None)))
     texts = [text for text in page.texts if text]
-    start = texts.index(HEADLINES[kind].text, 1)
+    start = texts.index(KINDS[kind].headline, 1)
     assert texts[start + 1] == "What. Why."
     assert page.tags.count("h1") == 1
-
-
-def test_the_verdicts_of_the_monitor_are_those_with_a_headline():
-    from gradscaler.diagnose._verdict import Kind, KindOfRanks
-
-    assert set(HEADLINES) == {*Kind.__args__, *KindOfRanks.__args__}
 
 
 def test_the_page_needs_nothing_else(page_of, made_up_run):

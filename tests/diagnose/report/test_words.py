@@ -11,9 +11,10 @@ pytest.importorskip("rich", reason="the terminal is written to with it")
 from rich.console import Console
 
 from gradscaler.diagnose import report
+from gradscaler.diagnose._findings.kinds import KINDS
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip, VerdictLine
 from gradscaler.diagnose.report._fit import sentence_of
-from gradscaler.diagnose.report._summary import HEADLINES, headline_of
+from gradscaler.diagnose.report._summary import headline_of
 from gradscaler.diagnose.report._terminal import explain
 from gradscaler.diagnose.report._words import later_samples
 
@@ -84,17 +85,17 @@ def test_figures_of_an_earlier_sample_say_what_later_ones_hold(texts_of, made_up
 
 def test_the_banner_is_not_green_over_figures_that_show_otherwise(made_up_run):
     run = made_up_run()
-    assert headline_of(run) == HEADLINES["normal"]
+    assert headline_of(run) == KINDS["normal"]
     lost = replace(run, skips=(*run.skips, Skip(999, 8.0, NAN)))
-    assert headline_of(lost) == HEADLINES["data"]
+    assert headline_of(lost) == KINDS["data"]
     stuck = replace(run, verdicts=(VerdictLine(50, "nan", "", None),))
-    assert headline_of(stuck) == HEADLINES["nan"]  # though it recovered
+    assert headline_of(stuck) == KINDS["nan"]  # though it recovered
     fit = run.fit  # of the smallest parameter's gradients most fit at the largest scale
     assert fit.is_empty
     assert fit.lost < 0.5
     assert " fits best: " in sentence_of(fit)
     low = replace(run, samples=(sample(1, loss=1.0, scale=0.5),), skips=())
-    assert headline_of(low) == HEADLINES["floor"]
+    assert headline_of(low) == KINDS["floor"]
 
 
 def test_a_run_that_no_scale_fits_is_not_green(made_up_run):
@@ -105,6 +106,6 @@ def test_a_run_that_no_scale_fits_is_not_green(made_up_run):
     }
     spread = replace(run.samples[0], parameters=parameters)
     spread = replace(run, samples=(spread,))
-    assert headline_of(spread) == HEADLINES["range"]
+    assert headline_of(spread) == KINDS["range"]
     assert spread.verdict.where == "a"
     assert "those of b overflow from 65536 on" in spread.verdict.text

@@ -11,9 +11,9 @@ import pytest
 
 from gradscaler import NonfiniteGradient
 from gradscaler.diagnose import read_run
+from gradscaler.diagnose._findings import Evidence, judge
 from gradscaler.diagnose._run.lines import Sample, Skip, Start, VerdictLine
 from gradscaler.diagnose._run.writer import RunFile
-from gradscaler.diagnose._verdict import Evidence, judge
 
 START = Start("torch", "float16", 100, 0, {"name": "DynamicScale"}, "2026-01-01T00:00Z")
 BAD = (NonfiniteGradient("layer.weight", (4,), "float16", 1, 0, 1.0),)

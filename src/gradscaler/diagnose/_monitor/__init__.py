@@ -11,6 +11,7 @@ from time import gmtime, strftime
 from typing import Any, get_args
 from weakref import WeakSet
 
+from gradscaler.diagnose._findings import Verdict, judge
 from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._monitor.observer import EagerObserver
 from gradscaler.diagnose._monitor.ranks import rank_and_world_size
@@ -20,7 +21,6 @@ from gradscaler.diagnose._monitor.traced_scalers import policy_of, read
 from gradscaler.diagnose._run.lines import Start
 from gradscaler.diagnose._run.tensorboard import EventFile, load_writer
 from gradscaler.diagnose._run.writer import RunFile
-from gradscaler.diagnose._verdict import Verdict, judge
 from gradscaler.policies._checks import count
 
 _open_monitors: WeakSet[Monitor] = WeakSet()

@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from gradscaler.diagnose._findings.values import CUT, ENDED, SATURATED, STEPS
 from gradscaler.diagnose._gradients.call_site import differentiated
 from gradscaler.diagnose._gradients.module_hooks import (
     add_hooks,
@@ -17,7 +18,6 @@ from gradscaler.diagnose._gradients.module_hooks import (
     remove_all,
 )
 from gradscaler.diagnose._gradients.reading import floating, largest, largest_of
-from gradscaler.diagnose._verdict.values import CUT, ENDED, SATURATED, STEPS
 
 _LARGE = 2.0**-10  # a gradient that no slope of 2**-14 flushes in float16
 _LOOKS = 3  # steps in a row that are looked at

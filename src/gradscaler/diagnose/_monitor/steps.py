@@ -14,11 +14,11 @@ from time import monotonic
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from gradscaler.diagnose._findings import Evidence, Verdict
 from gradscaler.diagnose._gradients.module_hooks import Located
 from gradscaler.diagnose._run.lines import Line, Sample, Skip, VerdictLine, Watched
 from gradscaler.diagnose._run.tensorboard import EventFile
 from gradscaler.diagnose._run.writer import RunFile
-from gradscaler.diagnose._verdict import Evidence, Verdict
 from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient
 
 OnStuck = Literal["warn", "raise", "continue"]

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
+from gradscaler.diagnose._findings import Verdict
+from gradscaler.diagnose._findings.kinds import KINDS
 from gradscaler.diagnose._run.checks import shown
 from gradscaler.diagnose._run.run import Run
-from gradscaler.diagnose._verdict import Verdict
 
 _COMPARE = "explain each run by itself, or compare them: report A B --compare -o report.html"
-_SEVERITY = (
-    *("parameter", "divergence", "activations", "loss", "nan", "floor", "data"),
-    *("silent", "misuse", "dead", "range", "underflow", "elsewhere", "normal"),
-)
-_LATER = dict.fromkeys(_SEVERITY[_SEVERITY.index("silent") :], 1)  # name no cause of skips
-_LATER |= {"elsewhere": 2, "normal": 2}
+_SEVERITY = tuple(KINDS)
+_NAMES_NO_CAUSE = dict.fromkeys(_SEVERITY[_SEVERITY.index("silent") :], 1)  # of skipped steps
+_NAMES_NO_CAUSE |= {"elsewhere": 2, "normal": 2}
 
 
 class RunOfRanks(Run):
@@ -67,7 +65,7 @@ def _order(run: Run) -> tuple[int, float, int, int]:
     """The rank at fault comes first; see :func:`gradscaler.diagnose.read_run`."""
     kind, start = run.verdict.kind, run.starts[-1]
     severity = _SEVERITY.index(kind) if kind in _SEVERITY else len(_SEVERITY)
-    return _LATER.get(kind, 0), run.nonfinite_since - start.step, severity, start.rank
+    return _NAMES_NO_CAUSE.get(kind, 0), run.nonfinite_since - start.step, severity, start.rank
 
 
 def _differences(ranks: Mapping[int, Run]) -> str:

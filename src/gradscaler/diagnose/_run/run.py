@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TypeVar
 
+from gradscaler.diagnose._findings import Evidence, Verdict, judge
 from gradscaler.diagnose._fit import Fit, fit_of
 from gradscaler.diagnose._run.lines import (
     Line,
@@ -19,7 +20,6 @@ from gradscaler.diagnose._run.lines import (
     VerdictLine,
     Watched,
 )
-from gradscaler.diagnose._verdict import Evidence, Verdict, judge
 from gradscaler.outcome import HISTORY_LENGTH
 
 LineT = TypeVar("LineT", bound=Line)

@@ -115,7 +115,7 @@ def difference_table(runs: Mapping[str, Run]) -> Table:
     """The numbers of each run in a column of its own; of the policies, what differs."""
     each = list(runs.values())
     rows = {
-        "Verdict": [headline_of(run).text for run in each],
+        "Verdict": [headline_of(run).headline for run in each],
         "Steps": [f"{run.num_steps:,}" for run in each],
         "Skipped": [_skipped(run) for run in each],
         "Last scale": [number(run.scales[1][-1]) if run.scales[1] else "" for run in each],

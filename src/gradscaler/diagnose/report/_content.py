@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gradscaler.diagnose._findings.kinds import Kind
 from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._comparison import difference_table, drawing_of_runs
 from gradscaler.diagnose.report._figures import drawings_of
 from gradscaler.diagnose.report._style import Drawing
 from gradscaler.diagnose.report._summary import (
-    Headline,
     Table,
     facts_of,
     headline_of,
@@ -23,7 +23,7 @@ from gradscaler.diagnose.report._summary import (
 class Content:
     """The headline, its text, and the evidence, in their order."""
 
-    headline: Headline
+    headline: Kind
     text: str
     where: str | None  # the name to look at
     facts: Mapping[str, str]
@@ -47,5 +47,5 @@ def content_of(run: Run) -> Content:
 def content_of_runs(runs: Mapping[str, Run]) -> Content:
     """The report on several runs, by their names, side by side."""
     headline = headline_of_runs(runs)
-    text = " ".join(f"{name}: {headline_of(run).text}." for name, run in runs.items())
+    text = " ".join(f"{name}: {headline_of(run).headline}." for name, run in runs.items())
     return Content(headline, text, None, {}, [drawing_of_runs(runs)], [difference_table(runs)])

@@ -28,7 +28,7 @@ def page_of(content: Content) -> bytes:
     )
     page = _PAGE.substitute(
         colour=LEVELS[headline.level],
-        headline=escape(headline.text),
+        headline=escape(headline.headline),
         text=escape(shown(content.text, 1000)),
         where=where or "",
         facts="".join(facts),

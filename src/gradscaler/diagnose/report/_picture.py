@@ -8,10 +8,11 @@ from textwrap import fill
 
 from matplotlib.figure import Figure, FigureBase
 
+from gradscaler.diagnose._findings.kinds import Kind
 from gradscaler.diagnose.report._alt_text import png_of
 from gradscaler.diagnose.report._content import Content
 from gradscaler.diagnose.report._style import LEVELS, WIDTH, Drawing
-from gradscaler.diagnose.report._summary import Headline, Table
+from gradscaler.diagnose.report._summary import Table
 from gradscaler.diagnose.report._texts import shown
 
 
@@ -70,9 +71,11 @@ def _facts(content: Content) -> str:
     return fill("     ".join(facts), 130)
 
 
-def _write_verdict(part: FigureBase, headline: Headline, text: str, facts: str) -> None:
+def _write_verdict(part: FigureBase, headline: Kind, text: str, facts: str) -> None:
     colour = LEVELS[headline.level]
-    part.suptitle(headline.text, x=0.02, ha="left", color=colour, fontsize=17, fontweight="bold")
+    part.suptitle(
+        headline.headline, x=0.02, ha="left", color=colour, fontsize=17, fontweight="bold"
+    )
     part.text(0.02, 0.5, text, fontsize=10, va="center")
     part.text(0.02, 0.02, facts, color="#555555", va="bottom")
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from gradscaler.diagnose._findings.kinds import Kind, Level, kind_of
 from gradscaler.diagnose._run.lines import Sample
 from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._texts import number, percent, shown
@@ -15,31 +16,7 @@ LATEST = 10  # rows of a table
 _MOST_RANKS = 20
 _MOST_MODULES = 100
 
-
-class Headline(NamedTuple):
-    """A verdict in a few words, and how bad it is: "good", "warning" or "bad"."""
-
-    level: str
-    text: str
-
-
-HEADLINES = {
-    "normal": Headline("good", "Nothing unusual"),
-    "underflow": Headline("warning", "The scale is too small"),
-    "loss": Headline("bad", "The loss itself is NaN or Inf"),
-    "parameter": Headline("bad", "A parameter is NaN or Inf"),
-    "activations": Headline("bad", "Activations are too large"),
-    "nan": Headline("bad", "A gradient is NaN at every scale"),
-    "floor": Headline("bad", "Gradients overflow at the smallest scale"),
-    "divergence": Headline("bad", "The training diverges"),
-    "data": Headline("bad", "Some batches are skipped, again and again"),
-    "silent": Headline("bad", "The loss is NaN or Inf, and no step is skipped"),
-    "dead": Headline("bad", "Gradients are exactly 0"),
-    "range": Headline("warning", "No scale fits all parameters"),
-    "misuse": Headline("bad", "The scaler is used the wrong way"),
-    "elsewhere": Headline("bad", "Another rank's gradients are Inf or NaN"),
-    "ranks": Headline("bad", "The ranks do not decide together"),
-}
+LEVELS: tuple[Level, ...] = ("bad", "warning", "good")
 
 
 class Table(NamedTuple):
@@ -51,19 +28,19 @@ class Table(NamedTuple):
     names: int
 
 
-def headline_of(run: Run) -> Headline:
+def headline_of(run: Run) -> Kind:
     """What is wrong with a run, in a few words."""
     if run.num_steps == run.starts[-1].step:
-        return Headline("warning", "No step is recorded yet")
-    kind = run.verdict.kind
-    return HEADLINES.get(kind, Headline("bad", shown(kind, 40)))
+        return Kind("warning", "No step is recorded yet")
+    level, headline = kind_of(run.verdict.kind)
+    return Kind(level, shown(headline, 60))
 
 
-def headline_of_runs(runs: Mapping[str, Run]) -> Headline:
+def headline_of_runs(runs: Mapping[str, Run]) -> Kind:
     """How many runs are compared, as bad as the worst of them."""
     levels = {headline_of(run).level for run in runs.values()}
-    worst = next(level for level in ("bad", "warning", "good") if level in levels)
-    return Headline(worst, f"{len(runs)} runs side by side")
+    worst = next(level for level in LEVELS if level in levels)
+    return Kind(worst, f"{len(runs)} runs side by side")
 
 
 def facts_of(run: Run) -> dict[str, str]:

@@ -41,7 +41,7 @@ def explain(run: Run, console: Console) -> None:
     text = Text(shown(verdict.text, 1000))
     if verdict.where:
         text.append("\nLook at ").append(shown(verdict.where), "bold")
-    title = Text(headline.text, "bold")
+    title = Text(headline.headline, "bold")
     console.print(Panel(text, title=title, title_align="left", border_style=LEVELS[headline.level]))
     facts = (f"{name}: {fact}" for name, fact in facts_of(run).items())
     console.print(Text("   ".join(facts), "dim"))

@@ -167,7 +167,7 @@ def _of_run(path: Path, run: Run, width: int, rows: int, blocks: str) -> list[_L
     text = wrap(shown(run.verdict.text, 1000), width)[: max(0, rows - 11)]
     left = rows - 7 - len(text)  # for the two curves
     heights = [max(1, min(_TALLEST, share)) for share in ((left + 1) // 2, left // 2)]
-    lines = [("", title), (headline.level, headline.text), *(("", row) for row in text)]
+    lines = [("", title), (headline.level, headline.headline), *(("", row) for row in text)]
     if not run.num_steps:
         return lines
     scales = dict(zip(*run.scales, strict=True))

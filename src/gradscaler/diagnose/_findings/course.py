@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
-from gradscaler.diagnose._verdict.advice import at_line
-from gradscaler.diagnose._verdict.evidence import Evidence, Past, Verdict
+from gradscaler.diagnose._findings.advice import at_line
+from gradscaler.diagnose._findings.evidence import Evidence, Past, Verdict
 
 _EXPLODED = 50.0  # times the loss before
 _GREW = 10.0  # times the norm of the first weights

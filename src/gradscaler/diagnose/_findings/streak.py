@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from gradscaler.diagnose._findings.advice import at_line, of_forward
+from gradscaler.diagnose._findings.course import diverged
+from gradscaler.diagnose._findings.evidence import Evidence, Verdict
 from gradscaler.diagnose._run.lines import Skip
-from gradscaler.diagnose._verdict.advice import at_line, of_forward
-from gradscaler.diagnose._verdict.course import diverged
-from gradscaler.diagnose._verdict.evidence import Evidence, Verdict
 
 EXPLAIN_ALL = (
     'To see which, give each rank\'s monitor a file of its own (path="run.{rank}.jsonl"), and '

@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from gradscaler.diagnose._findings.course import data, diverged, lowered, silent
+from gradscaler.diagnose._findings.evidence import Evidence, Verdict
+from gradscaler.diagnose._findings.misuse import full_precision, unzeroed, wrong_calls
+from gradscaler.diagnose._findings.streak import EXPLAIN_ALL, of_streak
+from gradscaler.diagnose._findings.values import cut_off, dead, too_small
 
-from gradscaler.diagnose._verdict.course import data, diverged, lowered, silent
-from gradscaler.diagnose._verdict.evidence import Evidence, Verdict
-from gradscaler.diagnose._verdict.misuse import full_precision, unzeroed, wrong_calls
-from gradscaler.diagnose._verdict.streak import EXPLAIN_ALL, of_streak
-from gradscaler.diagnose._verdict.values import cut_off, dead, too_small
-
-__all__ = ["Evidence", "Kind", "KindOfRanks", "Verdict", "judge"]
-
-Kind = Literal[
-    "normal",
-    "parameter",
-    "activations",
-    "loss",
-    "nan",
-    "floor",
-    "divergence",
-    "data",
-    "silent",
-    "dead",
-    "underflow",
-    "range",
-    "misuse",
-]
-KindOfRanks = Literal["elsewhere", "ranks"]  # only where several processes train together
+__all__ = ["Evidence", "Verdict", "judge"]
 
 # The surest first, and causes before what they lead to.
 _RULES = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gradscaler.diagnose._verdict.evidence import Evidence, Verdict
+from gradscaler.diagnose._findings.evidence import Evidence, Verdict
 
 _FEW = 5
 _ALMOST_ALL = 0.9

@@ -6,10 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
+from gradscaler.diagnose._findings.evidence import Evidence, Verdict
 from gradscaler.diagnose._fit import Fit, fades, fit_of
 from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._run.lines import ParameterSample, Sample
-from gradscaler.diagnose._verdict.evidence import Evidence, Verdict
 
 _LOST = 0.05  # of the gradients: flushed, or so small that many more must be flushed
 _DEAD = 0.9  # of the gradients
