@@ -1,18 +1,18 @@
-"""Thirteen short trainings in fp16, and what gradscaler says is wrong with each.
+"""Fifteen short trainings in fp16, and what gradscaler says is wrong with each.
 
     python examples/torch_stuck.py
     python examples/torch_stuck.py nan --runs runs
     python -m gradscaler report runs/nan.jsonl -o nan.html
 
-Twelve make a common mistake: their loss scale would fall forever, or is too small, or nothing tells
-that they learn nothing. One makes none.
-docs/stuck.md explains each.
+Fourteen make a common mistake: their loss scale would fall forever, or is too small, or nothing
+tells that they learn nothing. One makes none. docs/stuck.md explains each.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from gradscaler import DynamicScale, FixedScale
-from gradscaler.diagnose import Monitor, StuckError, Verdict
+from gradscaler.diagnose import FindingWarning, Monitor, StuckError, Verdict
 from gradscaler.torch import GradScaler
 
 STEPS = 100
@@ -38,6 +38,7 @@ class Training(NamedTuple):
     loss: Callable[[int, Tensor], Tensor]
     scaler: GradScaler
     lr: float = 1e-3
+    optimizer: torch.optim.Optimizer | None = None  # SGD if it is left out
 
 
 def normal() -> Training:
@@ -166,6 +167,32 @@ def out_of_range() -> Training:
     )
 
 
+def state() -> Training:
+    """One step is taken without the scaler, on a gradient that overflowed."""
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    weight = model.get_parameter("output.weight")
+
+    def squares(step: int, inputs: Tensor) -> Tensor:
+        if step == STEPS // 2:
+            weight.grad = torch.full_like(weight, 1e30)  # whose square is Inf
+            optimizer.step()
+        return nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
+
+    return Training(model, squares, GradScaler(init_scale=2.0**20), optimizer=optimizer)
+
+
+def stalled() -> Training:
+    """Float16 parameters, and a learning rate at which each update is rounded away."""
+    model = network().half()
+
+    def squares(step: int, inputs: Tensor) -> Tensor:
+        outputs: Tensor = model(inputs.half())
+        return nn.functional.mse_loss(outputs.float(), inputs.sum(1, keepdim=True))
+
+    return Training(model, squares, GradScaler(allow_fp16_gradients=True), lr=1e-6)
+
+
 def misuse() -> Training:
     """The forward pass leaves autocast, so that nothing is computed in float16."""
     model = network()
@@ -190,6 +217,8 @@ TRAININGS = {
     "dead": dead,
     "underflow": underflow,
     "range": out_of_range,
+    "state": state,
+    "stalled": stalled,
     "misuse": misuse,
 }
 
@@ -218,8 +247,9 @@ def main(argv: list[str] | None = None) -> None:
 def train(make: Callable[[], Training], path: Path) -> tuple[int, Verdict]:
     """Train to the end or until stuck; return the number of steps and the verdict."""
     torch.manual_seed(0)
-    model, loss_of, scaler, lr = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    model, loss_of, scaler, lr, optimizer = make()
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=lr)
+    warnings.simplefilter("ignore", FindingWarning)  # the verdict says the same
     with Monitor(scaler, model, every=10, path=path, on_stuck="raise") as monitor:
         try:
             for step in range(STEPS):

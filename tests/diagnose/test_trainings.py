@@ -4,6 +4,7 @@ Each is run with several seeds, sizes and frequencies, so that no rule fits one 
 """
 
 import re
+import warnings
 
 import pytest
 
@@ -15,14 +16,15 @@ from trainings import (
     Setting,
     healthy,
     intermittent,
+    lost,
     misuse,
     silent,
     stuck,
 )
 
-from gradscaler.diagnose import read_run
+from gradscaler.diagnose import FindingWarning, read_run
 
-assert all((healthy, intermittent, misuse, silent, stuck))  # each enters its trainings
+assert all((healthy, intermittent, lost, misuse, silent, stuck))  # each enters its trainings
 
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
 
@@ -32,9 +34,14 @@ pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
 def test_the_verdict_gives_cause_culprit_and_advice(name, variant, path):
     run, kind, where, advice = TRAININGS[name]
     setting = Setting(variant, path)
-    run(setting)
-    verdict = setting.watching.verdict
-    setting.watching.close()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", FindingWarning)
+        run(setting)
+        verdict = setting.watching.verdict
+        setting.watching.close()
+    said = [str(each.message) for each in warned if isinstance(each.message, FindingWarning)]
+    assert bool(said) == (verdict.kind != "normal")
+    assert len(verdict.findings[0].text.split()) <= 100
     assert re.fullmatch(kind, verdict.kind), verdict
     assert where is None or (verdict.where is not None and where in verdict.where)
     assert re.search(advice, verdict.text)

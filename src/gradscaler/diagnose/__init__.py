@@ -4,17 +4,19 @@ Nothing else in gradscaler imports this package, and it imports no framework: it
 of whichever framework is loaded.
 """
 
-from gradscaler.diagnose._findings import Verdict
+from gradscaler.diagnose._findings import Finding, Verdict
 from gradscaler.diagnose._gradients.exponents import exponents
 from gradscaler.diagnose._gradients.jaxpr import locate_jax
 from gradscaler.diagnose._gradients.locate import locate
 from gradscaler.diagnose._gradients.module_hooks import Located
 from gradscaler.diagnose._gradients.nonfinite import inspect
 from gradscaler.diagnose._monitor import Monitor
-from gradscaler.diagnose._monitor.steps import StuckError, StuckWarning
+from gradscaler.diagnose._monitor.steps import FindingWarning, StuckError, StuckWarning
 from gradscaler.diagnose._run.reader import read_run
 
 __all__ = [
+    "Finding",
+    "FindingWarning",
     "Located",
     "Monitor",
     "StuckError",

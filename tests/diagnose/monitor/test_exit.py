@@ -18,6 +18,9 @@ from gradscaler.diagnose import Monitor, read_run
 from gradscaler.diagnose._monitor import steps
 from gradscaler.torch import GradScaler
 
+# Their trainings are in float32, which is a finding of its own.
+pytestmark = pytest.mark.filterwarnings("ignore::gradscaler.diagnose.FindingWarning")
+
 SCRIPT = """
 import os, signal, sys, time
 import torch
@@ -31,7 +34,9 @@ def train(steps, pause=0.0):
     monitor = Monitor(scaler, model, path=sys.argv[1], every=1000, forensics=0)
     for _ in range(steps):
         optimizer.zero_grad()
-        scaler.scale(model(torch.ones(2)).sum()).backward()
+        with torch.autocast("cpu", torch.float16):
+            loss = model(torch.ones(2)).sum()
+        scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         time.sleep(pause)

@@ -23,6 +23,9 @@ from gradscaler.diagnose._gradients.module_hooks import ModuleHooks
 from gradscaler.errors import CallOrderError
 from gradscaler.torch import GradScaler
 
+# Their trainings are in float32, which is a finding of its own.
+pytestmark = pytest.mark.filterwarnings("ignore::gradscaler.diagnose.FindingWarning")
+
 PACKAGE = str(Path(diagnose.__file__).parent)
 PURE = ("arrays.py", "call_site.py", "event.py", "exponents.py", "formats.py", "histogram.py")
 PURE += ("node_watch.py", "reading.py", "value_watch.py", "verdict.py")

@@ -21,6 +21,9 @@ from gradscaler.diagnose import Monitor, StuckError, StuckWarning, Verdict, loca
 from gradscaler.diagnose._monitor.steps import Step, StepLog
 from gradscaler.torch import GradScaler
 
+# Their trainings are in float32, which is a finding of its own.
+pytestmark = pytest.mark.filterwarnings("ignore::gradscaler.diagnose.FindingWarning")
+
 linear, seq = torch.nn.Linear, torch.nn.Sequential
 
 
@@ -571,11 +574,11 @@ def alternate(monitored, steps, **options):
 
 
 def test_a_streak_of_skips_is_one_optimizer_s():
-    with pytest.raises(StuckError, match=r"1\.0\.weight is itself.* last 20 steps in a row"):
+    with pytest.raises(StuckError, match=r"1\.0\.weight is itself.* last 20 steps"):
         alternate(True, 20, on_stuck="raise")
     verdict = alternate(True, 40, on_stuck="continue").verdict
     assert (verdict.kind, verdict.where) == ("parameter", "1.0.weight")
-    assert "last 20 steps in a row" in verdict.text  # that verdict was final
+    assert "last 20 steps" in verdict.text  # that verdict was final
 
 
 def test_an_optimizer_that_stops_stepping_is_forgotten():
@@ -590,7 +593,7 @@ def test_an_optimizer_that_stops_stepping_is_forgotten():
 
 def test_a_verdict_gives_the_whole_fall_of_the_scale():
     monitor = Training(stuck_after=4, on_stuck="continue").steps("!" * 20).monitor
-    words = "last 11 steps in a row were skipped while the loss scale fell from 1024 to 1."
+    words = "last 11 steps were skipped while the scale fell from 1024 to 1."
     assert words in monitor.verdict.text
 
 

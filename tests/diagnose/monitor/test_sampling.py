@@ -5,6 +5,7 @@ import math
 import pytest
 
 from gradscaler.diagnose import read_run
+from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._monitor.sampling import is_sampled
 from gradscaler.diagnose._monitor.steps import Step, StepLog
 from gradscaler.diagnose._run.lines import Sample, Skip, Start
@@ -51,7 +52,7 @@ def test_a_step_far_into_a_run_has_a_sample_in_its_window():
 
 
 def log_into(path):
-    return StepLog([RunFile(path, START)], 0, "continue", 20, judge=None)
+    return StepLog([RunFile(path, START)], 0, "continue", 20, judge=lambda log: judge(log.evidence))
 
 
 def test_the_loss_of_every_step_is_in_the_file_however_far_apart_samples_are(path):

@@ -16,7 +16,7 @@ from gradscaler.diagnose._findings.kinds import KINDS
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "examples" / "torch_stuck.py"
 PAGE = (ROOT / "docs" / "stuck.md").read_text(encoding="utf-8")
-OF_ONE_PROCESS = [kind for kind in KINDS if kind not in ("elsewhere", "ranks")]
+OF_ONE_RUN = [kind for kind in KINDS if kind not in ("elsewhere", "ranks", "restart")]
 
 spec = importlib.util.spec_from_file_location("torch_stuck", SCRIPT)
 torch_stuck = importlib.util.module_from_spec(spec)
@@ -31,12 +31,12 @@ def without_numbers(text):
 
 
 def test_there_is_a_training_and_a_section_for_each_verdict():
-    assert set(torch_stuck.TRAININGS) == set(OF_ONE_PROCESS)
+    assert set(torch_stuck.TRAININGS) == set(OF_ONE_RUN)
     sections = set(KINDS)
     assert set(re.findall(r"^### (\w+)$", PAGE, re.MULTILINE)) == sections
 
 
-@pytest.mark.parametrize("kind", OF_ONE_PROCESS)
+@pytest.mark.parametrize("kind", OF_ONE_RUN)
 def test_each_training_gets_its_verdict_which_the_page_quotes(tmp_path, capsys, kind):
     torch_stuck.main([kind, "--runs", str(tmp_path)])
     run = read_run(tmp_path / f"{kind}.jsonl")

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradscaler.__main__ import main
+from gradscaler.diagnose._gradients.module_hooks import Located
 from gradscaler.diagnose._run.lines import (
     Bins,
     ParameterSample,
@@ -43,10 +44,11 @@ LATER = replace(
     SAMPLE, step=4, scales=((3, 8.0),), skips=(), norm=float("inf"), loss=None, cut=None
 )
 GRADIENT = NonfiniteGradient("a.weight", (2, 3), "float16", 1, 2, 5e4)
+LOCATED = Located("a", "forward", "Linear", "float16", 1, 2, 6, 5e4, 1.0, None, "matmul", "t.py:3")
 LINES = (
     Skip(1, 16.0, float("nan"), (GRADIENT,), more=4),
     SAMPLE,
-    Watched(2, "a matmul", "matmul", "train.py:3", {"a": "float16"}),
+    Watched(2, LOCATED, {"a": "float16"}),
     LATER,
     Skip(5, 8.0, 1e5, None, 0),
     VerdictLine(5, "nan", "NaN at every scale. Look for a division by zero.", "a.weight"),

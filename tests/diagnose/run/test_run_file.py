@@ -87,13 +87,14 @@ DOCUMENTED = """[
  "worst": ["<w>"], "losses": [null, 2.5], "largest": 0.5,
  "backward": ["float16", "float32"], "calls": {"unstepped": 3},
    "missing": ["v"],
-   "cut": {"v": "round"}},
+   "cut": {"v": "round"}, "unmoved": null},
 {"kind": "skip", "step": 56, "scale": 16.0, "loss": "nan",
  "nonfinite": [{"name": "w", "shape": [2, 3], "dtype": "float16", "num_inf": 1, "num_nan": 2,
                 "largest_finite": "-inf"}],
  "more": 4},
 {"kind": "verdict", "step": 75, "verdict": "nan", "where": "w",
- "text": "NaN at every scale. Look for a division by zero."}
+ "text": "NaN at every scale. Look for a division by zero.",
+ "findings": []}
 ]"""
 
 

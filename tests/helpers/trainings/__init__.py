@@ -35,7 +35,7 @@ class Setting:
 
     def monitor(self, scaler: GradScaler, model: nn.Module | None, every: int = 0) -> Monitor:
         every = every or self.pick(100, 40, 25)
-        self.watching = Monitor(scaler, model, every, self._path, on_stuck="continue")
+        self.watching = Monitor(scaler, model, every, self._path)
         return self.watching
 
 

@@ -216,7 +216,7 @@ def full_precision_at_first(setting: Setting) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     setting.monitor(scaler, model)
     for step in range(200):
-        with torch.autocast("cpu", torch.float16, enabled=step >= setting.pick(30, 60, 10)):
+        with torch.autocast("cpu", torch.float16, enabled=step >= setting.pick(30, 20, 10)):
             loss = regression(model, torch.randn(32, 16))
         optimizer.zero_grad()
         scaler.scale(loss).backward()
@@ -509,3 +509,33 @@ def a_state_that_is_detached_between_windows(setting: Setting) -> None:
         return loss
 
     fit(setting, model, loss_of, 120)
+
+
+@training("normal", None, "do no harm")
+def one_bad_batch(setting: Setting) -> None:
+    """In 400 steps, or in 1,500."""
+    model = mlp(16, 32, 1)
+    steps = setting.pick(400, 1500, 400)
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(32, 16)
+        if step == setting.pick(37, 700, 399):
+            inputs[0, 0] = torch.nan
+        return regression(model, inputs)
+
+    fit(setting, model, loss_of, steps, scaler=GradScaler("cpu", init_scale=2.0**8))
+
+
+@training("normal")
+def targets_that_grow(setting: Setting) -> None:
+    """The loss grows with them by orders of magnitude, and the scale falls now and then."""
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    rate = setting.pick(500.0, 450.0, 600.0)
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(64, 16)
+        targets = inputs.sum(1, keepdim=True) * 2.0 ** (step / rate * 4)
+        return nn.functional.mse_loss(model(inputs).float(), targets)
+
+    fit(setting, model, loss_of, 1000, optimizer=optimizer)

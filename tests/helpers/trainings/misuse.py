@@ -169,3 +169,23 @@ def zero_grad_before_the_step(setting: Setting) -> None:
         optimizer.zero_grad(set_to_none=setting.pick(False, True))
         scaler.step(optimizer)
         scaler.update()
+
+
+@training("misuse", None, "get_scale")
+def a_penalty_on_gradients_that_are_still_scaled(setting: Setting) -> None:
+    """As of WGAN-GP, without 1 / scale."""
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = GradScaler("cpu", init_scale=2.0**14)
+    setting.monitor(scaler, model)
+    for _ in range(150):
+        inputs = torch.randn(32, 16, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(model, inputs)
+        (slopes,) = torch.autograd.grad(scaler.scale(loss), inputs, create_graph=True)
+        norms = slopes.float().norm(dim=1)
+        penalty = (norms - 1).square().mean() if setting.pick(0, 1, 0) else norms.mean()
+        optimizer.zero_grad()
+        scaler.scale(loss + setting.pick(10.0, 1.0, 1.0) * penalty).backward()
+        scaler.step(optimizer)
+        scaler.update()

@@ -320,3 +320,64 @@ def a_recurrence_that_doubles(setting: Setting) -> None:
         return model(torch.randn(8, 16), 40).float().square().mean()
 
     fit(setting, model, loss_of, 40)
+
+
+class OwnLayerNorm(nn.Module):
+    """A layer norm by hand, whose eps is 0 in float16."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = inputs.half()
+        if self.way == "normalize":
+            return nn.functional.normalize(inputs, eps=1e-12)
+        variance, mean = torch.var_mean(inputs, 1, keepdim=True)
+        if self.way == "rsqrt":
+            return (inputs - mean) * (variance + 1e-8).rsqrt()
+        return (inputs - mean) / (variance + 1e-8).sqrt()
+
+
+@training("activations|data|loss", None, "float16")
+def an_eps_that_is_0_in_float16(setting: Setting) -> None:
+    """Each batch has a row of equal numbers."""
+    norm = OwnLayerNorm(setting.pick("div", "rsqrt", "normalize"))
+    model = nn.Sequential(nn.Linear(16, 16), norm, nn.Linear(16, 1))
+
+    def loss_of(step: int) -> Tensor:
+        hidden: Tensor = model[0](torch.randn(16, 16)) * (torch.arange(16) > 0)[:, None]
+        return model[2](norm(hidden)).float().square().mean()
+
+    fit(setting, model, loss_of, 60)
+
+
+@training("activations|loss", None, r"float32|lower")
+def a_teacher_that_overflows(setting: Setting) -> None:
+    """It is another module, under no_grad, and its outputs are inputs of the student."""
+    teacher, student = mlp(16, 32, 16), mlp(16, 32, 1)
+    with torch.no_grad():
+        for weight in teacher.parameters():
+            weight.mul_(setting.pick(3000.0, 6000.0, 9000.0))
+
+    def loss_of(step: int) -> Tensor:
+        with torch.no_grad():
+            hidden = teacher(torch.randn(32, 16))
+        return regression(student, hidden)
+
+    fit(setting, student, loss_of, 60)
+
+
+@training("loss|activations|divergence", None, r"ratio|clamp|divergence|learning rate")
+def a_ratio_of_probabilities_that_grows(setting: Setting) -> None:
+    """As of PPO: the exponential of a difference of logarithms, without a clamp."""
+    model = mlp(8, 16, 1)
+    with torch.no_grad():
+        old = model(torch.ones(1, 8))
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.rand(32, 8) + 0.5
+        ratio = (setting.pick(4.0, 2.0, 8.0) * (model(inputs) - old.half())).exp()
+        return -(ratio * 0.5).float().mean()
+
+    fit(setting, model, loss_of, 300, lr=setting.pick(3e-3, 1e-2, 1e-3))

@@ -1,62 +1,110 @@
-"""What the evidence says about a run: why steps are skipped, or what is lost without a skip."""
+"""What the evidence says about a run: everything that was found, the gravest first."""
 
 from __future__ import annotations
 
-from gradscaler.diagnose._findings.course import data, diverged, lowered, silent
-from gradscaler.diagnose._findings.evidence import Evidence, Verdict
-from gradscaler.diagnose._findings.misuse import full_precision, unzeroed, wrong_calls
-from gradscaler.diagnose._findings.streak import EXPLAIN_ALL, of_streak
-from gradscaler.diagnose._findings.values import cut_off, dead, too_small
+from collections.abc import Callable, Iterator
 
-__all__ = ["Evidence", "Verdict", "judge"]
+from gradscaler.diagnose._findings import calls, gradient_values, over_time
+from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._findings.finding import Finding, Verdict, verdict_of
+from gradscaler.diagnose._findings.skips_in_a_row import (
+    EXPLAIN_ALL,
+    bad_parameter,
+    bad_state,
+    of_skips,
+)
 
-# The surest first, and causes before what they lead to.
-_RULES = (
-    wrong_calls,
-    silent,
-    diverged,
-    data,
-    cut_off,
-    dead,
-    full_precision,
-    too_small,
-    lowered,
+__all__ = ["Evidence", "Finding", "Verdict", "judge"]
+
+_Detector = Callable[[Evidence], Finding | None]
+
+# The surest first, and causes before what they lead to. Of a group, only the first is said, as the
+# others would say the same in other words.
+_GROUPS: tuple[tuple[_Detector, ...], ...] = (
+    (bad_state,),
+    (calls.unzeroed,),
+    (calls.scaled_in_loss,),
+    (calls.clipped_while_scaled,),
+    (calls.updated_too_often,),
+    (over_time.restarted,),
+    (over_time.silent, over_time.diverged, over_time.data, over_time.floor),
+    (gradient_values.cut_off, gradient_values.dead),
+    (calls.stalled,),
+    (calls.full_precision,),
+    (gradient_values.too_small,),
+    (over_time.lowered, over_time.earlier),
+)
+_BESIDE_SKIPS: tuple[_Detector, ...] = (
+    over_time.restarted,
+    calls.clipped_while_scaled,
+    calls.updated_too_often,
+    calls.stalled,
 )
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """The verdict on too many skips in a row, if there are; else on the run as a whole."""
-    if evidence.skips:
-        return unzeroed(evidence) or of_streak(evidence)
-    found = (rule(evidence) for rule in _RULES)
-    return next((verdict for verdict in found if verdict is not None), _normal(evidence))
+    """Everything that the evidence shows, the gravest first; or that nothing is unusual."""
+    findings = _in_a_streak(evidence) if evidence.skips else _over_a_run(evidence)
+    return verdict_of(list(findings) or [_normal(evidence)])
 
 
-def _normal(evidence: Evidence) -> Verdict:
+def _in_a_streak(evidence: Evidence) -> Iterator[Finding]:
+    """What explains too many skips in a row, and what else was found."""
+    first = (calls.unzeroed, calls.scaled_in_loss)
+    found = [*map(_of(evidence), first), of_skips(evidence), bad_state(evidence)]
+    found += map(_of(evidence), _BESIDE_SKIPS)
+    yield from (finding for finding in found if finding is not None)
+
+
+def _over_a_run(evidence: Evidence) -> Iterator[Finding]:
+    if evidence.parameter is not None and (evidence.bad_and_applied or evidence.bad_and_skipped):
+        finding = bad_parameter(evidence, "the loss is, too")
+        if finding is not None:
+            yield finding
+    for group in _GROUPS:
+        found = (detector(evidence) for detector in group)
+        finding = next((each for each in found if each is not None), None)
+        if finding is not None:
+            yield finding
+
+
+def _of(evidence: Evidence) -> Callable[[_Detector], Finding | None]:
+    return lambda detector: detector(evidence)
+
+
+def _normal(evidence: Evidence) -> Finding:
     if not evidence.steps:
-        return Verdict(
+        return Finding(
             "normal",
-            "No step was seen yet. If the training runs: in JAX, Keras and MindSpore, call "
-            "monitor.record() after each step; elsewhere, step(optimizer) finds no gradients, so "
-            "look for zero_grad() after the backward pass, and for an optimizer of other "
-            "parameters than the model's.",
+            "No step was seen yet.",
+            "If the training runs: in JAX, Keras and MindSpore, call monitor.record() after each "
+            "step; elsewhere, step(optimizer) finds no gradients, so look for zero_grad() after "
+            "the backward pass, and for an optimizer of other parameters than the model's.",
         )
     if not evidence.skipped:
-        return Verdict(
-            "normal", f"None of {evidence.steps} steps was skipped. {_nothing(evidence)}"
-        )
+        return Finding("normal", f"None of {evidence.steps} steps was skipped.", _nothing(evidence))
     were = "was" if evidence.skipped == 1 else "were"
     text = f"{evidence.skipped} of {evidence.steps} steps {were} skipped"
     if evidence.world_size > 1 and evidence.is_finite_here:
-        text += ", because another rank's gradients overflowed while this one's were finite"
+        text += ", because another rank's gradients overflowed while this one's were finite."
         is_unusual = evidence.has_many_skips or (evidence.scale is not None and evidence.scale < 1)
         if is_unusual:
-            return Verdict("elsewhere", f"{text}. {EXPLAIN_ALL}")
-        return Verdict("normal", f"{text}. {_nothing(evidence)}")
-    return Verdict(
+            return Finding("elsewhere", text, EXPLAIN_ALL, is_certain=False)
+        return Finding("normal", text, _nothing(evidence))
+    bad = [step.step for step in evidence.past if step.skipped and step.is_bad]
+    if bad:
+        listed = " and ".join(map(str, bad[-2:]))
+        steps = "steps" if len(bad) > 1 else "step"
+        return Finding(
+            "normal",
+            f"{text}, and in {steps} {listed} that was because the loss itself was NaN or Inf.",
+            "So few batches do no harm; look at them if more follow.",
+            steps=tuple(bad[-2:]),
+        )
+    return Finding(
         "normal",
-        f"{text} while the loss scale settled, and a lower scale cured each overflow. "
-        f"{_nothing(evidence)}",
+        f"{text} while the loss scale settled, and a lower scale cured each overflow.",
+        _nothing(evidence),
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from gradscaler.diagnose._gradients.module_hooks import Located
-from gradscaler.diagnose._run.lines import Watched
 
 _SOFTMAXES = "softmax", "attention", "transformer"
 _LARGE = 1e3  # inputs that a sum of products may take beyond 65504
@@ -35,24 +34,33 @@ _SCORES = (
 )
 _EXP = (
     "the exponential of more than 11 is too large for float16: raise the temperature, subtract the "
-    "largest exponent first (as softmax and logsumexp do), or compute it in float32"
+    "largest exponent first (as softmax and logsumexp do), clamp the difference of the logarithms "
+    "if it is a ratio of probabilities, or compute it in float32"
 )
 _LOG = (
     "the logarithm of 0 is -Inf, and of a negative number NaN: take a loss of logits "
     "(cross_entropy, binary_cross_entropy_with_logits), log_softmax or logsigmoid, or clamp it"
 )
+_TINY = "a constant below 3e-8, such as 1e-8, is 0 in float16: add 1e-5, or compute it in float32"
 _DIVISION = (
-    "look for a division by 0 (an empty mask, a deviation or norm of 0) and clamp the divisor; a "
-    "small constant such as 1e-8 is 0 in float16"
+    "look for a division by 0 (an empty mask, a deviation or norm of 0) and clamp the divisor; "
+    f"{_TINY}"
 )
-_ROOT = "add a small number under the root, or clamp its input, as its slope at 0 is Inf"
+_RSQRT = f"1 / sqrt of 0 is Inf, and of a negative number NaN; {_TINY}"
+_NORM = (
+    "its squares leave the range of float16 beyond 255: take it in float32 (dtype=torch.float32)"
+)
+_NEGATIVE_ROOT = (
+    "the root of a negative number is NaN, as where a variance is a difference of large squares: "
+    "clamp its input at 0, or compute it in float32"
+)
 _SUM = "the sum is larger than float16 can hold: take it in float32 (dtype=torch.float32)"
 _NAN = (
     "Inf - Inf, 0 / 0, a logarithm or root of a negative number, or a softmax row that is masked "
     "entirely makes NaN of small numbers, and the exponential of a small temperature Inf: compute "
     "this module in float32 to see which"
 )
-_BY_OPERATION = {
+_FORWARD = {
     "softmax": _MASKED,
     "log_softmax": _MASKED,
     "scaled_dot_product": _MASKED,
@@ -61,33 +69,48 @@ _BY_OPERATION = {
     "log": _LOG,
     "div": _DIVISION,
     "reciprocal": _DIVISION,
-    "sqrt": _ROOT,
-    "norm": _ROOT,
-    "cdist": _ROOT,
+    "normalize": _DIVISION,
+    "rsqrt": _RSQRT,
+    "sqrt": _NEGATIVE_ROOT,
+    "norm": _NORM,
+    "linalg_vector_norm": _NORM,
+    "cdist": _NORM,
     "sum": _SUM,
     "mean": _SUM,
 }
+_SLOPE = "add a small number under the root, or clamp its input, as its slope at 0 is Inf"
+_BACKWARD = {
+    "sqrt": _SLOPE,
+    "rsqrt": _RSQRT,
+    "norm": _SLOPE,
+    "linalg_vector_norm": _SLOPE,
+    "cdist": _SLOPE,
+    "div": _DIVISION,
+    "log": "clamp what the logarithm is of, as its slope at 0 is Inf",
+    "pow": "clamp the base, as the slope of a power below 1 is Inf at 0",
+    "acos": "clamp its input to within -1 and 1, where its slope is Inf",
+    "asin": "clamp its input to within -1 and 1, where its slope is Inf",
+    "exp": _EXP,
+    "softmax": _MASKED,
+}
+_OF_NAN = (
+    "look in its backward pass for 0 * Inf or 0 / 0, such as the square root or norm of 0 (add a "
+    "small number under the root) or the branch that where() does not take"
+)
 _POWERS = "pow", "square"
 _SPOKEN = {"to": "a cast"}  # operations whose names are no nouns
 
 
 def of_forward(located: Located) -> str:
     """What to try against an Inf or NaN of the forward pass."""
-    operation = (located.operation or "").strip("_")
-    in_float32 = _LOSS_IN_FLOAT32 if located.module is None else _IN_FLOAT32
-    if operation in _POWERS and (not located.num_inf or located.largest_input <= 1):
-        return _BASE
-    if operation in _POWERS:
-        return f"{_POWER}: {in_float32}"
-    if operation == "to":
-        return _CAST
-    for name, advice in _BY_OPERATION.items():
-        if operation.startswith((name, f"_{name}", f"r{name}")):
-            return advice
+    advice = of_operation(located)
+    if advice is not None:
+        return advice
+    in_float32 = _in_float32(located)
     is_nan = located.num_nan > 0 and located.num_inf == 0
     if is_nan and any(name in located.type.lower() for name in _SOFTMAXES):
         return f"either {_MASKED}; or {_SCORES}"
-    if operation or (located.num_inf and located.largest_input >= _LARGE):
+    if located.operation or (located.num_inf and located.largest_input >= _LARGE):
         return in_float32
     if is_nan:
         return _NAN
@@ -96,7 +119,36 @@ def of_forward(located: Located) -> str:
     return in_float32
 
 
-def at_line(found: Located | Watched | None, before: str = ", by") -> str:
+def of_operation(located: Located) -> str | None:
+    """What to try against what one operation of the forward pass makes; None if that is open."""
+    operation = (located.operation or "").strip("_")
+    if operation in _POWERS and (not located.num_inf or located.largest_input <= 1):
+        return _BASE
+    if operation in _POWERS:
+        return f"{_POWER}: {_in_float32(located)}"
+    if operation == "to":
+        return _CAST
+    return _named(_FORWARD, operation)
+
+
+def _in_float32(located: Located) -> str:
+    return _LOSS_IN_FLOAT32 if located.module is None else _IN_FLOAT32
+
+
+def of_backward(located: Located | None) -> str:
+    """What to try against a gradient that is NaN at every scale, by what it is the gradient of."""
+    operation = "" if located is None else (located.operation or "").strip("_")
+    advice = _named(_BACKWARD, operation)
+    return _OF_NAN if advice is None else f"{advice}, also in a branch that where() does not take"
+
+
+def _named(advice: dict[str, str], operation: str) -> str | None:
+    names = (name for name in advice if operation.startswith((name, f"_{name}")))
+    longest = max(names, key=len, default=None)
+    return None if longest is None else advice[longest]
+
+
+def at_line(found: Located | None, before: str = ", by") -> str:
     """The operation and the line of an Inf or NaN, if they are known."""
     if found is None or found.operation is None:
         return ""

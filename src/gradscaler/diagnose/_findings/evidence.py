@@ -1,4 +1,4 @@
-"""What is known about a run when it is judged, and what the verdict on it is."""
+"""What is known about a run when it is judged."""
 
 from __future__ import annotations
 
@@ -7,48 +7,14 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gradscaler.diagnose._fit import MOST_SAMPLES, has_sizes
+from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._gradients.module_hooks import Located
 from gradscaler.diagnose._run.lines import Sample, Skip, VerdictLine, Watched
 from gradscaler.outcome import HISTORY_LENGTH
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What happened, and what to try.
-
-    Attributes:
-        kind: ``"normal"``: overflows that lower scales cure.
-
-            All steps are skipped, and no lower scale cures it: ``"parameter"``: a parameter or a
-            buffer is itself not finite. ``"activations"``: a module makes Inf or NaN from finite
-            inputs. ``"loss"``: the unscaled loss is not finite. ``"nan"``: a gradient is NaN at
-            every scale, even at 1 or less. ``"floor"``: the gradients are too large for a scale of
-            1, or for the smallest one. ``"divergence"``: the loss had exploded before.
-
-            Some are: ``"data"``: steps are skipped now and then, also after the scale has settled.
-
-            None is: ``"silent"``: the loss is NaN or Inf while the gradients are finite.
-            ``"dead"``: the gradients are exactly 0. ``"underflow"``: the scale is too small.
-            ``"range"``: one parameter's gradients are flushed at any scale at which another's
-            overflow. ``"misuse"``: the scaler is called in a wrong way, or needs no scaler.
-
-            With several processes also ``"elsewhere"``: another rank's gradients overflow, and this
-            rank's are finite; and ``"ranks"``: ranks hold different scales, or skipped different
-            steps.
-        text: two sentences: what happened, with the evidence, and what to try. From the files of
-            several ranks, it also names the rank at fault, and where ranks differ.
-        where: the name of the parameter or the module that caused it, if one did.
-    """
-
-    kind: str
-    text: str
-    where: str | None = None
-
-    def __str__(self) -> str:
-        return self.text
+from gradscaler.policies import FixedScale
 
 
 class Past(NamedTuple):
@@ -65,9 +31,18 @@ class Past(NamedTuple):
         return self.loss is not None and not math.isfinite(self.loss)
 
 
+class Before(NamedTuple):
+    """The end of the run that a file held before: its scale, and its first and last loss."""
+
+    scale: float
+    first_loss: float
+    last_loss: float
+
+
 class Measured(NamedTuple):
     """Of the scaled gradients of a sample: their norm, and their largest finite magnitude."""
 
+    step: int
     scale: float
     norm: float
     largest: float | None
@@ -90,12 +65,16 @@ class Evidence:
     skips: tuple[Skip, ...] = ()  # the latest of those
     min_scale: float | None = None  # the scale's lower limit, if known
     parameter: str | None = None  # the name of a parameter or a buffer that is not finite
+    state: str | None = None  # the name of an optimizer's state that is not finite
     lost_eps: float | None = None  # an optimizer's, that is 0 in its parameters' float16
     weights: tuple[float, float] | None = None  # their norm at first and now, if too many skips
     located: Located | None = None  # where the first Inf or NaN was made, if too many skips
-    watched: Watched | None = None  # the latest step in which an operation was found
+    watched: Located | None = None  # the latest that was found in a watched step
     sample: Sample | None = None  # the latest with shares
     sizes: tuple[Sample, ...] = ()  # the latest that show how large gradients are
+    before: Before | None = None  # the run that this one continues, if its file holds one
+    first: Past | None = None  # the first step
+    unmoved: tuple[float, ...] = ()  # of the latest samples: see Sample
     world_size: int = 1  # how many processes train together
     is_finite_here: bool = False  # this rank's gradients, in all skipped steps that were inspected
     past: tuple[Past, ...] = ()  # the latest steps
@@ -113,10 +92,23 @@ class Evidence:
         """Whether more steps were skipped than a loss scale needs to settle."""
         return self.skipped > max(_FEW, self.steps / 10)
 
+    def is_close_to_overflow(self, step: Past, share: float) -> bool:
+        """Whether the nearest sample's gradients reach a share of the largest number at a scale."""
+        nearest = min(self.measured, key=lambda each: abs(each.step - step.step), default=None)
+        if nearest is None:
+            return False
+        largest = nearest.norm if nearest.largest is None else nearest.largest
+        return largest / nearest.scale * step.scale >= share * format_named(self.dtype).largest
+
     def after(self, line: Sample | VerdictLine | Watched) -> Evidence:
         """The evidence with one more line."""
         if isinstance(line, Watched):
-            return self if line.operation is None else replace(self, watched=line)
+            return replace(
+                self,
+                watched=line.located or self.watched,
+                parameter=line.parameter or self.parameter,
+                state=line.state or self.state,
+            )
         if isinstance(line, VerdictLine):
             return self if line.verdict == "normal" else replace(self, earlier=line)
         last = self.past[-1].step if self.past else 0
@@ -126,7 +118,11 @@ class Evidence:
         measured = self.measured
         if line.norm is not None and 0 < line.norm < math.inf:
             largest = None if line.largest is None else line.largest * line.scale
-            measured = (*measured, Measured(line.scale, line.norm * line.scale, largest))[-_LATEST:]
+            found = Measured(line.step, line.scale, line.norm * line.scale, largest)
+            measured = (*measured, found)[-_LATEST:]
+        unmoved = self.unmoved
+        if line.unmoved is not None and len(line.skips) < line.steps / 2:
+            unmoved = (*unmoved, line.unmoved)[-_LATEST:]
         missing, cut = self.missing, self.cut if line.cut is None else line.cut
         if line.shares is not None:
             before = line.missing if missing is None else missing
@@ -136,6 +132,8 @@ class Evidence:
             self,
             missing=missing,
             cut=cut,
+            first=self.first or steps[0],
+            unmoved=unmoved,
             scale=line.scale,
             sample=self.sample if line.shares is None else line,
             sizes=(*self.sizes, line)[-MOST_SAMPLES:] if has_sizes(line) else self.sizes,
@@ -146,6 +144,22 @@ class Evidence:
             backward=self.backward.union(line.backward),
             calls=Counter(self.calls) + Counter(line.calls),
         )
+
+
+def min_scale_of(policy: Any) -> float | None:
+    """The scale's lower limit, by a policy or by its parameters; None if there is none.
+
+    A fixed scale is its own limit.
+    """
+    is_fixed = isinstance(policy, FixedScale) or (
+        isinstance(policy, Mapping) and policy.get("name") == FixedScale.__name__
+    )
+    limits = "min_scale", "minimum_scale", "min_loss_scale"  # ours, flax's, jmp's
+    for name in ("scale",) if is_fixed else limits:
+        found = policy.get(name) if isinstance(policy, Mapping) else getattr(policy, name, None)
+        if isinstance(found, (int, float)):
+            return float(found)
+    return None
 
 
 _LATEST = 10  # samples

@@ -12,6 +12,7 @@ from typing import Any, get_args
 from weakref import WeakSet
 
 from gradscaler.diagnose._findings import Verdict, judge
+from gradscaler.diagnose._findings.evidence import min_scale_of
 from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._monitor.observer import EagerObserver
 from gradscaler.diagnose._monitor.ranks import rank_and_world_size
@@ -151,6 +152,7 @@ class Monitor:
             if tensorboard is not None and is_enabled:
                 writers.append(EventFile(event_writer, tensorboard))
             step = 0 if file is None else file.step
+            self._before = None if file is None else file.before
             self._log = StepLog(writers, step, on_stuck, stuck_after, self._judge)
             source: type[EagerObserver | Recorder] = EagerObserver if is_eager else Recorder
             self._source = source(scaler, model, self._log, every, forensics, self._dtype)
@@ -236,8 +238,7 @@ class Monitor:
         log = self._source.seen()
         streak = log.stuck_streak
         if streak is not None and streak.verdict is not None:
-            line = streak.verdict
-            return Verdict(line.verdict, line.text, line.where)
+            return streak.verdict.in_full
         return self._judge(log)
 
     def close(self) -> None:
@@ -250,9 +251,11 @@ class Monitor:
             self._source.close(self._finish)
 
     def _finish(self) -> None:
-        self._log.close()
-        self._is_open = False
-        _open_monitors.discard(self)
+        try:
+            self._log.close()
+        finally:  # a warning may be an error
+            self._is_open = False
+            _open_monitors.discard(self)
 
     def __del__(self) -> None:
         self._close_if_own()
@@ -276,15 +279,20 @@ class Monitor:
             world_size=self._world_size,
             is_finite_here=counts.num_inspected > 0 and not counts.num_nonfinite,
         )
-        if (streak := log.stuck_streak) is not None:
+        evidence = replace(
+            evidence, before=self._before, min_scale=min_scale_of(policy_of(self._scaler))
+        )
+        if evidence.bad_and_applied or evidence.bad_and_skipped or log.stuck_streak is not None:
             parameters = self._source.nonfinite_parameters()
+            evidence = replace(evidence, parameter=parameters[0].name if parameters else None)
+        if evidence.skipped or evidence.bad_and_applied:
+            evidence = replace(evidence, state=self._source.bad_state())
+        if (streak := log.stuck_streak) is not None:
             evidence = replace(
                 evidence,
                 skips_in_a_row=streak.length,
                 first_scale=streak.first_scale,
                 skips=streak.skips,
-                min_scale=_min_scale(policy_of(self._scaler)),
-                parameter=parameters[0].name if parameters else None,
                 weights=self._source.weights(),
                 lost_eps=self._source.lost_eps,
                 located=self._source.located,
@@ -305,12 +313,6 @@ def _check(scaler: Any, model: Any, is_eager: bool) -> None:
     if model is not None and not any(hasattr(model, name) for name in names):
         rest = "" if is_eager else "; for JAX, use record(parameters=...)"
         raise TypeError(f"model must have {' or '.join(names)}, got {type(model).__name__}{rest}")
-
-
-def _min_scale(policy: Any) -> float | None:
-    names = "min_scale", "minimum_scale", "min_loss_scale"  # ours, flax's, jmp's
-    scales = (getattr(policy, name, None) for name in names)
-    return next((float(scale) for scale in scales if scale is not None), None)
 
 
 def _describe(policy: Any) -> dict[str, Any]:

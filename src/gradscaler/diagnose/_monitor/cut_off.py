@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from gradscaler.diagnose._findings.values import CUT, ENDED, SATURATED, STEPS
+from gradscaler.diagnose._findings.gradient_values import CUT, ENDED, SATURATED, STEPS
 from gradscaler.diagnose._gradients.call_site import differentiated
 from gradscaler.diagnose._gradients.module_hooks import (
     add_hooks,

@@ -30,6 +30,7 @@ class GradientSample:
     histograms: Mapping[str, Histogram]  # of a part of each
     unseen: frozenset[str] = frozenset()  # those whose part is all 0, and that are not
     missing: tuple[str, ...] = ()  # parameters without a gradient that require one
+    unmoved: float | None = None  # the share of 16-bit elements that later steps did not move
 
     @property
     def has_gone(self) -> bool:
@@ -65,8 +66,9 @@ def measure(
 def fields_of(measured: Iterable[GradientSample]) -> dict[str, Any]:
     """The fields of a :class:`~gradscaler.diagnose._run.lines.Sample`, of all optimizers."""
     norm, sizes, histograms = 0.0, dict[str, int](), dict[str, Histogram]()
-    unseen, missing = set[str](), list[str]()
+    unseen, missing, unmoved = set[str](), list[str](), list[float]()
     for one in measured:
+        unmoved += [] if one.unmoved is None else [one.unmoved]
         missing += one.missing
         norm = math.hypot(norm, one.norm)
         unseen |= one.unseen
@@ -99,6 +101,7 @@ def fields_of(measured: Iterable[GradientSample]) -> dict[str, Any]:
         "histogram": Bins(first, tuple(np.rint(counts).astype(np.int64).tolist())),
         "parameters": parameters,
         "missing": tuple(missing),
+        "unmoved": max(unmoved, default=None),
         "worst": _worst(parameters, shares["flushed"] + shares["subnormal"]),
     }
 

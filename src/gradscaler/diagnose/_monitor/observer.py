@@ -27,6 +27,7 @@ from gradscaler.diagnose._monitor.sampling import is_sampled
 from gradscaler.diagnose._monitor.steps import Step, StepLog, StepSource, StuckError
 from gradscaler.diagnose._monitor.used_gradients import UsedGradients
 from gradscaler.diagnose._monitor.watch_budget import WatchBudget
+from gradscaler.diagnose._monitor.weights import UnmovedWeights, nonfinite_state
 from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient, StepOutcome
 
 MethodT = TypeVar("MethodT", bound=Callable[..., None])
@@ -94,6 +95,7 @@ class EagerObserver(StepSource):
         # The last one is not over. Each change is a new list, which other threads may read.
         self._iterations = [Iteration(self.log.counts.step + 1)]
         self._first = self._iterations[-1].number
+        self._weights: dict[int, UnmovedWeights] = {}  # by optimizer
         self._first_weights: dict[int, list[Any]] = {}  # norms, by optimizer; may be on a device
         self._updated = self.log.counts.step  # the last step whose `updating` ended
         latest = self.scaler.observed.last_steps()
@@ -189,7 +191,7 @@ class EagerObserver(StepSource):
                 or self._may_locate(ended + 1)
             )
             if not is_late:
-                self.log.check_stuck()
+                self.log.check()
         except Exception as error:  # the next call continues; after an interrupt it tries again
             self._updated = ended
             if isinstance(error, StuckError):
@@ -321,6 +323,14 @@ class EagerObserver(StepSource):
         found = inspect({name: array for name, array in rest.items() if name not in trained})
         return inspect(trained) + tuple(array for array in found if array.num_nan)
 
+    def bad_state(self) -> str | None:
+        """The first state of the latest optimizers that is not finite."""
+        for place, optimizer in enumerate(self._optimizers):
+            names = {id(p): name for name, p in self._named(optimizer, place).items()}
+            if (found := nonfinite_state(optimizer, names)) is not None:
+                return found
+        return None
+
     def weights(self) -> tuple[float, float] | None:
         """The norm of the parameters before the first step, and now; None if it is not known."""
         now = [norm for optimizer in self._optimizers for norm in self._norms(optimizer)]
@@ -434,7 +444,8 @@ class EagerObserver(StepSource):
         measured = measure(gradients, self.dtype, scale, is_scaled, known)
         named = self._named_now(optimizer)
         missing = tuple(name for name, p in named.items() if p.grad is None and _is_trained(p))
-        iteration.measured[id(optimizer)] = replace(measured, missing=missing)
+        unmoved = self._weights.setdefault(id(optimizer), UnmovedWeights()).share(named, optimizer)
+        iteration.measured[id(optimizer)] = replace(measured, missing=missing, unmoved=unmoved)
 
 
 _CALLS = EagerObserver.updated.__code__, OperationWatch.call.__code__  # one of all @_call

@@ -64,7 +64,7 @@ class Recorder(StepSource):
             self.log.add_sample(latest_loss, **fields_of(measured))
         elif is_late:
             self.log.add_sample()
-        self.log.check_stuck()
+        self.log.check()
 
     def read(self, gradients: dict[str, Any] | None = None) -> tuple[float, float | None]:
         """Add the steps that wait to the log; waits for the device.
@@ -113,6 +113,9 @@ class Recorder(StepSource):
         # JAX deletes an array that is donated to a jitted function.
         present = {n: p for n, p in parameters.items() if not getattr(p, "is_deleted", bool)()}
         return inspect(present)
+
+    def bad_state(self) -> None:
+        """Nothing, as it knows no optimizers."""
 
     def weights(self) -> None:
         """Nothing, as it does not read parameters before it must."""

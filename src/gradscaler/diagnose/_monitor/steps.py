@@ -14,8 +14,9 @@ from time import monotonic
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from gradscaler.diagnose._findings import Evidence, Verdict
+from gradscaler.diagnose._findings import Evidence, Finding, Verdict
 from gradscaler.diagnose._gradients.module_hooks import Located
+from gradscaler.diagnose._monitor.news import News
 from gradscaler.diagnose._run.lines import Line, Sample, Skip, VerdictLine, Watched
 from gradscaler.diagnose._run.tensorboard import EventFile
 from gradscaler.diagnose._run.writer import RunFile
@@ -26,10 +27,16 @@ OnStuck = Literal["warn", "raise", "continue"]
 logger = logging.getLogger("gradscaler")
 
 _MOST_NONFINITE = 10  # gradients that a line lists
+_FEW = 3  # skips in a row that may become too many
+_NONFINITE = "parameter", "state"  # kinds
 _LONGEST_UNWRITTEN = 1.0  # seconds; who reads the file of a killed process misses no more
 
 
-class StuckWarning(RuntimeWarning):
+class FindingWarning(RuntimeWarning):
+    """Something is wrong with the training; the message says what, and what to try."""
+
+
+class StuckWarning(FindingWarning):
     """Step after step is skipped; the message is the verdict."""
 
 
@@ -119,6 +126,8 @@ class StepLog:
         self._written_at = monotonic()  # the last sample
         self._watched = step  # the last step that add_watched was called for
         self._dtypes: Mapping[str, str] = {}
+        self._news = News(step)
+        self._nonfinite: dict[str, str | None] = {}  # the names that were written
 
     def copy(self) -> StepLog:
         """A log that goes on from here without writing anything; any thread may make one."""
@@ -246,14 +255,33 @@ class StepLog:
         step = self.counts.step
         if self._watched == step:
             return
-        line = Watched(step, dtypes={} if dtypes == self._dtypes else dict(dtypes))
+        line = Watched(step, located, {} if dtypes == self._dtypes else dict(dtypes))
         if located is not None:
-            operation, where = located.operation, located.line
-            line = replace(line, located=str(located), operation=operation, line=where)
             self.counts = self.counts._replace(evidence=self.counts.evidence.after(line))
         if located is not None or line.dtypes:
             self._write(line)
         self._watched, self._dtypes = step, dict(dtypes)
+
+    def check(self) -> None:
+        """Say what is wrong, as soon as it is known; see :meth:`check_stuck`."""
+        self.check_stuck()
+        streak = max((each.length for each in self.counts.streaks.values()), default=0)
+        if streak < _FEW and self._news.is_due(self.counts.step):  # else its verdict comes
+            news = self._look(is_last=False)
+            self._news.has_looked()
+            _warn(news)
+
+    def _look(self, is_last: bool) -> list[Finding]:
+        """The findings to warn of; what is not finite, and no gradient, is written."""
+        if self.stuck_streak is not None or not self.num_steps:
+            return []
+        findings = self._judge(self).findings
+        found = {each.kind: each.where for each in findings if each.kind in _NONFINITE}
+        if found and found != self._nonfinite:
+            self._nonfinite = found
+            self._write(Watched(self.counts.step, None, {}, **found))
+        news = self._news.of(findings, self.counts.step, self.counts.sampled, is_last)
+        return news if self._on_stuck != "continue" else []
 
     def check_stuck(self) -> None:
         """Give the verdict if ``stuck_after`` steps in a row were skipped, once in that streak.
@@ -272,7 +300,8 @@ class StepLog:
             verdict = self._judge(self)
             if line is not None and line.verdict == verdict.kind:
                 return
-            line = VerdictLine(self.counts.step, verdict.kind, verdict.text, verdict.where)
+            found = verdict.kind, verdict.text, verdict.where, verdict.findings
+            line = VerdictLine(self.counts.step, *found)
             self.add_sample()
             self._write(line)
             streaks = {
@@ -285,6 +314,7 @@ class StepLog:
             return
         if self._on_stuck == "raise":
             raise StuckError(line.text)
+        self._news.note(line.verdict, streak.length)
         if self._on_stuck == "warn":
             warnings.warn(StuckWarning(line.text), stacklevel=_levels_to_caller())
 
@@ -332,10 +362,12 @@ class StepLog:
 
     def close(self) -> None:
         """Write what is left to write."""
+        news = self._look(is_last=True)
         self.add_sample()
         writers, self._writers = self._writers, ()  # a call that this interrupts writes no more
         for writer in writers:
             writer.close()
+        _warn(news)  # last, as a user may have made warnings errors
 
     def _write(self, line: Line) -> None:
         for writer in self._writers:
@@ -367,6 +399,11 @@ class StepSource:
     @property
     def _inspects_next_skip(self) -> bool:
         return self.forensics > 0 and (self.log.counts.num_skipped + 1) % self.forensics == 0
+
+
+def _warn(findings: Sequence[Finding]) -> None:
+    for finding in findings:
+        warnings.warn(FindingWarning(finding.text), stacklevel=_levels_to_caller())
 
 
 def _levels_to_caller() -> int:

@@ -10,7 +10,7 @@ from dataclasses import MISSING
 from functools import lru_cache, partial
 from itertools import pairwise
 from types import NoneType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from gradscaler.diagnose._gradients.formats import FORMATS, format_named
 from gradscaler.policies._checks import LARGEST_SCALE
@@ -66,6 +66,8 @@ def _reader_of(kind: Any) -> Callable[[Any], Any]:
         return arguments[1]  # type: ignore[no-any-return]
     if kind in _CHECKS:
         return _CHECKS[kind]
+    if get_origin(kind) is Literal:
+        return partial(_one_of, arguments)
     if NoneType in arguments:
         return partial(_optional, _reader_of(arguments[0]))
     if get_origin(kind) is Mapping:
@@ -78,6 +80,14 @@ def _reader_of(kind: Any) -> Callable[[Any], Any]:
     if issubclass(kind, tuple):
         return partial(_named_tuple, kind, tuple(readers.values()))
     return partial(_line, kind, readers)
+
+
+def _flag(value: Any) -> bool:
+    return bool(_checked(isinstance(value, bool), value, "true or false"))
+
+
+def _one_of(choices: tuple[str, ...], value: Any) -> Any:
+    return _checked(value in choices, value, f"one of {', '.join(choices)}")
 
 
 def _optional(reader: Callable[[Any], Any], value: Any) -> Any:
@@ -218,7 +228,13 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int) and abs(value) <= _LARGEST_COUNT else number(value)
 
 
-_CHECKS: dict[Any, Callable[[Any], Any]] = {int: count, float: number, str: _text, Any: _plain}
+_CHECKS: dict[Any, Callable[[Any], Any]] = {
+    bool: _flag,
+    int: count,
+    float: number,
+    str: _text,
+    Any: _plain,
+}
 
 
 def _object(value: Any) -> Any:

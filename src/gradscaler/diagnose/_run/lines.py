@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, ClassVar, NamedTuple
 
+from gradscaler.diagnose._findings.finding import Finding, Verdict
+from gradscaler.diagnose._gradients.module_hooks import Located
 from gradscaler.diagnose._run.checks import (
     bin_counts,
     check_steps,
@@ -142,6 +144,8 @@ class Sample:
         cut: if that was looked for since the last sample: what lets no gradient through to
             parameters, by their names. It is an operation, such as ``"round"``, where the gradient
             is 0; and empty where there is none, as behind ``detach()``.
+        unmoved: of the elements of 16-bit parameters that have a gradient, the share that has not
+            moved since the last such sample; None where there are none.
     """
 
     kind: ClassVar[str] = "sample"
@@ -165,6 +169,7 @@ class Sample:
     calls: Mapping[str, int] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     cut: Mapping[str, str] | None = None
+    unmoved: Share | None = None
 
     def check(self) -> None:
         """Check what a file says of the steps since the last sample."""
@@ -208,6 +213,12 @@ class VerdictLine:
     verdict: str
     text: str
     where: str | None
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def in_full(self) -> Verdict:
+        """The verdict itself."""
+        return Verdict(self.verdict, self.text, self.where, self.findings)
 
 
 @dataclass(frozen=True)
@@ -216,19 +227,19 @@ class Watched:
 
     Attributes:
         step: the step's number.
-        located: where the first Inf or NaN was made, in words; None if that was not seen.
-        operation: what made it, as in :class:`~gradscaler.diagnose.Located`.
-        line: where that was called.
+        located: where the first Inf or NaN was made; None if that was not seen.
         dtypes: the dtype of each module's output, by the module's name; autocast chooses it.
+        parameter: the name of a parameter or a buffer that was not finite; None if none was seen.
+        state: the name of an optimizer's state that was not finite; None if none was seen.
     """
 
     kind: ClassVar[str] = "watched"
 
     step: NumSteps
-    located: str | None = None
-    operation: str | None = None
-    line: str | None = None
+    located: Located | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    parameter: str | None = None
+    state: str | None = None
 
 
 Line = Start | Sample | Skip | VerdictLine | Watched

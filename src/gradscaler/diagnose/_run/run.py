@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from statistics import median
 from typing import TypeVar
 
 from gradscaler.diagnose._findings import Evidence, Verdict, judge
+from gradscaler.diagnose._findings.evidence import Before, min_scale_of
 from gradscaler.diagnose._fit import Fit, fit_of
 from gradscaler.diagnose._run.lines import (
     Line,
@@ -23,6 +25,8 @@ from gradscaler.diagnose._run.lines import (
 from gradscaler.outcome import HISTORY_LENGTH
 
 LineT = TypeVar("LineT", bound=Line)
+
+_FEW = 5  # losses, of which the median counts
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Run:
     verdicts: tuple[VerdictLine, ...]
     ranks: Mapping[int, Run] = field(default_factory=dict)
     watched: tuple[Watched, ...] = ()
+    before: Before | None = None  # the end of what the same file held before
 
     @cached_property
     def num_steps(self) -> int:
@@ -142,12 +147,13 @@ class Run:
             )
             return replace(latest, text=text)
         if self.verdicts and not self._has_stepped_since(self.verdicts[-1].step):
-            last = self.verdicts[-1]
-            return Verdict(last.verdict, last.text, last.where)
+            return self.verdicts[-1].in_full
         evidence = Evidence(
             self.num_steps - start.step,
             len(self.skipped),
             start.dtype,
+            min_scale=min_scale_of(start.policy),
+            before=self.before,
             world_size=start.world_size,
             is_finite_here=bool(self.skips) and not any(skip.nonfinite for skip in self.skips),
         )
@@ -157,16 +163,31 @@ class Run:
             evidence = evidence.after(line)
         return judge(evidence)
 
+    @cached_property
+    def ended(self) -> Before | None:
+        """How the latest of the runs in the file ended; None if its losses were not seen."""
+        latest = self._from(self.starts[-1].step, self.num_steps)
+        losses = [loss for loss in latest.losses.values() if math.isfinite(loss)]
+        _, scales = latest.scales
+        if not losses or not scales:
+            return None
+        return Before(scales[-1], median(losses[:_FEW]), median(losses[-_FEW:]))
+
     def _since(self, start: Start) -> Run:
-        """The run without what came before one of its starts."""
+        """The run without what came before one of its starts, but for how that ended."""
+        previous = [each.step for each in self.starts if each.step < start.step]
+        before = self._from(previous[-1], start.step).ended if previous else None
+        return replace(self._from(start.step, self.num_steps), starts=(start,), before=before)
 
-        def later(lines: tuple[LineT, ...]) -> tuple[LineT, ...]:
-            return tuple(line for line in lines if line.step > start.step)
+    def _from(self, first: int, last: int) -> Run:
+        """The lines of the steps after ``first``, up to ``last``."""
 
-        watched = later(self.watched)
-        return Run(
-            (start,), later(self.samples), later(self.skips), later(self.verdicts), {}, watched
-        )
+        def within(lines: tuple[LineT, ...]) -> tuple[LineT, ...]:
+            return tuple(line for line in lines if first < line.step <= last)
+
+        starts = tuple(start for start in self.starts if start.step == first)
+        lines = within(self.samples), within(self.skips), within(self.verdicts)
+        return Run(starts, *lines, {}, within(self.watched))
 
     def _whole_samples(self) -> list[Sample]:
         """The samples, with the losses and steps that only the lines of skips tell of.

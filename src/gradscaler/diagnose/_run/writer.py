@@ -12,6 +12,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from gradscaler.diagnose._findings.evidence import Before
 from gradscaler.diagnose._run.lines import VERSION, Line, Start
 from gradscaler.diagnose._run.reader import read_run
 
@@ -35,6 +36,7 @@ class RunFile:
 
     Attributes:
         step: the last step in the file, 0 if it is new.
+        before: how the run that it holds already ended, if that is known.
 
     Raises:
         ValueError: the file holds something else, or has a writer.
@@ -45,13 +47,15 @@ class RunFile:
         if path.exists() and not path.is_file():
             raise ValueError(f"{path}: is not a file")
         self.step = start.step
+        self.before: Before | None = None
         self._has_failed = False
         self._file = path.open("ab", buffering=0)
         try:
             _lock(self._file)
             _open_files.add(self._file)
             if self._file.seek(0, os.SEEK_END):
-                self.step = max(self.step, read_run(path).num_steps)
+                run = read_run(path)
+                self.step, self.before = max(self.step, run.num_steps), run.ended
                 what = "%s: holds a run of %d steps already; this one is appended, and judged alone"
                 if self.step:
                     logger.warning(what, path, self.step)

@@ -121,7 +121,7 @@ def _skips(run: Run) -> Table:
 def _located(run: Run) -> Table:
     """Where the latest Inf or NaN were made, the latest first."""
     found = [watched for watched in run.watched if watched.located is not None][-LATEST:]
-    rows = [(f"{watched.step:,}", shown(watched.located or "")) for watched in reversed(found)]
+    rows = [(f"{watched.step:,}", shown(str(watched.located))) for watched in reversed(found)]
     return Table("Where the first Inf or NaN was made", ("Step", "Where"), rows, names=1)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-from gradscaler.diagnose._findings.advice import at_line, of_forward
-from gradscaler.diagnose._findings.course import diverged
-from gradscaler.diagnose._findings.evidence import Evidence, Verdict
+from gradscaler.diagnose._findings.advice import at_line, of_backward, of_forward
+from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._findings.finding import Finding
+from gradscaler.diagnose._findings.over_time import diverged
 from gradscaler.diagnose._run.lines import Skip
 
 EXPLAIN_ALL = (
@@ -14,51 +15,70 @@ EXPLAIN_ALL = (
     "explain all of them together."
 )
 _LARGE_LOSS = 65504.0  # whose gradients overflow by themselves, which makes NaN of them too
-_WONT = "Changing the loss scale won't fix this:"
+_WONT = "No loss scale fixes this:"
 
 
-def of_streak(evidence: Evidence) -> Verdict:
-    """The verdict on too many skips in a row."""
+def of_skips(evidence: Evidence) -> Finding:
+    """What explains too many skips in a row."""
     first, last = evidence.skips[0], evidence.skips[-1]
-    fell = f"the last {evidence.skips_in_a_row} steps in a row were skipped"
+    fell = f"the last {evidence.skips_in_a_row} steps were skipped"
     highest = first.scale if evidence.first_scale is None else evidence.first_scale
     if highest != last.scale:
-        fell += f" while the loss scale fell from {highest:g} to {last.scale:g}"
+        fell += f" while the scale fell from {highest:g} to {last.scale:g}"
     return (
         (None if evidence.lost_eps is not None else diverged(evidence))
-        or _of_parameter(evidence, fell)
+        or bad_parameter(evidence, fell)
         or _of_forward(evidence, fell)
         or _of_loss(evidence, fell)
         or _of_gradients(evidence, fell)
     )
 
 
-def _of_parameter(evidence: Evidence, fell: str) -> Verdict | None:
+def bad_parameter(evidence: Evidence, so: str) -> Finding | None:
+    """A parameter or a buffer that is itself not finite."""
     located, parameter = evidence.located, evidence.parameter
     if parameter is None and located is not None and located.kind == "forward":
         parameter = located.parameter and f"{located.module}.{located.parameter}".lstrip(".")
     if parameter is None:
         return None
+    cause = f"The model's {parameter} is itself Inf or NaN, so {so}"
+    count = evidence.skips_in_a_row
     if evidence.lost_eps is not None:
-        return Verdict(
+        return Finding(
             "parameter",
-            f"The model's {parameter} is itself Inf or NaN, so {fell}: the optimizer divides by "
-            f"a root plus an eps of {evidence.lost_eps:g}, which is 0 in the float16 of its "
-            "parameters. Go back to an earlier checkpoint, and keep the parameters in float32, "
-            "with the forward pass under autocast, or set eps to 1e-4.",
+            f"{cause}: the optimizer divides by a root plus an eps of {evidence.lost_eps:g}, which "
+            "is 0 in the float16 of its parameters.",
+            "Go back to an earlier checkpoint, and keep the parameters in float32, with the "
+            "forward pass under autocast, or set eps to 1e-4.",
             parameter,
+            count=count,
         )
-    return Verdict(
+    return Finding(
         "parameter",
-        f"The model's {parameter} is itself Inf or NaN, so {fell}. {_WONT} go back to an earlier "
-        "checkpoint, and look for the step that wrote it (a learning rate that is too large, "
-        "weights changed without the scaler).",
+        f"{cause}.",
+        f"{_WONT} go back to an earlier checkpoint, and look for the step that wrote it (a "
+        "learning rate that is too large, weights changed without the scaler).",
         parameter,
+        count=count,
     )
 
 
-def _of_forward(evidence: Evidence, fell: str) -> Verdict | None:
-    located = evidence.located
+def bad_state(evidence: Evidence) -> Finding | None:
+    """An optimizer's state that is not finite, which no skip repairs."""
+    if evidence.state is None:
+        return None
+    return Finding(
+        "state",
+        f"The optimizer's {evidence.state} is Inf or NaN, so each of its steps writes that into "
+        "the parameter, or leaves it where it is for ever.",
+        f"{_WONT} go back to an earlier checkpoint, and look for a step that was taken without the "
+        "scaler, or on gradients that were changed after unscale_().",
+        evidence.state,
+    )
+
+
+def _of_forward(evidence: Evidence, fell: str) -> Finding | None:
+    located, count = evidence.located, evidence.skips_in_a_row
     if located is None or located.kind == "backward":
         return None
     loss = evidence.skips[-1].loss
@@ -67,58 +87,61 @@ def _of_forward(evidence: Evidence, fell: str) -> Verdict | None:
         return None  # it reached the gradients, and not by the loss: the user may change them
     if located.kind == "input":
         seen = at_line(located, ", first seen in")
-        return Verdict(
+        return Finding(
             "data",
-            f"The batch itself holds Inf or NaN before the forward pass{seen}, so "
-            f"{fell}. {_WONT} look at the data and how they are prepared, such as a division by a "
+            f"The batch itself holds Inf or NaN before the forward pass{seen}, so {fell}.",
+            f"{_WONT} look at the data and how they are prepared, such as a division by a "
             "deviation of 0.",
+            line=located.line,
+            count=count,
         )
     made = f"{located.num_inf} Inf and {located.num_nan} NaN in {located.dtype}{at_line(located)}"
     comma = "," if located.operation else ""
     made += f"{comma} from finite inputs of at most {located.largest_input:g}"
-    try_ = f"{_WONT} {of_forward(located)}."
+    action = f"{_WONT} {of_forward(located)}."
     if located.module is None:
-        return Verdict("loss", f"Code outside of the model makes {made}, so {fell}. {try_}")
+        cause = f"Code outside of the model makes {made}, so {fell}."
+        return Finding("loss", cause, action, line=located.line, count=count)
     module = located.module or "the model"
-    return Verdict(
-        "activations",
-        f"The forward pass of {module} makes {made}, so {fell}. {try_}",
-        module,
-    )
+    cause = f"The forward pass of {module} makes {made}, so {fell}."
+    return Finding("activations", cause, action, module, located.line, count=count)
 
 
-def _of_loss(evidence: Evidence, fell: str) -> Verdict | None:
+def _of_loss(evidence: Evidence, fell: str) -> Finding | None:
     losses = [skip.loss for skip in evidence.skips if skip.loss is not None]
     if not losses or any(map(math.isfinite, losses)):
         return None
-    return Verdict(
+    return Finding(
         "loss",
-        f"The unscaled loss is itself {losses[-1]:g}, so {fell}. {_WONT} look for Inf or NaN in "
-        "the batch, and in the loss for a logarithm (take a loss of logits instead), an "
-        "exponential (raise the temperature), a power, or a division by 0 (clamp the divisor; a "
-        "small constant such as 1e-8 is 0 in float16), which float16 makes infinite sooner: "
-        "compute it in float32.",
+        f"The unscaled loss is itself {losses[-1]:g}, so {fell}.",
+        f"{_WONT} look for Inf or NaN in the batch, and in the loss for a logarithm (take a loss "
+        "of logits), an exponential, a power, or a division by 0 (a constant such as 1e-8 is 0 in "
+        "float16): compute it in float32.",
+        count=evidence.skips_in_a_row,
+        is_certain=False,
     )
 
 
-def _of_gradients(evidence: Evidence, fell: str) -> Verdict:
+def _of_gradients(evidence: Evidence, fell: str) -> Finding:
     first, last = evidence.skips[0], evidence.skips[-1]
     inspected = [skip.nonfinite for skip in evidence.skips if skip.nonfinite is not None]
     is_elsewhere = evidence.world_size > 1 and inspected[-1:] == [()]
     is_large = any(abs(skip.loss or 0.0) > _LARGE_LOSS for skip in evidence.skips)
     name = None if is_elsewhere or is_large else _nan_in_all(evidence.skips)
+    found, count = evidence.located, evidence.skips_in_a_row
+    is_backward = found is not None and found.kind == "backward"
+    line = found.line if found is not None and is_backward else None
     if name is not None:
-        found = evidence.located
-        is_backward = found is not None and found.kind == "backward"
         at = at_line(found, ", by the gradient of") if is_backward else ""
         name_it = "" if at else ", and let anomaly detection name the operation"
-        return Verdict(
+        return Finding(
             "nan",
             f"The gradient of {name} is NaN at every loss scale{at}, though the loss is finite: "
-            f"{fell}. {_WONT} look in its backward pass for 0 * Inf or 0 / 0, such as the square "
-            "root or norm of 0 (add a small number under the root) or the branch that where() does "
-            f"not take{name_it}.",
+            f"{fell}.",
+            f"{_WONT} {of_backward(found if at else None)}{name_it}.",
             name,
+            line,
+            count=count,
         )
     nonfinite = last.nonfinite or ()
     where = next((gradient.name for gradient in nonfinite), None)
@@ -132,11 +155,13 @@ def _of_gradients(evidence: Evidence, fell: str) -> Verdict:
     at_floor = evidence.min_scale is not None and last.scale <= evidence.min_scale
     is_fixed = len(evidence.skips) > 1 and first.scale == last.scale
     if not (at_floor or is_fixed or last.scale <= 1):
-        return Verdict(
+        return Finding(
             "normal",
-            f"{overflow}, and {fell}. The scale is still falling, and a lower one may fix this: "
-            "start from a lower init_scale to get there sooner.",
+            f"{overflow}, and {fell}.",
+            "The scale is still falling, and a lower one may fix this: start from a lower "
+            "init_scale to get there sooner.",
             where,
+            count=count,
         )
     limit = (
         "which cannot fall further"
@@ -144,18 +169,21 @@ def _of_gradients(evidence: Evidence, fell: str) -> Verdict:
         else "which no longer enlarges gradients"
     )
     loss = f" (the loss is {last.loss:g})" if is_large else ""
-    what = f"{overflow}{loss} at a loss scale of {last.scale:g}, {limit}: {fell}."
+    cause = f"{overflow}{loss} at a loss scale of {last.scale:g}, {limit}: {fell}."
     if is_elsewhere:
-        return Verdict("elsewhere", f"{what} {EXPLAIN_ALL}")
-    lower = "a scale below 1 may cure that" if last.scale <= 1 else "a lower scale may cure that"
+        return Finding("elsewhere", cause, EXPLAIN_ALL, count=count)
+    lower = "start from a scale below 1" if last.scale <= 1 else "start from a lower scale"
     if at_floor or is_fixed:
-        lower += ", if you allow it (min_scale, or another policy)"
-    return Verdict(
+        lower = "allow a lower scale (min_scale, or another policy)"
+    return Finding(
         "floor",
-        f"{what} The gradients may be too large for float16 as they are: divide the loss (a mean "
-        f"in place of a sum, targets in larger units), and {lower}; if they are Inf at every "
-        "scale, look for a division by 0, or train in bfloat16.",
+        cause,
+        f"Divide the loss (a mean in place of a sum, targets in larger units), or {lower}; if the "
+        "gradients are Inf at every scale, look for a division by 0, or train in bfloat16.",
         where,
+        line,
+        count=count,
+        is_certain=False,
     )
 
 

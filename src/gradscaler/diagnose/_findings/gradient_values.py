@@ -6,7 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from gradscaler.diagnose._findings.evidence import Evidence, Verdict
+from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._findings.finding import Finding
 from gradscaler.diagnose._fit import Fit, fades, fit_of
 from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._run.lines import ParameterSample, Sample
@@ -22,7 +23,7 @@ ENDED = "relu", "threshold", "clamp", "clamp_min", "clamp_max", "hardtanh"  # as
 CUT = ""  # in place of an operation: the graph is cut, as by detach()
 
 
-def cut_off(evidence: Evidence) -> Verdict | None:
+def cut_off(evidence: Evidence) -> Finding | None:
     """Some parameters that the model uses, and that no gradient reaches."""
     sample, cut = evidence.sample, evidence.cut
     if sample is None or not cut or not sample.parameters.keys() - cut.keys():
@@ -33,13 +34,13 @@ def cut_off(evidence: Evidence) -> Verdict | None:
     where = names[-1].rpartition(".")[0] or None
     whose = f"{len(names)} of {len(sample.parameters) + len(sample.missing)} parameters"
     if by == CUT:
-        return Verdict(
+        return Finding(
             "dead",
             f"{whose}, {names[0]} first, have no gradient, though their modules run before others "
-            "that have one. Changing the loss scale won't fix this: look behind "
-            f"{where or names[-1]} for what cuts the graph, such as detach(), .data, .item(), "
-            "numpy(), torch.tensor(), argmax or a comparison; if it is meant to be cut, call "
-            "requires_grad_(False) on them.",
+            "that have one.",
+            f"No loss scale fixes this: look behind {where or names[-1]} for what "
+            "cuts the graph, such as detach(), .data, .item(), numpy(), torch.tensor(), argmax or "
+            "a comparison; if it is meant to be cut, call requires_grad_(False) on them.",
             where,
         )
     if by in STEPS:
@@ -60,15 +61,16 @@ def cut_off(evidence: Evidence) -> Verdict | None:
             "they are all on its flat side, so look at the biases before it and the learning rate, "
             "normalise them, or take a function with a slope on both sides (leaky_relu, gelu)"
         )
-    return Verdict(
+    return Finding(
         "dead",
         f"The gradients of {whose}, {names[0]} first, are exactly 0, because they pass {by}, "
-        f"{why}. A larger scale would not help: {try_}.",
+        f"{why}.",
+        f"A larger scale would not help: {try_}.",
         where,
     )
 
 
-def dead(evidence: Evidence) -> Verdict | None:
+def dead(evidence: Evidence) -> Finding | None:
     """Gradients that are exactly 0, and not for being small."""
     sample = evidence.sample
     if sample is None or sample.shares is None or sample.shares.zero < _DEAD:
@@ -87,14 +89,15 @@ def dead(evidence: Evidence) -> Verdict | None:
         where = _nearest_the_loss(parameters)
         which = f"The gradients of {len(zeros)} of {len(parameters)} parameters, {zeros[0]} first,"
         zeroed = ""
-    return Verdict(
+    return Finding(
         "dead",
         f"{which} are exactly 0 in step {sample.step}, at a loss scale of {sample.scale:g}, and no "
-        f"gradient is small. A larger scale would not help: look for {zeroed}what has no slope "
-        "between these parameters and the loss, such as ReLUs that are all off (their biases, a "
-        "learning rate that was too large), a clamp, rounding or argmax, a saturated function, or "
-        "detach().",
+        "gradient is small.",
+        f"A larger scale would not help: look for {zeroed}what has no slope between these "
+        "parameters and the loss, such as ReLUs that are all off (their biases, a learning rate "
+        "that was too large), a clamp, rounding or argmax, a saturated function, or detach().",
         where,
+        is_certain=False,
     )
 
 
@@ -107,7 +110,7 @@ def _nearest_the_loss(parameters: Mapping[str, ParameterSample]) -> str | None:
     return next((module for module in reversed(modules) if modules[module] and module), None)
 
 
-def too_small(evidence: Evidence) -> Verdict | None:
+def too_small(evidence: Evidence) -> Finding | None:
     """Underflow, if a larger scale would fit; else that no scale does."""
     sample = evidence.sample
     if sample is None or sample.shares is None or sample.histogram is None:
@@ -142,12 +145,13 @@ def too_small(evidence: Evidence) -> Verdict | None:
             "skipped, and each skip lowers it: look at what the skipped steps have in common, such "
             "as an optimizer, a batch or a parameter, for Inf and NaN that occur at every scale."
         )
-    return Verdict(
+    return Finding(
         "underflow",
         f"At a loss scale of {sample.scale:g}, {shares.zero + shares.flushed:.0%} of the gradients "
-        f"are zero in {form.name} and {shares.subnormal:.0%} subnormal, in step {sample.step}. "
-        f"{try_}",
+        f"are zero in {form.name} and {shares.subnormal:.0%} subnormal, in step {sample.step}.",
+        try_,
         worst,
+        is_certain=False,
     )
 
 
@@ -160,7 +164,7 @@ def _has_no_loss(sample: Sample, evidence: Evidence) -> bool:
     return fits or sample.scale >= _LARGE_SCALE
 
 
-def _range(fit: Fit) -> Verdict:
+def _range(fit: Fit) -> Finding:
     """No scale fits."""
     where = fit.gone[0] if fit.gone else fit.lowest
     edge = 2.0 ** (fit.common.edge + 1)
@@ -176,10 +180,12 @@ def _range(fit: Fit) -> Verdict:
             f"are those of {len(fit.gone)} of {len(fit.parameters)} parameters, while those of "
             f"{highest} overflow at a scale {edge / fit.own:g} times as large"
         )
-    return Verdict(
+    return Finding(
         "range",
-        f"No loss scale fits: {what}. Bring the layers closer together: normalisation or residual "
-        "connections between them, ReLU or GELU in place of sigmoids, loss terms of like weight, a "
-        "scaler and optimizer for each head; or train in bfloat16.",
+        f"No loss scale fits: {what}.",
+        "Bring the layers closer together: normalisation or residual connections between them, "
+        "ReLU or GELU in place of sigmoids, loss terms of like weight, a scaler and optimizer for "
+        "each head; or train in bfloat16.",
         where or None,
+        is_certain=False,
     )

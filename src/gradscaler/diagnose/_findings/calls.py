@@ -1,0 +1,172 @@
+"""Calls of a scaler that have no error, and do not do what they should."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+from gradscaler.diagnose._findings.evidence import Evidence, Past
+from gradscaler.diagnose._findings.finding import Finding
+
+_FEW = 5
+_FEW_SAMPLES = 2
+_HALF = 0.5
+_EXACTLY = 0.3  # from the power of the scale that a loss is proportional to
+_FALL = 1.3  # times
+_ALMOST_ALL = 0.9
+_MANY = 0.25
+_SAME = 2e-5  # relative difference of norms that are clipped to one number
+_LARGEST_LIMIT = 1e3  # to which gradients are clipped
+
+
+def unzeroed(evidence: Evidence) -> Finding | None:
+    """Gradients that were not cleared after a step, also after one that was skipped."""
+    count, steps = evidence.calls.get("unzeroed", 0), evidence.steps
+    if count < max(_FEW, _MANY * steps):
+        return None
+    return Finding(
+        "misuse",
+        f"In {count} of {steps} steps, the backward pass added scaled gradients to the unscaled "
+        "ones that the step before had used, so each step uses a sum of unlike parts, and an Inf "
+        "or a NaN stays.",
+        "Call step(optimizer) and update() once, after the last micro-batch's backward pass, and "
+        "optimizer.zero_grad() after each step.",
+        count=count,
+    )
+
+
+def clipped_while_scaled(evidence: Evidence) -> Finding | None:
+    samples = evidence.measured
+    norms = [sample.norm for sample in samples]
+    largest = [sample.largest for sample in samples if sample.largest is not None]
+    what, function = "norm", "clip_grad_norm_"
+    limit = _one_limit(norms)
+    if limit is None and len(largest) > 1:
+        what, function = "largest magnitude", "clip_grad_value_"
+        limit = _one_limit(largest)
+    if limit is None or _one_limit([limit / samples[-1].scale]) is not None:
+        return None  # the second: they are clipped after unscaling, and the scale did not move
+    scale = samples[-1].scale
+    return Finding(
+        "misuse",
+        f"The {what} of the gradients is {limit:g} in each sample while they are still multiplied "
+        f"by the loss scale, so they are clipped to {limit:g} / {scale:g} = {limit / scale:g}, and "
+        "the training hardly moves.",
+        "Call scaler.unscale_(optimizer) after the backward pass and before "
+        f"{function}, or scaler.clip_grad_norm_(optimizer, max_norm) in its place.",
+    )
+
+
+def _one_limit(values: list[float]) -> float | None:
+    """The number of two digits that all values are, as those that people clip to; else None."""
+    if not values or not 0 < min(values) <= max(values) < math.inf:
+        return None
+    limit = float(f"{values[0]:.2g}")
+    is_one = all(abs(value - limit) <= _SAME * limit for value in values)
+    return limit if is_one and limit <= _LARGEST_LIMIT else None
+
+
+def updated_too_often(evidence: Evidence) -> Finding | None:
+    calls, steps = evidence.calls, evidence.steps
+    unstepped = calls.get("unstepped", 0)
+    if unstepped >= max(_FEW, _MANY * (unstepped + steps)):
+        return Finding(
+            "misuse",
+            f"update() was called {unstepped} times after unscale_(optimizer) and without a step, "
+            f"and {steps} times after one: gradients that are accumulated over micro-batches are "
+            "divided by the loss scale again and again.",
+            "Call unscale_(optimizer), step(optimizer) and update() once each, after the last "
+            "micro-batch's backward pass.",
+            count=unstepped,
+        )
+    switched, unscaled = calls.get("switched", 0), calls.get("unscaled", 0)
+    if unscaled < max(_FEW, _MANY * steps) and switched < max(_FEW, _ALMOST_ALL * steps):
+        return None
+    harm = "growth_interval counts each iteration twice, and a skip of one lowers it for both"
+    if unscaled:
+        harm = "the next optimizer's gradients are unscaled by another scale once it moves"
+    return Finding(
+        "misuse",
+        f"update() is called after the step of each of several optimizers: {harm}.",
+        "Step all optimizers, then call update() once at the end of the iteration; or give each "
+        "optimizer and its loss a scaler of its own.",
+    )
+
+
+def scaled_in_loss(evidence: Evidence) -> Finding | None:
+    """A loss that depends on the loss scale, as a penalty on gradients that are still scaled."""
+    # A skip leaves the parameters as they are, so the loss stays about the same.
+    falls: list[Past] = []
+    for before, after in pairwise(evidence.past):
+        if not (before.skipped and after.scale < before.scale):
+            falls = falls if len(falls) >= _FEW else []
+        elif _falls(before, after):
+            falls = [*falls, after] if falls and falls[-1] is before else [before, after]
+    if len(falls) < _FEW:
+        return None
+    first, last = falls[0], falls[-1]
+    assert first.loss
+    assert last.loss
+    power = math.log(first.loss / last.loss) / math.log(first.scale / last.scale)
+    if min(abs(power - 1), abs(power - 2)) > _EXACTLY:  # as a norm is, and its square
+        return None
+    return Finding(
+        "misuse",
+        f"The loss falls with the loss scale, from {first.loss:g} at {first.scale:g} in step "
+        f"{first.step} to {last.loss:g} at {last.scale:g} in step {last.step}, so it holds "
+        "something that is multiplied by the scale, as a penalty on gradients does.",
+        "Multiply the gradients of autograd.grad(scaler.scale(loss), ...) by 1 / "
+        "scaler.get_scale() before the penalty, or take them of the unscaled loss.",
+        steps=(first.step, last.step),
+        count=len(falls),
+    )
+
+
+def _falls(before: Past, after: Past) -> bool:
+    """Whether a loss fell from one step to the next, as far as a scale may have made it."""
+    if not before.loss or not after.loss or before.is_bad or after.is_bad:
+        return False
+    return before.loss > _FALL * after.loss > 0
+
+
+def stalled(evidence: Evidence) -> Finding | None:
+    """Parameters of 16 bits whose updates are lost in rounding."""
+    shares = evidence.unmoved[-_FEW_SAMPLES:]
+    if len(shares) < _FEW_SAMPLES or min(shares) < _HALF:
+        return None
+    return Finding(
+        "stalled",
+        f"{shares[-1]:.0%} of the parameters in 16 bits did not move from one sample to the next, "
+        "though they have gradients: their updates are less than half of the distance to the next "
+        "number, and are rounded away.",
+        "Keep the parameters in float32, with the forward pass under autocast, or a copy of them "
+        "in float32 that the optimizer updates; a larger learning rate only hides it.",
+        is_certain=False,
+    )
+
+
+def full_precision(evidence: Evidence) -> Finding | None:
+    """Backward passes without float16."""
+    dtypes = evidence.backward
+    if evidence.dtype != "float16" or not dtypes or dtypes & {"float16", "unknown"}:
+        return None
+    if "bfloat16" in dtypes:
+        return Finding(
+            "misuse",
+            f"The backward pass computes in {_listed(dtypes)} and nothing in float16, and bfloat16 "
+            "has the range of float32: loss scaling gains nothing, and a skip loses a step.",
+            "Leave the scaler out (enabled=False), or run autocast with dtype=torch.float16.",
+            is_certain=False,
+        )
+    return Finding(
+        "misuse",
+        f"The backward pass computes in {_listed(dtypes)} and nothing in float16, so loss scaling "
+        "has nothing to protect.",
+        "Run the forward pass and the loss under torch.autocast(device, dtype=torch.float16), or "
+        "leave the scaler out (enabled=False).",
+        is_certain=False,
+    )
+
+
+def _listed(dtypes: frozenset[str]) -> str:
+    return " and ".join(sorted(dtypes))

@@ -1,0 +1,61 @@
+"""Trainings that lose what they compute: updates, an optimizer's state, a scaler's state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from gradscaler.torch import GradScaler
+from trainings import Setting, fit, mlp, regression, training
+
+
+@training("stalled", None, "float32")
+def updates_below_half_an_ulp(setting: Setting) -> None:
+    """The parameters are float16, and the learning rate is that of fine-tuning."""
+    model = mlp(16, 64, 64, 1)
+    model.half()
+    rate = setting.pick(1e-6, 3e-6, 1e-6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    scaler = GradScaler("cpu", allow_fp16_gradients=True)
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(32, 16).half()
+        return nn.functional.mse_loss(model(inputs).float(), inputs.sum(1, keepdim=True).float())
+
+    fit(setting, model, loss_of, 320, optimizer=optimizer, scaler=scaler, dtype=None)
+
+
+@training("state|parameter", None, "checkpoint")
+def a_step_without_the_scaler(setting: Setting) -> None:
+    """One step in between is taken by the optimizer itself, on gradients that overflowed."""
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    when = setting.pick(5, 30, 60)
+
+    def after(step: int) -> None:
+        if step == when:
+            for parameter in model[2].parameters():
+                parameter.grad = torch.full_like(parameter, torch.inf)
+            optimizer.step()
+
+    def loss_of(step: int) -> Tensor:
+        return regression(model, torch.randn(32, 16))
+
+    fit(setting, model, loss_of, 120, optimizer=optimizer, after=after)
+
+
+@training("state", "exp_avg_sq of 2.weight", "checkpoint")
+def a_second_moment_of_inf(setting: Setting) -> None:
+    """Adam divides by it, so that this weight no longer moves, and nothing is NaN."""
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scaler = GradScaler("cpu", init_scale=setting.pick(2.0**24, 2.0**22, 2.0**20))
+
+    def after(step: int) -> None:
+        if step == 40:
+            optimizer.state[model[2].weight]["exp_avg_sq"][0, 3] = torch.inf
+
+    def loss_of(step: int) -> Tensor:
+        return regression(model, torch.randn(32, 16))
+
+    fit(setting, model, loss_of, 120, optimizer=optimizer, scaler=scaler, after=after)
