@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -397,3 +398,31 @@ def test_what_a_killed_process_wrote_is_there(path):
     assert run.num_steps >= 100
     assert [skip.step for skip in run.skips] == list(range(1, run.num_steps + 1))
     assert read_run(written(path)).starts[-1].step == run.num_steps
+
+
+def continued(path, scale, loss, before=16.0):
+    """A file of two runs, the first of which ends at ``before`` and a loss of 1."""
+    policy = {"name": "DynamicScale"}
+    losses = tuple(9.0 - 8.0 * step / 49 for step in range(50))
+    first = Sample(50, before, ((1, before),), 50, (), losses[-1], losses=losses)
+    second = Sample(60, scale, ((51, scale),), 10, (), loss, losses=(loss,) * 10)
+    for step, sample in ((0, first), (50, second)):
+        start = replace(START, step=step, policy=policy)
+        with closing(RunFile(path, start)) as file:
+            file.write(sample)
+    return read_run(path).verdict
+
+
+@pytest.mark.parametrize(
+    ("scale", "loss", "kind"),
+    [
+        (2.0**16, 1.1, "restart"),
+        (2.0**-16, 0.9, "restart"),
+        (32.0, 1.1, "normal"),  # it may have grown
+        (2.0**16, 9.0, "normal"),  # another training
+    ],
+)
+def test_a_run_that_goes_on_at_another_scale_was_restarted_without_it(path, scale, loss, kind):
+    found = continued(path, scale, loss)
+    assert found.kind == kind
+    assert ("scale of 16, and this one continues" in found.text) == (kind == "restart")

@@ -77,9 +77,10 @@ def _normal(evidence: Evidence) -> Finding:
         return Finding(
             "normal",
             "No step was seen yet.",
-            "If the training runs: in JAX, Keras and MindSpore, call monitor.record() after each "
-            "step; elsewhere, step(optimizer) finds no gradients, so look for zero_grad() after "
-            "the backward pass, and for an optimizer of other parameters than the model's.",
+            "If a call of the scaler raised an error, do what its message says. If the training "
+            "runs: in JAX, Keras and MindSpore, call monitor.record() after each step; elsewhere, "
+            "step(optimizer) finds no gradients, so look for zero_grad() after the backward pass, "
+            "and for an optimizer of other parameters than the model's.",
         )
     if not evidence.skipped:
         return Finding("normal", f"None of {evidence.steps} steps was skipped.", _nothing(evidence))

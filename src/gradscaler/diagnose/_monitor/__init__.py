@@ -36,10 +36,12 @@ class Monitor:
 
     At one of each ``every`` steps it takes a sample: the norm of the unscaled gradients; what
     gradients times scale become in ``dtype``, from at most 16,384 elements of each; the worst
-    parameters. It keeps the loss of every step. After ``stuck_after`` skips in a row it gives its
-    verdict, from the losses, from the skipped gradients and, in the last of these steps, from the
-    model's parameters and activations. While a lower scale may still cure the skips, it waits for
-    more.
+    parameters. It keeps the loss of every step. Of each kind of finding it warns once it is sure
+    (:class:`~gradscaler.diagnose.FindingWarning`), and again when ten times as many steps show it;
+    looking for them takes at most 1 % of the time. After ``stuck_after`` skips in a row it gives
+    its verdict, from the losses, from the skipped gradients and, in the last of these steps, from
+    the model's parameters and activations. While a lower scale may still cure the skips, it waits
+    for more.
 
     The step after the first skip whose loss is not finite is watched, and the last of
     ``stuck_after`` skips. A closure that fails is watched when it is called again, on the same
@@ -84,7 +86,8 @@ class Monitor:
             ``RANK``, else 0.
         forensics: inspect every n-th skipped step; 0 disables.
         on_stuck: ``"warn"`` warns once in a streak of skips. ``"raise"`` raises before the scale
-            moves, and the next ``update()`` continues. ``"continue"`` only writes the verdict.
+            moves, and the next ``update()`` continues. ``"continue"`` only writes the verdict, and
+            warns of no other finding either.
             Each process decides for itself: one that raises may leave the others waiting for it
             until the launcher ends them.
         stuck_after: how many skips in a row of one optimizer are too many. 1 leaves no step in
