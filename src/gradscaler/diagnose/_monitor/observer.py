@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from itertools import chain, islice
+from itertools import chain
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -184,12 +184,7 @@ class EagerObserver(StepSource):
             is_unseen = is_unseen and not was_inspected
             is_late = is_unseen and self.log.needs_verdict  # flags were read after the step
             self._budget.step_ended(ended, was_inspected, self._has_failed(ended))
-            self._inspects_next = (
-                self.log.is_nearly_stuck
-                or is_late
-                or self._begins_bad_losses()
-                or self._may_locate(ended + 1)
-            )
+            self._inspects_next = self.log.is_nearly_stuck or is_late or self._may_locate(ended + 1)
             if not is_late:
                 self.log.check()
         except Exception as error:  # the next call continues; after an interrupt it tries again
@@ -365,11 +360,6 @@ class EagerObserver(StepSource):
                 each.start() if is_wanted else each.stop()
         if is_wanted:
             self._inspected = self._iterations[-1].number
-
-    def _begins_bad_losses(self) -> bool:
-        """Whether the loss of the latest step is not finite, and that of the one before is."""
-        latest = islice(reversed(self.log.history), 2)
-        return [step.has_bad_loss for step in latest] in ([True], [True, False])
 
     def _has_failed(self, number: int) -> bool:
         """Whether the loss of a step is not finite, if that was read already."""
