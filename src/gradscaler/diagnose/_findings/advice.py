@@ -34,8 +34,8 @@ _SCORES = (
 )
 _EXP = (
     "the exponential of more than 11 is too large for float16: raise the temperature, subtract the "
-    "largest exponent first (as softmax and logsumexp do), clamp the difference of the logarithms "
-    "if it is a ratio of probabilities, or compute it in float32"
+    "largest exponent first (as softmax does), clamp it (as where it is a ratio of probabilities), "
+    "or compute it in float32"
 )
 _LOG = (
     "the logarithm of 0 is -Inf, and of a negative number NaN: take a loss of logits "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from statistics import median
 
 from gradscaler.diagnose._findings.evidence import Evidence, Past
 from gradscaler.diagnose._findings.finding import Finding
@@ -104,12 +105,15 @@ def scaled_in_loss(evidence: Evidence) -> Finding | None:
             falls = [*falls, after] if falls and falls[-1] is before else [before, after]
     if len(falls) < _FEW:
         return None
-    first, last = falls[0], falls[-1]
-    assert first.loss
-    assert last.loss
-    power = math.log(first.loss / last.loss) / math.log(first.scale / last.scale)
+    powers = [
+        math.log(before.loss / after.loss) / math.log(before.scale / after.scale)
+        for before, after in pairwise(falls)
+        if before.loss and after.loss
+    ]
+    power = median(powers)
     if min(abs(power - 1), abs(power - 2)) > _EXACTLY:  # as a norm is, and its square
         return None
+    first, last = falls[0], falls[-1]
     return Finding(
         "misuse",
         f"The loss falls with the loss scale, from {first.loss:g} at {first.scale:g} in step "

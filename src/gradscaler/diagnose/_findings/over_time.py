@@ -163,10 +163,10 @@ def data(evidence: Evidence) -> Finding | None:
             "them or leave them out."
         )
         if found is not None and found.operation is not None and found.kind == "forward":
-            action = f"Look at these batches: {of_forward(found)}."
+            action = f"In these batches, {of_forward(found)}."
         return Finding(
             "data",
-            f"{text}, in {these} because the loss itself was {own[-1]:g}{at}{usual}{now}.",
+            f"{text}, in {these} because the loss itself was {own[-1]:g}{at}{usual}.",
             action,
             *place,
             steps,
@@ -242,6 +242,8 @@ def lowered(evidence: Evidence) -> Finding | None:
         return None
     earlier, scale = evidence.earlier, evidence.scale
     if scale is None or scale >= 1 or (earlier is not None and earlier.verdict not in _CURED):
+        return None
+    if 2 * evidence.bad_and_skipped > evidence.skipped:  # it has sunk for no gradient
         return None
     return Finding(
         "floor",
