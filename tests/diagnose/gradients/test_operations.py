@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch
 from torch.utils.checkpoint import checkpoint
 
 from gradscaler.diagnose import locate
-from gradscaler.diagnose._gradients.module_hooks import ModuleHooks
-from gradscaler.diagnose._gradients.operation_watch import OperationWatch
+from gradscaler.diagnose._locate.module_hooks import ModuleHooks
+from gradscaler.diagnose._locate.operation_watch import OperationWatch
 from gradscaler.torch import GradScaler
 
 INF, HALF = math.inf, torch.float16

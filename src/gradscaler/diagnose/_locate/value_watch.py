@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
-from gradscaler.diagnose._gradients.call_site import Site
-from gradscaler.diagnose._gradients.event import Event, located_at
 from gradscaler.diagnose._gradients.reading import (
     Reading,
     largest_finite,
@@ -16,6 +14,8 @@ from gradscaler.diagnose._gradients.reading import (
     memory_of,
     read,
 )
+from gradscaler.diagnose._locate.call_site import Site
+from gradscaler.diagnose._locate.event import Event, located_at
 
 Tensor = Any
 

@@ -9,11 +9,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from gradscaler.diagnose._gradients.call_site import Site, differentiated
-from gradscaler.diagnose._gradients.event import Event, located_at
-from gradscaler.diagnose._gradients.module_hooks import remove_all
 from gradscaler.diagnose._gradients.reading import are_finite, largest_finite, read
-from gradscaler.diagnose._gradients.value_watch import ValueWatch
+from gradscaler.diagnose._locate.call_site import Site, differentiated
+from gradscaler.diagnose._locate.event import Event, located_at
+from gradscaler.diagnose._locate.module_hooks import remove_all
+from gradscaler.diagnose._locate.value_watch import ValueWatch
 
 Tensor = Any
 Node = Any

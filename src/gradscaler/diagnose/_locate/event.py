@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gradscaler.diagnose._gradients.arrays import dtype_name, to_numpy
-from gradscaler.diagnose._gradients.call_site import Site
-from gradscaler.diagnose._gradients.module_hooks import Located
 from gradscaler.diagnose._gradients.nonfinite import count_nonfinite
+from gradscaler.diagnose._locate.call_site import Site
+from gradscaler.diagnose._locate.module_hooks import Located
 
 
 @dataclass(eq=False)

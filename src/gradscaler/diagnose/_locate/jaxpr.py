@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from gradscaler.diagnose._gradients.arrays import dtype_name, to_numpy
-from gradscaler.diagnose._gradients.call_site import Site, shown_line
-from gradscaler.diagnose._gradients.event import located_at
-from gradscaler.diagnose._gradients.module_hooks import Located
 from gradscaler.diagnose._gradients.reading import Reading, largest_of
+from gradscaler.diagnose._locate.call_site import Site, shown_line
+from gradscaler.diagnose._locate.event import located_at
+from gradscaler.diagnose._locate.module_hooks import Located
 
 Array = Any
 Jaxpr = Any

@@ -15,9 +15,9 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from gradscaler.diagnose._gradients.arrays import dtype_name, to_numpy
-from gradscaler.diagnose._gradients.call_site import calling_line
 from gradscaler.diagnose._gradients.nonfinite import count_nonfinite
 from gradscaler.diagnose._gradients.reading import floating, largest, largest_of
+from gradscaler.diagnose._locate.call_site import calling_line
 
 Module = Any
 Tensor = Any

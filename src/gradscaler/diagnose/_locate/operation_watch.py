@@ -11,11 +11,11 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from gradscaler.diagnose._gradients.call_site import Site, called, caller_of
-from gradscaler.diagnose._gradients.module_hooks import Located, ModuleHooks
-from gradscaler.diagnose._gradients.node_watch import NodeWatch
 from gradscaler.diagnose._gradients.reading import Reading, floating, memory_of, read
-from gradscaler.diagnose._gradients.value_watch import Operation, ValueWatch
+from gradscaler.diagnose._locate.call_site import Site, called, caller_of
+from gradscaler.diagnose._locate.module_hooks import Located, ModuleHooks
+from gradscaler.diagnose._locate.node_watch import NodeWatch
+from gradscaler.diagnose._locate.value_watch import Operation, ValueWatch
 
 _OVERWRITES = ("copy_", "fill_", "normal_", "uniform_", "zero_")  # whatever was there before
 _LEAVES_UNWRITTEN = re.compile("empty|resize")

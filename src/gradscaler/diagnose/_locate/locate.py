@@ -10,7 +10,7 @@ from contextvars import ContextVar, copy_context
 from itertools import chain
 from typing import Any
 
-from gradscaler.diagnose._gradients.module_hooks import (
+from gradscaler.diagnose._locate.module_hooks import (
     Located,
     Module,
     ModuleHooks,
@@ -18,7 +18,7 @@ from gradscaler.diagnose._gradients.module_hooks import (
     framework_of,
     modules_of,
 )
-from gradscaler.diagnose._gradients.operation_watch import OperationWatch
+from gradscaler.diagnose._locate.operation_watch import OperationWatch
 
 is_locating = ContextVar("is_locating", default=False)
 """Whether a closure of :func:`locate` runs, whose losses belong to no step."""
