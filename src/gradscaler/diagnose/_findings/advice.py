@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gradscaler.diagnose._locate.module_hooks import Located
+from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._run.lines import Watched
 
 _SOFTMAXES = "softmax", "attention", "transformer"

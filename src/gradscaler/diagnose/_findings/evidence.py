@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from gradscaler.diagnose._fit import MOST_SAMPLES, has_sizes
-from gradscaler.diagnose._locate.module_hooks import Located
+from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._run.lines import Sample, Skip, VerdictLine, Watched
 from gradscaler.outcome import HISTORY_LENGTH
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
-from gradscaler.diagnose._gradients.arrays import dtype_name, to_numpy
-from gradscaler.diagnose._gradients.reading import Reading, largest_of
-from gradscaler.diagnose._locate.call_site import Site, shown_line
-from gradscaler.diagnose._locate.event import located_at
-from gradscaler.diagnose._locate.module_hooks import Located
+from gradscaler.diagnose._gradients.arrays import dtype_name
+from gradscaler.diagnose._gradients.reading import Reading, largest_finite, largest_of, read
+from gradscaler.diagnose._locate.call_site import users_line
+from gradscaler.diagnose._locate.located import Located, Site, located_at
 
 Array = Any
 Jaxpr = Any
@@ -24,7 +19,6 @@ Equation = Any
 
 _ADDS_UP = ("dot_general", "conv_general_dilated", "reduce_sum", "cumsum", "reduce_window_sum")
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2")
-_PACKAGES = ("jax", "gradscaler")
 
 
 class _Value(NamedTuple):
@@ -198,8 +192,8 @@ def _given(array: Array, name: str | None = None) -> _Value:
     found = _read(array)
     if found.state != "bad":
         return _Value(array, found)
-    site = Site(None, None, None, "")
-    return _Value(array, found, located_at(site, "input", array, _largest_finite(array), name))
+    source = located_at(Site(), "input", array, largest_finite([array]), name)
+    return _Value(array, found, source)
 
 
 def _made(name: str, array: Array, inputs: Sequence[_Value], place: _Place) -> _Value:
@@ -223,32 +217,18 @@ def _made(name: str, array: Array, inputs: Sequence[_Value], place: _Place) -> _
     source = next((value.source for value in masks if value.source is not None), None)
     if source is None:
         largest = largest_of(value.found.largest for value in inputs)
-        source = located_at(Site(name, place.line, None, ""), place.kind, array, largest)
+        source = located_at(Site(name, place.line), place.kind, array, largest)
     return _Value(array, found, source)
 
 
 def _read(array: Array) -> Reading:
     """What an array holds; anything but numbers is finite."""
     is_number = dtype_name(array).startswith(("float", "bfloat", "complex"))
-    if not is_number or dtype_name(array) == "float0" or not np.size(array):
-        return Reading("finite")
-    values = to_numpy(array)
-    found = float(np.abs(values).max())
-    if math.isfinite(found):
-        return Reading("finite", found)
-    found = float(np.abs(values[values != -math.inf]).max(initial=0.0))
-    return Reading("mask", found) if math.isfinite(found) else Reading("bad")
-
-
-def _largest_finite(array: Array) -> float:
-    values = to_numpy(array)
-    return float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
+    return read(array) if is_number else Reading("finite")
 
 
 def _line_of(equation: Equation) -> str | None:
     """The innermost line that is neither JAX's nor gradscaler's."""
     traceback = equation.source_info.traceback
-    packages = tuple(f"{Path(str(sys.modules[name].__file__)).parent}/" for name in _PACKAGES)
-    frames = [] if traceback is None else traceback.frames
-    users = (frame for frame in frames if not frame.file_name.startswith(packages))
-    return next((shown_line(frame.file_name, frame.line_num) for frame in users), None)
+    frames = () if traceback is None else traceback.frames
+    return users_line(((each.file_name, each.line_num) for each in frames), sys.modules["jax"])

@@ -10,8 +10,8 @@ from contextvars import ContextVar, copy_context
 from itertools import chain
 from typing import Any
 
+from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._locate.module_hooks import (
-    Located,
     Module,
     ModuleHooks,
     buffers_of,
@@ -61,7 +61,7 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
     """
     name = framework_of(model).__name__
     hooks = ModuleHooks(model, backward=name == "tensorplay")
-    watch = OperationWatch(hooks) if name == "torch" else None
+    watch = OperationWatch(hooks, reads_evaluation=True) if name == "torch" else None
     is_lazy = getattr(getattr(framework_of(model).nn, "parameter", None), "is_lazy", None)
     if is_lazy and any(map(is_lazy, chain(model.parameters(), model.buffers()))):
         raise ValueError("model has lazy modules: call it once before, so that they get a shape")

@@ -11,75 +11,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from traceback import walk_stack
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from gradscaler.diagnose._gradients.arrays import dtype_name, to_numpy
-from gradscaler.diagnose._gradients.nonfinite import count_nonfinite
+from gradscaler.diagnose._gradients.arrays import dtype_name
 from gradscaler.diagnose._gradients.reading import floating, largest, largest_of
-from gradscaler.diagnose._locate.call_site import calling_line
+from gradscaler.diagnose._locate.call_site import users_line
+from gradscaler.diagnose._locate.located import Located, Site, located_at
 
 Module = Any
 Tensor = Any
-
-
-@dataclass(frozen=True)
-class Located:
-    """Where the first Inf or NaN was made out of finite numbers.
-
-    Attributes:
-        module: the module's name in the model; empty if that is the model itself, None if it
-            happened outside of all modules, as in a loss function.
-        kind: ``"forward"`` if an output is not finite; ``"backward"`` if the gradient of an input
-            or of a parameter is not; ``"input"`` if nothing made it: a batch, or another tensor
-            that is not a parameter of the model, held it before.
-        type: the name of the module's class; empty outside of all modules.
-        dtype: of the output, the gradient or the tensor, such as ``"float16"``.
-        num_inf: how many of its elements are Inf, of either sign.
-        num_nan: how many are NaN.
-        size: how many elements there are.
-        largest_finite: the largest magnitude of the rest; NaN if there is no rest.
-        largest_input: the largest finite magnitude that went in: in a forward pass, of its inputs;
-            in a backward pass, of its outputs' gradients.
-        parameter: in a forward pass, the name within the module of a parameter that is itself not
-            finite; in a backward pass, of the parameter whose gradient this is; else None.
-        operation: the operation that made it, such as ``"exp"``; in a backward pass, the operation
-            of the forward pass whose gradient this is; for an ``"input"``, the first that read it.
-            None if it is not known, or if a parameter is itself not finite.
-        line: the line that called the operation in the forward pass, such as ``"train.py:12"``:
-            the innermost that is neither the framework's nor gradscaler's. Without an operation,
-            the line that called the module. None if it is not known.
-    """
-
-    module: str | None
-    kind: Literal["forward", "backward", "input"]
-    type: str
-    dtype: str
-    num_inf: int
-    num_nan: int
-    size: int
-    largest_finite: float
-    largest_input: float
-    parameter: str | None = None
-    operation: str | None = None
-    line: str | None = None
-
-    def __str__(self) -> str:
-        counts = {"inf": self.num_inf, "nan": self.num_nan}
-        found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-        backward = self.kind == "backward"
-        of = f", gradient of {self.parameter}" if backward and self.parameter else ""
-        bad = f"; its {self.parameter} is not finite" if not backward and self.parameter else ""
-        in_ = f", {self.operation}" if self.operation else ""
-        at = f" at {self.line}" if self.line else ""
-        where = f"{self.module or 'the model'} ({self.type}, {self.dtype})"
-        if self.module is None:
-            where = f"a function ({self.dtype})"
-        return (
-            f"{self.kind} of {where}{of}{in_}{at}: {found} "
-            f"of {self.size}; largest {'gradient' if backward else 'input'} "
-            f"{self.largest_input:g}{bad}"
-        )
 
 
 class ModuleHooks:
@@ -94,7 +36,7 @@ class ModuleHooks:
         dtypes: the dtype of each module's output, by the module's name, in the order in which
             they ended; of its first call, and of the first tensor in it.
         model: the model.
-        see_output: is given each tensor that a module returns, while it is the current one.
+        see_output: is given each tensor that a module returns, and the module's name and type.
 
     Raises:
         TypeError: ``model`` is not a module of PyTorch or TensorPlay, or a layer of Paddle.
@@ -104,9 +46,8 @@ class ModuleHooks:
         self.located: Located | None = None
         self._framework = framework_of(model)
         self.model = model
-        self.see_output: Callable[[Tensor], None] | None = None
+        self.see_output: Callable[[Tensor, str, str], None] | None = None
         self.dtypes: dict[str, str] = {}
-        self._running: list[tuple[str, str]] = []
         self._backward = backward
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
@@ -119,7 +60,9 @@ class ModuleHooks:
         self.located = None
         self.dtypes.clear()
         try:
-            enter, leave = self._hook(self._enter), self._hook(self._leave)
+            enter, leave = weakly(self._enter), weakly(self._leave)
+            if not self._backward:
+                enter, leave = quiet(enter), quiet(leave)
             add_hooks(self._handles, self._framework, self.model, leave, enter, not self._backward)
             for parameter in self.model.parameters() if self._backward else ():
                 if parameter.requires_grad:
@@ -134,25 +77,6 @@ class ModuleHooks:
         remove_all(self._handles)
         self._entered.clear()
         self._calls.clear()
-        self._running.clear()
-
-    @property
-    def current(self) -> tuple[str | None, str]:
-        """The name and the type of the innermost module that runs; None if there is none."""
-        return self._running[-1] if self._running else (None, "")
-
-    def _hook(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A hook whose errors are suppressed unless backward is checked.
-
-        It does not keep this object alive, as a model may outlive its monitor.
-        """
-        own = weakref.WeakMethod(method)
-
-        def call(*args: Any) -> Any:
-            bound = own()
-            return None if bound is None else bound(*args)
-
-        return call if self._backward else quiet(call)
 
     def _enter(
         self,
@@ -161,7 +85,6 @@ class ModuleHooks:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._running.append((name, type(module).__name__))
         if self.located:
             return None
         # Read now: a module may change its input in place.
@@ -195,23 +118,22 @@ class ModuleHooks:
 
     def _leave(self, name: str, module: Module, args: Any, *kwargs_and_output: Any) -> None:
         *kwargs, output = kwargs_and_output
-        for tensor in floating(self._framework.Tensor, output):
+        outputs = list(floating(self._framework.Tensor, output))
+        for tensor in outputs:
             self.dtypes.setdefault(name, dtype_name(tensor))
             if self.see_output is not None:
-                self.see_output(tensor)
-        while self._running and self._running.pop()[0] != name:
-            pass  # one that an exception ended
+                self.see_output(tensor, name, type(module).__name__)
         if self.located or not self._entered[name]:
             return
         call = self._entered[name].pop()
+        # Of all modules' hooks, PyTorch gives kwargs only to this one.
         late = [largest(tensor, masks=True) for tensor in floating(self._framework.Tensor, kwargs)]
-        call.input = largest_of(
-            [call.input, *late]
-        )  # PyTorch gives a hook of all modules no kwargs
-        masks = next(own_parameters_of(module), None) is None
-        for tensor in floating(self._framework.Tensor, output):
-            if math.isfinite(call.input) and not math.isfinite(largest(tensor, masks)):
-                self._found("forward", name, module, tensor, call.input, _nonfinite_of(module))
+        call.input = largest_of([call.input, *late])
+        own = list(own_parameters_of(module))
+        for tensor in outputs:
+            if math.isfinite(call.input) and not math.isfinite(largest(tensor, masks=not own)):
+                bad = (key for key, parameter in own if not math.isfinite(largest(parameter)))
+                self._found("forward", name, module, tensor, call.input, next(bad, None))
                 return
             if self._backward and tensor.requires_grad:
                 if any(tensor.grad_fn is node for node in call.nodes):
@@ -250,21 +172,12 @@ class ModuleHooks:
         largest_input: float,
         parameter: str | None = None,
     ) -> None:
-        values = to_numpy(tensor)
-        num_inf, num_nan, largest_finite = count_nonfinite(values)
-        self.located = Located(
-            name,
-            kind,
-            type(module).__name__,
-            dtype_name(tensor),
-            num_inf,
-            num_nan,
-            values.size,
-            largest_finite,
-            largest_input,
-            parameter,
-            line=calling_line(self._framework) if kind == "forward" else None,
-        )
+        line = None
+        if kind == "forward":
+            frames = ((frame.f_code.co_filename, number) for frame, number in walk_stack(None))
+            line = users_line(frames, self._framework)
+        site = Site(None, line, name, type(module).__name__)
+        self.located = located_at(site, kind, tensor, largest_input, parameter)
 
 
 @dataclass
@@ -277,12 +190,6 @@ class _Call:
 
     def see_gradient(self, grad: Tensor) -> None:
         self.gradient = largest_of([self.gradient or 0.0, largest(grad)])
-
-
-def _nonfinite_of(module: Module) -> str | None:
-    """The name of one of the module's own parameters that is not finite, or None."""
-    own = own_parameters_of(module)
-    return next((name for name, p in own if not math.isfinite(largest(p))), None)
 
 
 class Hook:
@@ -372,6 +279,17 @@ def quiet(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that does not keep its object alive, and does nothing once that is gone."""
+    own = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = own()
+        return None if bound is None else bound(*args)
+
+    return call
+
+
 def remove_all(handles: list[Any]) -> None:
     """Remove the hooks of handles, and forget them."""
     for handle in handles:
@@ -392,23 +310,21 @@ def framework_of(model: Module) -> Any:
 def modules_of(model: Module) -> Iterator[tuple[str, Module]]:
     """A model and all modules in it, with their names."""
     if hasattr(model, "named_sublayers"):  # Paddle's
-        yield from model.named_sublayers(include_self=True)
-    else:
-        yield from model.named_modules()
+        return model.named_sublayers(include_self=True)  # type: ignore[no-any-return]
+    return model.named_modules()  # type: ignore[no-any-return]
 
 
 def own_parameters_of(module: Module) -> Iterator[tuple[str, Tensor]]:
     """A module's own parameters, without those of the modules in it."""
-    if hasattr(module, "named_sublayers"):
-        yield from module.named_parameters(include_sublayers=False)
-    else:
-        yield from module.named_parameters(recurse=False)
+    yield from module.named_parameters(**_only_own(module))
 
 
 def buffers_of(module: Module) -> Iterator[tuple[str, Tensor]]:
     """A module's own buffers; Paddle makes some, such as a running mean, untrained parameters."""
+    yield from module.named_buffers(**_only_own(module))
     if hasattr(module, "named_sublayers"):
-        yield from module.named_buffers(include_sublayers=False)
         yield from ((name, p) for name, p in own_parameters_of(module) if p.stop_gradient)
-    else:
-        yield from module.named_buffers(recurse=False)
+
+
+def _only_own(module: Module) -> dict[str, bool]:
+    return {"include_sublayers" if hasattr(module, "named_sublayers") else "recurse": False}
