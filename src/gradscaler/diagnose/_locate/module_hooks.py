@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from traceback import walk_stack
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from gradscaler.diagnose._gradients.arrays import dtype_name
 from gradscaler.diagnose._gradients.reading import floating, largest, largest_of
@@ -51,23 +49,18 @@ class ModuleHooks:
         self._backward = backward
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
-        self._entered: defaultdict[str, list[_Call]] = defaultdict(list)
-        self._calls: defaultdict[str, list[_Call]] = defaultdict(list)
+        self._calls: defaultdict[str, list[_Call]] = defaultdict(list)  # those that run
 
     def start(self) -> None:
         """Add the hooks, all or none."""
         self.stop()
         self.located = None
         self.dtypes.clear()
+        enter, leave = weakly(self._enter), weakly(self._leave)
+        if not self._backward:
+            enter, leave = quiet(enter), quiet(leave)
         try:
-            enter, leave = weakly(self._enter), weakly(self._leave)
-            if not self._backward:
-                enter, leave = quiet(enter), quiet(leave)
             add_hooks(self._handles, self._framework, self.model, leave, enter, not self._backward)
-            for parameter in self.model.parameters() if self._backward else ():
-                if parameter.requires_grad:
-                    hook = partial(self._parameter_gradient, parameter)
-                    self._handles.append(parameter.register_hook(hook))
         except BaseException:
             self.stop()
             raise
@@ -75,32 +68,21 @@ class ModuleHooks:
     def stop(self) -> None:
         """Remove the hooks."""
         remove_all(self._handles)
-        self._entered.clear()
         self._calls.clear()
 
-    def _enter(
-        self,
-        name: str,
-        module: Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] = MappingProxyType({}),
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _enter(self, name: str, module: Module, *inputs: Any) -> Any:
         if self.located:
             return None
-        # Read now: a module may change its input in place.
-        inputs = [
-            largest(tensor, masks=True)
-            for tensor in floating(self._framework.Tensor, (args, kwargs))
-        ]
-        call = _Call(largest_of(inputs))
-        self._entered[name].append(call)
+        call = _Call(self._largest(inputs))  # read now: a module may change its input in place
+        self._calls[name].append(call)
         if not self._backward:
             return None
-        self._calls[name].append(call)
         # A tensor's gradient is the sum of what all its uses contribute; an alias has one use.
         aliases: dict[int, Tensor] = {}
 
         def aliased(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: aliased(item) for key, item in value.items()}
             if isinstance(value, tuple) and not hasattr(value, "_fields"):
                 return tuple(map(aliased, value))
             if not isinstance(value, self._framework.Tensor) or not value.requires_grad:
@@ -111,10 +93,9 @@ class ModuleHooks:
                 alias = aliases[id(value)] = value.view_as(value)
                 hook = partial(self._input_gradient, name, module, call)
                 self._handles.append(alias.register_hook(hook))
-                call.nodes.append(alias.grad_fn)
             return aliases[id(value)]
 
-        return aliased(args), {key: aliased(value) for key, value in kwargs.items()}
+        return aliased(inputs)
 
     def _leave(self, name: str, module: Module, args: Any, *kwargs_and_output: Any) -> None:
         *kwargs, output = kwargs_and_output
@@ -123,61 +104,34 @@ class ModuleHooks:
             self.dtypes.setdefault(name, dtype_name(tensor))
             if self.see_output is not None:
                 self.see_output(tensor, name, type(module).__name__)
-        if self.located or not self._entered[name]:
+        if self.located or not self._calls[name]:
             return
-        call = self._entered[name].pop()
+        call = self._calls[name].pop()
         # Of all modules' hooks, PyTorch gives kwargs only to this one.
-        late = [largest(tensor, masks=True) for tensor in floating(self._framework.Tensor, kwargs)]
-        call.input = largest_of([call.input, *late])
+        call.input = largest_of([call.input, self._largest(kwargs)])
         own = list(own_parameters_of(module))
-        for tensor in outputs:
-            if math.isfinite(call.input) and not math.isfinite(largest(tensor, masks=not own)):
+        for tensor in outputs if math.isfinite(call.input) else ():
+            if not math.isfinite(largest(tensor, masks=not own)):
                 bad = (key for key, parameter in own if not math.isfinite(largest(parameter)))
-                self._found("forward", name, module, tensor, call.input, next(bad, None))
+                frames = ((frame.f_code.co_filename, number) for frame, number in walk_stack(None))
+                line = users_line(frames, self._framework)
+                site = Site(None, line, name, type(module).__name__)
+                self.located = located_at(site, "forward", tensor, call.input, next(bad, None))
                 return
             if self._backward and tensor.requires_grad:
-                if any(tensor.grad_fn is node for node in call.nodes):
-                    call.gradient = math.nan  # the output is an input: their gradients are one
-                else:
-                    self._handles.append(tensor.register_hook(call.see_gradient))
-        call.nodes.clear()
+                self._handles.append(tensor.register_hook(call.see_gradient))
+
+    def _largest(self, value: Any) -> float:
+        """The largest magnitude in a structure, in which -inf does not count."""
+        tensors = floating(self._framework.Tensor, value)
+        return largest_of(largest(tensor, masks=True) for tensor in tensors)
 
     def _input_gradient(self, name: str, module: Module, call: _Call, grad: Tensor) -> None:
         if self.located or call.gradient is None or not math.isfinite(call.gradient):
             return
         if not math.isfinite(largest(grad)):
-            self._found("backward", name, module, grad, call.gradient)
-
-    def _parameter_gradient(self, parameter: Tensor, grad: Tensor) -> None:
-        if self.located or math.isfinite(largest(grad)):
-            return
-        users = [  # several modules may share it
-            (name, module, key)
-            for name, module in modules_of(self.model)
-            for key, own in own_parameters_of(module)
-            if own is parameter and self._calls[name]
-        ]
-        calls = [call for name, _, _ in users for call in self._calls[name]]
-        gradients = [call.gradient for call in calls if call.gradient is not None]
-        if gradients and all(map(math.isfinite, gradients)):
-            name, module, key = users[0]
-            self._found("backward", name, module, grad, max(gradients), key)
-
-    def _found(
-        self,
-        kind: Literal["forward", "backward"],
-        name: str,
-        module: Module,
-        tensor: Tensor,
-        largest_input: float,
-        parameter: str | None = None,
-    ) -> None:
-        line = None
-        if kind == "forward":
-            frames = ((frame.f_code.co_filename, number) for frame, number in walk_stack(None))
-            line = users_line(frames, self._framework)
-        site = Site(None, line, name, type(module).__name__)
-        self.located = located_at(site, kind, tensor, largest_input, parameter)
+            site = Site(module=name, type=type(module).__name__)
+            self.located = located_at(site, "backward", grad, call.gradient)
 
 
 @dataclass
@@ -186,7 +140,6 @@ class _Call:
 
     input: float  # the largest magnitude that went in
     gradient: float | None = None  # the largest of its outputs' gradients, once there are any
-    nodes: list[Any] = dataclasses.field(default_factory=list)  # of the graph of its inputs
 
     def see_gradient(self, grad: Tensor) -> None:
         self.gradient = largest_of([self.gradient or 0.0, largest(grad)])
