@@ -353,14 +353,18 @@ class Module(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("case", "block"),
-    [("forward", overflowing_block), ("backward", overflowing_block_backward)],
+    ("case", "block", "marked"),
+    [
+        ("forward", overflowing_block, overflowing_block),
+        ("backward", overflowing_block_backward, overflowing_block_backward),
+        ("backward", lambda h: Backward.apply(h) * 2, Backward),
+    ],
 )
-def test_a_module_of_the_operation_is_named(case, block):
+def test_a_module_of_the_operation_is_named(case, block, marked):
     model = nn.Sequential(nn.Linear(4, 4), Module(block))
     found = locate(model, lambda: model(torch.ones(2, 4)).sum().backward())
     assert (found.kind, found.module, found.type) == (case, "1", "Module")
-    assert found.line == line_of(block)
+    assert found.line == line_of(marked)
 
 
 def test_an_operation_of_pytorch_s_own_module_has_the_line_that_called_the_module():

@@ -37,7 +37,6 @@ class Caller:
         line: the innermost line that is neither PyTorch's nor gradscaler's. In a backward pass,
             only what that calls: a line of a custom function, or of a checkpointed block.
         outer: the line that called the backward pass, if there is one.
-        is_own: whether gradscaler called it.
         modules: those that were running, innermost first; in a backward pass, only what that calls.
     """
 
@@ -45,12 +44,14 @@ class Caller:
     function: str | None = None
     line: str | None = None
     outer: str | None = None
-    is_own: bool = False
     modules: list[Any] = field(default_factory=list)
 
 
-def caller_of(frame: FrameType | None, thread: int) -> Caller:
-    """Who called the operation in a frame; ``thread`` is where forward passes run."""
+def caller_of(frame: FrameType | None, thread: int) -> Caller | None:
+    """Who called the operation in a frame, or None if gradscaler did.
+
+    ``thread`` is where forward passes run.
+    """
     torch: Any = sys.modules["torch"]
     passes: dict[CodeType, Literal["grad", "backward"]] = {
         torch.autograd.grad.__code__: "grad",
@@ -74,8 +75,7 @@ def caller_of(frame: FrameType | None, thread: int) -> Caller:
         elif found.line:
             pass
         elif whose == "gradscaler":
-            found.is_own = True
-            return found
+            return None
         elif whose == "functions" and found.function is None:
             name = _REFLECTED.sub("", code.co_name)
             if not name.startswith("_") and name not in _NOT_NAMED:

@@ -39,7 +39,7 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
     that overflows is not found.
 
     In TensorPlay it is a module, with the line that called it: the innermost whose output, or the
-    gradient of whose input or parameter, is the first that is not finite. In Paddle it is a layer
+    gradient of whose input, is the first that is not finite. In Paddle it is a layer
     by its output, and the backward pass is not checked. In both, -inf counts as finite as an input,
     and as an output of a module without parameters of its own. For JAX, see :func:`locate_jax`.
 

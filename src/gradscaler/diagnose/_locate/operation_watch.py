@@ -85,7 +85,7 @@ class OperationWatch:
     def located(self) -> Located | None:
         """The first operation since ``start()`` whose Inf or NaN reached a result, or None.
 
-        Where no operation can be seen, it is the module, from the hooks.
+        Where no operation can be seen, as in a compiled module, it is the module, from the hooks.
         """
         events = [event.located for event in self._values.events if event.does_harm]
         # What it was called for before the start has no line.
@@ -93,14 +93,11 @@ class OperationWatch:
         if self._hooks is None or (found is not None and found.kind != "input"):
             return found
         of_module = self._hooks.located
-        is_seen = of_module is None or self._has_seen(of_module.module)
-        return found if is_seen else of_module
-
-    def _has_seen(self, module: str | None) -> bool:
-        """Whether an operation of a module was seen; none is if it is compiled."""
-        inside = f"{module}." if module else ""
-        seen = {seen for seen, _ in self._lines if seen is not None}
-        return module in seen or any(name.startswith(inside) for name in seen)
+        if of_module is None:
+            return found
+        inside = f"{of_module.module}." if of_module.module else ""
+        seen = (f"{module}." for module, _ in self._lines if module is not None)
+        return found if any(module.startswith(inside) for module in seen) else of_module
 
     def start(self) -> None:
         """Begin to watch, unless another dispatch mode is active."""
@@ -111,7 +108,7 @@ class OperationWatch:
         if is_in_torch_dispatch_mode():
             return
         if self._hooks is not None:
-            self._hooks.see_output = weakly(self._see_output)  # the hooks may outlive the watch
+            self._hooks.see_output = weakly(self._see_node)  # the hooks may outlive the watch
         self._is_on = True
         self._mode.__enter__()
 
@@ -131,28 +128,25 @@ class OperationWatch:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None
     ) -> Any:
         """Call an operation, and see what it makes of its inputs."""
+        from torch import Tensor, is_grad_enabled
+
         if not self._is_watching():
             return func(*args, **kwargs)
         name = func.name().partition("::")[2].partition(".")[0]
         before = None
-        inputs = self._floating((args, kwargs))
-        is_read = self._reads_evaluation or not self._is_evaluating
+        inputs = list(floating(Tensor, (args, kwargs)))
+        is_training = self._hooks is None or self._hooks.model.training
+        is_read = is_training or self._reads_evaluation or is_grad_enabled()
         if is_read and (name.endswith("_") or "out" in kwargs or "batch_norm" in name):
             before = [read(tensor) for tensor in inputs]  # it changes them
         outputs = func(*args, **kwargs)
         with suppress(Exception):
+            made = list(floating(Tensor, outputs))
             if is_read:
-                self._see(func, name, inputs, before, self._floating(outputs), frame)
+                self._see(func, name, inputs, before, made, frame)
             else:
-                self._unread.update(dict.fromkeys(self._floating(outputs), called(name)))
+                self._unread.update(dict.fromkeys(made, called(name)))
         return outputs
-
-    @property
-    def _is_evaluating(self) -> bool:
-        from torch import is_grad_enabled
-
-        is_training = self._hooks is None or self._hooks.model.training
-        return not is_training and not is_grad_enabled()
 
     def _see(
         self,
@@ -163,11 +157,12 @@ class OperationWatch:
         outputs: list[Tensor],
         frame: FrameType | None,
     ) -> None:
-        for tensor in inputs:
-            self._see_node(tensor, Site())
         found = self._site(name, inputs, outputs, frame)
+        site = Site() if found is None else found[0]
+        for tensor in inputs:
+            self._see_node(tensor, site.module, site.type)
         if found is not None:
-            self._sites.update(dict.fromkeys(outputs, found[0]))
+            self._sites.update(dict.fromkeys(outputs, site))
         if before is None:
             of_inputs = {memory_of(tensor): tensor for tensor in inputs}
             views = {tensor for tensor in outputs if memory_of(tensor) in of_inputs}
@@ -198,7 +193,7 @@ class OperationWatch:
         from torch import is_grad_enabled
 
         caller = caller_of(frame and frame.f_back, self._thread)
-        if caller.is_own:
+        if caller is None:
             return None
         if caller.within == "backward" and not caller.line and name == "ones_like":
             self._values.begin_backward(inputs[0])
@@ -222,14 +217,11 @@ class OperationWatch:
         type_ = "" if running is None else type(running).__name__
         return Site(operation, line, module, type_), running if module is None else None
 
-    def _see_output(self, tensor: Tensor, module: str, type_: str) -> None:
-        self._see_node(tensor, Site(module=module, type=type_))
-
-    def _see_node(self, tensor: Tensor, site: Site) -> None:
-        """Watch the node that a tensor comes from; its site is given if no operation was seen."""
+    def _see_node(self, tensor: Tensor, module: str | None, type_: str) -> None:
+        """Watch the node that a tensor comes from, in a module if no operation was seen."""
         node = getattr(tensor, "grad_fn", None)
         if node is not None and node not in self._nodes:
-            self._nodes.add(node, self._sites.pop(tensor, site))
+            self._nodes.add(node, self._sites.pop(tensor, Site(module=module, type=type_)))
 
     def _maker_of(self, tensor: Tensor) -> str | None:
         """The operation that computed a tensor unread, if anything says that one did."""
@@ -238,11 +230,6 @@ class OperationWatch:
             made_by: str | None = self._unread.get(tensor)
             return made_by
         return operation_of(node)
-
-    def _floating(self, value: Any) -> list[Tensor]:
-        from torch import Tensor
-
-        return list(floating(Tensor, value))
 
 
 def _leave_on(thread: int, mode: Any) -> None:
