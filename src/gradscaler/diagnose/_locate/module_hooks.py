@@ -11,7 +11,8 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from traceback import walk_stack
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import dtype_name
 from gradscaler.diagnose._gradients.reading import floating, largest, largest_of
@@ -60,7 +61,7 @@ class ModuleHooks:
         if not self._backward:
             enter, leave = quiet(enter), quiet(leave)
         try:
-            add_hooks(self._handles, self._framework, self.model, leave, enter, not self._backward)
+            add_hooks(self._handles, self._framework, self.model, leave, enter)
         except BaseException:
             self.stop()
             raise
@@ -146,17 +147,18 @@ class _Call:
 
 
 class Hook:
-    """A hook of one module, which the module's copies and pickles do not have.
+    """A hook of modules that have names, which their copies and pickles do not have.
 
     In its place they have a function of the standard library that takes anything and does nothing.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
+    def __init__(self, function: Callable[..., Any], names: dict[Module, str]) -> None:
         self._function = function
-        self._name = name
+        self._names = names
 
-    def __call__(self, *args: Any) -> Any:
-        return self._function(self._name, *args)
+    def __call__(self, module: Module, *args: Any) -> Any:
+        name = self._names.get(module)
+        return None if name is None else self._function(name, module, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")
@@ -168,58 +170,37 @@ def add_hooks(
     model: Module,
     leave: Callable[..., Any],
     enter: Callable[..., Any] | None = None,
-    only_look: bool = True,
 ) -> None:
     """Call functions with the name of each module of a model when it is entered and left.
 
-    PyTorch has hooks of all modules that there are. With these, a model that only is looked at has
-    no hook of its own, and is saved, copied and scripted as ever. They are not for compiled
-    modules, which warn of them.
+    PyTorch has hooks of all modules that there are. With these, a model has no hook of its own, and
+    is saved, copied and scripted as ever. They are not for compiled modules, which warn of them.
 
     Args:
         handles: gets the handle of each hook.
         framework: the model's.
         model: whose modules, but for scripted ones.
         leave: called with the name, the module, its arguments, and its output last.
-        enter: called with the name, the module and its arguments, which it may replace.
-        only_look: whether ``enter`` replaces nothing.
+        enter: called with the name, the module and its arguments; TensorPlay's it may replace.
     """
     scripted: Any = getattr(getattr(framework, "jit", None), "ScriptModule", ())
     names = {module: name for name, module in modules_of(model) if not isinstance(module, scripted)}
     is_compiling = "torch._dynamo" in sys.modules
-    if framework.__name__ != "torch" or is_compiling or not only_look:
+    if framework.__name__ != "torch" or is_compiling:
         disable = framework.compiler.disable if is_compiling else lambda hook: hook
-        for module, name in names.items():
-            handles.append(module.register_forward_hook(Hook(disable(leave), name)))
+        for module in names:
+            handles.append(module.register_forward_hook(Hook(disable(leave), names)))
             if enter is not None:
-                hook = Hook(disable(enter), name)
+                hook = Hook(disable(enter), names)
                 handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         return
-
-    def of_model(function: Callable[..., Any]) -> Callable[..., Any]:
-        def hook(module: Module, *args: Any) -> None:
-            if module in names:
-                function(names[module], module, *args)
-
-        return hook
-
     every = framework.nn.modules.module
-    handle = every.register_module_forward_hook(of_model(leave), with_kwargs=True)
+    handle = every.register_module_forward_hook(Hook(leave, names), with_kwargs=True)
     # PyTorch 2.13 notes that the hook takes kwargs, and its handle does not take that back.
     with_kwargs = getattr(every, "_global_forward_hooks_with_kwargs", {})
-    handles += handle, _Entry(with_kwargs, handle.id)
+    handles += handle, SimpleNamespace(remove=partial(with_kwargs.pop, handle.id, None))
     if enter is not None:
-        handles.append(every.register_module_forward_pre_hook(of_model(enter)))
-
-
-class _Entry(NamedTuple):
-    """An entry of a dict that can be removed like a hook."""
-
-    entries: dict[Any, Any]
-    key: Any
-
-    def remove(self) -> None:
-        self.entries.pop(self.key, None)
+        handles.append(every.register_module_forward_pre_hook(Hook(enter, names)))
 
 
 def quiet(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -23,10 +22,9 @@ class NodeWatch:
         line: what ran in the backward method of a custom function and made an Inf or a NaN.
     """
 
-    def __init__(self, values: ValueWatch, is_on: Callable[[], bool]) -> None:
+    def __init__(self, values: ValueWatch) -> None:
         self.line: str | None = None
         self._values = values
-        self._is_on = is_on
         self._sites: dict[Node, Site] = {}
         self._reached: dict[Node, Event] = {}
         self._handles: list[Any] = []
@@ -52,7 +50,7 @@ class NodeWatch:
         line, self.line = self.line, None
         with suppress(Exception):
             bad = [n for n, grad in enumerate(inputs) if read(grad).bad]
-            if not bad or not self._is_on():
+            if not bad:
                 return
             event = self._reached.get(node)
             if event is None:

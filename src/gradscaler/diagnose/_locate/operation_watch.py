@@ -73,7 +73,7 @@ class OperationWatch:
         model = None if self._hooks is None else self._hooks.model
         # In a cycle it would watch until the collector runs.
         self._values = ValueWatch(model, weakly(self._maker_of))
-        self._nodes = NodeWatch(self._values, weakly(self._is_watching))
+        self._nodes = NodeWatch(self._values)
         self._sites: Any = WeakIdKeyDictionary()  # by an output whose node is not known yet
         self._unread: Any = WeakIdKeyDictionary()  # what made a tensor and was not read
         self._lines: dict[tuple[str | None, str], str | None] = {}  # by module and operation
@@ -121,16 +121,13 @@ class OperationWatch:
             _leave_on(self._thread, self._mode)
         self._nodes.stop()
 
-    def _is_watching(self) -> bool:
-        return self._is_on and os.getpid() == self._process  # a fork inherits the mode
-
     def call(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None
     ) -> Any:
         """Call an operation, and see what it makes of its inputs."""
         from torch import Tensor, is_grad_enabled
 
-        if not self._is_watching():
+        if not self._is_on or os.getpid() != self._process:  # a fork inherits the mode
             return func(*args, **kwargs)
         name = func.name().partition("::")[2].partition(".")[0]
         before = None
