@@ -6,10 +6,10 @@ of whichever framework is loaded.
 
 from gradscaler.diagnose._findings import Finding, Verdict
 from gradscaler.diagnose._gradients.exponents import exponents
-from gradscaler.diagnose._gradients.jaxpr import locate_jax
-from gradscaler.diagnose._gradients.locate import locate
-from gradscaler.diagnose._gradients.module_hooks import Located
-from gradscaler.diagnose._gradients.nonfinite import inspect
+from gradscaler.diagnose._gradients.reading import inspect
+from gradscaler.diagnose._locate.jaxpr import locate_jax
+from gradscaler.diagnose._locate.locate import locate
+from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._monitor import Monitor
 from gradscaler.diagnose._monitor.steps import FindingWarning, StuckError, StuckWarning
 from gradscaler.diagnose._run.reader import read_run

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from gradscaler.diagnose import exponents
-from gradscaler.diagnose._gradients.formats import format_named
-from gradscaler.diagnose._gradients.histogram import Histogram
+from gradscaler.diagnose._gradients.formats import Histogram, format_named
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 

@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gradscaler.diagnose import locate
-from gradscaler.diagnose._gradients.module_hooks import Located, ModuleHooks
+from gradscaler.diagnose._locate.located import Located
+from gradscaler.diagnose._locate.module_hooks import ModuleHooks
 from gradscaler.torch import GradScaler
 
 seq, INF, NAN = nn.Sequential, math.inf, math.nan

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch
 from torch.utils.checkpoint import checkpoint
 
 from gradscaler.diagnose import locate
-from gradscaler.diagnose._gradients.module_hooks import ModuleHooks
-from gradscaler.diagnose._gradients.operation_watch import OperationWatch
+from gradscaler.diagnose._locate.module_hooks import ModuleHooks
+from gradscaler.diagnose._locate.operation_watch import OperationWatch
 from gradscaler.torch import GradScaler
 
 INF, HALF = math.inf, torch.float16
@@ -277,6 +277,68 @@ def test_the_operation_and_the_line_are_those_that_failed(case):
     assert found.line == line_of(marked)
 
 
+def divided_by_a_root(h, eps):
+    centred = h - h.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()  # HERE
+
+
+def times_an_inverse_root(h, eps):
+    centred = h - h.mean(-1, keepdim=True)
+    return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)  # HERE
+
+
+def inverse_root_in_place(h, eps):
+    centred = h - h.mean(-1, keepdim=True)
+    return centred * (centred.detach().square().mean(-1, keepdim=True) + eps).rsqrt_()  # HERE
+
+
+def divided_by_a_norm(h, eps):
+    return h * 0 / (torch.linalg.vector_norm(h * 0, dim=-1, keepdim=True) + eps)  # HERE
+
+
+def normalized(h, eps):
+    return F.normalize(h * 0, dim=-1, eps=eps)  # HERE
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-12])
+@pytest.mark.parametrize("how", ["autocast", "half"])
+@pytest.mark.parametrize(
+    ("function", "operation", "divisor"),
+    [
+        (divided_by_a_root, "div", 0.0),
+        (times_an_inverse_root, "rsqrt", 0.0),
+        (inverse_root_in_place, "rsqrt", None),
+        (divided_by_a_norm, "div", 0.0),
+        (normalized, "normalize", 0.0),
+    ],
+)
+def test_a_norm_whose_eps_is_0_in_float16_is_located(function, operation, divisor, how, eps):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    inputs = torch.full((8, 4), 2.0**-16)  # whose squares are 0 in float16 too
+    nn.init.zeros_(model.bias)
+    scaler = GradScaler(init_scale=2.0)
+    if how == "half":
+        model, inputs = model.half(), inputs.half()
+
+    def closure():
+        with torch.autocast("cpu", HALF, enabled=how == "autocast"):
+            outputs = function(model(inputs), eps)
+        scaler.scale(outputs.float().square().mean()).backward()
+
+    found = locate(model, closure)
+    assert (found.kind, found.operation, found.dtype) == ("forward", operation, "float16")
+    assert (found.line, found.smallest_divisor) == (line_of(function), divisor)
+
+
+def test_a_division_says_the_smallest_of_its_divisors():
+    halves = torch.tensor([1, -(2.0**-24), 1, 1]).half()
+    model, closure = trained(lambda h: (h.half() / halves).float().sum())
+    found = locate(model, closure)
+    assert found.smallest_divisor == 2.0**-24
+    assert "; smallest divisor 5.96046e-08" in str(found)
+
+
 class Module(nn.Module):
     """Calls a function between two layers."""
 
@@ -291,14 +353,18 @@ class Module(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("case", "block"),
-    [("forward", overflowing_block), ("backward", overflowing_block_backward)],
+    ("case", "block", "marked"),
+    [
+        ("forward", overflowing_block, overflowing_block),
+        ("backward", overflowing_block_backward, overflowing_block_backward),
+        ("backward", lambda h: Backward.apply(h) * 2, Backward),
+    ],
 )
-def test_a_module_of_the_operation_is_named(case, block):
+def test_a_module_of_the_operation_is_named(case, block, marked):
     model = nn.Sequential(nn.Linear(4, 4), Module(block))
     found = locate(model, lambda: model(torch.ones(2, 4)).sum().backward())
     assert (found.kind, found.module, found.type) == (case, "1", "Module")
-    assert found.line == line_of(block)
+    assert found.line == line_of(marked)
 
 
 def test_an_operation_of_pytorch_s_own_module_has_the_line_that_called_the_module():

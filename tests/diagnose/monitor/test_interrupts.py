@@ -18,8 +18,8 @@ import torch
 
 from gradscaler import DynamicScale, diagnose
 from gradscaler.diagnose import Monitor, StuckError, locate, read_run
-from gradscaler.diagnose._gradients.locate import is_locating
-from gradscaler.diagnose._gradients.module_hooks import ModuleHooks
+from gradscaler.diagnose._locate.locate import is_locating
+from gradscaler.diagnose._locate.module_hooks import ModuleHooks
 from gradscaler.errors import CallOrderError
 from gradscaler.torch import GradScaler
 

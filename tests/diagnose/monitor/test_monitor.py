@@ -506,7 +506,7 @@ def test_a_compiled_model_is_trained_on_while_it_is_watched(how):
 
 
 def test_an_error_in_watching_does_not_reach_the_training(monkeypatch):
-    largest = "gradscaler.diagnose._gradients.module_hooks.largest"
+    largest = "gradscaler.diagnose._locate.module_hooks.largest"
     failed = []
 
     def fail(*_, **__):

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from gradscaler.diagnose import Monitor, read_run
-from gradscaler.diagnose._gradients.operation_watch import OperationWatch
+from gradscaler.diagnose._locate.operation_watch import OperationWatch
 from gradscaler.diagnose._monitor import watch_budget
 from gradscaler.diagnose.report._summary import tables_of
 from gradscaler.torch import GradScaler

@@ -7,8 +7,7 @@ import pytest
 
 from gradscaler.diagnose._findings.kinds import KINDS
 from gradscaler.diagnose._fit import range_of
-from gradscaler.diagnose._gradients.formats import format_named
-from gradscaler.diagnose._gradients.histogram import histograms_of
+from gradscaler.diagnose._gradients.formats import format_named, histograms_of
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip, Start
 from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._fit import sentence_of

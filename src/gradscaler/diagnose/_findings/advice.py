@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gradscaler.diagnose._gradients.module_hooks import Located
+from gradscaler.diagnose._locate.located import Located
 
 _SOFTMAXES = "softmax", "attention", "transformer"
 _LARGE = 1e3  # inputs that a sum of products may take beyond 65504
@@ -132,7 +132,8 @@ def of_operation(located: Located) -> str | None:
 
 
 def _in_float32(located: Located) -> str:
-    return _LOSS_IN_FLOAT32 if located.module is None else _IN_FLOAT32
+    is_loss = located.module is None and not located.type
+    return _LOSS_IN_FLOAT32 if is_loss else _IN_FLOAT32
 
 
 def of_backward(located: Located | None) -> str:

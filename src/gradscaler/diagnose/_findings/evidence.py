@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from gradscaler.diagnose._fit import MOST_SAMPLES, has_sizes
 from gradscaler.diagnose._gradients.formats import format_named
-from gradscaler.diagnose._gradients.module_hooks import Located
+from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._run.lines import Sample, Skip, VerdictLine, Watched
 from gradscaler.outcome import HISTORY_LENGTH
 from gradscaler.policies import FixedScale

@@ -87,6 +87,15 @@ def _of_forward(evidence: Evidence, fell: str) -> Finding | None:
         return None  # it reached the gradients, and not by the loss: the user may change them
     if located.kind == "input":
         seen = at_line(located, ", first seen in")
+        if located.made_by is not None:
+            return Finding(
+                "loss",
+                f"A tensor that {located.made_by} computed outside of the model holds Inf or NaN "
+                f"before the forward pass{seen}, so {fell}.",
+                f"{_WONT} call locate() with the module that computes it.",
+                line=located.line,
+                count=count,
+            )
         return Finding(
             "data",
             f"The batch itself holds Inf or NaN before the forward pass{seen}, so {fell}.",
@@ -98,9 +107,12 @@ def _of_forward(evidence: Evidence, fell: str) -> Finding | None:
     made = f"{located.num_inf} Inf and {located.num_nan} NaN in {located.dtype}{at_line(located)}"
     comma = "," if located.operation else ""
     made += f"{comma} from finite inputs of at most {located.largest_input:g}"
+    if located.smallest_divisor is not None:
+        made += f" divided by {located.smallest_divisor:g} at the least"
     action = f"{_WONT} {of_forward(located)}."
     if located.module is None:
-        cause = f"Code outside of the model makes {made}, so {fell}."
+        maker = f"Another module ({located.type})" if located.type else "Code outside of the model"
+        cause = f"{maker} makes {made}, so {fell}."
         return Finding("loss", cause, action, line=located.line, count=count)
     module = located.module or "the model"
     cause = f"The forward pass of {module} makes {made}, so {fell}."

@@ -1,1 +1,1 @@
-"""Gradients of any framework: how large they are, which are not finite, and what made them so."""
+"""Gradients of any framework: how large they are, and which are not finite."""

@@ -1,4 +1,4 @@
-"""Whether tensors of PyTorch and TensorPlay are finite, read in one number."""
+"""Which arrays hold an Inf or a NaN; in those of PyTorch and TensorPlay, read in one number."""
 
 from __future__ import annotations
 
@@ -9,10 +9,52 @@ from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gradscaler.diagnose._gradients.arrays import dtype_name, local, to_numpy
+from gradscaler.diagnose._gradients.arrays import (
+    dtype_name,
+    local,
+    named_arrays,
+    shape_of,
+    to_numpy,
+)
+from gradscaler.outcome import NonfiniteGradient
 
+Array = Any
 Tensor = Any
+
+
+def inspect(gradients: Any) -> tuple[NonfiniteGradient, ...]:
+    """The gradients that hold an Inf or a NaN, in the order given.
+
+    A sparse gradient counts by its values, with the rows of one index summed; a complex one by its
+    real and imaginary parts.
+
+    Args:
+        gradients: arrays of any framework, in any structure that
+            :func:`~gradscaler.diagnose.exponents` takes.
+
+    Raises:
+        TypeError: ``gradients`` holds something that is not an array.
+
+    >>> import numpy as np
+    >>> inspect({"weight": np.float16([1, np.inf, -np.inf, np.nan]), "bias": np.float16([1])})
+    (NonfiniteGradient(name='weight', shape=(4,), dtype='float16', num_inf=2, num_nan=1, \
+largest_finite=1.0),)
+    """
+    return tuple(
+        NonfiniteGradient(name, shape_of(array), dtype_name(array), *count_nonfinite(values))
+        for name, array in named_arrays(gradients).items()
+        if not np.isfinite(values := to_numpy(array)).all()
+    )
+
+
+def count_nonfinite(values: NDArray[Any]) -> tuple[int, int, float]:
+    """How many are Inf, how many NaN, and the largest magnitude of the rest."""
+    num_nan = int(np.count_nonzero(np.isnan(values)))
+    rest = np.abs(values[np.isfinite(values)])
+    num_inf = values.size - rest.size - num_nan
+    return num_inf, num_nan, float(rest.max()) if rest.size else math.nan
 
 
 class Reading(NamedTuple):
@@ -43,15 +85,14 @@ def floating(kind: type[Any], value: Any) -> Iterator[Tensor]:
         yield from floating(kind, item)
 
 
-def read(tensor: Tensor) -> Reading:
-    """What a tensor holds; one that cannot be read, and None, count as finite."""
-    if tensor is not None:
-        with suppress(Exception):
-            if math.isfinite(found := largest(tensor)):
-                return Reading("finite", found)
-            if math.isfinite(found := largest(tensor, masks=True)):
-                return Reading("mask", found)
-            return Reading("bad")
+def read(array: Array) -> Reading:
+    """What an array holds; one that cannot be read, and None, count as finite."""
+    with suppress(Exception):
+        if math.isfinite(found := largest(array)):
+            return Reading("finite", found)
+        if math.isfinite(found := largest(array, masks=True)):
+            return Reading("mask", found)
+        return Reading("bad")
     return Reading("finite")
 
 
@@ -60,19 +101,20 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
     return not any(read(tensor).bad for tensor in tensors)
 
 
-def largest(tensor: Tensor, masks: bool = False) -> float:
+def largest(array: Array, masks: bool = False) -> float:
     """The largest magnitude; Inf or NaN if there is one. In masks -inf does not count."""
-    tensor = local(tensor).detach()
-    if 0 in tensor.shape:
+    array = local(array)
+    if 0 in np.shape(array):
         return 0.0
-    is_sparse = tensor.is_sparse() if callable(tensor.is_sparse) else tensor.is_sparse
-    is_paddle = hasattr(tensor, "is_selected_rows")  # it lacks abs() in float16 on CPU
-    if dtype_name(tensor).startswith(("float8", "complex")) or is_sparse or is_paddle:
-        found = float(np.abs(to_numpy(tensor)).max(initial=0.0))
+    # Paddle lacks abs() in float16 on CPU.
+    is_torch_like = hasattr(array, "detach") and not hasattr(array, "is_selected_rows")
+    is_odd = dtype_name(array).startswith(("float8", "complex"))
+    if is_torch_like and not is_odd and not array.is_sparse:
+        found = float(array.detach().abs().max())
     else:
-        found = float(tensor.abs().max())
+        found = float(np.abs(to_numpy(array)).max(initial=0.0))
     if masks and found == math.inf:
-        values = to_numpy(tensor)
+        values = to_numpy(array)
         return float(np.abs(values[values != -math.inf]).max(initial=0.0))
     return found
 

@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any
 
 from gradscaler.diagnose._findings.gradient_values import CUT, ENDED, SATURATED, STEPS
-from gradscaler.diagnose._gradients.call_site import differentiated
-from gradscaler.diagnose._gradients.module_hooks import (
+from gradscaler.diagnose._gradients.reading import floating, largest, largest_of
+from gradscaler.diagnose._locate.call_site import differentiated
+from gradscaler.diagnose._locate.module_hooks import (
     add_hooks,
     own_parameters_of,
     quiet,
     remove_all,
 )
-from gradscaler.diagnose._gradients.reading import floating, largest, largest_of
 
 _LARGE = 2.0**-10  # a gradient that no slope of 2**-14 flushes in float16
 _LOOKS = 3  # steps in a row that are looked at

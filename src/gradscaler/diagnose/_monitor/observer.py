@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gradscaler.diagnose._gradients.arrays import dtype_name, local
-from gradscaler.diagnose._gradients.locate import is_locating
-from gradscaler.diagnose._gradients.module_hooks import Located, ModuleHooks
-from gradscaler.diagnose._gradients.nonfinite import inspect
-from gradscaler.diagnose._gradients.operation_watch import OperationWatch
+from gradscaler.diagnose._gradients.reading import inspect
+from gradscaler.diagnose._locate.locate import is_locating
+from gradscaler.diagnose._locate.located import Located
+from gradscaler.diagnose._locate.module_hooks import ModuleHooks
+from gradscaler.diagnose._locate.operation_watch import OperationWatch
 from gradscaler.diagnose._monitor.backward_dtypes import listen
 from gradscaler.diagnose._monitor.cut_off import CutOff
 from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of, measure

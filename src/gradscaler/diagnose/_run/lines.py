@@ -12,7 +12,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from gradscaler.diagnose._findings.finding import Finding, Verdict
-from gradscaler.diagnose._gradients.module_hooks import Located
+from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._run.checks import (
     bin_counts,
     check_steps,

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
-from gradscaler.diagnose._gradients.arrays import dtype_name, to_numpy
-from gradscaler.diagnose._gradients.call_site import Site, shown_line
-from gradscaler.diagnose._gradients.event import located_at
-from gradscaler.diagnose._gradients.module_hooks import Located
-from gradscaler.diagnose._gradients.reading import Reading, largest_of
+from gradscaler.diagnose._gradients.arrays import dtype_name
+from gradscaler.diagnose._gradients.reading import Reading, largest_finite, largest_of, read
+from gradscaler.diagnose._locate.call_site import users_line
+from gradscaler.diagnose._locate.located import Located, Site, located_at
 
 Array = Any
 Jaxpr = Any
@@ -24,7 +19,6 @@ Equation = Any
 
 _ADDS_UP = ("dot_general", "conv_general_dilated", "reduce_sum", "cumsum", "reduce_window_sum")
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2")
-_PACKAGES = ("jax", "gradscaler")
 
 
 class _Value(NamedTuple):
@@ -87,20 +81,17 @@ def locate_jax(fn: Callable[..., Any], *args: Any) -> Located | None:
     """
     jax: Any = import_module("jax")
     closed = jax.make_jaxpr(fn)(*args)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(args)]
-    arrays = [array for _, array in jax.tree_util.tree_leaves_with_path(args)]
-    names = [f"args{jax.tree_util.keystr(path)}" for path in paths]
-    inputs = [_given(array, name) for array, name in zip(arrays, names, strict=True)]
-    consts = [_given(const) for const in closed.consts]
+    leaves = jax.tree_util.tree_leaves_with_path(args)
+    inputs = [_given(array, f"args{jax.tree_util.keystr(path)}") for path, array in leaves]
     place = _Place(None, "forward", [True] * len(closed.jaxpr.outvars))
-    results = _run(closed.jaxpr, consts, inputs, place)
+    results = _run(closed, inputs, place)
     return next((result.source for result in results if result.found.state == "bad"), None)
 
 
-def _run(
-    jaxpr: Jaxpr, consts: Sequence[_Value], inputs: Sequence[_Value], place: _Place
-) -> list[_Value]:
+def _run(closed: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
     """The results of a computation that stands at a place."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    consts = map(_given, getattr(closed, "consts", ()))
     constant = import_module("jax.extend.core").Literal
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= dict(zip(jaxpr.invars, inputs, strict=True))
@@ -133,11 +124,6 @@ def _places_in(jaxpr: Jaxpr, place: _Place) -> list[_Place]:
     return places[::-1]
 
 
-def _run_closed(closed: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
-    consts = [_given(const) for const in getattr(closed, "consts", ())]
-    return _run(getattr(closed, "jaxpr", closed), consts, inputs, place)
-
-
 def _call(equation: Equation, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
     """The outputs of one primitive, or of the computation that it holds."""
     name, params = equation.primitive.name, equation.params
@@ -148,10 +134,10 @@ def _call(equation: Equation, inputs: Sequence[_Value], place: _Place) -> list[_
     if name == "cond":
         index, *rest = inputs
         branches = params["branches"]
-        return _run_closed(branches[min(max(int(index.array), 0), len(branches) - 1)], rest, place)
+        return _run(branches[min(max(int(index.array), 0), len(branches) - 1)], rest, place)
     if name in _CALLS or name.startswith(("custom_jvp_call", "custom_vjp_call")):
         held = next(params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params)
-        return _run_closed(held, inputs, place)
+        return _run(held, inputs, place)
     outputs = equation.primitive.bind(*(value.array for value in inputs), **params)
     if not equation.primitive.multiple_results:
         outputs = [outputs]
@@ -165,17 +151,15 @@ def _scan(params: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
     place = place._replace(is_forward=[*is_carry_forward, *place.is_forward[num_carry:]])
     stack = import_module("jax.numpy").stack
     sequences, steps = inputs[num_consts + num_carry :], list[list[_Value]]()
-    indices = range(params["length"])
-    for index in reversed(indices) if params["reverse"] else indices:
-        items = [value._replace(array=value.array[index]) for value in sequences]
-        items = [item._replace(found=_read(item.array)) for item in items]
-        results = _run_closed(params["jaxpr"], [*consts, *carry, *items], place)
-        carry, step = results[:num_carry], results[num_carry:]
-        steps.append(step)
-    if params["reverse"]:
-        steps.reverse()
+    order = slice(None, None, -1 if params["reverse"] else 1)
+    for index in range(params["length"])[order]:
+        arrays = [(value.array[index], value.source) for value in sequences]
+        items = [_Value(array, _read(array), source) for array, source in arrays]
+        results = _run(params["jaxpr"], [*consts, *carry, *items], place)
+        carry = results[:num_carry]
+        steps.append(results[num_carry:])
     stacked = []
-    for outputs in zip(*steps, strict=True):
+    for outputs in zip(*steps[order], strict=True):
         array = stack([output.array for output in outputs])
         sources = (output.source for output in outputs if output.found.bad)
         stacked.append(_Value(array, _read(array), next(sources, None)))
@@ -188,8 +172,8 @@ def _while(params: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]
     carry = list(inputs[second:])
     condition = place._replace(is_forward=[True])
     place = place._replace(is_forward=[True] * len(carry))
-    while _run_closed(params["cond_jaxpr"], [*inputs[:first], *carry], condition)[0].array:
-        carry = _run_closed(params["body_jaxpr"], [*inputs[first:second], *carry], place)
+    while _run(params["cond_jaxpr"], [*inputs[:first], *carry], condition)[0].array:
+        carry = _run(params["body_jaxpr"], [*inputs[first:second], *carry], place)
     return carry
 
 
@@ -198,8 +182,8 @@ def _given(array: Array, name: str | None = None) -> _Value:
     found = _read(array)
     if found.state != "bad":
         return _Value(array, found)
-    site = Site(None, None, None, "")
-    return _Value(array, found, located_at(site, "input", array, _largest_finite(array), name))
+    source = located_at(Site(), "input", array, largest_finite([array]), name)
+    return _Value(array, found, source)
 
 
 def _made(name: str, array: Array, inputs: Sequence[_Value], place: _Place) -> _Value:
@@ -223,32 +207,18 @@ def _made(name: str, array: Array, inputs: Sequence[_Value], place: _Place) -> _
     source = next((value.source for value in masks if value.source is not None), None)
     if source is None:
         largest = largest_of(value.found.largest for value in inputs)
-        source = located_at(Site(name, place.line, None, ""), place.kind, array, largest)
+        source = located_at(Site(name, place.line), place.kind, array, largest)
     return _Value(array, found, source)
 
 
 def _read(array: Array) -> Reading:
     """What an array holds; anything but numbers is finite."""
     is_number = dtype_name(array).startswith(("float", "bfloat", "complex"))
-    if not is_number or dtype_name(array) == "float0" or not np.size(array):
-        return Reading("finite")
-    values = to_numpy(array)
-    found = float(np.abs(values).max())
-    if math.isfinite(found):
-        return Reading("finite", found)
-    found = float(np.abs(values[values != -math.inf]).max(initial=0.0))
-    return Reading("mask", found) if math.isfinite(found) else Reading("bad")
-
-
-def _largest_finite(array: Array) -> float:
-    values = to_numpy(array)
-    return float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
+    return read(array) if is_number else Reading("finite")
 
 
 def _line_of(equation: Equation) -> str | None:
     """The innermost line that is neither JAX's nor gradscaler's."""
     traceback = equation.source_info.traceback
-    packages = tuple(f"{Path(str(sys.modules[name].__file__)).parent}/" for name in _PACKAGES)
-    frames = [] if traceback is None else traceback.frames
-    users = (frame for frame in frames if not frame.file_name.startswith(packages))
-    return next((shown_line(frame.file_name, frame.line_num) for frame in users), None)
+    frames = () if traceback is None else traceback.frames
+    return users_line(((each.file_name, each.line_num) for each in frames), sys.modules["jax"])

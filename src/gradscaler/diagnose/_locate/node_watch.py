@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from gradscaler.diagnose._gradients.call_site import Site, differentiated
-from gradscaler.diagnose._gradients.event import Event, located_at
-from gradscaler.diagnose._gradients.module_hooks import remove_all
-from gradscaler.diagnose._gradients.reading import are_finite, largest_finite, read
-from gradscaler.diagnose._gradients.value_watch import ValueWatch
-
-Tensor = Any
-Node = Any
-
-# Of these, the gradient of the input is that of the output in another form.
-_FORMS = re.compile(r"(T|Transpose|Permute|View|UnsafeView|Expand|ToCopy)Backward\d")
-_MOST_FORMS = 8
+from gradscaler.diagnose._gradients.reading import largest_finite, read
+from gradscaler.diagnose._locate.located import Site, located_at
+from gradscaler.diagnose._locate.module_hooks import remove_all, weakly
+from gradscaler.diagnose._locate.value_watch import Event, Node, Tensor, ValueWatch, operation_of
 
 
 class NodeWatch:
@@ -32,10 +22,9 @@ class NodeWatch:
         line: what ran in the backward method of a custom function and made an Inf or a NaN.
     """
 
-    def __init__(self, values: ValueWatch, is_on: Callable[[], bool]) -> None:
+    def __init__(self, values: ValueWatch) -> None:
         self.line: str | None = None
         self._values = values
-        self._is_on = is_on
         self._sites: dict[Node, Site] = {}
         self._reached: dict[Node, Event] = {}
         self._handles: list[Any] = []
@@ -47,8 +36,8 @@ class NodeWatch:
     def add(self, node: Node, site: Site) -> None:
         """Watch a node, which comes from an operation at ``site``."""
         self._sites[node] = site
-        after = partial(_call, weakref.WeakMethod(self._after), node)
-        self._handles.append(node.register_hook(after))
+        # A hook that held its watch would never be collected, as no collector sees into the graph.
+        self._handles.append(node.register_hook(partial(weakly(self._after), node)))
 
     def stop(self) -> None:
         """Remove the hooks."""
@@ -61,11 +50,11 @@ class NodeWatch:
         line, self.line = self.line, None
         with suppress(Exception):
             bad = [n for n, grad in enumerate(inputs) if read(grad).bad]
-            if not bad or not self._is_on():
+            if not bad:
                 return
             event = self._reached.get(node)
             if event is None:
-                if not are_finite(outputs):
+                if any(read(grad).bad for grad in outputs):
                     return  # a sum of finite gradients overflowed, or what was not watched
                 event = self._event(node, bad[0], inputs[bad[0]], outputs, line)
                 self._values.events.append(event)
@@ -77,30 +66,11 @@ class NodeWatch:
     def _event(
         self, node: Node, place: int, grad: Tensor, outputs: tuple[Any, ...], line: str | None
     ) -> Event:
-        site, name = self._sites[node], node.name()
-        if not name[-1].isdigit():  # a custom function
-            name = name.removesuffix("Backward")
-            site = site._replace(operation=name, line=line or site.line)
-        elif site.operation is None:
-            site = site._replace(operation=differentiated(name))
-        parameter = self._parameter(node.next_functions[place][0])
+        site = self._sites[node]
+        is_custom = not node.name()[-1].isdigit()
+        if is_custom or site.operation is None:
+            line = line if is_custom and line else site.line
+            site = site._replace(operation=operation_of(node), line=line)
+        parameter = self._values.parameter_of(node.next_functions[place][0])
         largest = largest_finite(outputs)
         return Event(located_at(site, "backward", grad, largest, parameter))
-
-    def _parameter(self, node: Node) -> str | None:
-        """The name of the parameter whose gradient a node is given, in whatever form."""
-        for _ in range(_MOST_FORMS):
-            if hasattr(node, "variable"):
-                return self._values.parameter_of(node.variable)
-            if node is None or not _FORMS.fullmatch(node.name()):
-                return None
-            node = node.next_functions[0][0]
-        return None
-
-
-# A hook that held its watch would never be collected, as no collector sees into the graph.
-
-
-def _call(method: weakref.WeakMethod[Any], node: Node, *gradients: Any) -> None:
-    if (after := method()) is not None:
-        after(node, *gradients)

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import gradscaler
 
 # PyTorch's own names of what users call by another.
 _CALLED = {
-    "addbmm": "matmul",
-    "addmm": "matmul",
-    "addmv": "matmul",
-    "baddbmm": "matmul",
-    "bmm": "matmul",
+    **dict.fromkeys(("addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv"), "matmul"),
     "convolution": "conv",
-    "dot": "matmul",
     "linalg_vector_norm": "norm",
-    "mm": "matmul",
-    "mv": "matmul",
     "to_copy": "to",
 }
 _INNER = re.compile(r"^_|_$|^(native|cudnn|miopen|mkldnn|safe|fused)_|_forward$|_for_cpu$")
@@ -32,77 +26,72 @@ _REFLECTED = re.compile(r"^__r(?=\w+__)|(?<=\w)__$")  # 1 / x is x.__rdiv__(1)
 _NOT_NAMED = ("wrapped", "multi_head_attention_forward")  # say less than the operation in them
 
 
-class Site(NamedTuple):
-    """An operation of the forward pass, and where it was called."""
-
-    operation: str | None
-    line: str | None
-    module: str | None  # as in Located
-    type: str
-
-
-class Caller(NamedTuple):
+@dataclass
+class Caller:
     """Who called an operation, by the stack of its thread.
 
     Attributes:
+        within: ``"grad"`` or ``"backward"``: the function of torch.autograd that is running.
         function: the public function of PyTorch's that is not an operation itself, such as
             ``cross_entropy``.
         line: the innermost line that is neither PyTorch's nor gradscaler's. In a backward pass,
             only what that calls: a line of a custom function, or of a checkpointed block.
         outer: the line that called the backward pass, if there is one.
-        within: ``"grad"`` or ``"backward"``: the function of torch.autograd that is running.
-        is_own: whether gradscaler called it.
+        modules: those that were running, innermost first; in a backward pass, only what that calls.
     """
 
+    within: Literal["", "grad", "backward"] = ""
     function: str | None = None
     line: str | None = None
     outer: str | None = None
-    within: Literal["", "grad", "backward"] = ""
-    is_own: bool = False
+    modules: list[Any] = field(default_factory=list)
 
 
-def caller_of(frame: FrameType | None, thread: int) -> Caller:
-    """Who called the operation in a frame; ``thread`` is where forward passes run."""
-    autograd: Any = sys.modules["torch.autograd"]
+def caller_of(frame: FrameType | None, thread: int) -> Caller | None:
+    """Who called the operation in a frame, or None if gradscaler did.
+
+    ``thread`` is where forward passes run.
+    """
+    torch: Any = sys.modules["torch"]
     passes: dict[CodeType, Literal["grad", "backward"]] = {
-        autograd.grad.__code__: "grad",
-        autograd.backward.__code__: "backward",
+        torch.autograd.grad.__code__: "grad",
+        torch.autograd.backward.__code__: "backward",
     }
-    found = Caller(within="" if threading.get_ident() == thread else "backward")
+    call = torch.nn.Module.__call__.__code__
+    found = Caller()
     while frame is not None:
         code = frame.f_code
         whose = _whose(code.co_filename)
-        if whose == "user":
-            line = shown_line(code.co_filename, frame.f_lineno)
-            if found.within:
-                return found._replace(outer=line)
-            if not found.line:
-                found = found._replace(line=line)
-        elif code in passes and not found.within:
-            found = found._replace(within=passes[code])
-            if found.line:
-                return found
-        elif found.line or found.within:
+        if whose == "user" and found.within:
+            found.outer = found.outer or shown_line(code.co_filename, frame.f_lineno)
+        elif whose == "user":
+            found.line = found.line or shown_line(code.co_filename, frame.f_lineno)
+        elif code is call and found.within != "backward":
+            found.modules.append(frame.f_locals["self"])
+        elif found.within:
+            pass
+        elif code in passes:
+            found.within = passes[code]
+        elif found.line:
             pass
         elif whose == "gradscaler":
-            return found._replace(is_own=True)
+            return None
         elif whose == "functions" and found.function is None:
             name = _REFLECTED.sub("", code.co_name)
             if not name.startswith("_") and name not in _NOT_NAMED:
-                found = found._replace(function=name)
+                found.function = name
         frame = frame.f_back
+    if not found.within and threading.get_ident() != thread:
+        found.within = "backward"
     return found
 
 
-def calling_line(framework: Any) -> str | None:
-    """The innermost line on the stack that is neither a framework's nor gradscaler's."""
+def users_line(frames: Iterable[tuple[str, int]], framework: Any) -> str | None:
+    """The first line of files and numbers that is neither a framework's nor gradscaler's."""
     packages = Path(framework.__file__).parent, Path(gradscaler.__file__).parent
-    frame = inspect.currentframe()
-    while frame is not None:
-        filename = frame.f_code.co_filename
+    for filename, number in frames:
         if not any(package in Path(filename).parents for package in packages):
-            return shown_line(filename, frame.f_lineno)
-        frame = frame.f_back
+            return shown_line(filename, number)
     return None
 
 

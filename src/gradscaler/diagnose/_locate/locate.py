@@ -10,15 +10,15 @@ from contextvars import ContextVar, copy_context
 from itertools import chain
 from typing import Any
 
-from gradscaler.diagnose._gradients.module_hooks import (
-    Located,
+from gradscaler.diagnose._locate.located import Located
+from gradscaler.diagnose._locate.module_hooks import (
     Module,
     ModuleHooks,
     buffers_of,
     framework_of,
     modules_of,
 )
-from gradscaler.diagnose._gradients.operation_watch import OperationWatch
+from gradscaler.diagnose._locate.operation_watch import OperationWatch
 
 is_locating = ContextVar("is_locating", default=False)
 """Whether a closure of :func:`locate` runs, whose losses belong to no step."""
@@ -39,7 +39,7 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
     that overflows is not found.
 
     In TensorPlay it is a module, with the line that called it: the innermost whose output, or the
-    gradient of whose input or parameter, is the first that is not finite. In Paddle it is a layer
+    gradient of whose input, is the first that is not finite. In Paddle it is a layer
     by its output, and the backward pass is not checked. In both, -inf counts as finite as an input,
     and as an output of a module without parameters of its own. For JAX, see :func:`locate_jax`.
 
@@ -61,7 +61,7 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
     """
     name = framework_of(model).__name__
     hooks = ModuleHooks(model, backward=name == "tensorplay")
-    watch = OperationWatch(hooks) if name == "torch" else None
+    watch = OperationWatch(hooks, reads_evaluation=True) if name == "torch" else None
     is_lazy = getattr(getattr(framework_of(model).nn, "parameter", None), "is_lazy", None)
     if is_lazy and any(map(is_lazy, chain(model.parameters(), model.buffers()))):
         raise ValueError("model has lazy modules: call it once before, so that they get a shape")
