@@ -4,9 +4,9 @@
 
 It trains four small networks in fp16 on the CPU with data of scikit-learn, and records at each step
 the true gradients: those of the same batch and weights in fp32. Each rule is then replayed on these
-traces by :mod:`gradscaler.simulate`. Last, it trains an MLP with 5 % NaN batches to the end, with
-torch's rule and with AmaxScale. It writes ``policies.json`` and ``policies.png`` here, and
-prints the tables of ``docs/policies.md``. It needs PyTorch, scikit-learn and Matplotlib.
+traces by :mod:`gradscaler.diagnose.simulate`. Last, it trains an MLP with 5 % NaN batches to the
+end, with torch's rule and with AmaxScale. It writes ``policies.json`` and ``policies.png`` here,
+and prints the tables of ``docs/policies.md``. It needs PyTorch, scikit-learn and Matplotlib.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from sklearn.datasets import load_digits, load_sample_images
 from torch import nn
 
 from gradscaler import AmaxScale, DynamicScale, FixedScale, Policy
-from gradscaler.simulate import Trace, replay
-from gradscaler.simulate._show import HEADINGS, picture_of, rows_of
+from gradscaler.diagnose.simulate import Trace, replay
+from gradscaler.diagnose.simulate._show import HEADINGS, picture_of, rows_of
 from gradscaler.torch import GradScaler
 
 HERE = Path(__file__).parent

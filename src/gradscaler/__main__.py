@@ -285,10 +285,10 @@ def _watch(parsed: argparse.Namespace) -> None:
 
 
 def _simulate(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
-    from gradscaler.simulate import Trace, replay
-    from gradscaler.simulate._replay import at_scales
-    from gradscaler.simulate._spelled import policy_of
-    from gradscaler.simulate._trace import scales_of
+    from gradscaler.diagnose.simulate import Trace, replay
+    from gradscaler.diagnose.simulate._replay import at_scales
+    from gradscaler.diagnose.simulate._spelled import policy_of
+    from gradscaler.diagnose.simulate._trace import scales_of
 
     if parsed.output is not None and parsed.output.suffix.lower() != ".png":
         parser.error(f"argument -o/--output: must end in .png, got {str(parsed.output)!r}")
@@ -298,7 +298,7 @@ def _simulate(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> No
         parser.error(f"argument --policy: {error}")
     place = None
     try:
-        from gradscaler.simulate._show import picture_of, print_table
+        from gradscaler.diagnose.simulate._show import picture_of, print_table
 
         run = read_run(parsed.source)
         try:

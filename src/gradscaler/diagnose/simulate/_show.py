@@ -20,7 +20,7 @@ from rich.text import Text
 
 from gradscaler.diagnose.report._style import GRID, SKIP, drawing_settings
 from gradscaler.diagnose.report._texts import number, percent, power, shown
-from gradscaler.simulate._replay import Replay
+from gradscaler.diagnose.simulate._replay import Replay
 
 HEADINGS = ("policy", "skipped", "flushed", "lost", "subnormal", "back after", "at most", "at last")
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -11,9 +11,9 @@ import torch
 from gradscaler import AmaxScale, DynamicScale
 from gradscaler.__main__ import main
 from gradscaler.diagnose import Monitor, read_run
-from gradscaler.simulate import Trace, replay
-from gradscaler.simulate._show import print_table
-from gradscaler.simulate._spelled import NAMES, policy_of
+from gradscaler.diagnose.simulate import Trace, replay
+from gradscaler.diagnose.simulate._show import print_table
+from gradscaler.diagnose.simulate._spelled import NAMES, policy_of
 from gradscaler.torch import GradScaler
 
 STEPS = 40
