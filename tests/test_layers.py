@@ -56,8 +56,8 @@ PRIVATE = {
     "policies._presets": EVERYONE,
     "policies._spelling": EVERYONE,
     "checkpoint._files": {"__main__"},
-    "diagnose._run": {"__main__"},
-    "diagnose.report._alt_text": {"demo"},
+    "diagnose.report._differences": {"__main__"},
+    "diagnose.report._picture": {"demo"},
     "diagnose.report._terminal": {"__main__"},
     "diagnose.report._watch": {"__main__"},
     "diagnose.simulate": {"__main__"},
@@ -183,7 +183,7 @@ def test_an_import_against_the_table_is_noticed(importer, code, found):
     [
         ("torch", "from gradscaler.torch._install import install"),
         ("torch", "import torch, numpy"),
-        ("__main__", "from gradscaler.diagnose._run.reader import read_run"),
+        ("demo", "from gradscaler.diagnose.report._picture import png_of"),
         ("jax", "from gradscaler.policies import _checks"),
     ],
 )

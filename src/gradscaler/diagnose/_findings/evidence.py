@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from gradscaler.diagnose._fit import MOST_SAMPLES, has_sizes
+from gradscaler.diagnose._fitting_scales import MOST_SAMPLES, has_sizes
 from gradscaler.diagnose._gradients.module_hooks import Located
 from gradscaler.diagnose._run.lines import Sample, Skip, VerdictLine, Watched
 from gradscaler.outcome import HISTORY_LENGTH

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from gradscaler.diagnose._findings import Evidence, Verdict, judge
-from gradscaler.diagnose._fit import Fit, fit_of
+from gradscaler.diagnose._fitting_scales import Fit, fit_of
 from gradscaler.diagnose._run.lines import (
     Line,
     Sample,

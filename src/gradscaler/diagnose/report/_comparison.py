@@ -1,4 +1,4 @@
-"""Several runs side by side: their curves on the same axes, and a table of what differs."""
+"""The figure of several runs: their curves on the same axes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ from gradscaler.diagnose.report._style import (
     write_legend,
     write_words,
 )
-from gradscaler.diagnose.report._summary import Table, headline_of
-from gradscaler.diagnose.report._texts import number, percent, shown
-from gradscaler.diagnose.report._words import no_points
+from gradscaler.diagnose.report._words import no_points, shown
 
 _COLOURS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"
 _STYLES = "-", "--", "-.", ":"  # so that neither a grey print nor one curve over another hides one
@@ -109,56 +107,3 @@ def _colour(place: int) -> str:
 
 def _style(place: int) -> Any:
     return _STYLES[place % len(_STYLES)]
-
-
-def difference_table(runs: Mapping[str, Run]) -> Table:
-    """The numbers of each run in a column of its own; of the policies, what differs."""
-    each = list(runs.values())
-    rows = {
-        "Verdict": [headline_of(run).headline for run in each],
-        "Steps": [f"{run.num_steps:,}" for run in each],
-        "Skipped": [_skipped(run) for run in each],
-        "Last scale": [number(run.scales[1][-1]) if run.scales[1] else "" for run in each],
-        "Flushed": [_latest_share(run, "flushed") for run in each],
-        "Subnormal": [_latest_share(run, "subnormal") for run in each],
-        "Last finite loss": [_last_loss(run) for run in each],
-        "Policy": [str(run.starts[-1].policy.get("name", "unknown")) for run in each],
-    }
-    policies = [
-        {key: value for key, value in run.starts[-1].policy.items() if not key.startswith("_")}
-        for run in each  # older files hold private attributes too
-    ]
-    starts = [
-        {"framework": run.starts[-1].framework, "measured against": run.starts[-1].dtype}
-        for run in each
-    ]
-    for found in (policies, starts):
-        for key in dict.fromkeys(key for one in found for key in one if key != "name"):
-            cells = [_cell(one.get(key)) for one in found]
-            if len(set(cells)) > 1:
-                rows[shown(key, 40)] = cells
-    headings = ("", *(shown(name, 40) for name in runs))
-    cells_of = [(key, *(shown(cell, 60) for cell in cells)) for key, cells in rows.items()]
-    return Table("What differs", headings, cells_of, names=0)
-
-
-def _skipped(run: Run) -> str:
-    share = len(run.skipped) / max(1, run.num_steps)
-    return f"{len(run.skipped):,} ({percent(share)})"
-
-
-def _latest_share(run: Run, name: str) -> str:
-    """A share in the latest sample with gradients."""
-    return percent(getattr(run.shares[max(run.shares)], name)) if run.shares else ""
-
-
-def _last_loss(run: Run) -> str:
-    finite = [loss for loss in run.losses.values() if math.isfinite(loss)]
-    return number(finite[-1]) if finite else ""
-
-
-def _cell(value: object) -> str:
-    """A value of a policy."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return number(float(value))
-    return "" if value is None else str(value)

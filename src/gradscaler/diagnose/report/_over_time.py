@@ -28,8 +28,7 @@ from gradscaler.diagnose.report._style import (
     scales_drawn,
     write_words,
 )
-from gradscaler.diagnose.report._texts import shown
-from gradscaler.diagnose.report._words import no_points
+from gradscaler.diagnose.report._words import no_points, shown
 
 _STUCK = 10  # skips in a row that are worth showing
 _HEIGHT_OF_WORDS = 0.6  # in inches

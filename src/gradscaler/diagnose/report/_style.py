@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
 from gradscaler.diagnose._run.run import Run
-from gradscaler.diagnose.report._texts import power
+from gradscaler.diagnose.report._words import power
 
 COLOURS = {
     "flushed": "#A03200",
@@ -52,9 +52,6 @@ MOST_POINTS = 400
 """Points that are distinct in a figure of this width."""
 
 _MOST_SCALES = 3 * MOST_POINTS
-
-MOST_NAMES = 36
-"""Names that a figure lists below each other."""
 
 as_percent = FuncFormatter(lambda share, _: f"{share:.0f}%")
 

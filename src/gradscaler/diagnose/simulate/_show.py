@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradscaler.diagnose.report._style import GRID, SKIP, drawing_settings
-from gradscaler.diagnose.report._texts import number, percent, power, shown
+from gradscaler.diagnose.report._words import number, percent, power, shown
 from gradscaler.diagnose.simulate._replay import Replay
 
 HEADINGS = ("policy", "skipped", "flushed", "lost", "subnormal", "back after", "at most", "at last")
