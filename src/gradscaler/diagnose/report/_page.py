@@ -99,10 +99,17 @@ _PAGE = Template("""<!DOCTYPE html>
  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>$headline - gradscaler</title>
 <style>
-:root { --paper: #fff; --ink: #1b1b1b; --dim: #555; --rule: #ddd; }
+:root { color-scheme: light dark; --paper: #fff; --ink: #1b1b1b; --dim: #555; --rule: #ddd; }
 .good { --level: $good; }
 .warning { --level: $warning; }
 .bad { --level: $bad; }
+@media screen and (prefers-color-scheme: dark) {
+  :root { --paper: #121212; --ink: #ededed; --dim: #b5b5b5; --rule: #444; }
+  .good { --level: #4fd1a5; }
+  .warning { --level: #e8b04a; }
+  .bad { --level: #ff8f66; }
+  svg { filter: invert(.93) hue-rotate(180deg); } /* white becomes the paper, red stays red */
+}
 body { margin: 0; background: var(--paper); color: var(--ink); }
 body { font: 16px/1.5 system-ui, sans-serif; }
 main { max-width: 75rem; margin: 0 auto; padding: 1rem; }
