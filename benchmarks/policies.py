@@ -28,8 +28,9 @@ from sklearn.datasets import load_digits, load_sample_images
 from torch import nn
 
 from gradscaler import AmaxScale, DynamicScale, FixedScale, Policy
+from gradscaler.diagnose.report._picture import picture_of
 from gradscaler.diagnose.simulate import Trace, replay
-from gradscaler.diagnose.simulate._show import HEADINGS, picture_of, rows_of
+from gradscaler.diagnose.simulate._show import HEADINGS, content_of_replays, rows_of
 from gradscaler.torch import GradScaler
 
 HERE = Path(__file__).parent
@@ -412,7 +413,8 @@ def main() -> None:
             f"\n### {name}: {bad} bad batches, {spikes} spikes\n\n{table(HEADINGS, rows)}",
             flush=True,
         )
-        pictures.append(picture_of({rule: replays[rule] for rule in DRAWN}, name))
+        drawn = {rule: replays[rule] for rule in DRAWN}
+        pictures.append(picture_of(content_of_replays(drawn, name)))
     rows = list(random_rows())
     results["random"] = rows
     print(f"\n### Random traces\n\n{table(('trace', 'torch', 'AmaxScale'), rows)}", flush=True)

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 from gradscaler import __version__, checkpoint
-from gradscaler._atomic import replacing
 from gradscaler.checkpoint import _files
 from gradscaler.diagnose import read_run
 
@@ -190,7 +189,9 @@ def _parser() -> argparse.ArgumentParser:
         help="a preset such as torch or paddle, or a call such as 'AmaxScale(margin=10)'; may be "
         "given several times (torch and AmaxScale)",
     )
-    simulate.add_argument("-o", "--output", type=Path, metavar="PNG", help="a picture to draw")
+    simulate.add_argument(
+        "-o", "--output", type=Path, help="a page (.html) or a picture (.png) to write"
+    )
     simulate.set_defaults(run=partial(_simulate, simulate))
 
     for name, command in commands.choices.items():
@@ -306,15 +307,17 @@ def _simulate(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> No
     from gradscaler.diagnose.simulate._spelled import policy_of
     from gradscaler.diagnose.simulate._trace import scales_of
 
-    if parsed.output is not None and parsed.output.suffix.lower() != ".png":
-        parser.error(f"argument -o/--output: must end in .png, got {str(parsed.output)!r}")
     try:
         policies = {text: policy_of(text) for text in parsed.policy or ("torch", "AmaxScale")}
     except ValueError as error:
         parser.error(f"argument --policy: {error}")
     place = None
     try:
-        from gradscaler.diagnose.simulate._show import picture_of, print_table
+        from rich.text import Text
+
+        from gradscaler.diagnose import report
+        from gradscaler.diagnose.report._terminal import console_of, drawn_table
+        from gradscaler.diagnose.simulate import _show as show
 
         run = read_run(parsed.source)
         try:
@@ -323,7 +326,11 @@ def _simulate(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> No
             raise ValueError(f"{parsed.source}: {error}") from None
         replays = {"the run itself": at_scales(scales_of(run), trace)}
         replays |= {text: replay(policy, trace) for text, policy in policies.items()}
-        print_table(replays)
+        console, table = console_of(sys.stdout), show.table_of(replays)
+        console.width = max(console.width, 80)  # rich leaves out what does not fit
+        headings = tuple(heading.replace(" ", "\n") for heading in table.headings)
+        console.print(drawn_table(table._replace(headings=headings)))
+        console.print("", Text(show.words_on(replays), "dim"), sep="\n")
         known = {sample.step for sample in run.samples if sample.histogram} | set(run.skipped)
         if len(known) < run.num_steps:
             _say(
@@ -333,9 +340,8 @@ def _simulate(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> No
             )
         if parsed.output is not None:
             place = parsed.output
-            picture = picture_of(replays)
-            with replacing(place) as file:
-                file.write(picture)
+            report.write(show.content_of_replays(replays), place)
+            _say(f"wrote {place}")
     except (ImportError, OSError, ValueError) as error:
         raise _failed(error, place) from None
 

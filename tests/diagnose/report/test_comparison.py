@@ -17,7 +17,6 @@ from matplotlib.colors import to_hex
 from gradscaler.__main__ import main
 from gradscaler.diagnose import report
 from gradscaler.diagnose._findings.kinds import KINDS
-from gradscaler.diagnose.report._comparison import drawing_of_runs
 from gradscaler.diagnose.report._content import content_of_runs
 from gradscaler.diagnose.report._differences import alike, difference_tables, read_each
 from gradscaler.diagnose.report._picture import draw
@@ -126,8 +125,8 @@ def test_scales_skips_and_losses_are_drawn_over_the_same_steps(runs):
 
 def test_a_run_without_a_finite_loss_is_said_in_words(made_up_run):
     lost = made_up_run(samples=0, stuck=5)
-    caption = drawing_of_runs({"a": made_up_run(), "b": lost}).caption
-    assert caption.endswith("b: The loss is NaN or Inf at all 5 steps where it was seen.")
+    (drawing,) = content_of_runs({"a": made_up_run(), "b": lost}).drawings
+    assert drawing.caption.endswith("b: The loss is NaN or Inf at all 5 steps where it was seen.")
 
 
 @pytest.mark.parametrize("suffix", [".html", ".png"])

@@ -195,13 +195,6 @@ def test_which_scale_fits_is_shown_only_where_a_scale_may_help(page_of, made_up_
     assert title not in page_of(made_up_run(stuck=3, verdict=VERDICT)).texts
 
 
-@pytest.mark.parametrize(("samples", "is_enlarged"), [(1, False), (5, True)])
-def test_skips_too_narrow_to_be_seen_are_enlarged(page_of, made_up_run, samples, is_enlarged):
-    texts = page_of(made_up_run(samples=samples, parameters=1, stuck=25)).texts
-    start = 100 * samples + 1 - 25
-    assert (f"Loss scale from step {start:,} on" in texts) == is_enlarged
-
-
 def test_the_picture_grows_with_the_names_it_shows(path, made_up_run):
     heights, picture = [], path.with_suffix(".png")
     for parameters in (3, 30, 300):

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from gradscaler.diagnose._findings.kinds import Kind
 from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._by_size import by_size
-from gradscaler.diagnose.report._comparison import drawing_of_runs
+from gradscaler.diagnose.report._comparison import drawing_of
 from gradscaler.diagnose.report._differences import alike, difference_tables, headline_of_runs
 from gradscaler.diagnose.report._over_time import over_time
-from gradscaler.diagnose.report._style import Drawing
+from gradscaler.diagnose.report._style import Course, Drawing
 from gradscaler.diagnose.report._summary import (
     Table,
     facts_of,
@@ -52,6 +52,10 @@ def content_of(run: Run) -> Content:
 
 def content_of_runs(runs: Mapping[str, Run]) -> Content:
     """The report on several runs, by their names, side by side."""
+    courses = {
+        name: Course(run.num_steps, run.scales, run.skipped, run.losses)
+        for name, run in runs.items()
+    }
     verdicts = [f"{name}: {headline_of(run).headline}." for name, run in runs.items()]
     return Content(
         headline_of_runs(runs),
@@ -59,6 +63,6 @@ def content_of_runs(runs: Mapping[str, Run]) -> Content:
         None,
         difference_tables(runs),
         {},
-        [drawing_of_runs(runs)],
+        [drawing_of(courses, "loss", "Loss, unscaled")],
         [],
     )

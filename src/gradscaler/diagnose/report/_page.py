@@ -11,13 +11,14 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from gradscaler.diagnose.report._content import Content
-from gradscaler.diagnose.report._style import LEVELS, WIDTH, Drawing
+from gradscaler.diagnose.report._style import LEVELS, WIDTH, Drawing, drawing_settings
 from gradscaler.diagnose.report._summary import Table
 from gradscaler.diagnose.report._words import shown
 
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 
+@drawing_settings()
 def page_of(content: Content) -> bytes:
     """A page that needs no other file: the verdict, the figures and the tables."""
     headline = content.headline

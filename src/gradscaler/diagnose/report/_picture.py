@@ -12,11 +12,12 @@ from matplotlib.text import Text
 
 from gradscaler.diagnose._findings.kinds import Kind
 from gradscaler.diagnose.report._content import Content
-from gradscaler.diagnose.report._style import LEVELS, WIDTH, Drawing
+from gradscaler.diagnose.report._style import LEVELS, WIDTH, Drawing, drawing_settings
 from gradscaler.diagnose.report._summary import Table, in_lines
 from gradscaler.diagnose.report._words import shown
 
 
+@drawing_settings()
 def picture_of(content: Content) -> bytes:
     """The picture as a PNG."""
     return png_of(draw(content), dpi=150)

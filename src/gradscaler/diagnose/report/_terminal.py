@@ -80,7 +80,7 @@ class Explained:
         title, style = Text(headline.headline, "bold"), LEVELS[headline.level]
         yield Panel(text, title=title, title_align="left", border_style=style)
         for table in origin_tables_of(run):
-            yield _table(table)
+            yield drawn_table(table)
             yield ""
         yield Text(in_lines(facts_of(run), options.max_width).replace("\xa0", " "), "dim")
         for part in (_over_time(run, options), _by_size(run, options)):
@@ -92,7 +92,7 @@ class Explained:
             yield Text(words)
         for table in tables_of(run):
             yield ""
-            yield _table(table)
+            yield drawn_table(table)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Compared:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """What differs, what is alike, and the charts."""
         for table in difference_tables(self.runs):
-            yield _table(table)
+            yield drawn_table(table)
             yield ""
         yield Text(alike(self.runs), "dim")
         runs = self.runs.values()
@@ -212,7 +212,8 @@ def _by_size(run: Run, options: ConsoleOptions) -> Table:
     return chart
 
 
-def _table(table: SummaryTable) -> Table:
+def drawn_table(table: SummaryTable) -> Table:
+    """A table, whose names are folded if the terminal is narrow."""
     drawn = Table(
         title=table.title,
         title_justify="left",
