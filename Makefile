@@ -16,9 +16,8 @@ venv = .venv/$($(1)_ENVIRONMENT)
 CORE := $(filter-out src/gradscaler/__main__.py,$(wildcard src/gradscaler/*.py)) \
 	src/gradscaler/policies src/gradscaler/_formats src/gradscaler/_eager src/gradscaler/checkpoint
 SOURCES = $(wildcard src/gradscaler/_$(name)_like src/gradscaler/_on_$(name)) src/gradscaler/$(name)
-torch_SOURCES := src/gradscaler/diagnose src/gradscaler/simulate src/gradscaler/demo src/gradscaler/__main__.py
-torch_TESTS := $(CORE) $(wildcard tests/*.py) tests/policies tests/checkpoint tests/diagnose \
-	tests/simulate
+torch_SOURCES := src/gradscaler/diagnose src/gradscaler/demo src/gradscaler/__main__.py
+torch_TESTS := $(CORE) $(wildcard tests/*.py) tests/policies tests/checkpoint tests/diagnose
 TRAINERS := lightning accelerate transformers
 EVERYWHERE := $(wildcard tests/diagnose/*/test_frameworks.py)
 keras_TESTS := $(EVERYWHERE) tests/keras_like

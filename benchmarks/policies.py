@@ -4,9 +4,9 @@
 
 It trains four small networks in fp16 on the CPU with data of scikit-learn, and records at each step
 the true gradients: those of the same batch and weights in fp32. Each rule is then replayed on these
-traces by :mod:`gradscaler.simulate`. Last, it trains an MLP with 5 % NaN batches to the end, with
-torch's rule and with AmaxScale. It writes ``policies.json`` and ``policies.png`` here, and
-prints the tables of ``docs/policies.md``. It needs PyTorch, scikit-learn and Matplotlib.
+traces by :mod:`gradscaler.diagnose.simulate`. Last, it trains an MLP with 5 % NaN batches to the
+end, with torch's rule and with AmaxScale. It writes ``policies.json`` and ``policies.png`` here,
+and prints the tables of ``docs/policies.md``. It needs PyTorch, scikit-learn and Matplotlib.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from sklearn.datasets import load_digits, load_sample_images
 from torch import nn
 
 from gradscaler import AmaxScale, DynamicScale, FixedScale, Policy
-from gradscaler.simulate import Trace, replay
-from gradscaler.simulate._show import HEADINGS, picture_of, rows_of
+from gradscaler.diagnose.report._picture import picture_of
+from gradscaler.diagnose.simulate import Trace, replay
+from gradscaler.diagnose.simulate._show import HEADINGS, content_of_replays, rows_of
 from gradscaler.torch import GradScaler
 
 HERE = Path(__file__).parent
@@ -412,7 +413,8 @@ def main() -> None:
             f"\n### {name}: {bad} bad batches, {spikes} spikes\n\n{table(HEADINGS, rows)}",
             flush=True,
         )
-        pictures.append(picture_of({rule: replays[rule] for rule in DRAWN}, name))
+        drawn = {rule: replays[rule] for rule in DRAWN}
+        pictures.append(picture_of(content_of_replays(drawn, name)))
     rows = list(random_rows())
     results["random"] = rows
     print(f"\n### Random traces\n\n{table(('trace', 'torch', 'AmaxScale'), rows)}", flush=True)

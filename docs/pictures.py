@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from gradscaler import DynamicScale
 from gradscaler.diagnose import exponents
-from gradscaler.diagnose.report._alt_text import png_of
+from gradscaler.diagnose.report._picture import png_of
 from gradscaler.policies import ScaleState
 
 HERE = Path(__file__).parent

@@ -15,7 +15,7 @@ from gradscaler.diagnose._run.writer import RunFile
 pytest.importorskip("matplotlib", reason="the report is drawn with it")
 pytest.importorskip("rich", reason="the terminal is written to with it")
 
-COMMANDS = "demo", "convert", "report", "explain", "watch", "simulate", "doctor"
+COMMANDS = "demo", "convert", "report", "explain", "compare", "watch", "simulate", "doctor"
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_two_runs_that_are_no_ranks_are_explained_apart_or_compared(run, tmp_pat
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
-    assert "explain each run by itself, or compare them: report A B --compare" in err
+    assert "explain each run by itself, or compare them: python -m gradscaler compare A B" in err
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
@@ -100,7 +100,7 @@ def test_the_usage_shows_how_the_command_line_was_started(
 def test_a_single_file_cannot_be_compared(run, tmp_path, capsys):
     target = tmp_path / "report.html"
     with pytest.raises(SystemExit) as exit_:
-        main(["report", run, "--compare", "-o", str(target)])
+        main(["compare", run, "-o", str(target)])
     assert exit_.value.code == 2
-    assert "--compare: give the files of at least two runs, got one" in capsys.readouterr().err
+    assert "RUN: give the files of at least two runs, got one" in capsys.readouterr().err
     assert not target.exists()

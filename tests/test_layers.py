@@ -44,10 +44,9 @@ TABLE = {
     "gradscaler": RULES | {"_frameworks"},
     "checkpoint": RULES | {"_atomic", "_formats"},
     "diagnose": RULES | {"_atomic", "gradscaler"},
-    "simulate": RULES | {"diagnose"},
     "demo": {"_frameworks", "torch", "diagnose"},
     "_doctor": {"_frameworks", "gradscaler"},
-    "__main__": {"_atomic", "_doctor", "gradscaler", "checkpoint", "diagnose", "simulate", "demo"},
+    "__main__": {"_atomic", "_doctor", "gradscaler", "checkpoint", "diagnose", "demo"},
 }
 
 # Private modules that others may import: by whom.
@@ -57,16 +56,11 @@ PRIVATE = {
     "policies._presets": EVERYONE,
     "policies._spelling": EVERYONE,
     "checkpoint._files": {"__main__"},
-    "diagnose._run": {"simulate", "__main__"},
-    "diagnose.report._alt_text": {"demo"},
-    "diagnose.report._style": {"simulate"},
+    "diagnose.report._differences": {"__main__"},
+    "diagnose.report._picture": {"demo"},
     "diagnose.report._terminal": {"__main__"},
-    "diagnose.report._texts": {"simulate"},
     "diagnose.report._watch": {"__main__"},
-    "simulate._replay": {"__main__"},
-    "simulate._show": {"__main__"},
-    "simulate._spelled": {"__main__"},
-    "simulate._trace": {"__main__"},
+    "diagnose.simulate": {"__main__"},
 }
 
 
@@ -189,7 +183,7 @@ def test_an_import_against_the_table_is_noticed(importer, code, found):
     [
         ("torch", "from gradscaler.torch._install import install"),
         ("torch", "import torch, numpy"),
-        ("simulate", "from gradscaler.diagnose._run.lines import Bins"),
+        ("demo", "from gradscaler.diagnose.report._picture import png_of"),
         ("jax", "from gradscaler.policies import _checks"),
     ],
 )

@@ -41,7 +41,7 @@ if not TYPE_CHECKING:  # type checkers would take any name for a module's
 
     def __getattr__(name: str) -> ModuleType:
         """Import a submodule when it is first used; say where to find a class of an adapter."""
-        if name in (*FRAMEWORKS, "checkpoint", "diagnose", "simulate"):
+        if name in (*FRAMEWORKS, "checkpoint", "diagnose"):
             return import_module(f"{__name__}.{name}")
         message = f"module {__name__!r} has no attribute {name!r}"
         if name in SCALERS:

@@ -10,14 +10,11 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from io import TextIOWrapper
 from pathlib import Path
 
 from gradscaler import __version__, checkpoint
-from gradscaler._atomic import replacing
 from gradscaler.checkpoint import _files
 from gradscaler.diagnose import read_run
-from gradscaler.diagnose._run.reader import read_runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,12 +50,12 @@ _EXAMPLES = {
     "convert": " run.pt scaler.pdparams --to paddle",
     "report": " run.jsonl -o report.html",
     "explain": " run.jsonl",
+    "compare": " a.jsonl b.jsonl",
     "watch": " run.jsonl",
     "simulate": " run.jsonl --policy torch --policy 'AmaxScale(margin=10)'",
     "doctor": "",
 }
 _RUNS = "the file to read, or one of each rank"
-_RUNS_TO_COMPARE = "the file to read, one of each rank, or one of each run to compare"
 
 
 class _FailedError(Exception):
@@ -127,18 +124,11 @@ def _parser() -> argparse.ArgumentParser:
         "several ranks of one run. Write a page that needs nothing else (.html), or a picture "
         "(.png): a verdict in two sentences, the loss scale and the gradients over time, the "
         "gradients against their format's range, and the loss scales that fit them. Of several "
-        "ranks, they are those of the rank at fault. Several files of processes that trained "
-        "alone, or of one rank each of several runs, are compared: the scales, the skips and the "
-        "losses on the same axes, and a table of what differs.",
+        "ranks, they are those of the rank at fault.",
     )
-    report.add_argument("sources", type=Path, nargs="+", metavar="RUN", help=_RUNS_TO_COMPARE)
+    report.add_argument("sources", type=Path, nargs="+", metavar="RUN", help=_RUNS)
     report.add_argument("-o", "--output", type=Path, required=True, help="the file to write")
-    report.add_argument(
-        "--compare",
-        action="store_true",
-        help="draw the files as different runs, though they may be ranks of one",
-    )
-    report.set_defaults(run=partial(_report, report))
+    report.set_defaults(run=_report)
 
     explain = commands.add_parser(
         "explain",
@@ -148,6 +138,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("sources", type=Path, nargs="+", metavar="RUN", help=_RUNS)
     explain.set_defaults(run=_explain)
+
+    compare = commands.add_parser(
+        "compare",
+        help="print in what several runs differ",
+        description="Read the files of several runs. Print in what they differ, first, and then "
+        "what is alike, and the loss scales and losses side by side. With -o, also draw the "
+        "scales, the skips and the losses on the same axes.",
+    )
+    compare.add_argument("sources", type=Path, nargs="+", metavar="RUN", help="the files to read")
+    compare.add_argument(
+        "-o", "--output", type=Path, help="a page (.html) or a picture (.png) to write"
+    )
+    compare.set_defaults(run=partial(_compare, compare))
 
     doctor = commands.add_parser(
         "doctor",
@@ -186,7 +189,9 @@ def _parser() -> argparse.ArgumentParser:
         help="a preset such as torch or paddle, or a call such as 'AmaxScale(margin=10)'; may be "
         "given several times (torch and AmaxScale)",
     )
-    simulate.add_argument("-o", "--output", type=Path, metavar="PNG", help="a picture to draw")
+    simulate.add_argument(
+        "-o", "--output", type=Path, help="a page (.html) or a picture (.png) to write"
+    )
     simulate.set_defaults(run=partial(_simulate, simulate))
 
     for name, command in commands.choices.items():
@@ -232,16 +237,14 @@ def _convert(parsed: argparse.Namespace) -> None:
     _say(f"{read} -> {parsed.target}, {parsed.to}'s format")
 
 
-def _report(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
-    if parsed.compare and len(parsed.sources) == 1:
-        parser.error("argument --compare: give the files of at least two runs, got one")
+def _report(parsed: argparse.Namespace) -> None:
     place = None
     try:
         from gradscaler.diagnose import report
 
-        found = read_runs(parsed.sources, compare=parsed.compare)
+        run = read_run(*parsed.sources)
         place = parsed.output
-        report.write(found, place)
+        report.write(run, place)
         _say(f"wrote {place}")
     except (ImportError, OSError, ValueError) as error:
         raise _failed(error, place) from None
@@ -249,15 +252,30 @@ def _report(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None
 
 def _explain(parsed: argparse.Namespace) -> None:
     try:
-        from rich.console import Console
+        from gradscaler.diagnose.report._terminal import Explained, console_of
 
-        from gradscaler.diagnose.report._terminal import explain
-
-        if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a name may hold any letter
-        explain(read_run(*parsed.sources), Console())
+        console_of(sys.stdout).print(Explained(read_run(*parsed.sources)))
     except (ImportError, OSError, ValueError) as error:
         raise _failed(error) from None
+
+
+def _compare(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+    if len(parsed.sources) == 1:
+        parser.error("argument RUN: give the files of at least two runs, got one")
+    place = None
+    try:
+        from gradscaler.diagnose import report
+        from gradscaler.diagnose.report._differences import read_each
+        from gradscaler.diagnose.report._terminal import Compared, console_of
+
+        runs = read_each(parsed.sources)
+        console_of(sys.stdout).print(Compared(runs))
+        if parsed.output is not None:
+            place = parsed.output
+            report.write(runs, place)
+            _say(f"wrote {place}")
+    except (ImportError, OSError, ValueError) as error:
+        raise _failed(error, place) from None
 
 
 def _doctor(parsed: argparse.Namespace) -> None:
@@ -274,31 +292,32 @@ def _doctor(parsed: argparse.Namespace) -> None:
 
 
 def _watch(parsed: argparse.Namespace) -> None:
-    from gradscaler.diagnose.report._watch import watch
-
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a name may hold any letter
     try:
-        watch(parsed.source, sys.stdout, parsed.once, _say)
-    except (OSError, ValueError) as error:
+        from gradscaler.diagnose.report._terminal import console_of
+        from gradscaler.diagnose.report._watch import watch
+
+        watch(parsed.source, console_of(sys.stdout), parsed.once, _say)
+    except (ImportError, OSError, ValueError) as error:
         raise _failed(error) from None
 
 
 def _simulate(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
-    from gradscaler.simulate import Trace, replay
-    from gradscaler.simulate._replay import at_scales
-    from gradscaler.simulate._spelled import policy_of
-    from gradscaler.simulate._trace import scales_of
+    from gradscaler.diagnose.simulate import Trace, replay
+    from gradscaler.diagnose.simulate._replay import at_scales
+    from gradscaler.diagnose.simulate._spelled import policy_of
+    from gradscaler.diagnose.simulate._trace import scales_of
 
-    if parsed.output is not None and parsed.output.suffix.lower() != ".png":
-        parser.error(f"argument -o/--output: must end in .png, got {str(parsed.output)!r}")
     try:
         policies = {text: policy_of(text) for text in parsed.policy or ("torch", "AmaxScale")}
     except ValueError as error:
         parser.error(f"argument --policy: {error}")
     place = None
     try:
-        from gradscaler.simulate._show import picture_of, print_table
+        from rich.text import Text
+
+        from gradscaler.diagnose import report
+        from gradscaler.diagnose.report._terminal import console_of, drawn_table
+        from gradscaler.diagnose.simulate import _show as show
 
         run = read_run(parsed.source)
         try:
@@ -307,7 +326,11 @@ def _simulate(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> No
             raise ValueError(f"{parsed.source}: {error}") from None
         replays = {"the run itself": at_scales(scales_of(run), trace)}
         replays |= {text: replay(policy, trace) for text, policy in policies.items()}
-        print_table(replays)
+        console, table = console_of(sys.stdout), show.table_of(replays)
+        console.width = max(console.width, 80)  # rich leaves out what does not fit
+        headings = tuple(heading.replace(" ", "\n") for heading in table.headings)
+        console.print(drawn_table(table._replace(headings=headings)))
+        console.print("", Text(show.words_on(replays), "dim"), sep="\n")
         known = {sample.step for sample in run.samples if sample.histogram} | set(run.skipped)
         if len(known) < run.num_steps:
             _say(
@@ -317,9 +340,8 @@ def _simulate(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> No
             )
         if parsed.output is not None:
             place = parsed.output
-            picture = picture_of(replays)
-            with replacing(place) as file:
-                file.write(picture)
+            report.write(show.content_of_replays(replays), place)
+            _say(f"wrote {place}")
     except (ImportError, OSError, ValueError) as error:
         raise _failed(error, place) from None
 

@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib", reason="the pictures are drawn with it")
 from PIL import Image
 
 from gradscaler.__main__ import main
-from gradscaler.diagnose.report._alt_text import png_of
+from gradscaler.diagnose.report._picture import png_of
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from gradscaler.demo._training import MODES, Run, picture
-from gradscaler.diagnose.report._alt_text import png_of
+from gradscaler.diagnose.report._picture import png_of
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 GREY, RED, BLUE = "#555555", "#D55E00", "#0072B2"

@@ -1,4 +1,4 @@
-"""Several runs side by side, and how they are told from the ranks of one run."""
+"""``python -m gradscaler compare``: several runs side by side."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -6,74 +6,54 @@ from dataclasses import replace
 import pytest
 
 from gradscaler.diagnose._run.lines import Start
-from gradscaler.diagnose._run.reader import read_run, read_runs
-from gradscaler.diagnose._run.run import Run
+from gradscaler.diagnose._run.reader import read_run
 from gradscaler.diagnose._run.writer import RunFile
 
 pytest.importorskip("matplotlib", reason="the report is drawn with it")
+pytest.importorskip("rich", reason="the terminal is written to with it")
 
 from matplotlib.colors import to_hex
 
 from gradscaler.__main__ import main
 from gradscaler.diagnose import report
 from gradscaler.diagnose._findings.kinds import KINDS
-from gradscaler.diagnose.report._comparison import difference_table, drawing_of_runs
 from gradscaler.diagnose.report._content import content_of_runs
+from gradscaler.diagnose.report._differences import alike, difference_tables, read_each
 from gradscaler.diagnose.report._picture import draw
 from gradscaler.diagnose.report._style import drawing_settings
-from gradscaler.diagnose.report._texts import percent
+from gradscaler.diagnose.report._words import percent
 
 START = Start("torch", "float16", 100, 0, {"name": "DynamicScale"}, "")
 
 
-@pytest.fixture
-def files(tmp_path):
-    """Empty runs with these starts, each in a file of its own; returns their paths."""
-
-    def files(*starts):
-        paths = [tmp_path / f"{place}.jsonl" for place in range(len(starts))]
-        for path, (rank, world_size) in zip(paths, starts, strict=True):
-            RunFile(path, replace(START, rank=rank, world_size=world_size)).close()
-        return paths
-
-    return files
-
-
-@pytest.mark.parametrize(
-    ("starts", "compare", "kind"),
-    [
-        ([(0, 1)], False, Run),
-        ([(0, 1), (0, 1)], False, dict),
-        ([(0, 2), (1, 2)], False, Run),
-        ([(0, 2), (1, 2)], True, dict),
-        ([(0, 2), (0, 2)], False, dict),  # each file is of rank 0 of a run of its own
-        ([(0, 2), (0, 4)], False, dict),
-        ([(0, 1), (1, 2)], False, dict),
-        ([(0, 1)], True, dict),
-    ],
-)
-def test_files_are_of_several_runs_unless_they_are_of_different_ranks(files, starts, compare, kind):
-    found = read_runs(files(*starts), compare)
-    assert type(found) is kind or isinstance(found, kind)
-    if kind is dict:
-        assert list(found) == [str(place) for place in range(len(starts))]
-    else:
-        assert len(found.ranks) == (len(starts) if len(starts) > 1 else 0)
-
-
-def test_ranks_of_different_runs_are_refused_with_the_way_to_compare_them(files):
-    with pytest.raises(ValueError, match=r"is of rank 0, as .* is: give one file .*--compare"):
-        read_runs(files((0, 2), (1, 2), (0, 2)))
-
-
-def test_runs_of_the_same_name_go_by_their_paths_and_a_file_is_given_once(files, tmp_path):
-    (first,) = files((0, 1))
-    second = tmp_path / "other" / first.name
+def test_runs_of_the_same_name_go_by_their_paths_and_a_file_is_given_once(tmp_path):
+    first, second = tmp_path / "run.jsonl", tmp_path / "other" / "run.jsonl"
     second.parent.mkdir()
-    RunFile(second, START).close()
-    assert list(read_runs([first, second])) == [str(first), str(second)]
+    for path in (first, second):
+        RunFile(path, START).close()
+    assert list(read_each([first])) == ["run"]
+    assert list(read_each([first, second])) == [str(first), str(second)]
     with pytest.raises(ValueError, match="is given twice"):
-        read_runs([first, first])
+        read_each([first, first])
+
+
+def test_ranks_of_one_run_can_be_compared(save_ranks, capsys):
+    assert main(["compare", *save_ranks(at_fault=1)]) == 0
+    out = capsys.readouterr().out
+    assert "Another rank's gradients" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("ranks", [[(0, 1), (0, 1)], [(0, 2), (1, 2), (0, 2)]])
+@pytest.mark.parametrize("command", ["explain", "report"])
+def test_files_that_are_no_ranks_of_one_run_are_refused_with_the_way_to_compare_them(
+    tmp_path, capsys, ranks, command
+):
+    paths = [tmp_path / f"{place}.jsonl" for place in range(len(ranks))]
+    for path, (rank, world_size) in zip(paths, ranks, strict=True):
+        RunFile(path, replace(START, rank=rank, world_size=world_size)).close()
+    output = ["-o", str(tmp_path / "report.html")] if command == "report" else []
+    assert main([command, *map(str, paths), *output]) == 1
+    assert "compare them: python -m gradscaler compare A B" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -85,18 +65,29 @@ def runs(made_up_run):
 
 
 def test_the_table_has_a_column_for_each_run_and_a_row_for_each_difference(runs):
-    table = difference_table(runs)
+    (table,) = difference_tables(runs)
     assert table.headings == ("", "a<b>", "stuck")
     rows = {row[0]: row[1:] for row in table.rows}
-    assert rows["Verdict"] == (KINDS["normal"].headline, KINDS["nan"].headline)
-    assert rows["Steps"] == ("800", "437")
-    assert rows["Skipped"] == ("6 (0.8%)", "41 (9.4%)")
-    first, second = (run.samples[-1].shares for run in runs.values())
-    assert rows["Flushed"] == (percent(first.flushed), percent(second.flushed))
-    assert rows["Last finite loss"] == ("0.2875", "0.575")
+    assert list(rows) == [
+        *("growth_interval", "steps", "skipped", "last scale", "last finite loss"),
+        *("flushed", "subnormal", "verdict"),
+    ]
     assert rows["growth_interval"] == ("", "50")
-    assert "init_scale" not in rows  # it is the same
-    assert "measured against" not in rows
+    assert rows["steps"] == ("800", "437")
+    assert rows["skipped"] == ("6 (0.8%)", "41 (9.4%)")
+    assert rows["last finite loss"] == ("0.2875", "0.575")
+    first, second = (run.samples[-1].shares for run in runs.values())
+    assert rows["flushed"] == (percent(first.flushed), percent(second.flushed))
+    assert rows["verdict"] == (KINDS["normal"].headline, KINDS["nan"].headline)
+    assert alike(runs) == (
+        "Alike: policy DynamicScale, init_scale 65,536, measured against float16, framework torch."
+    )
+
+
+def test_runs_that_do_not_differ_have_no_table(made_up_run):
+    same = dict.fromkeys("ab", made_up_run())
+    assert difference_tables(same) == []
+    assert "steps 1,000" in alike(same)
 
 
 def test_private_attributes_in_older_files_are_read_and_not_shown(runs, save):
@@ -104,9 +95,10 @@ def test_private_attributes_in_older_files_are_read_and_not_shown(runs, save):
     old, new = runs.values()
     old = read_run(save(replace(old, starts=(replace(old.starts[0], policy=policy),))))
     assert old.starts[0].policy == policy
-    rows = {row[0]: row[1:] for row in difference_table({"old": old, "new": new}).rows}
-    assert not [name for name in rows if name.startswith("_")]
-    assert "growth_interval" not in rows  # it is the same
+    both = {"old": old, "new": new}
+    (table,) = difference_tables(both)
+    assert not [row[0] for row in table.rows if row[0].startswith("_")]
+    assert "growth_interval 50" in alike(both)
 
 
 def test_the_headline_is_as_bad_as_the_worst_run(runs):
@@ -133,12 +125,12 @@ def test_scales_skips_and_losses_are_drawn_over_the_same_steps(runs):
 
 def test_a_run_without_a_finite_loss_is_said_in_words(made_up_run):
     lost = made_up_run(samples=0, stuck=5)
-    caption = drawing_of_runs({"a": made_up_run(), "b": lost}).caption
-    assert caption.endswith("b: The loss is NaN or Inf at all 5 steps where it was seen.")
+    (drawing,) = content_of_runs({"a": made_up_run(), "b": lost}).drawings
+    assert drawing.caption.endswith("b: The loss is NaN or Inf at all 5 steps where it was seen.")
 
 
 @pytest.mark.parametrize("suffix", [".html", ".png"])
-def test_the_command_compares_files_of_different_runs(tmp_path, runs, suffix):
+def test_the_command_compares_files_of_different_runs(tmp_path, runs, suffix, capsys):
     paths = []
     for name, run in zip(("first", "second"), runs.values(), strict=True):
         paths.append(str(tmp_path / f"{name}.jsonl"))
@@ -146,7 +138,18 @@ def test_the_command_compares_files_of_different_runs(tmp_path, runs, suffix):
             for line in (*run.samples, *run.skips, *run.verdicts):
                 file.write(line)
     target = tmp_path / f"report{suffix}"
-    assert main(["report", *paths, "-o", str(target)]) == 0
+    assert main(["compare", *paths, "-o", str(target)]) == 0
+    out, err = capsys.readouterr()
+    assert err == f"wrote {target}\n"
+    lines = [line for line in out.splitlines() if line.strip()]
+    assert lines[0].strip() == "What differs"
+    assert lines[1].split() == ["first", "second"]
+    scale, loss = (lines.index(title) for title in ("loss scale", "loss"))
+    assert [line.split()[0] for line in lines[scale + 1 : loss]] == ["first", "second"]
+    first, second = (line.split()[1] for line in lines[loss + 1 :])
+    assert len(first) == 32  # and 4 columns without a loss
+    assert second.endswith("!")
+    assert len(second) == 16  # up to its own end
     if suffix == ".html":
         page = target.read_text(encoding="utf-8")
         assert "2 runs side by side" in page

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from gradscaler.diagnose._findings.kinds import KINDS
-from gradscaler.diagnose._fit import range_of
+from gradscaler.diagnose._fitting_scales import range_of
 from gradscaler.diagnose._gradients.formats import format_named, histograms_of
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip, Start
 from gradscaler.diagnose._run.run import Run
-from gradscaler.diagnose.report._fit import sentence_of
 from gradscaler.diagnose.report._summary import headline_of
+from gradscaler.diagnose.report._words import sentence_of
 
 FORMATS = "float16", "bfloat16", "float8_e5m2", "float8_e4m3"
 
@@ -116,13 +116,6 @@ def test_parameters_of_nan_are_not_said_to_be_zero():
         " 1 parameter had gradients of NaN or Inf, and no others but zero."
         " 1 parameter had no gradient but zero: unused, or flushed already."
     )
-
-
-@pytest.mark.parametrize("kind", ["parameter", "activations", "nan", "floor", "normal"])
-def test_where_no_scale_helps_the_sentence_is_of_finite_gradients_only(kind):
-    text = sentence_of(run_of({"a": np.full(4, 2.0**-20)}).fit, kind)
-    is_limited = text.startswith("Only for the finite gradients of sampled steps: loss scales from")
-    assert is_limited == (kind not in ("floor", "normal"))
 
 
 def test_a_parameter_with_few_of_the_gradients_may_be_left_out():

@@ -17,6 +17,7 @@ from gradscaler.diagnose._run.lines import (
     Skip,
     Start,
     VerdictLine,
+    Watched,
 )
 from gradscaler.diagnose._run.run import Run
 from gradscaler.outcome import NonfiniteGradient
@@ -26,9 +27,9 @@ pytest.importorskip("matplotlib", reason="the report is drawn with it")
 from gradscaler.__main__ import main
 from gradscaler.diagnose import report
 from gradscaler.diagnose._findings.kinds import KINDS
-from gradscaler.diagnose.report import _figures, _page
+from gradscaler.diagnose.report import _content, _page
 from gradscaler.diagnose.report._spectrum import spectrum_of
-from gradscaler.diagnose.report._texts import number, percent
+from gradscaler.diagnose.report._words import number, percent
 
 HOSTILE = ["<script>alert(1)</script>", "$x_{", r"$\bad{$ & <b>", "name\n\x00\u202e", "w" * 300]
 VERDICT = ("nan", "The gradient of encoder.0.weight is NaN. Look there.", "encoder.0.weight")
@@ -140,7 +141,9 @@ def test_a_page_is_the_same_each_time(page_of, made_up_run):
 def test_every_name_is_escaped(page_of, made_up_run):
     kind, text, where = "floor", "<img src=x onerror=alert(1)> & so on.", "<svg onload=alert(1)>"
     page = page_of(made_up_run(names=HOSTILE, stuck=2, verdict=(kind, text, where)))
-    assert {text, where, "$x_{", r"$\bad{$ & <b>", "<script>alert(1)</script>"} <= set(page.texts)
+    assert {text, where} <= set(page.texts)
+    assert f"{HOSTILE[0]}: 12 Inf, 1 NaN of 64x64 (float16); 7 more" in page.texts
+    assert {"$x_{", r"$\bad{$ & <b>"} <= set(page_of(made_up_run(names=HOSTILE)).texts)
     assert not [name for name, _ in page.attributes if name.startswith("on")]
     assert "img" not in page.tags
     assert not {"\x00", "\u202e"} & set(page.source)
@@ -155,18 +158,41 @@ def test_an_unknown_verdict_and_framework_are_escaped_too(page_of, made_up_run):
 
 
 def test_the_tables_hold_the_numbers(page_of, made_up_run):
-    texts = page_of(made_up_run(stuck=12, verdict=VERDICT)).texts
-    assert "encoder.0.weight (float16 64x64), 8 more" in texts
-    assert {"1,012", "NaN", "51,200", "Skipped steps: the latest 10 of 20 inspected"} <= set(texts)
-    parameter = made_up_run().samples[-1].parameters["encoder.5.weight"]
-    assert percent(parameter.subnormal) in texts
+    page = page_of(made_up_run(stuck=12, verdict=VERDICT))
+    held = "encoder.0.weight: 12 Inf, 1 NaN of 64x64 (float16)"
+    assert {f"{held}; 8 more", "1,001 → 1,012", "12", "NaN", "Skipped steps"} <= set(page.texts)
+    assert {held, "98 → 999", "8", "1.5"} <= set(page.texts)
+    assert page.tags.count("tr") == 3  # skips that are alike have one row
 
 
-@pytest.mark.parametrize(("samples", "is_enlarged"), [(1, False), (5, True)])
-def test_skips_too_narrow_to_be_seen_are_enlarged(page_of, made_up_run, samples, is_enlarged):
-    texts = page_of(made_up_run(samples=samples, parameters=1, stuck=25)).texts
-    start = 100 * samples + 1 - 25
-    assert (f"Loss scale from step {start:,} on" in texts) == is_enlarged
+def test_where_the_first_inf_was_made_comes_first(page_of, made_up_run):
+    seen = [Watched(step, f"log made {step} inf", "log", "train.py:3") for step in (7, 1_012)]
+    run = replace(made_up_run(stuck=12, verdict=VERDICT), watched=tuple(seen))
+    texts = page_of(run).texts
+    order = VERDICT[1], "log made 1012 inf", "7 → 1,012", "Over time", "Skipped steps"
+    assert [text for text in texts if text in order] == list(order)
+
+
+def test_of_the_parameter_that_decided_a_verdict_the_shares_are_shown(page_of, made_up_run):
+    name = "encoder.5.weight"
+    texts = page_of(made_up_run(verdict=("underflow", "What. Why.", name))).texts
+    share = percent(made_up_run().samples[-1].parameters[name].subnormal)
+    assert f"{name} at step 1,000" in texts
+    assert any(f"{share} subnormal" in text for text in texts)
+    others = page_of(made_up_run(stuck=3, verdict=("nan", "What. Why.", name))).texts
+    assert not any("subnormal," in text for text in others)
+
+
+def test_of_the_module_that_decided_a_verdict_the_dtype_is_shown(page_of, made_up_run):
+    run = made_up_run(stuck=3, verdict=("activations", "What. Why.", "fc"))
+    texts = page_of(replace(run, watched=(Watched(2, dtypes={"fc": "float16"}),))).texts
+    assert texts[texts.index("fc computes in") :][:2] == ["fc computes in", "float16"]
+
+
+def test_which_scale_fits_is_shown_only_where_a_scale_may_help(page_of, made_up_run):
+    title = "Which loss scale fits"
+    assert title in page_of(made_up_run()).texts
+    assert title not in page_of(made_up_run(stuck=3, verdict=VERDICT)).texts
 
 
 def test_the_picture_grows_with_the_names_it_shows(path, made_up_run):
@@ -200,15 +226,13 @@ def test_each_format_has_its_own_range(made_up_run, dtype, edges):
 
 def test_a_spectrum_keeps_every_gradient_and_moves_it_by_the_scale(made_up_run):
     shares = Shares(0.25, 0.0, 0.0, 0.5, 0.0, 0.25)
-    parameter = ParameterSample(0.0, 0.0, 0.0, 0.5, Bins(-500, (4,)))
-    histogram = Bins(-20, (1, 0, 3))
-    sample = Sample(1, 1024.0, (), 1, (), None, None, shares, histogram, {"w": parameter})
+    sample = Sample(1, 1024.0, (), 1, (), None, None, shares, Bins(-20, (1, 0, 3)))
     spectrum = spectrum_of(replace(made_up_run(samples=0), samples=(sample,)))
-    columns = zip(spectrum.exponents.tolist(), spectrum.shares[0].tolist(), strict=True)
+    columns = zip(spectrum.exponents.tolist(), spectrum.shares.tolist(), strict=True)
     assert [column for column in columns if column[1]] == [(-10, 0.125), (-8, 0.375)]
-    assert spectrum.shares[1][0] == 0.5  # far below the range: in the first column
-    assert spectrum.zero.tolist() == [0.25, 0.0]
-    assert spectrum.nonfinite.tolist() == [0.25, 0.5]
+    assert (spectrum.zero, spectrum.nonfinite) == (0.25, 0.25)
+    far = replace(sample, histogram=Bins(-500, (4,)))  # below the range: in the first column
+    assert spectrum_of(replace(made_up_run(samples=0), samples=(far,))).shares[0] == 0.5
 
 
 def test_the_spectrum_is_of_the_latest_sample_that_has_finite_gradients(made_up_run):
@@ -249,7 +273,7 @@ def test_drawing_leaves_the_settings_of_matplotlib_alone(tmp_path, made_up_run):
     before = dict(matplotlib.rcParams)
     report.write(made_up_run(samples=1), tmp_path / "report.html")
     assert dict(matplotlib.rcParams) == before
-    assert "matplotlib.pyplot" not in vars(_figures)
+    assert "matplotlib.pyplot" not in vars(_content)
 
 
 FILES = {
@@ -311,7 +335,7 @@ def test_without_matplotlib_the_command_says_what_to_install(
     tmp_path, capsys, save, made_up_run, monkeypatch
 ):
     source = save(made_up_run(samples=1))
-    for name in ("_figures", "_page", "_picture"):
+    for name in ("_content", "_page", "_picture"):
         monkeypatch.delitem(sys.modules, f"gradscaler.diagnose.report.{name}")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["report", source, "-o", str(tmp_path / "report.html")]) == 1

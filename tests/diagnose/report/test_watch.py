@@ -1,5 +1,6 @@
 """``python -m gradscaler watch``: a live view of a run, in a terminal and through a pipe."""
 
+import math
 import os
 import re
 import select
@@ -9,6 +10,7 @@ import sys
 import time
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -20,14 +22,21 @@ from gradscaler.diagnose import read_run
 from gradscaler.diagnose._run.lines import Sample, Skip, Start, VerdictLine
 from gradscaler.diagnose._run.reader import RunFollower
 from gradscaler.diagnose._run.writer import RunFile, has_writer
-from gradscaler.diagnose.report._charts import BLOCKS, curve
-from gradscaler.diagnose.report._watch import View, frame
+from gradscaler.diagnose.report._charts import curve, spread
+
+pytest.importorskip("rich", reason="the terminal is written to with it")
+
+from rich.cells import cell_len
+from rich.console import Console
+
+from gradscaler.diagnose.report._watch import view
 
 pty = pytest.importorskip("pty", reason="it is of Unix")
 fcntl, struct, termios = map(pytest.importorskip, ("fcntl", "struct", "termios"))
 
 START = Start("torch", "float16", 100, 0, {"name": "DynamicScale"}, "2026-01-01T00:00Z")
-ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
+SHOW_CURSOR = "\x1b[?25h"
 COMMAND = [sys.executable, "-W", "error", "-m", "gradscaler", "watch"]
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm", "PYTHONUTF8": "1"}
 ENV.pop("NO_COLOR", None)
@@ -50,9 +59,9 @@ class Terminal:
 
     def __init__(self, path, columns=80, rows=24, **env):
         self._screen, inner = pty.openpty()
-        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        self.before = termios.tcgetattr(inner)
         self._inner = inner
+        self.resize(columns, rows)
+        self.before = termios.tcgetattr(inner)
         self.process = subprocess.Popen(
             [*COMMAND, str(path)],
             stdin=inner,
@@ -74,9 +83,16 @@ class Terminal:
     @property
     def frame(self):
         """What the terminal shows: the last frame that was written whole."""
-        frames = re.findall(r"\x1b\[H(.*?)\x1b\[J", self.output, re.DOTALL)
+        frames = [
+            frame for frame in self.output.split("\x1b[H") if frame.count("\n") >= self._rows - 1
+        ]
         text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", frames[-1] if frames else "")
-        return text.replace("\r", "")
+        return "\n".join(line.rstrip() for line in text.replace("\r", "").split("\n"))
+
+    def resize(self, columns, rows):
+        size = struct.pack("HHHH", rows, columns, 0, 0)
+        fcntl.ioctl(self._inner, termios.TIOCSWINSZ, size)
+        self._rows = rows
 
     def _read(self):
         if select.select([self._screen], [], [], 0.1)[0]:
@@ -135,17 +151,14 @@ def test_it_waits_for_a_file_follows_it_and_leaves_the_terminal_as_it_was(open_t
         file.write(VerdictLine(60, "nan", "The gradient of w is NaN. Look there.", "w"))
         lines = terminal.wait_for("Look there.")  # what is written last
         assert lines[0] == "run.jsonl  step 60  torch DynamicScale"
+        assert lines[1].startswith("╭─ A gradient is NaN at every scale ─")
+        assert lines[2].startswith("│ The gradient of w is NaN. Look there. ")
+        assert [line.split()[-1] for line in lines if line.startswith("loss")] == ["8", "NaN"]
     terminal.wait_for("(no monitor writes to it now)")
-    assert lines[1:3] == [
-        "A gradient is NaN at every scale",
-        "The gradient of w is NaN. Look there.",
-    ]
-    assert "loss scale  8 → 8" in lines
-    assert "loss  0.5 → NaN" in lines
-    assert "skipped  1 (1.7%), 1 in a row" in lines
     assert terminal.interrupt() == 130
     assert terminal.output.startswith(ENTER)
-    assert terminal.output.endswith(LEAVE)
+    assert terminal.output.rindex(LEAVE) > terminal.output.rindex("loss")
+    assert SHOW_CURSOR in terminal.output[terminal.output.rindex("loss") :]
     assert "Traceback" not in terminal.output
     assert terminal.after == terminal.before
 
@@ -171,22 +184,31 @@ def test_a_file_that_is_truncated_or_replaced_is_read_from_its_start(open_termin
     terminal.wait_for("does not exist yet")
 
 
-@pytest.mark.parametrize(("columns", "rows"), [(20, 8), (40, 12), (7, 3)])
-def test_a_frame_fits_a_small_terminal(open_terminal, path, made_up_run, save, columns, rows):
+@pytest.mark.parametrize(("columns", "rows"), [(20, 8), (40, 12), (9, 3)])
+def test_a_frame_fits_a_small_terminal(open_terminal, made_up_run, save, columns, rows):
     save(made_up_run(stuck=30, verdict=("nan", "What happened here. What to try.", "w")))
-    lines = open_terminal(columns, rows).wait_for("run.js"[: columns - 1])
+    lines = open_terminal(columns, rows).wait_for("run.jso")
     assert len(lines) <= rows
-    assert max(map(len, lines)) < columns
+    assert max(map(len, lines)) <= columns
+
+
+def test_a_new_size_of_the_terminal_is_noticed(open_terminal, made_up_run, save):
+    save(made_up_run(stuck=30, verdict=("nan", "What happened here. What to try.", "w")))
+    terminal = open_terminal(40, 24)
+    assert max(map(len, terminal.wait_for("╭─"))) == 40
+    terminal.resize(60, 24)
+    terminal.wait_for("─" * 32)
 
 
 def test_colours_are_left_out_if_that_is_asked_for(open_terminal, save, made_up_run):
     save(made_up_run(stuck=30))
-    assert set(styles_of(open_terminal(NO_COLOR="1"))) == set()
-    assert {"1;31", "34", "31"} <= set(styles_of(open_terminal()))
+    coloured = re.compile("(^|;)[349][0-7]")
+    assert not any(map(coloured.search, styles_of(open_terminal(NO_COLOR="1"))))
+    assert any(map(coloured.search, styles_of(open_terminal())))
 
 
 def styles_of(terminal):
-    terminal.wait_for("skipped  ")
+    terminal.wait_for("gradient norm")
     terminal.interrupt()
     return re.findall(r"\x1b\[([0-9;]*)m", terminal.output)
 
@@ -194,11 +216,13 @@ def styles_of(terminal):
 def test_another_signal_to_end_leaves_the_terminal_as_it_was_too(open_terminal, save, made_up_run):
     save(made_up_run())
     terminal = open_terminal()
-    terminal.wait_for("skipped  ")
+    terminal.wait_for("gradient norm")
     terminal.process.send_signal(signal.SIGTERM)
     assert terminal.process.wait(30) == 143
     terminal.interrupt()
-    assert terminal.output.endswith(LEAVE + "^C")
+    after = terminal.output[terminal.output.rindex("gradient norm") :]
+    assert LEAVE in after
+    assert SHOW_CURSOR in after
 
 
 # Through a pipe.
@@ -243,45 +267,39 @@ def test_once_a_bad_file_is_one_line_with_exit_status_1(path, capsys, content, c
     assert complaint in err
 
 
-def test_it_needs_no_package_for_drawing():
-    code = (
-        "import sys, gradscaler.diagnose.report._watch\n"
-        "assert not {'rich', 'matplotlib', 'torch'} & {*sys.modules}"
-    )
-    subprocess.run([sys.executable, "-c", code], env=ENV, check=True)
-
-
 # Its parts.
 
 
 @given(
-    st.integers(1, 200),
-    st.integers(1, 60),
+    st.integers(8, 200),
     st.dictionaries(st.integers(1, 500), st.floats(), max_size=20),
     st.text(max_size=60),
 )
-def test_no_line_is_wider_than_the_terminal_and_no_frame_higher(
-    made_up_run, columns, rows, losses, text
+def test_no_line_is_wider_than_the_terminal_and_no_letter_controls_it(
+    made_up_run, columns, losses, text
 ):
     skips = tuple(Skip(step, 2.0, loss) for step, loss in losses.items())
     run = replace(made_up_run(samples=1, verdict=("nan", text, "名前")), skips=skips)
-    for view in (View(run, "", False), View(None, text)):
-        lines = frame(Path("名前.jsonl"), view, columns, rows, BLOCKS)
-        assert len(lines) <= max(1, rows - 1)
-        assert all(len(line) <= max(1, columns - 1) for _, line in lines)
-        assert all(line.isprintable() for _, line in lines)
+    for shown in (view(Path(f"名前{text}.jsonl"), run), view(Path("run"), None, text)):
+        console = Console(file=StringIO(), width=columns)
+        console.print(shown)
+        lines = console.file.getvalue().split("\n")
+        assert all(cell_len(line) <= columns for line in lines)
+        assert all(line.isprintable() for line in lines)
 
 
-def test_wide_letters_take_two_columns(made_up_run):
-    (_, title), *_ = frame(Path("名前名前.jsonl"), View(made_up_run()), 6, 24, BLOCKS)
-    assert title == "名前"
-
-
-def test_a_curve_of_several_rows_stands_on_the_lowest_and_marks_nan():
+def test_a_curve_marks_nan_and_shows_the_latest_number_of_a_column():
     points = {1: 0.0, 2: 1.0, 3: float("nan"), 4: 0.5}
-    assert curve(points, 4, 4, "12345678", 2) == [" 8 1", "18!8"]
-    assert curve(points, 4, 2, "12345678", 2) == ["81", "8!"]  # the NaN shares a column
-    assert curve(points, 4, 4, "12345678") == ["18!5"]
+    assert curve(points, 4, 4, "12345678") == "18!5"
+    assert curve(points, 4, 2, "12345678") == "85"
+    assert curve({2: 1.0}, 4, 4, "12345678", (0.0, 2.0)) == " 555"
+
+
+def test_curves_of_very_different_sizes_are_drawn_by_their_logarithms():
+    small, large = {1: 1.0, 2: math.nan}, {1: 1e4, 2: math.inf}
+    assert spread(small, {1: 99.0}) == [small, {1: 99.0}]
+    found = [each[step] for each in spread(small, large) for step in (1, 2)]
+    assert found == pytest.approx([0.0, math.nan, math.log(1e4), math.nan], nan_ok=True)
 
 
 def test_a_follower_reads_what_a_reader_does_each_line_once(path):

@@ -13,10 +13,9 @@ from rich.console import Console
 from gradscaler.diagnose import report
 from gradscaler.diagnose._findings.kinds import KINDS
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip, VerdictLine
-from gradscaler.diagnose.report._fit import sentence_of
 from gradscaler.diagnose.report._summary import headline_of
-from gradscaler.diagnose.report._terminal import explain
-from gradscaler.diagnose.report._words import later_samples
+from gradscaler.diagnose.report._terminal import Explained
+from gradscaler.diagnose.report._words import later_samples, sentence_of
 
 NAN = float("nan")
 ZERO, LOST = Shares(1.0, 0.0, 0.0, 0.0, 0.0, 0.0), Shares(0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
@@ -36,7 +35,7 @@ def texts_of(made_up_run, tmp_path):
         run = replace(made_up_run(samples=0), samples=samples)
         report.write(run, tmp_path / "report.html")
         console = Console(file=StringIO(), width=300)
-        explain(run, console)
+        console.print(Explained(run))
         return (tmp_path / "report.html").read_text(encoding="utf-8"), console.file.getvalue()
 
     return texts_of

@@ -59,7 +59,7 @@ COMMANDS = {
     "explain": ["explain", "RUN"],
     "page": ["report", "RUN", "-o", "OUT.html"],
     "picture": ["report", "RUN", "-o", "OUT.png"],
-    "comparison": ["report", "RUN", "OTHER", "--compare", "-o", "OUT.html"],
+    "comparison": ["compare", "RUN", "OTHER", "-o", "OUT.html"],
     "ranks": ["explain", "RANK", "OTHER"],
     "watch": ["watch", "--once", "RUN"],
     "simulate": ["simulate", "RUN", "-o", "OUT.png"],

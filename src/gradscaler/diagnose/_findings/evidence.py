@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from gradscaler.diagnose._fit import MOST_SAMPLES, has_sizes
+from gradscaler.diagnose._fitting_scales import MOST_SAMPLES, has_sizes
 from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._run.lines import Sample, Skip, VerdictLine, Watched

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.finding import Finding
-from gradscaler.diagnose._fit import Fit, fades, fit_of
+from gradscaler.diagnose._fitting_scales import Fit, fades, fit_of
 from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._run.lines import ParameterSample, Sample
 

@@ -10,7 +10,7 @@ from gradscaler.diagnose._findings.kinds import KINDS
 from gradscaler.diagnose._run.checks import shown
 from gradscaler.diagnose._run.run import Run
 
-_COMPARE = "explain each run by itself, or compare them: report A B --compare -o report.html"
+_COMPARE = "explain each run by itself, or compare them: python -m gradscaler compare A B"
 _SEVERITY = tuple(KINDS)
 _NAMES_NO_CAUSE = dict.fromkeys(_SEVERITY[_SEVERITY.index("silent") :], 1)  # of skipped steps
 _NAMES_NO_CAUSE |= {"elsewhere": 2, "normal": 2}

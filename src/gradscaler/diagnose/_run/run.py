@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from gradscaler.diagnose._findings import Evidence, Verdict, judge
 from gradscaler.diagnose._findings.evidence import Before, min_scale_of
-from gradscaler.diagnose._fit import Fit, fit_of
+from gradscaler.diagnose._fitting_scales import Fit, fit_of
 from gradscaler.diagnose._run.lines import (
     Line,
     Sample,

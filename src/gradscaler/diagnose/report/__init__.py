@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gradscaler._atomic import replacing
 from gradscaler.diagnose._run.run import Run
 
+if TYPE_CHECKING:
+    from gradscaler.diagnose.report._content import Content
 
-def write(run: Run | Mapping[str, Run], path: str | Path) -> None:
+
+def write(run: Run | Mapping[str, Run] | Content, path: str | Path) -> None:
     """Write the report of a run, or of several side by side, whole or not at all.
 
     Args:
@@ -24,14 +28,14 @@ def write(run: Run | Mapping[str, Run], path: str | Path) -> None:
     from gradscaler.diagnose.report._content import Content, content_of, content_of_runs
     from gradscaler.diagnose.report._page import page_of
     from gradscaler.diagnose.report._picture import picture_of
-    from gradscaler.diagnose.report._style import drawing_settings
 
     path = Path(path)
-    makers: dict[str, Callable[[Content], bytes]] = {".html": page_of, ".png": picture_of}
+    makers = {".html": page_of, ".png": picture_of}
     make = makers.get(path.suffix.lower())
     if make is None:
         raise ValueError(f"{path}: the name must end in {' or '.join(makers)}")
-    with drawing_settings():
-        data = make(content_of(run) if isinstance(run, Run) else content_of_runs(run))
+    if isinstance(run, Run):
+        run = content_of(run)
+    data = make(run if isinstance(run, Content) else content_of_runs(run))
     with replacing(path) as file:
         file.write(data)

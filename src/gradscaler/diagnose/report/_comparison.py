@@ -1,4 +1,4 @@
-"""Several runs side by side: their curves on the same axes, and a table of what differs."""
+"""The figure of several runs: their curves on the same axes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
 from matplotlib.lines import Line2D
 
-from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._style import (
     GRID,
+    Course,
     Drawing,
     draw_curve,
     draw_scale,
@@ -24,34 +24,37 @@ from gradscaler.diagnose.report._style import (
     write_legend,
     write_words,
 )
-from gradscaler.diagnose.report._summary import Table, headline_of
-from gradscaler.diagnose.report._texts import number, percent, shown
-from gradscaler.diagnose.report._words import no_points
+from gradscaler.diagnose.report._words import no_points, shown
 
 _COLOURS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"
 _STYLES = "-", "--", "-.", ":"  # so that neither a grey print nor one curve over another hides one
 
 
-def drawing_of_runs(runs: Mapping[str, Run]) -> Drawing:
-    """The scales, the skips and the losses of all runs, step by step."""
-    words = {name: no_points("loss", run.losses) + scales_drawn(run) for name, run in runs.items()}
-    notes = (f" {name}: {text.strip()}" for name, text in words.items() if text)
-    caption = f"A mark above the losses is a loss that is NaN or Inf.{''.join(notes)}"
-    heights = 2.0, 0.3 + 0.25 * len(runs), 1.7
-    height = sum(heights) + 0.7 + 0.2 * math.ceil(len(runs) / 2)
-    draw = partial(_draw, runs=runs, heights=heights)
+def drawing_of(courses: Mapping[str, Course], name: str, title: str) -> Drawing:
+    """The scales and the skips of runs, by their names, and a curve of each, step by step."""
+    words = {
+        run: no_points(name, course.curve) + scales_drawn(len(course.scales[0]))
+        for run, course in courses.items()
+    }
+    notes = (f" {run}: {text.strip()}" for run, text in words.items() if text)
+    caption = f"A mark above the last curves is a {name} that is NaN or Inf.{''.join(notes)}"
+    heights = 2.0, 0.3 + 0.25 * len(courses), 1.7
+    height = sum(heights) + 0.7 + 0.2 * math.ceil(len(courses) / 2)
+    draw = partial(_draw, runs=courses, title=title, heights=heights)
     return Drawing("Over time", caption, height, draw)
 
 
-def _draw(figure: FigureBase, runs: Mapping[str, Run], heights: tuple[float, ...]) -> None:
+def _draw(
+    figure: FigureBase, runs: Mapping[str, Course], title: str, heights: tuple[float, ...]
+) -> None:
     column = figure.subplots(3, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    panels: dict[str, Callable[[Axes, Mapping[str, Run]], None]] = {
+    panels: dict[str, Callable[[Axes, Mapping[str, Course]], None]] = {
         "Loss scale": _draw_scales,
         "Skipped steps": _draw_skips,
-        "Loss, unscaled": _draw_losses,
+        title: _draw_curves,
     }
-    for axes, (title, draw) in zip(column, panels.items(), strict=True):
-        axes.set_title(title)
+    for axes, (name, draw) in zip(column, panels.items(), strict=True):
+        axes.set_title(name)
         draw(axes, runs)
         axes.grid(color=GRID, axis="y" if draw is not _draw_skips else "x")
         axes.set_axisbelow(True)
@@ -66,7 +69,7 @@ def _draw(figure: FigureBase, runs: Mapping[str, Run], heights: tuple[float, ...
     write_legend(figure, lines, columns=2)
 
 
-def _draw_scales(axes: Axes, runs: Mapping[str, Run]) -> None:
+def _draw_scales(axes: Axes, runs: Mapping[str, Course]) -> None:
     moved = {place: run for place, run in enumerate(runs.values()) if run.scales[0]}
     for place, run in moved.items():
         draw_scale(axes, run, _colour(place), _style(place))
@@ -74,7 +77,7 @@ def _draw_scales(axes: Axes, runs: Mapping[str, Run]) -> None:
         write_words(axes, "No step is recorded.")
 
 
-def _draw_skips(axes: Axes, runs: Mapping[str, Run]) -> None:
+def _draw_skips(axes: Axes, runs: Mapping[str, Course]) -> None:
     """A row of marks for each run, the first on top."""
     for place, run in enumerate(runs.values()):
         mark(axes, run.skipped, 1 - (place + 0.5) / len(runs), colour=_colour(place))
@@ -86,21 +89,21 @@ def _draw_skips(axes: Axes, runs: Mapping[str, Run]) -> None:
         label.set_color(_colour(place))
 
 
-def _draw_losses(axes: Axes, runs: Mapping[str, Run]) -> None:
+def _draw_curves(axes: Axes, runs: Mapping[str, Course]) -> None:
     finite, num_marked = False, 0
     for place, run in enumerate(runs.values()):
-        lost = [step for step, loss in run.losses.items() if not math.isfinite(loss)]
-        if len(lost) < len(run.losses):
-            draw_curve(axes, run.losses, _colour(place), _style(place))
+        lost = [step for step, loss in run.curve.items() if not math.isfinite(loss)]
+        if len(lost) < len(run.curve):
+            draw_curve(axes, run.curve, _colour(place), _style(place))
             finite = True
         if lost:
             mark(axes, lost, 0.97 - 0.07 * num_marked, colour=_colour(place))
             num_marked += 1
     if finite:
         axes.margins(y=0.05 + 0.08 * num_marked)  # the marks are above the curves
-        fit_axis(axes, [loss for run in runs.values() for loss in run.losses.values()])
+        fit_axis(axes, [loss for run in runs.values() for loss in run.curve.values()])
     else:
-        write_words(axes, "No run has a finite loss.")
+        write_words(axes, "There is no finite number.")
 
 
 def _colour(place: int) -> str:
@@ -109,56 +112,3 @@ def _colour(place: int) -> str:
 
 def _style(place: int) -> Any:
     return _STYLES[place % len(_STYLES)]
-
-
-def difference_table(runs: Mapping[str, Run]) -> Table:
-    """The numbers of each run in a column of its own; of the policies, what differs."""
-    each = list(runs.values())
-    rows = {
-        "Verdict": [headline_of(run).headline for run in each],
-        "Steps": [f"{run.num_steps:,}" for run in each],
-        "Skipped": [_skipped(run) for run in each],
-        "Last scale": [number(run.scales[1][-1]) if run.scales[1] else "" for run in each],
-        "Flushed": [_latest_share(run, "flushed") for run in each],
-        "Subnormal": [_latest_share(run, "subnormal") for run in each],
-        "Last finite loss": [_last_loss(run) for run in each],
-        "Policy": [str(run.starts[-1].policy.get("name", "unknown")) for run in each],
-    }
-    policies = [
-        {key: value for key, value in run.starts[-1].policy.items() if not key.startswith("_")}
-        for run in each  # older files hold private attributes too
-    ]
-    starts = [
-        {"framework": run.starts[-1].framework, "measured against": run.starts[-1].dtype}
-        for run in each
-    ]
-    for found in (policies, starts):
-        for key in dict.fromkeys(key for one in found for key in one if key != "name"):
-            cells = [_cell(one.get(key)) for one in found]
-            if len(set(cells)) > 1:
-                rows[shown(key, 40)] = cells
-    headings = ("", *(shown(name, 40) for name in runs))
-    cells_of = [(key, *(shown(cell, 60) for cell in cells)) for key, cells in rows.items()]
-    return Table("What differs", headings, cells_of, names=0)
-
-
-def _skipped(run: Run) -> str:
-    share = len(run.skipped) / max(1, run.num_steps)
-    return f"{len(run.skipped):,} ({percent(share)})"
-
-
-def _latest_share(run: Run, name: str) -> str:
-    """A share in the latest sample with gradients."""
-    return percent(getattr(run.shares[max(run.shares)], name)) if run.shares else ""
-
-
-def _last_loss(run: Run) -> str:
-    finite = [loss for loss in run.losses.values() if math.isfinite(loss)]
-    return number(finite[-1]) if finite else ""
-
-
-def _cell(value: object) -> str:
-    """A value of a policy."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return number(float(value))
-    return "" if value is None else str(value)

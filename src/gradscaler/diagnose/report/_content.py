@@ -7,16 +7,19 @@ from dataclasses import dataclass
 
 from gradscaler.diagnose._findings.kinds import Kind
 from gradscaler.diagnose._run.run import Run
-from gradscaler.diagnose.report._comparison import difference_table, drawing_of_runs
-from gradscaler.diagnose.report._figures import drawings_of
-from gradscaler.diagnose.report._style import Drawing
+from gradscaler.diagnose.report._by_size import by_size
+from gradscaler.diagnose.report._comparison import drawing_of
+from gradscaler.diagnose.report._differences import alike, difference_tables, headline_of_runs
+from gradscaler.diagnose.report._over_time import over_time
+from gradscaler.diagnose.report._style import Course, Drawing
 from gradscaler.diagnose.report._summary import (
     Table,
     facts_of,
     headline_of,
-    headline_of_runs,
+    origin_tables_of,
     tables_of,
 )
+from gradscaler.diagnose.report._which_scale import which_scale
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Content:
     headline: Kind
     text: str
     where: str | None  # the name to look at
+    first: list[Table]  # what explains the headline
     facts: Mapping[str, str]
     drawings: list[Drawing]
     tables: list[Table]
@@ -34,18 +38,31 @@ class Content:
 def content_of(run: Run) -> Content:
     """The report on one run."""
     verdict = run.verdict
+    drawings = (over_time(run), by_size(run), which_scale(run)) if run.num_steps else ()
     return Content(
         headline_of(run),
         verdict.text,
         verdict.where,
+        origin_tables_of(run),
         facts_of(run),
-        drawings_of(run),
+        [drawing for drawing in drawings if drawing is not None],
         tables_of(run),
     )
 
 
 def content_of_runs(runs: Mapping[str, Run]) -> Content:
     """The report on several runs, by their names, side by side."""
-    headline = headline_of_runs(runs)
-    text = " ".join(f"{name}: {headline_of(run).headline}." for name, run in runs.items())
-    return Content(headline, text, None, {}, [drawing_of_runs(runs)], [difference_table(runs)])
+    courses = {
+        name: Course(run.num_steps, run.scales, run.skipped, run.losses)
+        for name, run in runs.items()
+    }
+    verdicts = [f"{name}: {headline_of(run).headline}." for name, run in runs.items()]
+    return Content(
+        headline_of_runs(runs),
+        " ".join([*verdicts, alike(runs)]),
+        None,
+        difference_tables(runs),
+        {},
+        [drawing_of(courses, "loss", "Loss, unscaled")],
+        [],
+    )

@@ -28,8 +28,7 @@ from gradscaler.diagnose.report._style import (
     scales_drawn,
     write_words,
 )
-from gradscaler.diagnose.report._texts import shown
-from gradscaler.diagnose.report._words import no_points
+from gradscaler.diagnose.report._words import no_points, shown
 
 _STUCK = 10  # skips in a row that are worth showing
 _HEIGHT_OF_WORDS = 0.6  # in inches
@@ -41,7 +40,6 @@ class Panel(NamedTuple):
     title: str
     height: float  # in inches
     draw: Callable[[Axes], None]  # on empty axes
-    start: int = 0  # its first step
 
 
 def over_time(run: Run) -> Drawing:
@@ -50,10 +48,6 @@ def over_time(run: Run) -> Drawing:
     length = last - first + 1
     dtype = shown(run.starts[-1].dtype, 20)
     panels = []
-    if run.scales[0] and _STUCK <= length < run.num_steps / 10:  # too narrow to see in the whole
-        start = max(1, first - length)
-        draw = partial(_draw_scale, run=run, start=start)
-        panels.append(Panel(f"Loss scale from step {start:,} on", 1.8, draw, start))
     if run.scales[0]:
         panels.append(Panel("Loss scale", 1.8, partial(_draw_scale, run=run)))
     curves = [("Loss, unscaled", "loss", run.losses)]
@@ -69,7 +63,7 @@ def over_time(run: Run) -> Drawing:
     caption = "The loss scale that each step used; a mark below it is a skipped step."
     if length >= _STUCK:
         caption += f" Shaded: {length:,} skips in a row, from step {first:,} on."
-    caption += scales_drawn(run)
+    caption += scales_drawn(len(run.scales[0]))
     if len(run.losses) > MOST_POINTS:
         caption += " Of many losses, the line is the mean of equal parts, and the band their range."
     height = sum(panel.height for panel in panels) + 0.6
@@ -87,19 +81,16 @@ def _draw(figure: FigureBase, run: Run, panels: list[Panel]) -> None:
         axes.set_axisbelow(True)
         if last - first + 1 >= _STUCK:
             axes.axvspan(first - 0.5, last + 0.5, color=SHADE, linewidth=0, zorder=0)
-        stop = 2 * last - panel.start if panel.start else run.num_steps
-        axes.set_xlim(max(1, panel.start) - 0.5, min(stop, run.num_steps) + 0.5)
+        axes.set_xlim(0.5, run.num_steps + 0.5)
         number_steps(axes)
-    for axes, panel, below in zip(column, panels, panels[1:], strict=False):
-        axes.tick_params(labelbottom=panel.start != below.start)
+        axes.tick_params(labelbottom=axes is column[-1])
     column[-1].set_xlabel("step")
 
 
-def _draw_scale(axes: Axes, run: Run, start: int = 0) -> None:
+def _draw_scale(axes: Axes, run: Run) -> None:
     draw_scale(axes, run)
     if run.skipped:
-        note = "" if start else f"{len(run.skipped):,} of {run.num_steps:,} steps skipped"
-        mark(axes, [step for step in run.skipped if step >= start], 0.06, note)
+        mark(axes, run.skipped, 0.06, f"{len(run.skipped):,} of {run.num_steps:,} steps skipped")
 
 
 def _draw_curve(axes: Axes, points: Mapping[int, float]) -> None:

@@ -11,13 +11,14 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from gradscaler.diagnose.report._content import Content
-from gradscaler.diagnose.report._style import LEVELS, WIDTH, Drawing
+from gradscaler.diagnose.report._style import LEVELS, WIDTH, Drawing, drawing_settings
 from gradscaler.diagnose.report._summary import Table
-from gradscaler.diagnose.report._texts import shown
+from gradscaler.diagnose.report._words import shown
 
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 
+@drawing_settings()
 def page_of(content: Content) -> bytes:
     """A page that needs no other file: the verdict, the figures and the tables."""
     headline = content.headline
@@ -27,12 +28,15 @@ def page_of(content: Content) -> bytes:
         for name, fact in content.facts.items()
     )
     page = _PAGE.substitute(
-        colour=LEVELS[headline.level],
+        **LEVELS,
+        level=headline.level,
         headline=escape(headline.headline),
         text=escape(shown(content.text, 1000)),
         where=where or "",
+        first="".join(map(_table, content.first)),
         facts="".join(facts),
-        sections="".join([*map(_figure, content.drawings), *map(_table, content.tables)]),
+        figures="".join(map(_figure, content.drawings)),
+        tables="".join(map(_table, content.tables)),
     )
     return page.encode()
 
@@ -96,44 +100,58 @@ _PAGE = Template("""<!DOCTYPE html>
  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>$headline - gradscaler</title>
 <style>
-body { margin: 0; background: #fff; color: #1b1b1b; font: 16px/1.5 system-ui, sans-serif; }
+:root { color-scheme: light dark; --paper: #fff; --ink: #1b1b1b; --dim: #555; --rule: #ddd; }
+.good { --level: $good; }
+.warning { --level: $warning; }
+.bad { --level: $bad; }
+@media screen and (prefers-color-scheme: dark) {
+  :root { --paper: #121212; --ink: #ededed; --dim: #b5b5b5; --rule: #444; }
+  .good { --level: #4fd1a5; }
+  .warning { --level: #e8b04a; }
+  .bad { --level: #ff8f66; }
+  svg { filter: invert(.93) hue-rotate(180deg); } /* white becomes the paper, red stays red */
+}
+body { margin: 0; background: var(--paper); color: var(--ink); }
+body { font: 16px/1.5 system-ui, sans-serif; }
 main { max-width: 75rem; margin: 0 auto; padding: 1rem; }
-header { border-left: .5rem solid $colour; padding: .1rem 0 .1rem 1rem; max-width: 50rem; }
+header { border-left: .5rem solid var(--level); padding: .1rem 0 .1rem 1rem; max-width: 50rem; }
 header { overflow-wrap: anywhere; }
-h1 { color: $colour; font-size: 1.75rem; line-height: 1.2; margin: 0; }
+h1 { color: var(--level); font-size: 1.75rem; line-height: 1.2; margin: 0; }
 h2 { font-size: 1.15rem; margin: 0 0 .5rem; }
 header p { margin: .5rem 0 0; }
-code { background: #f3f3f3; border-radius: .2rem; padding: .1rem .3rem; }
+code { border: 1px solid var(--rule); border-radius: .2rem; padding: .1rem .3rem; }
 dl { display: flex; flex-wrap: wrap; gap: .5rem 2rem; margin: 1.25rem 0 0; }
-dt { color: #555; font-size: .85rem; }
+dt { color: var(--dim); font-size: .85rem; }
 dd { margin: 0; font-weight: 600; font-variant-numeric: tabular-nums; }
 section { break-inside: avoid; min-width: 0; padding-top: 1.5rem; }
 figure { margin: 0; }
 svg { display: block; width: 100%; height: auto; }
 svg text { font-family: system-ui, sans-serif !important; }
-figcaption { color: #555; font-size: .85rem; }
+figcaption { color: var(--dim); font-size: .85rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { border-bottom: 1px solid #ddd; padding: .3rem .7rem .3rem 0; text-align: right; }
+th, td { border-bottom: 1px solid var(--rule); padding: .3rem .7rem .3rem 0; text-align: right; }
 .name { text-align: left; overflow-wrap: anywhere; min-width: 8rem; }
 @media (min-width: 50rem) {
-  .sections { columns: 2; column-gap: 2.5rem; }
-  section:nth-child(n+4) { column-span: all; }
+  .figures { columns: 2; column-gap: 2.5rem; }
+  .figures section:only-child { column-span: all; max-width: 50rem; }
 }
 @media print { main { max-width: none; padding: 0; } }
 </style>
 </head>
 <body>
 <main>
-<header>
+<header class="$level">
 <h1>$headline</h1>
 <p>$text</p>
 $where
 </header>
+$first
 <dl>
 $facts</dl>
-<div class="sections">
-$sections</div>
+<div class="figures">
+$figures</div>
+$tables
 </main>
 </body>
 </html>

@@ -4,27 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from io import BytesIO
 from textwrap import fill
 
 from matplotlib.figure import Figure, FigureBase
+from matplotlib.text import Text
 
 from gradscaler.diagnose._findings.kinds import Kind
-from gradscaler.diagnose.report._alt_text import png_of
 from gradscaler.diagnose.report._content import Content
-from gradscaler.diagnose.report._style import LEVELS, WIDTH, Drawing
-from gradscaler.diagnose.report._summary import Table
-from gradscaler.diagnose.report._texts import shown
+from gradscaler.diagnose.report._style import LEVELS, WIDTH, Drawing, drawing_settings
+from gradscaler.diagnose.report._summary import Table, in_lines
+from gradscaler.diagnose.report._words import shown
 
 
+@drawing_settings()
 def picture_of(content: Content) -> bytes:
     """The picture as a PNG."""
     return png_of(draw(content), dpi=150)
 
 
+def png_of(figure: Figure, dpi: float | str = "figure") -> bytes:
+    """A figure as a PNG. Its texts are its Description, for who cannot see it, and for tests."""
+    texts = [found.get_text() for found in figure.findobj(Text)]
+    description = " | ".join(" ".join(text.split()) for text in texts if text.strip())
+    file = BytesIO()
+    figure.savefig(file, format="png", dpi=dpi, metadata={"Description": description})
+    return file.getvalue()
+
+
 def draw(content: Content) -> Figure:
     """One figure of everything: the verdict, the drawings and the tables."""
     text = fill(shown(content.text, 1000), 120)
-    facts = _facts(content)
+    facts = in_lines(content.facts, 130)
     columns = _columns(content.drawings)
     rows: list[tuple[float, Callable[[FigureBase], None]]] = [
         (
@@ -32,9 +43,10 @@ def draw(content: Content) -> Figure:
             partial(_write_verdict, headline=content.headline, text=text, facts=facts),
         )
     ]
+    rows += map(_row_of_table, content.first)
     if columns:
         rows.append((max(map(_height, columns)), partial(_draw_columns, columns=columns)))
-    rows += [(0.5 + 0.2 * len(t.rows), partial(_write_table, table=t)) for t in content.tables]
+    rows += map(_row_of_table, content.tables)
     heights = [height for height, _ in rows]
     whole = Figure(figsize=(2 * WIDTH + 1, sum(heights)), layout="constrained")
     parts = whole.subfigures(len(rows), squeeze=False, height_ratios=heights)[:, 0]
@@ -56,19 +68,14 @@ def _height(column: list[Drawing]) -> float:
 
 
 def _draw_columns(part: FigureBase, columns: list[list[Drawing]]) -> None:
-    """The drawings, in columns of the same height."""
+    """The drawings, in columns that are filled up with empty space."""
+    tallest = max(map(_height, columns))
     sides = part.subfigures(1, len(columns), squeeze=False)[0]
     for side, column in zip(sides, columns, strict=True):
-        heights = [drawing.height for drawing in column]
-        places = side.subfigures(len(column), squeeze=False, height_ratios=heights)[:, 0]
-        for place, drawing in zip(places, column, strict=True):
+        heights = [*(drawing.height for drawing in column), tallest + 0.01 - _height(column)]
+        places = side.subfigures(len(heights), squeeze=False, height_ratios=heights)[:, 0]
+        for place, drawing in zip(places, column, strict=False):
             drawing.draw(place)
-
-
-def _facts(content: Content) -> str:
-    """The facts in lines; a no-break space keeps each in one."""
-    facts = (f"{name}: {fact}".replace(" ", "\xa0") for name, fact in content.facts.items())
-    return fill("     ".join(facts), 130)
 
 
 def _write_verdict(part: FigureBase, headline: Kind, text: str, facts: str) -> None:
@@ -80,12 +87,17 @@ def _write_verdict(part: FigureBase, headline: Kind, text: str, facts: str) -> N
     part.text(0.02, 0.02, facts, color="#555555", va="bottom")
 
 
+def _row_of_table(table: Table) -> tuple[float, Callable[[FigureBase], None]]:
+    return 0.5 + 0.2 * len(table.rows), partial(_write_table, table=table)
+
+
 def _write_table(part: FigureBase, table: Table) -> None:
     axes = part.subplots()
     axes.set_axis_off()
     axes.set_title(table.title)
+    longest = max(40, 160 - 18 * len(table.headings))
     drawn = axes.table(
-        [[f"  {shown(cell, 70)}  " for cell in row] for row in table.rows],
+        [[f"  {shown(cell, longest)}  " for cell in row] for row in table.rows],
         colLabels=[f"  {heading}  " for heading in table.headings],
         loc="upper left",
         edges="horizontal",

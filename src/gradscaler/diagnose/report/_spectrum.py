@@ -9,12 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from gradscaler.diagnose._gradients.formats import format_named
-from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares
+from gradscaler.diagnose._run.lines import Bins, Sample, Shares
 from gradscaler.diagnose._run.run import Run
-from gradscaler.diagnose.report._words import every_nth
-
-MOST_WORST = 10
-"""Worst parameters that are listed; a monitor names 5."""
 
 
 class Zone(NamedTuple):
@@ -27,29 +23,23 @@ class Zone(NamedTuple):
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Where gradients, times the scale in use, lie in their format's range.
-
-    ``shares``, ``zero`` and ``nonfinite`` have a row for all, and then one for each parameter.
-    """
+    """Where all gradients, times the scale in use, lie in their format's range."""
 
     step: int  # of the sample
     scale: float  # that the step used
     exponents: np.ndarray  # each column's, from below the format's range to beyond it
-    shares: np.ndarray  # of the row's gradients, in each column
-    zero: np.ndarray  # the share that is 0
-    nonfinite: np.ndarray  # the share that is Inf or NaN
-    names: tuple[str, ...]  # the parameters', or those of every n-th
-    worst: tuple[str, ...]  # the names of the worst parameters, the worst first
+    shares: np.ndarray  # of the gradients, in each column
+    zero: float  # the share that is 0
+    nonfinite: float  # the share that is Inf or NaN
     zones: tuple[Zone, ...]  # from the smallest exponents to the largest
-    num_parameters: int
 
     def within(self, zone: Zone) -> np.ndarray:
         """Which columns are in a zone."""
         return (self.exponents >= zone.start) & (self.exponents < zone.stop)
 
     def share(self, zone: Zone) -> float:
-        """The share of all gradients that is in a zone."""
-        return float(self.shares[0][self.within(zone)].sum())
+        """The share of the gradients that is in a zone."""
+        return float(self.shares[self.within(zone)].sum())
 
 
 def spectrum_of(run: Run) -> Spectrum | None:
@@ -60,34 +50,25 @@ def spectrum_of(run: Run) -> Spectrum | None:
     return None
 
 
-def _spectrum(sample: Sample, shares: Shares, histogram: Bins, dtype: str) -> Spectrum:
-    parts: list[tuple[Shares | ParameterSample, Bins]] = [(shares, histogram)]
-    worst = tuple(name for name in sample.worst if name in sample.parameters)[:MOST_WORST]
-    parameters = {name: sample.parameters[name] for name in every_nth(sample.parameters, worst)}
-    parts += [(parameter, parameter.histogram) for parameter in parameters.values()]
+def _spectrum(sample: Sample, found: Shares, histogram: Bins, dtype: str) -> Spectrum:
     shift = round(math.log2(sample.scale)) if 0 < sample.scale < math.inf else 0
     zones = _zones(dtype)
     bottom, top = int(zones[0].stop), int(zones[-1].start)
-    first, counts = histogram
-    occupied = [first + shift + column for column, count in enumerate(counts) if count]
-    left = max(min([bottom - 9, *occupied]), bottom - 40)
-    right = min(max([top + 4, *(exponent + 1 for exponent in occupied)]), top + 40)
-    rows = np.zeros((len(parts), right - left))
-    for row, (part, (first, counts)) in zip(rows, parts, strict=True):
-        columns = np.clip(first + shift + np.arange(len(counts)), left, right - 1) - left
-        finite = max(0.0, 1 - part.zero - part.nonfinite)
-        row += finite * np.bincount(columns, counts, right - left) / max(1, sum(counts))
+    exponents = histogram.first + shift + np.arange(len(histogram.counts))
+    occupied = exponents[np.flatnonzero(histogram.counts)]
+    left = max(min(bottom - 9, int(occupied[0])), bottom - 40)
+    right = min(max(top + 4, int(occupied[-1]) + 1), top + 40)
+    columns = np.clip(exponents, left, right - 1) - left
+    finite = max(0.0, 1 - found.zero - found.nonfinite)
+    shares = np.bincount(columns, histogram.counts, right - left) / sum(histogram.counts)
     return Spectrum(
         sample.step,
         sample.scale,
         np.arange(left, right),
-        rows,
-        np.array([part.zero for part, _ in parts]),
-        np.array([part.nonfinite for part, _ in parts]),
-        tuple(parameters),
-        worst,
+        finite * shares,
+        found.zero,
+        found.nonfinite,
         zones,
-        len(sample.parameters),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from textwrap import fill
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
 from gradscaler.diagnose._run.run import Run
-from gradscaler.diagnose.report._texts import power
+from gradscaler.diagnose.report._words import power
 
 COLOURS = {
     "flushed": "#A03200",
@@ -52,9 +52,6 @@ MOST_POINTS = 400
 """Points that are distinct in a figure of this width."""
 
 _MOST_SCALES = 3 * MOST_POINTS
-
-MOST_NAMES = 36
-"""Names that a figure lists below each other."""
 
 as_percent = FuncFormatter(lambda share, _: f"{share:.0f}%")
 
@@ -95,9 +92,8 @@ def write_legend(figure: FigureBase, handles: Iterable[Artist], columns: int) ->
     )
 
 
-def scales_drawn(run: Run) -> str:
-    """Which of a run's scales are drawn; empty if all are."""
-    num_scales = len(run.scales[0])
+def scales_drawn(num_scales: int) -> str:
+    """Which of so many scales are drawn; empty if all are."""
     if num_scales <= _MOST_SCALES:
         return ""
     return (
@@ -114,7 +110,16 @@ def _ends_of_parts(values: NDArray[np.float64]) -> NDArray[np.intp]:
     return np.unique(ends)
 
 
-def draw_scale(axes: Axes, run: Run, colour: str = LINE, style: str = "-") -> None:
+class Course(NamedTuple):
+    """What is drawn of a run step by step, or of a replay of one."""
+
+    num_steps: int
+    scales: tuple[Sequence[int], Sequence[float]]  # as in `Run`
+    skipped: Sequence[int]
+    curve: Mapping[int, float]  # such as the losses, by step
+
+
+def draw_scale(axes: Axes, run: Run | Course, colour: str = LINE, style: str = "-") -> None:
     """The loss scale of each step, and an axis of powers of 2 with room for marks below."""
     steps, scales = (np.array(values, float) for values in run.scales)
     usable = np.isfinite(scales) & (scales > 0)

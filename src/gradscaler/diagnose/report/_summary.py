@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from textwrap import fill
 from typing import NamedTuple
 
 from gradscaler.diagnose._findings.kinds import Kind, Level, kind_of
-from gradscaler.diagnose._run.lines import Sample
+from gradscaler.diagnose._run.lines import Skip, Watched
 from gradscaler.diagnose._run.run import Run
-from gradscaler.diagnose.report._texts import number, percent, shown
-
-LATEST = 10  # rows of a table
-_MOST_RANKS = 20
-_MOST_MODULES = 100
+from gradscaler.diagnose.report._words import number, percent, shown
 
 LEVELS: tuple[Level, ...] = ("bad", "warning", "good")
+_MOST_ROWS = 10
+_MOST_RANKS = 20
 
 
 class Table(NamedTuple):
@@ -36,13 +35,6 @@ def headline_of(run: Run) -> Kind:
     return Kind(level, shown(headline, 60))
 
 
-def headline_of_runs(runs: Mapping[str, Run]) -> Kind:
-    """How many runs are compared, as bad as the worst of them."""
-    levels = {headline_of(run).level for run in runs.values()}
-    worst = next(level for level in LEVELS if level in levels)
-    return Kind(worst, f"{len(runs)} runs side by side")
-
-
 def facts_of(run: Run) -> dict[str, str]:
     """What to know about a run at a glance, by name."""
     start = run.starts[-1]
@@ -51,16 +43,37 @@ def facts_of(run: Run) -> dict[str, str]:
         first, last = run.longest_skips
         facts["Skipped"] += f" ({percent(len(run.skipped) / max(1, run.num_steps))})"
         facts["Most in a row"] = f"{last - first + 1:,}"
-    _, scales = run.scales
-    if scales:
-        ends = (scales[0], scales[-1]) if scales[0] != scales[-1] else scales[:1]
-        facts["Loss scale"] = " → ".join(map(number, ends))
+    if run.scales[0]:
+        facts["Loss scale"] = _ends(list(map(number, run.scales[1])))
+    facts |= _facts_on(run, run.verdict.where)
     if start.world_size > 1:
         facts["Rank"] = f"{start.rank:,} (of {start.world_size:,})"
     facts["Policy"] = shown(str(start.policy.get("name", "unknown")), 40)
     facts["Trained with"] = shown(start.framework, 40)
     facts["Measured against"] = shown(start.dtype, 40)
     return facts
+
+
+def in_lines(facts: Mapping[str, str], width: int) -> str:
+    """Facts in lines of so many letters; a no-break space keeps each in one."""
+    each = (f"{name}: {fact}".replace(" ", "\xa0") for name, fact in facts.items())
+    return fill("   ".join(each), width)
+
+
+def _facts_on(run: Run, where: str | None) -> dict[str, str]:
+    """What decided the verdict about the parameter or the module that it names."""
+    if where is None:
+        return {}
+    for sample in reversed(run.samples):
+        if where in sample.parameters and run.verdict.kind in ("underflow", "range"):
+            found = sample.parameters[where]
+            shares = {"flushed": found.flushed, "subnormal": found.subnormal, "zero": found.zero}
+            text = ", ".join(f"{percent(share)} {name}" for name, share in shares.items())
+            return {f"{shown(where, 40)} at step {sample.step:,}": text}
+    for watched in reversed(run.watched):
+        if where in watched.dtypes and run.verdict.kind == "activations":
+            return {f"{shown(where, 40)} computes in": shown(watched.dtypes[where], 20)}
+    return {}
 
 
 def exponents_of(run: Run) -> dict[int, float]:
@@ -73,67 +86,71 @@ def exponents_of(run: Run) -> dict[int, float]:
 
 def ends_of(points: Mapping[int, float], show: Callable[[float], str] = number) -> str:
     """The number of the first step, and of the last."""
-    steps = sorted(points)
-    return " → ".join(show(points[step]) for step in steps[:: max(1, len(steps) - 1)])
+    return _ends([show(points[step]) for step in (min(points), max(points))]) if points else ""
+
+
+def _ends(texts: Sequence[str]) -> str:
+    """The first and the last, or the one if they are the same."""
+    return texts[0] if texts[0] == texts[-1] else f"{texts[0]} → {texts[-1]}"
+
+
+def origin_tables_of(run: Run) -> list[Table]:
+    """Where the latest Inf or NaN were made, the latest first; empty if that was not seen."""
+    groups: dict[object, list[Watched]] = {}
+    for watched in run.watched:
+        if (found := watched.located) is not None:
+            place = (found.operation, found.line) if found.operation else found.module
+            groups.setdefault(place, []).append(watched)
+    latest = sorted(groups.values(), key=lambda alike: alike[-1].step, reverse=True)[:_MOST_ROWS]
+    rows = [
+        (shown(str(alike[-1].located)), _ends([f"{each.step:,}" for each in alike]))
+        for alike in latest
+    ]
+    title = "Where the first Inf or NaN was made"
+    return [Table(title, ("Where", "Steps"), rows, names=0)] if rows else []
 
 
 def tables_of(run: Run) -> list[Table]:
-    """The tables that have rows."""
-    latest = [sample for sample in run.samples if sample.parameters][-1:]
-    tables = (*map(_worst, latest), _skips(run), _located(run), _dtypes(run), _ranks(run))
-    return [table for table in tables if table.rows]
-
-
-def _worst(sample: Sample) -> Table:
-    """The parameters that lose most."""
-    rows = []
-    for name in sample.worst[:LATEST]:
-        if (parameter := sample.parameters.get(name)) is not None:
-            shares = parameter.nonfinite, parameter.flushed, parameter.subnormal, parameter.zero
-            rows.append((shown(name), *map(percent, shares)))
-    headings = "Parameter", "NaN or Inf", "Flushed", "Subnormal", "Zero"
-    return Table(f"Worst parameters at step {sample.step:,}", headings, rows, names=0)
+    """The other tables that have rows."""
+    return [table for table in (_skips(run), _ranks(run)) if table.rows]
 
 
 def _skips(run: Run) -> Table:
-    """The latest skipped steps that were inspected, the latest first."""
-    rows = []
-    for skip in reversed(run.skips[-LATEST:]):
-        gradient, counts = "", ("", "", "")
-        if skip.nonfinite == () and run.starts[-1].world_size > 1:
-            gradient = "another rank's"
-        if skip.nonfinite:
-            first, others = skip.nonfinite[0], len(skip.nonfinite) - 1 + skip.more
-            shape = shown("x".join(map(str, first.shape)), 60)
-            gradient = f"{shown(first.name)} ({shown(first.dtype, 20)} {shape})"
-            gradient += f", {others:,} more" if others else ""
-            rest = "none" if math.isnan(first.largest_finite) else number(first.largest_finite)
-            counts = f"{first.num_inf:,}", f"{first.num_nan:,}", rest
-        loss = "" if skip.loss is None else number(skip.loss)
-        rows.append((f"{skip.step:,}", gradient, *counts, loss, number(skip.scale)))
-    headings = "Step", "Gradient", "Inf", "NaN", "Largest finite", "Loss", "Scale"
+    """The skipped steps that were inspected, those that are alike in one row, the latest first."""
+    groups: dict[object, list[Skip]] = {}
+    for skip in run.skips:
+        found = skip.nonfinite and skip.nonfinite[0]
+        kind = found and (found.name, found.num_inf > 0, found.num_nan > 0)
+        loss = None if skip.loss is None or math.isfinite(skip.loss) else number(skip.loss)
+        groups.setdefault((kind, loss), []).append(skip)
+    latest = sorted(groups.values(), key=lambda alike: alike[-1].step, reverse=True)
+    are_of_ranks = run.starts[-1].world_size > 1
+    rows = [_row(alike, are_of_ranks) for alike in latest[:_MOST_ROWS]]
     title = "Skipped steps"
-    if len(run.skips) > LATEST:
-        title += f": the latest {LATEST} of {len(run.skips):,} inspected"
-    return Table(title, headings, rows, names=1)
+    if len(run.skips) < len(run.skipped):
+        title += f": the {len(run.skips):,} of {len(run.skipped):,} that were inspected"
+    if len(latest) > _MOST_ROWS:
+        title += f", the latest {_MOST_ROWS} kinds of {len(latest):,}"
+    headings = "Steps", "Skips", "Gradients with Inf or NaN", "Loss", "Scale"
+    return Table(title, headings, rows, names=2)
 
 
-def _located(run: Run) -> Table:
-    """Where the latest Inf or NaN were made, the latest first."""
-    found = [watched for watched in run.watched if watched.located is not None][-LATEST:]
-    rows = [(f"{watched.step:,}", shown(str(watched.located))) for watched in reversed(found)]
-    return Table("Where the first Inf or NaN was made", ("Step", "Where"), rows, names=1)
-
-
-def _dtypes(run: Run) -> Table:
-    """The dtype of each module's output, as last seen."""
-    seen = [watched for watched in run.watched if watched.dtypes][-1:]
-    pairs = list(seen[0].dtypes.items()) if seen else []
-    rows = [(shown(name) or "the model", shown(dtype, 20)) for name, dtype in pairs[:_MOST_MODULES]]
-    title = "What each module computes in"
-    if len(pairs) > _MOST_MODULES:
-        title += f": the first {_MOST_MODULES} of {len(pairs):,}"
-    return Table(title, ("Module", "Output"), rows, names=0)
+def _row(alike: Sequence[Skip], are_of_ranks: bool) -> tuple[str, ...]:
+    """A row on skips that are alike: their ends, and what the gradients of the last one held."""
+    steps = _ends([f"{skip.step:,}" for skip in alike])
+    losses = _ends(["" if skip.loss is None else number(skip.loss) for skip in alike])
+    scales = _ends([number(skip.scale) for skip in alike])
+    gradients, last = "", alike[-1]
+    if are_of_ranks and last.nonfinite == ():
+        gradients = "another rank's"
+    if last.nonfinite:
+        first, others = last.nonfinite[0], len(last.nonfinite) - 1 + last.more
+        counts = {"Inf": first.num_inf, "NaN": first.num_nan}
+        held = ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
+        shape = shown("x".join(map(str, first.shape)), 60)
+        gradients = f"{shown(first.name)}: {held} of {shape} ({shown(first.dtype, 20)})"
+        gradients += f"; {others:,} more" if others else ""
+    return steps, f"{len(alike):,}", gradients, losses, scales
 
 
 def _ranks(run: Run) -> Table:

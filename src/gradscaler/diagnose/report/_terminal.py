@@ -1,21 +1,31 @@
-"""A run in the terminal: the verdict, and the evidence for it."""
+"""A run in the terminal, or several side by side, as rich draws them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from io import TextIOWrapper
+from typing import TextIO
 
 import numpy as np
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from gradscaler.diagnose._run.run import Run
-from gradscaler.diagnose.report._charts import BLOCKS, PLAIN_BLOCKS, bars, curve, density
-from gradscaler.diagnose.report._fit import sentence_of
+from gradscaler.diagnose.report._charts import (
+    BLOCKS,
+    PLAIN_BLOCKS,
+    bars,
+    column_of,
+    curve,
+    density,
+    spread,
+)
+from gradscaler.diagnose.report._differences import alike, difference_tables
 from gradscaler.diagnose.report._spectrum import spectrum_of
 from gradscaler.diagnose.report._summary import Table as SummaryTable
 from gradscaler.diagnose.report._summary import (
@@ -23,86 +33,158 @@ from gradscaler.diagnose.report._summary import (
     exponents_of,
     facts_of,
     headline_of,
+    in_lines,
+    origin_tables_of,
     tables_of,
 )
-from gradscaler.diagnose.report._texts import percent, power, shown
-from gradscaler.diagnose.report._words import later_samples, no_gradients, no_points
+from gradscaler.diagnose.report._words import (
+    fit_to_show,
+    later_samples,
+    no_gradients,
+    no_points,
+    percent,
+    power,
+    sentence_of,
+    shown,
+)
 
 LEVELS = {"good": "green", "warning": "yellow", "bad": "red"}
 COLOURS = {"flushed": "red", "subnormal": "yellow", "normal": "blue", "overflow": "magenta"}
 
-_WIDTH, _WIDEST = 36, 57  # of the charts, so that everything fits in 80 columns
-_LONGEST_NAME = 20
+_BESIDE = 44  # columns of a chart's name and numbers
+_NARROWEST, _WIDEST = 8, 80  # of the charts
+_LEAST = 24  # columns of a table that hold words
+_WIDEST_SPECTRUM = 57  # so that it fits in 80 columns
 
 
-def explain(run: Run, console: Console) -> None:
-    """Print what is wrong with a run, and the evidence."""
-    headline, verdict = headline_of(run), run.verdict
-    text = Text(shown(verdict.text, 1000))
-    if verdict.where:
-        text.append("\nLook at ").append(shown(verdict.where), "bold")
-    title = Text(headline.headline, "bold")
-    console.print(Panel(text, title=title, title_align="left", border_style=LEVELS[headline.level]))
-    facts = (f"{name}: {fact}" for name, fact in facts_of(run).items())
-    console.print(Text("   ".join(facts), "dim"))
-    blocks = PLAIN_BLOCKS if console.options.ascii_only else BLOCKS
-    for part in (_over_time(run, blocks), _by_size(run, blocks)):
-        if part.row_count:
-            console.print()
-            console.print(part)
-    for words in _words(run):
-        console.print()
-        console.print(Text(words))
-    for table in tables_of(run):
-        console.print()
-        console.print(_table(table))
+def console_of(output: TextIO) -> Console:
+    """A console on an output that need not be able to write every letter of a name."""
+    if isinstance(output, TextIOWrapper):
+        output.reconfigure(errors="replace")
+    return Console(file=output, highlight=False)
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What is wrong with a run, and the evidence."""
+
+    run: Run
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The verdict, where the first Inf or NaN was made, the charts and the tables."""
+        run = self.run
+        headline, verdict = headline_of(run), run.verdict
+        text = Text(shown(verdict.text, 1000))
+        if verdict.where:
+            text.append("\nLook at ").append(shown(verdict.where), "bold")
+        title, style = Text(headline.headline, "bold"), LEVELS[headline.level]
+        yield Panel(text, title=title, title_align="left", border_style=style)
+        for table in origin_tables_of(run):
+            yield drawn_table(table)
+            yield ""
+        yield Text(in_lines(facts_of(run), options.max_width).replace("\xa0", " "), "dim")
+        for part in (_over_time(run, options), _by_size(run, options)):
+            if part.row_count:
+                yield ""
+                yield part
+        for words in _words(run):
+            yield ""
+            yield Text(words)
+        for table in tables_of(run):
+            yield ""
+            yield drawn_table(table)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """In what several runs, by their names, differ; and their scales and losses."""
+
+    runs: Mapping[str, Run]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """What differs, what is alike, and the charts."""
+        for table in difference_tables(self.runs):
+            yield drawn_table(table)
+            yield ""
+        yield Text(alike(self.runs), "dim")
+        runs = self.runs.values()
+        scales = [dict(zip(*run.scales, strict=True)) for run in runs]
+        losses = [run.losses for run in runs]
+        last_step = max(run.num_steps for run in runs)
+        for title, drawn, printed in (
+            ("loss scale", [exponents_of(run) for run in runs], scales),
+            ("loss", spread(*losses), losses),
+        ):
+            finite = [value for each in drawn for value in each.values() if math.isfinite(value)]
+            limits = min(finite, default=0.0), max(finite, default=0.0)
+            chart = Table.grid(padding=(0, 2))
+            for (name, run), points, ends in zip(self.runs.items(), drawn, printed, strict=True):
+                line = _line(points, last_step, options, limits)
+                end = column_of(run.num_steps, last_step, len(line)) + 1
+                chart.add_row(Text(shown(name, 20)), line[:end], ends_of(ends))
+            yield ""
+            yield Text(title, "bold")
+            yield chart
 
 
 def _words(run: Run) -> list[str]:
     """Which scales fit; and what has no chart."""
     if not run.num_steps:
         return []
-    fit = run.fit
     gradients = no_gradients(run)
-    if fit is not None:
-        gradients = sentence_of(fit, run.verdict.kind) + later_samples(run, fit.last)
+    if (fit := fit_to_show(run)) is not None:
+        gradients = sentence_of(fit) + later_samples(run, fit.last)
     return [words for words in (no_points("loss", run.losses), gradients) if words]
 
 
-def _over_time(run: Run, blocks: str) -> Table:
+def _over_time(run: Run, options: ConsoleOptions) -> Table:
     """A line for each quantity that the run has, from its first step to its last."""
     chart = Table.grid(padding=(0, 2))
     for name, points, ends in (
         ("loss scale", exponents_of(run), ends_of(dict(zip(*run.scales, strict=True)))),
-        ("loss", run.losses, ends_of(run.losses)),
-        ("gradient norm", run.norms, ends_of(run.norms)),
+        ("loss", spread(run.losses)[0], ends_of(run.losses)),
+        ("gradient norm", spread(run.norms)[0], ends_of(run.norms)),
     ):
         if points:
-            chart.add_row(name, _line(points, run, blocks), ends)
+            chart.add_row(name, _line(points, run.num_steps, options), ends)
     kinds = {"zero": "zero", "flushed to zero": "flushed", "subnormal": "subnormal"}
     for name, kind in kinds.items():
-        if shares := {step: getattr(found, kind) for step, found in run.shares.items()}:
-            line = _line(shares, run, blocks, limits=(0.0, 1.0))
+        shares = {step: getattr(found, kind) for step, found in run.shares.items()}
+        if any(shares.values()):
+            line = _line(shares, run.num_steps, options, limits=(0.0, 1.0))
             chart.add_row(name, line, ends_of(shares, percent))
     if run.skipped:
-        skips = Text(density(run.skipped, run.num_steps, _WIDTH, blocks), "red")
-        chart.add_row("skipped", skips, f"{len(run.skipped):,} steps")
+        skips = density(run.skipped, run.num_steps, _width(options), _blocks(options))
+        chart.add_row("skipped", Text(skips, "red"), f"{len(run.skipped):,} steps")
     return chart
 
 
-def _line(points: Mapping[int, float], run: Run, blocks: str, **limits: Any) -> Text:
-    (row,) = curve(points, run.num_steps, _WIDTH, blocks, **limits)
-    line = Text(row, "blue")
+def _line(
+    points: Mapping[int, float],
+    last_step: int,
+    options: ConsoleOptions,
+    limits: tuple[float, float] | None = None,
+) -> Text:
+    line = Text(curve(points, last_step, _width(options), _blocks(options), limits))
+    line.stylize("blue")
     line.highlight_regex("!+", "bold red")
     return line
 
 
-def _by_size(run: Run, blocks: str) -> Table:
-    """The exponents of all gradients, and of the worst parameters'."""
+def _width(options: ConsoleOptions) -> int:
+    return min(max(options.max_width - _BESIDE, _NARROWEST), _WIDEST)
+
+
+def _blocks(options: ConsoleOptions) -> str:
+    return PLAIN_BLOCKS if options.ascii_only else BLOCKS
+
+
+def _by_size(run: Run, options: ConsoleOptions) -> Table:
+    """The exponents of all gradients."""
     chart = Table.grid(padding=(0, 2))
     if (spectrum := spectrum_of(run)) is None:
         return chart
-    group = math.ceil(spectrum.exponents.size / (_WIDEST - 3))
+    group = -(-spectrum.exponents.size // (_WIDEST_SPECTRUM - 3))
     starts: list[int] = []  # of the columns: each zone begins a new one
     styles: list[str] = []
     ruler = ""
@@ -115,26 +197,23 @@ def _by_size(run: Run, blocks: str) -> Table:
         starts += columns
         styles += [COLOURS[zone.name]] * len(columns)
         ruler = ruler.ljust(len(starts))
-    rows = {name: row for row, name in enumerate(spectrum.names, 1)}
-    worst = {name: rows[name] for name in spectrum.worst}
-    chart.add_row(f"step {spectrum.step:,}", ruler[:_WIDEST])
-    for name, row in {"all gradients": 0, **worst}.items():
-        row_of_bars = bars(np.add.reduceat(spectrum.shares[row], starts), blocks)
-        line = Text.assemble(*zip(row_of_bars, styles, strict=True))
-        chart.add_row(Text(shown(name, _LONGEST_NAME)), line)
+    row_of_bars = bars(np.add.reduceat(spectrum.shares, starts), _blocks(options))
     parts = [
-        (f"zero {percent(spectrum.zero[0])}  ", ""),
+        (f"zero {percent(spectrum.zero)}  ", ""),
         *(
             (f"{zone.name} {percent(spectrum.share(zone))}  ", COLOURS[zone.name])
             for zone in spectrum.zones
         ),
-        (f"NaN {percent(spectrum.nonfinite[0])}", ""),
+        (f"NaN {percent(spectrum.nonfinite)}", ""),
     ]
+    chart.add_row(f"step {spectrum.step:,}", ruler[:_WIDEST_SPECTRUM])
+    chart.add_row("all gradients", Text.assemble(*zip(row_of_bars, styles, strict=True)))
     chart.add_row("", Text.assemble(*parts))
     return chart
 
 
-def _table(table: SummaryTable) -> Table:
+def drawn_table(table: SummaryTable) -> Table:
+    """A table, whose names are folded if the terminal is narrow."""
     drawn = Table(
         title=table.title,
         title_justify="left",
@@ -142,12 +221,14 @@ def _table(table: SummaryTable) -> Table:
         box=box.SIMPLE_HEAD,
         padding=0,
         pad_edge=False,
+        show_edge=False,
     )
     for column, heading in enumerate(table.headings):
+        longest = max(len(row[column]) for row in table.rows)
         if column == table.names:
-            drawn.add_column(heading, overflow="fold")
+            drawn.add_column(heading, overflow="fold", min_width=min(longest, _LEAST))
         else:
-            drawn.add_column(heading, justify="right", no_wrap=True)
+            drawn.add_column(heading, justify="right", no_wrap=longest < _LEAST)
     for row in table.rows:
         drawn.add_row(*map(Text, row))
     return drawn

@@ -8,42 +8,45 @@ from functools import partial
 from textwrap import fill
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import FigureBase
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from gradscaler.diagnose._fit import Fit, Range
+from gradscaler.diagnose._fitting_scales import Fit, Range
 from gradscaler.diagnose._run.run import Run
-from gradscaler.diagnose.report._fit import RULE, sentence_of
-from gradscaler.diagnose.report._style import (
-    COLOURS,
-    MOST_NAMES,
-    SKIP,
-    Drawing,
-    write_legend,
+from gradscaler.diagnose.report._style import COLOURS, SKIP, Drawing, write_legend
+from gradscaler.diagnose.report._words import (
+    RULE,
+    fit_to_show,
+    number,
+    power,
+    sentence_of,
+    shown,
 )
-from gradscaler.diagnose.report._texts import number, power, shown
-from gradscaler.diagnose.report._words import every_nth, rows_drawn
 
 _NO_ROOM = "#A9CBE5"  # a pale "normal"
 _MOST_EXPONENTS = 48  # of a scale, on the axis
+_MOST_ROWS = 36  # of parameters, and the two that set the bounds
 
 
 def which_scale(run: Run) -> Drawing | None:
-    """What each loss scale would make of the gradients; None if none can be placed by size."""
-    if (fit := run.fit) is None:
+    """What each loss scale would make of the gradients; None if that decides nothing."""
+    if (fit := fit_to_show(run)) is None:
         return None
+    text = sentence_of(fit)
     samples = f"the latest {fit.num_samples:,} samples" if fit.num_samples > 1 else "one sample"
-    caption = f"{RULE}. From {samples}, up to step {fit.last:,}.{rows_drawn(len(fit.parameters))}"
-    text = sentence_of(fit, run.verdict.kind)
-    names = every_nth(fit.parameters, (fit.lowest, fit.highest))
-    fit = replace(fit, parameters={name: fit.parameters[name] for name in names})
-    rows = min(len(fit.parameters), MOST_NAMES) + 1
-    return Drawing(
-        "Which loss scale fits", caption, 1.7 + 0.16 * rows, partial(_draw, fit=fit, text=text)
-    )
+    caption = f"{RULE}. From {samples}, up to step {fit.last:,}."
+    if (every := math.ceil(len(fit.parameters) / _MOST_ROWS)) > 1:
+        caption += f" One in {every:,} of the {len(fit.parameters):,} parameters has a row."
+    shown_rows = {
+        name: found
+        for row, (name, found) in enumerate(fit.parameters.items())
+        if row % every == 0 or name in (fit.lowest, fit.highest)
+    }
+    fit = replace(fit, parameters=shown_rows)
+    height = 1.86 + 0.16 * len(shown_rows)
+    return Drawing("Which loss scale fits", caption, height, partial(_draw, fit=fit, text=text))
 
 
 def _draw(figure: FigureBase, fit: Fit, text: str) -> None:
@@ -63,7 +66,11 @@ def _draw(figure: FigureBase, fit: Fit, text: str) -> None:
         axes.axvline(own, color=SKIP, linewidth=1.4, linestyle=(0, (3, 1.5)))
     note = f"dashed: the run's own, {number(fit.own)}"
     axes.set_title(note, loc="right", color=SKIP, fontsize=8, fontweight="normal")
-    _name_rows(axes, fit)
+    names = ["all gradients", *fit.parameters]
+    axes.set_yticks([row + 0.5 for row in range(len(names))], [shown(name, 22) for name in names])
+    axes.tick_params(axis="y", length=0, labelsize=7.5)
+    for name, label in zip(names, axes.get_yticklabels(), strict=True):
+        label.set_fontweight("bold" if name in (fit.lowest, fit.highest) else "normal")
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda exponent, _: power(2, exponent)))
     axes.set_xlabel("loss scale")
@@ -103,16 +110,3 @@ def _exponents(fit: Fit) -> np.ndarray:
     right = max(own, *(each.edge for each in ranges), *(each.low for each in ranges)) + 3
     left = min(own, *(each.low for each in ranges), *(each.high for each in ranges)) - 3
     return np.arange(max(left, right - _MOST_EXPONENTS), right + 1)
-
-
-def _name_rows(axes: Axes, fit: Fit) -> None:
-    """Name the rows, or one of several; those that set a bound always, in bold."""
-    names = ["all gradients", *fit.parameters]
-    every = math.ceil(len(names) / MOST_NAMES)
-    bounds = {row for row, name in enumerate(names) if row and name in (fit.lowest, fit.highest)}
-    crowded = {row // every * every for row in bounds}
-    rows = sorted({*range(0, len(names), every)} - crowded | bounds)
-    axes.set_yticks([row + 0.5 for row in rows], [shown(names[row], 22) for row in rows])
-    axes.tick_params(axis="y", length=0, labelsize=7.5)
-    for row, label in zip(rows, axes.get_yticklabels(), strict=True):
-        label.set_fontweight("bold" if row in bounds else "normal")

@@ -1,25 +1,42 @@
-"""What the figures and the terminal say where not all is drawn, or nothing."""
+"""Numbers, names and sentences as all reports show them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
+from gradscaler.diagnose._fitting_scales import FEW, FLUSHED, ROOM, SMALL, Fit
 from gradscaler.diagnose._run.run import Run
 
-_MOST_ROWS = 1000  # of parameters in a figure
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def every_nth(names: Collection[str], kept: Collection[str] = ()) -> list[str]:
-    """At most 1,000 of the names, in their order, and those to keep."""
-    every = math.ceil(len(names) / _MOST_ROWS)
-    return [name for row, name in enumerate(names) if row % every == 0 or name in kept]
+def number(value: float) -> str:
+    """A number in short: a power of two as such if its digits are hard to read."""
+    fraction, exponent = math.frexp(value)
+    if fraction == 0.5 and not -2 <= exponent <= 24:
+        return power(2, exponent - 1)
+    if not math.isfinite(value):
+        return {math.inf: "Inf", -math.inf: "-Inf"}.get(value, "NaN")
+    return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e9 else f"{value:.4g}"
 
 
-def rows_drawn(num_names: int) -> str:
-    """Which parameters have a row; empty if all have."""
-    every = math.ceil(num_names / _MOST_ROWS)
-    return f" One in {every:,} of the {num_names:,} parameters has a row." if every > 1 else ""
+def power(base: int, exponent: float) -> str:
+    """A power, such as 2⁻²⁴, with its exponent rounded."""
+    return f"{base}{str(round(exponent)).translate(_SUPERSCRIPTS)}"
+
+
+def percent(share: float) -> str:
+    """A share of 1 in percent. Only 0 is shown as 0%."""
+    return "0%" if share == 0 else "<0.1%" if share < 0.001 else f"{share:.1%}"
+
+
+def shown(name: str, longest: int = 200) -> str:
+    """A name of unknown origin on one line, without its middle if it is too long."""
+    plain = "".join(letter if letter.isprintable() else "�" for letter in name)
+    if len(plain) <= longest:
+        return plain
+    return f"{plain[: longest // 3]}…{plain[-(longest - 1 - longest // 3) :]}"
 
 
 def no_points(name: str, points: Mapping[int, float]) -> str:
@@ -55,3 +72,74 @@ def later_samples(run: Run, step: int) -> str:
         return ""
     samples = f"the {later:,} later samples" if later > 1 else "the later sample"
     return f" In {samples} all gradients are zero, NaN or Inf."
+
+
+RULE = (
+    f"A scale fits if no gradient overflows even when it is {2**ROOM} times as large, and if of "
+    f"each parameter's nonzero gradients at most {FLUSHED:.0%} are flushed to zero, and at most "
+    f"{SMALL:.0%} that or subnormal"
+)
+
+
+def fit_to_show(run: Run) -> Fit | None:
+    """Which scales fit a run; None if none can be told, or if no scale cures what is wrong."""
+    return None if run.verdict.kind in _NO_CURE else run.fit
+
+
+_NO_CURE = "parameter", "activations", "loss", "nan", "divergence", "data", "silent", "dead"
+
+
+def sentence_of(fit: Fit) -> str:
+    """Which scales fit, and where the run's own is."""
+    low, high, own = power(2, fit.common.low), power(2, fit.common.high), number(fit.own)
+    lowest, highest = (shown(name, 60) or "one" for name in (fit.lowest, fit.highest))
+    if fit.gone:
+        gone = _listed(fit.gone)
+        return (
+            f"No loss scale fits every parameter: {gone} had no gradient but zero at {own}, the "
+            f"run's own, and are flushed at any scale up to {high}, the largest that fits "
+            f"{highest}."
+        ).replace("are flushed", "is flushed" if len(fit.gone) == 1 else "are flushed")
+    fits = f"Loss scales from {low} to {high} fit {_which(fit)}. The {_place(fit)}."
+    if fit.is_empty:
+        limits = f"{lowest} needs at least {low}, and {highest} at most {high}"
+        if fit.lowest == fit.highest:
+            limits = f"{lowest} needs at least {low}, and at most {high}"
+        which = "No loss scale fits every parameter"
+        if not fit.is_hopeless:
+            which = f"{high} fits best"
+        fits = (
+            f"{which}: {limits}. At {high}, {percent(fit.lost)} of "
+            f"the nonzero gradients of {lowest} are flushed to zero or subnormal. "
+            f"The run's own is {own}."
+        )
+    nonfinite = len(fit.nonfinite)
+    zero = list(fit.parameters.values()).count(None) - nonfinite
+    if nonfinite:
+        fits += f" {nonfinite:,} parameters had gradients of NaN or Inf, and no others but zero."
+    if zero:
+        fits += f" {zero:,} parameters had no gradient but zero: unused, or flushed already."
+    return fits.replace(" 1 parameters ", " 1 parameter ")
+
+
+def _which(fit: Fit) -> str:
+    if not fit.left_out:
+        return "every parameter"
+    return f"all but {_listed(fit.left_out)}, with less than {FEW:.0%} of the gradients"
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return shown(names[0], 60) + f" and {len(names) - 1:,} more" * (len(names) > 1)
+
+
+def _place(fit: Fit) -> str:
+    """Where the run's own scale is, if some scales fit."""
+    exponent = math.log2(fit.own) if 0 < fit.own < math.inf else math.nan
+    where = "is one of them"
+    if exponent < fit.common.low:
+        where = "is smaller"
+    elif exponent > fit.common.edge:
+        where = "is larger"
+    elif exponent > fit.common.high:
+        where = "leaves less room"
+    return f"run's own, {number(fit.own)}, {where}"

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from gradscaler.diagnose.simulate._trace import OVERFLOW, Trace
 from gradscaler.policies import Policy
-from gradscaler.simulate._trace import OVERFLOW, Trace
 
 _KEPT = -25  # float16 rounds smaller exponents to 0
 _NORMAL = -14

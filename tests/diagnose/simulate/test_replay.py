@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradscaler import AmaxScale, DynamicScale, FixedScale
-from gradscaler.simulate import Replay, Spike, Trace, replay
-from gradscaler.simulate._replay import at_scales
+from gradscaler.diagnose.simulate import Replay, Spike, Trace, replay
+from gradscaler.diagnose.simulate._replay import at_scales
 
 
 def trace_of(gradients):
@@ -120,7 +120,7 @@ def spikes_by_definition(found):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_spikes_are_as_they_are_defined(seed, monkeypatch):
-    monkeypatch.setattr("gradscaler.simulate._trace._CHUNK", 37)
+    monkeypatch.setattr("gradscaler.diagnose.simulate._trace._CHUNK", 37)
     rng = np.random.default_rng(seed)
     sizes = 2.0 ** rng.integers(-9, 3, 700) * (rng.random(700) > 0.1)
     sizes[rng.random(700) < 0.05] *= 2.0**12

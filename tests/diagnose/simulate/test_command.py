@@ -11,9 +11,9 @@ import torch
 from gradscaler import AmaxScale, DynamicScale
 from gradscaler.__main__ import main
 from gradscaler.diagnose import Monitor, read_run
-from gradscaler.simulate import Trace, replay
-from gradscaler.simulate._show import print_table
-from gradscaler.simulate._spelled import NAMES, policy_of
+from gradscaler.diagnose.simulate import Trace, replay
+from gradscaler.diagnose.simulate._show import words_on
+from gradscaler.diagnose.simulate._spelled import NAMES, policy_of
 from gradscaler.torch import GradScaler
 
 STEPS = 40
@@ -122,13 +122,23 @@ def test_the_command_prints_a_row_for_each_policy_and_draws_a_picture(record, tm
     assert min(struct.unpack(">II", data[16:24])) > 800
 
 
-def test_a_stretch_of_bad_batches_is_a_spike_only_if_a_finite_step_is_too(capsys):
+def test_the_page_has_the_table_and_a_picture_of_another_kind_is_refused(record, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert main(["simulate", str(record), "--policy", "paddle", "-o", str(page)]) == 0
+    assert capsys.readouterr().err == f"wrote {page}\n"
+    text = page.read_text(encoding="utf-8")
+    assert '<td class="name">paddle</td>' in text
+    assert text.count("<svg") == 1
+    assert main(["simulate", str(record), "-o", str(tmp_path / "picture.pdf")]) == 1
+    assert "must end in .html or .png" in capsys.readouterr().err
+
+
+def test_a_stretch_of_bad_batches_is_a_spike_only_if_a_finite_step_is_too():
     extreme = np.ones(60)
     extreme[[10, 11, 50]] = math.inf  # two stretches
     extreme[[30, 51]] = 2.0**9
-    print_table({"torch": replay(DynamicScale(), Trace(np.ones(60), extreme))})
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "Bad batches, non-finite at any scale: 3. Spikes of large gradients: 2." in printed
+    words = words_on({"torch": replay(DynamicScale(), Trace(np.ones(60), extreme))})
+    assert "Bad batches, non-finite at any scale: 3. Spikes of large gradients: 2." in words
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -143,7 +153,7 @@ def test_the_table_has_all_its_columns_in_a_terminal_of_any_width(
     assert len(row.split()) == 8
     assert row.endswith(" 1,024")
     assert len(row) <= max(80, width)
-    assert lines[1].split()[0] == "policy"
+    assert lines[2].split()[0] == "policy"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +161,6 @@ def test_the_table_has_all_its_columns_in_a_terminal_of_any_width(
     [
         (["--policy", "adam"], "'adam' is not a policy: write one of torch,"),
         (["--policy", "AmaxScale(margin=1)"], "margin must be at least 3, got 1"),
-        (["-o", "picture.pdf"], "must end in .png, got 'picture.pdf'"),
     ],
 )
 def test_a_wrong_call_says_what_to_write(record, capsys, arguments, message):

@@ -3,7 +3,7 @@
 Needs NumPy alone. ``python -m gradscaler simulate run.jsonl --policy paddle`` prints the table.
 """
 
-from gradscaler.simulate._replay import Replay, Spike, replay
-from gradscaler.simulate._trace import Trace
+from gradscaler.diagnose.simulate._replay import Replay, Spike, replay
+from gradscaler.diagnose.simulate._trace import Trace
 
 __all__ = ["Replay", "Spike", "Trace", "replay"]

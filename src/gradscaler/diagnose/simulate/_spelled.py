@@ -6,10 +6,14 @@ import ast
 from typing import Any
 
 from gradscaler.policies import AmaxScale, DynamicScale, FixedScale, Policy
-from gradscaler.policies._presets import Presets
 
 _CLASSES = {kind.__name__: kind for kind in (AmaxScale, DynamicScale, FixedScale)}
-_PRESETS = tuple(name for name in vars(Presets) if not name.startswith("_"))
+_PRESETS = tuple(
+    name
+    for kind in DynamicScale.__mro__
+    for name, found in vars(kind).items()
+    if isinstance(found, classmethod)
+)
 NAMES = (*_PRESETS, *_CLASSES)
 """What a policy can be called."""
 
