@@ -152,7 +152,7 @@ class ValueWatch:
         """See what an operation made of its inputs; ``after`` is what its outputs hold."""
         results = list(zip(operation.outputs, after, strict=True))
         bad = [tensor for tensor, found in results if found.bad]
-        event = self._event_of_inputs(operation, [*bad, *operation.inputs][0])
+        event = self._event_of_inputs(operation, [*bad, *operation.inputs])
         mask = self._mask_of_inputs(operation)
         for tensor, found in results:
             if found.state == "mask" and event is None and _may_be_mask(operation, tensor, mask):
@@ -174,7 +174,7 @@ class ValueWatch:
         found = located_at(operation.site, "forward", tensor, largest, smallest_divisor=divisor)
         return Event(found)
 
-    def _event_of_inputs(self, operation: Operation, shown: Tensor) -> Event | None:
+    def _event_of_inputs(self, operation: Operation, shown: Sequence[Tensor]) -> Event | None:
         """The event that made the first input that is not finite. The operation has read it."""
         event = None
         for n, (tensor, found) in enumerate(zip(operation.inputs, operation.before, strict=True)):
@@ -183,7 +183,7 @@ class ValueWatch:
             mark = self._marks.get(memory_of(tensor))
             is_overwritten = n == 0 and operation.overwrites
             if mark is None and not is_overwritten:
-                self.events.append(self._given(operation, tensor, shown))
+                self.events.append(self._given(operation, tensor, shown[0]))
                 mark = self._mark(tensor, self.events[-1])
             if mark is not None:
                 mark.event.marks.discard(mark)
