@@ -96,11 +96,6 @@ def read(array: Array) -> Reading:
     return Reading("finite")
 
 
-def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no tensor holds an Inf or a NaN."""
-    return not any(read(tensor).bad for tensor in tensors)
-
-
 def largest(array: Array, masks: bool = False) -> float:
     """The largest magnitude; Inf or NaN if there is one. In masks -inf does not count."""
     array = local(array)

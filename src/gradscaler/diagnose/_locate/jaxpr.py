@@ -182,7 +182,7 @@ def _given(array: Array, name: str | None = None) -> _Value:
     found = _read(array)
     if found.state != "bad":
         return _Value(array, found)
-    source = located_at(Site(), "input", array, largest_finite([array]), name)
+    source = located_at(Site(), "input", array, largest_finite([array]), parameter=name)
     return _Value(array, found, source)
 
 

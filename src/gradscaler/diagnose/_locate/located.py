@@ -96,11 +96,9 @@ def located_at(
     kind: Literal["forward", "backward", "input"],
     tensor: Any,
     largest_input: float,
-    parameter: str | None = None,
-    made_by: str | None = None,
-    smallest_divisor: float | None = None,
+    **fields: Any,
 ) -> Located:
-    """What an operation made, or was given: ``tensor``; the rest are fields of Located."""
+    """What an operation made, or was given: ``tensor``; ``fields`` are more of Located's."""
     # FSDP resizes the storage of parameters, which it cannot once NumPy has seen it.
     values = to_numpy(tensor.detach().clone() if hasattr(tensor, "detach") else tensor)
     num_inf, num_nan, largest_finite = count_nonfinite(values)
@@ -114,9 +112,7 @@ def located_at(
         values.size,
         largest_finite,
         largest_input,
-        parameter,
-        site.operation,
-        site.line,
-        made_by,
-        smallest_divisor,
+        operation=site.operation,
+        line=site.line,
+        **fields,
     )

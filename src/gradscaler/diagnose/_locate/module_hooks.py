@@ -117,7 +117,8 @@ class ModuleHooks:
                 frames = ((frame.f_code.co_filename, number) for frame, number in walk_stack(None))
                 line = users_line(frames, self._framework)
                 site = Site(None, line, name, type(module).__name__)
-                self.located = located_at(site, "forward", tensor, call.input, next(bad, None))
+                parameter = next(bad, None)
+                self.located = located_at(site, "forward", tensor, call.input, parameter=parameter)
                 return
             if self._backward and tensor.requires_grad:
                 self._handles.append(tensor.register_hook(call.see_gradient))

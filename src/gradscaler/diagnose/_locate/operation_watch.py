@@ -15,9 +15,9 @@ from gradscaler.diagnose._gradients.reading import Reading, floating, memory_of,
 from gradscaler.diagnose._locate.call_site import called, caller_of
 from gradscaler.diagnose._locate.located import Located, Site
 from gradscaler.diagnose._locate.module_hooks import ModuleHooks, weakly
-from gradscaler.diagnose._locate.node_watch import NodeWatch
 from gradscaler.diagnose._locate.value_watch import (
     Module,
+    NodeWatch,
     Operation,
     Tensor,
     ValueWatch,

@@ -1,10 +1,13 @@
-"""Where an Inf or a NaN in the values of a forward pass comes from."""
+"""Where an Inf or a NaN comes from: in values of the forward pass, or in gradients."""
 
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from gradscaler.diagnose._gradients.reading import (
@@ -16,6 +19,7 @@ from gradscaler.diagnose._gradients.reading import (
 )
 from gradscaler.diagnose._locate.call_site import differentiated
 from gradscaler.diagnose._locate.located import Located, Site, located_at
+from gradscaler.diagnose._locate.module_hooks import remove_all, weakly
 
 Module = Any
 Node = Any
@@ -148,7 +152,7 @@ class ValueWatch:
         """See what an operation made of its inputs; ``after`` is what its outputs hold."""
         results = list(zip(operation.outputs, after, strict=True))
         bad = [tensor for tensor, found in results if found.bad]
-        event = self._event_of_inputs(operation, [*bad, *operation.inputs][0])
+        event = self._event_of_inputs(operation, [*bad, *operation.inputs])
         mask = self._mask_of_inputs(operation)
         for tensor, found in results:
             if found.state == "mask" and event is None and _may_be_mask(operation, tensor, mask):
@@ -170,7 +174,7 @@ class ValueWatch:
         found = located_at(operation.site, "forward", tensor, largest, smallest_divisor=divisor)
         return Event(found)
 
-    def _event_of_inputs(self, operation: Operation, shown: Tensor) -> Event | None:
+    def _event_of_inputs(self, operation: Operation, shown: Sequence[Tensor]) -> Event | None:
         """The event that made the first input that is not finite. The operation has read it."""
         event = None
         for n, (tensor, found) in enumerate(zip(operation.inputs, operation.before, strict=True)):
@@ -179,7 +183,7 @@ class ValueWatch:
             mark = self._marks.get(memory_of(tensor))
             is_overwritten = n == 0 and operation.overwrites
             if mark is None and not is_overwritten:
-                self.events.append(self._given(operation, tensor, shown))
+                self.events.append(self._given(operation, tensor, shown[0]))
                 mark = self._mark(tensor, self.events[-1])
             if mark is not None:
                 mark.event.marks.discard(mark)
@@ -203,7 +207,7 @@ class ValueWatch:
             owner, parameter = self._own.get(memory) or (site, others[memory])
             site = owner._replace(operation=None, line=site.line)
             largest = operation.largest_input
-            return Event(located_at(site, "forward", shown, largest, parameter))
+            return Event(located_at(site, "forward", shown, largest, parameter=parameter))
         largest, made_by = largest_finite([tensor]), self._made_by(tensor)
         return Event(located_at(site, "input", tensor, largest, made_by=made_by))
 
@@ -211,6 +215,69 @@ class ValueWatch:
         mark = self._marks[memory_of(tensor)] = _Mark(event)
         event.marks.add(mark)
         return mark
+
+
+class NodeWatch:
+    """Hooks on nodes that find the first whose input's gradient is not finite, but its output's is.
+
+    An event counts if its Inf or NaN reaches the gradient of a leaf: ``where`` may leave it out.
+
+    Attributes:
+        line: what ran in the backward method of a custom function and made an Inf or a NaN.
+    """
+
+    def __init__(self, values: ValueWatch) -> None:
+        self.line: str | None = None
+        self._values = values
+        self._sites: dict[Node, Site] = {}
+        self._reached: dict[Node, Event] = {}
+        self._handles: list[Any] = []
+        weakref.finalize(self, remove_all, self._handles).atexit = False
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._sites
+
+    def add(self, node: Node, site: Site) -> None:
+        """Watch a node, which comes from an operation at ``site``."""
+        self._sites[node] = site
+        # A hook that held its watch would never be collected, as no collector sees into the graph.
+        self._handles.append(node.register_hook(partial(weakly(self._after), node)))
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        remove_all(self._handles)
+        self._sites.clear()
+        self._reached.clear()
+
+    def _after(self, node: Node, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+        """See the gradients of an operation's inputs, made of those of its outputs."""
+        line, self.line = self.line, None
+        with suppress(Exception):
+            bad = [n for n, grad in enumerate(inputs) if read(grad).bad]
+            if not bad:
+                return
+            event = self._reached.get(node)
+            if event is None:
+                if any(read(grad).bad for grad in outputs):
+                    return  # a sum of finite gradients overflowed, or what was not watched
+                event = self._event(node, bad[0], inputs[bad[0]], outputs, line)
+                self._values.events.append(event)
+            for n in bad:
+                before = node.next_functions[n][0]
+                event.counts |= hasattr(before, "variable")
+                self._reached.setdefault(before, event)
+
+    def _event(
+        self, node: Node, place: int, grad: Tensor, outputs: tuple[Any, ...], line: str | None
+    ) -> Event:
+        site = self._sites[node]
+        is_custom = not node.name()[-1].isdigit()
+        if is_custom or site.operation is None:
+            line = line if is_custom and line else site.line
+            site = site._replace(operation=operation_of(node), line=line)
+        parameter = self._values.parameter_of(node.next_functions[place][0])
+        largest = largest_finite(outputs)
+        return Event(located_at(site, "backward", grad, largest, parameter=parameter))
 
 
 def source_of(node: Node) -> Node:
