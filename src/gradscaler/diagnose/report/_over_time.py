@@ -28,7 +28,7 @@ from gradscaler.diagnose.report._style import (
     scales_drawn,
     write_words,
 )
-from gradscaler.diagnose.report._words import no_points, shown
+from gradscaler.diagnose.report._words import CLASSES, no_gradients, no_points, shown
 
 _STUCK = 10  # skips in a row that are worth showing
 _HEIGHT_OF_WORDS = 0.6  # in inches
@@ -57,9 +57,10 @@ def over_time(run: Run) -> Drawing:
         words = no_points(name, points)
         make = partial(write_words, text=words) if words else partial(_draw_curve, points=points)
         panels.append(Panel(title, _HEIGHT_OF_WORDS if words else 1.2, make))
-    if run.shares:
-        title = f"What {dtype} makes of the gradients"
-        panels.append(Panel(title, 1.6, partial(_draw_shares, shares=run.shares)))
+    words = no_gradients(run)
+    make = partial(write_words, text=words) if words else partial(_draw_shares, shares=run.shares)
+    title = f"What {dtype} makes of the gradients"
+    panels.append(Panel(title, _HEIGHT_OF_WORDS if words else 1.6, make))
     caption = "The loss scale that each step used; a mark below it is a skipped step."
     if length >= _STUCK:
         caption += f" Shaded: {length:,} skips in a row, from step {first:,} on."
@@ -104,23 +105,16 @@ def _draw_curve(axes: Axes, points: Mapping[int, float]) -> None:
 def _draw_shares(axes: Axes, shares: Mapping[int, Shares]) -> None:
     """Stack the shares of each sample, drawn from the sample before it up to its own step."""
     groups = np.array_split(sorted(shares), min(len(shares), MOST_POINTS))
-    layers: dict[str, Callable[[Shares], float]] = {
-        "flushed": lambda share: share.flushed,
-        "subnormal": lambda share: share.subnormal,
-        "overflow, Inf, NaN": lambda share: share.overflow + share.nonfinite,
-        "zero": lambda share: share.zero,
-        "normal": lambda share: share.normal,
-    }
     stack = [
         [100 * np.mean([share(shares[step]) for step in group]) for group in groups]
-        for share in layers.values()
+        for share in CLASSES.values()
     ]
     axes.stackplot(
         [0.5, *(group[-1] + 0.5 for group in groups)],
         [[layer[0], *layer] for layer in stack],
         step="pre",
-        labels=list(layers),
-        colors=[COLOURS[name.partition(",")[0]] for name in layers],
+        labels=list(CLASSES),
+        colors=[COLOURS[name.partition(",")[0]] for name in CLASSES],
     )
     axes.set_ylim(0, 100)
     axes.yaxis.set_major_formatter(as_percent)
