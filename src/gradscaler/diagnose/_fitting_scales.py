@@ -38,8 +38,7 @@ class Range(NamedTuple):
 class Fit:
     """The loss scales that fit a run: all gradients as one, and each parameter's."""
 
-    first: int  # the step of the first sample that counts
-    last: int  # that of the last one
+    last: int  # the step of the latest sample that counts
     num_samples: int
     own: float  # the scale that the last one used
     whole: Range
@@ -103,13 +102,10 @@ def fit_of(samples: Sequence[Sample], dtype: str) -> Fit | None:
         if each is None
         and any(name in s.parameters and s.parameters[name].nonfinite for s in samples)
     )
-    steps = [each.step for each in samples]
-    own = samples[-1].scale
     return Fit(
-        min(steps),
-        max(steps),
+        max(each.step for each in samples),
         len(samples),
-        own,
+        samples[-1].scale,
         range_of_whole,
         ranges,
         common,

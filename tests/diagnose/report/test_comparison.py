@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from gradscaler.diagnose._run.lines import Start
-from gradscaler.diagnose._run.reader import read_run
 from gradscaler.diagnose._run.writer import RunFile
 
 pytest.importorskip("matplotlib", reason="the report is drawn with it")
@@ -88,17 +87,6 @@ def test_runs_that_do_not_differ_have_no_table(made_up_run):
     same = dict.fromkeys("ab", made_up_run())
     assert difference_tables(same) == []
     assert "steps 1,000" in alike(same)
-
-
-def test_private_attributes_in_older_files_are_read_and_not_shown(runs, save):
-    policy = {"name": "DynamicScale", "_shortest_interval": 50, "growth_interval": 50}
-    old, new = runs.values()
-    old = read_run(save(replace(old, starts=(replace(old.starts[0], policy=policy),))))
-    assert old.starts[0].policy == policy
-    both = {"old": old, "new": new}
-    (table,) = difference_tables(both)
-    assert not [row[0] for row in table.rows if row[0].startswith("_")]
-    assert "growth_interval 50" in alike(both)
 
 
 def test_the_headline_is_as_bad_as_the_worst_run(runs):

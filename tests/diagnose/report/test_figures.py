@@ -1,7 +1,6 @@
 """The figures, as pixels: each class of gradients has one colour, which nothing tints or hides."""
 
-from dataclasses import replace
-from io import BytesIO, StringIO
+from io import BytesIO
 from itertools import combinations
 from pathlib import Path
 
@@ -9,21 +8,16 @@ import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib", reason="the figures are drawn with it")
-pytest.importorskip("rich", reason="the terminal is written to with it")
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
-from rich.console import Console
-from rich.text import Text
 
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Start
 from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._content import content_of
 from gradscaler.diagnose.report._picture import draw
-from gradscaler.diagnose.report._spectrum import spectrum_of
 from gradscaler.diagnose.report._style import COLOURS, SHADE, drawing_settings
-from gradscaler.diagnose.report._terminal import Explained
 
 STEPS = 40
 SHARES = Shares(zero=0.2, flushed=0.1, subnormal=0.2, normal=0.3, overflow=0.05, nonfinite=0.15)
@@ -127,25 +121,6 @@ def test_skips_are_shaded_where_they_are_and_only_there(title):
     assert (before, within) == ((255, 255, 255), as_pixel(SHADE))
 
 
-def test_the_outer_bars_have_the_colours_of_the_legend_in_bfloat16():
-    drawn = Drawn(run_of_every_class(SKIPPED["all"], "bfloat16"))
-    axes, legend = drawn.axes("All gradients"), drawn.legend()
-    zero, *_, nonfinite = axes.get_xticks()
-    assert drawn.at(axes, zero, 1.0) == legend["zero"]
-    assert drawn.at(axes, nonfinite, 1.0) == legend["overflow"]
-
-
-def test_bars_have_the_colours_of_the_legend():
-    drawn = Drawn(run_of_every_class(SKIPPED["all"]))
-    axes, legend = drawn.axes("All gradients"), drawn.legend()
-    zero, *_, nonfinite = axes.get_xticks()
-    outer = {"zero": zero, "nonfinite": nonfinite}
-    for name, exponent in PARAMETERS.items():
-        place = outer[name] if exponent is None else exponent + 0.5
-        colour = legend["overflow" if name == "nonfinite" else name]
-        assert drawn.at(axes, place, 1.0) == colour, name
-
-
 # Where things are.
 
 
@@ -155,17 +130,6 @@ def test_the_marks_of_skips_are_below_the_scale(made_up_run):
     lowest = scale.get_transform().transform(scale.get_xydata())[:, 1].min()
     (height,) = set(marks.get_transform().transform(marks.get_xydata())[:, 1])
     assert height + marks.get_markersize() / 2 * drawn.figure.dpi / 72 < lowest
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_shares_of_zeros_and_of_nan_are_written_within_the_panel(dtype):
-    axes = Drawn(run_of_every_class((), dtype)).axes("All gradients")
-    left, right = (
-        next(text for text in axes.texts if text.get_text() == share).get_window_extent()
-        for share in ("20.0%", "15.0%")
-    )
-    assert left.x0 >= axes.bbox.x0
-    assert right.x1 <= axes.bbox.x1 + 0.5
 
 
 # How linear sRGB looks to them: Machado, Oliveira and Fernandes 2009, at severity 1.
@@ -220,35 +184,3 @@ def test_the_picture_of_the_page_has_these_colours():
     path = Path(__file__).parents[3] / "docs" / "stuck.png"
     pixels = np.round(255 * imread(path)[..., :3]).astype(int).reshape(-1, 3)
     assert set(map(as_pixel, COLOURS.values())) <= set(map(tuple, pixels.tolist()))
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2"])
-def test_a_block_in_the_terminal_has_the_colour_of_its_only_class(dtype):
-    run = run_of_every_class((), dtype)
-    _, *above = spectrum_of(run).zones
-    exponents = [int(zone.start) + offset for zone in above for offset in (-1, 0)]
-    counts = np.isin(np.arange(exponents[0], exponents[-1] + 1), exponents).astype(int).tolist()
-    bins = Bins(exponents[0], tuple(counts))
-    lines = in_colour(replace(run, samples=(replace(run.samples[-1], histogram=bins),)))
-    (bars,) = [line for line in lines if line.plain.startswith("all gradients")]
-    blocks = [colour_of(bars, place) for place, letter in enumerate(bars.plain) if letter == "█"]
-    (legend,) = [line for line in lines if "  flushed " in line.plain]
-    flushed, subnormal, normal = (
-        colour_of(legend, legend.plain.index(f" {name} ") + 1)
-        for name in ("flushed", "subnormal", "normal")
-    )
-    assert len({flushed, subnormal, normal}) == 3
-    assert blocks[:-1] == [flushed, subnormal, subnormal, normal, normal]
-    assert blocks[-1] not in blocks[:-1]
-
-
-def in_colour(run):
-    """The lines that a terminal of 80 columns shows."""
-    file = StringIO()
-    console = Console(file=file, width=80, force_terminal=True, color_system="standard")
-    console.print(Explained(run))
-    return [Text.from_ansi(line) for line in file.getvalue().splitlines()]
-
-
-def colour_of(line, place):
-    return line.get_style_at_offset(Console(), place).color.name

@@ -138,7 +138,7 @@ def test_the_latest_ten_samples_count_together():
     samples[1] = {"w": np.full(4, 2.0**10)}  # long ago
     samples[5] = {"w": np.full(4, 2.0**-4)}  # one batch
     fit = run_of(*samples).fit
-    assert (fit.first, fit.last, fit.num_samples) == (3, 12, 10)
+    assert (fit.last, fit.num_samples) == (12, 10)
     assert fit.common.edge == 16 - (-4 + 1)
 
 

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._run.lines import (
     Bins,
     ParameterSample,
@@ -28,7 +29,6 @@ from gradscaler.__main__ import main
 from gradscaler.diagnose import report
 from gradscaler.diagnose._findings.kinds import KINDS
 from gradscaler.diagnose.report import _content, _page
-from gradscaler.diagnose.report._spectrum import spectrum_of
 from gradscaler.diagnose.report._words import number, percent
 
 HOSTILE = ["<script>alert(1)</script>", "$x_{", r"$\bad{$ & <b>", "name\n\x00\u202e", "w" * 300]
@@ -166,10 +166,13 @@ def test_the_tables_hold_the_numbers(page_of, made_up_run):
 
 
 def test_where_the_first_inf_was_made_comes_first(page_of, made_up_run):
-    seen = [Watched(step, f"log made {step} inf", "log", "train.py:3") for step in (7, 1_012)]
+    located = Located(
+        None, "forward", "", "float16", 12, 0, 64, 1.0, 2.0, None, "log", "train.py:3"
+    )
+    seen = [Watched(step, located) for step in (7, 1_012)]
     run = replace(made_up_run(stuck=12, verdict=VERDICT), watched=tuple(seen))
     texts = page_of(run).texts
-    order = VERDICT[1], "log made 1012 inf", "7 → 1,012", "Over time", "Skipped steps"
+    order = VERDICT[1], str(located), "7 → 1,012", "Over time", "Skipped steps"
     assert [text for text in texts if text in order] == list(order)
 
 
@@ -209,39 +212,6 @@ def test_any_number_of_samples_can_be_drawn(tmp_path, made_up_run, samples, suff
     path = tmp_path / f"report{suffix}"
     report.write(made_up_run(samples=samples, parameters=2), path)
     assert 1000 < path.stat().st_size < 1_000_000
-
-
-@pytest.mark.parametrize(
-    ("dtype", "edges"),
-    [
-        ("bfloat16", (-134, -126, 128)),
-        ("float8_e4m3", (-10, -6, 9)),
-        ("float8_e5m2", (-17, -14, 16)),
-    ],
-)
-def test_each_format_has_its_own_range(made_up_run, dtype, edges):
-    zones = spectrum_of(made_up_run(dtype=dtype)).zones
-    assert tuple(zone.start for zone in zones[1:]) == edges
-
-
-def test_a_spectrum_keeps_every_gradient_and_moves_it_by_the_scale(made_up_run):
-    shares = Shares(0.25, 0.0, 0.0, 0.5, 0.0, 0.25)
-    sample = Sample(1, 1024.0, (), 1, (), None, None, shares, Bins(-20, (1, 0, 3)))
-    spectrum = spectrum_of(replace(made_up_run(samples=0), samples=(sample,)))
-    columns = zip(spectrum.exponents.tolist(), spectrum.shares.tolist(), strict=True)
-    assert [column for column in columns if column[1]] == [(-10, 0.125), (-8, 0.375)]
-    assert (spectrum.zero, spectrum.nonfinite) == (0.25, 0.25)
-    far = replace(sample, histogram=Bins(-500, (4,)))  # below the range: in the first column
-    assert spectrum_of(replace(made_up_run(samples=0), samples=(far,))).shares[0] == 0.5
-
-
-def test_the_spectrum_is_of_the_latest_sample_that_has_finite_gradients(made_up_run):
-    *before, last = made_up_run(samples=3).samples
-    shares = Shares(0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
-    last = replace(last, shares=shares, histogram=Bins(0, ()))
-    spectrum = spectrum_of(replace(made_up_run(), samples=(*before, last)))
-    assert spectrum.step == before[-1].step
-    assert spectrum_of(replace(made_up_run(), samples=(last,))) is None
 
 
 @pytest.mark.parametrize("suffix", [".html", ".png"])

@@ -9,8 +9,6 @@ from io import StringIO
 import pytest
 
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip
-from gradscaler.diagnose.report._spectrum import spectrum_of
-from gradscaler.diagnose.report._words import power
 
 pytest.importorskip("rich", reason="the terminal is written to with it")
 
@@ -60,26 +58,6 @@ def test_the_largest_and_the_smallest_float_differ_in_a_chart(made_up_run):
     ends = Skip(1, 1.0, -1.7e308), Skip(2, 1.0, 1.7e308)
     loss = line_of(explained(replace(made_up_run(samples=0), skips=ends)), "loss  ")
     assert loss.split()[1] == "▁█"
-
-
-def test_exponents_stand_above_the_range_of_the_format(made_up_run):
-    lines = explained(made_up_run()).splitlines()
-    ruler = next(line for line in lines if line.startswith("step 1,000"))
-    bars = next(line for line in lines if line.startswith("all gradients"))
-    flushed, kept = ruler.index("|2⁻²⁵"), ruler.index("|2⁻¹⁴")
-    assert bars[flushed - 2 : flushed].strip()  # a few are below it
-    assert bars[flushed:kept].strip("▁▂▃▄▅▆▇█") == ""
-    assert not bars[ruler.index("|2¹⁶") :].strip()
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3", "float8_e5m2"])
-def test_an_exponent_above_the_chart_is_whole_or_left_out(made_up_run, dtype):
-    run = made_up_run(dtype=dtype)
-    ruler = line_of(explained(run), "step 1,000")
-    *_, subnormal, normal, overflow = map(str.strip, ruler.split("|"))
-    edges = [power(2, int(zone.start)) for zone in spectrum_of(run).zones[1:]]
-    assert subnormal in ("", edges[0])
-    assert [normal, overflow] == edges[1:]
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

@@ -39,7 +39,8 @@ ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
 SHOW_CURSOR = "\x1b[?25h"
 COMMAND = [sys.executable, "-W", "error", "-m", "gradscaler", "watch"]
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm", "PYTHONUTF8": "1"}
-ENV.pop("NO_COLOR", None)
+for name in ("NO_COLOR", "COLUMNS", "LINES"):  # which a worker of the tests sets
+    ENV.pop(name, None)
 
 
 def sample(step, loss=1.0):

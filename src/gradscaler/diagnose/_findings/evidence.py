@@ -95,7 +95,7 @@ class Evidence:
     def is_close_to_overflow(self, step: Past, share: float) -> bool:
         """Whether the nearest sample's gradients reach a share of the largest number at a scale."""
         nearest = min(self.measured, key=lambda each: abs(each.step - step.step), default=None)
-        if nearest is None:
+        if nearest is None or not nearest.scale:  # as a run file may say
             return False
         largest = nearest.norm if nearest.largest is None else nearest.largest
         return largest / nearest.scale * step.scale >= share * format_named(self.dtype).largest

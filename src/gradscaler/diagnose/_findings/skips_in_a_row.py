@@ -36,12 +36,14 @@ def of_skips(evidence: Evidence) -> Finding:
 
 def bad_parameter(evidence: Evidence, so: str) -> Finding | None:
     """A parameter or a buffer that is itself not finite."""
-    located, parameter = evidence.located, evidence.parameter
+    located, parameter, whose = evidence.located, evidence.parameter, "The model's"
     if parameter is None and located is not None and located.kind == "forward":
-        parameter = located.parameter and f"{located.module}.{located.parameter}".lstrip(".")
+        parameter = located.parameter and f"{located.module or ''}.{located.parameter}".lstrip(".")
+        if located.module is None:  # as a teacher's
+            whose = f"Another module's ({located.type})"
     if parameter is None:
         return None
-    cause = f"The model's {parameter} is itself Inf or NaN, so {so}"
+    cause = f"{whose} {parameter} is itself Inf or NaN, so {so}"
     count = evidence.skips_in_a_row
     if evidence.lost_eps is not None:
         return Finding(

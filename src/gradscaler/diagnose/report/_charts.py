@@ -49,17 +49,12 @@ def curve(
     return "".join(line)
 
 
-def bars(values: np.ndarray, blocks: str) -> str:
-    """A block for each value, of its height relative to the largest; a space for 0."""
-    heights = np.ceil(8 * values / (values.max() or 1.0)).astype(int)
-    return "".join((" " + blocks)[height] for height in heights)
-
-
 def density(steps: tuple[int, ...], last_step: int, width: int, blocks: str) -> str:
-    """How many of the steps are in each column."""
+    """How many of the steps are in each column, as a block; a space for none."""
     width = min(width, max(1, last_step))
-    columns = [column_of(step, last_step, width) for step in steps]
-    return bars(np.bincount(columns, minlength=width), blocks)
+    counts = np.bincount([column_of(step, last_step, width) for step in steps], minlength=width)
+    heights = np.ceil(8 * counts / max(1, counts.max())).astype(int)
+    return "".join((" " + blocks)[height] for height in heights)
 
 
 def column_of(step: int, last_step: int, width: int) -> int:

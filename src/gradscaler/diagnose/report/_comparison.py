@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,14 +12,14 @@ from matplotlib.figure import FigureBase
 from matplotlib.lines import Line2D
 
 from gradscaler.diagnose.report._style import (
-    GRID,
     Course,
     Drawing,
+    Panel,
     draw_curve,
+    draw_panels,
     draw_scale,
     fit_axis,
     mark,
-    number_steps,
     scales_drawn,
     write_legend,
     write_words,
@@ -37,30 +37,20 @@ def drawing_of(courses: Mapping[str, Course], name: str, title: str) -> Drawing:
         for run, course in courses.items()
     }
     notes = (f" {run}: {text.strip()}" for run, text in words.items() if text)
-    caption = f"A mark above the last curves is a {name} that is NaN or Inf.{''.join(notes)}"
-    heights = 2.0, 0.3 + 0.25 * len(courses), 1.7
-    height = sum(heights) + 0.7 + 0.2 * math.ceil(len(courses) / 2)
-    draw = partial(_draw, runs=courses, title=title, heights=heights)
-    return Drawing("Over time", caption, height, draw)
+    caption = "".join(notes).strip()
+    if not all(math.isfinite(v) for course in courses.values() for v in course.curve.values()):
+        caption = f"A mark above the last curves is a {name} that is NaN or Inf. {caption}"
+    panels = [
+        Panel("Loss scale", 2.0, partial(_draw_scales, runs=courses)),
+        Panel("Skipped steps", 0.3 + 0.25 * len(courses), partial(_draw_skips, runs=courses)),
+        Panel(title, 1.7, partial(_draw_curves, runs=courses)),
+    ]
+    height = sum(panel.height for panel in panels) + 0.7 + 0.2 * math.ceil(len(courses) / 2)
+    return Drawing("Over time", caption, height, partial(_draw, runs=courses, panels=panels))
 
 
-def _draw(
-    figure: FigureBase, runs: Mapping[str, Course], title: str, heights: tuple[float, ...]
-) -> None:
-    column = figure.subplots(3, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    panels: dict[str, Callable[[Axes, Mapping[str, Course]], None]] = {
-        "Loss scale": _draw_scales,
-        "Skipped steps": _draw_skips,
-        title: _draw_curves,
-    }
-    for axes, (name, draw) in zip(column, panels.items(), strict=True):
-        axes.set_title(name)
-        draw(axes, runs)
-        axes.grid(color=GRID, axis="y" if draw is not _draw_skips else "x")
-        axes.set_axisbelow(True)
-    column[-1].set_xlim(0.5, max(1, *(run.num_steps for run in runs.values())) + 0.5)
-    column[-1].set_xlabel("step")
-    number_steps(column[-1])
+def _draw(figure: FigureBase, runs: Mapping[str, Course], panels: list[Panel]) -> None:
+    draw_panels(figure, panels, max(1, *(run.num_steps for run in runs.values())))
     places = {shown(name, 40): place for place, name in enumerate(runs)}
     lines = [
         Line2D([], [], color=_colour(place), linestyle=_style(place), label=name)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from gradscaler.diagnose._findings.kinds import Kind
 from gradscaler.diagnose._run.run import Run
-from gradscaler.diagnose.report._by_size import by_size
 from gradscaler.diagnose.report._comparison import drawing_of
 from gradscaler.diagnose.report._differences import alike, difference_tables, headline_of_runs
 from gradscaler.diagnose.report._over_time import over_time
@@ -38,7 +37,7 @@ class Content:
 def content_of(run: Run) -> Content:
     """The report on one run."""
     verdict = run.verdict
-    drawings = (over_time(run), by_size(run), which_scale(run)) if run.num_steps else ()
+    drawings = (over_time(run), which_scale(run)) if run.num_steps else ()
     return Content(
         headline_of(run),
         verdict.text,

@@ -54,10 +54,7 @@ def _cells(runs: Mapping[str, Run]) -> dict[str, list[str]]:
     """What each run was told, then what became of it, by name."""
     each = list(runs.values())
     starts = [run.starts[-1] for run in each]
-    policies = [
-        {key: value for key, value in start.policy.items() if not key.startswith("_")}
-        for start in starts  # older files hold private attributes too
-    ]
+    policies = [start.policy for start in starts]
     keys = dict.fromkeys(key for policy in policies for key in policy if key != "name")
     cells = {
         "policy": [str(policy.get("name", "unknown")) for policy in policies],

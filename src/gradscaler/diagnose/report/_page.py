@@ -134,7 +134,7 @@ th, td { border-bottom: 1px solid var(--rule); padding: .3rem .7rem .3rem 0; tex
 .name { text-align: left; overflow-wrap: anywhere; min-width: 8rem; }
 @media (min-width: 50rem) {
   .figures { columns: 2; column-gap: 2.5rem; }
-  .figures section:only-child { column-span: all; max-width: 50rem; }
+  .figures section:only-child { column-span: all; max-width: 42rem; }
 }
 @media print { main { max-width: none; padding: 0; } }
 </style>

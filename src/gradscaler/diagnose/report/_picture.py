@@ -36,7 +36,6 @@ def draw(content: Content) -> Figure:
     """One figure of everything: the verdict, the drawings and the tables."""
     text = fill(shown(content.text, 1000), 120)
     facts = in_lines(content.facts, 130)
-    columns = _columns(content.drawings)
     rows: list[tuple[float, Callable[[FigureBase], None]]] = [
         (
             0.9 + 0.17 * (text.count("\n") + facts.count("\n")),
@@ -44,8 +43,10 @@ def draw(content: Content) -> Figure:
         )
     ]
     rows += map(_row_of_table, content.first)
-    if columns:
-        rows.append((max(map(_height, columns)), partial(_draw_columns, columns=columns)))
+    if content.drawings:
+        tallest = max(drawing.height for drawing in content.drawings)
+        draw = partial(_draw_columns, drawings=content.drawings, tallest=tallest)
+        rows.append((tallest, draw))
     rows += map(_row_of_table, content.tables)
     heights = [height for height, _ in rows]
     whole = Figure(figsize=(2 * WIDTH + 1, sum(heights)), layout="constrained")
@@ -55,27 +56,12 @@ def draw(content: Content) -> Figure:
     return whole
 
 
-def _columns(drawings: list[Drawing]) -> list[list[Drawing]]:
-    """The drawings in two columns of about the same height."""
-    columns: tuple[list[Drawing], list[Drawing]] = [], []
-    for drawing in drawings:
-        min(columns, key=_height).append(drawing)
-    return [column for column in columns if column]
-
-
-def _height(column: list[Drawing]) -> float:
-    return sum(drawing.height for drawing in column)
-
-
-def _draw_columns(part: FigureBase, columns: list[list[Drawing]]) -> None:
-    """The drawings, in columns that are filled up with empty space."""
-    tallest = max(map(_height, columns))
-    sides = part.subfigures(1, len(columns), squeeze=False)[0]
-    for side, column in zip(sides, columns, strict=True):
-        heights = [*(drawing.height for drawing in column), tallest + 0.01 - _height(column)]
-        places = side.subfigures(len(heights), squeeze=False, height_ratios=heights)[:, 0]
-        for place, drawing in zip(places, column, strict=False):
-            drawing.draw(place)
+def _draw_columns(part: FigureBase, drawings: list[Drawing], tallest: float) -> None:
+    """The drawings beside each other, with empty space below all but the tallest."""
+    sides = part.subfigures(1, len(drawings), squeeze=False)[0]
+    for side, drawing in zip(sides, drawings, strict=True):
+        heights = drawing.height, tallest + 0.01 - drawing.height
+        drawing.draw(side.subfigures(2, height_ratios=heights)[0])
 
 
 def _write_verdict(part: FigureBase, headline: Kind, text: str, facts: str) -> None:

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from textwrap import fill
 from typing import Any, NamedTuple
 
@@ -63,6 +64,44 @@ class Drawing(NamedTuple):
     caption: str  # how to read it
     height: float  # in inches, at a width of `WIDTH`
     draw: Callable[[FigureBase], None]  # on an empty figure
+
+
+class Panel(NamedTuple):
+    """A part of a figure over the steps."""
+
+    title: str
+    height: float  # in inches
+    draw: Callable[[Axes], None]  # on empty axes
+
+
+def panel_of(title: str, height: float, words: str, draw: Callable[[Axes], None]) -> Panel:
+    """A panel to draw; or, if there are words on why nothing can be drawn, one of these words."""
+    return (
+        Panel(title, 0.6, partial(write_words, text=words)) if words else Panel(title, height, draw)
+    )
+
+
+def draw_panels(
+    figure: FigureBase,
+    panels: Sequence[Panel],
+    last_step: int,
+    shaded: tuple[int, int] | None = None,
+) -> None:
+    """Panels below each other, from the first step to the last, with a stretch of steps shaded."""
+    heights = [panel.height for panel in panels]
+    column = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    for axes, panel in zip(column, panels, strict=True):
+        axes.set_title(panel.title)
+        panel.draw(axes)
+        axes.yaxis.grid(color=GRID)
+        axes.set_axisbelow(True)
+        if shaded is not None:
+            axes.axvspan(shaded[0] - 0.5, shaded[1] + 0.5, color=SHADE, linewidth=0, zorder=0)
+        axes.set_xlim(0.5, last_step + 0.5)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+        axes.tick_params(labelbottom=axes is column[-1])
+    column[-1].set_xlabel("step")
 
 
 @contextmanager
@@ -185,9 +224,3 @@ def mark(
             transform=axes.get_xaxis_transform(),
         )
     axes.set_title(note, loc="right", color=SKIP, fontsize=8, fontweight="normal")
-
-
-def number_steps(axes: Axes) -> None:
-    """Whole steps with thousands separated, below the axes."""
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from io import TextIOWrapper
 from typing import TextIO
 
-import numpy as np
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.panel import Panel
@@ -19,14 +18,12 @@ from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._charts import (
     BLOCKS,
     PLAIN_BLOCKS,
-    bars,
     column_of,
     curve,
     density,
     spread,
 )
 from gradscaler.diagnose.report._differences import alike, difference_tables
-from gradscaler.diagnose.report._spectrum import spectrum_of
 from gradscaler.diagnose.report._summary import Table as SummaryTable
 from gradscaler.diagnose.report._summary import (
     ends_of,
@@ -38,23 +35,20 @@ from gradscaler.diagnose.report._summary import (
     tables_of,
 )
 from gradscaler.diagnose.report._words import (
+    CLASSES,
     fit_to_show,
-    later_samples,
     no_gradients,
     no_points,
     percent,
-    power,
     sentence_of,
     shown,
 )
 
 LEVELS = {"good": "green", "warning": "yellow", "bad": "red"}
-COLOURS = {"flushed": "red", "subnormal": "yellow", "normal": "blue", "overflow": "magenta"}
 
 _BESIDE = 44  # columns of a chart's name and numbers
 _NARROWEST, _WIDEST = 8, 80  # of the charts
 _LEAST = 24  # columns of a table that hold words
-_WIDEST_SPECTRUM = 57  # so that it fits in 80 columns
 
 
 def console_of(output: TextIO) -> Console:
@@ -83,10 +77,8 @@ class Explained:
             yield drawn_table(table)
             yield ""
         yield Text(in_lines(facts_of(run), options.max_width).replace("\xa0", " "), "dim")
-        for part in (_over_time(run, options), _by_size(run, options)):
-            if part.row_count:
-                yield ""
-                yield part
+        yield ""
+        yield _over_time(run, options)
         for words in _words(run):
             yield ""
             yield Text(words)
@@ -131,10 +123,10 @@ def _words(run: Run) -> list[str]:
     """Which scales fit; and what has no chart."""
     if not run.num_steps:
         return []
-    gradients = no_gradients(run)
-    if (fit := fit_to_show(run)) is not None:
-        gradients = sentence_of(fit) + later_samples(run, fit.last)
-    return [words for words in (no_points("loss", run.losses), gradients) if words]
+    fit = fit_to_show(run)
+    scales = "" if fit is None else sentence_of(fit)
+    found = no_points("loss", run.losses), no_gradients(run), scales
+    return [words for words in found if words]
 
 
 def _over_time(run: Run, options: ConsoleOptions) -> Table:
@@ -147,9 +139,8 @@ def _over_time(run: Run, options: ConsoleOptions) -> Table:
     ):
         if points:
             chart.add_row(name, _line(points, run.num_steps, options), ends)
-    kinds = {"zero": "zero", "flushed to zero": "flushed", "subnormal": "subnormal"}
-    for name, kind in kinds.items():
-        shares = {step: getattr(found, kind) for step, found in run.shares.items()}
+    for name, share in CLASSES.items():
+        shares = {step: share(found) for step, found in run.shares.items()}
         if any(shares.values()):
             line = _line(shares, run.num_steps, options, limits=(0.0, 1.0))
             chart.add_row(name, line, ends_of(shares, percent))
@@ -177,39 +168,6 @@ def _width(options: ConsoleOptions) -> int:
 
 def _blocks(options: ConsoleOptions) -> str:
     return PLAIN_BLOCKS if options.ascii_only else BLOCKS
-
-
-def _by_size(run: Run, options: ConsoleOptions) -> Table:
-    """The exponents of all gradients."""
-    chart = Table.grid(padding=(0, 2))
-    if (spectrum := spectrum_of(run)) is None:
-        return chart
-    group = -(-spectrum.exponents.size // (_WIDEST_SPECTRUM - 3))
-    starts: list[int] = []  # of the columns: each zone begins a new one
-    styles: list[str] = []
-    ruler = ""
-    for zone in spectrum.zones:
-        columns = np.flatnonzero(spectrum.within(zone))[::group].tolist()
-        if starts:
-            label = f"|{power(2, zone.start)}"
-            is_last = zone is spectrum.zones[-1]
-            ruler += label if is_last or len(label) <= len(columns) else "|"
-        starts += columns
-        styles += [COLOURS[zone.name]] * len(columns)
-        ruler = ruler.ljust(len(starts))
-    row_of_bars = bars(np.add.reduceat(spectrum.shares, starts), _blocks(options))
-    parts = [
-        (f"zero {percent(spectrum.zero)}  ", ""),
-        *(
-            (f"{zone.name} {percent(spectrum.share(zone))}  ", COLOURS[zone.name])
-            for zone in spectrum.zones
-        ),
-        (f"NaN {percent(spectrum.nonfinite)}", ""),
-    ]
-    chart.add_row(f"step {spectrum.step:,}", ruler[:_WIDEST_SPECTRUM])
-    chart.add_row("all gradients", Text.assemble(*zip(row_of_bars, styles, strict=True)))
-    chart.add_row("", Text.assemble(*parts))
-    return chart
 
 
 def drawn_table(table: SummaryTable) -> Table:

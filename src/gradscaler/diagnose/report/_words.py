@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from gradscaler.diagnose._fitting_scales import FEW, FLUSHED, ROOM, SMALL, Fit
+from gradscaler.diagnose._run.lines import Shares
 from gradscaler.diagnose._run.run import Run
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -49,29 +50,19 @@ def no_points(name: str, points: Mapping[int, float]) -> str:
     return f"The {name} is NaN or Inf at {where} where it was seen."
 
 
+CLASSES: dict[str, Callable[[Shares], float]] = {
+    "flushed": lambda share: share.flushed,
+    "subnormal": lambda share: share.subnormal,
+    "overflow, Inf, NaN": lambda share: share.overflow + share.nonfinite,
+    "zero": lambda share: share.zero,
+    "normal": lambda share: share.normal,
+}
+"""What a format makes of gradients, and the share of each."""
+
+
 def no_gradients(run: Run) -> str:
-    """Why no gradient can be placed by its size; empty if one can."""
-    if any(each.shares and each.histogram and any(each.histogram.counts) for each in run.samples):
-        return ""
-    shares = run.shares.values()
-    if not shares:
-        return f"No gradients were sampled in {run.num_steps:,} steps."
-    what = "zero, NaN or Inf"
-    if all(share.zero == 1 for share in shares):
-        what = "zero"
-    elif all(share.nonfinite == 1 for share in shares):
-        what = "NaN or Inf"
-    samples = f"all {len(shares):,} samples" if len(shares) > 1 else "the one sample"
-    return f"All gradients are {what} in {samples}."
-
-
-def later_samples(run: Run, step: int) -> str:
-    """What is said of samples after the one of a step that is drawn; empty if there are none."""
-    later = sum(found > step for found in run.shares)
-    if not later:
-        return ""
-    samples = f"the {later:,} later samples" if later > 1 else "the later sample"
-    return f" In {samples} all gradients are zero, NaN or Inf."
+    """Why no share of the gradients is known; empty if one is."""
+    return "" if run.shares else f"No gradients were sampled in {run.num_steps:,} steps."
 
 
 RULE = (

@@ -62,11 +62,6 @@ class Replay:
         """How many steps were skipped."""
         return int(self.skipped.sum())
 
-    @property
-    def num_bad(self) -> int:
-        """How many of them no scale would have saved."""
-        return int(self.trace.is_bad.sum())
-
     def mean(self, name: str) -> float:
         """The mean of a share, such as ``"flushed"``, over the steps that were not skipped.
 

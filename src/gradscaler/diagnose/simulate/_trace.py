@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import ArrayLike, NDArray
 
+from gradscaler.diagnose._fitting_scales import has_sizes
 from gradscaler.diagnose._run.lines import Bins
 from gradscaler.diagnose._run.run import Run
 
@@ -157,8 +157,8 @@ class Trace:
                 f"the run has {run.num_steps:,} steps, and at most {_MOST_STEPS:,} can be replayed"
             )
         skipped = set(run.skipped)
-        seen = [s for s in run.samples if s.histogram and any(s.histogram.counts)]
-        samples = sorted((s for s in seen if s.step not in skipped), key=lambda s: s.step)
+        seen = (s for s in run.samples if has_sizes(s) and s.step not in skipped)
+        samples = sorted(seen, key=lambda s: s.step)
         if not samples:
             raise ValueError(
                 "the run holds no histograms of gradients, which a Monitor records at every "
@@ -166,7 +166,7 @@ class Trace:
             )
         steps = np.arange(1, run.num_steps + 1)
         latest = np.searchsorted([s.step for s in samples], steps, side="right").clip(1) - 1
-        largest = np.array([_largest(s) for s in samples])[latest]
+        largest = np.array([s.largest or 0.0 for s in samples])[latest]
         extreme = largest.copy()
         if skipped:
             at = np.array(sorted(skipped)) - 1
@@ -200,11 +200,3 @@ def scales_of(run: Run) -> NDArray[np.float64]:
     latest = np.searchsorted(changed, steps, side="right").clip(1) - 1
     used: NDArray[np.float64] = np.array(scales, np.float64)[latest]
     return used
-
-
-def _largest(sample: Any) -> float:
-    """The largest magnitude of a sample, or the middle of its last bin in an older file."""
-    if sample.largest is not None:
-        return float(sample.largest)
-    first, counts = sample.histogram
-    return math.ldexp(1.5, min(first + len(counts) - 1, 1023))
