@@ -56,6 +56,7 @@ PRIVATE = {
     "policies._presets": EVERYONE,
     "policies._spelling": EVERYONE,
     "checkpoint._files": {"__main__"},
+    "diagnose.report._content": {"__main__"},
     "diagnose.report._differences": {"__main__"},
     "diagnose.report._picture": {"demo"},
     "diagnose.report._terminal": {"__main__"},

@@ -315,7 +315,7 @@ def _simulate(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> No
     try:
         from rich.text import Text
 
-        from gradscaler.diagnose import report
+        from gradscaler.diagnose.report._content import save
         from gradscaler.diagnose.report._terminal import console_of, drawn_table
         from gradscaler.diagnose.simulate import _show as show
 
@@ -340,7 +340,7 @@ def _simulate(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> No
             )
         if parsed.output is not None:
             place = parsed.output
-            report.write(show.content_of_replays(replays), place)
+            save(show.content_of_replays(replays), place)
             _say(f"wrote {place}")
     except (ImportError, OSError, ValueError) as error:
         raise _failed(error, place) from None

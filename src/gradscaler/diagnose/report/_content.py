@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from pathlib import Path
 
-from gradscaler.diagnose._findings.kinds import Kind
+from gradscaler._atomic import replacing
 from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._comparison import drawing_of
 from gradscaler.diagnose.report._differences import alike, difference_tables, headline_of_runs
 from gradscaler.diagnose.report._over_time import over_time
-from gradscaler.diagnose.report._style import Course, Drawing
+from gradscaler.diagnose.report._page import page_of
+from gradscaler.diagnose.report._picture import picture_of
+from gradscaler.diagnose.report._style import Course
 from gradscaler.diagnose.report._summary import (
-    Table,
+    Content,
     facts_of,
     headline_of,
     origin_tables_of,
@@ -21,17 +23,15 @@ from gradscaler.diagnose.report._summary import (
 from gradscaler.diagnose.report._which_scale import which_scale
 
 
-@dataclass(frozen=True)
-class Content:
-    """The headline, its text, and the evidence, in their order."""
-
-    headline: Kind
-    text: str
-    where: str | None  # the name to look at
-    first: list[Table]  # what explains the headline
-    facts: Mapping[str, str]
-    drawings: list[Drawing]
-    tables: list[Table]
+def save(content: Content, path: Path) -> None:
+    """Write a report; see :func:`gradscaler.diagnose.report.write`."""
+    makers = {".html": page_of, ".png": picture_of}
+    make = makers.get(path.suffix.lower())
+    if make is None:
+        raise ValueError(f"{path}: the name must end in {' or '.join(makers)}")
+    data = make(content)
+    with replacing(path) as file:
+        file.write(data)
 
 
 def content_of(run: Run) -> Content:

@@ -10,9 +10,8 @@ from string import Template
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from gradscaler.diagnose.report._content import Content
 from gradscaler.diagnose.report._style import LEVELS, WIDTH, Drawing, drawing_settings
-from gradscaler.diagnose.report._summary import Table
+from gradscaler.diagnose.report._summary import Content, Table
 from gradscaler.diagnose.report._words import shown
 
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))

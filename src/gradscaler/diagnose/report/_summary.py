@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from textwrap import fill
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradscaler.diagnose._findings.kinds import Kind, Level, kind_of
 from gradscaler.diagnose._run.lines import Skip, Watched
 from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._words import number, percent, shown
+
+if TYPE_CHECKING:
+    from gradscaler.diagnose.report._style import Drawing
 
 LEVELS: tuple[Level, ...] = ("bad", "warning", "good")
 _MOST_ROWS = 10
@@ -25,6 +29,19 @@ class Table(NamedTuple):
     headings: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     names: int
+
+
+@dataclass(frozen=True)
+class Content:
+    """The headline, its text, and the evidence, in their order."""
+
+    headline: Kind
+    text: str
+    where: str | None  # the name to look at
+    first: list[Table]  # what explains the headline
+    facts: Mapping[str, str]
+    drawings: list[Drawing]
+    tables: list[Table]
 
 
 def headline_of(run: Run) -> Kind:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gradscaler.diagnose._findings.kinds import Kind
-from gradscaler.diagnose.report._summary import Table
-from gradscaler.diagnose.report._words import number, percent
+from gradscaler.diagnose.report._summary import Content, Table
+from gradscaler.diagnose.report._words import number, percent, shown
 from gradscaler.diagnose.simulate._replay import Replay
-
-if TYPE_CHECKING:
-    from gradscaler.diagnose.report._content import Content
 
 HEADINGS = ("policy", "skipped", "flushed", "lost", "subnormal", "back after", "at most", "at last")
 
@@ -28,7 +24,7 @@ def rows_of(replays: Mapping[str, Replay]) -> list[tuple[str, ...]]:
     """
     return [
         (
-            name,
+            shown(name),
             f"{replay.num_skipped:,}",
             *map(_share, (replay.mean(f"flushed{what}") for what in ("", "_magnitude"))),
             _share(replay.mean("subnormal_magnitude")),
@@ -62,7 +58,6 @@ def content_of_replays(
 ) -> Content:
     """The table, and each policy's scale, skips and lost magnitude over time, as a report."""
     from gradscaler.diagnose.report._comparison import drawing_of
-    from gradscaler.diagnose.report._content import Content
     from gradscaler.diagnose.report._style import Course
 
     courses = {}
