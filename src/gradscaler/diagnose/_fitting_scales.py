@@ -20,6 +20,7 @@ ROOM = 2  # how often the largest gradient can double
 MOST_SAMPLES = 10  # count, the latest, as one batch's gradients may be unusual
 _MOST_LOST = 0.5  # of a parameter's gradients, at the largest scale with room
 _LEAST_ROOM = 4  # powers of 2 up to an overflow, with which parameters that are gone may come back
+_VANISHED = 64  # the exponent of a scale that only gradients of about 2**-50 need
 _SMALLEST, _LARGEST = -126, 127  # exponents of a scale in float32
 
 _Counts = tuple[int, NDArray[Any]]  # the first exponent, and how many gradients there are of each
@@ -58,7 +59,12 @@ class Fit:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether every scale loses most of a parameter: what the verdict ``"range"`` says."""
+        """Whether every scale loses most of a parameter: what the verdict ``"range"`` says.
+
+        Where all gradients are so small that such scales fit them, they have vanished.
+        """
+        if self.common.high > _VANISHED:
+            return False
         return bool(self.gone) or (self.is_empty and self.lost > _MOST_LOST)
 
 

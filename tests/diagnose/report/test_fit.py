@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from gradscaler import NonfiniteGradient
 from gradscaler.diagnose._findings.kinds import KINDS
 from gradscaler.diagnose._fitting_scales import range_of
 from gradscaler.diagnose._gradients.formats import format_named, histograms_of
@@ -92,6 +93,22 @@ def test_the_sentence_says_where_the_runs_own_scale_is(scale, place):
     run = run_of({"a": np.full(4, 2.0**-20), "b": np.full(4, 2.0**-2)}, scale=scale)
     text = f"Loss scales from 2⁶ to 2¹⁵ fit every parameter. The run's own, {place}."
     assert sentence_of(run.fit) == text
+
+
+def test_the_sentence_says_where_a_skip_contradicts_the_samples():
+    run = run_of({"a": np.full(4, 2.0**-20), "b": np.full(4, 2.0**-2)}, scale=2.0**6)
+    inf = NonfiniteGradient("b", (4,), "float16", 1, 0, 1.0)
+    skipped = replace(run, skips=(Skip(2, 2.0**10, 1.0, (inf,)), Skip(3, 2.0**9, 1.0, (inf,))))
+    assert sentence_of(run.fit, skipped.lowest_overflow).endswith(
+        "But gradients overflowed at 512: those of some steps are larger than the samples show."
+    )
+    of_loss = replace(run, skips=(Skip(2, 2.0**10, np.inf, (inf,)),))
+    assert "But" not in sentence_of(run.fit, of_loss.lowest_overflow)
+
+
+def test_a_parameter_whose_gradients_vanish_is_no_matter_of_the_scale():
+    vanished = {"a": np.full(4, 2.0**-140), "b": np.full(4, 2.0**-100)}
+    assert run_of(vanished, scale=2.0**100).verdict.kind != "range"
 
 
 def test_where_no_scale_fits_the_sentence_names_both_parameters_and_what_is_lost():

@@ -126,6 +126,17 @@ class Run:
         return tuple(steps), tuple(used[step] for step in steps)
 
     @cached_property
+    def lowest_overflow(self) -> float | None:
+        """The lowest scale at which a gradient was Inf though its loss was finite, if any was."""
+        found = [
+            skip.scale
+            for skip in self.skips
+            if any(gradient.num_inf for gradient in skip.nonfinite or ())
+            and (skip.loss is None or math.isfinite(skip.loss))
+        ]
+        return min(found, default=None)
+
+    @cached_property
     def fit(self) -> Fit | None:
         """The loss scales that fit the latest samples; None if no gradient is placed by size."""
         return fit_of(self.samples, self.starts[-1].dtype)

@@ -196,10 +196,13 @@ def draw_curve(
     axes.plot(steps, values, marker=marker, color=colour, linestyle=style, linewidth=1.2)
 
 
+_SMALLEST = 1e-290  # that matplotlib leaves room below on a logarithmic axis
+
+
 def fit_axis(axes: Axes, points: Iterable[float]) -> None:
     """A logarithmic axis if finite numbers need it, else a linear one."""
     values = [value for value in points if math.isfinite(value)]
-    if 0 < 100 * min(values) < max(values):
+    if _SMALLEST < 100 * min(values) < max(values):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power(10, math.log10(value))))
         axes.yaxis.set_minor_formatter(NullFormatter())

@@ -124,7 +124,7 @@ def _words(run: Run) -> list[str]:
     if not run.num_steps:
         return []
     fit = fit_to_show(run)
-    scales = "" if fit is None else sentence_of(fit)
+    scales = "" if fit is None else sentence_of(fit, run.lowest_overflow)
     found = no_points("loss", run.losses), no_gradients(run), scales
     return [words for words in found if words]
 

@@ -34,7 +34,7 @@ def which_scale(run: Run) -> Drawing | None:
     """What each loss scale would make of the gradients; None if that decides nothing."""
     if (fit := fit_to_show(run)) is None:
         return None
-    text = sentence_of(fit)
+    text = sentence_of(fit, run.lowest_overflow)
     samples = f"the latest {fit.num_samples:,} samples" if fit.num_samples > 1 else "one sample"
     caption = f"{RULE}. From {samples}, up to step {fit.last:,}."
     if (every := math.ceil(len(fit.parameters) / _MOST_ROWS)) > 1:

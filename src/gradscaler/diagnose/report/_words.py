@@ -80,8 +80,18 @@ def fit_to_show(run: Run) -> Fit | None:
 _NO_CURE = "parameter", "activations", "loss", "nan", "divergence", "data", "silent", "dead"
 
 
-def sentence_of(fit: Fit) -> str:
-    """Which scales fit, and where the run's own is."""
+def sentence_of(fit: Fit, lowest_overflow: float | None = None) -> str:
+    """Which scales fit, where the run's own is, and whether a skip shows that they do not."""
+    text = _sentence_of(fit)
+    if lowest_overflow is None or not 0 < lowest_overflow <= 2.0**fit.common.high:
+        return text
+    return (
+        f"{text} But gradients overflowed at {number(lowest_overflow)}: those of some steps are "
+        "larger than the samples show."
+    )
+
+
+def _sentence_of(fit: Fit) -> str:
     low, high, own = power(2, fit.common.low), power(2, fit.common.high), number(fit.own)
     lowest, highest = (shown(name, 60) or "one" for name in (fit.lowest, fit.highest))
     if fit.gone:
