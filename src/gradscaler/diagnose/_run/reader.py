@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,32 +46,6 @@ def read_run(path: str | Path, *others: str | Path) -> Run:
     if not others:
         return _read(Path(path))
     return of_ranks([(str(each), _read(Path(each))) for each in (path, *others)])
-
-
-def read_runs(paths: Sequence[Path], compare: bool = False) -> Run | dict[str, Run]:
-    """Read files of one run, or of several runs to compare, which are then given by their names.
-
-    They are one run if there is one file, or if each file is of one of several processes, and not
-    all are of the same rank. ``compare`` says that they are several runs.
-
-    Raises:
-        ValueError, OSError: as :func:`read_run` does; or a file to compare is given twice.
-    """
-    files = [(str(path), _read(path)) for path in paths]
-    starts = [run.starts[-1] for _, run in files]
-    are_ranks = all(start.world_size > 1 for start in starts)
-    are_ranks = are_ranks and len({start.rank for start in starts}) > 1
-    if not compare and len(files) == 1:
-        return files[0][1]
-    if not compare and are_ranks:
-        return of_ranks(files)
-    names = [path.stem for path in paths]
-    if len(set(names)) < len(names):
-        names = [name for name, _ in files]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice}: is given twice; give each run to compare once")
-    return {name: run for name, (_, run) in zip(names, files, strict=True)}
 
 
 class RunFollower:
