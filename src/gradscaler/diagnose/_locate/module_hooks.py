@@ -71,8 +71,14 @@ class ModuleHooks:
         remove_all(self._handles)
         self._calls.clear()
 
+    @property
+    def _is_evaluating(self) -> bool:
+        """Whether this is no training, which a monitor may meet between two steps."""
+        is_training = self.model.training or self._framework.is_grad_enabled()
+        return not (is_training or self._backward)
+
     def _enter(self, name: str, module: Module, *inputs: Any) -> Any:
-        if self.located:
+        if self.located or self._is_evaluating:
             return None
         call = _Call(self._largest(inputs))  # read now: a module may change its input in place
         self._calls[name].append(call)
