@@ -6,6 +6,9 @@ import struct
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch", reason="the run is torch's")
+
 import torch
 
 from gradscaler import AmaxScale, DynamicScale

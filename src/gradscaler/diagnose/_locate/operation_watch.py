@@ -59,8 +59,8 @@ class OperationWatch:
                     return func(*args, **(kwargs or {}))
                 return watch.call(func, args, kwargs or {}, inspect.currentframe())
 
-        self._mode: Any = Mode()  # type: ignore[no-untyped-call]
-        weakref.finalize(self, _leave, self._mode).atexit = False  # a training may drop its monitor
+        self.mode: Any = Mode()  # type: ignore[no-untyped-call]
+        weakref.finalize(self, _leave, self.mode).atexit = False  # a training may drop its monitor
         self._hooks = hooks
         self._reads_evaluation = reads_evaluation
         self._is_on = False
@@ -110,15 +110,15 @@ class OperationWatch:
         if self._hooks is not None:
             self._hooks.see_output = weakly(self._see_node)  # the hooks may outlive the watch
         self._is_on = True
-        self._mode.__enter__()
+        self.mode.__enter__()
 
     def stop(self) -> None:
         """Watch no more. A mode under another one stays where it is, and does nothing."""
         was_on, self._is_on = self._is_on, False
         if threading.get_ident() == self._thread:
-            _leave(self._mode)
+            _leave(self.mode)
         elif was_on:
-            _leave_on(self._thread, self._mode)
+            _leave_on(self._thread, self.mode)
         self._nodes.stop()
 
     def call(

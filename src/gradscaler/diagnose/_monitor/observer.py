@@ -228,13 +228,17 @@ class EagerObserver(StepSource):
         finish()
 
     def _is_busy(self) -> bool:
-        """Whether any thread is in a call. An interrupt could leave a flag wrong, but no frame."""
+        """Whether any thread is in a call. An interrupt could leave a flag wrong, but no frame.
+
+        A mode that sees an operation is off PyTorch's stack meanwhile, and cannot be left.
+        """
+        own = self, self._watch, None if self._watch is None else self._watch.mode
         for frame in sys._current_frames().values():
             each: FrameType | None = frame
             while each is not None:
-                if each.f_code in _CALLS:
+                if each.f_code in _CALLS or each.f_code.co_name == "__torch_dispatch__":
                     owner = each.f_locals.get("self")
-                    if owner is not None and (owner is self or owner is self._watch):
+                    if owner is not None and any(owner is one for one in own):
                         return True
                 each = each.f_back
         return False
