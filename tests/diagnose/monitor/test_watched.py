@@ -123,6 +123,7 @@ def each_step_takes_a_second(monkeypatch):
             return now
 
         monkeypatch.setattr(watch_budget, "clock", clock)
+        monkeypatch.setattr(watch_budget, "_ALLOWANCE", 25.0)
 
     return add
 
@@ -130,7 +131,7 @@ def each_step_takes_a_second(monkeypatch):
 @pytest.mark.parametrize(
     ("bad", "watched"),
     [
-        # The steps after the first two failures; others when 30 s are 5 % of the time.
+        # The steps after the first failures while 25 s last; others when 30 s are 5 % of the time.
         ((7, 20), [8, 21, 585]),
         ((7, 20, 585, 590), [8, 21, 585]),  # located
         # Every 40 steps: the first that is due.

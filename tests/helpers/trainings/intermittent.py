@@ -124,7 +124,7 @@ def bursts_of_bad_batches(setting: Setting) -> None:
     fit(setting, model, loss_of, 300)
 
 
-@training("data", None, "backward")
+@training("data", None, "gradient of")
 def duplicates_at_a_distance_of_0(setting: Setting) -> None:
     """The loss is finite, and its gradient is 0 * Inf."""
     model = mlp(16, 16, 4)

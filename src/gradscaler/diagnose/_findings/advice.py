@@ -54,6 +54,7 @@ _NEGATIVE_ROOT = (
     "the root of a negative number is NaN, as where a variance is a difference of large squares: "
     "clamp its input at 0, or compute it in float32"
 )
+_ANGLE = "rounding takes a cosine or sine beyond 1: clamp it to within -1 and 1 before this"
 _SUM = "the sum is larger than float16 can hold: take it in float32 (dtype=torch.float32)"
 _NAN = (
     "Inf - Inf, 0 / 0, a logarithm or root of a negative number, or a softmax row that is masked "
@@ -75,6 +76,8 @@ _FORWARD = {
     "norm": _NORM,
     "linalg_vector_norm": _NORM,
     "cdist": _NORM,
+    "acos": _ANGLE,
+    "asin": _ANGLE,
     "sum": _SUM,
     "mean": _SUM,
 }
@@ -138,9 +141,13 @@ def _in_float32(located: Located) -> str:
 
 def of_backward(located: Located | None) -> str:
     """What to try against a gradient that is NaN at every scale, by what it is the gradient of."""
-    operation = "" if located is None else (located.operation or "").strip("_")
-    advice = _named(_BACKWARD, operation)
-    return _OF_NAN if advice is None else f"{advice}, also in a branch that where() does not take"
+    return (None if located is None else of_gradient(located)) or _OF_NAN
+
+
+def of_gradient(located: Located) -> str | None:
+    """What to try against what the gradient of one operation makes; None if that is open."""
+    advice = _named(_BACKWARD, (located.operation or "").strip("_"))
+    return None if advice is None else f"{advice}, also in a branch that where() does not take"
 
 
 def _named(advice: dict[str, str], operation: str) -> str | None:

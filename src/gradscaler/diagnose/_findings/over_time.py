@@ -8,7 +8,13 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from statistics import median
 
-from gradscaler.diagnose._findings.advice import at_line, of_forward, of_operation
+from gradscaler.diagnose._findings.advice import (
+    at_line,
+    of_backward,
+    of_forward,
+    of_gradient,
+    of_operation,
+)
 from gradscaler.diagnose._findings.evidence import Evidence, Past
 from gradscaler.diagnose._findings.finding import Finding
 
@@ -162,8 +168,9 @@ def data(evidence: Evidence) -> Finding | None:
             "(0 / 0), a row that is masked entirely, or a sum too long for float16, and repair "
             "them or leave them out."
         )
-        if found is not None and found.operation is not None and found.kind == "forward":
-            action = f"In these batches, {of_forward(found)}."
+        if found is not None and found.operation is not None and found.kind != "input":
+            of_kind = of_forward if found.kind == "forward" else of_backward
+            action = f"In these batches, {of_kind(found)}."
         return Finding(
             "data",
             f"{text}, in {these} because the loss itself was {own[-1]:g}{at}{usual}.",
@@ -176,7 +183,10 @@ def data(evidence: Evidence) -> Finding | None:
     named = ""
     if found is not None and found.kind == "backward":
         named = at_line(found, ", first seen in the gradient of")
-    if own and losses and median(map(abs, own)) >= 10 * median(map(abs, losses)):  # type: ignore[arg-type]
+    if named and found is not None and (advice := of_gradient(found)) is not None:
+        cause = f"{text} after the scale had settled{named}, though their loss is finite{now}."
+        action = f"In these batches, {advice}."
+    elif own and losses and median(map(abs, own)) >= 10 * median(map(abs, losses)):  # type: ignore[arg-type]
         cause = f"{text}, whose loss is about {median(own):g}{usual}{now}."
         action = (
             "Look at these batches for outliers in inputs and labels, and leave out, clip or "

@@ -15,6 +15,7 @@ EXPLAIN_ALL = (
     "explain all of them together."
 )
 _LARGE_LOSS = 65504.0  # whose gradients overflow by themselves, which makes NaN of them too
+_STATISTICS = "running_mean", "running_var"  # which forward passes write
 _WONT = "No loss scale fixes this:"
 
 
@@ -55,11 +56,22 @@ def bad_parameter(evidence: Evidence, so: str) -> Finding | None:
             parameter,
             count=count,
         )
+    if parameter.endswith(_STATISTICS):
+        return Finding(
+            "parameter",
+            f"{cause}.",
+            f"{_WONT} reset it or go back to an earlier checkpoint, and look for the batch whose "
+            "forward pass wrote Inf or NaN into it: no skip undoes that.",
+            parameter,
+            count=count,
+        )
+    wrote = "a learning rate that is too large, weights changed without the scaler"
+    if evidence.skipped >= evidence.steps:  # no step has written it
+        wrote = "weights that are changed by hand, or were not finite at first"
     return Finding(
         "parameter",
         f"{cause}.",
-        f"{_WONT} go back to an earlier checkpoint, and look for the step that wrote it (a "
-        "learning rate that is too large, weights changed without the scaler).",
+        f"{_WONT} go back to an earlier checkpoint, and look for what wrote it ({wrote}).",
         parameter,
         count=count,
     )

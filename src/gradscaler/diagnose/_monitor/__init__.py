@@ -43,17 +43,18 @@ class Monitor:
     the model's parameters and activations. While a lower scale may still cure the skips, it waits
     for more.
 
-    The step after the first skip whose loss is not finite is watched, and the last of
-    ``stuck_after`` skips. A closure that fails is watched when it is called again, on the same
-    batch. In PyTorch, that finds the operation and the user's line that made the first Inf or NaN,
-    as :func:`locate` does, except in compiled code; in TensorPlay and Paddle, and where several
-    processes train together, the module by its output. The run file says it, and the dtype of each
-    module's output, which autocast chooses. A step that is watched takes several times as long,
-    and changes nothing. The other steps of a small model take 6 to 13 % longer.
+    The step after the first that fails is watched, and the last of ``stuck_after`` skips. A step
+    fails if its loss is not finite, or its gradients hold NaN and no Inf. A closure that fails is
+    watched when it is called again, on the same batch. In PyTorch, that finds the operation and the
+    user's line that made the first Inf or NaN, as :func:`locate` does, except in compiled code; in
+    TensorPlay and Paddle, and where several processes train together, the module by its output. The
+    run file says it, and the dtype of each module's output, which autocast chooses. A step that is
+    watched takes several times as long, and changes nothing. The other steps of a small model take
+    6 to 13 % longer.
 
     With ``forensics``, PyTorch's later steps are watched too, until one names the operation: they
-    take at most 5 % of the time that training takes. Where such failures come at equal distances,
-    the step when the next one is due is watched.
+    take at most 5 % of the time that training takes, and half a second. Where such failures come at
+    equal distances, the step when the next one is due is watched.
 
     After a sample in which a parameter's gradient is all 0 or missing, at most four times in a run,
     three steps of PyTorch are looked at for what lets none through. Each takes about twice as long.
@@ -288,8 +289,7 @@ class Monitor:
         if evidence.bad_and_applied or evidence.bad_and_skipped or log.stuck_streak is not None:
             parameters = self._source.nonfinite_parameters()
             evidence = replace(evidence, parameter=parameters[0].name if parameters else None)
-        if evidence.skipped or evidence.bad_and_applied:
-            evidence = replace(evidence, state=self._source.bad_state())
+        evidence = replace(evidence, state=self._source.bad_state())
         if (streak := log.stuck_streak) is not None:
             evidence = replace(
                 evidence,

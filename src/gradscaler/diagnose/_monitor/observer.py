@@ -367,9 +367,17 @@ class EagerObserver(StepSource):
             self._inspected = self._iterations[-1].number
 
     def _has_failed(self, number: int) -> bool:
-        """Whether the loss of a step is not finite, if that was read already."""
+        """Whether a step failed as no scale cures, if that was read already.
+
+        Its loss is not finite, or its gradients hold NaN and no Inf, as an overflow makes.
+        """
         latest = next(reversed(self.log.history), None)
-        return latest is not None and latest.step == number and latest.has_bad_loss
+        if latest is None or latest.step != number:
+            return False
+        found, counts = latest.nonfinite or (), self.log.counts
+        was_applied = self.log.num_steps > counts.num_skipped  # else the scale may be far too large
+        is_nan = bool(found) and not any(each.num_inf for each in found)
+        return latest.has_bad_loss or (is_nan and was_applied)
 
     def _may_locate(self, number: int) -> bool:
         """Whether there is time to watch a step for a failure that no watch has located."""

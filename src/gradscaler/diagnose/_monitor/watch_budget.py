@@ -7,16 +7,16 @@ from itertools import pairwise
 from time import perf_counter as clock
 
 SHARE = 0.05  # of the time that training takes, which such steps may take in all
-_FREE = 2  # steps that are watched whatever it takes
+_ALLOWANCE = 0.5  # seconds beyond that, in the steps in which a failure is likely
 _PERIODIC = 3  # failures at equal distances that make the next one expected
 
 
 class WatchBudget:
     """Looks for failures that come now and then, in as much time as there is.
 
-    The steps after the first two failures are watched whatever it takes, and so is the first step
-    of a failure that is due. A watched step counts with all of its time, from the end of the step
-    before to its own. The next one may take as long as the latest.
+    A watched step counts with all of its time, from the end of the step before to its own. The
+    next one may take as long as the latest. The first failure is worth a watch whatever that takes,
+    and later ones, or the step when one is due, what is left of half a second.
     """
 
     def __init__(self) -> None:
@@ -48,6 +48,6 @@ class WatchBudget:
         is_periodic = len(self._failures) == _PERIODIC and len(gaps) == 1
         if is_periodic and (step - self._failures[-1]) % gaps.pop():
             return False
-        if self._count < (_FREE + 1 if is_periodic else _FREE):
-            return is_periodic or step == self._failures[-1] + 1
-        return self._spent + self._latest < SHARE * (self._end - self._begin)
+        spent, share = self._spent + self._latest, SHARE * (self._end - self._begin)
+        is_likely = is_periodic or step == self._failures[-1] + 1
+        return spent < share or (is_likely and (not self._count or spent < _ALLOWANCE + share))
