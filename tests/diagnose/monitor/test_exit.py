@@ -2,11 +2,13 @@
 
 import gc
 import logging
+import math
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import pytest
 
@@ -132,6 +134,25 @@ def test_a_dropped_monitor_writes_the_rest(tmp_path):
     del scaler, optimizer, weight
     gc.collect()
     assert read_run(tmp_path / "run").num_steps == 3
+
+
+def test_a_dropped_monitor_raises_no_warning_where_warnings_are_errors(monkeypatch, tmp_path):
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    weight = torch.ones(1, requires_grad=True)
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.1), GradScaler()
+    Monitor(scaler, path=tmp_path / "run")
+    for number in range(7):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * (math.nan if number % 2 else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del scaler, optimizer, weight
+        gc.collect()
+    assert unraisable == []
+    assert read_run(tmp_path / "run").verdict.kind == "data"
 
 
 def train(path, losses):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from time import gmtime, strftime
@@ -262,7 +263,8 @@ class Monitor:
             _open_monitors.discard(self)
 
     def __del__(self) -> None:
-        self._close_if_own()
+        with suppress(Warning):  # where warnings are errors, nobody could catch one from here
+            self._close_if_own()
 
     def _close_if_own(self) -> None:
         """Write what is left, but not in a process that was forked."""
