@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from gradscaler.diagnose._monitor import steps
+from gradscaler.diagnose._monitor import step_log
 
 
 @pytest.fixture(autouse=True)
 def no_line_is_due(monkeypatch):
     """The lines of a file do not depend on how fast a test is."""
-    monkeypatch.setattr(steps, "_LONGEST_UNWRITTEN", math.inf)
+    monkeypatch.setattr(step_log, "_LONGEST_UNWRITTEN", math.inf)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from gradscaler.diagnose._monitor.backward_dtypes import listen
+from gradscaler.diagnose._monitor.backward_graph import listen
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 import torch
 
 from gradscaler.diagnose import Monitor, read_run
-from gradscaler.diagnose._monitor import steps
+from gradscaler.diagnose._monitor import step_log
 from gradscaler.torch import GradScaler
 
 # Their trainings are in float32, which is a finding of its own.
@@ -102,8 +102,8 @@ def test_a_killed_process_leaves_the_steps_of_all_but_the_last_second(tmp_path):
 def clock(monkeypatch):
     """What the monitor takes for the time, in seconds."""
     now = [0.0]
-    monkeypatch.setattr(steps, "_LONGEST_UNWRITTEN", 1.0)
-    monkeypatch.setattr(steps, "monotonic", lambda: now[0])
+    monkeypatch.setattr(step_log, "_LONGEST_UNWRITTEN", 1.0)
+    monkeypatch.setattr(step_log, "monotonic", lambda: now[0])
     return now
 
 

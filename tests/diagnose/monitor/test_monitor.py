@@ -18,7 +18,7 @@ import torch
 
 from gradscaler import DynamicScale, FixedScale, NonfiniteGradient
 from gradscaler.diagnose import Monitor, StuckError, StuckWarning, Verdict, locate, read_run
-from gradscaler.diagnose._monitor.steps import Step, StepLog
+from gradscaler.diagnose._monitor.step_log import Step, StepLog
 from gradscaler.torch import GradScaler
 
 # Their trainings are in float32, which is a finding of its own.

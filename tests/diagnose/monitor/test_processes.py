@@ -288,7 +288,7 @@ def touched(rank, model):
 
     for owner, names in (
         (source, ("scaled", "unscaling", "stepping", "stepped", "updating", "updated")),
-        (source._hooks, ("_enter", "_leave")),
+        (source._watch._hooks, ("_enter", "_leave")),
     ):
         for name in names:
             setattr(owner, name, noted(getattr(owner, name)))

@@ -6,8 +6,8 @@ import pytest
 
 from gradscaler.diagnose import read_run
 from gradscaler.diagnose._findings import judge
-from gradscaler.diagnose._monitor.sampling import is_sampled
-from gradscaler.diagnose._monitor.steps import Step, StepLog
+from gradscaler.diagnose._monitor.gradient_sample import is_sampled
+from gradscaler.diagnose._monitor.step_log import Step, StepLog
 from gradscaler.diagnose._run.lines import Sample, Skip, Start
 from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose._run.writer import RunFile

@@ -31,7 +31,7 @@ def watched(every=100):
     begin(torch.full((2, 4), torch.inf))
     scaler.step(optimizer)
     scaler.update()
-    assert monitor._source._inspected == 2
+    assert monitor._source._watch.step == 2
     return model, monitor, begin
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from gradscaler.diagnose import Monitor, read_run
 from gradscaler.diagnose._locate.operation_watch import OperationWatch
-from gradscaler.diagnose._monitor import watch_budget
+from gradscaler.diagnose._monitor import failure_watch
 from gradscaler.diagnose.report._summary import origin_tables_of
 from gradscaler.torch import GradScaler
 
@@ -122,8 +122,8 @@ def each_step_takes_a_second(monkeypatch):
             now += 10.0 if training.watched and training.watched[-1] else 1.0
             return now
 
-        monkeypatch.setattr(watch_budget, "clock", clock)
-        monkeypatch.setattr(watch_budget, "_ALLOWANCE", 25.0)
+        monkeypatch.setattr(failure_watch, "clock", clock)
+        monkeypatch.setattr(failure_watch, "_ALLOWANCE", 25.0)
 
     return add
 

@@ -16,9 +16,8 @@ from gradscaler.diagnose._findings import Verdict, judge
 from gradscaler.diagnose._findings.evidence import min_scale_of
 from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._monitor.observer import EagerObserver
-from gradscaler.diagnose._monitor.ranks import rank_and_world_size
 from gradscaler.diagnose._monitor.recorder import Recorder
-from gradscaler.diagnose._monitor.steps import OnStuck, Step, StepLog
+from gradscaler.diagnose._monitor.step_log import OnStuck, Step, StepLog
 from gradscaler.diagnose._monitor.traced_scalers import policy_of, read
 from gradscaler.diagnose._run.lines import Start
 from gradscaler.diagnose._run.tensorboard import EventFile, load_writer
@@ -142,7 +141,7 @@ class Monitor:
         self._framework = _framework_of(scaler)
         is_eager = hasattr(scaler, "add_observer")
         _check(scaler, model, is_eager)
-        rank, self._world_size = rank_and_world_size()
+        rank, self._world_size = _rank_and_world_size()
         is_enabled = not is_eager or scaler.observed.is_enabled
         event_writer = load_writer() if tensorboard is not None and is_enabled else None
         file: RunFile | None = None
@@ -160,7 +159,8 @@ class Monitor:
             self._before = None if file is None else file.before
             self._log = StepLog(writers, step, on_stuck, stuck_after, self._judge)
             source: type[EagerObserver | Recorder] = EagerObserver if is_eager else Recorder
-            self._source = source(scaler, model, self._log, every, forensics, self._dtype)
+            settings = every, forensics, self._dtype, self._world_size
+            self._source = source(scaler, model, self._log, *settings)
             self._is_open = True
             self._process: int | None = os.getpid()
             _open_monitors.add(self)
@@ -289,17 +289,17 @@ class Monitor:
             evidence, before=self._before, min_scale=min_scale_of(policy_of(self._scaler))
         )
         if evidence.bad_and_applied or evidence.bad_and_skipped or log.stuck_streak is not None:
-            parameters = self._source.nonfinite_parameters()
+            parameters = self._source.parameters.nonfinite()
             evidence = replace(evidence, parameter=parameters[0].name if parameters else None)
-        evidence = replace(evidence, state=self._source.bad_state())
+        evidence = replace(evidence, state=self._source.parameters.nonfinite_state())
         if (streak := log.stuck_streak) is not None:
             evidence = replace(
                 evidence,
                 skips_in_a_row=streak.length,
                 first_scale=streak.first_scale,
                 skips=streak.skips,
-                weights=self._source.weights(),
-                lost_eps=self._source.lost_eps,
+                weights=self._source.parameters.norms(),
+                lost_eps=self._source.parameters.lost_eps,
                 located=self._source.located,
             )
         return judge(evidence)
@@ -336,3 +336,21 @@ def _framework_of(scaler: Any) -> str:
         if package == "gradscaler" and not framework.startswith("_"):  # as what adapters share
             return framework
     return "jax"  # the state of an optax optimizer
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    """The rank of this process, and how many processes there are; (0, 1) if it trains alone.
+
+    From torch.distributed, if it is initialized, else from the environment variables that
+    launchers set: ``RANK`` and ``WORLD_SIZE``.
+    """
+    torch: Any = sys.modules.get("torch")
+    distributed = getattr(torch, "distributed", None)
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return _number_in("RANK", 0), _number_in("WORLD_SIZE", 1)
+
+
+def _number_in(variable: str, otherwise: int) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else otherwise

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gradscaler.diagnose._gradients.arrays import named_arrays
 from gradscaler.diagnose._gradients.reading import inspect
-from gradscaler.diagnose._monitor.gradient_sample import fields_of, measure
-from gradscaler.diagnose._monitor.sampling import is_sampled
-from gradscaler.diagnose._monitor.steps import Step, StepLog, StepSource
+from gradscaler.diagnose._monitor.gradient_sample import fields_of, is_sampled, measure
+from gradscaler.diagnose._monitor.parameters import Parameters
+from gradscaler.diagnose._monitor.step_log import Step, StepLog, StepSource
 from gradscaler.diagnose._monitor.traced_scalers import Reading, number, policy_of, read
 from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient
 
@@ -28,20 +29,19 @@ class Recorder(StepSource):
     A step's scale is the one that the scaler had after the step before it.
     """
 
-    located = None  # it watches no modules
-    lost_eps = None  # it knows no optimizers
+    parameters: RecordedParameters
 
     def __post_init__(self) -> None:
         policy = policy_of(self.scaler)
         self._growth_interval = getattr(policy, "growth_interval", getattr(policy, "period", 1))
-        self._parameters: Any = None  # of the latest step
+        self.parameters = RecordedParameters(self.model)
         # The first was added to the log, or is the start; the others wait.
         # Each change is a new list, which other threads may read.
         self._recorded = [RecordedStep(self.log.counts.step, read(self.scaler))]
 
     def record(self, scaler: Any, finite: Any, gradients: Any, loss: Any, parameters: Any) -> None:
         """Record one step; see :meth:`gradscaler.diagnose.Monitor.record`."""
-        if self._parameters is None:  # refuse what cannot be read at once, not when it is needed
+        if self.parameters.latest is None:  # refuse what cannot be read at once, not when needed
             named_arrays(parameters)
         reading = read(self.scaler if scaler is None else scaler)
         if finite is not None:
@@ -52,7 +52,7 @@ class Recorder(StepSource):
         named = None
         if gradients is not None and (is_due or inspects):
             named = self._named(gradients)
-        self._parameters = parameters
+        self.parameters.latest = parameters
         # The step counts from here on, whatever interrupts the rest.
         self._recorded = [*self._recorded, RecordedStep(step, reading, loss)]
         is_late = self.log.is_write_due or len(self._recorded) > HISTORY_LENGTH
@@ -106,26 +106,28 @@ class Recorder(StepSource):
         self.read()
         finish()
 
-    def nonfinite_parameters(self) -> tuple[NonfiniteGradient, ...]:
-        """The parameters of the latest step, or else the model's, that are not finite."""
-        given = self._parameters
-        parameters = parameters_of(self.model) if given is None else named_arrays(given)
-        # JAX deletes an array that is donated to a jitted function.
-        present = {n: p for n, p in parameters.items() if not getattr(p, "is_deleted", bool)()}
-        return inspect(present)
-
-    def bad_state(self) -> None:
-        """Nothing, as it knows no optimizers."""
-
-    def weights(self) -> None:
-        """Nothing, as it does not read parameters before it must."""
-
     def _named(self, gradients: Any) -> dict[str, Any]:
         """The gradients by name: the model's names, for a list as long as its parameters."""
         names = list(parameters_of(self.model))
         if isinstance(gradients, (list, tuple)) and len(names) == len(gradients):
             return named_arrays(zip(names, gradients, strict=True))
         return named_arrays(gradients)
+
+
+@dataclass
+class RecordedParameters(Parameters):
+    """The parameters of the latest step, if they are recorded, or else the model's."""
+
+    model: Any
+    latest: Any = None
+
+    def nonfinite(self) -> tuple[NonfiniteGradient, ...]:
+        """The parameters that hold an Inf or a NaN."""
+        given = self.latest
+        parameters = parameters_of(self.model) if given is None else named_arrays(given)
+        # JAX deletes an array that is donated to a jitted function.
+        present = {n: p for n, p in parameters.items() if not getattr(p, "is_deleted", bool)()}
+        return inspect(present)
 
 
 def parameters_of(model: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import math
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from gradscaler.diagnose._findings import Evidence, Finding, Verdict
 from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._monitor.news import News
+from gradscaler.diagnose._monitor.parameters import Parameters
 from gradscaler.diagnose._run.lines import Line, Sample, Skip, VerdictLine, Watched
 from gradscaler.diagnose._run.tensorboard import EventFile
 from gradscaler.diagnose._run.writer import RunFile
@@ -384,6 +385,8 @@ class StepSource:
     every: int  # steps from one sample to the next
     forensics: int  # inspect every n-th skipped step; 0 disables
     dtype: str  # the format for samples
+    world_size: int  # processes that train together
+    parameters: Parameters = field(init=False)  # of the training
 
     def __post_init__(self) -> None:
         """Note where the scaler stands."""
@@ -391,6 +394,11 @@ class StepSource:
     def seen(self) -> StepLog:
         """The log with all steps so far; any thread may ask, and nothing changes."""
         raise NotImplementedError
+
+    @property
+    def located(self) -> Located | None:
+        """What made the first Inf or NaN in the latest streak of skips, if that was seen."""
+        return None
 
     def close(self, finish: Callable[[], None]) -> None:
         """Observe no more, add the steps that wait, and call ``finish``."""

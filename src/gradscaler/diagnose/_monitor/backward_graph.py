@@ -1,4 +1,4 @@
-"""Parameters that a forward pass uses and no gradient reaches, and what lets none through."""
+"""What the graph of a loss shows: dtypes that it computes in, and what lets no gradient through."""
 
 from __future__ import annotations
 
@@ -19,9 +19,32 @@ from gradscaler.diagnose._locate.module_hooks import (
     remove_all,
 )
 
+_MOST_NODES = 10_000
+_OPAQUE = "CompiledFunction", "CheckpointFunction"  # nodes that hide a graph of their own
 _LARGE = 2.0**-10  # a gradient that no slope of 2**-14 flushes in float16
 _LOOKS = 3  # steps in a row that are looked at
 _MOST_ROUNDS = 4  # of such looks: each may have modules compiled again
+
+
+def listen(loss: Any, dtypes: set[str]) -> None:
+    """Add the dtypes of the gradients in a loss' next backward pass to ``dtypes``, by name.
+
+    ``"unknown"`` is one of them if the graph is too large, or hides a part of itself. Nothing is
+    computed, and no device waited for. Nothing happens where a framework's graph has no such
+    hooks, as only PyTorch's does.
+    """
+    for number, node in enumerate(_nodes_from([getattr(loss, "grad_fn", None)])):
+        name = node.name()
+        if number == _MOST_NODES or name.startswith(_OPAQUE):
+            dtypes.add("unknown")
+        if number == _MOST_NODES:
+            return
+        if "AccumulateGrad" not in name:  # parameters stay in float32 under autocast
+            node.register_prehook(partial(_note, dtypes))
+
+
+def _note(dtypes: set[str], gradients: tuple[Any, ...]) -> None:
+    dtypes.update(str(g.dtype).rpartition(".")[2] for g in gradients if g is not None)
 
 
 class CutOff:
@@ -34,12 +57,13 @@ class CutOff:
 
     Args:
         model: whose modules run, or None.
+        is_on: whether to look at all.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, is_on: bool) -> None:
         self._model = model
         self._left = 0  # steps to look at in this round
-        self._rounds = 0
+        self._rounds = _MOST_ROUNDS if is_on else 0  # that are left
         self._cut: dict[str, str] | None = None  # in all steps of this round
         self._now: dict[str, str] = {}  # in this step
         self._handles: list[Any] = []
@@ -97,8 +121,8 @@ class CutOff:
             self._cut = {name: by for name, by in now.items() if name in before}
             self._left -= 1
             return None if self._left else self._cut
-        if has_gone and self._rounds < _MOST_ROUNDS:
-            self._left, self._cut, self._rounds = _LOOKS, None, self._rounds + 1
+        if has_gone and self._rounds:
+            self._left, self._cut, self._rounds = _LOOKS, None, self._rounds - 1
         return None
 
     def stop(self) -> None:
@@ -145,7 +169,7 @@ def _nodes_from(waiting: list[Any]) -> Iterator[Any]:
     seen: set[Any] = set()
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen or not hasattr(node, "next_functions"):
+        if node is None or node in seen or not hasattr(node, "register_prehook"):
             continue
         seen.add(node)
         yield node

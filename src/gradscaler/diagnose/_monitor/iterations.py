@@ -1,0 +1,123 @@
+"""The iterations of an eager scaler, from the first loss to the log."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of
+from gradscaler.diagnose._monitor.step_log import Step, StepLog
+from gradscaler.outcome import StepOutcome
+
+
+@dataclass
+class Iteration:
+    """What is known of an iteration; optimizers are given by their ids."""
+
+    number: int  # of its step, if an optimizer has gradients
+    optimizers: dict[int, Any] = field(default_factory=dict)  # those that stepped
+    outcomes: dict[int, StepOutcome] = field(default_factory=dict)
+    losses: list[Any] = field(default_factory=list)  # those that were scaled, without their graphs
+    measured: dict[int, GradientSample] = field(default_factory=dict)
+    backward: set[str] = field(default_factory=set)  # dtypes, in the first iteration and samples
+    is_unscaled: bool = False  # whether gradients were
+    added_to: list[Any] = field(default_factory=list)  # what used gradients held; see UsedGradients
+
+    def place_of(self, optimizer: Any) -> int:
+        """How many other optimizers have stepped before one."""
+        return len(self.optimizers.keys() - {id(optimizer)})
+
+    def add_to(self, log: StepLog) -> None:
+        """Add the iteration to a log, and its sample, if one was due; waits for the device."""
+        skipped = {key: outcome.skipped for key, outcome in self.outcomes.items()}
+        loss = self._loss()
+        *_, last = self.outcomes.values()
+        found = [o.nonfinite for o in self.outcomes.values() if o.nonfinite is not None]
+        nonfinite = tuple(chain(*found)) if found else None
+        is_unzeroed = any(float(held) != 0 for held in self.added_to)
+        step = Step(self.number, last.scale, any(skipped.values()), loss, nonfinite)
+        log.add(step, skipped, ["unzeroed"] * is_unzeroed)
+        if self.measured:
+            log.add_sample(loss, **fields_of(self.measured.values()))
+
+    def _loss(self) -> float | None:
+        """The latest loss, or the first that is not finite."""
+        values = [float(loss.item()) for loss in self.losses]
+        nonfinite = (value for value in values if not math.isfinite(value))
+        return next(nonfinite, values[-1] if values else None)
+
+
+class Iterations:
+    """The iteration that goes on, and those that ended and are not in the log yet.
+
+    An interrupt may come anywhere. So each change is one assignment that can be made twice: an
+    iteration ends when the next one is appended, the log adds each number once, and a step that was
+    not announced is found in the scaler.
+
+    Attributes:
+        first: the number of the first one.
+    """
+
+    def __init__(self, scaler: Any, log: StepLog) -> None:
+        self._scaler, self._log = scaler, log
+        self.first = log.counts.step + 1
+        self._all = [Iteration(self.first)]  # each change is a new list; other threads may read it
+        latest = scaler.observed.last_steps()
+        self._noted = {id(optimizer): outcome for optimizer, outcome in latest}
+
+    @property
+    def latest(self) -> Iteration:
+        """The one that goes on."""
+        return self._all[-1]
+
+    @property
+    def ended(self) -> int:
+        """The number of the latest that ended."""
+        return self._all[-1].number - 1
+
+    @property
+    def waiting(self) -> list[Iteration]:
+        """Those that ended and may not be in the log yet."""
+        return self._all[:-1]
+
+    def note(self, optimizer: Any, outcome: StepOutcome) -> None:
+        """Note a step of the latest iteration."""
+        self.latest.optimizers[id(optimizer)] = optimizer
+        self.latest.outcomes[id(optimizer)] = outcome
+
+    def note_missed(self) -> None:
+        """Note each step that an interrupt kept the scaler from announcing."""
+        latest = self._scaler.observed.last_steps()
+        for optimizer, outcome in latest:
+            is_new = outcome is not self._noted.get(id(optimizer))
+            if is_new and outcome.known_reason not in ("no_gradients", "disabled"):
+                self.note(optimizer, outcome)
+        self._noted = {id(optimizer): outcome for optimizer, outcome in latest}
+
+    def drop(self) -> None:
+        """Forget what is known of the latest iteration, in which no optimizer stepped."""
+        self._all = [*self.waiting, Iteration(self.latest.number)]
+
+    def end(self) -> None:
+        """End the latest iteration."""
+        unread = [each for each in self._all if each.number > self._log.counts.step]
+        self._all = [*unread, Iteration(self.latest.number + 1)]
+
+    def read(self) -> None:
+        """Add those that ended to the log."""
+        self._add_to(self._log, self.waiting)
+
+    def seen(self) -> StepLog:
+        """The log as :meth:`read` would leave it; any thread may ask, and nothing changes."""
+        waiting = self.waiting  # before the log, which may add some meanwhile
+        log = self._log.copy()
+        self._add_to(log, waiting)
+        return log
+
+    @staticmethod
+    def _add_to(log: StepLog, iterations: list[Iteration]) -> None:
+        for iteration in iterations:
+            if iteration.number > log.counts.step:
+                iteration.add_to(log)
