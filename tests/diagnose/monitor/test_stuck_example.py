@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch", reason="the trainings are torch's")
 
 from gradscaler.diagnose import read_run
-from gradscaler.diagnose._findings.kinds import KINDS
+from gradscaler.diagnose._findings.finding import KINDS
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "examples" / "torch_stuck.py"

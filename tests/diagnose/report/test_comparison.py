@@ -15,7 +15,7 @@ from matplotlib.colors import to_hex
 
 from gradscaler.__main__ import main
 from gradscaler.diagnose import report
-from gradscaler.diagnose._findings.kinds import KINDS
+from gradscaler.diagnose._findings.finding import KINDS
 from gradscaler.diagnose.report._content import content_of_runs
 from gradscaler.diagnose.report._differences import alike, difference_tables, read_each
 from gradscaler.diagnose.report._picture import draw

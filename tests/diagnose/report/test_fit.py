@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gradscaler import NonfiniteGradient
-from gradscaler.diagnose._findings.kinds import KINDS
+from gradscaler.diagnose._findings.finding import KINDS
 from gradscaler.diagnose._fitting_scales import range_of
 from gradscaler.diagnose._gradients.formats import format_named, histograms_of
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip, Start

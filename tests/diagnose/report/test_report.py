@@ -27,7 +27,7 @@ pytest.importorskip("matplotlib", reason="the report is drawn with it")
 
 from gradscaler.__main__ import main
 from gradscaler.diagnose import report
-from gradscaler.diagnose._findings.kinds import KINDS
+from gradscaler.diagnose._findings.finding import KINDS
 from gradscaler.diagnose.report import _content, _page
 from gradscaler.diagnose.report._words import number, percent
 

@@ -11,7 +11,7 @@ pytest.importorskip("rich", reason="the terminal is written to with it")
 from rich.console import Console
 
 from gradscaler.diagnose import report
-from gradscaler.diagnose._findings.kinds import KINDS
+from gradscaler.diagnose._findings.finding import KINDS
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip, VerdictLine
 from gradscaler.diagnose.report._summary import headline_of
 from gradscaler.diagnose.report._terminal import Explained

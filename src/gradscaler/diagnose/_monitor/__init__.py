@@ -20,8 +20,7 @@ from gradscaler.diagnose._monitor.recorder import Recorder
 from gradscaler.diagnose._monitor.step_log import OnStuck, Step, StepLog
 from gradscaler.diagnose._monitor.traced_scalers import policy_of, read
 from gradscaler.diagnose._run.lines import Start
-from gradscaler.diagnose._run.tensorboard import EventFile, load_writer
-from gradscaler.diagnose._run.writer import RunFile
+from gradscaler.diagnose._run.writer import EventFile, RunFile, load_writer
 from gradscaler.policies._checks import count
 
 _open_monitors: WeakSet[Monitor] = WeakSet()

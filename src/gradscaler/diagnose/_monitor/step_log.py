@@ -19,8 +19,7 @@ from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._monitor.news import News
 from gradscaler.diagnose._monitor.parameters import Parameters
 from gradscaler.diagnose._run.lines import Line, Sample, Skip, VerdictLine, Watched
-from gradscaler.diagnose._run.tensorboard import EventFile
-from gradscaler.diagnose._run.writer import RunFile
+from gradscaler.diagnose._run.writer import EventFile, RunFile
 from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient
 
 OnStuck = Literal["warn", "raise", "continue"]

@@ -1,11 +1,13 @@
-"""Checks of the values in a run file's lines; an error names the value and what is wrong."""
+"""Checks of the values in a run file's lines, and mappings of them in little memory."""
 
 from __future__ import annotations
 
 import json
+import marshal
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -251,3 +253,36 @@ def _field(key: str, reader: Callable[[Any], Any], value: Any) -> Any:
         return reader(value)
     except ValueError as error:
         raise ValueError(f"{shown(key)[1:-1]}: {error}") from None
+
+
+class PackedMapping(Mapping[str, Any]):
+    """A mapping of a JSON object's values, as instances of a type, packed until they are used.
+
+    Verdicts and figures look at the parameters of a few samples, and a file may hold thousands.
+    The constructor checks the values, and raises as :func:`value_as` does.
+    """
+
+    __slots__ = "_data", "_kind", "_length"
+
+    def __init__(self, kind: Any, value: Any) -> None:
+        self._length = len(value_as(Mapping[str, kind], value))
+        self._kind = kind
+        self._data = zlib.compress(marshal.dumps(value), 1)
+
+    def __getitem__(self, key: str) -> Any:
+        return _unpacked(self._kind, self._data)[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_unpacked(self._kind, self._data))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+@lru_cache(maxsize=20)
+def _unpacked(kind: Any, data: bytes) -> Mapping[str, Any]:
+    unpacked: Mapping[str, Any] = value_as(Mapping[str, kind], marshal.loads(zlib.decompress(data)))
+    return unpacked

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from gradscaler.diagnose._findings.finding import Finding, Verdict
 from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._run.checks import (
+    PackedMapping,
     bin_counts,
     check_steps,
     dtype,
@@ -25,7 +26,6 @@ from gradscaler.diagnose._run.checks import (
     share,
     step,
 )
-from gradscaler.diagnose._run.packed import PackedMapping
 from gradscaler.outcome import NonfiniteGradient
 
 VERSION = 1

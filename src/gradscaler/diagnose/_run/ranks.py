@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from gradscaler.diagnose._findings import Verdict
-from gradscaler.diagnose._findings.kinds import KINDS
+from gradscaler.diagnose._findings.finding import KINDS
 from gradscaler.diagnose._run.checks import shown
 from gradscaler.diagnose._run.run import Run
 

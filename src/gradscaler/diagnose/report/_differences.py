@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from gradscaler.diagnose._findings.kinds import Kind
+from gradscaler.diagnose._findings.finding import Kind
 from gradscaler.diagnose._run.reader import read_run
 from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._summary import LEVELS, Table, headline_of

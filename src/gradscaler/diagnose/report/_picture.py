@@ -10,7 +10,7 @@ from textwrap import fill
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.text import Text
 
-from gradscaler.diagnose._findings.kinds import Kind
+from gradscaler.diagnose._findings.finding import Kind
 from gradscaler.diagnose.report._style import LEVELS, WIDTH, Drawing, drawing_settings
 from gradscaler.diagnose.report._summary import Content, Table, in_lines
 from gradscaler.diagnose.report._words import shown

@@ -9,7 +9,7 @@ from itertools import islice
 from textwrap import fill
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradscaler.diagnose._findings.kinds import Kind, Level, kind_of
+from gradscaler.diagnose._findings.finding import Kind, Level, kind_of
 from gradscaler.diagnose._run.lines import Skip, Watched
 from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._words import number, percent, shown

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from gradscaler.diagnose._findings.kinds import Kind
+from gradscaler.diagnose._findings.finding import Kind
 from gradscaler.diagnose.report._summary import Content, Table
 from gradscaler.diagnose.report._words import number, percent, shown
 from gradscaler.diagnose.simulate._replay import Replay
