@@ -49,7 +49,7 @@ class Monitor:
     TensorPlay and Paddle, and where several processes train together, the module by its output. The
     run file says it, and the dtype of each module's output, which autocast chooses. A step that is
     watched takes several times as long, and changes nothing. The other steps of a small model take
-    6 to 13 % longer.
+    6 to 10 % longer.
 
     With ``forensics``, PyTorch's later steps are watched too, until one names the operation: they
     take at most 5 % of the time that training takes, and half a second. Where such failures come at

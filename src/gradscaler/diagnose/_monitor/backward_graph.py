@@ -71,6 +71,11 @@ class CutOff:
         self._called: dict[str, bool] = {}  # whether a module's output takes part in the graph
         self._flat: dict[Any, str] = {}  # the operations of nodes that let nothing through
 
+    @property
+    def is_looking(self) -> bool:
+        """Whether this step is one of those that are looked at."""
+        return bool(self._left)
+
     def begin(self) -> None:
         """Begin a step, before its forward pass."""
         self.stop()
@@ -93,8 +98,6 @@ class CutOff:
 
     def note(self, parameters: Mapping[str, Any]) -> None:
         """Note what lets no gradient through to parameters, by their names, before they step."""
-        if not self._left:
-            return
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         missing = {name for name, p in trained.items() if p.grad is None}
         zero = {n for n, p in trained.items() if p.grad is not None and not largest(p.grad)}

@@ -107,7 +107,8 @@ class EagerObserver(StepSource):
             self.parameters.note_norms(optimizer)
         if self._used is not None and (held := self._used.before_step(optimizer)) is not None:
             iteration.added_to.append(held)
-        self._cut_off.note(self.parameters.named(optimizer, iteration.place_of(optimizer)))
+        if self._cut_off.is_looking:
+            self._cut_off.note(self.parameters.named(optimizer, iteration.place_of(optimizer)))
         self._measure_if_due(optimizer, scale)
 
     @_call

@@ -166,9 +166,9 @@ class StepLog:
         skip = Skip(number, step.scale, step.loss, listed, more)
         is_inspected = step.skipped and listed is not None
         last = next(iter(optimizers)) if optimizers and len(optimizers) == 1 else None
-        calls = Counter(counts.calls) + Counter(suspicious)
         if last is not None and counts.optimizer not in (None, last):
-            calls.update(["switched"] if step.loss is not None else ["switched", "unscaled"])
+            suspicious = [*suspicious, "switched", *["unscaled"] * (step.loss is None)]
+        calls = Counter(counts.calls) + Counter(suspicious) if suspicious else counts.calls
         has_moved = not counts.scales or counts.scales[-1][1] != step.scale
         after = counts._replace(
             step=number,
