@@ -8,8 +8,7 @@ import sys
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-
-from gradscaler._frameworks import FRAMEWORKS
+from processes import seed_frameworks
 
 # A busy machine may take its time.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -40,9 +39,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.fixture(autouse=True)
 def _the_same_random_numbers_each_time():
     """Tests may run in any order."""
-    for name, framework in FRAMEWORKS.items():
-        if framework.seed and sys.modules.get(name):
-            getattr(sys.modules[name], framework.seed)(0)
+    seed_frameworks()
 
 
 @pytest.fixture

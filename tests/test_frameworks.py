@@ -1,5 +1,6 @@
 """The list of frameworks, and docs/contributing.md, which says what belongs to each."""
 
+import ast
 import re
 from fnmatch import fnmatch
 from pathlib import Path
@@ -12,22 +13,33 @@ from gradscaler._frameworks import FRAMEWORKS
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs" / "contributing.md").read_text()
 TABLE = re.findall(r"^\| `(.+?)` \| (?:.+: `(.+?)`|.+?) \|$", GUIDE, re.MULTILINE)
-TOOLS = {"test", "mutants", "integrations", "package", "docs"}  # environments without a framework
+TOOLS = {"test", "nox", "lint", "mutants", "integrations", "package", "docs"}  # without a framework
 # What can be compared with the guide: not results, nor what the tests write.
 SOURCES = [
     path
     for folder in ("src", "tests", "examples", "benchmarks", "requirements")
     for path in (ROOT / folder).rglob("*")
     if path.suffix in (".py", ".txt") and path.is_file()
-] + [ROOT / "Makefile", ROOT / "pyproject.toml"]
+] + [ROOT / "noxfile.py", ROOT / "pyproject.toml"]
+
+
+def environments():
+    """Each framework's environment, as the tasks have it."""
+    for node in ast.parse((ROOT / "noxfile.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ENVIRONMENTS":
+            frameworks_in = ast.literal_eval(node.value)
+            return {name: where for where, names in frameworks_in.items() for name in names}
+    raise AssertionError("noxfile.py has no ENVIRONMENTS")
+
+
+ENVIRONMENT_OF = environments()
 
 
 def spelled(template, package):
     """A path or a text of the guide for one framework; one for each of its formats."""
-    framework = FRAMEWORKS[package]
-    text = template.replace("NAME", package).replace("ENVIRONMENT", framework.environment)
+    text = template.replace("NAME", package).replace("ENVIRONMENT", ENVIRONMENT_OF[package])
     text = text.replace("EXTRA", package.replace("_", "-"))
-    return {text.replace("FORMAT", name) for name in framework.formats}
+    return {text.replace("FORMAT", name) for name in FRAMEWORKS[package]}
 
 
 @pytest.mark.parametrize("package", FRAMEWORKS)
@@ -68,9 +80,9 @@ def test_every_extra_is_a_framework_or_a_tool():
 
 
 def test_every_environment_is_of_a_framework_or_of_the_tests():
-    environments = {framework.environment for framework in FRAMEWORKS.values()}
+    assert set(ENVIRONMENT_OF) == set(FRAMEWORKS)
     files = {path.stem for path in (ROOT / "requirements").iterdir()}
-    assert files - {"lowest-jax", "lowest-tensorflow"} == environments | TOOLS
+    assert files - {"lowest-jax", "lowest-tensorflow"} == {*ENVIRONMENT_OF.values()} | TOOLS
 
 
 def test_every_format_has_a_layout_and_every_layout_is_of_a_format():

@@ -1,42 +1,20 @@
-"""The one list of frameworks, for the package, its tests and the Makefile.
-
-    python -I src/gradscaler/_frameworks.py     # prints the list as assignments for make
-
-docs/contributing.md names the files that belong to each.
-"""
+"""The one list of frameworks; docs/contributing.md names the files that belong to each."""
 
 from __future__ import annotations
 
 import sys
 from importlib.util import find_spec
-from typing import NamedTuple
-
-
-class Framework(NamedTuple):
-    """What the rest of the project needs to know about a framework.
-
-    Its tests run in ``.venv/ENVIRONMENT``, from ``requirements/ENVIRONMENT.txt``. Frameworks that
-    agree on their dependencies share one.
-    """
-
-    environment: str
-    formats: tuple[str, ...]  # the names of its checkpoint formats
-    seed: str = ""  # its function that seeds all its random numbers; empty if seeds are arguments
-    runs: tuple[str, ...] = ()  # an environment variable for each run of its tests; () is one run
-
-
-KERAS_BACKENDS = ("KERAS_BACKEND=tensorflow", "KERAS_BACKEND=jax", "KERAS_BACKEND=torch")
 
 FRAMEWORKS = {
-    "torch": Framework("torch", ("torch",), "manual_seed"),
-    "tensorplay": Framework("paddle", ("tensorplay",), "manual_seed"),
-    "paddle": Framework("paddle", ("paddle",), "seed"),
-    "keras": Framework("keras", ("keras",), runs=KERAS_BACKENDS),
-    "tf_keras": Framework("keras", ("tf_keras",)),
-    "mindspore": Framework("mindspore", ("mindspore",), "set_seed"),
-    "jax": Framework("keras", ("jmp", "flax")),
+    "torch": ("torch",),
+    "tensorplay": ("tensorplay",),
+    "paddle": ("paddle",),
+    "keras": ("keras",),
+    "tf_keras": ("tf_keras",),
+    "mindspore": ("mindspore",),
+    "jax": ("jmp", "flax"),
 }
-"""By the names of their packages, which are those of their adapters."""
+"""The formats of each framework's checkpoints. A key names its package, and its adapter."""
 
 SCALERS = {
     "GradScaler": ("torch", "tensorplay", "paddle", "jax"),
@@ -70,10 +48,3 @@ def require(package: str, module: str | None = None, extra: str | None = None) -
         extra = extra or module.replace("_", "-")
         message = f"gradscaler.{module} needs {package}: pip install 'gradscaler[{extra}]'"
         raise ModuleNotFoundError(message, name=package)
-
-
-if __name__ == "__main__":
-    for package, framework in FRAMEWORKS.items():
-        extra = package.replace("_", "-")  # names of distributions and of make's targets
-        print(f"FRAMEWORKS+={extra}", f"{extra}_ENVIRONMENT+={framework.environment}")
-        print(*(f"{extra}_RUNS+={run}" for run in framework.runs))

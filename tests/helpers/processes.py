@@ -14,12 +14,16 @@ from time import monotonic
 
 import pytest
 
-from gradscaler._frameworks import FRAMEWORKS
-
 FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch")
 ON_TORCH = "torch" in (FRAMEWORK, os.environ.get("KERAS_BACKEND"))
 TIME_LIMIT = 60.0 if ON_TORCH else 90.0  # seconds, for each case
 ABANDONED = 5.0  # seconds that the others have to end once one has raised
+SEED = {  # what seeds all random numbers of a framework; the others' seeds are arguments
+    "torch": "manual_seed",
+    "tensorplay": "manual_seed",
+    "paddle": "seed",
+    "mindspore": "set_seed",
+}
 ATTEMPTS = 10  # to join, before any test's code runs
 PRELOADED = ["torch.distributed.fsdp"] * ON_TORCH + ["paddle.distributed.fleet"] * (
     FRAMEWORK == "paddle"
@@ -32,6 +36,13 @@ def _module_at(path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def seed_frameworks():
+    """Seed each framework that is loaded."""
+    for name, seed in SEED.items():
+        if sys.modules.get(name):
+            getattr(sys.modules[name], seed)(0)
 
 
 def free_ports(count):
@@ -102,9 +113,7 @@ def _serve(rank, ports, options, connection):
     connection.send("joined")
     while True:
         path, name, args = connection.recv()
-        for module in ("torch", "paddle"):
-            if module in sys.modules:
-                getattr(sys.modules[module], FRAMEWORKS[module].seed)(0)
+        seed_frameworks()
         try:
             connection.send((True, getattr(_module_at(path), name)(*args)))
         except BaseException:

@@ -77,7 +77,7 @@ def test_the_sdist_holds_what_tests_and_documents_need(built):
         held = {name.partition("/")[2] for name in sdist.getnames()}
     for folder in ("src", "tests", "docs", "examples", "benchmarks", "requirements"):
         assert {f"{folder}/{name}" for name in files(folder)} - held == set()
-    assert {"README.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml"} <= held
+    assert {"README.md", "CHANGELOG.md", "LICENSE", "Makefile", "noxfile.py"} <= held
 
 
 def test_the_metadata_say_under_which_terms_and_for_what(metadata):

@@ -280,7 +280,7 @@ def _write_fixed(policy: FixedScale, state: ScaleState) -> tuple[Any, ...]:
     return (np.float32(state.scale),)
 
 
-FORMATS = tuple(name for framework in FRAMEWORKS.values() for name in framework.formats)
+FORMATS = tuple(name for formats in FRAMEWORKS.values() for name in formats)
 """The formats, by the names of the adapters that replace what saves them."""
 
 _BOTH, _FIXED = (DynamicScale, FixedScale), (FixedScale,)

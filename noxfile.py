@@ -1,0 +1,324 @@
+"""The project's tasks: ``nox -l`` lists them, and ``nox -s NAME`` runs one.
+
+Frameworks that agree on their dependencies share an environment under ``.venv/``, the others have
+one of their own. It is made on first use, and completed when its requirements change. ``make demo``
+and ``make test`` install nox and call it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeVar
+
+import nox
+
+Task = TypeVar("Task", bound=Callable[[nox.Session], None])
+
+nox.needs_version = ">=2025.5.1"
+nox.options.default_venv_backend = "venv"
+nox.options.envdir = ".venv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["test"]
+
+# For each environment, the frameworks that are tested in it.
+ENVIRONMENTS = {
+    "torch": ["torch"],
+    "paddle": ["tensorplay", "paddle"],
+    "keras": ["keras", "tf_keras", "jax"],
+    "mindspore": ["mindspore"],
+}
+ENVIRONMENT_OF = {name: where for where, names in ENVIRONMENTS.items() for name in names}
+BACKENDS = {"keras": ["tensorflow", "jax", "torch"]}  # Keras is one backend a process
+LOWEST_PYTHON = os.environ.get("LOWEST_PYTHON", "3.10")
+
+# What is installed without its dependencies.
+ALONE = {
+    "keras": ["tf-keras==2.21.*"],  # it depends on TensorFlow for GPUs; that for CPUs is there
+    "lowest-tensorflow": ["tf-keras==2.18.*"],
+    "torch": ["deepspeed==0.19.8"],  # the tests need one of its modules, which needs torch alone
+    "integrations": ["fastai==2.8.12", "mmengine==0.10.7"],  # requirements/integrations.txt
+}
+
+SOURCES = Path("src/gradscaler")
+CORE = [
+    *sorted(path.as_posix() for path in SOURCES.glob("*.py") if path.name != "__main__.py"),
+    *(f"{SOURCES}/{name}" for name in ("policies", "_formats", "_eager", "checkpoint")),
+]
+TOOLS = [f"{SOURCES}/{name}" for name in ("diagnose", "demo", "__main__.py")]
+EVERYWHERE = sorted(path.as_posix() for path in Path("tests/diagnose").glob("*/test_frameworks.py"))
+TRAINERS = ["lightning", "accelerate", "transformers"]
+
+
+def matching(*patterns: str) -> list[str]:
+    """The paths that match patterns."""
+    return sorted(path.as_posix() for pattern in patterns for path in Path().glob(pattern))
+
+
+def install(session: nox.Session, name: str) -> None:
+    """Install requirements/NAME.txt at the versions of its lock, if either has changed."""
+    requirements, lock = Path(f"requirements/{name}.txt"), Path(f"requirements/{name}.lock")
+    made_from = [requirements, lock, Path("requirements/test.txt"), Path("pyproject.toml")]
+    digest = sha256(b"".join(path.read_bytes() for path in made_from if path.exists())).hexdigest()
+    made = Path(session.env_dir) / "made-from.txt"
+    if made.exists() and made.read_text() == digest:
+        return
+    constraint = ["--constraint", str(lock)] if lock.exists() else []
+    session.install("--quiet", "-r", str(requirements), *constraint)
+    if name in ALONE:
+        session.install("--quiet", "--no-deps", *ALONE[name])
+    made.write_text(digest)
+
+
+def environment_session(name: str) -> None:
+    """Define the session that makes an environment for the tasks that share it."""
+
+    @nox.session(name=name, default=False)
+    def make(session: nox.Session) -> None:
+        """Make the environment of the tasks that require it."""
+        install(session, name)
+
+
+for each in ENVIRONMENTS:
+    environment_session(each)
+
+
+def task(name: str, *required: str) -> Callable[[Task], Task]:
+    """A session without an environment of its own; it runs in those of others."""
+    return nox.session(name=name, venv_backend="none", requires=required)
+
+
+def run(session: nox.Session, environment: str, *command: str, **options: Any) -> None:
+    """Run a Python module or script in an environment."""
+    options["env"] = {"TF_CPP_MIN_LOG_LEVEL": "2", **options.get("env", {})}
+    session.run(f".venv/{environment}/bin/python", *command, external=True, **options)
+
+
+def runs_of(framework: str) -> list[dict[str, str]]:
+    """The environment variables of each run of a framework's tests."""
+    named = {"GRADSCALER_FRAMEWORK": framework}
+    return [named | {"KERAS_BACKEND": each} for each in BACKENDS.get(framework, ())] or [named]
+
+
+@task("demo", "torch")
+def demo(session: nox.Session) -> None:
+    """Train one network in fp32, in fp16, and in fp16 with gradscaler, and draw it."""
+    run(session, "torch", "-m", "gradscaler", "demo", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style and formatting."""
+    install(session, "lint")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+def sources_of(framework: str) -> list[str]:
+    """Where a framework's adapter is, with what it shares with others."""
+    shared = [f"{SOURCES}/_{framework}_like", f"{SOURCES}/_on_{framework}"]
+    sources = [*matching(*shared), f"{SOURCES}/{framework}"]
+    return [*sources, *TOOLS] if framework == "torch" else sources
+
+
+def tests_of(framework: str) -> list[str]:
+    """What is tested with a framework. The core's tests run with PyTorch's."""
+    if framework == "torch":
+        tests = [*CORE, *matching("tests/*.py"), "tests/policies", "tests/checkpoint"]
+        tests.append("tests/diagnose")
+    else:
+        tests = EVERYWHERE
+    if framework in ("keras", "tf_keras"):
+        tests = [*tests, "tests/keras_like"]
+    if Path(f"tests/eager/libraries/on_{framework}.py").exists():
+        tests = [*tests, "tests/eager"]
+    shared = ["tests/examples", "tests/conformance", "tests/documents"]
+    return [*tests, *sources_of(framework), f"tests/{framework}", *shared]
+
+
+def test_session(framework: str, environment: str) -> None:
+    """Define the session that tests with one framework."""
+
+    @task(f"test-{framework}", environment)
+    def test(session: nox.Session) -> None:
+        """Strict types, doctests and tests with one framework; every warning is an error."""
+        scripts = matching(f"examples/{framework}_*.py", f"benchmarks/{framework}_*.py")
+        run(session, environment, "-m", "mypy", *CORE, *sources_of(framework), *scripts)
+        options = session.posargs or ["-n", "auto", *tests_of(framework)]
+        for variables in runs_of(framework):
+            run(session, environment, "-m", "pytest", *options, env=variables)
+
+
+for framework, environment in ENVIRONMENT_OF.items():
+    test_session(framework, environment)
+
+
+@nox.session(name="test-integrations")
+def test_integrations(session: nox.Session) -> None:
+    """Trainers and other packages that use PyTorch's scaler."""
+    install(session, "integrations")
+    session.run("mypy", *matching(*(f"examples/{trainer}_*.py" for trainer in TRAINERS)))
+    session.run(
+        "python", "-m", "pytest", *(session.posargs or ["-n", "auto", "tests/integrations"])
+    )
+
+
+@nox.session(name="test-package")
+def test_package(session: nox.Session) -> None:
+    """The sdist, the wheel in an empty environment, and the core without a framework."""
+    install(session, "package")
+    core = [f"{SOURCES}/{name}" for name in ("policies", "_formats", "checkpoint")]
+    tests = ["tests/package", "tests/policies", "tests/checkpoint/test_formats.py", *core]
+    session.run("python", "-m", "pytest", *(session.posargs or tests))
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The site, from nothing, in site/. A warning, such as a broken link, is an error."""
+    install(session, "docs")
+    shutil.rmtree("site", ignore_errors=True)
+    session.run("sphinx-build", "-q", "-W", "--keep-going", "-b", "html", "docs", "site")
+    session.run("python", "-m", "pytest", "tests/site")
+
+
+TESTS = ["lint", *(f"test-{framework}" for framework in ENVIRONMENT_OF)]
+
+
+@task("test", *TESTS, "test-integrations", "test-package", "docs")
+def test(session: nox.Session) -> None:
+    """All of these, with every framework."""
+
+
+# These leave out tests that need newer versions than the package does, and those of two devices,
+# where TensorFlow 2.18 crashes at random.
+NEWER_JAX = "not nnx and not x32 and not x64 and not float64"
+NEWER_KERAS = (
+    "not ScheduleFreeAdamW and not another_inner_optimizer and not sparse_gradients_pass "
+    "and not replica and not strategy and not two_devices"
+)
+KERAS_TESTS = [
+    f"{SOURCES}/keras/optimizer.py",
+    *(f"tests/{n}" for n in ("keras", "keras_like", "documents")),
+]
+
+
+def run_lowest(session: nox.Session, framework: str, *tests: str, backend: str = "") -> None:
+    """Run tests in the session's environment, with a warning of old versions allowed."""
+    variables = {"GRADSCALER_FRAMEWORK": framework, "TF_CPP_MIN_LOG_LEVEL": "2"}
+    allowed = "ignore:non-integer arguments to randrange"
+    command = ["python", "-m", "pytest", "-n", "auto", "-W", allowed, *tests]
+    session.run(*command, env=variables | ({"KERAS_BACKEND": backend} if backend else {}))
+
+
+@nox.session(name="test-lowest-jax", python=LOWEST_PYTHON)
+def test_lowest_jax(session: nox.Session) -> None:
+    """The lowest versions of JAX, optax, Keras and NumPy that pyproject.toml allows."""
+    install(session, "lowest-jax")
+    core = ["tests/policies", "tests/documents", "src/gradscaler/jax", "src/gradscaler/policies"]
+    run_lowest(session, "jax", "-k", NEWER_JAX, "tests/jax", *core)
+    run_lowest(session, "keras", "-k", NEWER_KERAS, *KERAS_TESTS, backend="jax")
+
+
+@nox.session(name="test-lowest-tensorflow", python=LOWEST_PYTHON)
+def test_lowest_tensorflow(session: nox.Session) -> None:
+    """The lowest versions of Keras 3 and Keras 2 on TensorFlow."""
+    install(session, "lowest-tensorflow")
+    run_lowest(session, "keras", "-k", NEWER_KERAS, *KERAS_TESTS, backend="tensorflow")
+    tests = ["tests/tf_keras", "tests/keras_like", "tests/documents", "src/gradscaler/tf_keras"]
+    run_lowest(session, "tf_keras", *tests)
+
+
+@task("test-lowest", "test-lowest-jax", "test-lowest-tensorflow")
+def test_lowest(session: nox.Session) -> None:
+    """Both of these, on the lowest Python."""
+
+
+@task("conformance", *ENVIRONMENTS)
+def conformance(session: nox.Session) -> None:
+    """Every scaler, ours and the frameworks' own, on the same recorded traces: one table."""
+    recorded = Path(".venv/conformance.jsonl")
+    with recorded.open("wb") as file:
+        for framework, environment in ENVIRONMENT_OF.items():
+            for variables in runs_of(framework):
+                command = ["tests/conformance/replay.py", framework]
+                run(session, environment, *command, env=variables, stdout=file, stderr=None)
+    run(session, "torch", "tests/conformance/table.py", str(recorded))
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Change the rule and the engine in small ways; list what no test notices. An hour."""
+    install(session, "mutants")
+    session.run("mutmut", "run", env={"OMP_NUM_THREADS": "1"})  # it forks; OpenMP's threads do not
+    session.run("mutmut", "results")
+
+
+@task("pictures", "torch")
+def pictures(session: nox.Session) -> None:
+    """Draw the pictures of docs/, which a test compares with what the code would draw."""
+    folder = Path(".pictures")
+    shutil.rmtree(folder, ignore_errors=True)
+    run(session, "torch", "docs/pictures.py")
+    run(session, "torch", "examples/torch_stuck.py", "parameter", "--runs", str(folder))
+    report = ["report", str(folder / "parameter.jsonl"), "-o", "docs/stuck.png"]
+    run(session, "torch", "-m", "gradscaler", *report)
+    run(session, "torch", "-m", "gradscaler", "demo", "--output", str(folder / "demo.png"))
+    shutil.move(folder / "demo.png", "docs/demo.png")
+    shutil.rmtree(folder)
+
+
+RESULTS = Path("benchmarks/results")
+NOT_IN_BENCH = "torch_gpu", "jax_compiled"  # the first has a session, and the second prints a table
+
+
+def run_benchmark(session: nox.Session, environment: str, name: str, *options: str) -> None:
+    """Run a benchmark, and keep its results; ``-- --quick`` is for a glance."""
+    results = RESULTS / f"{'_'.join([name, *(o for o in options if o[0] != '-')])}.json"
+    command = [f"benchmarks/{name}.py", *options, *session.posargs, "--json", str(results)]
+    run(session, environment, *command)
+
+
+def bench_session(framework: str, environment: str) -> None:
+    """Define the session that times one framework's scaler beside its own."""
+
+    @task(f"bench-{framework}", environment)
+    def bench(session: nox.Session) -> None:
+        """Time one framework's scalers, ours and its own."""
+        for path in matching(f"benchmarks/{framework}_*.py"):
+            if (name := Path(path).stem) not in NOT_IN_BENCH:
+                large = ["--large"] * (name == "torch_large")  # in 6 GB
+                run_benchmark(session, environment, name, *large)
+        run_benchmark(session, environment, "imports", framework)
+
+
+for framework, environment in ENVIRONMENT_OF.items():
+    bench_session(framework, environment)
+
+
+@task("bench", *(f"bench-{framework}" for framework in ENVIRONMENT_OF))
+def bench(session: nox.Session) -> None:
+    """Time every framework's; one page of tables, and a chart."""
+    run(session, "torch", "benchmarks/report.py")
+
+
+@task("bench-gpu", "torch")
+def bench_gpu(session: nox.Session) -> None:
+    """What a GPU changes: no waiting for it, CUDA graphs, kernel launches, time."""
+    run_benchmark(session, "torch", "torch_gpu")
+    run(session, "torch", "benchmarks/report.py")
+
+
+@nox.session(default=False, venv_backend="none")
+def lock(session: nox.Session) -> None:
+    """Write the versions that environments hold into their locks; ``-- NAME`` writes one."""
+    folders = {"package": "test-package", "integrations": "test-integrations"}
+    for name in session.posargs or [*ENVIRONMENTS, "docs", *folders]:
+        python = f".venv/{folders.get(name, name)}/bin/python"
+        freeze = ["-m", "pip", "freeze", "--exclude-editable"]
+        frozen = str(session.run(python, *freeze, silent=True, external=True)).splitlines()
+        # A build for one kind of device, such as +cpu, is the user's choice.
+        versions = [line.partition("+")[0] for line in frozen if "==" in line]
+        Path(f"requirements/{name}.lock").write_text("\n".join(versions) + "\n")
