@@ -207,4 +207,5 @@ if __name__ == "__main__":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     main()
+    dist.barrier()  # a collective that gloo's threads still hold aborts the exit: pytorch#179291
     dist.destroy_process_group()

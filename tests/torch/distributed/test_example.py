@@ -101,8 +101,8 @@ def test_it_runs_by_torchrun_and_goes_on_with_three_processes_and_one(ranks, tmp
     command = [sys.executable, *launch, SCRIPT, "--steps", "2", "--checkpoint", "run"]
     for _ in range(2):
         result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        # What C++ says of a thread that outlives its owner: seen once, in PyTorch's own threads,
-        # on a busy machine.
+        # PyTorch may abort a process that ends while a thread of gloo's still holds a tensor
+        # (pytorch#179291). The example's barrier makes that rare, and cannot rule it out.
         if "terminate called without an active exception" not in result.stderr:
             break
     assert result.returncode == 0, result.stderr
