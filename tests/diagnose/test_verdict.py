@@ -75,9 +75,20 @@ def test_a_text_gives_the_evidence(words, changes):
     assert words in judge(replace(STUCK, **changes)).text
 
 
-def in_loss(operation, num_inf=3, largest=6e4):
-    module = None, "forward", "", "float32"
-    return Located(*module, num_inf, 1, 64, 1.0, largest, operation=operation, line="train.py:7")
+def in_loss(operation, num_inf=3, largest=6e4, dtype="float16"):
+    return Located(
+        None,
+        "forward",
+        "",
+        dtype,
+        num_inf,
+        1,
+        64,
+        1.0,
+        largest,
+        operation=operation,
+        line="train.py:7",
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +102,8 @@ def in_loss(operation, num_inf=3, largest=6e4):
         (in_loss("mul"), "this: compute the loss in float32 (outputs.float()), or bring outputs"),
         (in_loss("pow", largest=0.5), "a negative power of 0 is Inf"),
         (in_loss("pow", num_inf=0), "a fractional power of a negative number NaN"),
-        (in_loss("to"), "in float32, by a cast at train.py:7, from finite inputs"),
+        (in_loss("square", largest=1e30, dtype="float32"), "leave the range of float32"),
+        (in_loss("to"), "in float16, by a cast at train.py:7, from finite inputs"),
         (replace(LOCATED, operation="pow"), "sooner: run this module in bfloat16 or float32"),
         (replace(LOCATED, operation="to"), "becomes Inf when it is cast to float16"),
         (replace(LOCATED, operation="topk"), "run this module in bfloat16 or float32"),

@@ -26,7 +26,7 @@ class Setting:
 
     def __init__(self, variant: int, path: Path) -> None:
         self._variant = variant
-        self._path = path
+        self.path = path
         torch.manual_seed(variant)
 
     def pick(self, *options: T) -> T:
@@ -35,7 +35,7 @@ class Setting:
 
     def monitor(self, scaler: GradScaler, model: nn.Module | None, every: int = 0) -> Monitor:
         every = every or self.pick(100, 40, 25)
-        self.watching = Monitor(scaler, model, every, self._path)
+        self.watching = Monitor(scaler, model, every, self.path)
         return self.watching
 
 

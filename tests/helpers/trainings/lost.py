@@ -59,3 +59,34 @@ def a_second_moment_of_inf(setting: Setting) -> None:
         return regression(model, torch.randn(32, 16))
 
     fit(setting, model, loss_of, 120, optimizer=optimizer, scaler=scaler, after=after)
+
+
+def goes_on(setting: Setting, load: bool) -> None:
+    """A training in two parts: the second has the model and the optimizer of the first."""
+    model = mlp(16, 64, 1)
+    optimizer = setting.pick(
+        torch.optim.Adam(model.parameters(), lr=1e-3),
+        torch.optim.SGD(model.parameters(), lr=1e-7, momentum=0.9),
+    )
+
+    def loss_of(step: int) -> Tensor:
+        return 1e4 * regression(model, torch.randn(64, 16))
+
+    first = GradScaler("cpu", init_scale=2.0**24)
+    fit(setting, model, loss_of, 60, optimizer=optimizer, scaler=first)
+    setting.watching.close()
+    setting.path.unlink()
+    second = GradScaler("cpu", init_scale=2.0**24)
+    if load:
+        second.load_state_dict(first.state_dict())
+    fit(setting, model, loss_of, 60, optimizer=optimizer, scaler=second)
+
+
+@training("restart", None, r"scaler\.state_dict\(\)")
+def a_run_goes_on_without_the_scalers_state(setting: Setting) -> None:
+    goes_on(setting, load=False)
+
+
+@training("normal")
+def a_run_goes_on_with_the_scalers_state(setting: Setting) -> None:
+    goes_on(setting, load=True)

@@ -16,6 +16,10 @@ _IN_FLOAT32 = (
 _LOSS_IN_FLOAT32 = (
     "compute the loss in float32 (outputs.float()), or bring outputs and targets closer to 1"
 )
+_BEYOND_FLOAT32 = (
+    "its numbers leave the range of float32, too: look for an exponential, a power or a division "
+    "by 0 before it, and clamp what they are of"
+)
 _POWER = "the square of more than 255 is too large for float16, and higher powers sooner"
 _BASE = (
     "a negative power of 0 is Inf, and a fractional power of a negative number NaN: clamp the base"
@@ -101,6 +105,7 @@ _OF_NAN = (
     "small number under the root) or the branch that where() does not take"
 )
 _POWERS = "pow", "square"
+_WIDE = "float32", "float64"
 _SPOKEN = {"to": "a cast"}  # operations whose names are no nouns
 
 
@@ -127,7 +132,7 @@ def of_operation(located: Located) -> str | None:
     operation = (located.operation or "").strip("_")
     if operation in _POWERS and (not located.num_inf or located.largest_input <= 1):
         return _BASE
-    if operation in _POWERS:
+    if operation in _POWERS and located.dtype not in _WIDE:
         return f"{_POWER}: {_in_float32(located)}"
     if operation == "to":
         return _CAST
@@ -135,6 +140,8 @@ def of_operation(located: Located) -> str | None:
 
 
 def _in_float32(located: Located) -> str:
+    if located.dtype in _WIDE:  # it is computed in that already
+        return _BEYOND_FLOAT32
     is_loss = located.module is None and not located.type
     return _LOSS_IN_FLOAT32 if is_loss else _IN_FLOAT32
 

@@ -291,6 +291,19 @@ def earlier(evidence: Evidence) -> Finding | None:
 def restarted(evidence: Evidence) -> Finding | None:
     """A run that goes on where another ended, at another scale."""
     before, first = evidence.before, evidence.first
+    load = (
+        "Save scaler.state_dict() with the model and the optimizer, and load it where they are "
+        "loaded."
+    )
+    if evidence.calls.get("resumed") and first is not None and first.skipped:
+        return Finding(
+            "restart",
+            "The optimizer goes on with the state of an earlier run, and the scaler starts anew, "
+            f"from a loss scale of {first.scale:g} that overflows in its first step, so the "
+            "scaler's state was not loaded.",
+            load,
+            steps=(first.step,),
+        )
     if before is None or first is None or first.loss is None:
         return None
     if not (first.scale >= _JUMPED * before.scale or first.scale * _JUMPED <= before.scale):
@@ -303,8 +316,7 @@ def restarted(evidence: Evidence) -> Finding | None:
         f"The run before ended at a loss scale of {before.scale:g}, and this one continues its "
         f"training from {first.scale:g} in step {first.step}, so the scaler's state was not "
         "loaded.",
-        "Save scaler.state_dict() with the model and the optimizer, and load it where they are "
-        "loaded.",
+        load,
         steps=(first.step,),
     )
 

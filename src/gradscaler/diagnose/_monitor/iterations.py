@@ -23,6 +23,7 @@ class Iteration:
     measured: dict[int, GradientSample] = field(default_factory=dict)
     backward: set[str] = field(default_factory=set)  # dtypes, in the first iteration and samples
     is_unscaled: bool = False  # whether gradients were
+    is_resumed: bool = False  # whether an optimizer had a state before the scaler's first step
     added_to: list[Any] = field(default_factory=list)  # what used gradients held; see UsedGradients
 
     def place_of(self, optimizer: Any) -> int:
@@ -38,7 +39,7 @@ class Iteration:
         nonfinite = tuple(chain(*found)) if found else None
         is_unzeroed = any(float(held) != 0 for held in self.added_to)
         step = Step(self.number, last.scale, any(skipped.values()), loss, nonfinite)
-        log.add(step, skipped, ["unzeroed"] * is_unzeroed)
+        log.add(step, skipped, ["unzeroed"] * is_unzeroed + ["resumed"] * self.is_resumed)
         if self.measured:
             log.add_sample(loss, **fields_of(self.measured.values()))
 

@@ -19,7 +19,7 @@ from gradscaler.diagnose._monitor.backward_graph import CutOff, listen
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 from gradscaler.diagnose._monitor.gradient_sample import is_sampled, measure
 from gradscaler.diagnose._monitor.iterations import Iterations
-from gradscaler.diagnose._monitor.parameters import OptimizersParameters, UsedGradients
+from gradscaler.diagnose._monitor.parameters import OptimizersParameters, UsedGradients, has_stepped
 from gradscaler.diagnose._monitor.step_log import StepLog, StepSource, StuckError
 from gradscaler.outcome import HISTORY_LENGTH, StepOutcome
 
@@ -105,6 +105,7 @@ class EagerObserver(StepSource):
         iteration = self._iterations.latest
         if iteration.number == self._iterations.first:
             self.parameters.note_norms(optimizer)
+            iteration.is_resumed = iteration.is_resumed or self._is_resumed(optimizer)
         if self._used is not None and (held := self._used.before_step(optimizer)) is not None:
             iteration.added_to.append(held)
         if self._cut_off.is_looking:
@@ -230,6 +231,12 @@ class EagerObserver(StepSource):
         if (cut := self._cut_off.end(has_gone)) is not None:
             self.log.note_cut(cut)
         iteration.optimizers = {}  # they need not live until the iteration is read
+
+    def _is_resumed(self, optimizer: Any) -> bool:
+        """Whether an optimizer has the state of an earlier run, and the scaler is as new."""
+        observed = self.scaler.observed
+        is_new = not observed.last_steps() and observed.state == observed.policy.init()
+        return is_new and has_stepped(optimizer)
 
     def _gradients(self, optimizer: Any) -> dict[str, Any]:
         place = self._iterations.latest.place_of(optimizer)

@@ -213,6 +213,15 @@ class UsedGradients:
         return mark.largest if gradient._version == mark.version + 1 else None
 
 
+def has_stepped(optimizer: Any) -> bool:
+    """Whether an optimizer's state says that it has stepped before; False if it does not say."""
+    for _, values in _items(getattr(optimizer, "state", None)):
+        kept = dict(_items(values))
+        with suppress(Exception):  # a step may be anything
+            return float(kept["step"]) > 0 if "step" in kept else "momentum_buffer" in kept
+    return False
+
+
 def _items(mapping: Any) -> Iterable[tuple[Any, Any]]:
     return mapping.items() if isinstance(mapping, Mapping) else ()
 

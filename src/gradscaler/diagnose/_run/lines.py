@@ -139,7 +139,8 @@ class Sample:
             were unscaled, and ``update`` came without a step. ``"switched"``: a step of one
             optimizer followed, after an ``update``, a step of another. ``"unscaled"``: that, and no
             loss was scaled in between. ``"unzeroed"``: a backward pass added to gradients that a
-            step had used.
+            step had used. ``"resumed"``: before the first step, an optimizer had the state of an
+            earlier run, and the scaler was as new.
         missing: parameters that require a gradient, are an optimizer's, and have none.
         cut: if that was looked for since the last sample: what lets no gradient through to
             parameters, by their names. It is an operation, such as ``"round"``, where the gradient
