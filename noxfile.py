@@ -111,10 +111,11 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style and formatting."""
+    """Style, formatting, and the core's strict types."""
     install(session, "lint")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("mypy", *CORE)
 
 
 def sources_of(framework: str) -> list[str]:
@@ -190,6 +191,17 @@ TESTS = ["lint", *(f"test-{framework}" for framework in ENVIRONMENT_OF)]
 @task("test", *TESTS, "test-integrations", "test-package", "docs")
 def test(session: nox.Session) -> None:
     """All of these, with every framework."""
+
+
+@task("coverage", *ENVIRONMENTS)
+def coverage(session: nox.Session) -> None:
+    """Every framework's tests, and the lines of the package that none of them runs."""
+    for framework, environment in ENVIRONMENT_OF.items():
+        for variables in runs_of(framework):
+            command = ["coverage", "run", "-m", "pytest", "-n", "auto", *tests_of(framework)]
+            run(session, environment, "-m", *command, env=variables)
+    run(session, "torch", "-m", "coverage", "combine", "--quiet")
+    run(session, "torch", "-m", "coverage", "report")
 
 
 # These leave out tests that need newer versions than the package does, and those of two devices,

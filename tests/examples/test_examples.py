@@ -121,7 +121,8 @@ def test_it_learns_only_with_loss_scaling(run):
         unscaled = run(LONG, *UNSCALED, *way)[-1]
         assert (unscaled[COLUMNS[0]], unscaled["scale"]) == (LONG, 1.0)
         assert unscaled.get("skipped", 0) == 0
-        assert unscaled["accuracy"] < 20.0 < 80.0 < scaled["accuracy"]  # chance is 10
+        assert unscaled["accuracy"] < 20.0  # chance is 10
+        assert scaled["accuracy"] > 80.0
     if FRAMEWORK == "mindspore":
         assert 200 < scaled["steps"] < 210  # it skips some
 

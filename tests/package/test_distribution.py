@@ -91,6 +91,11 @@ def test_the_metadata_say_under_which_terms_and_for_what(metadata):
     assert metadata["Keywords"]
 
 
+def test_a_citation_names_this_version(metadata):
+    assert metadata["Author"] == "The gradscaler developers"
+    assert f"\nversion: {metadata['Version']}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_the_description_links_to_no_file_that_the_index_does_not_have(metadata):
     description = metadata.get_payload()
     assert "pip install 'gradscaler[torch]'" in description

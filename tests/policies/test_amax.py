@@ -27,7 +27,7 @@ def float32(value):
         return math.inf
 
 
-def reference(policy, trace):
+def reference(policy, trace):  # noqa: C901, PLR0912 # the rule, a branch for each case
     """The state after each step of (found_inf, amax), written with ``if``.
 
     Plain Python: a product of two float32 numbers is exact in a Python float, and rounded once.

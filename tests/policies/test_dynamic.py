@@ -39,7 +39,7 @@ def scales(policy, trace, state=None):
     return [float(state.scale) for state in states(policy, trace, state)]
 
 
-def reference(policy, trace):
+def reference(policy, trace):  # noqa: C901, PLR0912 # the rule, a branch for each case
     """Scale and finite steps after each step, from the rules of Paddle, Apex and Megatron.
 
     Plain Python: a product of two float32 numbers is exact in a Python float, and rounded once.

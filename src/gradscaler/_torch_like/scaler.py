@@ -40,7 +40,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
     _operations: ClassVar[TorchLikeOperations]
     _device: Any  # the type of device that the user named, or None
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 # PyTorch's, with ours
         self,
         init_scale: float,
         growth_factor: float,

@@ -129,7 +129,7 @@ _LENGTHS = {
 }  # bytes of the length before an argument, by its kind
 
 
-def _run(opcodes: _Opcodes) -> Any:
+def _run(opcodes: _Opcodes) -> Any:  # noqa: C901, PLR0912 # a case for each opcode
     stack: list[Any] = []
     memo: list[Any] = []
     for _ in range(_MOST_OPCODES):
@@ -255,7 +255,7 @@ def _name(module: Any, attribute: Any) -> _Name | Unread:
     return _Name(f"{module}.{attribute}")
 
 
-def _call(called: Any, arguments: Any) -> Any:
+def _call(called: Any, arguments: Any) -> Any:  # noqa: C901, PLR0911 # a case for each function
     if type(called) is not _Name or type(arguments) is not tuple:
         unread = [part for part in (arguments, called) if type(part) is Unread]
         return unread[0] if unread else Unread("it would call something")

@@ -148,7 +148,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     _update_to_come: _Update | None = None  # what the one that runs will be
 
     @either_spelling
-    def __init__(
+    def __init__(  # noqa: PLR0913 # Paddle's and PyTorch's, with ours
         self,
         enable: bool | float | str = True,  # a scale or a device comes first in PyTorch's order
         init_loss_scaling: float = 2.0**15,

@@ -197,7 +197,8 @@ class AmaxScale:
             found_inf, where = bool(found_inf), host_where
         where = where or where_for(scale)
         if isinstance(found_inf, (bool, np.bool_)) and not on_host(scale):
-            found_inf = scale == scale if found_inf else scale != scale  # as a tensor
+            # A tensor of True or False.
+            found_inf = scale == scale if found_inf else scale != scale  # noqa: PLR0124
         if not isinstance(state.scale, (np.ndarray, np.generic)):
             return AmaxState(*next_values(self._constants, *state, found_inf, where, amax))
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -205,7 +206,7 @@ class AmaxScale:
             return AmaxState(*next_values(self._host_constants, *state, found_inf, where, amax))
 
 
-def next_values(
+def next_values(  # noqa: PLR0913, PLR0917 # a state and its inputs, without an object to trace
     constants: Constants,
     scale: Scalar,
     finite_count: Scalar,

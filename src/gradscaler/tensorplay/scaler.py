@@ -61,7 +61,7 @@ class GradScaler(
     _operations: ClassVar[TensorPlayOperations] = TensorPlayOperations()
     _gradients_type: ClassVar[type[Gradients]] = _Gradients
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 # TensorPlay's, with ours
         self,
         device: str = "cpu",
         init_scale: float = 2.0**16,

@@ -90,7 +90,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
     _processes_type: ClassVar[type[TorchProcesses]] = TorchProcesses
     _processes: TorchProcesses
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 # PyTorch's, with ours
         self,
         device: str | torch.device | None = None,
         init_scale: float = 2.0**16,

@@ -56,7 +56,7 @@ class ShardedGradScaler(GradScaler, sharded_grad_scaler.ShardedGradScaler):
     _operations: ClassVar[TorchOperations] = _Operations()
     _processes_type: ClassVar[type[TorchProcesses]] = WorldProcesses
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 # PyTorch's, with ours
         self,
         device: str | torch.device | None = "cuda",
         init_scale: float = 2.0**16,

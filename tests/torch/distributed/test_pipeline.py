@@ -86,7 +86,7 @@ def group_of(ranks):
     return dist.group.WORLD if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
 
 
-def train(schedule, fused, clip, backwards, bad, bad_last, norm_type=2.0, unscale=False):
+def train(schedule, fused, clip, backwards, bad, bad_last, norm_type=2.0, unscale=False):  # noqa: C901 # a training
     """Steps of a pipeline over all ranks; one gradient of rank ``bad`` overflows in the second."""
     world, rank = dist.get_world_size(), dist.get_rank()
     per_rank = 2 if schedule == "Interleaved1F1B" else 1

@@ -47,7 +47,9 @@ class Caller:
     modules: list[Any] = field(default_factory=list)
 
 
-def caller_of(frame: FrameType | None, thread: int) -> Caller | None:
+def caller_of(  # noqa: C901 # a case for each kind of frame
+    frame: FrameType | None, thread: int
+) -> Caller | None:
     """Who called the operation in a frame, or None if gradscaler did.
 
     ``thread`` is where forward passes run.

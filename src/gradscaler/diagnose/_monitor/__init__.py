@@ -116,7 +116,7 @@ class Monitor:
     (65536.0, True, 'weight', 2)
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 # each is an option of its own
         self,
         scaler: Any,
         model: Any = None,

@@ -61,7 +61,7 @@ def value_as(kind: Any, value: Any) -> Any:
 
 
 @lru_cache
-def _reader_of(kind: Any) -> Callable[[Any], Any]:
+def _reader_of(kind: Any) -> Callable[[Any], Any]:  # noqa: PLR0911 # a case for each kind of type
     """What makes an instance of a type from a JSON value; a file holds millions of some."""
     arguments = get_args(kind)
     if get_origin(kind) is Annotated:
