@@ -68,7 +68,7 @@ def test_too_many_skips_get_the_verdict_that_their_evidence_allows(kind, where, 
         ("the scale fell from 1.67772e+07 to 32. ", {}),
         ("The gradient of fc2.weight is NaN at every loss scale", {"skips": NAN_AT_1}),
         ("makes 12 Inf and 1 NaN in float16 from finite inputs", {"located": LOCATED}),
-        ("from finite inputs of at most 51200, so", {"located": LOCATED}),
+        ("from finite inputs up to 51200, so", {"located": LOCATED}),
     ],
 )
 def test_a_text_gives_the_evidence(words, changes):

@@ -95,7 +95,7 @@ def test_the_operation_and_the_line_are_written_before_the_verdict(model, forens
         (
             "data",
             "..!!....!!....",
-            "the loss itself was inf, first seen in log at {log} (else",
+            "each with a loss of inf, first seen in log at {log}.",
         ),
         ("silent", "..??....??....", "4 of 14 steps, first seen in div at {div}, and the"),
     ],

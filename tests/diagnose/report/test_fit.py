@@ -257,7 +257,7 @@ def test_what_only_the_lines_of_skips_say_counts_for_the_verdict():
     assert run.verdict.kind == "normal"
     killed = replace(run, skips=tuple(Skip(step, 8.0, np.nan) for step in (3, 5)))
     assert killed.verdict.kind == "data"
-    assert killed.verdict.text.startswith("2 of 5 steps were skipped, in all because the")
+    assert killed.verdict.text.startswith("2 of 5 steps were skipped, each with a loss of nan")
     elsewhere = replace(killed.starts[0], rank=0, world_size=2)
     skips = tuple(replace(skip, nonfinite=()) for skip in killed.skips)
     assert replace(killed, starts=(elsewhere,), skips=skips).verdict.kind == "silent"

@@ -34,6 +34,9 @@ _GROUPS: tuple[tuple[_Detector, ...], ...] = (
     (gradient_values.too_small,),
     (over_time.lowered, over_time.earlier),
 )
+# A scale that bad batches have sunk is too small, or below 1, for no reason of its own. Gradients
+# that have no slope are not small ones.
+_SAID_BY = {"data": ("underflow", "floor"), "dead": ("underflow",)}
 _BESIDE_SKIPS: tuple[_Detector, ...] = (
     over_time.restarted,
     calls.clipped_while_scaled,
@@ -65,8 +68,9 @@ def _over_a_run(evidence: Evidence) -> Iterator[Finding]:
     for group in _GROUPS:
         found = (detector(evidence) for detector in group)
         finding = next((each for each in found if each is not None), None)
-        # A scale that bad batches have sunk is too small, or below 1, for no reason of its own.
-        if finding is not None and not ("data" in kinds and finding.kind in ("underflow", "floor")):
+        if finding is not None and not any(
+            finding.kind in _SAID_BY.get(kind, ()) for kind in kinds
+        ):
             kinds.add(finding.kind)
             yield finding
 

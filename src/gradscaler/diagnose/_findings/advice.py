@@ -9,10 +9,7 @@ from gradscaler.diagnose._locate.located import Located
 _SOFTMAXES = "softmax", "attention", "transformer"
 _LARGE = 1e3  # inputs that a sum of products may take beyond 65504
 
-_IN_FLOAT32 = (
-    "run this module in bfloat16 or float32, which a model trained in those may need, or lower its "
-    "inputs"
-)
+_IN_FLOAT32 = "run this module in bfloat16 or float32, or lower its inputs"
 _LOSS_IN_FLOAT32 = (
     "compute the loss in float32 (outputs.float()), or bring outputs and targets closer to 1"
 )
@@ -29,28 +26,24 @@ _CAST = (
     "too, or lower the numbers before the cast"
 )
 _MASKED = (
-    "a row of the softmax is masked entirely, -inf in all places, and is 0 / 0: leave at least one "
-    "place unmasked, mask with a large finite number, or set such rows to 0 afterwards"
+    "a row of the softmax is masked entirely (0 / 0): leave one place unmasked, mask with a large "
+    "finite number, or set such rows to 0 afterwards"
 )
 _SCORES = (
     "the scores leave the range of float16: divide them by the root of their width first, or "
     "compute them in float32"
 )
 _EXP = (
-    "the exponential of more than 11 is too large for float16: raise the temperature, subtract the "
-    "largest exponent first (as softmax does), clamp it (as where it is a ratio of probabilities), "
-    "or compute it in float32"
+    "the exponential of more than 11 leaves float16: raise the temperature, subtract the "
+    "largest exponent first, clamp it (a ratio of probabilities), or compute it in float32"
 )
 _LOG = (
-    "the logarithm of 0 is -Inf, and of a negative number NaN: take a loss of logits "
-    "(cross_entropy, binary_cross_entropy_with_logits), log_softmax or logsigmoid, or clamp it"
+    "the logarithm of 0 is -Inf, and of a negative number NaN: clamp its input, or take a loss of "
+    "logits (cross_entropy), log_softmax or logsigmoid"
 )
-_TINY = "a constant below 3e-8, such as 1e-8, is 0 in float16: add 1e-5, or compute it in float32"
-_DIVISION = (
-    "look for a division by 0 (an empty mask, a deviation or norm of 0) and clamp the divisor; "
-    f"{_TINY}"
-)
-_RSQRT = f"1 / sqrt of 0 is Inf, and of a negative number NaN; {_TINY}"
+_TINY = "an eps below 3e-8 is 0 in float16: add 1e-5"
+_DIVISION = "clamp the divisor (an empty mask, a deviation or norm of 0)"
+_RSQRT = "1 / sqrt of 0 is Inf, and of a negative number NaN"
 _NORM = (
     "its squares leave the range of float16 beyond 255: take it in float32 (dtype=torch.float32)"
 )
@@ -61,9 +54,8 @@ _NEGATIVE_ROOT = (
 _ANGLE = "rounding takes a cosine or sine beyond 1: clamp it to within -1 and 1 before this"
 _SUM = "the sum is larger than float16 can hold: take it in float32 (dtype=torch.float32)"
 _NAN = (
-    "Inf - Inf, 0 / 0, a logarithm or root of a negative number, or a softmax row that is masked "
-    "entirely makes NaN of small numbers, and the exponential of a small temperature Inf: compute "
-    "this module in float32 to see which"
+    "compute this module in float32 to see whether it is 0 / 0, Inf - Inf, a logarithm or root of "
+    "a negative number, or a softmax row that is masked entirely"
 )
 _FORWARD = {
     "softmax": _MASKED,
@@ -136,7 +128,7 @@ def of_operation(located: Located) -> str | None:
         return f"{_POWER}: {_in_float32(located)}"
     if operation == "to":
         return _CAST
-    return _named(_FORWARD, operation)
+    return _named(_FORWARD, located)
 
 
 def _in_float32(located: Located) -> str:
@@ -153,14 +145,18 @@ def of_backward(located: Located | None) -> str:
 
 def of_gradient(located: Located) -> str | None:
     """What to try against what the gradient of one operation makes; None if that is open."""
-    advice = _named(_BACKWARD, (located.operation or "").strip("_"))
-    return None if advice is None else f"{advice}, also in a branch that where() does not take"
+    advice = _named(_BACKWARD, located)
+    return None if advice is None else f"{advice}, also in where()'s other branch"
 
 
-def _named(advice: dict[str, str], operation: str) -> str | None:
-    names = (name for name in advice if operation.startswith((name, f"_{name}")))
-    longest = max(names, key=len, default=None)
-    return None if longest is None else advice[longest]
+def _named(table: dict[str, str], located: Located) -> str | None:
+    operation = (located.operation or "").strip("_")
+    longest = max(filter(operation.startswith, table), key=len, default=None)
+    if longest is None:
+        return None
+    advice = table[longest]
+    may_lose_eps = advice in (_DIVISION, _RSQRT) and located.dtype not in _WIDE
+    return f"{advice}; {_TINY}" if may_lose_eps else advice
 
 
 def at_line(found: Located | None, before: str = ", by") -> str:

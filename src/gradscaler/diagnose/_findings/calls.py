@@ -140,9 +140,8 @@ def stalled(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         "stalled",
-        f"{shares[-1]:.0%} of the parameters in 16 bits did not move from one sample to the next, "
-        "though they have gradients: their updates are less than half of the distance to the next "
-        "number, and are rounded away.",
+        f"{shares[-1]:.0%} of the 16-bit parameters did not move between two samples, though they "
+        "have gradients: their updates are below half an ulp, and are rounded away.",
         "Keep the parameters in float32, with the forward pass under autocast, or a copy of them "
         "in float32 that the optimizer updates; a larger learning rate only hides it.",
         is_certain=False,

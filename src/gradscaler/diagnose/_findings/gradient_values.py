@@ -52,14 +52,14 @@ def cut_off(evidence: Evidence) -> Finding | None:
     elif by in SATURATED:
         why = "whose slope is 0 for all of its inputs"
         try_ = (
-            "they are far from 0, or far from each other, so normalise them, start from smaller "
+            "they are too far from 0 or from each other: normalise them, start from smaller "
             "weights, or lower the learning rate"
         )
     else:
         why = "whose slope is 0 for all of its inputs"
         try_ = (
-            "they are all on its flat side, so look at the biases before it and the learning rate, "
-            "normalise them, or take a function with a slope on both sides (leaky_relu, gelu)"
+            "look at the biases before it and the learning rate, normalise its inputs, or take a "
+            "function with a slope on both sides (leaky_relu, gelu)"
         )
     return Finding(
         "dead",
@@ -83,19 +83,19 @@ def dead(evidence: Evidence) -> Finding | None:
     is_small = sample.scale < _LARGE_SCALE if is_all else any(map(fades, parameters.values()))
     if is_small or not (is_all or len(zeros) > len(parameters) / 2):
         return None
-    which, zeroed = "All gradients", "zero_grad() between the backward pass and the step, or "
-    where = None
+    which, zeroed = "All gradients", "zero_grad() between backward() and step(), or "
+    where, none_small = None, ""
     if not is_all:
         where = _nearest_the_loss(parameters)
         which = f"The gradients of {len(zeros)} of {len(parameters)} parameters, {zeros[0]} first,"
-        zeroed = ""
+        zeroed, none_small = "", ", and no gradient is small"
     return Finding(
         "dead",
-        f"{which} are exactly 0 in step {sample.step}, at a loss scale of {sample.scale:g}, and no "
-        "gradient is small.",
-        f"A larger scale would not help: look for {zeroed}what has no slope between these "
-        "parameters and the loss, such as ReLUs that are all off (their biases, a learning rate "
-        "that was too large), a clamp, rounding or argmax, a saturated function, or detach().",
+        f"{which} are exactly 0 in step {sample.step}, at a loss scale of {sample.scale:g}"
+        f"{none_small}.",
+        f"A larger scale would not help: look for {zeroed}what has no slope before the loss: ReLUs "
+        "that are all off (biases, learning rate), a clamp, rounding, argmax, a saturated "
+        "function, or detach().",
         where,
         is_certain=False,
     )
@@ -176,16 +176,16 @@ def _range(fit: Fit) -> Finding:
     )
     if fit.gone:
         what = (
-            f"at {fit.own:g}, in step {fit.last}, all gradients of {where} are flushed to 0, as "
-            f"are those of {len(fit.gone)} of {len(fit.parameters)} parameters, while those of "
-            f"{highest} overflow at a scale {edge / fit.own:g} times as large"
+            f"at {fit.own:g}, all gradients of {len(fit.gone)} of {len(fit.parameters)} parameters "
+            f"are flushed to 0 ({where} first), while those of {highest} overflow at "
+            f"{edge / fit.own:g} times that"
         )
     return Finding(
         "range",
         f"No loss scale fits: {what}.",
-        "Bring the layers closer together: normalisation or residual connections between them, "
-        "ReLU or GELU in place of sigmoids, loss terms of like weight, a scaler and optimizer for "
-        "each head; or train in bfloat16.",
+        "Bring the layers closer together (norms, residual connections, ReLU in place of "
+        "sigmoids, loss terms of like weight), give each head its own scaler and optimizer, or "
+        "train in bfloat16.",
         where or None,
         is_certain=False,
     )

@@ -55,9 +55,9 @@ def silent(evidence: Evidence) -> Finding | None:
         )
     else:
         action = (
-            "look for 0 * Inf and 0 / 0 in what has no gradient: the logarithm of a target of 0 "
-            "(use kl_div or xlogy), label smoothing on a masked class, a mean over no element (a "
-            "division by 0, as where all labels are ignored)"
+            "look for 0 * Inf and 0 / 0: the logarithm of a target of 0 (use kl_div or xlogy), "
+            "label smoothing on a masked class, or a division by 0 elements (all labels are "
+            "ignored)"
         )
     return Finding(
         "silent",
@@ -82,14 +82,14 @@ def diverged(evidence: Evidence) -> Finding | None:
     if loss is not None:
         first, last = loss
         grew.append(
-            f"The loss grew from {first.loss:g} in step {first.step} to {last.loss:g} in "
-            f"step {last.step}"
+            f"The loss grew from {first.loss:g} (step {first.step}) to {last.loss:g} "
+            f"(step {last.step})"
         )
     if weights is not None:
         the = "and the" if loss else "The"
-        grew.append(f"{the} norm of the weights from {weights[0]:g} to {weights[1]:g}")
+        grew.append(f"{the} weights' norm from {weights[0]:g} to {weights[1]:g}")
         if not loss:
-            grew = [f"The norm of the weights grew from {weights[0]:g} to {weights[1]:g}"]
+            grew = [f"The weights' norm grew from {weights[0]:g} to {weights[1]:g}"]
     where, at = evidence.parameter, ""
     if where is None and evidence.located is not None and evidence.located.kind == "forward":
         where = evidence.located.module or where
@@ -100,9 +100,9 @@ def diverged(evidence: Evidence) -> Finding | None:
     first_bad = f" (first in {where}{at})" if where else ""
     return Finding(
         "divergence",
-        f"{' '.join(grew)}, before numbers left the range of float16{first_bad} and {skips}.",
-        "The training diverges at any loss scale: go back to an earlier checkpoint, lower the "
-        "learning rate or warm it up, and clip the gradients.",
+        f"{' '.join(grew)}, until numbers left float16{first_bad} and {skips}.",
+        "It diverges at any scale: go back to an earlier checkpoint, lower the learning rate "
+        "or warm it up, and clip the gradients.",
         where,
         count=evidence.skips_in_a_row,
     )
@@ -161,19 +161,18 @@ def data(evidence: Evidence) -> Finding | None:
     steps = tuple(step.step for step in skips[-_FEW:])
     place = (None, None) if found is None else (found.module, found.line)
     if bad:
-        these = "all" if count == evidence.skipped else f"{count} of them"
+        these = "each" if count == evidence.skipped else f"{count} of them"
         at = at_line(found, ", first seen in")
         action = (
-            "Look at these batches for NaN or Inf in inputs and labels, an empty batch or mask "
-            "(0 / 0), a row that is masked entirely, or a sum too long for float16, and repair "
-            "them or leave them out."
+            "Look in these batches for NaN or Inf in inputs and labels, an empty mask, a fully "
+            "masked row, or a sum too long for float16."
         )
         if found is not None and found.operation is not None and found.kind != "input":
             of_kind = of_forward if found.kind == "forward" else of_backward
             action = f"In these batches, {of_kind(found)}."
         return Finding(
             "data",
-            f"{text}, in {these} because the loss itself was {own[-1]:g}{at}{usual}.",
+            f"{text}, {these} with a loss of {own[-1]:g}{at}.",
             action,
             *place,
             steps,
@@ -184,7 +183,7 @@ def data(evidence: Evidence) -> Finding | None:
     if found is not None and found.kind == "backward":
         named = at_line(found, ", first seen in the gradient of")
     if named and found is not None and (advice := of_gradient(found)) is not None:
-        cause = f"{text} after the scale had settled{named}, though their loss is finite{now}."
+        cause = f"{text} after the scale had settled{named}, though their loss is finite."
         action = f"In these batches, {advice}."
     elif own and losses and median(map(abs, own)) >= 10 * median(map(abs, losses)):  # type: ignore[arg-type]
         cause = f"{text}, whose loss is about {median(own):g}{usual}{now}."
@@ -359,7 +358,7 @@ def when(skips: Iterable[Past]) -> str:
     if len(gaps) < 2:
         return ""
     (gap, count), *_ = Counter(gaps).most_common(1)
-    bursts = "" if len(firsts) > 0.7 * len(numbers) else "some in a row, "
+    bursts = "" if len(firsts) > 0.7 * len(numbers) else "in bursts "
     listed = ", ".join(map(str, firsts[-3:]))
     if gap > 1 and count >= 0.6 * len(gaps):
         return f", {bursts}every {gap} steps (such as {listed})"

@@ -22,16 +22,16 @@ _WONT = "No loss scale fixes this:"
 def of_skips(evidence: Evidence) -> Finding:
     """What explains too many skips in a row."""
     first, last = evidence.skips[0], evidence.skips[-1]
-    fell = f"the last {evidence.skips_in_a_row} steps were skipped"
-    highest = first.scale if evidence.first_scale is None else evidence.first_scale
+    skipped = f"the last {evidence.skips_in_a_row} steps were skipped"
+    highest, fell = first.scale if evidence.first_scale is None else evidence.first_scale, ""
     if highest != last.scale:
-        fell += f" while the scale fell from {highest:g} to {last.scale:g}"
+        fell = f" while the scale fell from {highest:g} to {last.scale:g}"
     return (
         (None if evidence.lost_eps is not None else diverged(evidence))
-        or bad_parameter(evidence, fell)
-        or _of_forward(evidence, fell)
-        or _of_loss(evidence, fell)
-        or _of_gradients(evidence, fell)
+        or bad_parameter(evidence, skipped)
+        or _of_forward(evidence, skipped)
+        or _of_loss(evidence, skipped)
+        or _of_gradients(evidence, skipped, fell)
     )
 
 
@@ -49,8 +49,8 @@ def bad_parameter(evidence: Evidence, so: str) -> Finding | None:
     if evidence.lost_eps is not None:
         return Finding(
             "parameter",
-            f"{cause}: the optimizer divides by a root plus an eps of {evidence.lost_eps:g}, which "
-            "is 0 in the float16 of its parameters.",
+            f"{cause}: the optimizer divides by an eps of {evidence.lost_eps:g}, which is 0 in the "
+            "float16 of its parameters.",
             "Go back to an earlier checkpoint, and keep the parameters in float32, with the "
             "forward pass under autocast, or set eps to 1e-4.",
             parameter,
@@ -91,7 +91,7 @@ def bad_state(evidence: Evidence) -> Finding | None:
     )
 
 
-def _of_forward(evidence: Evidence, fell: str) -> Finding | None:
+def _of_forward(evidence: Evidence, skipped: str) -> Finding | None:
     located, count = evidence.located, evidence.skips_in_a_row
     if located is None or located.kind == "backward":
         return None
@@ -105,50 +105,51 @@ def _of_forward(evidence: Evidence, fell: str) -> Finding | None:
             return Finding(
                 "loss",
                 f"A tensor that {located.made_by} computed outside of the model holds Inf or NaN "
-                f"before the forward pass{seen}, so {fell}.",
+                f"before the forward pass{seen}, so {skipped}.",
                 f"{_WONT} call locate() with the module that computes it.",
                 line=located.line,
                 count=count,
             )
         return Finding(
             "data",
-            f"The batch itself holds Inf or NaN before the forward pass{seen}, so {fell}.",
+            f"The batch itself holds Inf or NaN before the forward pass{seen}, so {skipped}.",
             f"{_WONT} look at the data and how they are prepared, such as a division by a "
             "deviation of 0.",
             line=located.line,
             count=count,
         )
-    made = f"{located.num_inf} Inf and {located.num_nan} NaN in {located.dtype}{at_line(located)}"
+    counts = (located.num_inf, "Inf"), (located.num_nan, "NaN")
+    made = " and ".join(f"{count} {what}" for count, what in counts if count)
+    made += f" in {located.dtype}{at_line(located)}"
     comma = "," if located.operation else ""
-    made += f"{comma} from finite inputs of at most {located.largest_input:g}"
+    made += f"{comma} from finite inputs up to {located.largest_input:g}"
     if located.smallest_divisor is not None:
-        made += f" divided by {located.smallest_divisor:g} at the least"
+        made += f", divided by {located.smallest_divisor:g}"
     action = f"{_WONT} {of_forward(located)}."
     if located.module is None:
         maker = f"Another module ({located.type})" if located.type else "Code outside of the model"
-        cause = f"{maker} makes {made}, so {fell}."
+        cause = f"{maker} makes {made}, so {skipped}."
         return Finding("loss", cause, action, line=located.line, count=count)
     module = located.module or "the model"
-    cause = f"The forward pass of {module} makes {made}, so {fell}."
+    cause = f"The forward pass of {module} makes {made}, so {skipped}."
     return Finding("activations", cause, action, module, located.line, count=count)
 
 
-def _of_loss(evidence: Evidence, fell: str) -> Finding | None:
+def _of_loss(evidence: Evidence, skipped: str) -> Finding | None:
     losses = [skip.loss for skip in evidence.skips if skip.loss is not None]
     if not losses or any(map(math.isfinite, losses)):
         return None
     return Finding(
         "loss",
-        f"The unscaled loss is itself {losses[-1]:g}, so {fell}.",
+        f"The unscaled loss is itself {losses[-1]:g}, so {skipped}.",
         f"{_WONT} look for Inf or NaN in the batch, and in the loss for a logarithm (take a loss "
-        "of logits), an exponential, a power, or a division by 0 (a constant such as 1e-8 is 0 in "
-        "float16): compute it in float32.",
+        "of logits), an exponential, a power, or a division by 0: compute it in float32.",
         count=evidence.skips_in_a_row,
         is_certain=False,
     )
 
 
-def _of_gradients(evidence: Evidence, fell: str) -> Finding:
+def _of_gradients(evidence: Evidence, skipped: str, fell: str) -> Finding:
     first, last = evidence.skips[0], evidence.skips[-1]
     inspected = [skip.nonfinite for skip in evidence.skips if skip.nonfinite is not None]
     is_elsewhere = evidence.world_size > 1 and inspected[-1:] == [()]
@@ -163,7 +164,7 @@ def _of_gradients(evidence: Evidence, fell: str) -> Finding:
         return Finding(
             "nan",
             f"The gradient of {name} is NaN at every loss scale{at}, though the loss is finite: "
-            f"{fell}.",
+            f"{skipped}.",
             f"{_WONT} {of_backward(found if at else None)}{name_it}.",
             name,
             line,
@@ -183,7 +184,7 @@ def _of_gradients(evidence: Evidence, fell: str) -> Finding:
     if not (at_floor or is_fixed or last.scale <= 1):
         return Finding(
             "normal",
-            f"{overflow}, and {fell}.",
+            f"{overflow}, and {skipped}{fell}.",
             "The scale is still falling, and a lower one may fix this: start from a lower "
             "init_scale to get there sooner.",
             where,
@@ -195,17 +196,19 @@ def _of_gradients(evidence: Evidence, fell: str) -> Finding:
         else "which no longer enlarges gradients"
     )
     loss = f" (the loss is {last.loss:g})" if is_large else ""
-    cause = f"{overflow}{loss} at a loss scale of {last.scale:g}, {limit}: {fell}."
+    cause = f"{overflow}{loss} at a loss scale of {last.scale:g}, {limit}: {skipped}{fell}."
     if is_elsewhere:
         return Finding("elsewhere", cause, EXPLAIN_ALL, count=count)
     lower = "start from a scale below 1" if last.scale <= 1 else "start from a lower scale"
     if at_floor or is_fixed:
-        lower = "allow a lower scale (min_scale, or another policy)"
+        lower = "allow a lower scale (min_scale)"
+    divide = f"Divide the loss (a mean in place of a sum, targets in larger units), or {lower}"
+    if not is_large:
+        divide += "; if gradients are Inf at every scale, look for a division by 0"
     return Finding(
         "floor",
         cause,
-        f"Divide the loss (a mean in place of a sum, targets in larger units), or {lower}; if the "
-        "gradients are Inf at every scale, look for a division by 0, or train in bfloat16.",
+        f"{divide}.",
         where,
         line,
         count=count,
