@@ -17,6 +17,7 @@ from gradscaler.diagnose._findings.advice import (
 )
 from gradscaler.diagnose._findings.evidence import Evidence, Past
 from gradscaler.diagnose._findings.finding import Finding
+from gradscaler.diagnose._locate.located import Located
 
 _EXPLODED = 50.0  # times the loss before
 _GREW = 10.0  # times the norm of the first weights
@@ -150,65 +151,75 @@ def data(evidence: Evidence) -> Finding | None:
     skips = bad or unexplained(evidence)
     if skips and all(_is_at_floor(step, evidence) for step in skips) and not bad:
         return None
-    count = evidence.bad_and_skipped if bad else max(len(skips), evidence.skipped)
     were = "was" if evidence.skipped == 1 else "were"
     text = f"{evidence.skipped} of {evidence.steps} steps {were} skipped{when(skips)}"
-    losses = [step.loss for step in evidence.past if not step.skipped and _is_finite(step.loss)]
-    usual = f" (elsewhere about {median(losses):g})" if losses else ""  # type: ignore[type-var]
-    own = [step.loss for step in skips if step.loss is not None]
-    now = "" if evidence.scale is None else f"; the loss scale is {evidence.scale:g} now"
-    found = evidence.watched
-    steps = tuple(step.step for step in skips[-_FEW:])
-    place = (None, None) if found is None else (found.module, found.line)
-    if bad:
-        these = "each" if count == evidence.skipped else f"{count} of them"
-        at = at_line(found, ", first seen in")
-        action = (
-            "Look in these batches for NaN or Inf in inputs and labels, an empty mask, a fully "
-            "masked row, or a sum too long for float16."
-        )
-        if found is not None and found.operation is not None and found.kind != "input":
-            of_kind = of_forward if found.kind == "forward" else of_backward
-            action = f"In these batches, {of_kind(found)}."
-        return Finding(
-            "data",
-            f"{text}, {these} with a loss of {own[-1]:g}{at}.",
-            action,
-            *place,
-            steps,
-            count,
-            is_certain=len(bad) >= _FEW,
-        )
-    named = ""
+    describe = _of_bad_losses if bad else _of_bad_gradients
+    return describe(evidence, skips, text)
+
+
+def _of_bad_losses(evidence: Evidence, bad: Sequence[Past], text: str) -> Finding:
+    found, count = evidence.watched, evidence.bad_and_skipped
+    these = "each" if count == evidence.skipped else f"{count} of them"
+    action = (
+        "Look in these batches for NaN or Inf in inputs and labels, an empty mask, a fully masked "
+        "row, or a sum too long for float16."
+    )
+    if found is not None and found.operation is not None and found.kind != "input":
+        of_kind = of_forward if found.kind == "forward" else of_backward
+        action = f"In these batches, {of_kind(found)}."
+    return Finding(
+        "data",
+        f"{text}, {these} with a loss of {bad[-1].loss:g}{at_line(found, ', first seen in')}.",
+        action,
+        *_place_of(found),
+        tuple(step.step for step in bad[-_FEW:]),
+        count,
+        is_certain=len(bad) >= _FEW,
+    )
+
+
+def _of_bad_gradients(evidence: Evidence, skips: Sequence[Past], text: str) -> Finding:
+    """Skips whose loss was finite, or was not seen."""
+    found, named = evidence.watched, ""
     if found is not None and found.kind == "backward":
         named = at_line(found, ", first seen in the gradient of")
+    settled = f"{text} after the scale had settled{named}"
+    now = "" if evidence.scale is None else f"; the loss scale is {evidence.scale:g} now"
+    own = [step.loss for step in skips if step.loss is not None]
+    applied = [step.loss for step in evidence.past if not step.skipped and step.loss is not None]
+    others = [loss for loss in applied if math.isfinite(loss)]
+    usual = f" (elsewhere about {median(others):g})" if others else ""
     if named and found is not None and (advice := of_gradient(found)) is not None:
-        cause = f"{text} after the scale had settled{named}, though their loss is finite."
+        cause = f"{settled}, though their loss is finite."
         action = f"In these batches, {advice}."
-    elif own and losses and median(map(abs, own)) >= 10 * median(map(abs, losses)):  # type: ignore[arg-type]
+    elif own and others and median(map(abs, own)) >= 10 * median(map(abs, others)):
         cause = f"{text}, whose loss is about {median(own):g}{usual}{now}."
         action = (
             "Look at these batches for outliers in inputs and labels, and leave out, clip or "
             "normalise them; a loss that grows less for large errors (Huber's) helps too."
         )
     elif own:
-        cause = (
-            f"{text} after the scale had settled{named}, though their loss is like that of other "
-            f"steps{usual}{now}."
-        )
+        cause = f"{settled}, though their loss is like that of other steps{usual}{now}."
         action = (
             "Look at these batches for what makes the backward pass alone fail, such as the root "
             "or norm of 0 where two rows are equal, or a rare class or long sequence whose "
             "gradient is large: locate() on one of them names it."
         )
     else:
-        cause = f"{text} after the scale had settled{named}{now}, and their losses were not seen."
+        cause = f"{settled}{now}, and their losses were not seen."
         action = (
             "Look at these batches for Inf and NaN in inputs, labels and masks, for outliers, and "
             "for what makes the backward pass alone fail, such as the root or norm of 0: locate() "
             "on one of them names it."
         )
-    return Finding("data", cause, action, *place, steps, count, is_certain=False)
+    steps = tuple(step.step for step in skips[-_FEW:])
+    count = max(len(skips), evidence.skipped)
+    return Finding("data", cause, action, *_place_of(found), steps, count, is_certain=False)
+
+
+def _place_of(found: Located | None) -> tuple[str | None, str | None]:
+    """The module and the line of what a watched step showed."""
+    return (None, None) if found is None else (found.module, found.line)
 
 
 def _are_several(bad: Sequence[Past], evidence: Evidence) -> bool:
