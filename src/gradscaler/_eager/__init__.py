@@ -1,1 +1,1 @@
-"""The eager engine: scale, unscale, step or skip, update; once, for every eager framework."""
+"""The eager engine: scale, unscale, step or skip, update, for every eager framework."""

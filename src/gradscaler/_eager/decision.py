@@ -19,12 +19,13 @@ from gradscaler.policies import State
 
 
 class Result(NamedTuple):
-    """What all processes put in together.
+    """The sum of all ballots, read.
 
     Attributes:
-        found_inf: whether one has found an overflow.
-        has_gradients: whether one has gradients.
-        is_same: whether all hold the same scale and counters, and decide about one optimizer.
+        found_inf: whether any process found an overflow.
+        has_gradients: whether any process has gradients.
+        is_same: whether all processes hold the same scale and counters, and decide about the same
+            optimizer.
     """
 
     found_inf: bool
@@ -33,20 +34,20 @@ class Result(NamedTuple):
 
 
 class Order:
-    """The optimizers of a group's decisions, in the order of their first ones."""
+    """The optimizers that a group decides about, in the order of their first decisions."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[ref[Any], int]] = {}
         self._count = 0
 
     def identity(self, optimizer: Any, shapes: Iterable[Iterable[int]]) -> int:
-        """A number that all processes of the group have for one optimizer.
+        """The number by which all processes of the group know one optimizer.
 
         A digest of its place in the order, its class, and ``shapes``. It is exact in a float64.
 
         Args:
-            optimizer: what the processes decide about.
-            shapes: of those of its parameters that all the processes hold alike.
+            optimizer: the one that the processes decide about.
+            shapes: those of its parameters that every process holds whole.
         """
         known = self._known.get(id(optimizer))
         if known is not None and known[0]() is optimizer:
@@ -61,7 +62,7 @@ class Order:
 def ballot(
     found_inf: bool, has_gradients: bool, state: State, optimizer: int, processes: int
 ) -> int:
-    """What one process puts in: an int64, with room to add up those of so many processes.
+    """One process's vote: an int64, small enough that the sum over all processes fits.
 
     The digest is a hash of host scalars, which is the same in each process. ``optimizer`` is its
     :meth:`Order.identity`.
@@ -72,7 +73,7 @@ def ballot(
 
 
 def result(total: int, own: int, processes: int) -> Result:
-    """What the sum of ballots says, to the process that put in ``own``."""
+    """Read the sum of all ballots, in the process whose ballot is ``own``."""
     bits = processes.bit_length()
     ones = (1 << bits) - 1
     is_same = total >> 2 * bits == (own >> 2 * bits) * processes
@@ -80,20 +81,20 @@ def result(total: int, own: int, processes: int) -> Result:
 
 
 def bounds(state: Iterable[Any]) -> list[Any]:
-    """Each value with its negative: their maxima show the range over all processes."""
+    """Each value and its negative: a maximum over processes then gives the largest and smallest."""
     return list(chain.from_iterable((value, -value) for value in state))
 
 
 def check_same(fields: Iterable[str], maxima: Sequence[float]) -> None:
-    """Compare what processes hold.
+    """Check that all processes hold the same state and decide about the same optimizer.
 
     Args:
-        fields: of the state.
-        maxima: of the ``bounds`` of the state, and of the optimizer's identity.
+        fields: the names of the state's fields.
+        maxima: over processes, of the ``bounds`` of the state and of the optimizer's identity.
 
     Raises:
-        ScaleMismatchError: they hold different scales or counters, or decide about different
-            optimizers; all of them raise it.
+        ScaleMismatchError: processes hold different scales or counters, or decide about different
+            optimizers. Every process raises it.
     """
     for name, largest, negated in zip((*fields, ""), maxima[::2], maxima[1::2], strict=True):
         smallest = 0.0 - negated  # not -0.0

@@ -1,4 +1,4 @@
-"""One optimizer's gradients in one iteration: what is true of them, what is yet to be done."""
+"""One optimizer's gradients in one iteration: their stage, and the work that is left."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _FRAMEWORK_STAGES = {
 
 
 class Scaling(NamedTuple):
-    """What gradients were multiplied by, and by which state all decide about them.
+    """The scale of an optimizer's gradients, and the state by which processes decide about them.
 
     Attributes:
-        scale: of their loss.
-        state: the scaler's, which all processes that decide together hold alike.
-        amax_interval: at how many finite steps the policy looks at the largest gradient; 0 for
+        scale: the one that their loss was multiplied by.
+        state: the scaler's, the same in all processes that decide together.
+        amax_interval: the policy looks at the largest gradient every so many finite steps; 0 for
             never.
     """
 
@@ -51,47 +51,47 @@ class Scaling(NamedTuple):
 class Unscaler(Protocol):
     """How one optimizer's gradients are divided by the scale, and checked.
 
-    An adapter hands the engine one that calls what users have put in place of its methods.
+    An adapter's own calls the methods that users have replaced.
     """
 
     @property
     def is_plain(self) -> bool:
-        """Whether that is all that happens, so that a norm of scaled gradients may tell as much.
+        """Whether it only divides and checks, so that ``measure`` may do its work.
 
-        A replacement may reduce flags over processes, for example.
+        A user's replacement may do more, such as reduce the flags over processes.
         """
 
     def unscale_(self, inverse: Any, /) -> FoundInf:
-        """Divide them in place, whatever is found, and flag those that are not finite.
+        """Divide the gradients in place, finite or not, and flag those that are not finite.
 
-        ``inverse`` is the second that :meth:`Operations.inverse` gives.
+        ``inverse`` is the second value that :meth:`Operations.inverse` returns.
         """
 
     def check(self) -> FoundInf:
-        """Flag those that are not finite; all stay as they are."""
+        """Flag gradients that are not finite, and change none."""
 
 
 class Gradients:
-    """One optimizer's gradients in one iteration: the only place where their stage moves.
+    """One optimizer's gradients in one iteration. Their stage moves only here.
 
     Attributes:
-        optimizer: the owner of their parameters; kept alive until the iteration ends, so that its
-            id stays its own.
+        optimizer: the owner of their parameters. It is kept alive until the iteration ends, so
+            that no other object gets its id.
         stage: what is true of them.
-        found_inf: their flags; None until they were checked.
-        overflowed: ``have_overflowed``, once a step has read that on the host; else None.
-        amax: their largest magnitude once unscaled; None where the policy does not look at it.
-        scale: the scale that they are unscaled by.
-        clip_coefficient: what clipping still has to multiply them by, or None.
-        made_with: the state that they were made with, if ``attempts`` backed off; None for the
-            scaler's own.
+        found_inf: the flags of the check; None before it.
+        overflowed: the value of ``have_overflowed`` once a step has read it on the host, else None.
+        amax: the largest unscaled magnitude; None if the policy does not need it.
+        scale: the scale that they are divided by.
+        clip_coefficient: the factor by which ``step`` still has to clip them, or None.
+        made_with: the state whose scale they were made with, if ``attempts`` backed off; None for
+            the scaler's own state.
         is_attempted: whether a loop over ``attempts`` made them.
         is_exhausted: whether they overflowed in each of the latest ``attempts``.
-        result: what ``optimizer.step`` returned, in a list; empty until it has, None until it is
-            called.
+        result: None before ``optimizer.step`` is called, an empty list until it returns, then a
+            list of the value that it returned.
     """
 
-    # Values of the class, until something sets them: each iteration makes new ones.
+    # Defaults stand on the class: every iteration makes new objects, and they are cheap this way.
     optimizer: Optimizer = None
     stage: Stage = Stage.SCALED
     found_inf: FoundInf | None = None
@@ -105,7 +105,7 @@ class Gradients:
     result: list[Any] | None = None
     _standing: Standing = Standing.LASTING
     _inverse: Tensor | None = None  # 1/scale, if they are MEASURED
-    _stale: list[Tensor] | None = None  # those that were there when they became UNKNOWN
+    _stale: list[Tensor] | None = None  # the tensors at the time that they became UNKNOWN
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
@@ -113,7 +113,7 @@ class Gradients:
     # What is true of them.
 
     def must_allow(self, call: str) -> None:
-        """Raise CallOrderError if a user's call may not come now; its message says why."""
+        """Raise CallOrderError, with the reason, if a user may not make this call now."""
         refusal = REFUSALS.get((self.stage, call))
         if refusal is None and self._standing is not Standing.LASTING:
             refusal = REFUSALS.get((self._standing, call))
@@ -122,24 +122,24 @@ class Gradients:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether they are still multiplied by the loss scale."""
+        """Whether the gradients are still multiplied by the loss scale."""
         return self.stage in _IS_SCALED
 
     @property
     def are_measured(self) -> bool:
-        """Whether they are scaled, and their norm and found_inf are known."""
+        """Whether the gradients are scaled while their norm and found_inf are known."""
         return self.stage is Stage.MEASURED
 
     @property
     def is_over(self) -> bool:
-        """Whether the optimizer has stepped, or nothing is known of them any more."""
+        """Whether the optimizer has stepped, or the gradients' state is unknown."""
         return self.stage in _IS_OVER
 
     @property
     def await_step(self) -> bool:
-        """Whether they are to be clipped in a step that has not come.
+        """Whether they wait for the step that clips them.
 
-        After an error, or with another loss, ``update`` ends what is not worth a step.
+        After an error, or if another loss was scaled, ``update`` no longer insists on that step.
         """
         is_clipped = self._standing is Standing.CLIPPED and self.clip_coefficient is not None
         return is_clipped and not self.is_over
@@ -151,13 +151,13 @@ class Gradients:
 
     @property
     def are_replaced(self) -> bool:
-        """Whether all come from another loss than those that became UNKNOWN."""
+        """Whether none of the gradients that became UNKNOWN is left."""
         current = self._operations.current_gradients(self.optimizer)
         return self._operations.are_new(current, self._stale or [])
 
     @property
     def framework_stage(self) -> str:
-        """The name of the stage that frameworks know, and may set: READY, UNSCALED or STEPPED."""
+        """The stage under its name in frameworks, which may set it: READY, UNSCALED or STEPPED."""
         if self.is_scaled:
             return "READY"
         return "STEPPED" if self.stage is Stage.STEPPED else "UNSCALED"
@@ -169,7 +169,7 @@ class Gradients:
     # What is done with them.
 
     def move(self, event: str) -> None:
-        """Go to the stage after an event."""
+        """Move to the stage that follows an event."""
         self.stage = STAGE_AFTER[self.stage, event]
 
     def unscale(self, scaling: Scaling, unscaler: Unscaler, deciders: Deciders) -> None:
@@ -177,9 +177,9 @@ class Gradients:
         try:
             self.scale, inverse = self._operations.inverse(scaling.scale)
             found_inf = unscaler.unscale_(inverse)
-            if self.stage is not Stage.MEASURED:  # whose flags all have settled already
+            if self.stage is not Stage.MEASURED:  # the flags of measured ones are settled already
                 self.settle(found_inf, scaling, deciders)
-            self._inverse = None  # that of a norm; what clipping is to multiply by stays
+            self._inverse = None  # the clip coefficient stays
             self.move("unscaled")
         except GradientsRefusedError:  # before any has changed
             raise
@@ -188,14 +188,14 @@ class Gradients:
             raise
 
     def check(self, scaling: Scaling, unscaler: Unscaler, deciders: Deciders) -> None:
-        """Find whether they are finite; they stay as they are."""
+        """Check whether the gradients are finite, and change none."""
         scale = scaling.scale if self.is_scaled else None
         self.settle(unscaler.check(), scaling, deciders, scale=scale)
 
     def measure(self, scaling: Scaling, parts: Parts, deciders: Deciders) -> Tensor | None:
-        """Find the norm that they will have once unscaled, and whether they are finite.
+        """The norm that the gradients will have once unscaled; checks them in the same reading.
 
-        None where one reading cannot tell; nothing is known then.
+        None where one reading is not enough; then nothing is recorded.
         """
         norms, found_infs = [], []
         for part in parts.parts:
@@ -214,7 +214,7 @@ class Gradients:
         return parts.norm(norms, 2.0)
 
     def norm(self, parts: Parts, norm_type: float) -> Tensor:
-        """The norm of them as they are, those of the processes that hold other parts included."""
+        """The norm of the gradients as they are, over all processes that hold parts of them."""
         total_norm = self._operations.total_norm
         return parts.norm([total_norm(part, norm_type) for part in parts.parts], norm_type)
 
@@ -227,14 +227,14 @@ class Gradients:
         scale: Tensor | None = None,
         amax: Tensor | None = None,
     ) -> None:
-        """Record what all that decide together found in them.
+        """Record the check of all processes that decide together.
 
         Args:
             found_inf: what this process found.
-            scaling: as for the others.
-            deciders: those who decide.
-            scale: what they are still multiplied by, if they are.
-            amax: their largest, where that is known already.
+            scaling: as in ``unscale``.
+            deciders: the processes that decide together.
+            scale: the scale that the gradients are still multiplied by, if any.
+            amax: their largest magnitude, if it is already known.
         """
         if scaling.amax_interval and amax is None and self.amax_is_due(found_inf, scaling):
             amax = self._operations.amax(self.optimizer, scale)
@@ -245,20 +245,20 @@ class Gradients:
         if not scaling.amax_interval:
             return False
         steps = self._operations.finite_steps(scaling.state)
-        if steps is None:  # to read it would wait for the device
+        if steps is None:  # reading it would wait for the device
             return True
         return steps % scaling.amax_interval == 0 and not self._operations.any_set(found_inf)
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Have them multiplied in ``step``, so that their norm is at most ``max_norm``."""
+        """Let ``step`` multiply the gradients so that their norm is at most ``max_norm``."""
         coefficient = self._operations.clip_coefficient(max_norm, norm)
         self._standing = standing_after(self._standing, "clipped")
-        self.clip_coefficient = None if math.isinf(max_norm) else coefficient  # inf only measures
+        self.clip_coefficient = None if math.isinf(max_norm) else coefficient  # inf: only measure
 
     def must_be_finite(self, norm: Tensor, norm_type: float, deciders: Deciders) -> None:
-        """Raise on all processes where the norm or a gradient of one is not finite.
+        """Raise on all processes if the norm or a gradient of any of them is not finite.
 
-        Their norms may differ, and a norm of finite gradients may overflow.
+        Norms may differ between processes, and a norm of finite gradients may overflow.
         """
         is_finite = math.isfinite(float(norm))
         if not deciders.is_anywhere(not is_finite or self.have_overflowed):
@@ -270,7 +270,7 @@ class Gradients:
         )
 
     def multiply(self) -> None:
-        """Multiply them by what is pending: 1/scale, the clip coefficient, or both."""
+        """Multiply the gradients by the factors that are pending: 1/scale, clipping, or both."""
         factor = self.clip_coefficient if self._inverse is None else self._inverse
         if factor is None:
             return
@@ -298,16 +298,16 @@ class Gradients:
         return result[0]
 
     def finish(self, reason: Reason | None = None) -> StepOutcome:
-        """End their iteration, once nothing can raise any more; what happened in it.
+        """End their iteration, when nothing can raise any more, and return its outcome.
 
-        ``reason`` is that of a skip that found_inf does not tell.
+        ``reason`` is the reason of a skip for which found_inf is not set.
         """
         if self.found_inf is not None and not self.found_inf:
             reason = "no_gradients"
         if self.is_exhausted and self.have_overflowed:
             reason = "retries_exhausted"
         flag: bool | Callable[[], bool] | None = self.overflowed
-        if flag is None:  # no step has read it, so the outcome does when it is asked
+        if flag is None:  # no step has read it, so the outcome reads it when a user asks
             flag = self._operations.readable(self.found_inf) if self.found_inf else False
         self.stage = Stage.STEPPED
         return StepOutcome(self.scale, flag, reason)
@@ -315,13 +315,13 @@ class Gradients:
     # What happens to them.
 
     def interrupt(self) -> None:
-        """A call ended on the way: only some may be unscaled."""
-        # The tensors themselves, so that no new gradient can lie where one of them did.
+        """Note that a call was interrupted, so that only some gradients may be unscaled."""
+        # The tensors, not their ids: a new gradient must not get the id of an old one.
         self._stale = self._operations.current_gradients(self.optimizer)
         self.move("interrupted")
 
     def note_raised(self, error: BaseException) -> None:
-        """A call raised: it may be repeated, until another loss is scaled."""
+        """Note that a call raised. The user may repeat it until another loss is scaled."""
         if self.result:
             self.stage = Stage.STEPPED  # it came after the optimizer's step
             return
@@ -332,12 +332,12 @@ class Gradients:
         self._standing = standing_after(self._standing, "raised")
 
     def note_others(self) -> None:
-        """A closure has made others in their place, which are not as these were."""
+        """Note that a closure has made new gradients in place of these."""
         if self.stage in _IS_KNOWN:
             self.interrupt()
 
     def note_loss(self) -> None:
-        """Another loss is scaled, and may change them."""
+        """Note that another loss was scaled, whose backward pass may add to these gradients."""
         if self._standing in (Standing.LASTING, Standing.OUTDATED):
             return
         is_known = self._standing is not Standing.CLIPPED and self.stage in _IS_KNOWN
@@ -347,7 +347,7 @@ class Gradients:
 
 
 def owner_of(optimizer: Optimizer) -> Optimizer:
-    """The innermost optimizer that owns ``param_groups``: trainers wrap it, and step either.
+    """The innermost optimizer that owns ``param_groups``. Trainers wrap it, and step either one.
 
     A wrapper's ``optimizer`` has the same list of groups.
     """
@@ -366,23 +366,23 @@ def owner_of(optimizer: Optimizer) -> Optimizer:
 
 
 class Iteration(defaultdict[int, Any]):
-    """What is known since the last ``update``: the gradients of each optimizer, by its id.
+    """The gradients of each optimizer since the last ``update``, by the optimizer's id.
 
-    A wrapper's id finds those of the optimizer in it. Frameworks show it, and may put dicts of
-    their own into it.
+    A wrapper's id finds the gradients of the optimizer that it wraps. Frameworks expose this dict,
+    and may put dicts of their own into it.
 
     Attributes:
-        next_state: the state that ``update`` moves to, once it has decided.
+        next_state: the state that ``update`` has decided to move to, else None.
     """
 
     next_state: State | None = None
     _owners: dict[int, tuple[Optimizer, Optimizer]] | None = None  # with wrappers, by their ids
 
     def of(self, optimizer: Optimizer) -> Gradients:
-        """The optimizer's gradients, or new ones that are not kept yet.
+        """The optimizer's gradients, or a new object that is not in the dict yet.
 
         Raises:
-            TypeError: it is no optimizer.
+            TypeError: ``optimizer`` is not an optimizer.
         """
         owner = owner_of(optimizer)
         if owner is not optimizer:
@@ -397,29 +397,29 @@ class Iteration(defaultdict[int, Any]):
                 )
             assert self.default_factory is not None
             found = self.default_factory()
-        found.optimizer = owner  # frameworks' code may have made them, by the id alone
+        found.optimizer = owner  # a framework may have made the entry, from the id alone
         return found
 
     def keep(self, gradients: Gradients) -> None:
-        """Know these gradients until the iteration ends."""
+        """Put these gradients into the dict, until the iteration ends."""
         self[id(gradients.optimizer)] = gradients
 
     def drop(self, gradients: Gradients) -> None:
-        """Know nothing of these gradients."""
+        """Remove these gradients from the dict."""
         self.pop(id(gradients.optimizer), None)
 
     def kept(self, gradients: Gradients) -> Gradients:
-        """These, or those that a replaced method has kept in their place; known from now on."""
+        """Keep these gradients, or return those that a user's method has already kept."""
         found: Gradients = self.setdefault(id(gradients.optimizer), gradients)
-        found.optimizer = gradients.optimizer  # made by the id alone, they do not know it
+        found.optimizer = gradients.optimizer  # made from the id alone, they do not know it
         return found
 
     def known(self) -> list[Gradients]:
-        """All that are known, without what a framework has put here."""
+        """All gradients in the dict, without a framework's own entries."""
         return [each for each in self.values() if isinstance(each, Gradients)]
 
     def found_infs(self) -> list[FoundInf]:
-        """The flags of those that have any.
+        """The flags of all gradients that were checked.
 
         Raises:
             CallOrderError: none were checked.
@@ -431,7 +431,7 @@ class Iteration(defaultdict[int, Any]):
             if each.found_inf:
                 found.append(each.found_inf)
             elif each.found_inf is not None or each.stage is Stage.UNKNOWN:
-                were_checked = True  # there were none, or nothing is known of them any more
+                were_checked = True  # there were none, or their state is unknown
         if not found and not were_checked:
             raise CallOrderError(
                 "No inf checks were recorded prior to update(): call step(optimizer) or "
@@ -446,13 +446,13 @@ class Iteration(defaultdict[int, Any]):
         return [each.amax for each in self.known() if each.amax is not None]
 
     def note_raised(self, optimizer: Optimizer, error: BaseException) -> None:
-        """A call for an optimizer raised."""
+        """Note that a call for an optimizer raised."""
         gradients = self.get(id(owner_of(optimizer)))
         if gradients is not None:
             gradients.note_raised(error)
 
     def must_await_no_step(self) -> None:
-        """Raise CallOrderError if gradients are to be clipped in a step that has not come."""
+        """Raise CallOrderError if gradients still wait for the step that clips them."""
         for each in self.values():
             if isinstance(each, Gradients) and each.await_step:
                 raise CallOrderError(
@@ -462,12 +462,13 @@ class Iteration(defaultdict[int, Any]):
                 )
 
     def _wrap(self, wrapper: Optimizer, owner: Optimizer) -> None:
-        """Let a wrapper share its owner's gradients, also those that a user asked for before."""
+        """Let a wrapper share its optimizer's gradients, including ones looked up earlier."""
         made = self.pop(id(wrapper), None)
         if made is not None:
             self.setdefault(id(owner), made)
         self._owners = self._owners or {}
-        self._owners[id(wrapper)] = owner, wrapper  # both kept alive, so that ids stay theirs
+        # Both are kept alive, so that no other object gets their ids.
+        self._owners[id(wrapper)] = owner, wrapper
 
     def __missing__(self, key: int) -> Gradients:
         if self._owners is None or key not in self._owners:

@@ -1,4 +1,4 @@
-"""What an observer may ask of an eager scaler."""
+"""The questions that an observer may ask an eager scaler."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ OptimizerT = TypeVar("OptimizerT", bound=Any)
 
 
 class ObservedScaler(Generic[TensorT, OptimizerT]):
-    """What an observer may ask of a scaler, under names that no subclass of a scaler can need.
+    """A scaler as observers see it, apart from the scaler's own names, which subclasses may use.
 
-    Each answer is of the moment; those that may wait for the device say so.
+    Each answer holds for the moment. Answers that may wait for the device say so.
     """
 
     def __init__(self, scaler: Any) -> None:
@@ -27,7 +27,7 @@ class ObservedScaler(Generic[TensorT, OptimizerT]):
 
     @property
     def policy(self) -> Policy:
-        """The rule by which the scale moves; a ``FixedScale`` if it does not."""
+        """The rule by which the scale moves; a ``FixedScale`` if the scale does not move."""
         policy: Policy = self._scaler._policy
         return policy if self._scaler._scale_moves() else FixedScale(float(self.state.scale))
 
@@ -39,7 +39,7 @@ class ObservedScaler(Generic[TensorT, OptimizerT]):
 
     @property
     def is_in_closure(self) -> bool:
-        """Whether ``step`` is calling a closure, again if its gradients overflow."""
+        """Whether ``step`` is calling a closure. It may call it again, if gradients overflow."""
         return bool(self._scaler._repeating.is_running)
 
     def last_steps(self) -> list[tuple[OptimizerT, StepOutcome]]:
@@ -48,5 +48,5 @@ class ObservedScaler(Generic[TensorT, OptimizerT]):
         return found
 
     def total_norm(self, optimizer: OptimizerT) -> float:
-        """The 2-norm of an optimizer's gradients as they are, scaled or not; waits for it."""
+        """The 2-norm of an optimizer's gradients as they are; waits for the device."""
         return float(self._scaler._operations.total_norm(optimizer, 2.0))

@@ -1,4 +1,4 @@
-"""What an eager adapter supplies to the engine: its framework's tensor operations.
+"""The tensor operations that an eager adapter supplies to the engine.
 
 An adapter's ``_operations.py`` satisfies this Protocol, as a module or by an object in it. Tensors,
 optimizers and found_inf flags are opaque to the engine: it only hands them back.
@@ -16,14 +16,14 @@ Tensor = Any
 Optimizer = Any
 
 FoundInf = Mapping[Any, Tensor]
-"""Device to a flag on it, non-zero for non-finite gradients; empty where there are no gradients."""
+"""A flag on each device, non-zero if a gradient there is not finite; empty without gradients."""
 
 
 class GradientsRefusedError(Exception):
-    """An adapter cannot unscale gradients, and has changed none.
+    """An adapter refuses to unscale gradients, and has changed none.
 
-    What it raises is of this type, and of the type that its framework raises. Anything else that
-    is raised on the way is an interrupt, after which some may be unscaled.
+    The error that it raises is of this type and of the type that its framework raises. Any other
+    error counts as an interrupt, after which some gradients may be unscaled.
     """
 
 
@@ -37,7 +37,7 @@ class Operations(Protocol):
         """``output * scale``, differentiable, on the output's device."""
 
     def place(self, state: State, device: Any, /) -> State:
-        """A host state in the form that this framework keeps it in, on a device."""
+        """A host state, as this framework keeps it on a device."""
 
     def read(self, state: State, /) -> State:
         """A placed state as host scalars."""
@@ -53,13 +53,13 @@ class Operations(Protocol):
         amaxes: Sequence[Tensor] = (),
         /,
     ) -> State:
-        """What a step of ``policy`` makes of ``state``, which stays as it is.
+        """The state after one step of ``policy``; ``state`` itself does not change.
 
-        The policy is handed the largest of ``amaxes``, if there are any.
+        The policy gets the largest of ``amaxes``, if there are any.
         """
 
     def move(self, state: State, values: State, /) -> State:
-        """A placed state of the values of ``next_state``, in ``state``'s place if it has one."""
+        """Place the values of ``next_state``, in the tensors of ``state`` if it has any."""
 
     def copy(self, state: State, /) -> State:
         """A state that moves independently of ``state``."""
@@ -71,7 +71,7 @@ class Operations(Protocol):
         """Whether any flag is set, read on the host."""
 
     def readable(self, found_inf: FoundInf, /) -> bool | Callable[[], bool]:
-        """Whether any flag is set; where reading it would wait for a device, what reads it."""
+        """Whether any flag is set: a bool if free to read, else a callable that reads it."""
 
     def inverse(self, scale: Tensor, /) -> tuple[Any, Any]:
         """A copy of the scale for the record, and 1/scale in the form that an ``Unscaler`` takes.
@@ -82,23 +82,24 @@ class Operations(Protocol):
     def measure(
         self, optimizer: Optimizer, scale: Tensor, /
     ) -> tuple[Tensor, Any, Tensor, FoundInf] | None:
-        """The 2-norm that gradients will have once unscaled, from reading them once.
+        """The 2-norm that the gradients will have once unscaled, from reading them once.
 
-        Also a copy of the scale, its inverse, and the flags that unscaling would give. None where
-        one reading cannot tell: a norm too large for its dtype, a scale below 1, an unusual dtype.
+        It returns the norm, a copy of the scale, its inverse, and the flags that unscaling would
+        give. None where one reading is not enough: the norm is too large for its dtype, the scale
+        is below 1, or a dtype is unusual.
         """
 
     def amax(self, optimizer: Optimizer, scale: Tensor | None, /) -> Tensor:
         """The largest magnitude of the optimizer's gradients, times 1/scale if they are scaled.
 
-        A float32 scalar, 0 where there are no gradients; of non-finite gradients it is any number.
+        A float32 scalar: 0 without gradients, and any number if a gradient is not finite.
         """
 
     def total_norm(self, optimizer: Optimizer, norm_type: float, /) -> Tensor:
-        """The norm of all the optimizer's gradients taken as one vector, a scalar."""
+        """The norm of all the optimizer's gradients as one vector, a scalar."""
 
     def clip_coefficient(self, max_norm: float, total_norm: Tensor, /) -> Tensor:
-        """What to multiply gradients by so that their norm is at most ``max_norm``; at most 1."""
+        """The factor, at most 1, that brings the norm of gradients down to ``max_norm``."""
 
     def multiply_gradients_(self, optimizer: Optimizer, factor: Tensor, /) -> None:
         """Multiply the optimizer's gradients in place."""
@@ -107,7 +108,7 @@ class Operations(Protocol):
         """The dense tensors that hold the optimizer's gradients now."""
 
     def are_new(self, gradients: list[Tensor], stale: list[Tensor], /) -> bool:
-        """Whether no gradient can be a sum with one of ``stale``, which were there before."""
+        """Whether no gradient of ``stale`` is left, alone or as part of a sum."""
 
     def clear_gradients(self, optimizer: Optimizer, /) -> None:
         """Leave the optimizer's parameters without gradients."""
