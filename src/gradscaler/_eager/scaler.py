@@ -632,8 +632,9 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         self._start()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EagerScaler[TensorT, OptimizerT]:
-        group = getattr(self, "_group", None)
-        memo[id(group)] = group  # a process group cannot be copied, and copies decide together, too
+        # A copy decides together with the same processes, and asks the same outside flag.
+        for shared in (getattr(self, name, None) for name in ("_group", "_overflow")):
+            memo[id(shared)] = shared
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(copying.deepcopy(self.__getstate__(), memo))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -28,6 +29,8 @@ _CPU = torch.device("cpu")
 _IS_AVAILABLE = dist.is_available()
 
 Group = Any  # dist.ProcessGroup, which a build without distributed lacks
+Overflow = Callable[[], "bool | torch.Tensor"]
+"""Tells whether something outside of the gradients found an overflow since it was last called."""
 
 
 def is_distributed() -> bool:
@@ -169,10 +172,18 @@ class TorchProcesses:
     Args:
         operations: the scaler's.
         group: the process group that the user named; None where parameters tell.
+        overflow: tells of an overflow that the gradients may not show; None where nothing does.
     """
 
-    def __init__(self, operations: TorchLikeOperations, group: Group | None) -> None:
+    def __init__(
+        self,
+        operations: TorchLikeOperations,
+        group: Group | None,
+        overflow: Overflow | None = None,
+    ) -> None:
         self.group = group
+        self._operations = operations
+        self._overflow = overflow
         self._vote = Vote(operations)
 
     def named(self) -> Group | None:
@@ -180,6 +191,19 @@ class TorchProcesses:
         return self.group
 
     def deciders_of(self, optimizer: Any) -> Deciders:
+        return self._with_outside_flag(self._deciders_of(optimizer))
+
+    def repeaters_of(self, optimizer: Any) -> Deciders:
+        deciders = self._deciders_of(optimizer)
+        if deciders is ALONE and self.named() is None and is_distributed():
+            raise ParameterError(
+                "attempts() is to repeat a backward pass on all processes or on none, and nothing "
+                "tells on which: construct GradScaler(group=...) with the process group that "
+                "decides together, such as torch.distributed.group.WORLD"
+            )
+        return self._with_outside_flag(deciders)
+
+    def _deciders_of(self, optimizer: Any) -> Deciders:
         if self.group is None and not is_distributed():
             return ALONE
         group = self.named() or group_of(optimizer)
@@ -189,15 +213,10 @@ class TorchProcesses:
             else GroupOfDeciders(self._vote, group, optimizer)
         )
 
-    def repeaters_of(self, optimizer: Any) -> Deciders:
-        deciders = self.deciders_of(optimizer)
-        if deciders is ALONE and self.named() is None and is_distributed():
-            raise ParameterError(
-                "attempts() is to repeat a backward pass on all processes or on none, and nothing "
-                "tells on which: construct GradScaler(group=...) with the process group that "
-                "decides together, such as torch.distributed.group.WORLD"
-            )
-        return deciders
+    def _with_outside_flag(self, deciders: Deciders) -> Deciders:
+        if self._overflow is None:
+            return deciders
+        return WithOutsideFlag(deciders, self._operations, self._overflow)
 
     def parts_of(self, optimizer: Any, shards: Group | None) -> Parts:
         if shards is None and not is_distributed():
@@ -228,6 +247,37 @@ class GroupOfDeciders:
         vote = torch.tensor(float(flag), device=_device_of(self._group, _CPU))
         dist.all_reduce(vote, dist.ReduceOp.MAX, self._group)
         return bool(vote.item())
+
+
+class WithOutsideFlag:
+    """Deciders, with one more vote: that of hardware or an engine that sees overflows itself."""
+
+    def __init__(
+        self, deciders: Deciders, operations: TorchLikeOperations, overflow: Overflow
+    ) -> None:
+        self._deciders, self._operations, self._overflow = deciders, operations, overflow
+        self.is_anywhere = deciders.is_anywhere
+
+    def agree(
+        self, state: State, found_inf: FoundInf, amax: torch.Tensor | None
+    ) -> tuple[FoundInf, torch.Tensor | None]:
+        if found_inf:  # without gradients, there is no step to skip
+            found_inf = self._with_vote(found_inf)
+        return self._deciders.agree(state, found_inf, amax)
+
+    def _with_vote(self, found_inf: FoundInf) -> FoundInf:
+        """The flags, set where the outside flag is; a tensor is not read on the host."""
+        vote, operations = self._overflow(), self._operations
+        if isinstance(vote, torch.Tensor):
+            is_set = vote.detach().any().float()
+        elif isinstance(vote, (bool, np.bool_)):
+            is_set = operations.scalar(float(vote), next(iter(found_inf.values())).device)
+        else:
+            raise TypeError(f"overflow() must return a bool or a tensor, got {vote!r}")
+        return {
+            key: torch.maximum(flag, operations.on_device(is_set, flag.device))
+            for key, flag in found_inf.items()
+        }
 
 
 class Vote:

@@ -44,6 +44,7 @@ class TorchLikeOperations:
         self.framework = framework
         self._group_tensors = group_tensors
         self._inverse: tuple[float, Tensor] | None = None
+        self._without_kernel: set[tuple[str, Any]] = set()  # types of device, with a dtype
 
     # What the libraries do differently.
 
@@ -250,9 +251,25 @@ class TorchLikeOperations:
     def check_and_unscale_(self, grads: list[Tensor], flag: Tensor, inv_scale: Tensor) -> None:
         """Multiply tensors of one device and dtype in place, and set the flag if any is not finite.
 
-        All are multiplied, whatever is found.
+        All are multiplied, whatever is found. The framework's kernel does both in one reading,
+        where it knows the dtype: that of PyTorch for CUDA does not know bfloat16.
         """
-        self.framework._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv_scale)
+        if self._without_kernel and _kind_of(grads) in self._without_kernel:
+            self._check_then_unscale_(grads, flag, inv_scale)
+            return
+        try:
+            self.framework._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv_scale)
+        except RuntimeError as error:  # raised before anything changed
+            if "not implemented for" not in str(error):
+                raise
+            self._without_kernel.add(_kind_of(grads))
+            self._check_then_unscale_(grads, flag, inv_scale)
+
+    def _check_then_unscale_(self, grads: list[Tensor], flag: Tensor, inv_scale: Tensor) -> None:
+        """``check_and_unscale_`` in two readings, by operations that every dtype has."""
+        for grad in grads:
+            flag.copy_(self.framework.maximum(flag, (~grad.isfinite()).any().float()))
+        self.framework._foreach_mul_(grads, inv_scale)
 
     def first_step_must_be_finite(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer that skips by itself would set up wrong state in doing so.
@@ -488,6 +505,11 @@ class TorchLikeOperations:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """The optimizer's parameters, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _kind_of(tensors: list[Tensor]) -> tuple[str, Any]:
+    """The type of device and the dtype of tensors that share both."""
+    return tensors[0].device.type, tensors[0].dtype
 
 
 def _are_alike(tensors: list[Tensor]) -> bool:

@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import OptState
 from gradscaler._eager.gradients import Gradients
 from gradscaler._eager.repeating import DEFAULT_MAX_RETRIES
 from gradscaler._on_torch.operations import TorchOperations
-from gradscaler._on_torch.processes import TorchProcesses, check_group
+from gradscaler._on_torch.processes import Overflow, TorchProcesses, check_group
 from gradscaler._torch_like.gradients import TorchLikeGradients
 from gradscaler._torch_like.operations import parameters_of
 from gradscaler._torch_like.scaler import TorchLikeScaler
@@ -58,11 +58,17 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             in ``no_sync()``. It must exist: before ``init_process_group``, ``group.WORLD`` is None.
             Each of them then calls ``step`` for the same optimizers in the same order; a stage of
             a pipeline that has no loss need not call ``scale``.
+        overflow: called once for each check of an optimizer's gradients; where it returns True, or
+            a tensor with an element that is not 0, the step is skipped and the scale backs off, as
+            if a gradient were not finite. For hardware and engines that detect overflow
+            themselves: where an NPU saturates, its gradients stay finite. A tensor is not read on
+            the host. It is not called where the optimizer has no gradients.
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.
         TypeError: a parameter is not the kind of number it should be; ``device`` is a number,
-            as in ``torch.cuda.amp.GradScaler(1024.0)``; or ``group`` is not a process group.
+            as in ``torch.cuda.amp.GradScaler(1024.0)``; ``group`` is not a process group; or
+            ``overflow`` cannot be called.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -89,6 +95,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
     _gradients_type: ClassVar[type[Gradients]] = _Gradients
     _processes_type: ClassVar[type[TorchProcesses]] = TorchProcesses
     _processes: TorchProcesses
+    _overflow: Overflow | None = None
 
     def __init__(  # noqa: PLR0913 # PyTorch's, with ours
         self,
@@ -103,6 +110,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
         allow_fp16_gradients: bool = False,
         max_retries: int = DEFAULT_MAX_RETRIES,
         group: dist.ProcessGroup | None = None,
+        overflow: Overflow | None = None,
     ) -> None:
         given: object = device
         # What may be meant as a scale is refused. All else is taken, such as a trainer's stand-in.
@@ -123,8 +131,12 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             )
             enabled = False
         check_group("group", group)
+        if overflow is not None and not callable(overflow):
+            raise TypeError(f"overflow must be a callable, got {overflow!r}")
         self._device = device
-        self._group = group  # before the base class starts, and makes the processes of it
+        # Before the base class starts, and makes the processes of them.
+        self._group = group
+        self._overflow = overflow
         super().__init__(
             init_scale,
             growth_factor,
@@ -140,7 +152,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
 
     def _start(self) -> None:
         super()._start()
-        self._processes = self._processes_type(self._operations, self._group)
+        self._processes = self._processes_type(self._operations, self._group, self._overflow)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_processes": None}

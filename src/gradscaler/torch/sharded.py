@@ -10,7 +10,7 @@ from torch.distributed.fsdp import sharded_grad_scaler
 
 from gradscaler._eager.repeating import DEFAULT_MAX_RETRIES
 from gradscaler._on_torch.operations import TorchOperations
-from gradscaler._on_torch.processes import TorchProcesses, WorldProcesses, check_group
+from gradscaler._on_torch.processes import Overflow, TorchProcesses, WorldProcesses, check_group
 from gradscaler.policies import Policy
 from gradscaler.torch.scaler import GradScaler
 
@@ -48,6 +48,7 @@ class ShardedGradScaler(GradScaler, sharded_grad_scaler.ShardedGradScaler):
         process_group: who decides together; None is the world.
         policy: as for :class:`gradscaler.torch.GradScaler`.
         max_retries: as for :class:`gradscaler.torch.GradScaler`.
+        overflow: as for :class:`gradscaler.torch.GradScaler`.
 
     Raises:
         ValueError, TypeError: as :class:`gradscaler.torch.GradScaler` does.
@@ -68,6 +69,7 @@ class ShardedGradScaler(GradScaler, sharded_grad_scaler.ShardedGradScaler):
         *,
         policy: Policy | None = None,
         max_retries: int = DEFAULT_MAX_RETRIES,
+        overflow: Overflow | None = None,
     ) -> None:
         check_group("process_group", process_group)
         GradScaler.__init__(
@@ -82,6 +84,7 @@ class ShardedGradScaler(GradScaler, sharded_grad_scaler.ShardedGradScaler):
             allow_fp16_gradients=True,
             max_retries=max_retries,
             group=process_group,
+            overflow=overflow,
         )
 
     @property
