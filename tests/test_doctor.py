@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from gradscaler import _doctor
 from gradscaler.__main__ import main
 from gradscaler._frameworks import FRAMEWORKS
 
+ROOT = Path(__file__).parents[1]
 FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch").replace("-", "_")
 
 
@@ -111,3 +113,16 @@ def test_each_command_shows_an_example(capsys):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         assert f"example: python -m gradscaler {command}" in capsys.readouterr().out
+
+
+def test_the_page_on_devices_has_the_rows_that_it_prints():
+    page = (ROOT / "docs" / "devices.md").read_text()
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| ")]
+    assert {row[2].strip(" `") for row in rows[1:]} == set(_doctor.TRIED)
+
+
+@pytest.mark.skipif(FRAMEWORK != "torch", reason="PyTorch's row alone names a device")
+def test_it_says_what_was_tried_on_this_machines_device(monkeypatch):
+    monkeypatch.setattr(_doctor, "FRAMEWORKS", ["torch"])
+    found = next(iter(_doctor.examine()))
+    assert found.advice == "import gradscaler.torch  # cpu: every test runs on one"

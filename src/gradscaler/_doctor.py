@@ -26,6 +26,14 @@ TOOLS = {  # what their extras are, and the packages that those bring
     "report": ("diagnose", ("matplotlib", "rich")),
     "demo": ("torch,demo", ("torch", "matplotlib", "rich", "sklearn")),
 }
+TRIED = {  # as in docs/devices.md
+    "cpu": "every test runs on one",
+    "cuda": "not tried yet: please report what `make bench-gpu` prints",
+    "mps": "not tried yet",
+    "xpu": "not tried yet",
+    "npu": "not tried yet: where it saturates, it needs GradScaler(overflow=...)",
+    "xla": "not tried yet: in JAX, use gradscaler.jax",
+}
 Found = tuple[list[str], list[float]]  # devices; the scale and the weight after each of two steps
 
 
@@ -95,8 +103,10 @@ def _framework(name: str) -> Finding:
     lowest = _lowest(extra)
     if _numbers(version) < _numbers(lowest):
         return Finding(name, version, False, f"(older than {lowest})", install)
-    says = f"on {', '.join(devices)}"
-    return Finding(name, version, True, says, f"import gradscaler.{name}")
+    says, advice = f"on {', '.join(devices)}", f"import gradscaler.{name}"
+    if name == "torch":
+        advice += f"  # {devices[0]}: {TRIED.get(devices[0], 'not tried yet')}"
+    return Finding(name, version, True, says, advice)
 
 
 def _lowest(extra: str) -> str:
@@ -128,8 +138,7 @@ def probe(name: str) -> None:
 
 def on_torch(library: Any, ours: Any) -> Found:
     """PyTorch on its accelerator, or on the CPU. TensorPlay has the same names."""
-    cuda = library.cuda.is_available()
-    device = "cuda" if cuda else "cpu"
+    device = _accelerator_of(library) or "cpu"
     names = [library.cuda.get_device_name(i) for i in range(library.cuda.device_count())]
     weight = library.ones(1, device=device, requires_grad=True)
     optimizer = library.optim.SGD([weight], lr=1.0)
@@ -141,7 +150,16 @@ def on_torch(library: Any, ours: Any) -> Found:
         scaler.step(optimizer)
         scaler.update()
         trace += [scaler.get_scale(), float(weight.detach().sum())]
-    return ["cpu", *names], trace
+    return [device, *names], trace
+
+
+def _accelerator_of(library: Any) -> str | None:
+    """The type of the accelerator that PyTorch sees; TensorPlay knows CUDA alone."""
+    accelerator = getattr(library, "accelerator", None)
+    if accelerator is None:
+        return "cuda" if library.cuda.is_available() else None
+    found = accelerator.current_accelerator() if accelerator.is_available() else None
+    return None if found is None else str(found.type)
 
 
 on_tensorplay = on_torch
