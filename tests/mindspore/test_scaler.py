@@ -181,6 +181,19 @@ def test_nothing_compiles_again_while_the_scale_moves(mode, count_compilations):
     assert compiled == []
 
 
+def test_nothing_compiles_again_for_another_scaler(mode, count_compilations):
+    def iterate(scaler):
+        scaler.unscale((scaler.scale(Tensor(1.0)), Tensor([2.0])))
+        scaler.adjust(Tensor(True))
+        return scaler.counter.asnumpy().item()
+
+    first, second = ours.DynamicLossScaler(64, 2, 3), ours.DynamicLossScaler(64, 2, 3)
+    iterate(first)
+    with count_compilations() as compiled:
+        assert [iterate(second), iterate(second), iterate(first)] == [1, 2, 2]
+    assert compiled == []
+
+
 def test_the_parameters_have_mindspores_names():
     mine, native = ours.DynamicLossScaler(64, 2, 3), amp.DynamicLossScaler(64, 2, 3)
     for name in ("scale_value", "counter"):

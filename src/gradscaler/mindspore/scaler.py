@@ -17,8 +17,8 @@ _map = ops.HyperMap()
 _partial = ops.Partial()
 
 
-# Functions, because MindSpore caches a compiled method by the id of its object, and would use the
-# method for a later object with the same id.
+# Functions of tensors, which all scalers share. MindSpore caches a compiled method by the id of its
+# object, and would use it for a later object with the same id. It compiles anew for each Parameter.
 @compiled
 def _scale(scale: Any, inputs: Any) -> Any:
     return _map(_partial(scaled, scale), inputs)
@@ -30,8 +30,8 @@ def _unscale(scale: Any, inputs: Any) -> Any:
 
 
 @compiled
-def _adjust(parameters: Any, grads_finite: Any, amax: Any, *leaves: Any) -> None:
-    assign(leaves, next_values(parameters, leaves, ops.logical_not(grads_finite), amax))
+def _adjusted(parameters: Any, grads_finite: Any, amax: Any, *leaves: Any) -> Any:
+    return next_values(parameters, leaves, ops.logical_not(grads_finite), amax)
 
 
 class _Scaling(mindspore.amp.LossScaler):  # type: ignore[misc] # untyped base
@@ -43,7 +43,7 @@ class _Scaling(mindspore.amp.LossScaler):  # type: ignore[misc] # untyped base
         Args:
             inputs: a tensor, or tensors in tuples, lists and dicts: a loss, or gradients.
         """
-        return _scale(self.scale_value, _tensors(inputs))
+        return _scale(_value_of(self.scale_value), _tensors(inputs))
 
     def unscale(self, inputs: Any) -> Any:
         """``inputs / scale_value``, in the dtype of each.
@@ -51,7 +51,12 @@ class _Scaling(mindspore.amp.LossScaler):  # type: ignore[misc] # untyped base
         Args:
             inputs: a tensor, or tensors in tuples, lists and dicts: a loss, or gradients.
         """
-        return _unscale(self.scale_value, _tensors(inputs))
+        return _unscale(_value_of(self.scale_value), _tensors(inputs))
+
+
+def _value_of(scale: Any) -> Any:
+    """The scale as a tensor: a static scaler's may be a number."""
+    return scale.value() if isinstance(scale, Parameter) else scale
 
 
 def _tensors(inputs: Any) -> Any:
@@ -164,5 +169,7 @@ class DynamicLossScaler(WindowAndFactor, _Scaling, mindspore.amp.DynamicLossScal
         """
         constants = tuple(self._policy._constants)  # a named one compiles at every call
         flag, largest = as_flag(grads_finite), as_amax(amax, self._wants_amax)
-        _adjust(constants, flag, largest, self.scale_value, self.counter, *self._own_leaves)
+        leaves = (self.scale_value, self.counter, *self._own_leaves)
+        values = [leaf.value() for leaf in leaves]
+        assign(leaves, _adjusted(constants, flag, largest, *values))
         return True
