@@ -20,7 +20,7 @@ import paddle
 from paddle.base import core
 
 from gradscaler._eager.operations import FoundInf, GradientsRefusedError
-from gradscaler.paddle._small_tensors import batches_of_small
+from gradscaler.paddle._small_tensors import batches_of_small, small_by_shape
 from gradscaler.policies import Policy, State
 
 Tensor = Any
@@ -193,8 +193,37 @@ def _multiply_(grads: list[Tensor], factor: float) -> None:
             product = _C_ops.scale(grad.astype("float32"), factor, -0.0, True)
             grad.set_value(product.astype(grad.dtype))
     else:
-        for grad in grads:
+        for grad in _multiply_small_(grads, factor):
             _C_ops.scale_(grad, factor, -0.0, True)
+
+
+def _multiply_small_(grads: list[Tensor], factor: float) -> list[Tensor]:
+    """Multiply the small ones in one call, if that is worth it; the others, as they were.
+
+    No kernel of Paddle multiplies a list of tensors by a number, but that of momentum does so on
+    its way: ``velocity = factor * velocity + gradient; parameter -= rate * velocity``. Its
+    gradients are -0.0 here, which changes no sum, and its parameters are not used.
+    """
+    if grads[0].dtype != paddle.float32 or not grads[0].place.is_cpu_place():
+        return grads  # the kernel's factor is a float32
+    fit: list[Tensor] = []  # what the kernel knows
+    rest: list[Tensor] = []
+    for grad in grads:
+        (fit if grad.is_contiguous() and not grad.is_dist() else rest).append(grad)
+    by_shape, others = small_by_shape(fit)
+    if not by_shape:
+        return grads
+    velocities: list[Tensor] = []
+    gradients: list[Tensor] = []
+    parameters: list[Tensor] = []
+    for shape, alike in by_shape.items():
+        velocities += alike
+        gradients += [paddle.full(shape, -0.0)] * len(alike)
+        parameters += [paddle.zeros(shape)] * len(alike)
+    rates = [paddle.zeros([1])] * len(velocities)
+    options: Any = (False, [], [], False, 1.0)  # no Nesterov, no regularization, one precision
+    _C_ops.merged_momentum_(parameters, gradients, velocities, rates, None, factor, *options)
+    return others + rest
 
 
 def amax(optimizer: Any, scale: np.float32 | None) -> np.float32:

@@ -11,6 +11,23 @@ _SMALL = 2**13  # elements
 _LONGEST_BATCH = 2**17  # elements
 _SHORTEST_BATCH = 8  # tensors
 
+Shape = tuple[int, ...]
+
+
+def small_by_shape(tensors: list[Tensor]) -> tuple[dict[Shape, list[Tensor]], list[Tensor]]:
+    """Small tensors by their shapes, and the others; if they are few, all are others."""
+    if len(tensors) < _SHORTEST_BATCH:
+        return {}, tensors
+    small: dict[Shape, list[Tensor]] = {}
+    others: list[Tensor] = []
+    for shape, alike in _by_shape(tensors).items():
+        if 0 < math.prod(shape) <= _SMALL:
+            small[shape] = alike
+        else:
+            others += alike
+    few = sum(map(len, small.values())) < _SHORTEST_BATCH
+    return ({}, tensors) if few else (small, others)
+
 
 def batches_of_small(tensors: list[Tensor]) -> tuple[list[list[Tensor]], list[Tensor]]:
     """Small tensors in batches of one shape and one length, to be copied side by side; the others.
@@ -19,9 +36,7 @@ def batches_of_small(tensors: list[Tensor]) -> tuple[list[list[Tensor]], list[Te
     """
     if len(tensors) < _SHORTEST_BATCH:
         return [], tensors
-    by_shape: defaultdict[tuple[int, ...], list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        by_shape[tuple(tensor.shape)].append(tensor)
+    by_shape = _by_shape(tensors)
     elements = sum(math.prod(shape) * len(alike) for shape, alike in by_shape.items())
     longest = min(_LONGEST_BATCH, elements // 128)
     batches: list[list[Tensor]] = []
@@ -33,3 +48,10 @@ def batches_of_small(tensors: list[Tensor]) -> tuple[list[list[Tensor]], list[Te
         batches += [alike[i : i + length] for i in range(0, end, length)] if end else []
         others += alike[end:]
     return batches, others
+
+
+def _by_shape(tensors: list[Tensor]) -> dict[Shape, list[Tensor]]:
+    by_shape: defaultdict[Shape, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_shape[tuple(tensor.shape)].append(tensor)
+    return by_shape
