@@ -134,7 +134,7 @@ def tests_of(framework: str) -> list[str]:
         tests = EVERYWHERE
     if framework in ("keras", "tf_keras"):
         tests = [*tests, "tests/keras_like"]
-    if Path(f"tests/eager/libraries/on_{framework}.py").exists():
+    if Path(f"tests/support/eager/on_{framework}.py").exists():
         tests = [*tests, "tests/eager"]
     shared = ["tests/examples", "tests/conformance", "tests/documents"]
     return [*tests, *sources_of(framework), f"tests/{framework}", *shared]
@@ -255,9 +255,9 @@ def conformance(session: nox.Session) -> None:
     with recorded.open("wb") as file:
         for framework, environment in ENVIRONMENT_OF.items():
             for variables in runs_of(framework):
-                command = ["tests/conformance/replay.py", framework]
+                command = ["-m", "tests.conformance.replay", framework]
                 run(session, environment, *command, env=variables, stdout=file, stderr=None)
-    run(session, "torch", "tests/conformance/table.py", str(recorded))
+    run(session, "torch", "-m", "tests.conformance.table", str(recorded))
 
 
 @nox.session

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from processes import seed_frameworks
+
+from tests.support.ranks import seed_frameworks
 
 # A busy machine may take its time.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

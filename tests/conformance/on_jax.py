@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import jmp
 import optax
-import rules
 from flax.training import dynamic_scale
-from replay import INTERVAL, RATE, SCALE, Mode, ours
 
 import gradscaler.jax
 from gradscaler import DynamicScale
 from gradscaler.jax import GradScaler, loss_scaled
+from tests.conformance import rules
+from tests.conformance.replay import INTERVAL, RATE, SCALE, Mode, ours
 
 
 def product(weight, value):

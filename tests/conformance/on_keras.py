@@ -5,12 +5,11 @@ from functools import partial
 
 import keras
 import numpy as np
-import replay
-import rules
-from replay import INTERVAL, RATE, SCALE, Mode
 
 from gradscaler import DynamicScale
 from gradscaler.keras import LossScaleOptimizer
+from tests.conformance import replay, rules
+from tests.conformance.replay import INTERVAL, RATE, SCALE, Mode
 
 BACKEND = keras.backend.backend()
 

@@ -6,12 +6,12 @@ from functools import partial
 
 import mindspore
 import numpy as np
-import rules
 from mindspore import Parameter, Tensor, nn, ops
-from replay import COMMON, INTERVAL, RATE, SCALE, Mode
 
 import gradscaler.mindspore as ours
 from gradscaler import DynamicScale
+from tests.conformance import rules
+from tests.conformance.replay import COMMON, INTERVAL, RATE, SCALE, Mode
 
 
 class Manager:

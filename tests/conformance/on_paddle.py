@@ -11,12 +11,11 @@ from unittest import mock
 
 import numpy as np
 import paddle
-import replay
-import rules
-from replay import INTERVAL, RATE, SCALE, Mode
 
 from gradscaler import DynamicScale
 from gradscaler.paddle import GradScaler
+from tests.conformance import replay, rules
+from tests.conformance.replay import INTERVAL, RATE, SCALE, Mode
 
 
 def on_a_gpu():

@@ -1,10 +1,9 @@
 """TensorPlay."""
 
-import rules
 import tensorplay
-import torch_like
 
 from gradscaler.tensorplay import GradScaler
+from tests.conformance import rules, torch_like
 
 DIFFERS = {
     "interval lowered": rules.FREEZES,

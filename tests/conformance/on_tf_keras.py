@@ -7,13 +7,13 @@ import tempfile
 from functools import partial
 
 import numpy as np
-import replay
 import tensorflow as tf
 import tf_keras
-from replay import INTERVAL, RATE, SCALE, Mode, by_policy
 
 from gradscaler import DynamicScale
 from gradscaler.tf_keras import LossScaleOptimizer
+from tests.conformance import replay
+from tests.conformance.replay import INTERVAL, RATE, SCALE, Mode, by_policy
 
 FOLDER = tempfile.mkdtemp()  # checkpoints are read again when there are more variables
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)

@@ -1,10 +1,9 @@
 """PyTorch."""
 
-import rules
 import torch
-import torch_like
 
 from gradscaler.torch import GradScaler
+from tests.conformance import rules, torch_like
 
 DIFFERS = {
     "interval lowered": rules.FREEZES,

@@ -1,4 +1,4 @@
-"""Records ``traces.json``: ``python tests/conformance/record.py``."""
+"""Records ``traces.json``: ``python -m tests.conformance.record``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def record() -> dict[str, list[str]]:
 
 def train(steps: int, rate: float) -> list[float]:
     """The scales of the run in ``replay.py``, in NumPy, and its own backward pass."""
-    from replay import TRAINING, network
+    from tests.conformance.replay import TRAINING, network
 
     net = network()
     hidden, output = net.hidden.copy(), net.output.copy()
@@ -74,7 +74,7 @@ def train(steps: int, rate: float) -> list[float]:
 if __name__ == "__main__":
     path = Path(__file__).parent / "traces.json"
     path.write_text(json.dumps({"traces": record(), "scales": []}))
-    from replay import RATE, STEPS
+    from tests.conformance.replay import RATE, STEPS
 
     traces = ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in record().items())
     scales = json.dumps(train(STEPS, RATE))

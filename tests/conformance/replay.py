@@ -5,7 +5,7 @@ A trace is a list of events. ``"..!"`` is a step of three optimizers, where the 
 state and goes on from it in a new scaler. After each event the scale and the counts are compared
 with the host's policy, bit for bit.
 
-    python tests/conformance/replay.py torch     # prints a JSON line for each mode and trace
+    python -m tests.conformance.replay torch    # prints a JSON line for each mode and trace
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ SCALES: list[float] = RECORDED["scales"]
 
 def results(framework: str) -> Iterator[dict[str, str]]:
     """A row for each mode and trace."""
-    module = importlib.import_module(f"on_{framework}")
+    module = importlib.import_module(f"tests.conformance.on_{framework}")
     for mode in module.MODES:
         for trace in TRACES:
             try:

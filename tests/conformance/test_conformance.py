@@ -4,9 +4,10 @@ import importlib
 import os
 
 import pytest
-from replay import SCALES, STEPS, TRACES, TRAINING, network, replay
 
-on_framework = importlib.import_module(f"on_{os.environ['GRADSCALER_FRAMEWORK']}")
+from tests.conformance.replay import SCALES, STEPS, TRACES, TRAINING, network, replay
+
+on_framework = importlib.import_module(f"tests.conformance.on_{os.environ['GRADSCALER_FRAMEWORK']}")
 
 
 @pytest.mark.parametrize("trace", TRACES)

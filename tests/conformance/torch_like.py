@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import replay
-from replay import INTERVAL, RATE, SCALE, Mode, Network, State, Train, Update
-
 from gradscaler import DynamicScale
+from tests.conformance import replay
+from tests.conformance.replay import INTERVAL, RATE, SCALE, Mode, Network, State, Train, Update
 
 
 class Driver:

@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("torch", reason="the trainings are torch's")
 
-from trainings import (
+from gradscaler.diagnose import FindingWarning, read_run
+from tests.support.diagnosed_trainings import (
     TRAININGS,
     VARIANTS,
     Setting,
@@ -21,8 +22,6 @@ from trainings import (
     silent,
     stuck,
 )
-
-from gradscaler.diagnose import FindingWarning, read_run
 
 assert all((healthy, intermittent, lost, misuse, silent, stuck))  # each enters its trainings
 

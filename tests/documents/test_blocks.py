@@ -1,8 +1,8 @@
 """Every Python block of the README and of docs/ runs, in the framework that it is about.
 
 Blocks of one page share their names, in their order. Pages in docs/start/ must bring all they use.
-Other pages may use what ``given.py`` has: a model, an optimizer, a batch. A block that is not about
-PyTorch is marked by a comment in the line before it::
+Other pages may use what ``tests/support/document_names.py`` has: a model, an optimizer, a batch. A
+block that is not about PyTorch is marked by a comment in the line before it::
 
     <!-- framework: jax -->
 
@@ -14,10 +14,10 @@ import os
 import re
 from pathlib import Path
 
-import given
 import pytest
 
 from gradscaler.diagnose import Monitor
+from tests.support import document_names
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -76,8 +76,8 @@ def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "document"}
     if page.parent.name != "start":
-        names |= getattr(given, f"on_{FRAMEWORK}")()
-    with given.kept_settings(FRAMEWORK):
+        names |= getattr(document_names, f"on_{FRAMEWORK}")()
+    with document_names.kept_settings(FRAMEWORK):
         for line, code in MINE[page]:
             # A traceback shows the line of the page.
             exec(compile("\n" * line + code, page, "exec"), names)
@@ -142,7 +142,7 @@ def test_the_training_of_each_block_may_be_repeated(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "document"}
     num_trained = 0
-    with given.kept_settings(FRAMEWORK):
+    with document_names.kept_settings(FRAMEWORK):
         for line, code in MINE[START]:
             exec(compile("\n" * line + code, START, "exec"), names)
             body = ast.increment_lineno(ast.Module(body_of(code), []), line)
@@ -169,7 +169,7 @@ def test_the_training_of_each_block_may_be_repeated(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(FRAMEWORK not in EAGER, reason="its page saves by functions of the framework")
 def test_what_a_start_page_loads_is_all_that_it_has_trained(tmp_path, monkeypatch):
-    from libraries import library
+    from tests.support.eager import library
 
     def states():
         parts = ("model", "optimizer", "scheduler", "scaler")

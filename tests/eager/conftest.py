@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-from libraries import library
-from libraries.base import SHAPES, normal
 
-collect_ignore = ["libraries"]  # only that of the framework that is installed can be imported
-if library.name not in ("torch", "tensorplay"):
-    collect_ignore.append("torch_like")
+from tests.support.eager import library
+from tests.support.eager.base import SHAPES, normal
+
+collect_ignore = [] if library.name in ("torch", "tensorplay") else ["torch_like"]
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from libraries import library
 
 from gradscaler import AmaxScale, DynamicScale, FixedScale
 from gradscaler.policies.state import host_where
+from tests.support.eager import library
 
 WAYS = {
     "step": lambda scaler, optimizer: None,

@@ -4,9 +4,9 @@ import inspect
 
 import numpy as np
 import pytest
-from libraries import library
 
 from gradscaler import DynamicScale
+from tests.support.eager import library
 
 NATIVE = library.framework.amp.GradScaler
 ON_THE_CPU = {} if library.name == "paddle" else {"device": "cpu"}

@@ -4,11 +4,11 @@ import copy
 
 import numpy as np
 import pytest
-from libraries import library
-from libraries.base import normal
 
 from gradscaler import CallOrderError, DynamicScale, FixedScale, ScaleState
 from gradscaler.diagnose import Monitor, read_run
+from tests.support.eager import library
+from tests.support.eager.base import normal
 
 ALL = range(1000)
 nn = library.framework.nn

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from libraries import library
-from libraries.base import SHAPES, normal
+
+from tests.support.eager import library
+from tests.support.eager.base import SHAPES, normal
 
 INF = math.inf
 PADDLE = library.name == "paddle"

@@ -4,10 +4,10 @@ from collections.abc import Container
 
 import numpy as np
 import pytest
-from libraries import library
-from libraries.base import normal
 
 from gradscaler import CallOrderError, DynamicScale, FixedScale
+from tests.support.eager import library
+from tests.support.eager.base import normal
 
 # Paddle's LBFGS makes a tensor of a tensor, and Paddle warns of that.
 pytestmark = pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")

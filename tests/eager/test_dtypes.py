@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from libraries import library
+
+from tests.support.eager import library
 
 BAD = [math.inf, -math.inf, math.nan]
 SCALE = 1024.0

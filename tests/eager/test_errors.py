@@ -5,10 +5,10 @@ import re
 
 import numpy as np
 import pytest
-from libraries import library
-from libraries.base import SHAPES, normal
 
 from gradscaler import DynamicScale, FixedScale
+from tests.support.eager import library
+from tests.support.eager.base import SHAPES, normal
 
 INF, NAN = math.inf, math.nan
 FACTORS = "growth_factor", "backoff_factor"

@@ -9,9 +9,9 @@ from functools import partial
 
 import numpy as np
 import pytest
-from libraries import library
 
 from gradscaler import CallOrderError
+from tests.support.eager import library
 
 PLACES = tuple(
     f"/gradscaler/{name}/" for name in ("_eager", "_torch_like", "_on_torch", library.name)

@@ -6,9 +6,9 @@ import pickle
 import weakref
 
 import pytest
-from libraries import library
 
 from gradscaler import CallOrderError, DynamicScale, FixedScale
+from tests.support.eager import library
 
 
 class Loop:

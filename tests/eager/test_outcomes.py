@@ -4,9 +4,9 @@ import pickle
 
 import numpy as np
 import pytest
-from libraries import library
 
 from gradscaler import CallOrderError, FixedScale, StepOutcome
+from tests.support.eager import library
 
 
 @pytest.fixture(params=[False, True], ids=["unscaled in step", "unscaled by hand"])

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from libraries import library
 
 from gradscaler import DynamicScale, FixedScale
 from gradscaler.policies._checks import LARGEST_SCALE
 from gradscaler.policies._presets import Presets
+from tests.support.eager import library
 
 PRESETS = {name: getattr(DynamicScale, name)() for name in vars(Presets) if "__" not in name}
 

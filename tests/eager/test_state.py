@@ -4,9 +4,9 @@ import copy
 import pickle
 
 import pytest
-from libraries import library
 
 from gradscaler import DynamicScale, FixedScale
+from tests.support.eager import library
 
 LOAD = {} if library.name == "paddle" else {"weights_only": True}
 COPIES = {

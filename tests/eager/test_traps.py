@@ -5,9 +5,9 @@ import pickle
 
 import numpy as np
 import pytest
-from libraries import library
 
 from gradscaler import DynamicScale
+from tests.support.eager import library
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """What a type checker says of a user's code."""
 
-from libraries import library
+from tests.support.eager import library
 
 BASE = """
 import {name}

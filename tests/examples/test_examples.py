@@ -38,13 +38,13 @@ else:
 END = f"--{COLUMNS[0]}s"
 
 if EAGER:
-    from libraries import library
+    from tests.support.eager import library
 
     GROWING = "GradScaler", library.spelling["growth_interval"]
 elif FRAMEWORK == "jax":
     GROWING = "DynamicScale", "growth_interval"
 elif FRAMEWORK != "mindspore":
-    from keras_like import numpy
+    from tests.support.keras_like import numpy
 
 if "torch" in (FRAMEWORK, os.environ.get("KERAS_BACKEND")):
     pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")

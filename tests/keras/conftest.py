@@ -1,4 +1,4 @@
-from keras_like import variables
-from processes import ranks
+from tests.support.keras_like import variables
+from tests.support.ranks import ranks
 
 __all__ = ["ranks", "variables"]

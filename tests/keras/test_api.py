@@ -4,11 +4,11 @@ import sys
 import keras
 import numpy as np
 import pytest
-from keras_like import FINITE, drive, everything, numpy
 
 import gradscaler.keras
 from gradscaler._keras_like.wrapper import HYPERPARAMETERS
 from gradscaler.keras import LossScaleOptimizer
+from tests.support.keras_like import FINITE, drive, everything, numpy
 
 SGD = keras.optimizers.SGD
 ONE = keras.ops.ones(())

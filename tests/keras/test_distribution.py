@@ -2,8 +2,9 @@
 
 import functools
 
-import keras_like  # makes the devices
 import pytest
+
+from tests.support import keras_like  # makes the devices
 
 if keras_like.BACKEND != "jax":
     pytest.skip("of JAX", allow_module_level=True)

@@ -2,9 +2,9 @@
 
 import keras
 import numpy as np
-from keras_like import NATIVE, everything, numpy, scale_of, trained
 
 from gradscaler.keras import LossScaleOptimizer
+from tests.support.keras_like import NATIVE, everything, numpy, scale_of, trained
 
 
 def adam():

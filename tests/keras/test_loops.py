@@ -3,10 +3,10 @@
 import keras
 import numpy as np
 import pytest
-from keras_like import BACKEND, FINITE, OVERFLOW, numpy, stepper
 
 from gradscaler import CallOrderError
 from gradscaler.keras import LossScaleOptimizer
+from tests.support.keras_like import BACKEND, FINITE, OVERFLOW, numpy, stepper
 
 SGD = keras.optimizers.SGD
 

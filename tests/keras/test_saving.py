@@ -9,11 +9,11 @@ import zipfile
 import keras
 import numpy as np
 import pytest
-from keras_like import FINITE, NATIVE, Variable, numpy, stepper
 
 import gradscaler.keras
 from gradscaler import AmaxScale, DynamicScale
 from gradscaler.keras import LossScaleOptimizer
+from tests.support.keras_like import FINITE, NATIVE, Variable, numpy, stepper
 
 INPUTS = np.random.default_rng(0).random((8, 4)).astype("float32")
 LABELS = INPUTS @ np.ones((4, 2), "float32")

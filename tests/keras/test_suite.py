@@ -7,7 +7,8 @@ from pathlib import Path
 
 import keras
 import pytest
-from keras_like import BACKEND
+
+from tests.support.keras_like import BACKEND
 
 SWAP = """
 import keras.src.optimizers as optimizers

@@ -1,6 +1,4 @@
-from keras_like import family, variables
-from processes import ranks
+from tests.support.keras_like import family, variables
+from tests.support.ranks import ranks
 
 __all__ = ["family", "ranks", "variables"]
-
-collect_ignore = ["keras_like.py"]  # it is imported from the path, once

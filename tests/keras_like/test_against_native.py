@@ -1,11 +1,12 @@
 """The same gradients through the framework's own wrapper: everything ends with the same bits."""
 
-import keras_like
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from keras_like import (
+
+from tests.support import keras_like
+from tests.support.keras_like import (
     BACKEND,
     FINITE,
     KERAS_3,

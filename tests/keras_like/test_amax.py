@@ -4,7 +4,9 @@ import importlib
 
 import numpy as np
 import pytest
-from keras_like import (
+
+from gradscaler import AmaxScale, DynamicScale, FixedScale
+from tests.support.keras_like import (
     BACKEND,
     KERAS_3,
     LossScaleOptimizer,
@@ -15,8 +17,6 @@ from keras_like import (
     stepper,
     tensor,
 )
-
-from gradscaler import AmaxScale, DynamicScale, FixedScale
 
 INF, NAN = float("inf"), float("nan")
 TRACE = [2.0**-20, NAN, 0.1, NAN, 0.3, 7.0, INF, NAN, NAN]

@@ -2,7 +2,9 @@ import json
 
 import numpy as np
 import pytest
-from keras_like import (
+
+from gradscaler import DynamicScale, FixedScale
+from tests.support.keras_like import (
     IMAGES,
     KERAS_3,
     LABELS,
@@ -16,8 +18,6 @@ from keras_like import (
     tensor,
     trained,
 )
-
-from gradscaler import DynamicScale, FixedScale
 
 
 def test_the_document_s_first_example(family):

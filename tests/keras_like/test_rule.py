@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
-from keras_like import (
+
+from gradscaler import DynamicScale, FixedScale
+from tests.support.keras_like import (
     BACKEND,
     FINITE,
     KERAS_3,
@@ -14,8 +16,6 @@ from keras_like import (
     numpy,
     tensor,
 )
-
-from gradscaler import DynamicScale, FixedScale
 
 BOUNDED = DynamicScale(init_scale=64.0, min_scale=16.0, max_scale=128.0, growth_interval=1)
 LEAST = 2.0**-126 if KERAS_3 else 1.0

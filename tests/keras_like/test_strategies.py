@@ -5,8 +5,9 @@ import itertools
 
 import numpy as np
 import pytest
-from keras_like import BACKEND, KERAS_3, LossScaleOptimizer, Variable, keras, mirrored
-from processes import free_ports
+
+from tests.support.keras_like import BACKEND, KERAS_3, LossScaleOptimizer, Variable, keras, mirrored
+from tests.support.ranks import free_ports
 
 if BACKEND != "tensorflow":
     pytest.skip("of TensorFlow", allow_module_level=True)

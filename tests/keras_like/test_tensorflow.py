@@ -1,9 +1,10 @@
 """What only TensorFlow has: tapes, compiled functions, sparse gradients and replicas."""
 
-import keras_like
 import numpy as np
 import pytest
-from keras_like import BACKEND, KERAS_3, NATIVE, LossScaleOptimizer, keras, mirrored
+
+from tests.support import keras_like
+from tests.support.keras_like import BACKEND, KERAS_3, NATIVE, LossScaleOptimizer, keras, mirrored
 
 if BACKEND != "tensorflow":
     pytest.skip("of TensorFlow", allow_module_level=True)

@@ -5,10 +5,10 @@ from types import MethodType
 import numpy as np
 import paddle
 import pytest
-from libraries import library
 from paddle.utils import unique_name
 
 from gradscaler.paddle import GradScaler
+from tests.support.eager import library
 
 INF = float("inf")
 

@@ -9,11 +9,11 @@ import paddle
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from libraries import library
-from libraries.traces import SHAPES, Turn, loss, turns
 from paddle.utils import unique_name
 
 from gradscaler.paddle import GradScaler
+from tests.support.eager import library
+from tests.support.eager.traces import SHAPES, Turn, loss, turns
 
 KINDS = {
     "SGD": partial(paddle.optimizer.SGD, 0.1, weight_decay=0.01),

@@ -9,11 +9,11 @@ import re
 import numpy as np
 import paddle
 import pytest
-from libraries import library
 from paddle.amp.grad_scaler import OptimizerState
 
 from gradscaler import DynamicScale, FixedScale, ParameterTypeError
 from gradscaler.paddle import GradScaler
+from tests.support.eager import library
 
 DOCUMENTED = {
     "enable": True,

@@ -3,9 +3,9 @@
 import numpy as np
 import paddle
 import pytest
-from libraries import library
 
 from gradscaler.paddle import GradScaler
+from tests.support.eager import library
 
 
 def test_the_optimizer_s_own_grad_clip_comes_after(make, backward, finite):

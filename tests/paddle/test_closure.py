@@ -3,9 +3,9 @@
 import numpy as np
 import paddle
 import pytest
-from libraries import library
 
 from gradscaler.paddle import GradScaler
+from tests.support.eager import library
 
 
 class Training:

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 import paddle
 import pytest
-from libraries import library
 from paddle.base.framework import EagerParamBase
 
 from gradscaler.paddle import GradScaler
+from tests.support.eager import library
 
 HALVES = ["float16", "bfloat16"]
 INF = float("inf")

@@ -13,7 +13,6 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
-from libraries import library
 from paddle.amp.grad_scaler import _refresh_optimizer_state
 from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_gradscaler import (
@@ -24,6 +23,7 @@ from paddle.distributed.fleet.utils import mix_precision_utils
 
 from gradscaler import AmaxScale
 from gradscaler.paddle import GradScaler
+from tests.support.eager import library
 
 INF = float("inf")
 MODEL_PARALLEL = SimpleNamespace(get_parallel_mode=lambda: "tensor parallel")

@@ -8,9 +8,9 @@ from unittest.mock import Mock
 import numpy as np
 import paddle
 import pytest
-from libraries import library
 
 from gradscaler.paddle import GradScaler
+from tests.support.eager import library
 
 SCALE = 1024.0
 

@@ -3,10 +3,10 @@
 from unittest.mock import Mock
 
 import pytest
-from libraries import library
 
 from gradscaler import CallOrderError
 from gradscaler.paddle import GradScaler
+from tests.support.eager import library
 
 
 def test_gradients_may_come_from_elsewhere_than_a_scaled_loss_as_with_paddle(native, finite):

@@ -6,9 +6,9 @@ import sys
 import warnings
 
 import pytest
-from libraries import library
 
 from gradscaler.paddle import GradScaler
+from tests.support.eager import library
 
 
 @pytest.fixture

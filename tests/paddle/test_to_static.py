@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import paddle
 import pytest
-from libraries import library
 from paddle.jit.sot.opcode_translator.executor import executor_cache
 
 import gradscaler
 from gradscaler.paddle import GradScaler
+from tests.support.eager import library
 
 OVERFLOWS = (2, 5)  # after a growth, and at a scale that has backed off
 PACKAGE = str(Path(gradscaler.__file__).parent)

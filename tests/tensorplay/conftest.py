@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorplay as tp
-from libraries import library
 
 from gradscaler.tensorplay import GradScaler
+from tests.support.eager import library
 
 INF = float("inf")
 SHAPES = [(2, 3), (4,), ()]

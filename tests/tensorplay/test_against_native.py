@@ -6,10 +6,10 @@ import pytest
 import tensorplay as tp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from libraries.traces import PAIRED_TRACES, TRACES, NativeSide, rules, run, run_by_rule
 
 from gradscaler import FixedScale
 from gradscaler.tensorplay import GradScaler
+from tests.support.eager.traces import PAIRED_TRACES, TRACES, NativeSide, rules, run, run_by_rule
 
 PAIRS = [
     ("loop-SGD", "loop-Adam"),

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import tensorplay as tp
-from libraries import library
 
 from gradscaler.tensorplay import GradScaler
+from tests.support.eager import library
 
 
 @pytest.fixture

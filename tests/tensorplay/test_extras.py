@@ -5,11 +5,11 @@ import math
 
 import pytest
 import tensorplay as tp
-from libraries import library
-from libraries.base import normal
 
 from gradscaler import DynamicScale, FixedScale
 from gradscaler.tensorplay import GradScaler
+from tests.support.eager import library
+from tests.support.eager.base import normal
 
 INF = math.inf
 

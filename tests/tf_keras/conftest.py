@@ -1,3 +1,3 @@
-from keras_like import family, variables
+from tests.support.keras_like import family, variables
 
 __all__ = ["family", "variables"]

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-from keras_like import trained
 from tensorflow.python.platform import tf_logging
 
 from gradscaler.tf_keras import LossScaleOptimizer, LossScaleOptimizerV2, LossScaleOptimizerV3
+from tests.support.keras_like import trained
 
 
 def test_an_optimizer_can_be_wrapped_once(family):

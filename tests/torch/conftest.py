@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from libraries import library
 
 from gradscaler.torch import GradScaler
+from tests.support.eager import library
 
 INF = float("inf")
 

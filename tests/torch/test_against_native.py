@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from libraries import library
-from libraries.traces import PAIRED_TRACES, TRACES, TorchTurn, rules, run_by_rule
 
 from gradscaler.torch import GradScaler
+from tests.support.eager import library
+from tests.support.eager.traces import PAIRED_TRACES, TRACES, TorchTurn, rules, run_by_rule
 
 BASES = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),

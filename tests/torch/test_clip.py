@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 import torch
-from libraries import library
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradscaler.torch import GradScaler
+from tests.support.eager import library
 
 INF = math.inf
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from libraries import library
 from torch.profiler import ProfilerActivity, profile
 
 from gradscaler.torch import GradScaler
+from tests.support.eager import library
 
 INF, NAN = float("inf"), float("nan")
 SCALE = 8.0

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from libraries import library
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradscaler._on_torch.flat import side_by_side
 from gradscaler.torch import GradScaler, flat_gradients
+from tests.support.eager import library
 
 INF = math.inf
 

@@ -1,9 +1,9 @@
 """A post-step hook that raises: a step is not taken again where its kernel has unscaled."""
 
 import pytest
-from libraries import library
 
 from gradscaler import CallOrderError
+from tests.support.eager import library
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])

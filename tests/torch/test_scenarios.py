@@ -9,11 +9,11 @@ from functools import partial
 
 import pytest
 import torch
-from libraries import library
 from torch.nn.utils import clip_grad_norm_
 
 from gradscaler import CallOrderError
 from gradscaler.torch import GradScaler
+from tests.support.eager import library
 
 INF = float("inf")
 SCALERS = {

@@ -4,9 +4,9 @@ import collections
 import math
 
 import pytest
-from libraries import library
 
 from gradscaler import DynamicScale, FixedScale
+from tests.support.eager import library
 
 NATIVE = library.framework.amp.GradScaler
 RULE = ["growth_factor", "backoff_factor", "growth_interval"]

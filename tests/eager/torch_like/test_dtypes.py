@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from libraries import library
+
+from tests.support.eager import library
 
 
 def with_gradients(*gradients):

@@ -6,7 +6,8 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from libraries import library
+
+from tests.support.eager import library
 
 native_module = importlib.import_module(f"{library.name}.amp.grad_scaler")
 OptState = native_module.OptState

@@ -1,9 +1,9 @@
 """Optimizers that a trainer wraps: the user knows the wrapper, the trainer steps what is inside."""
 
 import pytest
-from libraries import library
 
 from gradscaler import CallOrderError
+from tests.support.eager import library
 
 
 class Wrapped:

@@ -1,3 +1,3 @@
-from processes import ranks
+from tests.support.ranks import ranks
 
 __all__ = ["ranks"]

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 from gradscaler import AmaxScale, ScaleMismatchError
 from gradscaler.torch import GradScaler
+from tests.support.all_reduces import CountedAllReduces
 
 INF = float("inf")
 LARGEST = [(0.5, 3.0), (2.0**-20, 2.0**-12), (5.0, INF), (0.25, 7.0), (0.0, 2.0**-9), (1.0, 1.0)]
@@ -40,17 +41,15 @@ def own_parameter(place, fused, clip, interval, turned):
         loss = scaler.scale((parameter * torch.tensor([0.0, largest[rank], 0.0, 0.0])).sum())
         if step != 4 or rank == 1:  # there only one of them has a gradient
             loss.backward()
-        all_reduces, all_reduce = [], dist.all_reduce
-        dist.all_reduce = lambda *args: all_reduces.append(all_reduce(*args))  # noqa: B023
-        if clip:
-            scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        dist.all_reduce = all_reduce
+        with CountedAllReduces() as counted:
+            if clip:
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
         due = expected.finite_steps % interval == 0 and INF not in largest
         expected = rule.update(expected, INF in largest, amax=np.float32(max(largest)))
         assert scaler.observed.state == expected
-        results.append((tuple(scaler.observed.state), len(all_reduces), due))
+        results.append((tuple(scaler.observed.state), counted.count, due))
     return results
 
 

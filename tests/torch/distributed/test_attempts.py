@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradscaler.errors import CallOrderError, ParameterError
 from gradscaler.torch import GradScaler, ShardedGradScaler
+from tests.support.all_reduces import CountedAllReduces
 
 INF = float("inf")
 MICRO_BATCHES = 3
@@ -48,23 +49,6 @@ def by_one_process(steps, world):
     return results
 
 
-class Counted:
-    """Counts the all-reduces that the scaler itself makes, which go through Python."""
-
-    def __enter__(self):
-        self.count, self._all_reduce = 0, dist.all_reduce
-
-        def all_reduce(*args, **kwargs):
-            self.count += 1
-            return self._all_reduce(*args, **kwargs)
-
-        dist.all_reduce = all_reduce
-        return self
-
-    def __exit__(self, *_):
-        dist.all_reduce = self._all_reduce
-
-
 def train(way, overflows, max_retries):
     """What each step came to; ``overflows``: (step, micro-batch, attempt) to a rank."""
     model, options = network(), {"init_scale": 1024.0, "max_retries": max_retries}
@@ -83,7 +67,7 @@ def train(way, overflows, max_retries):
     for step in range(3):
         optimizer.zero_grad()
         scales = []
-        with Counted() as counted:
+        with CountedAllReduces() as counted:
             for micro_batch in range(MICRO_BATCHES):
                 is_last = micro_batch == MICRO_BATCHES - 1
                 alone = way == "DDP without syncs" and not is_last

@@ -1,6 +1,5 @@
 """step(optimizer, closure) in many processes: all repeat an evaluation, or none does."""
 
-from collections import Counter
 from functools import cache
 
 import pytest
@@ -12,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradscaler import ScaleMismatchError
 from gradscaler.torch import GradScaler, ShardedGradScaler
+from tests.support.all_reduces import CountedAllReduces
 
 INF = float("inf")
 BATCH = 8
@@ -87,23 +87,6 @@ def by_one_process(make, steps, shares=2, clip=False):
     return results
 
 
-class Counted:
-    """Counts all-reduces by what they compute while it is entered."""
-
-    def __enter__(self):
-        self.counts, self._all_reduce = Counter(), dist.all_reduce
-
-        def all_reduce(tensor, op=dist.ReduceOp.SUM, *args, **kwargs):
-            self.counts["MAX" if op == dist.ReduceOp.MAX else "SUM"] += 1
-            return self._all_reduce(tensor, op, *args, **kwargs)
-
-        dist.all_reduce = all_reduce
-        return self
-
-    def __exit__(self, *_):
-        dist.all_reduce = self._all_reduce
-
-
 class Trainer:
     """One process' part of a training."""
 
@@ -151,7 +134,7 @@ class Trainer:
                 )
             return self.mean(loss)
 
-        with Counted() as counted:
+        with CountedAllReduces() as counted:
             self.scaler.step(self.optimizer, closure, **options)
             outcome = self.scaler.last_step(self.optimizer)
             self.scaler.update()
@@ -348,7 +331,7 @@ def own_parameters(bad, fault, max_retries):
             if step == 1 and rank == bad and len(calls) in fault:
                 parameter.grad[-1] = INF
 
-        with Counted() as counted:
+        with CountedAllReduces() as counted:
             scaler.step(optimizer, closure)
         outcome = scaler.last_step(optimizer)
         scaler.update()

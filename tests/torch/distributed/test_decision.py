@@ -10,25 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradscaler import ScaleMismatchError
 from gradscaler.torch import GradScaler, ShardedGradScaler
+from tests.support.all_reduces import CountedAllReduces
 
 INF = float("inf")
-
-
-class Counted:
-    """Counts the all-reduces while it is entered."""
-
-    def __enter__(self):
-        self.count, self._all_reduce = 0, dist.all_reduce
-
-        def all_reduce(*args, **kwargs):
-            self.count += 1
-            return self._all_reduce(*args, **kwargs)
-
-        dist.all_reduce = all_reduce
-        return self
-
-    def __exit__(self, *_):
-        dist.all_reduce = self._all_reduce
 
 
 def scaler_of(name, **kwargs):
@@ -48,7 +32,7 @@ def own_parameter(name, fused, clip, unscale, bad):
         scaler.scale((parameter * (dist.get_rank() + 1)).sum()).backward()
         if step == 1 and dist.get_rank() == bad:
             parameter.grad[-1] = INF
-        with Counted() as counted:
+        with CountedAllReduces() as counted:
             if unscale:
                 scaler.unscale_(optimizer)
             if clip:
@@ -198,7 +182,7 @@ def order_of_two(orders, sizes, on_device, kind):
     errors, counts = [], []
     for order in orders[dist.get_rank()]:
         scaler.scale(sum(parameter.sum() for parameter in parameters)).backward()
-        with Counted() as counted:
+        with CountedAllReduces() as counted:
             try:
                 for i in order:
                     scaler.step(optimizers[i])
@@ -241,7 +225,7 @@ def distributed_data_parallel():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = GradScaler()
     scaler.scale(model(torch.ones(2, 4)).sum()).backward()
-    with Counted() as counted:
+    with CountedAllReduces() as counted:
         scaler.clip_grad_norm_(optimizer, 1.0)
         scaler.step(optimizer)
         scaler.update()

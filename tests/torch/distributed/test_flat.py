@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from libraries import library
 from torch.nn.parallel import DistributedDataParallel
 
 from gradscaler._on_torch.flat import side_by_side
 from gradscaler.torch import GradScaler, flat_gradients
+from tests.support.eager import library
 
 INF = float("inf")
 

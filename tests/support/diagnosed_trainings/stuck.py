@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradscaler import DynamicScale
 from gradscaler.torch import GradScaler
-from trainings import Setting, fit, mlp, regression, training
+from tests.support.diagnosed_trainings import Setting, fit, mlp, regression, training
 
 
 @training("parameter", "0.weight", "checkpoint")

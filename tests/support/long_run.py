@@ -1,7 +1,7 @@
 """Writes the file of a long run, and measures what a command takes for it.
 
-``python tests/helpers/long_run.py run.jsonl`` writes a million steps with a sample at each 100.
-``python tests/helpers/long_run.py run.jsonl explain run.jsonl`` then runs ``gradscaler explain``
+``python tests/support/long_run.py run.jsonl`` writes a million steps with a sample at each 100.
+``python tests/support/long_run.py run.jsonl explain run.jsonl`` then runs ``gradscaler explain``
 and prints its seconds of CPU time and its largest memory.
 """
 

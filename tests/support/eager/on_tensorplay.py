@@ -1,6 +1,6 @@
 """TensorPlay."""
 
-from libraries.torch_like import TorchLike
+from tests.support.eager.torch_like import TorchLike
 
 
 class TensorPlay(TorchLike):

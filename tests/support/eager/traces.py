@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from libraries import library
-from libraries.base import normal
+from tests.support.eager import library
+from tests.support.eager.base import normal
 
 SHAPES = (2, 3), (4,), ()
 

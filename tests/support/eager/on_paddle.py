@@ -10,7 +10,7 @@ import paddle
 from paddle.base.framework import EagerParamBase
 from paddle.utils import unique_name
 
-from libraries.base import Library
+from tests.support.eager.base import Library
 
 
 class _TakesClosure:

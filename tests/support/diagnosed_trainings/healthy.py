@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradscaler.torch import GradScaler
-from trainings import Setting, fit, mlp, regression, training
+from tests.support.diagnosed_trainings import Setting, fit, mlp, regression, training
 
 
 @training("normal")

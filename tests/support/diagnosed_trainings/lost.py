@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gradscaler.torch import GradScaler
-from trainings import Setting, fit, mlp, regression, training
+from tests.support.diagnosed_trainings import Setting, fit, mlp, regression, training
 
 
 @training("stalled", None, "float32")

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from trainings import Setting, fit, mlp, regression, training
+from tests.support.diagnosed_trainings import Setting, fit, mlp, regression, training
 
 
 @training("data", None, "every (20|32|50)")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradscaler import FixedScale
 from gradscaler.torch import GradScaler
-from trainings import Setting, fit, mlp, regression, training
+from tests.support.diagnosed_trainings import Setting, fit, mlp, regression, training
 
 
 @training("dead", "2", "scale")

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 
-from libraries.base import Library
+from tests.support.eager.base import Library
 
 
 class TorchLike(Library):

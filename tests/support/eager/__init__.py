@@ -2,7 +2,7 @@
 
 ``library`` is the framework that GRADSCALER_FRAMEWORK names, PyTorch where it is not set::
 
-    from libraries import library
+    from tests.support.eager import library
 
     def test_a_step_subtracts_the_true_gradient(backward, finite):
         parameters = library.parameters()
@@ -13,7 +13,7 @@
         scaler.update()
 
 Calls that every scaler has are written out: ``scaler.step(optimizer)``. The library is for what the
-frameworks spell differently. :class:`libraries.base.Library` documents it all; ``on_torch.py`` and
+frameworks spell differently. ``Library`` in ``base.py`` documents it all; ``on_torch.py`` and
 the others say what differs. Its fixtures are in ``tests/eager/conftest.py``. A framework's own
 tests may import it too.
 
@@ -26,4 +26,4 @@ import os
 
 FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch")
 
-library = importlib.import_module(f"libraries.on_{FRAMEWORK}").instance
+library = importlib.import_module(f"tests.support.eager.on_{FRAMEWORK}").instance

@@ -1,5 +1,0 @@
-"""PyTorch."""
-
-from libraries.torch_like import TorchLike
-
-instance = TorchLike("torch")

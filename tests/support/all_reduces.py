@@ -1,0 +1,31 @@
+"""Counts what ``torch.distributed`` is asked to reduce."""
+
+from collections import Counter
+
+import torch.distributed as dist
+
+
+class CountedAllReduces:
+    """Counts all-reduces while it is entered: those from Python, not those of a framework's C++.
+
+    Attributes:
+        counts: by what they compute, "MAX" or "SUM".
+    """
+
+    def __enter__(self):
+        self.counts, self._all_reduce = Counter(), dist.all_reduce
+
+        def all_reduce(tensor, op=dist.ReduceOp.SUM, *args, **kwargs):
+            self.counts["MAX" if op == dist.ReduceOp.MAX else "SUM"] += 1
+            return self._all_reduce(tensor, op, *args, **kwargs)
+
+        dist.all_reduce = all_reduce
+        return self
+
+    def __exit__(self, *_):
+        dist.all_reduce = self._all_reduce
+
+    @property
+    def count(self):
+        """All of them."""
+        return self.counts.total()

@@ -1,0 +1,5 @@
+"""PyTorch."""
+
+from tests.support.eager.torch_like import TorchLike
+
+instance = TorchLike("torch")
