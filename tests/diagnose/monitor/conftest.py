@@ -7,6 +7,9 @@ import sys
 import pytest
 
 from gradscaler.diagnose._monitor import step_log
+from tests.support.ranks import ranks
+
+__all__ = ["ranks"]
 
 
 @pytest.fixture(autouse=True)

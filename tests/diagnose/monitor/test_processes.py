@@ -1,11 +1,10 @@
 """The monitor in two processes that train one model with FSDP2, whose gradients are DTensors."""
 
 import math
-import multiprocessing
 import os
-import traceback
 import warnings
 from types import MethodType
+from unittest import mock
 
 import pytest
 
@@ -31,81 +30,25 @@ from gradscaler.diagnose import Monitor, StuckError, inspect, read_run
 from gradscaler.torch import GradScaler
 
 RANKS = 2
-LONGEST = 60.0  # seconds until a case counts as a deadlock
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked")
 
 
-def _serve(rank, store, pipe):
-    """One rank: run cases until there are no more; send what each returns, or the traceback."""
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
-    while True:
-        case, arguments = pipe.recv()
-        try:
-            result = case(rank, *arguments)
-            dist.barrier()
-            pipe.send((result, None))
-        except BaseException:
-            pipe.send((None, traceback.format_exc()))
-
-
-class Ranks:
-    """Forked processes of one process group, in which cases run one after another."""
-
-    def __init__(self, directory):
-        fork = multiprocessing.get_context("fork")
-        store = f"file://{directory / 'store'}"
-        ends = [fork.Pipe() for _ in range(RANKS)]
-        self.pipes = [end for end, _ in ends]
-        self.processes = [
-            fork.Process(target=_serve, args=(rank, store, end), daemon=True)
-            for rank, (_, end) in enumerate(ends)
-        ]
-        for process in self.processes:
-            process.start()
-
-    def run(self, case, arguments):
-        for pipe in self.pipes:
-            pipe.send((case, arguments))
-        results = []
-        for pipe in self.pipes:
-            assert pipe.poll(LONGEST), f"no result after {LONGEST} s: a deadlock"
-            result, error = pipe.recv()
-            assert error is None, error
-            results.append(result)
-        return results
-
-    def kill(self):
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-
-@pytest.fixture(scope="module")
-def started():
-    """The processes that run; a case that fails leaves none."""
-    started = []
-    yield started
-    for ranks in started:
-        ranks.kill()
+def as_in_a_test(case, arguments):
+    """Run a case in a rank, for which pytest and the fixtures of this folder set nothing."""
+    with (
+        warnings.catch_warnings(),
+        mock.patch("gradscaler.diagnose._monitor.failure_watch.clock", return_value=0.0),
+        mock.patch("gradscaler.diagnose._monitor.step_log._LONGEST_UNWRITTEN", math.inf),
+    ):
+        warnings.simplefilter("error")
+        return globals()[case](dist.get_rank(), *arguments)
 
 
 @pytest.fixture
-def on_both_ranks(started, tmp_path):
+def on_both_ranks(ranks):
     """Run a case on each rank; the list of what it returns on each."""
-
-    def run(case, *arguments):
-        if not started:
-            started.append(Ranks(tmp_path))
-        try:
-            return started[0].run(case, arguments)
-        except BaseException:
-            started.pop().kill()
-            raise
-
-    return run
+    return lambda case, *arguments: ranks(RANKS).run(as_in_a_test, case.__name__, arguments)
 
 
 def fsdp2():
@@ -129,12 +72,15 @@ def tensor_parallel():
     return parallelize_module(model, mesh, plan)
 
 
+MODELS = {"fsdp2": fsdp2, "tensor parallel": tensor_parallel}
+
+
 class Training:
     """Steps of a small model, with one batch for all ranks."""
 
-    def __init__(self, scale=2.0**10, model=fsdp2):
+    def __init__(self, scale=2.0**10, model="fsdp2"):
         torch.manual_seed(0)
-        self.model = model()
+        self.model = MODELS[model]()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.scaler = GradScaler(init_scale=scale)
         self.inputs = torch.randn(16, 4)
@@ -198,7 +144,7 @@ def stopped(rank, monitored, path, model):
     return verdict.kind, verdict.where, len(caught), skips, training.scaler.get_scale()
 
 
-@pytest.mark.parametrize("model", [fsdp2, tensor_parallel])
+@pytest.mark.parametrize("model", MODELS)
 def test_the_rank_that_overflows_is_named_from_the_files_of_both(on_both_ranks, tmp_path, model):
     path = str(tmp_path / "run.{rank}.jsonl")
     along, at_fault = on_both_ranks(stopped, (0, 1), path, model)
@@ -214,7 +160,7 @@ def test_the_rank_that_overflows_is_named_from_the_files_of_both(on_both_ranks, 
         assert [line.step for line in own.verdicts] == [9, 10]
 
 
-@pytest.mark.parametrize("model", [fsdp2, tensor_parallel])
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("monitored", [0, 1])
 def test_one_rank_alone_can_watch_a_run_to_its_verdict(on_both_ranks, tmp_path, monitored, model):
     results = on_both_ranks(stopped, (monitored,), str(tmp_path / "run.jsonl"), model)
@@ -243,7 +189,7 @@ def test_a_parameter_that_is_nan_is_found_in_a_shard(on_both_ranks):
 
 
 def overflowing_activations(rank):
-    training = Training(4.0, tensor_parallel)
+    training = Training(4.0, "tensor parallel")
     with torch.no_grad():  # what comes out of tanh is 1
         training.model[0].weight.zero_()
         training.model[0].bias.fill_(100.0)
@@ -298,7 +244,7 @@ def touched(rank, model):
     return sorted(mode.names)
 
 
-@pytest.mark.parametrize("model", [fsdp2, tensor_parallel])
+@pytest.mark.parametrize("model", MODELS)
 def test_a_monitor_touches_dtensors_only_to_get_what_is_local(on_both_ranks, model):
     for names in on_both_ranks(touched, model):
         assert set(names) <= {"__get__", "to_local", "is_floating_point", "is_complex"}
