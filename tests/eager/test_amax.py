@@ -65,7 +65,7 @@ def as_bits(state):
     return [np.asarray(value, np.float32).tobytes() for value in state]
 
 
-class Loop:
+class AsThePolicy:
     """A training loop of one or two optimizers, and the same policy on the host."""
 
     def __init__(self, rule, make=library.sgd, optimizers=1, **options):
@@ -96,7 +96,7 @@ class Loop:
 @pytest.mark.parametrize("interval", [1, 2])
 @pytest.mark.usefixtures("place")
 def test_the_state_is_what_the_policy_makes_of_the_gradients(prepare, interval, fused):
-    loop = Loop(policy(amax_interval=interval), library.adamw, fused=fused)
+    loop = AsThePolicy(policy(amax_interval=interval), library.adamw, fused=fused)
     for most in TRACE:
         loop.step(most, prepare=prepare)
     assert loop.scaler.observed.state.peak > 0
@@ -125,14 +125,14 @@ def test_the_state_is_what_the_policy_makes_of_the_gradients(prepare, interval, 
 )
 @pytest.mark.usefixtures("place")
 def test_the_largest_gradient_is_that_of_all_optimizers(rule, trace, prepare):
-    loop = Loop(rule, optimizers=2)
+    loop = AsThePolicy(rule, optimizers=2)
     for largest in trace:
         loop.step(*largest, prepare=prepare)
 
 
 @pytest.mark.usefixtures("place")
 def test_a_closure_s_last_evaluation_is_what_counts():
-    loop = Loop(policy())
+    loop = AsThePolicy(policy())
     (optimizer,), (parameters,) = loop.optimizers, loop.owned
     for most in (0.25, 3.0, 2.0**-10):
 
@@ -147,7 +147,7 @@ def test_a_closure_s_last_evaluation_is_what_counts():
 
 
 def test_an_optimizer_without_gradients_counts_for_nothing():
-    loop = Loop(policy(), optimizers=2)
+    loop = AsThePolicy(policy(), optimizers=2)
     for most in (0.25, 3.0):
         for optimizer in loop.optimizers:
             library.clear_gradients(optimizer)
@@ -185,7 +185,7 @@ def by_a_used_scaler_s_state_dict(scaler, rule=START):
 )
 @pytest.mark.usefixtures("place")
 def test_a_copy_goes_on_where_the_scaler_was(duplicate):
-    loop = Loop(policy())
+    loop = AsThePolicy(policy())
     for most in (3.0, 0.5, NAN):
         loop.step(most)
     peak, original = loop.scaler.observed.state.peak, loop.scaler
@@ -197,7 +197,7 @@ def test_a_copy_goes_on_where_the_scaler_was(duplicate):
 
 
 def test_the_framework_s_own_scaler_ignores_the_peak_and_the_reach(native):
-    loop = Loop(policy())
+    loop = AsThePolicy(policy())
     loop.step(3.0)
     saved = loop.scaler.state_dict()
     theirs = native()
@@ -206,7 +206,7 @@ def test_the_framework_s_own_scaler_ignores_the_peak_and_the_reach(native):
 
 
 def test_a_file_without_them_loads_and_nothing_is_known(native):
-    loop = Loop(policy())
+    loop = AsThePolicy(policy())
     loop.step(3.0)
     loop.scaler.load_state_dict(native(init_scale=8.0).state_dict())
     assert loop.scaler.observed.policy.margin == policy().margin
@@ -265,7 +265,7 @@ class Own:
 @pytest.mark.usefixtures("place")
 def test_a_policy_of_one_s_own_and_all_leaves_of_its_state_survive_a_file(duplicate):
     rule = Own()
-    loop = Loop(rule)
+    loop = AsThePolicy(rule)
     for most in (3.0, 0.5, NAN):
         loop.step(most)
     loop.scaler = duplicate(loop.scaler, rule)
@@ -325,7 +325,7 @@ def test_on_the_host_only_every_nth_finite_step_is_measured(monkeypatch):
         calls.append(args)
         return amax(*args)
 
-    loop = Loop(policy(amax_interval=3, growth_interval=100, init_scale=2.0**15))
+    loop = AsThePolicy(policy(amax_interval=3, growth_interval=100, init_scale=2.0**15))
     monkeypatch.setattr(operations, "amax", counted)
     for most in [1.0] * 7 + [NAN] + [1.0] * 4:
         calls.clear()

@@ -16,7 +16,7 @@ PADDLE = library.name == "paddle"
 NORM_TYPES = [2.0, 1.0, 0.0, INF] if PADDLE else [2.0, 1.0, 3.0, INF, "inf"]
 
 
-class Side:
+class Clipped:
     """A scaler, and an optimizer with parameters of its own."""
 
     def __init__(self, scaler, make_optimizer=library.sgd, parameters=None):
@@ -44,7 +44,7 @@ class Side:
         return np.linalg.norm(values(self.gradients()))
 
 
-class Ours(Side):
+class Ours(Clipped):
     def clip(self, *args, **kwargs):
         return self.scaler.clip_grad_norm_(self.optimizer, *args, **kwargs)
 
@@ -53,7 +53,7 @@ class Ours(Side):
         return bool(getattr(self.optimizer, "defaults", {}).get("fused"))
 
 
-class Native(Side):
+class Native(Clipped):
     def clip(self, *args, **kwargs):
         return library.framework.nn.utils.clip_grad_norm_(self.parameters, *args, **kwargs)
 

@@ -21,7 +21,7 @@ GRADIENT = np.float32([3.0, -4.0])
 INF = math.inf
 
 
-class Training:
+class OneWeight:
     """One parameter whose true gradient is always the same; a step of lr 1 subtracts it."""
 
     def __init__(self, fused=False, clip=None):
@@ -135,7 +135,7 @@ def clip(request):
 
 @pytest.fixture
 def training(fused, clip):
-    return lambda: Training(fused, clip)
+    return lambda: OneWeight(fused, clip)
 
 
 # At any line.
@@ -192,7 +192,7 @@ def test_an_interrupted_closure_taken_again_applies_its_gradients_once(training)
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, 2048.0), (INF, 512.0)])
 def test_an_interrupted_update_repeated_moves_the_scale_once(factor, expected):
     def training():
-        each = Training()
+        each = OneWeight()
         each.scaler = library.scaler(init_scale=1024.0, growth_interval=1)
         each.gradient = GRADIENT * np.float32(factor)
         return each
@@ -208,7 +208,7 @@ def test_an_interrupted_update_repeated_moves_the_scale_once(factor, expected):
         assert library.scale_of(each.scaler) == 2.0 * expected
 
 
-class BadBatch(Training):
+class BadBatch(OneWeight):
     """The second part of the gradient overflows at every scale."""
 
     parts = 0.25, INF
@@ -254,7 +254,7 @@ def test_an_interrupted_loop_over_a_bad_batch_backs_off_at_most_once(recover):
 
 
 def test_an_interrupted_loop_keeps_a_scale_that_was_low_enough():
-    class Training512(Training):
+    class OneWeight512(OneWeight):
         def accumulate(self):
             library.clear_gradients(self.optimizer)
             for part in (0.25, 0.75):
@@ -263,7 +263,7 @@ def test_an_interrupted_loop_keeps_a_scale_that_was_low_enough():
                     factor = np.float32(part if scale <= 512.0 else INF)
                     library.backward(self.scaler, [self.weight], [GRADIENT * factor])
 
-    for each in interrupted(Training512, "accumulate"):
+    for each in interrupted(OneWeight512, "accumulate"):
         try:
             accumulated_and_stepped(each)
         except CallOrderError:
@@ -274,7 +274,7 @@ def test_an_interrupted_loop_keeps_a_scale_that_was_low_enough():
 
 
 def test_nothing_switches_gradients_off_where_an_interrupt_could_leave_them_so(monkeypatch, fused):
-    each = Training(fused, clip=2.0)
+    each = OneWeight(fused, clip=2.0)
     each.begin()
     each.step()
     each.scaler.update()
@@ -310,7 +310,7 @@ def accumulated_and_stepped(each):
 @pytest.mark.parametrize("after", ["clear", "go on"])
 def test_an_interrupted_loop_over_attempts_is_refused_or_right(after):
     results = []
-    for each in interrupted(Training, "accumulate"):
+    for each in interrupted(OneWeight, "accumulate"):
         if after == "clear":
             results.append(each.takes_a_true_step(partial(accumulated_and_stepped, each)))
         else:  # some parts may be missing, but each counts by its own scale
@@ -355,7 +355,7 @@ def error(request):
 @pytest.fixture(params=["step", "minimize"])
 def raised(request, error):
     """A training whose optimizer raised, and in ``repeat`` the call to make again."""
-    training = Training()
+    training = OneWeight()
     training.begin()
     training.raise_once(error)
     training.repeat = getattr(training, request.param)
@@ -390,7 +390,7 @@ def test_an_iteration_repeated_with_the_old_gradients_is_refused_until_update(ra
 
 
 def test_a_raised_step_of_one_optimizer_leaves_the_other_alone(raised):
-    other = Training()
+    other = OneWeight()
     other.scaler = raised.scaler
     other.begin()
     assert other.takes_a_true_step(other.step)
@@ -403,7 +403,7 @@ def test_a_raised_step_of_one_optimizer_leaves_the_other_alone(raised):
     ("call", "name"), [("step", "step"), ("update", "update"), ("minimize", "step")]
 )
 def test_a_call_in_a_closure_is_refused_by_name(call, name):
-    training = Training()
+    training = OneWeight()
     before = library.kept(training.optimizer)
     calls = {"step": training.step, "update": training.scaler.update, "minimize": training.minimize}
 

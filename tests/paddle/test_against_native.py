@@ -68,7 +68,7 @@ on_the_stand_in = settings(
 )
 
 
-class Side:
+class PaddleSide:
     """One of the two scalers, with parameters and an optimizer of its own."""
 
     def __init__(self, scaler, kind, groups=False):
@@ -129,7 +129,7 @@ class Side:
         )
 
 
-class NativeSide(Side):
+class NativePaddleSide(PaddleSide):
     """Paddle's, but for what its optimizers do in a step that is skipped.
 
     They make the accumulators that they lack, which is harmless and remembered here; and Adamax
@@ -167,8 +167,8 @@ def compare(ours, native):
 
 
 def run(kind, rule, trace, native, groups=False, after=lambda side: None):
-    ours = Side(GradScaler(**rule), kind, groups)
-    theirs = NativeSide(native(**rule), kind, groups)
+    ours = PaddleSide(GradScaler(**rule), kind, groups)
+    theirs = NativePaddleSide(native(**rule), kind, groups)
     for turn in trace:
         assert library.exact(ours.iterate(turn)) == library.exact(theirs.iterate(turn))
         for side in (ours, theirs):
@@ -229,8 +229,8 @@ def test_a_learning_rate_schedule_goes_as_with_paddle(schedule, rule, trace, nat
     exchange=st.lists(st.booleans(), min_size=6, max_size=6),
 )
 def test_state_dicts_exchanged_on_the_way_change_nothing(rule, trace, exchange, native):
-    ours = Side(GradScaler(**rule), KINDS["Adam"])
-    theirs = NativeSide(native(**rule), KINDS["Adam"])
+    ours = PaddleSide(GradScaler(**rule), KINDS["Adam"])
+    theirs = NativePaddleSide(native(**rule), KINDS["Adam"])
     for turn, exchanged in zip(trace, exchange, strict=False):
         assert library.exact(ours.iterate(turn)) == library.exact(theirs.iterate(turn))
         if exchanged:
@@ -260,8 +260,8 @@ def test_state_dicts_exchanged_on_the_way_change_nothing(rule, trace, exchange, 
     ),
 )
 def test_setters_called_on_the_way_act_as_paddle_s(rule, trace, changes, native):
-    ours = Side(GradScaler(**rule), KINDS["SGD"])
-    theirs = NativeSide(native(**rule), KINDS["SGD"])
+    ours = PaddleSide(GradScaler(**rule), KINDS["SGD"])
+    theirs = NativePaddleSide(native(**rule), KINDS["SGD"])
     for turn, change in zip(trace, changes, strict=False):
         for side in (ours, theirs):
             if change:
@@ -285,7 +285,7 @@ def overflow_turn(seed=0):
 @pytest.mark.parametrize("groups", [False, True], ids=["plain", "groups"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_skipped_step_leaves_the_optimizer_as_it_was(kind, groups):
-    ours = Side(GradScaler(), KINDS[kind], groups)
+    ours = PaddleSide(GradScaler(), KINDS[kind], groups)
     for turn in (overflow_turn(), finite_turn(), overflow_turn()):
         before = library.exact(ours.parameters), library.exact(ours.optimizer.state_dict())
         ours.iterate(turn)
@@ -294,8 +294,8 @@ def test_a_skipped_step_leaves_the_optimizer_as_it_was(kind, groups):
 
 
 def test_paddle_s_skip_makes_accumulators_and_gradscaler_s_does_not(native):
-    ours = Side(GradScaler(), KINDS["Adam"])
-    theirs = Side(native(), KINDS["Adam"])
+    ours = PaddleSide(GradScaler(), KINDS["Adam"])
+    theirs = PaddleSide(native(), KINDS["Adam"])
     for side in (ours, theirs):
         side.iterate(overflow_turn())
     assert theirs.optimizer.state_dict()
@@ -303,8 +303,8 @@ def test_paddle_s_skip_makes_accumulators_and_gradscaler_s_does_not(native):
 
 
 def test_paddle_s_skip_moves_adamax_and_gradscaler_s_does_not(native):
-    ours = Side(GradScaler(), KINDS["Adamax"])
-    theirs = Side(native(), KINDS["Adamax"])
+    ours = PaddleSide(GradScaler(), KINDS["Adamax"])
+    theirs = PaddleSide(native(), KINDS["Adamax"])
     for side, moves in ((ours, False), (theirs, True)):
         side.iterate(finite_turn())
         before = library.exact(side.tensors())
@@ -315,8 +315,8 @@ def test_paddle_s_skip_moves_adamax_and_gradscaler_s_does_not(native):
 def test_lowering_the_interval_below_the_count_freezes_paddle_s_scale_alone(native):
     scales = []
     for side in (
-        Side(GradScaler(init_loss_scaling=8.0), KINDS["SGD"]),
-        Side(native(init_loss_scaling=8.0), KINDS["SGD"]),
+        PaddleSide(GradScaler(init_loss_scaling=8.0), KINDS["SGD"]),
+        PaddleSide(native(init_loss_scaling=8.0), KINDS["SGD"]),
     ):
         for _ in range(3):
             side.iterate(finite_turn())
@@ -329,7 +329,7 @@ def test_lowering_the_interval_below_the_count_freezes_paddle_s_scale_alone(nati
 def test_paddle_s_scale_grows_to_inf_and_gradscaler_s_stays_finite(native):
     scales = []
     for kind in (GradScaler, native):
-        side = Side(kind(init_loss_scaling=2.0**127, incr_every_n_steps=1), KINDS["SGD"])
+        side = PaddleSide(kind(init_loss_scaling=2.0**127, incr_every_n_steps=1), KINDS["SGD"])
         for parameter in side.parameters:
             parameter.grad = paddle.zeros_like(parameter)
         side.step()
@@ -342,7 +342,7 @@ def test_paddle_s_scale_sinks_to_zero_and_gradscaler_s_stops_at_its_floor(native
     scales = []
     for kind in (GradScaler, native):
         scaler = kind(init_loss_scaling=2.0**-125, decr_ratio=2.0**-30, decr_every_n_nan_or_inf=1)
-        side = Side(scaler, KINDS["SGD"])
+        side = PaddleSide(scaler, KINDS["SGD"])
         for _ in range(3):
             side.iterate(overflow_turn())
         scales.append(scaler._scale.item())
@@ -352,7 +352,7 @@ def test_paddle_s_scale_sinks_to_zero_and_gradscaler_s_stops_at_its_floor(native
 def test_paddle_counts_an_iteration_without_gradients_and_gradscaler_does_not(native):
     counts = []
     for kind in (GradScaler, native):
-        side = Side(kind(), KINDS["SGD"])
+        side = PaddleSide(kind(), KINDS["SGD"])
         side.scaler.scale(paddle.ones([]))
         side.step()
         side.scaler.update()
@@ -410,7 +410,7 @@ def test_paddle_with_a_fixed_scale_divides_the_second_optimizer_s_gradients_twic
 
 
 def test_the_stand_in_is_paddle_s_own_and_overflow_makes_it_print(native):
-    side = Side(native(init_loss_scaling=8.0), KINDS["SGD"])
+    side = PaddleSide(native(init_loss_scaling=8.0), KINDS["SGD"])
     side.iterate(overflow_turn())
     assert type(side.scaler) is paddle.amp.GradScaler
     assert "Found inf or nan, current scale is: 8.0" in native.printed.getvalue()

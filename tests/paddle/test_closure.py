@@ -8,7 +8,7 @@ from gradscaler.paddle import GradScaler
 from tests.support.eager import library
 
 
-class Training:
+class TwoEvaluations:
     """Adam at two evaluations a step, whose gradients overflow at some of all evaluations."""
 
     def __init__(self, scaler, finite):
@@ -34,7 +34,7 @@ def test_a_repetition_is_unscaled_by_its_own_scale_where_unscaling_is_replaced(
     replace_unscale, finite
 ):
     """Fleet's _unscale divides by ``scaler._scale``."""
-    ours, plain = (Training(GradScaler(init_loss_scaling=1024.0), finite) for _ in range(2))
+    ours, plain = (TwoEvaluations(GradScaler(init_loss_scaling=1024.0), finite) for _ in range(2))
     replace_unscale(ours.scaler)
     plain.step(overflows=())
     assert ours.step(overflows={1}) == [1024.0, 512.0, 512.0]
@@ -45,7 +45,7 @@ def test_a_repetition_is_unscaled_by_its_own_scale_where_unscaling_is_replaced(
 @pytest.mark.parametrize("steps_before", [0, 1])
 def test_a_rolled_back_optimizer_s_state_dict_has_the_keys_it_had(steps_before, finite):
     """By them a checkpoint is loaded."""
-    training = Training(GradScaler(), finite)
+    training = TwoEvaluations(GradScaler(), finite)
     for _ in range(steps_before):
         training.step(overflows=())
         training.scaler.update()

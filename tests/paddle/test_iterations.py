@@ -98,7 +98,7 @@ def test_a_closure_s_loss_has_a_scale_of_its_own(finite):
 # Several optimizers after one loss.
 
 
-class Training:
+class SeveralOptimizers:
     """A loss of several parameters, each with an optimizer of its own, as in PaddleClas."""
 
     def __init__(self, scaler, count=2):
@@ -141,7 +141,7 @@ def test_each_with_its_update_goes_as_all_with_one(
         "incr_every_n_steps": incr_every_n_steps,
         "decr_every_n_nan_or_inf": decr_every_n_nan_or_inf,
     }
-    each, together = (Training(make(**rule), count=3) for _ in range(2))
+    each, together = (SeveralOptimizers(make(**rule), count=3) for _ in range(2))
     if replaced:
         replace_unscale(each.scaler)
     for overflows in itertools.product([False, True], repeat=3):
@@ -170,7 +170,7 @@ def test_paddle_divides_the_second_s_gradients_by_the_new_scale(native):
 
 
 def test_an_optimizer_s_second_step_after_one_loss_begins_an_iteration():
-    training = Training(make())
+    training = SeveralOptimizers(make())
     training.backward([False, False])
     scales = []
     for optimizer in training.optimizers * 2:
@@ -181,7 +181,7 @@ def test_an_optimizer_s_second_step_after_one_loss_begins_an_iteration():
 
 def test_each_loss_begins_an_iteration():
     """Two optimizers in turn, as for the two parts of a GAN."""
-    training = Training(make())
+    training = SeveralOptimizers(make())
     for number, optimizer in enumerate(training.optimizers, start=1):
         training.backward([False, False])
         step_and_update(training, optimizer)
@@ -189,7 +189,7 @@ def test_each_loss_begins_an_iteration():
 
 
 def test_without_a_scaled_loss_each_update_is_an_iteration():
-    training = Training(make())
+    training = SeveralOptimizers(make())
     for number, optimizer in enumerate(training.optimizers, start=1):
         library.set_gradients(training.parameters, [np.ones(3, np.float32)] * 2)
         step_and_update(training, optimizer)
@@ -197,7 +197,7 @@ def test_without_a_scaled_loss_each_update_is_an_iteration():
 
 
 def test_a_scale_that_is_set_between_two_optimizers_is_where_the_second_s_update_begins():
-    training = Training(make())
+    training = SeveralOptimizers(make())
     training.backward([False, False])
     first, second = training.optimizers
     minimize_each(training, first)
@@ -208,7 +208,7 @@ def test_a_scale_that_is_set_between_two_optimizers_is_where_the_second_s_update
 
 
 def test_an_error_between_two_optimizers_changes_nothing():
-    training = Training(make())
+    training = SeveralOptimizers(make())
     training.backward([True, False])
     first, second = training.optimizers
     minimize_each(training, first)
@@ -230,7 +230,7 @@ def test_an_error_between_two_optimizers_changes_nothing():
     ],
 )
 def test_a_backoff_is_logged_once(overflows, messages, caplog):
-    training = Training(make())
+    training = SeveralOptimizers(make())
     training.backward(overflows)
     with caplog.at_level(logging.DEBUG, "gradscaler"):
         for optimizer in training.optimizers:
@@ -240,7 +240,7 @@ def test_a_backoff_is_logged_once(overflows, messages, caplog):
 
 
 def test_a_copy_between_two_optimizers_knows_nothing_of_the_loss():
-    training = Training(make())
+    training = SeveralOptimizers(make())
     training.backward([False, False])
     minimize_each(training, training.optimizers[0])
     training.scaler = copy.deepcopy(training.scaler)

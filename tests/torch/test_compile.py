@@ -33,7 +33,7 @@ def compiled(request):
     return lambda function, **options: torch.compile(function, backend=request.param, **options)
 
 
-class Training:
+class FiveIterations:
     """Five iterations, the third of which overflows, with a scale that moves at most of them."""
 
     def __init__(self, kind, make_optimizer=torch.optim.Adam):
@@ -70,11 +70,11 @@ class Training:
 @pytest.fixture
 def eager_trace(exact):
     """The same with torch's own scaler, uncompiled."""
-    return Training(torch.amp.GradScaler).run(exact)
+    return FiveIterations(torch.amp.GradScaler).run(exact)
 
 
 def test_a_compiled_model_trains_as_with_torch(compiled, eager_trace, exact):
-    training = Training(GradScaler)
+    training = FiveIterations(GradScaler)
     training.forward = compiled(training.model)
     assert training.run(exact) == eager_trace
 
@@ -84,20 +84,22 @@ def test_a_compiled_optimizer_steps_as_with_torch(way, exact):
     def make_optimizer(parameters):
         return torch.optim.AdamW(parameters, **{way: True})
 
-    ours, theirs = (Training(kind, make_optimizer) for kind in (GradScaler, torch.amp.GradScaler))
+    ours, theirs = (
+        FiveIterations(kind, make_optimizer) for kind in (GradScaler, torch.amp.GradScaler)
+    )
     for training in (ours, theirs):
         training.optimizer.step = torch.compile(training.optimizer.step, backend="eager")
     assert ours.run(exact) == theirs.run(exact)
 
 
 def test_scaling_inside_a_compiled_function_follows_the_scale(compiled, eager_trace, exact):
-    training = Training(GradScaler)
+    training = FiveIterations(GradScaler)
     training.scaled_loss = compiled(training.scaled_loss)
     assert training.run(exact) == eager_trace
 
 
 def test_scaling_breaks_no_graph_and_a_scale_that_moves_recompiles_nothing(eager_trace, exact):
-    training = Training(GradScaler)
+    training = FiveIterations(GradScaler)
     graphs = []
 
     def backend(graph, inputs):
@@ -111,7 +113,9 @@ def test_scaling_breaks_no_graph_and_a_scale_that_moves_recompiles_nothing(eager
 
 
 def test_a_whole_iteration_may_be_compiled(exact):
-    ours, theirs = (Training(kind, torch.optim.SGD) for kind in (GradScaler, torch.amp.GradScaler))
+    ours, theirs = (
+        FiveIterations(kind, torch.optim.SGD) for kind in (GradScaler, torch.amp.GradScaler)
+    )
     for training in (ours, theirs):
         training.batches = training.batches[1:4]  # the second of which overflows
         training.iteration = torch.compile(training.iteration, backend="eager")
@@ -138,7 +142,7 @@ def test_a_whole_iteration_makes_no_more_graphs_and_breaks_than_with_torch(
     for kind in (GradScaler, torch.amp.GradScaler):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        training = Training(kind, make_optimizer)
+        training = FiveIterations(kind, make_optimizer)
         training.batches = [training.batches[i] for i in batches]
         if first == "unscale_":
             training.scaler.step = lambda optimizer, scaler=training.scaler: (
@@ -157,14 +161,14 @@ def test_a_whole_iteration_makes_no_more_graphs_and_breaks_than_with_torch(
 
 @pytest.mark.parametrize("way", ["foreach", "fused"])
 def test_a_step_without_a_scaler_is_no_single_graph_either(way):
-    training = Training(GradScaler, lambda p: torch.optim.AdamW(p, **{way: True}))
+    training = FiveIterations(GradScaler, lambda p: torch.optim.AdamW(p, **{way: True}))
     training.loss(training.batches[0]).backward()
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(training.optimizer.step, backend="eager", fullgraph=True)()
 
 
 def test_clipping_and_outcomes_work_with_a_compiled_model():
-    training = Training(GradScaler)
+    training = FiveIterations(GradScaler)
     training.forward = torch.compile(training.model, backend="eager")
     applied = []
     for batch in training.batches:
@@ -180,7 +184,7 @@ def test_clipping_and_outcomes_work_with_a_compiled_model():
 def test_a_closure_may_run_a_compiled_model(exact):
     parameters = []
     for forward in (lambda model: model, lambda model: torch.compile(model, backend="eager")):
-        training = Training(GradScaler, torch.optim.LBFGS)
+        training = FiveIterations(GradScaler, torch.optim.LBFGS)
         training.forward = forward(training.model)
 
         def closure(training=training):

@@ -102,7 +102,7 @@ def has_hooks(model):
     return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-class Training:
+class CallsAgain:
     """A training by a user who repeats each call that an interrupt stops."""
 
     def __init__(self, path, call="step", **options):
@@ -206,7 +206,7 @@ def test_an_interrupt_loses_the_sample_of_its_step_at_most(case, path):
     options, flags, at = CASES[case]
 
     def run(disturbance):
-        return Training(path, stuck_after=3, **options).run(flags, at, disturbance)
+        return CallsAgain(path, stuck_after=3, **options).run(flags, at, disturbance)
 
     expected = known(run(nullcontext()), at)
     tried = moments(run)

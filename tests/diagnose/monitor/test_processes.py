@@ -75,7 +75,7 @@ def tensor_parallel():
 MODELS = {"fsdp2": fsdp2, "tensor parallel": tensor_parallel}
 
 
-class Training:
+class ShardedTraining:
     """Steps of a small model, with one batch for all ranks."""
 
     def __init__(self, scale=2.0**10, model="fsdp2"):
@@ -101,7 +101,7 @@ def local_gradients(training):
 
 
 def sampled(rank, monitored, path):
-    training = Training()
+    training = ShardedTraining()
     if rank not in monitored:
         for _ in range(4):
             training.step()
@@ -128,7 +128,7 @@ def test_a_monitor_samples_its_own_shards_whoever_else_has_one(on_both_ranks, tm
 
 def stopped(rank, monitored, path, model):
     """Steps of which the last ones overflow on rank 1 alone, and what each monitor says."""
-    training = Training(32.0, model)
+    training = ShardedTraining(32.0, model)
     flags = "..!..!!!!!!"
     options = {"every": 2, "stuck_after": 4, "path": path}
     monitor = Monitor(training.scaler, training.model, **options) if rank in monitored else None
@@ -169,7 +169,7 @@ def test_one_rank_alone_can_watch_a_run_to_its_verdict(on_both_ranks, tmp_path, 
 
 
 def poisoned(rank):
-    training = Training(4.0)
+    training = ShardedTraining(4.0)
     with torch.no_grad():  # in each rank's shard
         training.model[0].weight.to_local()[0] = math.nan
     monitor = Monitor(training.scaler, training.model, stuck_after=4, on_stuck="raise")
@@ -189,7 +189,7 @@ def test_a_parameter_that_is_nan_is_found_in_a_shard(on_both_ranks):
 
 
 def overflowing_activations(rank):
-    training = Training(4.0, "tensor parallel")
+    training = ShardedTraining(4.0, "tensor parallel")
     with torch.no_grad():  # what comes out of tanh is 1
         training.model[0].weight.zero_()
         training.model[0].bias.fill_(100.0)
@@ -221,7 +221,7 @@ class Touched(TorchFunctionMode):
 
 def touched(rank, model):
     """What the monitor, and not the training, calls with DTensors, in samples and skips."""
-    training = Training(4.0, model)
+    training = ShardedTraining(4.0, model)
     monitor = Monitor(training.scaler, training.model, 1, stuck_after=2, on_stuck="continue")
     mode, source = Touched(), monitor._source
 
@@ -252,7 +252,7 @@ def test_a_monitor_touches_dtensors_only_to_get_what_is_local(on_both_ranks, mod
 
 def without_a_loss_of_its_own(rank):
     """A loss that is a DTensor, and of which rank 1 holds nothing."""
-    training = Training()
+    training = ShardedTraining()
     monitor = Monitor(training.scaler, training.model)
     part = torch.ones(1 - rank)
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -269,7 +269,7 @@ def test_a_loss_of_which_a_rank_holds_nothing_is_not_nan(on_both_ranks):
 
 
 def refused_and_taken(rank, path):
-    training = Training()
+    training = ShardedTraining()
     dist.barrier()
     if rank == 0:
         monitor = Monitor(training.scaler, path=path)

@@ -17,7 +17,7 @@ from gradscaler.torch import GradScaler
 INF = float("inf")
 
 
-class Training:
+class BadAtTimes:
     """Steps of a small model; each third overflows, or what ``is_bad`` says of its number."""
 
     def __init__(self, is_bad=lambda number: number % 3 == 0, **options):
@@ -73,9 +73,9 @@ def interrupt_each(nth, call, handler):
 
 @pytest.mark.parametrize("forensics", [0, 1])
 def test_a_reader_in_a_handler_at_any_line_changes_nothing(forensics, tmp_path):
-    expected = Training(forensics=forensics, path=tmp_path / "expected").run(30)
+    expected = BadAtTimes(forensics=forensics, path=tmp_path / "expected").run(30)
     expected.monitor.close()
-    read = Training(forensics=forensics, path=tmp_path / "read")
+    read = BadAtTimes(forensics=forensics, path=tmp_path / "read")
     seen = []
 
     def reads():
@@ -96,7 +96,7 @@ def test_a_close_in_a_handler_at_any_line_leaves_a_whole_file_and_nothing_on_the
     is_bad, tmp_path
 ):
     for nth in range(5, 2500, 499):
-        training = Training(is_bad, path=tmp_path / str(nth), stuck_after=3)
+        training = BadAtTimes(is_bad, path=tmp_path / str(nth), stuck_after=3)
         interrupt_each(nth, lambda training=training: training.run(6), training.monitor.close)
         training.monitor.close()
         assert not torch.nn.modules.module._has_any_global_hook()
@@ -107,7 +107,7 @@ def test_a_close_in_a_handler_at_any_line_leaves_a_whole_file_and_nothing_on_the
 
 
 def test_a_thread_reads_while_a_training_runs():
-    training = Training(forensics=0)
+    training = BadAtTimes(forensics=0)
     errors, is_over = [], threading.Event()
 
     def poll():
@@ -132,12 +132,12 @@ def test_a_thread_reads_while_a_training_runs():
             thread.join()
         sys.setswitchinterval(interval)
     assert errors == []
-    assert training.seen == Training(forensics=0).run(60).seen
+    assert training.seen == BadAtTimes(forensics=0).run(60).seen
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no such timers")
 def test_a_timer_s_handler_reads_and_closes(tmp_path):
-    training = Training(path=tmp_path / "run")
+    training = BadAtTimes(path=tmp_path / "run")
     calls = []
 
     def handler(*_):
@@ -158,7 +158,7 @@ def test_a_timer_s_handler_reads_and_closes(tmp_path):
 
 @pytest.mark.parametrize("ends", ["step", "close"])
 def test_a_watch_that_ends_on_another_thread_leaves_nothing_behind(ends):
-    training = Training(lambda number: True, stuck_after=3)
+    training = BadAtTimes(lambda number: True, stuck_after=3)
     training.run(2)  # the third is watched
     assert _get_current_dispatch_mode() is not None
     training.forward(3)

@@ -25,7 +25,7 @@ def line_with(mark):
     return f"{Path(__file__).relative_to(Path.cwd())}:{number}"
 
 
-class Training:
+class UnderAutocast:
     """Steps of a model under autocast; the loss is Inf in those marked "!".
 
     In those marked "?" the loss is NaN, but the gradients are finite.
@@ -80,7 +80,7 @@ def watched_in(path):
 @pytest.mark.parametrize("forensics", [0, 1])
 def test_the_operation_and_the_line_are_written_before_the_verdict(model, forensics, path):
     options = {"path": path, "stuck_after": 6, "on_stuck": "continue", "forensics": forensics}
-    training = Training(model=model, every=1, **options).steps("..!!!!!!!!")
+    training = UnderAutocast(model=model, every=1, **options).steps("..!!!!!!!!")
     log = "log", line_with("the log")
     assert watched_in(path) == [(4, *log), (8, *log)]
     assert training.watched == [flag == "w" for flag in "...w...w.."]
@@ -101,7 +101,7 @@ def test_the_operation_and_the_line_are_written_before_the_verdict(model, forens
     ],
 )
 def test_a_verdict_names_the_operation_in_the_file_as_in_the_monitor(kind, flags, words, path):
-    training = Training(path=path, stuck_after=4, on_stuck="continue").steps(flags)
+    training = UnderAutocast(path=path, stuck_after=4, on_stuck="continue").steps(flags)
     found = training.monitor.verdict
     training.monitor.close()
     assert found.kind == kind
@@ -142,7 +142,7 @@ def each_step_takes_a_second(monkeypatch):
 def test_later_steps_are_watched_in_5_percent_of_the_time_until_one_is_located(
     bad, watched, flag, each_step_takes_a_second, path
 ):
-    training = Training(path=path)
+    training = UnderAutocast(path=path)
     each_step_takes_a_second(training)
     training.steps(flag if step in bad else "." for step in range(1, 601))
     found = [step for step, was in enumerate(training.watched, 1) if was]
@@ -152,20 +152,20 @@ def test_later_steps_are_watched_in_5_percent_of_the_time_until_one_is_located(
 
 
 def test_a_skip_at_a_scale_that_is_too_large_is_not_watched(path):
-    training = Training(scale=2.0**126, path=path).steps("....")
+    training = UnderAutocast(scale=2.0**126, path=path).steps("....")
     assert training.monitor.history[0].skipped
     assert not any(training.watched)
 
 
 def test_a_closure_is_watched_on_the_batch_that_failed(path):
-    training = Training(path=path, stuck_after=9).steps("..!..", closure=True)
+    training = UnderAutocast(path=path, stuck_after=9).steps("..!..", closure=True)
     assert watched_in(path) == [(3, "log", line_with("the log"))]
     evaluations = "..", "..www", ".", "."  # located, so no more
     assert training.watched == [flag == "w" for flag in "".join(evaluations)]
 
 
 def test_the_report_tells_where(path):
-    training = Training(path=path).steps(".!!")
+    training = UnderAutocast(path=path).steps(".!!")
     training.monitor.close()
     (table,) = origin_tables_of(read_run(path))
     ((where, step),) = table.rows
@@ -179,7 +179,7 @@ def test_the_report_tells_where(path):
 def test_a_watched_training_has_the_same_bits(closure):
     def bits(monitored):
         options = {"stuck_after": 3, "on_stuck": "continue"} if monitored else {}
-        training = Training(monitored, **options).steps(".!..!!!..!!!!..", closure)
+        training = UnderAutocast(monitored, **options).steps(".!..!!!..!!!!..", closure)
         assert any(training.watched) == monitored
         state = training.optimizer.state_dict()["state"]
         moments = [each for entry in state.values() for each in entry.values()]
@@ -191,7 +191,7 @@ def test_a_watched_training_has_the_same_bits(closure):
 
 @pytest.mark.parametrize("closure", [False, True])
 def test_an_update_is_not_watched_so_an_interrupt_cannot_move_the_scale_twice(closure, monkeypatch):
-    training = Training(stuck_after=3, on_stuck="continue")
+    training = UnderAutocast(stuck_after=3, on_stuck="continue")
     watched, update = [], training.scaler.update
 
     def watched_update():
@@ -206,14 +206,14 @@ def test_an_update_is_not_watched_so_an_interrupt_cannot_move_the_scale_twice(cl
 
 
 def test_a_closed_monitor_watches_no_more():
-    training = Training().steps("!")
+    training = UnderAutocast().steps("!")
     assert is_in_torch_dispatch_mode()
     training.monitor.close()
     assert not is_in_torch_dispatch_mode()
 
 
 def test_a_monitor_that_is_dropped_while_it_watches_watches_no_more():
-    training = Training().steps("!")
+    training = UnderAutocast().steps("!")
     assert is_in_torch_dispatch_mode()
     training.backward("!")  # its graph has hooks now
     del training
@@ -223,7 +223,7 @@ def test_a_monitor_that_is_dropped_while_it_watches_watches_no_more():
 
 @pytest.mark.parametrize("steps", ["!", "!!"])
 def test_a_monitor_that_is_dropped_while_its_model_lives_leaves_nothing_on_it(steps):
-    training = Training().steps(steps)
+    training = UnderAutocast().steps(steps)
     model = training.model
     training.backward("!")
     del training
@@ -234,7 +234,7 @@ def test_a_monitor_that_is_dropped_while_its_model_lives_leaves_nothing_on_it(st
 
 
 def test_a_loss_that_recovers_is_no_longer_watched(path):
-    training = Training(path=path).steps("!...!..")
+    training = UnderAutocast(path=path).steps("!...!..")
     assert training.watched == [False, True, False, False, False, True, False]
     assert math.isfinite(training.loss(".").item())
     assert watched_in(path) == []

@@ -39,7 +39,7 @@ class Setting:
         return self.watching
 
 
-class Training(NamedTuple):
+class DiagnosedTraining(NamedTuple):
     """A training, and the verdict that it is to get.
 
     ``kind`` may hold several, the best first. ``where`` is the culprit's name, or a part of it,
@@ -52,7 +52,7 @@ class Training(NamedTuple):
     advice: str
 
 
-TRAININGS: dict[str, Training] = {}
+TRAININGS: dict[str, DiagnosedTraining] = {}
 
 
 def training(kind: str, where: str | None = None, advice: str = "") -> Callable[..., None]:
@@ -61,7 +61,7 @@ def training(kind: str, where: str | None = None, advice: str = "") -> Callable[
     def enter(run: Callable[[Setting], None]) -> None:
         known = TRAININGS.get(run.__name__)  # pytest imports a file again for its doctests
         assert known is None or known.run.__code__.co_filename == run.__code__.co_filename
-        TRAININGS[run.__name__] = Training(run, kind, where, advice)
+        TRAININGS[run.__name__] = DiagnosedTraining(run, kind, where, advice)
 
     return enter
 
