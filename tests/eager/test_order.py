@@ -10,106 +10,75 @@ import pytest
 from gradscaler import CallOrderError, DynamicScale, FixedScale
 from tests.support.eager import library
 
-
-class Loop:
-    """One scaler, one optimizer, and the calls of a training loop by name."""
-
-    def __init__(self, scaler, gradients, fused=False):
-        self.scaler = scaler
-        self.parameters = library.parameters()
-        self.gradients = gradients
-        self.optimizer = library.adamw(self.parameters, fused=fused)
-
-    def call(self, names):
-        for name in names.split():
-            getattr(self, name)()
-
-    def clear(self):
-        library.clear_gradients(self.optimizer)
-
-    def backward(self):
-        library.backward(self.scaler, self.parameters, self.gradients)
-
-    def unscale(self):
-        self.scaler.unscale_(self.optimizer)
-
-    def clip(self):
-        self.scaler.clip_grad_norm_(self.optimizer, 1.0)
-
-    def step(self):
-        self.scaler.step(self.optimizer)
-
-    def step_with_closure(self):
-        self.scaler.step(self.optimizer, lambda: pytest.fail("the closure was called"))
-
-    def check(self):
-        self.scaler._check_inf_per_device(self.optimizer)
-
-    def update(self):
-        self.scaler.update()
-
-    def set_scale(self):
-        self.scaler.update(8.0)
-
-    def minimize(self):
-        self.scaler.minimize(self.optimizer, library.tensor([1.0]))
-
-    def last_step(self):
-        self.scaler.last_step(self.optimizer)
-
-    def copy(self):
-        copy.deepcopy(self.scaler)
-
-    def pickle(self):
-        pickle.dumps(self.scaler)
-
-    def everything(self):
-        return library.everything(self.scaler, self.optimizer)
-
-
-# The calls before, the call that raises, and the call that its message asks for.
+# What a user wrote so far, the call that raises, and the call that its message asks for.
 IN_MID_ITERATION = [
-    ("backward unscale", "unscale", "update"),
-    ("backward step", "unscale", "update"),
-    ("backward step", "step", "update"),
-    ("backward unscale step", "step", "update"),
-    ("backward unscale step", "unscale", "update"),
+    ("backward(); scaler.unscale_(optimizer)", "scaler.unscale_(optimizer)", "update"),
+    ("backward(); scaler.step(optimizer)", "scaler.unscale_(optimizer)", "update"),
+    ("backward(); scaler.step(optimizer)", "scaler.step(optimizer)", "update"),
+    (
+        "backward(); scaler.unscale_(optimizer); scaler.step(optimizer)",
+        "scaler.step(optimizer)",
+        "update",
+    ),
+    (
+        "backward(); scaler.unscale_(optimizer); scaler.step(optimizer)",
+        "scaler.unscale_(optimizer)",
+        "update",
+    ),
 ]
 WITHOUT_A_STEP = [
-    ("", "update", "scale"),
-    ("backward", "update", "step"),
-    ("backward step update", "update", "step"),
+    ("pass", "scaler.update()", "scale"),
+    ("backward()", "scaler.update()", "step"),
+    ("backward(); scaler.step(optimizer); scaler.update()", "scaler.update()", "step"),
 ]
 COPIES = [
-    ("backward unscale", "copy", "update"),
-    ("backward step", "pickle", "update"),
+    ("backward(); scaler.unscale_(optimizer)", "copy.deepcopy(scaler)", "update"),
+    ("backward(); scaler.step(optimizer)", "pickle.dumps(scaler)", "update"),
 ]
 OURS_ALONE = [
-    ("", "last_step", "step"),
-    ("backward unscale", "last_step", "step"),
-    ("backward step", "clip", "step"),
-    ("backward step", "minimize", "update"),
-    ("backward step", "step_with_closure", "update"),
-    ("backward clip", "step_with_closure", "clip_grad_norm"),
+    ("pass", "scaler.last_step(optimizer)", "step"),
+    ("backward(); scaler.unscale_(optimizer)", "scaler.last_step(optimizer)", "step"),
+    ("backward(); scaler.step(optimizer)", "scaler.clip_grad_norm_(optimizer, 1.0)", "step"),
+    ("backward(); scaler.step(optimizer)", "scaler.minimize(optimizer, loss)", "update"),
+    ("backward(); scaler.step(optimizer)", "scaler.step(optimizer, closure)", "update"),
+    (
+        "backward(); scaler.clip_grad_norm_(optimizer, 1.0)",
+        "scaler.step(optimizer, closure)",
+        "clip_grad_norm",
+    ),
 ]
 if library.name == "paddle":  # gradients may come from elsewhere than a scaled loss
     AS_NATIVE = IN_MID_ITERATION
-    OURS_ALONE += [*COPIES, ("", "update", "step"), *WITHOUT_A_STEP[1:]]
-    OURS_ALONE += [("backward minimize", "update", "step")]
+    OURS_ALONE += [*COPIES, ("pass", "scaler.update()", "step"), *WITHOUT_A_STEP[1:]]
+    OURS_ALONE += [("backward(); scaler.minimize(optimizer, loss)", "scaler.update()", "step")]
 else:
-    UNSCALED_LOSS = [("", call, "scale") for call in ("unscale", "step", "set_scale", "check")]
-    AS_NATIVE = [*IN_MID_ITERATION, *WITHOUT_A_STEP, *COPIES, *UNSCALED_LOSS]
-    OURS_ALONE += [("", "clip", "scale"), ("", "minimize", "scale")]
+    AS_NATIVE = [
+        *IN_MID_ITERATION,
+        *WITHOUT_A_STEP,
+        *COPIES,
+        ("pass", "scaler.unscale_(optimizer)", "scale"),
+        ("pass", "scaler.step(optimizer)", "scale"),
+        ("pass", "scaler.update(8.0)", "scale"),
+        ("pass", "scaler._check_inf_per_device(optimizer)", "scale"),
+    ]
+    OURS_ALONE += [
+        ("pass", "scaler.clip_grad_norm_(optimizer, 1.0)", "scale"),
+        ("pass", "scaler.minimize(optimizer, loss)", "scale"),
+    ]
 
 
-@pytest.mark.parametrize(
-    "policy", [DynamicScale(1024.0), FixedScale(1024.0)], ids=["dynamic", "fixed"]
-)
-def test_each_call_in_order_goes_through(policy, fused, finite):
-    loop = Loop(library.scaler(policy=policy), finite, fused)
-    for _ in range(2):
-        loop.call("clear backward unscale clip step update last_step copy pickle")
-        loop.call("clear backward clip unscale minimize last_step copy pickle")
+def names(scaler, gradients, fused=False):
+    """What the calls above name; ``exec`` runs them with it."""
+    parameters = library.parameters()
+    return {
+        "scaler": scaler,
+        "optimizer": library.adamw(parameters, fused=fused),
+        "backward": lambda: library.backward(scaler, parameters, gradients),
+        "loss": library.tensor([1.0]),
+        "closure": lambda: pytest.fail("the closure was called"),
+        "copy": copy,
+        "pickle": pickle,
+    }
 
 
 @pytest.mark.parametrize(("before", "call", "missing"), AS_NATIVE)
@@ -118,10 +87,10 @@ def test_the_exception_can_be_caught_as_the_framework_s(
 ):
     raised = []
     for make_scaler in (native, library.scaler):
-        loop = Loop(make_scaler(), finite, fused)
-        loop.call(before)
+        loop = names(make_scaler(), finite, fused)
+        exec(before, loop)
         with pytest.raises((RuntimeError, AssertionError)) as error:
-            loop.call(call)
+            exec(call, loop)
         raised.append(error.value)
     assert isinstance(raised[1], type(raised[0]))
 
@@ -130,47 +99,112 @@ def test_the_exception_can_be_caught_as_the_framework_s(
 def test_the_message_names_the_missing_call_and_nothing_changes(
     before, call, missing, scaler, fused, finite
 ):
-    loop = Loop(scaler, finite, fused)
-    loop.call(before)
-    untouched = loop.everything()
+    loop = names(scaler, finite, fused)
+    exec(before, loop)
+    untouched = library.everything(scaler, loop["optimizer"])
     with pytest.raises(CallOrderError, match=rf"\b{missing}_?\("):
-        loop.call(call)
-    assert loop.everything() == untouched
+        exec(call, loop)
+    assert library.everything(scaler, loop["optimizer"]) == untouched
 
 
 @pytest.mark.parametrize(
-    ("before", "call"),
+    ("before", "call", "rest"),
     [
-        *((before, call) for before, call, _ in IN_MID_ITERATION),
-        ("backward", "update"),
-        ("backward", "last_step"),
-        ("backward unscale", "last_step"),
-        ("backward step update", "update"),
+        (
+            "backward(); scaler.unscale_(optimizer)",
+            "scaler.unscale_(optimizer)",
+            "scaler.step(optimizer); scaler.update()",
+        ),
+        ("backward(); scaler.step(optimizer)", "scaler.unscale_(optimizer)", "scaler.update()"),
+        ("backward(); scaler.step(optimizer)", "scaler.step(optimizer)", "scaler.update()"),
+        (
+            "backward(); scaler.unscale_(optimizer); scaler.step(optimizer)",
+            "scaler.step(optimizer)",
+            "scaler.update()",
+        ),
+        (
+            "backward(); scaler.unscale_(optimizer); scaler.step(optimizer)",
+            "scaler.unscale_(optimizer)",
+            "scaler.update()",
+        ),
+        ("backward()", "scaler.update()", "scaler.step(optimizer); scaler.update()"),
+        ("backward()", "scaler.last_step(optimizer)", "scaler.step(optimizer); scaler.update()"),
+        (
+            "backward(); scaler.unscale_(optimizer)",
+            "scaler.last_step(optimizer)",
+            "scaler.step(optimizer); scaler.update()",
+        ),
     ],
 )
-def test_after_the_error_the_iteration_can_be_finished(before, call, finite):
-    loop, undisturbed = (Loop(library.scaler(), finite) for _ in range(2))
-    for each in (loop, undisturbed):
-        each.call(before)
+def test_after_the_error_the_iteration_can_be_finished(before, call, rest, finite):
+    disturbed, plain = library.scaler(), library.scaler()
+    ours, expected = names(disturbed, finite), names(plain, finite)
+    exec(before, ours)
+    exec(before, expected)
     with pytest.raises(CallOrderError):
-        loop.call(call)
-    for each in (loop, undisturbed):
-        each.call(" ".join(call for call in ("step", "update") if call not in before))
-    assert loop.everything() == undisturbed.everything()
+        exec(call, ours)
+    exec(rest, ours)
+    exec(rest, expected)
+    assert library.everything(disturbed, ours["optimizer"]) == library.everything(
+        plain, expected["optimizer"]
+    )
 
 
-def test_under_a_fixed_scale_update_ends_an_iteration_that_took_no_step(finite):
-    """The message of the error says so: call update() once per iteration."""
-    loop = Loop(library.scaler(policy=FixedScale(1024.0)), finite)
+def test_after_an_update_too_many_everything_is_as_after_one(parameters, finite):
+    scaler, optimizer = library.scaler(), library.adamw(parameters)
+    library.backward(scaler, parameters, finite)
+    scaler.step(optimizer)
+    scaler.update()
+    after_one = library.everything(scaler, optimizer)
+    with pytest.raises(CallOrderError):
+        scaler.update()
+    assert library.everything(scaler, optimizer) == after_one
+
+
+@pytest.mark.parametrize(
+    "policy", [DynamicScale(1024.0), FixedScale(1024.0)], ids=["dynamic", "fixed"]
+)
+def test_each_call_in_order_goes_through(policy, fused, parameters, finite):
+    scaler, optimizer = library.scaler(policy=policy), library.adamw(parameters, fused=fused)
     for _ in range(2):
-        loop.call("clear backward unscale update")
+        library.clear_gradients(optimizer)
+        library.backward(scaler, parameters, finite)
+        scaler.unscale_(optimizer)
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.last_step(optimizer).applied
+        copy.deepcopy(scaler)
+        pickle.dumps(scaler)
+
+        library.clear_gradients(optimizer)
+        library.backward(scaler, parameters, finite)
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.unscale_(optimizer)
+        scaler.minimize(optimizer, library.tensor([1.0]))
+        assert scaler.last_step(optimizer).applied
+        copy.deepcopy(scaler)
+        pickle.dumps(scaler)
 
 
-def test_under_a_fixed_scale_gradients_are_not_unscaled_twice(finite):
-    loop = Loop(library.scaler(policy=FixedScale(1024.0)), finite)
-    loop.call("backward unscale")
+def test_under_a_fixed_scale_update_ends_an_iteration_that_took_no_step(parameters, finite):
+    """The message of the error says so: call update() once per iteration."""
+    scaler = library.scaler(policy=FixedScale(1024.0))
+    optimizer = library.adamw(parameters)
+    for _ in range(2):
+        library.clear_gradients(optimizer)
+        library.backward(scaler, parameters, finite)
+        scaler.unscale_(optimizer)
+        scaler.update()
+
+
+def test_under_a_fixed_scale_gradients_are_not_unscaled_twice(parameters, finite):
+    scaler = library.scaler(policy=FixedScale(1024.0))
+    optimizer = library.adamw(parameters)
+    library.backward(scaler, parameters, finite)
+    scaler.unscale_(optimizer)
     with pytest.raises(CallOrderError, match="update"):
-        loop.unscale()
+        scaler.unscale_(optimizer)
 
 
 def test_one_optimizer_s_stage_is_not_the_other_s(scaler, parameters, finite):
@@ -185,17 +219,23 @@ def test_one_optimizer_s_stage_is_not_the_other_s(scaler, parameters, finite):
     assert scaler.last_step(second).applied
 
 
-def test_an_optimizer_that_raises_leaves_the_step_to_be_taken(fused, finite):
-    loop, undisturbed = (Loop(library.scaler(), finite, fused) for _ in range(2))
-    loop.backward()
-    before = library.kept(loop.optimizer)
+def test_an_optimizer_that_raises_leaves_the_step_to_be_taken(fused, parameters, finite):
+    scaler, optimizer = library.scaler(), library.adamw(parameters, fused=fused)
+    library.backward(scaler, parameters, finite)
+    before = library.kept(optimizer)
     with pytest.raises(TypeError, match="unknown_argument"):
-        loop.scaler.step(loop.optimizer, unknown_argument=1)
-    assert library.kept(loop.optimizer) == before
-    assert not hasattr(loop.optimizer, "grad_scale")
-    loop.call("step update")
-    undisturbed.call("backward step update")
-    assert library.kept(loop.optimizer) == library.kept(undisturbed.optimizer) != before
+        scaler.step(optimizer, unknown_argument=1)
+    assert library.kept(optimizer) == before
+    assert not hasattr(optimizer, "grad_scale")
+    scaler.step(optimizer)
+    scaler.update()
+
+    others = library.parameters()
+    undisturbed, plain = library.scaler(), library.adamw(others, fused=fused)
+    library.backward(undisturbed, others, finite)
+    undisturbed.step(plain)
+    undisturbed.update()
+    assert library.kept(optimizer) == library.kept(plain) != before
 
 
 def test_an_optimizer_freed_in_mid_iteration_leaves_no_record_to_another(
