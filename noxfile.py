@@ -8,7 +8,9 @@ and ``make test`` install nox and call it.
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -183,6 +185,68 @@ def docs(session: nox.Session) -> None:
     shutil.rmtree("site", ignore_errors=True)
     session.run("sphinx-build", "-q", "-W", "--keep-going", "-b", "html", "docs", "site")
     session.run("python", "-m", "pytest", "tests/site")
+
+
+# What a person has to do once `make rehearse` has passed.
+TO_DO = """\
+Left for a person:
+  1. Write the repository's and the site's addresses where CONTRIBUTING.md says, once they exist.
+  2. Write the day of the release in CHANGELOG.md, in place of "not released yet", and commit it.
+  3. Let the package index trust .github/workflows/release.yml, in an environment named pypi.
+  4. git tag v{version} && git push origin v{version}: the workflow runs every test, and uploads.
+  5. Write the sdist's address and SHA-256 ({digest})
+     into conda/recipe.yaml, and send the recipe to conda-forge."""
+
+
+@nox.session(default=False)
+def rehearse(session: nox.Session) -> None:
+    """All of a release but the upload: build, check, install on each Python, the site."""
+    install(session, "release")
+    found = re.search('^__version__ = "(.*)"$', Path(f"{SOURCES}/__init__.py").read_text(), re.M)
+    version = found[1] if found else session.error("gradscaler has no __version__")
+    for place in ("CHANGELOG.md", "CITATION.cff", "conda/recipe.yaml"):
+        if version not in Path(place).read_text():
+            session.error(f"{place} does not name version {version}")
+    shutil.rmtree("dist", ignore_errors=True)
+    session.run("python", "-m", "build", "--no-isolation", silent=True)
+    built = sorted(map(str, Path("dist").iterdir()))
+    session.run("twine", "check", "--strict", *built)
+    session.run("python", "-c", RENDER_RECIPE)
+    pythons = interpreters()
+    for python in pythons.values():
+        for path in built:
+            smoke_test(session, python, path)
+    session.log(f"{' and '.join(built)} work on Python {', '.join(pythons)}. The site comes next.")
+    (sdist,) = Path("dist").glob("*.tar.gz")
+    print(TO_DO.format(version=version, digest=sha256(sdist.read_bytes()).hexdigest()))
+    session.notify("docs")
+
+
+RENDER_RECIPE = """
+from rattler_build import Stage0Recipe
+(variant,) = Stage0Recipe.from_file("conda/recipe.yaml").render()
+"""
+
+
+def interpreters() -> dict[str, str]:
+    """The Pythons that are at hand, by version; a stand-in for one that is not installed fails."""
+    found = {f"3.{minor}": shutil.which(f"python3.{minor}") for minor in range(10, 15)}
+    return {
+        version: python
+        for version, python in found.items()
+        if python and subprocess.run([python, "--version"], capture_output=True).returncode == 0
+    }
+
+
+def smoke_test(session: nox.Session, python: str, path: str) -> None:
+    """Install a distribution into an empty environment, and use what needs no framework."""
+    folder = Path(session.create_tmp()) / "empty"
+    session.run(python, "-m", "venv", "--clear", str(folder), external=True)
+    inside = str(folder / "bin" / "python")
+    session.run(inside, "-m", "pip", "install", "--quiet", path, external=True)
+    code = "import gradscaler; print(gradscaler.DynamicScale().init())"
+    session.run(inside, "-W", "error", "-c", code, external=True)
+    session.run(str(folder / "bin" / "gradscaler"), "doctor", external=True, silent=True)
 
 
 TESTS = ["lint", *(f"test-{framework}" for framework in ENVIRONMENT_OF)]
