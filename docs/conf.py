@@ -34,7 +34,7 @@ html_css_files = ["site.css"]
 exclude_patterns = ["_build"]
 suppress_warnings = ["autoapi.python_import_resolution"]  # modules of frameworks are not here
 
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True

@@ -12,6 +12,8 @@ Each block in docs/start/ that trains also runs as the body of a loop, under a m
 import ast
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,7 +71,7 @@ def test_every_framework_has_a_page_to_start_with():
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if MINE[page]],
+    [page for page in PAGES if MINE[page] and page.name != "cookbook.md"],
     ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
 def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
@@ -83,6 +85,33 @@ def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
             exec(compile("\n" * line + code, page, "exec"), names)
     for monitor in [value for value in names.values() if isinstance(value, Monitor)]:
         monitor.close()
+
+
+# Readers copy each recipe of the cookbook as a script of its own.
+
+COOKBOOK = ROOT / "docs" / "cookbook.md"
+RECIPES = [(line, code) for line, code in MINE[COOKBOOK] if "__main__" not in code]
+PROCESSES = [code for _, code in MINE[COOKBOOK] if "__main__" in code]
+
+
+@pytest.mark.parametrize(("line", "code"), RECIPES, ids=[f"line {line}" for line, _ in RECIPES])
+def test_a_recipe_is_a_short_script_that_trains(line, code, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "document"}
+    exec(compile("\n" * line + code, COOKBOOK, "exec"), names)
+    assert code.count("\n") < 40
+    reasons = [outcome.reason for outcome in names["scaler"].history]
+    assert len(reasons) >= 5
+    assert reasons[-1] == "finite"
+    assert set(reasons) <= {"finite", "overflow"}
+
+
+@pytest.mark.parametrize("code", PROCESSES)
+def test_a_recipe_of_many_processes_runs_as_a_script(code, tmp_path):
+    assert code.count("\n") < 40
+    (tmp_path / "recipe.py").write_text(code)
+    command = [sys.executable, "recipe.py"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120, stderr=subprocess.PIPE)
 
 
 # Readers copy the blocks of the start pages into loops of their own.
