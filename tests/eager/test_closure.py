@@ -7,7 +7,7 @@ import pytest
 
 from gradscaler import CallOrderError, DynamicScale, FixedScale
 from tests.support.eager import library
-from tests.support.eager.base import normal
+from tests.support.eager.regression import Regression
 
 # Paddle's LBFGS makes a tensor of a tensor, and Paddle warns of that.
 pytestmark = pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
@@ -33,23 +33,15 @@ EVALUATIONS = [
 ]
 
 
-class Problem:
-    """A small regression; ``half``: its gradients are cast to float16 on their way back."""
+class ByClosure(Regression):
+    """A regression in one batch, stepped by closures; ``make``: of an optimizer, or its name."""
 
     def __init__(self, make="SGD", half=False):
-        self.model = library.model()
-        parameters = list(self.model.parameters())
-        self.optimizer = library.closure_optimizers.get(make, make)(parameters)
-        self.inputs, self.targets = map(library.tensor, normal(2, (8, 4), (8, 1)))
-        self.half = half
+        super().__init__(library.closure_optimizers.get(make, make), half, batches=1)
         self.losses = []  # one an evaluation
-        self.scales = []
 
-    def loss(self):
-        outputs = self.model(self.inputs)
-        if self.half:
-            outputs = library.through_float16(outputs)
-        self.losses.append(((outputs - self.targets) ** 2).sum())
+    def loss(self, batch=0):
+        self.losses.append(super().loss(batch))
         return self.losses[-1]
 
     def closure(self, scaler, overflows: Container = (), returned="loss", then=lambda: None):
@@ -101,7 +93,7 @@ def test_parameters_gradients_and_losses_are_those_of_the_unscaled_optimizer(
     make_closure_optimizer, returned
 ):
     scaler = library.scaler(init_scale=2.0**20)
-    ours, plain = Problem(make_closure_optimizer), Problem(make_closure_optimizer)
+    ours, plain = ByClosure(make_closure_optimizer), ByClosure(make_closure_optimizer)
     for _ in range(4):
         loss = ours.step_and_update(scaler, returned=returned)
         assert library.exact(loss) == library.exact(plain.unscaled_step())
@@ -111,13 +103,13 @@ def test_parameters_gradients_and_losses_are_those_of_the_unscaled_optimizer(
 
 def test_the_line_search_evaluates_more_often_than_it_iterates():
     """So the tests above cover evaluations at points that the optimizer then gives up."""
-    problem = Problem("LBFGS with line search")
+    problem = ByClosure("LBFGS with line search")
     problem.unscaled_step()
     assert len(problem.losses) > 5  # iterations
 
 
 def test_a_closure_may_be_given_by_name(scaler):
-    by_name, by_position = Problem(), Problem()
+    by_name, by_position = ByClosure(), ByClosure()
     scaler.step(by_name.optimizer, closure=by_name.closure(scaler))
     scaler.update()
     by_position.step(scaler)
@@ -149,14 +141,14 @@ def test_lbfgs_itself_asks_for_a_closure_where_none_is_given(scaler, parameters,
 
 
 def test_further_arguments_reach_the_optimizer(scaler):
-    problem, noted = Problem(), []
+    problem, noted = ByClosure(), []
     problem.optimizer.step = lambda closure, *args, **kwargs: noted.append((args, kwargs))
     scaler.step(problem.optimizer, problem.closure(scaler), 1, two=2)
     assert noted == [((1,), {"two": 2})]
 
 
 def test_a_step_with_a_closure_counts_as_one_finite_step(scaler):
-    problem = Problem("LBFGS")
+    problem = ByClosure("LBFGS")
     problem.step_and_update(scaler)
     assert len(problem.losses) > 1
     assert library.finite_steps_of(scaler) == 1
@@ -164,7 +156,7 @@ def test_a_step_with_a_closure_counts_as_one_finite_step(scaler):
 
 
 def test_a_closure_runs_with_gradients_enabled(scaler):
-    problem, plain = Problem(), Problem()
+    problem, plain = ByClosure(), ByClosure()
     with library.framework.no_grad():
         problem.step(scaler)
     plain.unscaled_step()
@@ -173,7 +165,7 @@ def test_a_closure_runs_with_gradients_enabled(scaler):
 
 
 def test_disabled_a_closure_is_the_optimizer_s_own():
-    problem, plain = Problem("LBFGS"), Problem("LBFGS")
+    problem, plain = ByClosure("LBFGS"), ByClosure("LBFGS")
     problem.step(library.scaler(enabled=False))
     plain.unscaled_step()
     assert problem.stepped() == plain.stepped()
@@ -184,7 +176,7 @@ def test_disabled_a_closure_is_the_optimizer_s_own():
 
 def test_an_overflow_is_repeated_at_lower_scales_and_the_batch_is_not_lost(make_closure_optimizer):
     scaler = library.scaler(init_scale=2.0**24)
-    ours, plain = (Problem(make_closure_optimizer, half=True) for _ in range(2))
+    ours, plain = (ByClosure(make_closure_optimizer, half=True) for _ in range(2))
     ours.step(scaler)
     plain.unscaled_step()
     outcome = scaler.last_step(ours.optimizer)
@@ -198,7 +190,7 @@ def test_an_overflow_is_repeated_at_lower_scales_and_the_batch_is_not_lost(make_
 
 @pytest.mark.parametrize("options", HYSTERESIS, ids=str)
 def test_each_repetition_backs_off_once_whatever_the_hysteresis(options):
-    problem, plain, scaler = Problem(), Problem(), library.scaler(**options)
+    problem, plain, scaler = ByClosure(), ByClosure(), library.scaler(**options)
     problem.step_and_update(scaler, overflows={1, 2})
     plain.unscaled_step()
     assert problem.scales == [1024.0, 512.0, 256.0]
@@ -207,7 +199,7 @@ def test_each_repetition_backs_off_once_whatever_the_hysteresis(options):
 
 
 def test_from_update_on_the_scale_that_worked_is_the_scale(place):
-    problem, scaler = Problem(half=True), library.scaler(init_scale=2.0**24)
+    problem, scaler = ByClosure(half=True), library.scaler(init_scale=2.0**24)
     problem.step(scaler)
     assert library.scale_of(scaler) == 2.0**24
     scaler.update()
@@ -216,7 +208,7 @@ def test_from_update_on_the_scale_that_worked_is_the_scale(place):
 
 
 def test_the_overflow_forgets_the_finite_steps_before_it_and_the_step_counts_as_finite(scaler):
-    problem = Problem()
+    problem = ByClosure()
     scaler.load_state_dict({**scaler.state_dict(), library.state_keys["finite_steps"]: 100})
     problem.step_and_update(scaler, overflows={1})
     assert library.finite_steps_of(scaler) == 1
@@ -252,7 +244,7 @@ def assign_scale_and_update(scaler, value):
     [update_and_load_scale, set_scale_and_update, load_scale_and_update, assign_scale_and_update],
 )
 def test_a_scale_that_is_set_after_a_backoff_is_the_scale(set_scale, scaler):
-    problem = Problem()
+    problem = ByClosure()
     problem.step(scaler, overflows={1, 2})
     set_scale(scaler, 4.0)
     problem.scales.clear()
@@ -261,7 +253,7 @@ def test_a_scale_that_is_set_after_a_backoff_is_the_scale(set_scale, scaler):
 
 
 def test_an_overflow_in_a_later_evaluation_is_repeated_too(scaler):
-    problem, plain = Problem("LBFGS"), Problem("LBFGS")
+    problem, plain = ByClosure("LBFGS"), ByClosure("LBFGS")
     problem.step(scaler, overflows={3})
     plain.unscaled_step()
     assert problem.scales[:5] == [1024.0, 1024.0, 1024.0, 512.0, 512.0]
@@ -307,7 +299,7 @@ class SharpnessAware:
 
 
 def test_an_optimizer_that_moves_the_parameters_is_handed_an_evaluation_there():
-    ours, plain = Problem(), Problem()
+    ours, plain = ByClosure(), ByClosure()
     for problem in (ours, plain):
         problem.optimizer = SharpnessAware(problem.optimizer)
     scaler = library.scaler(init_scale=1024.0)
@@ -327,7 +319,7 @@ def test_an_optimizer_that_moves_the_parameters_is_handed_an_evaluation_there():
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_what_no_scale_cures_backs_off_once_a_step(steps):
-    problem, scaler = Problem(), library.scaler(init_scale=65536.0)
+    problem, scaler = ByClosure(), library.scaler(init_scale=65536.0)
     for _ in range(steps):
         problem.step_and_update(scaler, overflows=ALL)
         problem.losses.clear()
@@ -338,7 +330,7 @@ def test_what_no_scale_cures_backs_off_once_a_step(steps):
     ("in_constructor", "in_call"), [(3, None), (9, 3), (0, 3), (5, 1), (0, None)]
 )
 def test_max_retries_bounds_the_repetitions(in_constructor, in_call):
-    problem, scaler = Problem(), library.scaler(max_retries=in_constructor)
+    problem, scaler = ByClosure(), library.scaler(max_retries=in_constructor)
     given = {} if in_call is None else {"max_retries": in_call}
     closure = problem.closure(scaler, overflows=ALL)
     assert scaler.step(problem.optimizer, closure, **given) is None
@@ -348,7 +340,7 @@ def test_max_retries_bounds_the_repetitions(in_constructor, in_call):
 
 @pytest.mark.parametrize(("bad", "error"), [(-1, ValueError), (1.0, TypeError), (True, TypeError)])
 def test_a_bad_max_retries_is_refused_before_anything_is_done(bad, error, scaler):
-    problem = Problem()
+    problem = ByClosure()
     before = library.everything(scaler, problem.optimizer)
     with pytest.raises(error, match="max_retries"):
         scaler.step(problem.optimizer, problem.closure(scaler), max_retries=bad)
@@ -359,7 +351,7 @@ def test_a_bad_max_retries_is_refused_before_anything_is_done(bad, error, scaler
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize(("name", "evaluation"), EVALUATIONS)
 def test_a_skip_leaves_no_trace_but_the_lower_scale(name, evaluation, steps_before):
-    problem, plain = Problem(name), Problem(name)
+    problem, plain = ByClosure(name), ByClosure(name)
     scaler = library.scaler(init_scale=1024.0, max_retries=2)
     for _ in range(steps_before):
         problem.step_and_update(scaler)
@@ -381,7 +373,7 @@ def test_a_skip_leaves_no_trace_but_the_lower_scale(name, evaluation, steps_befo
 
 @pytest.mark.parametrize("options", CANNOT_BACK_OFF.values(), ids=list(CANNOT_BACK_OFF))
 def test_a_scale_that_cannot_back_off_is_not_tried_twice(options):
-    problem, scaler = Problem(), library.scaler(**options)
+    problem, scaler = ByClosure(), library.scaler(**options)
     problem.step_and_update(scaler, overflows={1})
     assert scaler.last_step(problem.optimizer).reason == "retries_exhausted"
     assert problem.scales == [1024.0]
@@ -399,7 +391,7 @@ def test_a_scale_that_cannot_back_off_is_not_tried_twice(options):
 def test_a_closure_that_raises_leaves_all_as_before_and_the_step_can_be_taken(
     name, evaluation, place, steps_before, scaler
 ):
-    problem, plain = Problem(name), Problem(name)
+    problem, plain = ByClosure(name), ByClosure(name)
     for _ in range(steps_before):
         problem.step_and_update(scaler)
         plain.unscaled_step()
@@ -425,7 +417,7 @@ def test_a_closure_that_raises_leaves_all_as_before_and_the_step_can_be_taken(
 
 
 def test_a_backoff_in_a_closure_that_then_raises_is_forgotten(scaler):
-    problem = Problem()
+    problem = ByClosure()
     overflowing = problem.closure(scaler, overflows=ALL)
     with pytest.raises(ZeroDivisionError):
         scaler.step(problem.optimizer, lambda: 1 / 0 if len(problem.losses) == 2 else overflowing())
@@ -435,7 +427,7 @@ def test_a_backoff_in_a_closure_that_then_raises_is_forgotten(scaler):
 
 
 def test_a_closure_that_raises_leaves_the_scale_that_worked_for_another(scaler):
-    first, second = Problem(), Problem()
+    first, second = ByClosure(), ByClosure()
     first.step(scaler, overflows={1, 2})
     with pytest.raises(ZeroDivisionError):
         second.step(scaler, then=lambda: 1 / 0)
@@ -444,7 +436,7 @@ def test_a_closure_that_raises_leaves_the_scale_that_worked_for_another(scaler):
 
 
 def test_after_a_closure_that_raised_gradients_can_be_unscaled_by_hand(scaler):
-    problem = Problem()
+    problem = ByClosure()
 
     def unscale_and_raise():
         scaler.unscale_(problem.optimizer)
@@ -471,7 +463,7 @@ def test_gradients_unscaled_before_a_closure_that_raises_count_as_unscaled(
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_closure_that_never_scales_is_an_error(backward, scaler):
-    problem = Problem()
+    problem = ByClosure()
     problem.step_and_update(scaler)
     before = problem.kept()
 
@@ -487,7 +479,7 @@ def test_a_closure_that_never_scales_is_an_error(backward, scaler):
 
 
 def test_a_closure_that_makes_no_gradients_is_stepped_over(scaler):
-    problem = Problem("LBFGS")
+    problem = ByClosure("LBFGS")
     before = problem.stepped()
     assert scaler.step(problem.optimizer, lambda: scaler.scale(problem.loss())) is None
     scaler.update()
@@ -501,7 +493,7 @@ def test_a_closure_that_makes_no_gradients_is_stepped_over(scaler):
 
 @pytest.mark.parametrize("name", ["SGD", "LBFGS"])
 def test_gradients_may_be_unscaled_and_clipped_by_hand_in_the_closure(name, scaler):
-    problem, plain = Problem(name), Problem(name)
+    problem, plain = ByClosure(name), ByClosure(name)
     norms = {problem: [], plain: []}
 
     def clip(each):
@@ -520,7 +512,7 @@ def test_gradients_may_be_unscaled_and_clipped_by_hand_in_the_closure(name, scal
 
 @pytest.mark.parametrize("name", ["SGD", "LBFGS"])
 def test_clipping_in_the_closure_reaches_every_evaluation(name, scaler):
-    problem, plain, unscaled = Problem(name), Problem(name), Problem(name)
+    problem, plain, unscaled = ByClosure(name), ByClosure(name), ByClosure(name)
     disabled = library.scaler(enabled=False)
     problem.step(scaler, then=lambda: scaler.clip_grad_norm_(problem.optimizer, 0.5))
     plain.unscaled_step(then=lambda: disabled.clip_grad_norm_(plain.optimizer, 0.5))
@@ -529,7 +521,7 @@ def test_clipping_in_the_closure_reaches_every_evaluation(name, scaler):
 
 
 def test_unscaling_inside_uses_the_scale_of_that_evaluation(scaler):
-    problem, plain, norms = Problem(), Problem(), []
+    problem, plain, norms = ByClosure(), ByClosure(), []
 
     def measure():
         norms.append(scaler.clip_grad_norm_(problem.optimizer, np.inf).item())
@@ -603,7 +595,7 @@ def test_the_other_optimizer_s_overflow_backs_off_further():
 
 
 def test_a_second_closure_starts_at_the_scale_that_worked_for_the_first(scaler):
-    first, second = Problem(), Problem()
+    first, second = ByClosure(), ByClosure()
     first.step(scaler, overflows={1, 2})
     second.step(scaler)
     assert second.scales == [256.0]
