@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -17,12 +17,11 @@ from torch.distributed.tensor.parallel import (
 
 from gradscaler import ParameterError
 from gradscaler.torch import GradScaler
+from tests.support.all_reduces import CountedAllReduces
 
 INF = float("inf")
 WIDTH = 4
 LENGTH = 2  # of a sequence
-INTERVAL = 2
-STEPS = 3 * INTERVAL + 2  # one overflow, and three times the growth interval
 
 
 @cache
@@ -86,251 +85,350 @@ PARALLEL = {
 }
 
 
+EACH_RANK = [(name, rank) for name, (world, _) in PARALLEL.items() for rank in range(world)]
+
+
 def batch(step):
     generator = torch.Generator().manual_seed(step)
     return torch.randn(4, LENGTH, WIDTH, generator=generator)
 
 
-def optimizer_of(model, fused, backwards):
-    """An optimizer that steps each parameter by itself, or those that lie alike if fused."""
-    groups = {}
-    for parameter in list(model.parameters())[:: -1 if backwards else 1]:
-        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+def loss_of(model, name, mesh, step):
+    """FSDP2 averages the gradients of two halves of the batch."""
+    inputs = batch(step)
+    if name.startswith("FSDP2"):
+        inputs = inputs.chunk(2)[mesh["dp"].get_local_rank()]
+    return model(inputs).square().mean()
+
+
+def adamw(parameters, fused):
+    """Each parameter is stepped by itself; if fused, those are stepped together that lie alike."""
     if not fused:
-        groups = {None: list(model.parameters())[:: -1 if backwards else 1]}
-    params = [{"params": members} for members in groups.values()]
-    return torch.optim.AdamW(params, lr=2**-6, fused=fused, foreach=False if not fused else None)
+        return torch.optim.AdamW(parameters, lr=2**-6, foreach=False)
+    groups = {}
+    for parameter in parameters:
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return torch.optim.AdamW([{"params": each} for each in groups.values()], lr=2**-6, fused=True)
 
 
 def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def one_process(fused, max_norm):
-    """The whole model on the whole batch without a scaler: each step's gradients, and norms."""
-    model = Model()
-    optimizer = optimizer_of(model, fused, False)
-    gradients, norms = [], []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        model(batch(step)).square().mean().backward()
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-        if max_norm is not None:
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
-        if step != 1:
-            optimizer.step()
-    return model, gradients, norms
+def all_whole(tensors):
+    return [whole(tensor.detach()).tolist() for tensor in tensors]
 
 
-def train(name, fused, clip, unscale, backwards, bad, bad_last):
+def put_inf_into(gradient):
+    """Into the last element that this rank has of it."""
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    local.view(-1)[-1:] = INF
+
+
+def assert_close(found, expected, atol=1e-5):
+    """Matrix products of parts, and two means, are rounded in other places."""
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(mine), theirs, rtol=1e-4, atol=atol)
+
+
+def agreed(results):
+    """What all ranks return."""
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+# Eight steps, the second of which overflows in one rank: the scale doubles after two finite steps.
+
+
+def eight_steps(name, fused, order, overflows_in, bad):
     world, parallelize = PARALLEL[name]
     mesh = mesh_of(world)
     model = parallelize(Model(), mesh)
-    optimizer = optimizer_of(model, fused, backwards)
-    scaler = GradScaler(init_scale=64.0, growth_interval=INTERVAL)
-    max_norm = 0.125 if clip else None
-    expected, gradients, norms = one_process(fused, max_norm)
-    parameters, results = list(model.parameters()), []
-    for step in range(STEPS):
+    parameters = list(model.parameters())
+    optimizer = adamw(parameters[::order], fused)
+    scaler = GradScaler(init_scale=64.0, growth_interval=2)
+    reasons, scales = [], []
+    for step in range(8):
         optimizer.zero_grad()
-        # FSDP2 averages the gradients of two halves of the batch.
-        part = batch(step)
-        if name.startswith("FSDP2"):
-            part = part.chunk(2)[mesh["dp"].get_local_rank()]
-        scaler.scale(model(part).square().mean()).backward()
+        scaler.scale(loss_of(model, name, mesh, step)).backward()
         if step == 1 and dist.get_rank() == bad:
-            gradient = parameters[-1 if bad_last else 0].grad
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            local.view(-1)[-1:] = INF
-        if unscale:
-            scaler.unscale_(optimizer)
-            if step != 1:
-                for parameter, gradient in zip(parameters, gradients[step], strict=True):
-                    # Matrix products of parts, and two means, are rounded in other places.
-                    torch.testing.assert_close(
-                        whole(parameter.grad), gradient, rtol=1e-4, atol=1e-6
-                    )
-        if clip:
-            norm = scaler.clip_grad_norm_(optimizer, max_norm).item()
-        if not clip or step == 1:  # an Inf in one replica alone is in the norm of its process
-            norm = None
-        else:
-            assert norm == pytest.approx(norms[step], rel=1e-5)
+            put_inf_into(parameters[overflows_in].grad)
         scaler.step(optimizer)
         scaler.update()
         outcome = scaler.last_step(optimizer)
-        results.append((outcome.reason, outcome.scale, norm, scaler.state_dict()))
-    for parameter, value in zip(parameters, expected.parameters(), strict=True):
-        torch.testing.assert_close(whole(parameter), value, rtol=1e-4, atol=1e-5)
-    return results
-
-
-def check(results):
-    first, *others = results
-    assert all(other == first for other in others)
-    assert [reason for reason, *_ in first] == ["finite", "overflow"] + ["finite"] * 6
-    assert [scale for _, scale, *_ in first] == [64.0, 64.0, 32.0, 32.0, 64.0, 64.0, 128.0, 128.0]
-
-
-# Fused, clipped, unscaled first, parameters listed backwards, Inf in the last one.
-CHOICES = [
-    (False, False, True, False, False),
-    (True, False, False, True, False),
-    (False, True, False, True, True),
-    (True, True, True, False, True),
-    (True, True, False, False, False),
-]
+        reasons.append(outcome.reason)
+        scales.append(outcome.scale)
+    return reasons, scales, scaler.state_dict(), all_whole(parameters)
 
 
 @pytest.mark.parametrize(
-    ("name", "bad", "choice"),
-    [
-        (name, rank, choice)
-        for name, (world, _) in PARALLEL.items()
-        for rank in range(world)
-        for choice in CHOICES[rank % 2 :: 2]  # each has both parameters
-    ],
+    ("fused", "order", "overflows_in"),
+    [(False, 1, 0), (True, -1, -1)],
+    ids=["first parameter", "last parameter, fused, listed backwards"],
 )
-def test_parallel_training_is_that_of_one_process(ranks, name, bad, choice):
-    *options, bad_last = choice
-    check(ranks(PARALLEL[name][0]).run(train, name, *options, bad, bad_last))
+@pytest.mark.parametrize(("name", "bad"), EACH_RANK)
+def test_all_skip_what_overflows_in_one_rank_and_end_as_one_process(
+    ranks, name, bad, fused, order, overflows_in
+):
+    model = Model()
+    optimizer = adamw(list(model.parameters()), fused)
+    for step in (0, 2, 3, 4, 5, 6, 7):  # all but the one that is skipped
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+
+    world = PARALLEL[name][0]
+    results = ranks(world).run(eight_steps, name, fused, order, overflows_in, bad)
+    reasons, scales, _, parameters = agreed(results)
+
+    assert reasons == ["finite", "overflow"] + ["finite"] * 6
+    assert scales == [64.0, 64.0, 32.0, 32.0, 64.0, 64.0, 128.0, 128.0]
+    assert_close(parameters, model.parameters())
 
 
-def count_of_all_reduces(clip):
-    """Those of the scaler, in each step: DTensors reduce by other functions."""
+# What unscale_ and clip_grad_norm_ leave, in three steps, the second of which overflows.
+
+
+def unscaled_gradients(name, fused):
+    world, parallelize = PARALLEL[name]
+    mesh = mesh_of(world)
+    model = parallelize(Model(), mesh)
+    parameters = list(model.parameters())
+    optimizer = adamw(parameters, fused)
+    scaler = GradScaler(init_scale=64.0)
+    gradients = []
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, name, mesh, step)).backward()
+        if step == 1 and dist.get_rank() == 1:
+            put_inf_into(parameters[0].grad)
+        scaler.unscale_(optimizer)
+        gradients.append(all_whole(parameter.grad for parameter in parameters))
+        scaler.step(optimizer)
+        scaler.update()
+    return gradients
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", PARALLEL)
+def test_unscaled_gradients_are_those_of_one_process(ranks, name, fused):
+    first, _, third = ranks(PARALLEL[name][0]).run(unscaled_gradients, name, fused)[0]
+    model = Model()
+    optimizer = adamw(list(model.parameters()), fused)
+    for step, found in ((0, first), (2, third)):
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        assert_close(found, [parameter.grad for parameter in model.parameters()], atol=1e-6)
+        optimizer.step()
+
+
+def clipped(name, fused, order, unscale_first):
+    world, parallelize = PARALLEL[name]
+    mesh = mesh_of(world)
+    model = parallelize(Model(), mesh)
+    parameters = list(model.parameters())
+    optimizer = adamw(parameters[::order], fused)
+    scaler = GradScaler(init_scale=64.0)
+    norms = []
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, name, mesh, step)).backward()
+        if step == 1 and dist.get_rank() == 1:
+            put_inf_into(parameters[-1].grad)
+        if unscale_first:
+            scaler.unscale_(optimizer)
+        norms.append(scaler.clip_grad_norm_(optimizer, 0.125).item())
+        scaler.step(optimizer)
+        scaler.update()
+    # An Inf in one replica alone is in the norm of its process.
+    return norms[0], norms[2], scaler.state_dict(), all_whole(parameters)
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+@pytest.mark.parametrize(("fused", "order"), [(False, 1), (False, -1), (True, 1)])
+@pytest.mark.parametrize("name", PARALLEL)
+def test_the_norm_is_that_of_one_process_and_clips_as_there(
+    ranks, name, fused, order, unscale_first
+):
+    model = Model()
+    optimizer = adamw(list(model.parameters()), fused)
+    expected = []
+    for step in (0, 2):
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        expected.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.125).item())
+        optimizer.step()
+
+    results = ranks(PARALLEL[name][0]).run(clipped, name, fused, order, unscale_first)
+    first, third, state, parameters = agreed(results)
+
+    assert [first, third] == pytest.approx(expected, rel=1e-5)
+    assert min(expected) > 0.125
+    assert state["scale"] == 32.0
+    assert_close(parameters, model.parameters())
+
+
+def all_reduces_of_three_steps(clip):
+    """Those of the scaler: DTensors reduce by other functions."""
     mesh = mesh_of(4)
     model = fsdp_over(tensor_parallel)(Model(), mesh)
-    optimizer = optimizer_of(model, False, False)
+    optimizer = adamw(list(model.parameters()), fused=False)
     scaler = GradScaler(init_scale=64.0)
-    all_reduce, counts = dist.all_reduce, []
-
-    def counted(*args, **kwargs):
-        counts[-1] += 1
-        return all_reduce(*args, **kwargs)
-
+    counts = []
     for step in range(3):
+        optimizer.zero_grad()
         scaler.scale(model(batch(step)).square().mean()).backward()
-        if (step, dist.get_rank()) == (1, 2):
-            next(model.parameters()).grad.to_local()[0] = INF
-        counts.append(0)
-        dist.all_reduce = counted
-        try:
+        if step == 1 and dist.get_rank() == 2:
+            put_inf_into(next(model.parameters()).grad)
+        with CountedAllReduces() as counted:
             if clip:
                 scaler.clip_grad_norm_(optimizer, 1.0)
             scaler.step(optimizer)
             scaler.update()
-        finally:
-            dist.all_reduce = all_reduce
-        optimizer.zero_grad()
+        counts.append(counted.count)
     return counts
 
 
-def test_one_all_reduce_decides_and_one_for_each_dimension_measures(ranks):
-    assert ranks(4).run(count_of_all_reduces, False) == [[1, 1, 1]] * 4
-    assert ranks(4).run(count_of_all_reduces, True) == [[3, 3, 3]] * 4
+def test_one_all_reduce_decides(ranks):
+    assert ranks(4).run(all_reduces_of_three_steps, False) == [[1, 1, 1]] * 4
 
 
-def lone_gradient(kind):
-    """A parameter whose gradient is distributed in its own way, after a replicated one."""
+def test_two_more_measure_the_norm_over_the_two_dimensions_of_a_mesh(ranks):
+    assert ranks(4).run(all_reduces_of_three_steps, True) == [[3, 3, 3]] * 4
+
+
+# How a gradient lies: a replicated parameter of ones and a sharded one, each with gradients of 2.
+
+
+def step_on(inputs_placement, number, placement):
+    """A step of lr 1; the numbered gradient lies by ``placement``, unlike its parameter."""
     mesh = mesh_of(2)
-    first = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
-    second = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
-    optimizer = torch.optim.SGD([first, second], lr=1.0)
+    replicated = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+    sharded = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    optimizer = torch.optim.SGD([replicated, sharded], lr=1.0)
     scaler = GradScaler(init_scale=64.0)
-    inputs = distribute_tensor(
-        torch.ones(2, 4), mesh, [Shard(0) if kind == "partial" else Replicate()]
-    )
-    scaler.scale(
-        (inputs * first).sum() + torch.nn.functional.linear(inputs, second).sum()
-    ).backward()
-    placed = first.grad.placements[0] if kind == "partial" else second.grad.placements[0]
-    assert placed.is_partial() if kind == "partial" else placed == Replicate()
+    inputs = distribute_tensor(torch.ones(2, 4), mesh, [inputs_placement])
+    outputs = torch.nn.functional.linear(inputs, sharded)
+    scaler.scale((inputs * replicated).sum() + outputs.sum()).backward()
+    (found,) = (replicated, sharded)[number].grad.placements
+    assert found == placement
     scaler.step(optimizer)
     scaler.update()
-    assert torch.equal(first.full_tensor(), torch.full((4,), -1.0))
-    assert torch.equal(second.full_tensor(), torch.full((4, 4), -1.0))
-    return scaler.last_step(optimizer).reason, scaler.state_dict()
+    outcome, state = scaler.last_step(optimizer), scaler.state_dict()
+    return outcome.reason, state, all_whole([replicated, sharded])
 
 
-@pytest.mark.parametrize("kind", ["partial", "replicated"])
-def test_gradient_placed_unlike_its_parameter_is_unscaled(ranks, kind):
-    first, second = ranks(2).run(lone_gradient, kind)
-    assert first == second
-    assert first[0] == "finite"
+@pytest.mark.parametrize(
+    ("inputs_placement", "number", "placement"),
+    [(Shard(0), 0, Partial()), (Replicate(), 1, Replicate())],
+    ids=["partial", "replicated"],
+)
+def test_a_gradient_that_lies_unlike_its_parameter_is_unscaled(
+    ranks, inputs_placement, number, placement
+):
+    results = ranks(2).run(step_on, inputs_placement, number, placement)
+    reason, _, (replicated, sharded) = agreed(results)
+    assert reason == "finite"
+    assert replicated == [-1.0] * 4
+    assert sharded == [[-1.0] * 4] * 4
 
 
-def inf_on(bad, fused, expanded):
-    """A replicated gradient is listed first, and one shard of the other overflows."""
+def inf_in_a_shard(bad, fused):
+    """The sharded gradient comes after a replicated one, which is finite."""
     mesh = mesh_of(2)
-    first = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
-    second = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
-    optimizer = torch.optim.AdamW([first, second], fused=fused)
+    replicated = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+    sharded = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
+    optimizer = torch.optim.AdamW([replicated, sharded], fused=fused)
     scaler = GradScaler(init_scale=64.0)
-    scaler.scale(first.sum() + (second.sum() if expanded else second.square().sum())).backward()
+    scaler.scale(replicated.sum() + sharded.square().sum()).backward()
     if dist.get_rank() == bad:
-        if expanded:
-            second.grad = DTensor.from_local(torch.tensor(INF).expand(4, 2), mesh, [Shard(1)])
-        else:
-            second.grad.to_local()[-1, -1] = INF
-    elif expanded:
-        second.grad = DTensor.from_local(torch.tensor(64.0).expand(4, 2), mesh, [Shard(1)])
+        sharded.grad.to_local()[-1, -1] = INF
     scaler.step(optimizer)
     scaler.update()
-    assert torch.equal(second.full_tensor(), torch.ones(4, 4))
-    return scaler.last_step(optimizer).reason, scaler.state_dict()
+    return scaler.last_step(optimizer).reason, scaler.state_dict(), all_whole([sharded])
 
 
-@pytest.mark.parametrize("expanded", [False, True])
+def inf_in_an_expanded_shard(bad, fused):
+    """All elements of the shard are one number in memory."""
+    mesh = mesh_of(2)
+    replicated = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+    sharded = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
+    optimizer = torch.optim.AdamW([replicated, sharded], fused=fused)
+    scaler = GradScaler(init_scale=64.0)
+    scaler.scale(replicated.sum() + sharded.sum()).backward()
+    number = torch.tensor(INF if dist.get_rank() == bad else 64.0)
+    sharded.grad = DTensor.from_local(number.expand(4, 2), mesh, [Shard(1)])
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.last_step(optimizer).reason, scaler.state_dict(), all_whole([sharded])
+
+
+@pytest.mark.parametrize("overflow", [inf_in_a_shard, inf_in_an_expanded_shard])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("bad", [0, 1])
-def test_inf_in_one_shard_after_a_replicated_gradient(ranks, bad, fused, expanded):
-    first, second = ranks(2).run(inf_on, bad, fused, expanded)
-    assert first == second
-    assert first[0] == "overflow"
-    assert first[1]["scale"] == 32.0
+def test_an_inf_in_one_shard_after_a_replicated_gradient_skips(ranks, bad, fused, overflow):
+    reason, state, (sharded,) = agreed(ranks(2).run(overflow, bad, fused))
+    assert reason == "overflow"
+    assert state["scale"] == 32.0
+    assert sharded == [[1.0] * 4] * 4
+
+
+# Parameters on several meshes.
 
 
 @cache
-def unrelated():
+def rows_and_columns():
+    """Of four ranks in a square, which no mesh of both dimensions connects."""
     return (
-        DeviceMesh("cpu", [0, 1]),
-        DeviceMesh("cpu", [2, 3]),
-        DeviceMesh("cpu", [0, 2]),
-        DeviceMesh("cpu", [1, 3]),
+        [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])],
+        [DeviceMesh("cpu", [0, 2]), DeviceMesh("cpu", [1, 3])],
     )
 
 
-def on_unrelated_meshes(grouped):
+def on_this_rank_s_row_and_column(group):
     rank = dist.get_rank()
-    rows, columns = unrelated()[rank // 2], unrelated()[2 + rank % 2]
+    rows, columns = rows_and_columns()
     parameters = [
         torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
-        for mesh in (rows, columns)
+        for mesh in (rows[rank // 2], columns[rank % 2])
     ]
     optimizer = torch.optim.SGD(parameters, lr=1.0, foreach=False)
-    scaler = GradScaler(init_scale=64.0, group=dist.group.WORLD if grouped else None)
+    scaler = GradScaler(init_scale=64.0, group=group)
     for parameter in parameters:
         scaler.scale(parameter.square().sum()).backward()
+    return parameters, optimizer, scaler
+
+
+def refused_without_a_group():
+    parameters, optimizer, scaler = on_this_rank_s_row_and_column(group=None)
     before = parameters[0].grad.to_local().clone()
-    if grouped:
-        if rank == 3:
-            parameters[1].grad.to_local()[0] = INF
-        scaler.step(optimizer)
-        scaler.update()
-        return scaler.last_step(optimizer).reason, scaler.state_dict()
     with pytest.raises(ParameterError, match=r"ranks \[.*nothing connects.*group=") as raised:
         scaler.step(optimizer)
     assert torch.equal(parameters[0].grad.to_local(), before)
     return str(raised.value)
 
 
-def test_meshes_that_nothing_connects_need_a_group(ranks):
-    for rank, message in enumerate(ranks(4).run(on_unrelated_meshes, False)):
-        row = 2 * (rank // 2)
-        assert str([row, row + 1]) in message
-    first, *others = ranks(4).run(on_unrelated_meshes, True)
-    assert others == [first] * 3
-    assert first[0] == "overflow"
+def test_meshes_that_nothing_connects_are_refused_without_a_group(ranks):
+    first, second, third, fourth = ranks(4).run(refused_without_a_group)
+    assert "[0, 1]" in first
+    assert "[0, 1]" in second
+    assert "[2, 3]" in third
+    assert "[2, 3]" in fourth
+
+
+def overflow_in_rank_3_of_a_group():
+    parameters, optimizer, scaler = on_this_rank_s_row_and_column(group=dist.group.WORLD)
+    if dist.get_rank() == 3:
+        parameters[1].grad.to_local()[0] = INF
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.last_step(optimizer).reason, scaler.state_dict()
+
+
+def test_a_group_decides_for_meshes_that_nothing_connects(ranks):
+    reason, state = agreed(ranks(4).run(overflow_in_rank_3_of_a_group))
+    assert reason == "overflow"
+    assert state["scale"] == 32.0
 
 
 def on_two_dimensions_of_a_mesh():
@@ -354,16 +452,16 @@ def test_without_pytorch_s_private_name_of_a_root_several_meshes_need_a_group(ra
     assert ranks(4).run(on_two_dimensions_of_a_mesh) == ["finite"] * 4
 
 
-def stage_of_a_larger_world():
-    """A mesh of four of five ranks, for which no process group exists."""
+def part_of_a_larger_world():
+    """A mesh of four of five ranks, for which no process group exists, and two scalers on it."""
     rank = dist.get_rank()
     groups = dist.distributed_c10d._world.pg_group_ranks
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
     before = len(groups)
     if rank == 4:
         return None  # takes no part
-    counts, results = [], []
-    for _ in range(2):  # two scalers share the group
+    new_groups, reasons, scales = [], [], []
+    for _ in range(2):
         parameters = [
             torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, placements))
             for placements in ([Shard(0), Shard(1)], [Replicate(), Shard(0)])
@@ -373,22 +471,22 @@ def stage_of_a_larger_world():
         for step in range(3):
             optimizer.zero_grad()
             scaler.scale(sum(p.square().sum() for p in parameters)).backward()
-            if (step, rank) == (1, 3):
+            if step == 1 and rank == 3:
                 parameters[0].grad.to_local()[0] = INF
             scaler.clip_grad_norm_(optimizer, 1.0)
             scaler.step(optimizer)
             scaler.update()
-            counts.append(len(groups) - before)
-            results.append((scaler.last_step(optimizer).reason, scaler.state_dict()))
-    new = list(groups)[-1]
-    return counts, dist.get_process_group_ranks(new), results
+            new_groups.append(len(groups) - before)
+            reasons.append(scaler.last_step(optimizer).reason)
+            scales.append(scaler.get_scale())
+    return new_groups, dist.get_process_group_ranks(list(groups)[-1]), reasons, scales
 
 
-def test_group_of_a_part_of_the_world_is_made_once_by_those_in_it(ranks):
-    first, *others, outside = ranks(5).run(stage_of_a_larger_world)
+def test_a_group_of_a_part_of_the_world_is_made_once_by_those_in_it(ranks):
+    *inside, outside = ranks(5).run(part_of_a_larger_world)
     assert outside is None
-    assert others == [first] * 3
-    counts, members, results = first
-    assert counts == [1] * 6
+    new_groups, members, reasons, scales = agreed(inside)
+    assert new_groups == [1] * 6
     assert members == [0, 1, 2, 3]
-    assert [reason for reason, _ in results] == ["finite", "overflow", "finite"] * 2
+    assert reasons == ["finite", "overflow", "finite"] * 2
+    assert scales == [64.0, 32.0, 32.0] * 2
