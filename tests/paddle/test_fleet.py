@@ -3,11 +3,11 @@
 The functions are Paddle's own; stand-ins replace the other processes and what starts them.
 """
 
-import operator
 import warnings
 from collections import defaultdict
-from functools import reduce
+from collections.abc import Callable
 from types import MethodType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -26,23 +26,46 @@ from gradscaler.paddle import GradScaler
 from tests.support.eager import library
 
 INF = float("inf")
-MODEL_PARALLEL = SimpleNamespace(get_parallel_mode=lambda: "tensor parallel")
 
 
 @pytest.fixture(autouse=True)
 def reduced(monkeypatch):
-    """all_reduce where no other process overflows; the calls of it."""
-    calls = []
+    """all_reduce where no other process overflows; the operations of its calls."""
+    operations = []
     monkeypatch.setattr(
-        paddle.distributed, "all_reduce", lambda tensor, op, group: calls.append((tensor, op))
+        paddle.distributed, "all_reduce", lambda tensor, op, group: operations.append(op)
     )
-    return calls
+    return operations
 
 
 @pytest.fixture
 def elsewhere(monkeypatch):
     """all_reduce where another process overflows."""
     monkeypatch.setattr(paddle.distributed, "all_reduce", lambda tensor, op, group: tensor.fill_(1))
+
+
+class Way(NamedTuple):
+    """How Paddle's code takes a scaler and an optimizer.
+
+    Attributes:
+        change: of a scaler; what a training then calls.
+        wrap: of an optimizer; what it then steps.
+        backward: a backward pass with a scaler and parameters, of these true gradients.
+    """
+
+    change: Callable[[Any], Any]
+    wrap: Callable[[Any], Any] = lambda optimizer: optimizer
+    backward: Callable[..., Any] = library.backward
+
+
+def by_fleet(monkeypatch):
+    """fleet.distributed_scaler."""
+    topology = SimpleNamespace(get_parallel_mode=lambda: "tensor parallel")
+    sharding = SimpleNamespace(comm_overlap=False)
+    strategy = SimpleNamespace(hybrid_configs={"sharding_configs": sharding})
+    monkeypatch.setattr(fleet.fleet, "_hcg", topology, raising=False)
+    monkeypatch.setattr(fleet.fleet, "_user_defined_strategy", strategy, raising=False)
+    return Way(fleet.distributed_scaler)
 
 
 class Sharded:
@@ -60,186 +83,207 @@ class Sharded:
         self._optim.step()
 
 
-def by_fleet(scaler, monkeypatch):
-    sharding = SimpleNamespace(comm_overlap=False)
-    strategy = SimpleNamespace(hybrid_configs={"sharding_configs": sharding})
-    monkeypatch.setattr(fleet.fleet, "_hcg", MODEL_PARALLEL, raising=False)
-    monkeypatch.setattr(fleet.fleet, "_user_defined_strategy", strategy, raising=False)
-    return fleet.distributed_scaler(scaler)
+def by_group_sharding(monkeypatch):
+    return Way(GroupShardedScaler, Sharded)
 
 
-def by_group_sharding(scaler, monkeypatch):
-    return GroupShardedScaler(scaler)
-
-
-def by_mixed_precision(scaler, monkeypatch):
+def by_mixed_precision(monkeypatch):
+    """MixPrecisionScaler, which reads a parameter's ``main_grad``."""
     monkeypatch.setattr(fleet, "get_hybrid_communicate_group", lambda: None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Paddle says that this wrapper is an old one
-        return mix_precision_utils.MixPrecisionScaler(scaler)
 
+    def change(scaler):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Paddle says that this wrapper is an old one
+            return mix_precision_utils.MixPrecisionScaler(scaler)
 
-WAYS = {
-    "fleet.distributed_scaler": (by_fleet, lambda optimizer: optimizer),
-    "GroupShardedScaler": (by_group_sharding, Sharded),
-    "MixPrecisionScaler": (by_mixed_precision, lambda optimizer: optimizer),
-}
-
-
-class Loop:
-    """A scaler that Paddle's code may have changed, and an optimizer with a learning rate of 1."""
-
-    def __init__(self, scaler, monkeypatch=None, way=None, groups=False):
-        change, wrap = WAYS.get(way, (lambda scaler, _: scaler, lambda optimizer: optimizer))
-        self.parameters = library.parameters()
-        self.start = [parameter.numpy() for parameter in self.parameters]
-        given = [{"params": [each]} for each in self.parameters] if groups else self.parameters
-        self.optimizer = wrap(paddle.optimizer.SGD(1.0, parameters=given))
-        self.scaler = change(scaler, monkeypatch)
-        self.main_gradients = way == "MixPrecisionScaler"
-
-    def backward(self, gradients):
-        for parameter in self.parameters:
-            parameter.clear_gradient(False)
-        scaled = library.backward(self.scaler, self.parameters, gradients)
-        if self.main_gradients:
-            for parameter in self.parameters:
-                parameter.main_grad = parameter.grad
-                parameter._reset_grad_inplace_version(True)
+    def backward(scaler, parameters, gradients):
+        scaled = library.backward(scaler, parameters, gradients)
+        for parameter in parameters:
+            parameter.main_grad = parameter.grad
+            parameter._reset_grad_inplace_version(True)
         return scaled
 
-    def iterate(self, gradients):
-        self.backward(gradients)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+    return Way(change, backward=backward)
 
-    def assert_moved_by(self, *steps):
-        """The parameters are what subtracting these gradients, one after another, makes of them."""
-        expected = (reduce(operator.sub, each) for each in zip(self.start, *steps, strict=True))
-        assert library.exact(self.parameters) == library.exact(
-            list(map(paddle.to_tensor, expected))
-        )
+
+@pytest.fixture(params=[by_fleet, by_group_sharding, by_mixed_precision])
+def way(request, monkeypatch):
+    return request.param(monkeypatch)
+
+
+ways_that_ask_other_processes = pytest.mark.parametrize(
+    "way", [by_fleet, by_group_sharding], indirect=True
+)
 
 
 @pytest.fixture
-def loop(way, monkeypatch):
-    scaler = GradScaler(init_loss_scaling=1024.0, decr_every_n_nan_or_inf=1)
-    return Loop(scaler, monkeypatch, way)
+def start(parameters):
+    """The parameters' first values."""
+    return [parameter.numpy() for parameter in parameters]
 
 
-every_way = pytest.mark.parametrize("way", WAYS)
+def sgd(parameters, groups=False):
+    """A step subtracts the true gradient."""
+    given = [{"params": [each]} for each in parameters] if groups else parameters
+    return paddle.optimizer.SGD(1.0, parameters=given)
 
 
-@every_way
+def clear(parameters):
+    for parameter in parameters:
+        parameter.clear_gradient(False)
+
+
+def bits(parameters):
+    return library.exact([parameter.numpy() for parameter in parameters])
+
+
+def minus(values, gradients):
+    return [value - gradient for value, gradient in zip(values, gradients, strict=True)]
+
+
 @pytest.mark.parametrize("groups", [False, True], ids=["plain", "groups"])
 @pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale_ and step"])
 def test_a_finite_step_is_taken_with_gradients_divided_once(
-    way, groups, unscale, finite, monkeypatch
+    way, parameters, start, groups, unscale, finite
 ):
-    scaler = GradScaler(init_loss_scaling=1024.0)
-    loop = Loop(scaler, monkeypatch, way, groups)
-    loop.backward(finite)
+    plain = GradScaler(init_loss_scaling=1024.0)
+    scaler, optimizer = way.change(plain), way.wrap(sgd(parameters, groups))
+    way.backward(scaler, parameters, finite)
     if unscale:
-        loop.scaler.unscale_(loop.optimizer)
-    loop.scaler.step(loop.optimizer)
-    loop.scaler.update()
-    loop.assert_moved_by(finite)
-    assert scaler.state_dict()["incr_count"] == 1
-    outcome = scaler.last_step(loop.optimizer)
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert bits(parameters) == library.exact(minus(start, finite))
+    assert plain.state_dict()["incr_count"] == 1
+    outcome = plain.last_step(optimizer)
     assert (outcome.applied, outcome.scale) == (True, 1024.0)
 
 
-@every_way
-@pytest.mark.parametrize("minimize", [False, True], ids=["step", "minimize"])
-def test_an_overflow_skips_and_backs_off(way, minimize, loop, overflowed):
-    if minimize:
-        loop.scaler.minimize(loop.optimizer, loop.backward(overflowed))
-    else:
-        loop.iterate(overflowed)
-    loop.assert_moved_by()
-    assert loop.scaler.state_dict()["scale"] == [512.0]
-    assert loop.scaler.last_step(loop.optimizer).reason == "overflow"
-    assert loop.scaler._cache_found_inf is True
+def test_an_overflow_skips_and_backs_off(way, parameters, start, overflowed):
+    scaler = way.change(GradScaler(init_loss_scaling=1024.0, decr_every_n_nan_or_inf=1))
+    optimizer = way.wrap(sgd(parameters))
+    way.backward(scaler, parameters, overflowed)
+    scaler.step(optimizer)
+    scaler.update()
+    assert bits(parameters) == library.exact(start)
+    assert scaler.state_dict()["scale"] == [512.0]
+    assert scaler.last_step(optimizer).reason == "overflow"
+    assert scaler._cache_found_inf is True
 
 
-@every_way
-def test_training_goes_on_after_an_overflow(way, loop, finite, overflowed):
-    for gradients, reason in ((overflowed, "overflow"), (finite, "finite"), (finite, "finite")):
-        loop.iterate(gradients)
-        assert loop.scaler.last_step(loop.optimizer).reason == reason
-        assert loop.scaler._cache_found_inf is (reason == "overflow")
-    loop.assert_moved_by(finite, finite)
+def test_minimize_skips_an_overflow_and_backs_off(way, parameters, start, overflowed):
+    scaler = way.change(GradScaler(init_loss_scaling=1024.0, decr_every_n_nan_or_inf=1))
+    optimizer = way.wrap(sgd(parameters))
+    scaler.minimize(optimizer, way.backward(scaler, parameters, overflowed))
+    assert bits(parameters) == library.exact(start)
+    assert scaler.state_dict()["scale"] == [512.0]
+    assert scaler.last_step(optimizer).reason == "overflow"
+    assert scaler._cache_found_inf is True
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "MixPrecisionScaler"])
-def test_an_overflow_in_another_process_skips_the_step_here(way, elsewhere, loop, finite):
-    loop.iterate(finite)
-    loop.assert_moved_by()
-    assert loop.scaler.state_dict()["scale"] == [512.0]
+def test_training_goes_on_after_an_overflow(way, parameters, start, finite, overflowed):
+    scaler = way.change(GradScaler(init_loss_scaling=1024.0, decr_every_n_nan_or_inf=1))
+    optimizer = way.wrap(sgd(parameters))
+    reasons, flags = [], []
+    for gradients in (overflowed, finite, finite):
+        clear(parameters)
+        way.backward(scaler, parameters, gradients)
+        scaler.step(optimizer)
+        scaler.update()
+        reasons.append(scaler.last_step(optimizer).reason)
+        flags.append(scaler._cache_found_inf)
+    assert reasons == ["overflow", "finite", "finite"]
+    assert flags == [True, False, False]
+    assert bits(parameters) == library.exact(minus(minus(start, finite), finite))
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "MixPrecisionScaler"])
-def test_processes_agree_once_a_step(way, reduced, loop, finite):
-    loop.backward(finite)
-    loop.scaler.unscale_(loop.optimizer)
-    loop.scaler.step(loop.optimizer)
-    assert [op for _, op in reduced] == [paddle.distributed.ReduceOp.MAX]
+@ways_that_ask_other_processes
+def test_an_overflow_in_another_process_skips_the_step_here(
+    way, elsewhere, parameters, start, finite
+):
+    scaler = way.change(GradScaler(init_loss_scaling=1024.0, decr_every_n_nan_or_inf=1))
+    optimizer = way.wrap(sgd(parameters))
+    way.backward(scaler, parameters, finite)
+    scaler.step(optimizer)
+    scaler.update()
+    assert bits(parameters) == library.exact(start)
+    assert scaler.state_dict()["scale"] == [512.0]
 
 
-@every_way
+@ways_that_ask_other_processes
+def test_processes_agree_once_a_step(way, reduced, parameters, finite):
+    scaler = way.change(GradScaler(init_loss_scaling=1024.0))
+    optimizer = way.wrap(sgd(parameters))
+    way.backward(scaler, parameters, finite)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert reduced == [paddle.distributed.ReduceOp.MAX]
+
+
 @pytest.mark.parametrize(
     ("before", "call"),
-    [("unscale_", "unscale_"), ("step", "unscale_"), ("step", "step"), ("unscale_ step", "step")],
+    [
+        (["unscale_"], "unscale_"),
+        (["step"], "unscale_"),
+        (["step"], "step"),
+        (["unscale_", "step"], "step"),
+    ],
 )
-def test_calls_out_of_order_are_refused(way, before, call, loop, finite):
+def test_calls_out_of_order_are_refused(way, before, call, parameters, finite):
     """Paddle's replacement of _unscale does not look at the stage by itself."""
-    loop.backward(finite)
-    for name in before.split():
-        getattr(loop.scaler, name)(loop.optimizer)
-    untouched = library.stepped(loop.optimizer)
+    scaler = way.change(GradScaler(init_loss_scaling=1024.0))
+    optimizer = way.wrap(sgd(parameters))
+    way.backward(scaler, parameters, finite)
+    for each in before:
+        getattr(scaler, each)(optimizer)
+    untouched = library.stepped(optimizer)
     with pytest.raises(RuntimeError, match="update"):
-        getattr(loop.scaler, call)(loop.optimizer)
-    assert library.stepped(loop.optimizer) == untouched
+        getattr(scaler, call)(optimizer)
+    assert library.stepped(optimizer) == untouched
 
 
-@every_way
-def test_clipping_then_unscaling_divides_once(way, loop, finite):
-    loop.backward(finite)
-    loop.scaler.clip_grad_norm_(loop.optimizer, INF)
-    loop.scaler.unscale_(loop.optimizer)
-    loop.scaler.step(loop.optimizer)
-    loop.assert_moved_by(finite)
+def test_clipping_then_unscaling_divides_once(way, parameters, start, finite):
+    scaler = way.change(GradScaler(init_loss_scaling=1024.0))
+    optimizer = way.wrap(sgd(parameters))
+    way.backward(scaler, parameters, finite)
+    scaler.clip_grad_norm_(optimizer, INF)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert bits(parameters) == library.exact(minus(start, finite))
 
 
-@every_way
-def test_clipping_by_the_norm_clips_what_the_optimizer_steps_by(way, loop, finite):
-    loop.backward(finite)
-    norm = loop.scaler.clip_grad_norm_(loop.optimizer, 0.5).item()
-    loop.scaler.step(loop.optimizer)
+def test_clipping_by_the_norm_clips_what_the_optimizer_steps_by(way, parameters, start, finite):
+    scaler = way.change(GradScaler(init_loss_scaling=1024.0))
+    optimizer = way.wrap(sgd(parameters))
+    way.backward(scaler, parameters, finite)
+    norm = scaler.clip_grad_norm_(optimizer, 0.5).item()
+    scaler.step(optimizer)
     flat = np.concatenate([gradient.ravel() for gradient in finite])
     assert norm == pytest.approx(np.linalg.norm(flat), rel=1e-5)
-    pairs = zip(loop.start, loop.parameters, strict=True)
-    moved = np.concatenate([(start - parameter.numpy()).ravel() for start, parameter in pairs])
-    assert np.linalg.norm(moved) == pytest.approx(0.5, rel=1e-4)
+    moved = minus(start, [parameter.numpy() for parameter in parameters])
+    flat = np.concatenate([movement.ravel() for movement in moved])
+    assert np.linalg.norm(flat) == pytest.approx(0.5, rel=1e-4)
 
 
-@every_way
-def test_disabled_gradients_are_left_as_they_are(way, finite, monkeypatch):
-    loop = Loop(GradScaler(enable=False), monkeypatch, way)
-    loop.backward(finite)
-    loop.scaler.unscale_(loop.optimizer)
-    loop.scaler.step(loop.optimizer)
-    loop.scaler.update()
-    loop.assert_moved_by(finite)
+def test_disabled_gradients_are_left_as_they_are(way, parameters, start, finite):
+    scaler = way.change(GradScaler(enable=False))
+    optimizer = way.wrap(sgd(parameters))
+    way.backward(scaler, parameters, finite)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert bits(parameters) == library.exact(minus(start, finite))
 
 
-@every_way
-def test_a_fixed_scale_steps_every_iteration(way, finite, monkeypatch):
-    scaler = GradScaler(init_loss_scaling=1024.0, use_dynamic_loss_scaling=False)
-    loop = Loop(scaler, monkeypatch, way)
+def test_a_fixed_scale_steps_every_iteration(way, parameters, start, finite):
+    scaler = way.change(GradScaler(init_loss_scaling=1024.0, use_dynamic_loss_scaling=False))
+    optimizer = way.wrap(sgd(parameters))
     for _ in range(2):
-        loop.iterate(finite)
-    loop.assert_moved_by(finite, finite)
+        clear(parameters)
+        way.backward(scaler, parameters, finite)
+        scaler.step(optimizer)
+        scaler.update()
+    assert bits(parameters) == library.exact(minus(minus(start, finite), finite))
 
 
 def test_gradients_that_sharding_still_reduces_are_left_to_fleet_s_scaler(parameters, finite):
@@ -256,28 +300,32 @@ def test_gradients_that_sharding_still_reduces_are_left_to_fleet_s_scaler(parame
     assert library.exact([parameter.grad for parameter in parameters]) == before
 
 
-@every_way
 @pytest.mark.parametrize("interval", [1, 2])
 @pytest.mark.parametrize("groups", [False, True], ids=["plain", "groups"])
 def test_a_policy_is_handed_the_largest_gradient(
-    way, groups, interval, monkeypatch, finite, overflowed
+    way, parameters, start, groups, interval, finite, overflowed
 ):
     rule = AmaxScale(init_scale=8.0, growth_interval=2, amax_interval=interval)
-    loop, state = Loop(GradScaler(policy=rule), monkeypatch, way, groups), rule.init()
+    scaler, optimizer = way.change(GradScaler(policy=rule)), way.wrap(sgd(parameters, groups))
     largest = np.float32(max(np.abs(gradient).max() for gradient in finite))
+    state = rule.init()
     for gradients in (finite, finite, overflowed, finite):
-        loop.iterate(gradients)
+        clear(parameters)
+        way.backward(scaler, parameters, gradients)
+        scaler.step(optimizer)
+        scaler.update()
         state = rule.update(state, gradients is overflowed, amax=largest)
-        assert loop.scaler.observed.state == state
+        assert scaler.observed.state == state
     assert state.peak > 0
-    loop.assert_moved_by(finite, finite, finite)
+    three_steps = minus(minus(minus(start, finite), finite), finite)
+    assert bits(parameters) == library.exact(three_steps)
 
 
 def test_gradients_that_fleet_has_not_unscaled_do_not_count(monkeypatch):
     """Sharding with comm_overlap leaves those of other processes as they are."""
     mine, other = (paddle.create_parameter([1], "float32") for _ in range(2))
     rule = AmaxScale(init_scale=8.0)
-    scaler = by_fleet(GradScaler(policy=rule), monkeypatch)
+    scaler = by_fleet(monkeypatch).change(GradScaler(policy=rule))
     optimizer = paddle.optimizer.SGD(1.0, parameters=[mine, other])
     optimizer.comm_overlap, optimizer._sharding_enable = True, True
     optimizer._comm_buffers, optimizer._local_parameter_list = [], [mine]
@@ -295,35 +343,40 @@ def test_gradients_that_fleet_has_not_unscaled_do_not_count(monkeypatch):
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["its own _unscale", "replaced"])
 def test_the_records_can_be_replaced_by_paddle_s_empty_ones(
-    replaced, replace_unscale, scaler, finite
+    replaced, replace_unscale, scaler, parameters, start, finite
 ):
     if replaced:
         replace_unscale(scaler)
-    loop = Loop(scaler)
+    optimizer = sgd(parameters)
     for _ in range(2):
         scaler._optimizer_states = defaultdict(_refresh_optimizer_state)
-        loop.iterate(finite)
-    loop.assert_moved_by(finite, finite)
+        clear(parameters)
+        library.backward(scaler, parameters, finite)
+        scaler.step(optimizer)
+        scaler.update()
+    assert bits(parameters) == library.exact(minus(minus(start, finite), finite))
 
 
-def test_a_subclass_that_overrides_unscale_is_obeyed(finite):
+def test_a_subclass_that_overrides_unscale_is_obeyed(parameters, start, finite):
     class Halving(GradScaler):
         def _unscale(self, optimizer):
             super()._unscale(optimizer)
             for parameter in optimizer._parameter_list:
                 parameter.grad = parameter.grad * 0.5
 
-    loop = Loop(Halving(init_loss_scaling=1024.0))
-    loop.iterate(finite)
-    loop.assert_moved_by([0.5 * gradient for gradient in finite])
+    scaler = Halving(init_loss_scaling=1024.0)
+    library.backward(scaler, parameters, finite)
+    scaler.step(sgd(parameters))
+    halves = [gradient * np.float32(0.5) for gradient in finite]
+    assert bits(parameters) == library.exact(minus(start, halves))
 
 
-def test_unscaling_through_the_private_name_counts_as_unscaled(scaler, finite):
-    loop = Loop(scaler)
-    loop.backward(finite)
-    scaler._unscale(loop.optimizer)
-    scaler.step(loop.optimizer)
-    loop.assert_moved_by(finite)
+def test_unscaling_through_the_private_name_counts_as_unscaled(scaler, parameters, start, finite):
+    optimizer = sgd(parameters)
+    library.backward(scaler, parameters, finite)
+    scaler._unscale(optimizer)
+    scaler.step(optimizer)
+    assert bits(parameters) == library.exact(minus(start, finite))
 
 
 def test_an_optimizer_that_finds_an_inf_itself_is_reported_as_skipping(scaler, parameters, finite):
