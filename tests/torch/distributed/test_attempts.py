@@ -34,117 +34,128 @@ def in_one_list(tensors):
     return torch.cat([tensor.detach().flatten() for tensor in whole]).tolist()
 
 
-def by_one_process(steps, world):
-    """The parameters after each step of PyTorch's optimizer alone, on all ranks' batches."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    results = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        for micro_batch in range(MICRO_BATCHES):
-            losses = [loss_of(model, step, micro_batch, rank) for rank in range(world)]
-            (sum(losses) / world).backward()
-        optimizer.step()
-        results.append(in_one_list(model.parameters()))
-    return results
-
-
-def train(way, overflows, max_retries):
-    """What each step came to; ``overflows``: (step, micro-batch, attempt) to a rank."""
-    model, options = network(), {"init_scale": 1024.0, "max_retries": max_retries}
+def wrapped(way):
+    """A model, and the scaler for it."""
+    model, options = network(), {"init_scale": 1024.0}
     if way == "FSDP1":
         cpu = torch.device("cpu")
         model = FullyShardedDataParallel(model, device_id=cpu, use_orig_params=True)
-        scaler = ShardedGradScaler("cpu", **options)
-    elif way == "FSDP2":
+        return model, ShardedGradScaler("cpu", **options)
+    if way == "FSDP2":
         fully_shard(model)
-        scaler = GradScaler(**options)
-    else:
-        model = DistributedDataParallel(model, gradient_as_bucket_view="views" in way)
-        scaler = GradScaler(group=dist.group.WORLD, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    results, rank = [], dist.get_rank()
-    for step in range(3):
-        optimizer.zero_grad()
-        scales = []
-        with CountedAllReduces() as counted:
-            for micro_batch in range(MICRO_BATCHES):
-                is_last = micro_batch == MICRO_BATCHES - 1
-                alone = way == "DDP without syncs" and not is_last
-                with model.no_sync() if alone else nullcontext():
-                    for attempt in scaler.attempts(optimizer):
-                        loss = loss_of(model, step, micro_batch, rank)
-                        scaled = scaler.scale(loss)
-                        scales.append(scaled.item() / loss.item())
-                        bad = overflows.get((step, micro_batch, attempt)) == rank
-                        (scaled * INF if bad else scaled).backward()
-            scaler.step(optimizer)
-        outcome = scaler.last_step(optimizer)
-        scaler.update()
-        results.append(
-            {
-                "scales": scales,
-                "reason": outcome.reason,
-                "scale": outcome.scale,
-                "state": scaler.state_dict(),
-                "count": counted.count,
-                "parameters": whole(model),
-            }
-        )
-    return results
+        return model, GradScaler(**options)
+    model = DistributedDataParallel(model, gradient_as_bucket_view="views" in way)
+    return model, GradScaler(group=dist.group.WORLD, **options)
 
 
-def whole(model):
+def parameters_of(model):
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model, writeback=False):
             return in_one_list(model.module.parameters())
     return in_one_list(model.parameters())
 
 
-def together(ranks, world, *args):
-    """What each step came to, which all processes agree on."""
-    first, *others = ranks(world).run(train, *args)
-    assert all(other == first for other in others)
-    return first
+def train(way, overflows, max_retries=None):
+    """A training with a loop for each of three micro-batches.
+
+    Args:
+        way: how the model is wrapped.
+        overflows: for each step and micro-batch the rank that overflows in each attempt; after
+            these no rank does.
+        max_retries: of the loops.
+
+    Returns:
+        For each step its loss scales, its reason, the state after it, the all-reduces that the
+        scaler made, and the parameters after it.
+    """
+    model, scaler = wrapped(way)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    results, rank = [], dist.get_rank()
+    for step, in_step in enumerate(overflows):
+        optimizer.zero_grad()
+        scales = []
+        with CountedAllReduces() as counted:
+            for micro_batch, bad_ranks in enumerate(in_step):
+                is_last = micro_batch == MICRO_BATCHES - 1
+                alone = way == "DDP without syncs" and not is_last
+                with model.no_sync() if alone else nullcontext():
+                    for attempt in scaler.attempts(optimizer, max_retries=max_retries):
+                        loss = loss_of(model, step, micro_batch, rank)
+                        scaled = scaler.scale(loss)
+                        scales.append(scaled.item() / loss.item())
+                        is_bad = bad_ranks[attempt : attempt + 1] == [rank]
+                        (scaled * INF if is_bad else scaled).backward()
+            scaler.step(optimizer)
+        reason = scaler.last_step(optimizer).reason
+        scaler.update()
+        results.append((scales, reason, scaler.state_dict(), counted.count, parameters_of(model)))
+    return results
 
 
-@pytest.mark.parametrize("bad", [0, 1])
+def agreed(results):
+    """What all ranks return."""
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+NONE = [[[], [], []]] * 3  # in three steps
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_all_repeat_a_micro_batch_that_overflows_in_one(ranks, way, bad):
-    overflows = {(1, 0, 0): bad, (2, 1, 0): bad, (2, 1, 1): 1 - bad, (2, 2, 0): bad}
-    results = together(ranks, 2, way, overflows, 16)
-    assert [result["scales"] for result in results] == [
-        [1024.0] * 3,
+@pytest.mark.parametrize(("bad", "other"), [(0, 1), (1, 0)])
+def test_all_repeat_a_micro_batch_that_overflows_in_one(ranks, way, bad, other):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    expected = []
+    for step in range(3):
+        optimizer.zero_grad()
+        for micro_batch in range(3):
+            losses = [loss_of(model, step, micro_batch, rank) for rank in (0, 1)]
+            (sum(losses) / 2).backward()
+        optimizer.step()
+        expected.append(in_one_list(model.parameters()))
+
+    overflows = [[[], [], []], [[bad], [], []], [[], [bad, other], [bad]]]
+    results = agreed(ranks(2).run(train, way, overflows))
+    scales, reasons, states, _, parameters = zip(*results, strict=True)
+
+    assert scales == (
+        [1024.0, 1024.0, 1024.0],
         [1024.0, 512.0, 512.0, 512.0],
         [512.0, 512.0, 256.0, 128.0, 128.0, 64.0],
-    ]
-    assert [result["reason"] for result in results] == ["finite"] * 3
-    assert [result["scale"] for result in results] == [1024.0, 512.0, 64.0]
-    for result, expected in zip(results, by_one_process(3, 2), strict=True):
-        assert result["parameters"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    )
+    assert reasons == ("finite", "finite", "finite")
+    assert [state["scale"] for state in states] == [1024.0, 512.0, 64.0]
+    for found, true in zip(parameters, expected, strict=True):
+        assert found == pytest.approx(true, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_overflow_changes_no_bit_of_the_parameters(ranks, way):
-    overflows = {(0, 1, 0): 1, (0, 2, 0): 0, (2, 0, 0): 1}
-    results, plain = together(ranks, 2, way, overflows, 16), together(ranks, 2, way, {}, 16)
-    assert [r["parameters"] for r in results] == [r["parameters"] for r in plain]
+    overflows = [[[], [1], [0]], [[], [], []], [[1], [], []]]
+    repeated = agreed(ranks(2).run(train, way, overflows))
+    plain = agreed(ranks(2).run(train, way, NONE))
+    assert [len(scales) for scales, *_ in repeated] == [5, 3, 4]
+    assert [step[-1] for step in repeated] == [step[-1] for step in plain]
 
 
 def test_an_attempt_takes_one_all_reduce_and_a_repetition_another_for_what_was_there(ranks):
-    results = together(ranks, 2, "FSDP2", {(1, 1, 0): 0, (1, 1, 1): 0}, 16)
-    attempts = [len(result["scales"]) for result in results]
-    assert attempts == [3, 5, 3]
-    assert [result["count"] for result in results] == [3 + 1, 5 + 1 + 1, 3 + 1]
+    overflows = [[[], [], []], [[], [0, 0], []], [[], [], []]]
+    results = agreed(ranks(2).run(train, "FSDP2", overflows))
+    assert [len(scales) for scales, *_ in results] == [3, 5, 3]
+    step, what_was_there = 1, 1
+    counts = [count for *_, count, _ in results]
+    assert counts == [3 + step, 5 + what_was_there + step, 3 + step]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_retries_are_exhausted_in_all(ranks, way):
-    overflows = {(1, 1, 0): 1, (1, 1, 1): 0}
-    results = together(ranks, 2, way, overflows, 1)
-    assert [result["reason"] for result in results] == ["finite", "retries_exhausted", "finite"]
-    assert results[1]["parameters"] == results[0]["parameters"]
-    assert [result["state"]["scale"] for result in results] == [1024.0, 512.0, 512.0]
+    overflows = [[[], [], []], [[], [1, 0], []], [[], [], []]]
+    results = agreed(ranks(2).run(train, way, overflows, 1))
+    _, reasons, states, _, parameters = zip(*results, strict=True)
+    assert reasons == ("finite", "retries_exhausted", "finite")
+    assert [state["scale"] for state in states] == [1024.0, 512.0, 512.0]
+    assert parameters[1] == parameters[0] != parameters[2]
 
 
 def own_parameters(bad):
@@ -154,23 +165,22 @@ def own_parameters(bad):
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scaler = GradScaler(init_scale=1024.0, group=dist.group.WORLD)
     attempts = []
-    for step in range(3):
+    for micro_batch, overflows in enumerate((0, 2, 0), start=1):
         for attempt in scaler.attempts(optimizer):
             attempts.append(attempt)
-            scaled = scaler.scale((parameter * 10**rank * (step + 1)).sum())
-            (scaled * INF if (rank, step) == (bad, 1) and attempt < 2 else scaled).backward()
+            scaled = scaler.scale((parameter * 10**rank * micro_batch).sum())
+            (scaled * INF if rank == bad and attempt < overflows else scaled).backward()
     scaler.step(optimizer)
     scaler.update()
-    return attempts, scaler.state_dict(), parameter.tolist()
+    return attempts, scaler.get_scale(), parameter.tolist()
 
 
 @pytest.mark.parametrize("bad", range(3))
 def test_each_process_keeps_its_own_gradients(ranks, bad):
-    attempts, states, parameters = zip(*ranks(3).run(own_parameters, bad), strict=True)
+    attempts, scales, parameters = zip(*ranks(3).run(own_parameters, bad), strict=True)
     assert attempts == ([0, 0, 1, 2, 0],) * 3
-    assert all(state == states[0] for state in states)
-    assert states[0]["scale"] == 256.0
-    assert list(parameters) == [[-(10.0**rank) * 6] * 4 for rank in range(3)]
+    assert scales == (256.0, 256.0, 256.0)
+    assert parameters == ([-6.0] * 4, [-60.0] * 4, [-600.0] * 4)
 
 
 def without_a_group():
