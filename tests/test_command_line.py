@@ -3,14 +3,12 @@
 import os
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from gradscaler.__main__ import main
-from gradscaler.diagnose._run.lines import Bins, Sample, Shares, Start
-from gradscaler.diagnose._run.writer import RunFile
+from tests.support.long_run import write_long_run
 
 pytest.importorskip("matplotlib", reason="the report is drawn with it")
 pytest.importorskip("rich", reason="the terminal is written to with it")
@@ -21,11 +19,7 @@ COMMANDS = "demo", "convert", "report", "explain", "compare", "watch", "simulate
 @pytest.fixture
 def run(tmp_path):
     """The path of a run with one sample."""
-    shares = Shares(0.0, 0.0, 0.0, 1.0, 0.0, 0.0)
-    sample = Sample(1, 8.0, ((1, 8.0),), 1, (), 1.0, 1.0, shares, Bins(-3, (4,)), largest=0.2)
-    with closing(RunFile(tmp_path / "run.jsonl", Start("torch", "float16", 1, 0, {}, ""))) as file:
-        file.write(sample)
-    return str(tmp_path / "run.jsonl")
+    return str(write_long_run(tmp_path / "run.jsonl", steps=1, every=1, parameters=1))
 
 
 def command(*arguments, **options):

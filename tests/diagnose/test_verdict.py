@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 
 from gradscaler import NonfiniteGradient
+from gradscaler.diagnose import Located
 from gradscaler.diagnose._findings import Evidence, judge
 from gradscaler.diagnose._findings.evidence import Past
-from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip
 
 INF = NonfiniteGradient("fc1.weight", (4, 4), "float32", 3, 0, 65504.0)

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradscaler.diagnose import locate
-from gradscaler.diagnose._locate.located import Located
+from gradscaler.diagnose import Located, locate
 from gradscaler.diagnose._locate.module_hooks import ModuleHooks
 from gradscaler.torch import GradScaler
 

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from gradscaler.diagnose._locate.located import Located
+from gradscaler.diagnose import Located
 from gradscaler.diagnose._run.lines import (
     Bins,
     ParameterSample,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradscaler.__main__ import main
-from gradscaler.diagnose._locate.located import Located
+from gradscaler.diagnose import Located
 from gradscaler.diagnose._run.lines import (
     Bins,
     ParameterSample,
