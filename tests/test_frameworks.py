@@ -13,7 +13,8 @@ from gradscaler._frameworks import FRAMEWORKS
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs" / "contributing.md").read_text()
 TABLE = re.findall(r"^\| `(.+?)` \| (?:.+: `(.+?)`|.+?) \|$", GUIDE, re.MULTILINE)
-TOOLS = {"test", "nox", "lint", "mutants", "integrations", "package", "docs"}  # without a framework
+# Environments without a framework.
+TOOLS = {"test", "nox", "lint", "mutants", "integrations", "package", "docs", "release"}
 # What can be compared with the guide: not results, nor what the tests write.
 SOURCES = [
     path
