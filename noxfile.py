@@ -153,6 +153,11 @@ def test_session(framework: str, environment: str) -> None:
         options = session.posargs or ["-n", "auto", *tests_of(framework)]
         for variables in runs_of(framework):
             run(session, environment, "-m", "pytest", *options, env=variables)
+        # Once more on a device that is not the CPU: it is compiled, and stays in its process.
+        if framework == "torch" and not session.posargs and shutil.which("g++"):
+            run(session, environment, "-m", "pytest", "tests/device")
+            on_device = {"GRADSCALER_DEVICE": "accel"}
+            run(session, environment, "-m", "pytest", "-n", "auto", "tests/eager", env=on_device)
 
 
 for framework, environment in ENVIRONMENT_OF.items():

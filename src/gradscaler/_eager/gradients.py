@@ -329,6 +329,7 @@ class Gradients:
             self.interrupt()  # the optimizer may have applied some, or all
         elif self.stage not in _IS_KNOWN:
             return
+        self.overflowed = None
         self._standing = standing_after(self._standing, "raised")
 
     def note_others(self) -> None:

@@ -434,8 +434,10 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
     def _unscaled(self, optimizer: Optimizer, gradients: Gradients, scaling: Scaling) -> Gradients:
         """The gradients once unscaled, for a step, by ``unscale_`` if a subclass replaces it."""
+        if gradients.are_measured:
+            gradients.overflowed = gradients.have_overflowed
         # Those that overflowed are divided, too, so that a skip leaves what unscale_() leaves.
-        if gradients.are_measured and not gradients.have_overflowed:
+        if gradients.overflowed is False:
             gradients.multiply()
         elif getattr(self.unscale_, "__func__", None) is EagerScaler.unscale_:
             # A shortcut: step() has asked all that unscale_() asks.

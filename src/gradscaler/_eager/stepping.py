@@ -57,7 +57,8 @@ def step_if_finite(
         )
     if not gradients.found_inf:
         return None
-    gradients.overflowed = gradients.have_overflowed
+    if gradients.overflowed is None:
+        gradients.overflowed = gradients.have_overflowed
     if gradients.overflowed:
         return None
     gradients.multiply()

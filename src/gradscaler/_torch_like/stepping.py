@@ -40,6 +40,7 @@ class ByReplacement:
         # Here, as it does not know of clipping. Otherwise it alone reads the flags.
         if gradients.clip_coefficient is not None and not gradients.have_overflowed:
             gradients.multiply()
+        gradients.overflowed = None  # it may change the flags
         return self._maybe_opt_step(optimizer, gradients, *args, **kwargs)
 
 

@@ -66,6 +66,7 @@ class ByStep:
                 flag = optimizer._get_auxiliary_var("found_inf")
                 scaler._cache_found_inf = _operations.is_set(flag)
         gradients.found_inf = {"found_inf": scaler._cache_found_inf}  # read once
+        gradients.overflowed = scaler._cache_found_inf
         return result
 
     def _unset_flag_for(self, optimizer: Any) -> Any:
