@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import optax  # import-untyped
 from gradscaler import DynamicScale
-from gradscaler.jax import GradScaler, LossScale, NoOpLossScale, loss_scaled
+from gradscaler.jax import GradScaler, LossScale, NoOpLossScale, loss_scaled, master_weights
 
 scaler = GradScaler()
 loss: jax.Array = scaler.scale(jnp.float32(1.0))
@@ -18,6 +18,9 @@ scaler.adjust()  # call-arg
 loss_scaled()  # call-arg
 loss_scaled(optax.sgd(0.1), 1024.0)  # arg-type
 loss_scaled(1024.0)  # arg-type
+master_weights(optax.sgd(0.1), "remainder16").init(jnp.zeros(3))
+master_weights(optax.sgd(0.1), store="float16")  # arg-type
+master_weights(1024.0)  # arg-type
 GradScaler(1024.0)  # arg-type
 """
 

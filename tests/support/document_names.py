@@ -72,3 +72,19 @@ def on_keras():
         "inputs": np.ones((16, 4), np.float32),
         "targets": np.zeros((16, 1), np.float32),
     }
+
+
+def on_jax():
+    """Parameters in float32, a loss and a batch."""
+    import jax.numpy as jnp
+
+    def loss_fn(params, inputs, targets):
+        outputs = inputs.astype(params["w"].dtype) @ params["w"] + params["b"]
+        return jnp.mean((outputs.astype(jnp.float32) - targets) ** 2)
+
+    return {
+        "params": {"w": jnp.full((4, 1), 0.1), "b": jnp.zeros(1)},
+        "loss_fn": loss_fn,
+        "inputs": jnp.ones((16, 4)),
+        "targets": jnp.zeros((16, 1)),
+    }

@@ -10,14 +10,17 @@ from gradscaler.jax.flax import DynamicScale, DynamicScaleResult
 from gradscaler.jax.jmp import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from gradscaler.jax.optax import LossScaledState, loss_scaled
 from gradscaler.jax.scaler import GradScaler, ScaledGradients
+from gradscaler.jax.weights import BitUpdate, MasterWeightsState, master_weights
 
 __all__ = [
+    "BitUpdate",
     "DynamicLossScale",
     "DynamicScale",
     "DynamicScaleResult",
     "GradScaler",
     "LossScale",
     "LossScaledState",
+    "MasterWeightsState",
     "NoOpLossScale",
     "ScaledGradients",
     "StaticLossScale",
@@ -25,5 +28,6 @@ __all__ = [
     "amax",
     "check_same",
     "loss_scaled",
+    "master_weights",
     "select_tree",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from numbers import Number
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,17 @@ from gradscaler.errors import ParameterError
 T = TypeVar("T")
 Array = Any
 AxisName = Hashable | Sequence[Hashable]
+
+
+class Transformation(Protocol):
+    """An ``optax.GradientTransformation``, also where optax's own types are not read."""
+
+    @property
+    def init(self) -> Callable[..., Any]: ...
+
+    @property
+    def update(self) -> Callable[..., Any]: ...
+
 
 lax: Any = jax.lax  # partly untyped
 

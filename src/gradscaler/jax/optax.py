@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gradscaler._frameworks import require
 from gradscaler.jax._callers import check_outermost
-from gradscaler.jax._operations import AxisName, select_tree
+from gradscaler.jax._operations import AxisName, Transformation, select_tree
 from gradscaler.jax.scaler import GradScaler
+from gradscaler.jax.weights import holds_masters
 from gradscaler.policies import DynamicScale, Policy
 from gradscaler.policies._spelling import check_policy
 
 if TYPE_CHECKING:
     import optax
-
-    class Transformation(Protocol):
-        """An ``optax.GradientTransformation``, also where optax's own types are not read."""
-
-        @property
-        def init(self) -> Callable[..., Any]: ...  # noqa: D102 # optax's
-
-        @property
-        def update(self) -> Callable[..., Any]: ...  # noqa: D102 # optax's
 
 
 class LossScaledState(NamedTuple):
@@ -64,8 +55,9 @@ def loss_scaled(
     count skipped steps, too.
 
     The optimizer gets gradients in their own dtype or the parameters', whichever is wider: pass
-    ``params`` to ``update``, or float16 gradients of float32 parameters underflow again. Extra
-    arguments reach it as they are: pass an unscaled ``value``.
+    ``params`` to ``update``, or float16 gradients of float32 parameters underflow again. If
+    :func:`master_weights` is inside, all of them are float32 at least. Extra arguments reach it as
+    they are: pass an unscaled ``value``.
 
     It divides all but what flax's fp8 layers mark as ``_overwrite_with_gradient``. Those are new
     values: keep them from the optimizer, as flax's ``TrainState`` does.
@@ -110,7 +102,9 @@ def loss_scaled(
         structure: Any = jax.tree.structure
         alike = structure(params) == structure(updates)
         dtypes = jax.tree.map(jnp.result_type, updates, *([params] if alike else []))
-        grads = jax.tree.map(jnp.asarray, state.scaler.unscale(updates), dtypes)
+        grads = state.scaler.unscale(updates)
+        if not holds_masters(state.inner_state):
+            grads = jax.tree.map(jnp.asarray, grads, dtypes)
         grads_finite, scaler = state.scaler._measured(grads, axis_name, finite_axis)
         updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
         updates = select_tree(grads_finite, updates, jax.tree.map(jnp.zeros_like, updates))

@@ -1,0 +1,257 @@
+"""Sixteen-bit parameters that an optax optimizer updates in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gradscaler._frameworks import require
+from gradscaler.errors import ParameterError, ParameterTypeError
+from gradscaler.jax import _rounding, _trees
+from gradscaler.jax._operations import Transformation
+
+if TYPE_CHECKING:
+    import optax
+
+Array = Any
+Store = Literal["float32", "remainder16", "stochastic"]
+
+
+class _Store(NamedTuple):
+    """How a float32 value is split over a parameter and the state, and put together again."""
+
+    rounded: Callable[[Array, Any, Any], Array]  # of a float32 value, a dtype and a PRNG key
+    kept: Callable[[Array, Array], Array | None]  # of a float32 value and the parameter
+    completed: Callable[[Array, Any], Array]  # of the parameter and what was kept
+
+
+_STORES = {
+    "float32": _Store(
+        rounded=lambda wide, dtype, key: _rounding.nearest(wide, dtype),
+        kept=lambda wide, narrow: wide,
+        completed=lambda narrow, kept: kept,
+    ),
+    "remainder16": _Store(
+        rounded=lambda wide, dtype, key: _rounding.with_remainder(wide, dtype),
+        kept=_rounding.remainder,
+        completed=_rounding.completed,
+    ),
+    "stochastic": _Store(
+        rounded=_rounding.stochastic,
+        kept=lambda wide, narrow: None,
+        completed=lambda narrow, kept: narrow.astype(jnp.float32),
+    ),
+}
+
+
+class MasterWeightsState(NamedTuple):
+    """The state of :func:`master_weights`.
+
+    Attributes:
+        kept: for each 16-bit parameter its float32 master, or the int16 that completes it; None for
+            wider parameters, and where nothing is stored.
+        key: the PRNG key of the next step's stochastic rounding, or None.
+        inner_state: the optimizer's own state, as for float32 parameters.
+    """
+
+    kept: Any
+    key: Any
+    inner_state: Any
+
+
+@dataclass(frozen=True, eq=False)
+class BitUpdate:
+    """The update of a 16-bit parameter: what to add to its bits, read as an integer.
+
+    ``parameter + update`` is the new parameter, bit for bit. A floating update could not be: from
+    1.0, none leads to 1e-30.
+
+    Args:
+        steps: an int16 for each element. 0 leaves the parameter as it is.
+    """
+
+    steps: Array
+
+    __array_ufunc__ = None  # NumPy's arrays leave the addition to __radd__, as JAX's do
+
+    def __radd__(self, parameter: Any) -> Array:
+        """The new parameter.
+
+        Raises:
+            TypeError: the parameter is not of 16 bits, or the update was scaled.
+        """
+        parameter = jnp.asarray(parameter)
+        integers = jnp.result_type(self.steps) == jnp.int16
+        if not (integers and _rounding.is_narrow(parameter)):
+            raise ParameterTypeError(
+                f"cannot add an update of {jnp.result_type(self.steps)} to a parameter of "
+                f"{parameter.dtype}: master_weights updates 16-bit parameters by int16. Put what "
+                "changes updates inside it: master_weights(optax.chain(...))"
+            )
+        new = _rounding.bits(parameter) + self.steps
+        return jax.lax.bitcast_convert_type(new, parameter.dtype)
+
+
+_trees.register(BitUpdate, static=[])
+
+
+def master_weights(
+    optimizer: Transformation,
+    store: Store = "float32",
+    *,
+    cast: Callable[[Any], Any] | None = None,
+    key: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Wrap an optax optimizer so that it updates 16-bit parameters in float32.
+
+    For each leaf of ``params`` that is float16 or bfloat16::
+
+        master = float32 value of the parameter and of what the state keeps
+        master += the optimizer's update, from the gradient in float32
+        parameter = master rounded to 16 bits
+
+    Other leaves are updated as without it. `store` says what the state keeps:
+
+    - ``"float32"``: the master. 4 bytes a parameter.
+    - ``"remainder16"``: 16 bits that complete the parameter to the master. With bfloat16 they are
+      the lower half of float32's bits, and the master is exact. With float16 the master is exact
+      from 2**-17 up to where float16 overflows. Below, it is rounded to a multiple of 2**-40, which
+      is off by 2**-41 at most. A master halfway between two bfloat16 values is rounded away from
+      zero, and so is one in float16 below 2**-16. 2 bytes a parameter.
+    - ``"stochastic"``: nothing. The parameter is rounded up or down at random, so that its mean is
+      the master's value. No bytes.
+
+    :func:`loss_scaled` goes around it, and hands it the gradients in float32. What changes updates
+    goes inside it, as in ``master_weights(optax.chain(...))``, and so do ``MultiSteps`` and
+    ``apply_if_finite``. ``masked``, ``multi_transform`` and ``inject_hyperparams`` may be on either
+    side.
+
+    ``optax.apply_updates``, and ``parameter + update``, give exactly the new parameters. The
+    updates of 16-bit parameters are instances of :class:`BitUpdate`: they cannot be scaled or
+    measured. ``equinox.apply_updates`` does not take them; pass the arrays of the model to optax's.
+
+    Args:
+        optimizer: any optax transformation. It sees float32 parameters and gradients alone.
+        store: what the state keeps.
+        cast: a function of the parameters that ``init`` gets, which returns the parameters to
+            train, some or all in 16 bits. ``init`` then starts from the wide ones. Without it,
+            ``init`` gets 16-bit parameters, and what they lost is lost.
+        key: for ``"stochastic"``, a key of ``jax.random``. Devices that hold one parameter need the
+            same key.
+
+    Raises:
+        TypeError: `optimizer` is not an optax transformation.
+        ValueError: `store` is not one of the three, or `key` is missing or of no use.
+        ValueError: from ``update``, without ``params``, or if a parameter is of 16 bits in ``init``
+            alone, or in ``update`` alone.
+
+    >>> import jax, optax
+    >>> weight = jax.numpy.float16(1.0)
+    >>> optimizer = master_weights(optax.sgd(2.0**-12))
+    >>> state = optimizer.init(weight)
+    >>> for _ in range(3):  # each moves it by a quarter of float16's spacing below 1
+    ...     updates, state = optimizer.update(jax.numpy.float16(0.5), state, weight)
+    ...     weight = optax.apply_updates(weight, updates)
+    >>> float(weight) == 1 - 2.0**-11, float(state.kept) == 1 - 3 * 2.0**-13
+    (True, True)
+    """
+    require("optax", "jax")
+    import optax
+
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(f"optimizer must be an optax transformation, got {optimizer!r}")
+    if store not in _STORES:
+        raise ParameterError(f"store must be one of {', '.join(_STORES)}, got {store!r}")
+    if (store == "stochastic") is (key is None):
+        raise ParameterError(
+            f"key belongs to store='stochastic': got store={store!r} and key={key!r}. Write "
+            "master_weights(optimizer, 'stochastic', key=jax.random.key(0))"
+        )
+    inner = optax.with_extra_args_support(optimizer)
+    rounded, kept_of, completed = _STORES[store]
+
+    def masters_of(params: Any, kept: Any) -> Any:
+        return _map_narrow(completed, params, kept, others=params)
+
+    def init(params: Any) -> MasterWeightsState:
+        narrow = params if cast is None else cast(params)
+        kept = _map_narrow(lambda new, old: kept_of(_wide(old), new), narrow, params)
+        return MasterWeightsState(kept, key, inner.init(masters_of(narrow, kept)))
+
+    def update(
+        updates: Any, state: MasterWeightsState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, MasterWeightsState]:
+        if params is None:
+            raise ParameterError("master_weights needs params: update(grads, state, params)")
+        if store != "stochastic":
+            _check_dtypes(params, state.kept)
+        masters = masters_of(params, state.kept)
+        grads = _map_narrow(lambda leaf, grad: _wide(grad), params, updates, others=updates)
+        updates, inner_state = inner.update(grads, state.inner_state, masters, **extra_args)
+        # The parameter and what is kept must come from one sum. The barrier asks XLA not to compute
+        # it twice, which might round it in two ways.
+        masters = _rounding.lax.optimization_barrier(optax.apply_updates(masters, updates))
+        next_key, keys = _split(state.key, params)
+        new = _map_narrow(
+            lambda leaf, master, key: rounded(master, leaf.dtype, key), params, masters, keys
+        )
+        kept = _map_narrow(lambda leaf, master, new: kept_of(master, new), params, masters, new)
+        updates = _map_narrow(
+            lambda leaf, new: BitUpdate(_rounding.bits(new) - _rounding.bits(leaf)),
+            params,
+            new,
+            others=updates,
+        )
+        return updates, MasterWeightsState(kept, next_key, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def holds_masters(state: Any) -> bool:
+    """Whether :func:`master_weights` is among the transformations whose state this is."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, MasterWeightsState))
+    return any(isinstance(node, MasterWeightsState) for node in nodes)
+
+
+def _map_narrow(function: Callable[..., Any], params: Any, *trees: Any, others: Any = None) -> Any:
+    """Map the 16-bit leaves of `params`; for wider ones take those of `others`, or None."""
+    if others is None:
+        others = jax.tree.map(lambda leaf: None, params)
+    return jax.tree.map(
+        lambda leaf, other, *more: function(leaf, *more) if _rounding.is_narrow(leaf) else other,
+        params,
+        others,
+        *trees,
+    )
+
+
+def _wide(leaf: Any) -> Array:
+    return jnp.asarray(leaf, jnp.float32)
+
+
+def _split(key: Any, params: Any) -> tuple[Any, Any]:
+    """The next step's key, and one for each leaf in this step."""
+    if key is None:
+        return None, jax.tree.map(lambda leaf: None, params)
+    leaves, structure = jax.tree.flatten(params)
+    following, *keys = jax.random.split(key, 1 + len(leaves))
+    return following, jax.tree.unflatten(structure, keys)
+
+
+def _check_dtypes(params: Any, kept: Any) -> None:
+    """ValueError if a leaf was of 16 bits in ``init`` alone, or in ``update`` alone."""
+
+    def check(path: Any, leaf: Any, kept: Any) -> None:
+        if _rounding.is_narrow(leaf) is (kept is None):
+            raise ParameterError(
+                f"leaf {jax.tree_util.keystr(path)} is {jnp.result_type(leaf)} in update, and was "
+                f"{'wider' if kept is None else 'of 16 bits'} in init. Either cast the parameters "
+                "before init, or pass master_weights(cast=...) the function that casts them "
+                "between init and update"
+            )
+
+    jax.tree_util.tree_map_with_path(check, params, kept)
