@@ -4,8 +4,10 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gradscaler import AmaxScale, DynamicScale
+from gradscaler import AmaxScale, DynamicScale, ScaleMismatchError
 from gradscaler.diagnose import Monitor
 from gradscaler.torch import GradScaler, ShardedGradScaler, flat_gradients
 from tests.support import device
@@ -119,6 +121,54 @@ def test_nothing_waits_for_flat_gradients(clip):
         iterate(model, optimizer, scaler, clip=clip)
         iterate(model, optimizer, scaler, clip=clip, bad=True)
     assert scaler.last_step(optimizer).reason == "overflow"
+
+
+@pytest.fixture
+def two_processes():
+    """This process as the first of two; a collective leaves its tensors as they are."""
+    backends = f"cpu:fake,{device.NAME}:fake"
+    dist.init_process_group(backends, rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
+def test_a_decision_of_many_processes_waits_for_nothing(two_processes, clip):
+    model, scaler = small_model(), GradScaler(group=dist.group.WORLD)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    iterate(model, optimizer, scaler)
+    with device.forbidden_reads():
+        for bad in (False, True, False):
+            iterate(model, optimizer, scaler, clip=clip, bad=bad)
+    assert [outcome.applied for outcome in scaler.history] == [True, True, False, True]
+
+
+def test_another_process_flag_skips_the_step_without_waiting(two_processes, monkeypatch):
+    def all_reduce(vote, *_):
+        vote[0] = 1.0  # the flag comes first
+
+    model, scaler = small_model(), GradScaler(group=dist.group.WORLD)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    iterate(model, optimizer, scaler)
+    before = values(model)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    with device.forbidden_reads():
+        iterate(model, optimizer, scaler)
+    assert unchanged(model, before)
+    assert scaler.last_step(optimizer).reason == "overflow"
+
+
+def test_scales_that_differ_are_noticed_one_step_later(two_processes, monkeypatch):
+    def all_reduce(vote, *_):
+        vote[2] = 2.0 * vote[2]  # the largest scale of all
+
+    model, scaler = small_model(), GradScaler(group=dist.group.WORLD)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    with device.forbidden_reads():
+        iterate(model, optimizer, scaler)
+    with pytest.raises(ScaleMismatchError, match="scale"):
+        iterate(model, optimizer, scaler)
 
 
 def test_a_loop_over_attempts_waits_between_its_bodies():

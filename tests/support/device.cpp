@@ -11,11 +11,14 @@
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/view_cpu_dispatch.h>
 #include <ATen/ops/_reshape_alias_cpu_dispatch.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
 #include <cstdlib>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 namespace {
 
@@ -25,8 +28,17 @@ bool reads_are_forbidden = false;
 int64_t reads = 0;                   // of the device by the host
 thread_local int inside_kernel = 0;  // where the copies are the operation's own
 
+// Copies to the host that nobody has waited for yet: until then, they hold no values.
+auto& unfinished = *new std::vector<std::pair<at::Tensor, at::Tensor>>();
+
+void finish_copies() {
+  for (auto& [source, target] : unfinished) target.copy_(source);
+  unfinished.clear();
+}
+
 void note_read() {
   if (inside_kernel) return;
+  finish_copies();
   ++reads;
   TORCH_CHECK(!reads_are_forbidden, "the host read the device's memory, and so waited for it");
 }
@@ -60,6 +72,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
   void destroyEvent(void*, c10::DeviceIndex) const noexcept override {}
+  void synchronizeEvent(void*) const override { finish_copies(); }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
@@ -67,6 +80,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   bool isBuilt() const override { return true; }
+  bool isPinnedPtr(const void*) const override { return true; }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     auto* impl = storage.unsafeGetStorageImpl();
     auto grown = allocator.allocate(bytes);
@@ -98,10 +113,16 @@ at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
       c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
 }
 
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
-  if (from.device().type() == kDevice && to.device().is_cpu()) note_read();
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   auto source = from.device().is_cpu() ? from : on_host(from);
   auto target = to.device().is_cpu() ? to : on_host(to);
+  if (from.device().type() == kDevice && to.device().is_cpu()) {
+    if (non_blocking && !inside_kernel) {
+      unfinished.emplace_back(source.clone(), target.zero_());
+      return to;
+    }
+    note_read();
+  }
   target.copy_(source);
   return to;
 }

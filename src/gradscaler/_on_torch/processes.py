@@ -390,7 +390,7 @@ def _read_later(fields: Iterable[str], maxima: torch.Tensor) -> Callable[[], Non
     if _is_captured(maxima):
         return None
     copy = maxima.to("cpu", non_blocking=True)
-    copied = torch.cuda.Event() if maxima.is_cuda else None
+    copied = None if maxima.is_cpu else torch.Event(maxima.device)
     if copied is not None:
         copied.record()
 
