@@ -1,9 +1,10 @@
 """One decision of many processes: whether to step, and at which scale.
 
-One all-reduce of one integer makes it: more numbers take a backend such as gloo longer. Each
-process puts in whether it found an overflow, whether it has gradients, and a digest of its scale,
-its counters and which optimizer it is about. The sum counts the first two, and is a multiple of the
-digest if all hold the same. Otherwise a second all-reduce, a maximum, finds what differs.
+It takes one all-reduce of one integer, because a backend such as gloo needs longer for more
+numbers. Each process encodes whether it found an overflow, whether it has gradients, and a digest
+of its scale, its counters and the optimizer. The sum counts the processes with overflow and those
+with gradients, and is a multiple of the digest if all processes hold the same one. Otherwise a
+second all-reduce, a maximum, finds the value that differs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gradscaler.policies import State
 
 
 class Result(NamedTuple):
-    """The sum of all ballots, read.
+    """What the sum of all ballots says.
 
     Attributes:
         found_inf: whether any process found an overflow.
@@ -46,8 +47,8 @@ class Order:
         A digest of its place in the order, its class, and ``shapes``. It is exact in a float64.
 
         Args:
-            optimizer: the one that the processes decide about.
-            shapes: those of its parameters that every process holds whole.
+            optimizer: the optimizer that the processes decide about.
+            shapes: the shapes of its parameters that every process holds whole.
         """
         known = self._known.get(id(optimizer))
         if known is not None and known[0]() is optimizer:
@@ -90,7 +91,8 @@ def check_same(fields: Iterable[str], maxima: Sequence[float]) -> None:
 
     Args:
         fields: the names of the state's fields.
-        maxima: over processes, of the ``bounds`` of the state and of the optimizer's identity.
+        maxima: the maxima over processes of the ``bounds`` of the state and of the optimizer's
+            identity.
 
     Raises:
         ScaleMismatchError: processes hold different scales or counters, or decide about different

@@ -1,4 +1,4 @@
-"""The questions that an observer may ask an eager scaler."""
+"""The interface of an eager scaler for its observers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ OptimizerT = TypeVar("OptimizerT", bound=Any)
 
 
 class ObservedScaler(Generic[TensorT, OptimizerT]):
-    """A scaler as observers see it, apart from the scaler's own names, which subclasses may use.
+    """A scaler as its observers see it.
 
-    Each answer holds for the moment. Answers that may wait for the device say so.
+    It is an object of its own, so that a subclass of the scaler may use any of these names. Each
+    property is read at the moment it is asked for. Those that may wait for the device say so.
     """
 
     def __init__(self, scaler: Any) -> None:

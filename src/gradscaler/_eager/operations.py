@@ -20,10 +20,10 @@ FoundInf = Mapping[Any, Tensor]
 
 
 class GradientsRefusedError(Exception):
-    """An adapter refuses to unscale gradients, and has changed none.
+    """Raised by an adapter that refuses to unscale gradients, before it has changed any.
 
-    The error that it raises is of this type and of the type that its framework raises. Any other
-    error counts as an interrupt, after which some gradients may be unscaled.
+    The adapter's own error is a subclass of this and of the error that its framework raises. Any
+    other error counts as an interrupt, after which some gradients may be unscaled.
     """
 
 
@@ -37,13 +37,13 @@ class Operations(Protocol):
         """``output * scale``, differentiable, on the output's device."""
 
     def place(self, state: State, device: Any, /) -> State:
-        """A host state, as this framework keeps it on a device."""
+        """The tensors on a device that hold the values of a host state."""
 
     def read(self, state: State, /) -> State:
         """A placed state as host scalars."""
 
     def finite_steps(self, state: State, /) -> int | None:
-        """The count of finite steps; None where reading it would wait for a device."""
+        """The count of finite steps; None if reading it would wait for a device."""
 
     def next_state(
         self,
@@ -59,7 +59,10 @@ class Operations(Protocol):
         """
 
     def move(self, state: State, values: State, /) -> State:
-        """Place the values of ``next_state``, in the tensors of ``state`` if it has any."""
+        """Copy the values of a ``next_state`` into the tensors of ``state``; return the state.
+
+        A state without tensors is replaced by ``values``.
+        """
 
     def copy(self, state: State, /) -> State:
         """A state that moves independently of ``state``."""
@@ -82,11 +85,12 @@ class Operations(Protocol):
     def measure(
         self, optimizer: Optimizer, scale: Tensor, /
     ) -> tuple[Tensor, Any, Tensor, FoundInf] | None:
-        """The 2-norm that the gradients will have once unscaled, from reading them once.
+        """Measure the 2-norm that the gradients will have once unscaled, in one pass over them.
 
-        It returns the norm, a copy of the scale, its inverse, and the flags that unscaling would
-        give. None where one reading is not enough: the norm is too large for its dtype, the scale
-        is below 1, or a dtype is unusual.
+        Returns:
+            The norm, a copy of the scale, its inverse, and the flags that unscaling would give.
+            None if one pass is not enough: the norm overflows its dtype, the scale is below 1, or
+            a dtype is unusual.
         """
 
     def amax(self, optimizer: Optimizer, scale: Tensor | None, /) -> Tensor:
@@ -122,14 +126,14 @@ class Operations(Protocol):
     def save_random_state(self, optimizer: Optimizer, /) -> Callable[[], None]:
         """Copy the state of the framework's own random generators; the callable puts it back.
 
-        Those of the host and of the devices that the optimizer's parameters are on.
+        The generators are those of the host and of the devices of the optimizer's parameters.
         """
 
     def snapshot(self, optimizer: Optimizer, /) -> Callable[[], None]:
         """Copy the optimizer's parameters and state; the callable puts them back."""
 
     def watch(self, optimizer: Optimizer, /) -> Callable[[], bool]:
-        """A callable that says whether parameters and gradients are still what they are now."""
+        """A callable that returns whether parameters and gradients are still unchanged."""
 
     def enable_grad(self) -> AbstractContextManager[object]:
         """A context in which a closure can run its backward pass."""

@@ -1,4 +1,4 @@
-"""What happened in the latest step of each optimizer."""
+"""The outcome of the latest step of each optimizer."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ class Outcomes:
         key, outcomes = id(optimizer), self._by_id  # not self: no optimizer keeps a scaler alive
         try:
             return ref(optimizer, lambda _: outcomes.pop(key, None) and None)
-        except TypeError:  # its class has slots, and none for weak references
+        except TypeError:  # its class has __slots__ without __weakref__
             return lambda: optimizer

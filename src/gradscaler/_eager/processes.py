@@ -1,9 +1,9 @@
-"""What an eager adapter supplies where gradients are spread over processes, and who has none.
+"""What an eager adapter supplies if gradients are spread over processes, and ``Alone`` if not.
 
-A decision is a maximum over all who must act alike: whether to step, and at which scale. A norm is
-a sum over those who hold different parts. Each is asked for before any gradient changes, so it may
-refuse; and which collectives run follows from parameters and arguments alone, never from gradients,
-which one process may have and another not.
+A decision, whether to step and at which scale, is a maximum over all processes that must act alike.
+A norm is a sum over processes that hold different parts. The engine asks for both before any
+gradient changes, so that a refusal changes nothing. Which collectives run follows from parameters
+and arguments alone: it must not depend on gradients, which one process may have and another not.
 """
 
 from __future__ import annotations
@@ -21,53 +21,61 @@ class Deciders(Protocol):
     def agree(
         self, state: State, found_inf: FoundInf, amax: Tensor | None, /
     ) -> tuple[FoundInf, Tensor | None]:
-        """What all of them found, from what this process found.
+        """Combine what each process found.
 
         Args:
-            state: the scaler's, which all hold alike.
-            found_inf: the flags of this process' gradients.
-            amax: its largest gradient; None where the policy does not look at it.
+            state: the scaler's state, the same in all processes.
+            found_inf: the flags of this process's gradients.
+            amax: this process's largest gradient; None if the policy does not need it.
+
+        Returns:
+            The flags and the largest gradient over all processes.
         """
 
     def is_anywhere(self, flag: bool, /) -> bool:
-        """Whether a flag is True on any of them."""
+        """Whether the flag is True in any of the processes."""
 
 
 class Parts(Protocol):
-    """An optimizer's gradients in parts, whose norms make up the norm of them all."""
+    """The parts of an optimizer's gradients whose norms are taken separately, then combined."""
 
     @property
     def parts(self) -> Sequence[Any]:
-        """For operations that take an optimizer."""
+        """The parts; each may be passed to an operation in place of an optimizer."""
 
     @property
     def can_be_measured(self) -> bool:
-        """Whether one reading of each part, still scaled, tells its norm."""
+        """Whether ``Operations.measure`` can take the norm of each part while it is scaled."""
 
     def norm(self, norms: list[Tensor], norm_type: float, /) -> Tensor:
-        """The p-norm of all, a scalar, from those of the parts."""
+        """The p-norm of all gradients, a scalar, from the p-norms of the parts."""
 
 
 class Processes(Protocol):
-    """Who decides together, and who holds other parts of the gradients."""
+    """Which processes decide together, and which hold other parts of the gradients."""
 
     def deciders_of(self, optimizer: Optimizer, /) -> Deciders:
-        """Those that decide about this optimizer."""
+        """The processes that decide about this optimizer together."""
 
     def repeaters_of(self, optimizer: Optimizer, /) -> Deciders:
-        """The same, where all that repeat a loop's body together are known to be among them."""
+        """Like ``deciders_of``, but raises if it is unknown which processes repeat together.
+
+        Raises:
+            ValueError: there are other processes, and neither the parameters nor the user name the
+                group that repeats the body of a loop over ``attempts`` together.
+        """
 
     def parts_of(self, optimizer: Optimizer, shards: Any, /) -> Parts:
         """The parts of this optimizer's norm.
 
         Args:
             optimizer: the owner of the gradients.
-            shards: a process group of those who hold others, or None.
+            shards: the process group whose processes hold other parts of the model, or None.
         """
 
 
 class Alone:
-    """A process that has no others: all of the protocols' answers at once."""
+    """A process without others. It implements ``Processes`` and ``Deciders``."""
 
     def deciders_of(self, optimizer: Optimizer) -> Deciders:
         return self
@@ -90,7 +98,7 @@ class Alone:
 
 
 class OnePart:
-    """Gradients that are all here."""
+    """The parts of gradients that this process holds whole: one."""
 
     can_be_measured = True
 

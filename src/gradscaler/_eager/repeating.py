@@ -19,19 +19,21 @@ from gradscaler.outcome import Reason
 from gradscaler.policies import Policy, State
 
 DEFAULT_MAX_RETRIES = 16
-"""From the usual first scale, 2**16, this many halvings reach 1."""
+"""Enough to halve the usual first scale, 2**16, down to 1."""
 
 
 class Repeating:
-    """What a scaler knows of closures and of loops over ``attempts`` since the last ``update``.
+    """A scaler's record of closures and loops over ``attempts`` since the last ``update``.
+
+    A body is a closure, or what such a loop repeats.
 
     Attributes:
-        backed_off: the state that bodies use, if one overflowed. The scaler's own state waits for
-            ``update``: other optimizers' gradients were made with its scale.
-        open_loop: ``backed_off`` from before a loop that runs, or that was left early, in a tuple;
-            else None.
+        backed_off: the state that bodies use, if one overflowed. The scaler's own state moves only
+            in ``update``, because other optimizers' gradients were made with its scale.
+        open_loop: while a loop runs, and after it was left early, a tuple that holds ``backed_off``
+            from before it; else None.
         losses: while a body runs, the losses that it scaled, each scaled and unscaled; else None.
-        in_loop: whether it is the body of a loop.
+        in_loop: whether the body that runs is that of a loop.
     """
 
     def __init__(self) -> None:
@@ -47,18 +49,19 @@ class Repeating:
 
     @property
     def in_closure(self) -> bool:
-        """Whether it is a closure."""
+        """Whether a closure runs."""
         return self.is_running and not self.in_loop
 
     def state_in_use(self, state: State) -> State:
-        """The state that backward passes use, where ``state`` is the scaler's own."""
+        """The state that backward passes use; ``state`` is the scaler's own."""
         return state if self.losses is None else self.backed_off or state
 
     def close_loop(self, keeps_scale: bool) -> None:
-        """End a loop; what overflows at every scale is not the scale's fault.
+        """End a loop, and keep the scale that it backed off to, or the one from before it.
 
         Args:
-            keeps_scale: whether the scale that the loop backed off to was low enough.
+            keeps_scale: whether gradients were finite at the scale that the loop backed off to. If
+                they overflow at every scale, the batch is bad, and the scale was not too high.
         """
         if self.open_loop is not None:
             if not keeps_scale:
@@ -83,15 +86,15 @@ class Repeating:
         """Raise CallOrderError for a ``call`` in the body of a loop."""
         if self.in_loop:
             raise CallOrderError(
-                f"{call}() was called in a loop over attempts(), whose gradients may yet be "
-                "repeated: call it after the loop"
+                f"{call}() was called in a loop over attempts(), which may still compute the "
+                "gradients again: call it after the loop"
             )
 
     def must_scale_in_loop(self, known: list[Gradients]) -> None:
-        """Raise CallOrderError for a loss that is scaled after a loop, and not in one.
+        """Raise CallOrderError if a loss is scaled between a loop and ``step``, outside of a loop.
 
-        It would be scaled by the scaler's own scale, and the gradients that it is added to may
-        have been made with a lower one.
+        The loss would be scaled by the scaler's own scale, but the gradients that its own are
+        added to may have been made with a lower one.
         """
         if self.is_running:
             return
@@ -107,11 +110,11 @@ class Repetition:
     """A body that runs again, at a lower scale, while its gradients overflow.
 
     Args:
-        repeating: the scaler's.
-        operations: the framework's.
-        policy: what backs off; None if the scale does not move.
-        state: returns the scaler's state, once a loss was scaled.
-        max_retries: how often the body runs again.
+        repeating: the scaler's record of repetitions.
+        operations: the framework's tensor operations.
+        policy: the policy that backs off; None if the scale does not move.
+        state: returns the scaler's state; raises CallOrderError if no loss was scaled yet.
+        max_retries: the largest number of repetitions.
 
     Attributes:
         is_exhausted: whether the gradients overflowed in each of the latest runs.
@@ -132,11 +135,11 @@ class Repetition:
     def runs(
         self, check: Callable[[], list[FoundInf]], put_back: Callable[[], bool]
     ) -> Iterator[int]:
-        """The number of each run, from 0; the body runs between one and the next.
+        """Yield the number of each run, from 0. The caller runs the body after each.
 
         Args:
-            check: what is found in the gradients that the body made, by optimizers.
-            put_back: undoes what the body did; False if no lower scale will help.
+            check: returns the flags of the gradients that the body made, one item an optimizer.
+            put_back: undoes what the body did; returns False if no lower scale will help.
         """
         self.is_exhausted = False
         for number in range(self.max_retries + 1):
@@ -150,17 +153,18 @@ class Repetition:
         self.is_exhausted = True
 
     def overflowed(self, found_infs: list[FoundInf]) -> bool:
-        """Whether a flag is set."""
+        """Whether any flag is set; may wait for the device."""
         return any(map(self.operations.any_set, found_infs))
 
     def _back_off(self, found_infs: list[FoundInf]) -> bool:
-        """Lower the scale that bodies use; False where the policy will not."""
+        """Lower the scale that bodies use; return False if the policy does not lower it."""
         if self.policy is None:
             return False
-        # A copy: the scaler's own moves in update(), once, whatever a body tried.
+        # A copy: the scaler's own state moves only in update(), and once.
         state = self.operations.copy(self.repeating.backed_off or self.state())
         before = float(state.scale)
-        # A hysteresis waits for overflows of several batches; one batch runs until the scale moves.
+        # Hysteresis waits for several overflows before it backs off; this batch needs a lower scale
+        # now, so the policy is told of as many overflows as it waits for.
         for _ in range(getattr(self.policy, "hysteresis", 1)):
             state = self.operations.move(
                 state, self.operations.next_state(self.policy, state, found_infs)
@@ -172,7 +176,7 @@ class Repetition:
 
 
 class _RetriesExhaustedError(Exception):
-    """Carries a skip out of ``optimizer.step``, through whatever called the closure."""
+    """Raised in a closure, through ``optimizer.step``, when its retries are used up."""
 
     def __init__(self, gradients: Gradients) -> None:
         super().__init__()
@@ -180,15 +184,15 @@ class _RetriesExhaustedError(Exception):
 
 
 class ClosureStep:
-    """One ``optimizer.step(closure)`` whose evaluations are unscaled and finite.
+    """One ``optimizer.step(closure)``, in which the optimizer sees only unscaled, finite gradients.
 
     Args:
         optimizer: the optimizer to step.
-        closure: the user's; it makes scaled gradients, and returns the loss.
-        key: of its gradients in the iteration.
-        repetition: how an evaluation is repeated.
-        iteration: the scaler's.
-        processes: the scaler's.
+        closure: the user's closure, which computes scaled gradients and returns the loss.
+        key: the id of the optimizer, by which the iteration finds its gradients.
+        repetition: repeats an evaluation that overflows.
+        iteration: the scaler's gradients in this iteration.
+        processes: the scaler's processes.
         unscale: the scaler's ``unscale_``.
     """
 
@@ -214,15 +218,14 @@ class ClosureStep:
     ) -> tuple[Any, Gradients, Reason | None]:
         """Step the optimizer, or skip.
 
-        The first evaluation is made before ``optimizer.step``, so most skips never enter it. It
-        serves as the optimizer's first if the optimizer has changed neither parameters nor
-        gradients before.
-        An optimizer may evaluate repeatedly: if a later evaluation uses up its retries, the step is
-        rolled back. If anything else raises, all is as before.
+        The first evaluation is made before ``optimizer.step`` is called, so most skips never call
+        it. The optimizer gets this evaluation when it first calls the closure, unless it has
+        changed parameters or gradients by then. If a later evaluation uses up its retries, the step
+        is rolled back. If anything else raises, parameters, optimizer state and scale are put back.
 
         Returns:
             What ``optimizer.step`` returned, the gradients of the last evaluation, and the reason
-            of a skip that found_inf does not tell.
+            of a skip for which found_inf is not set.
         """
         backed_off = self._repeating.backed_off
         before = self._iteration.get(self._key)
@@ -231,7 +234,7 @@ class ClosureStep:
             loss, gradients = self._evaluate()
             if not gradients.found_inf:
                 return None, gradients, None
-            # After the first evaluation: one that overflows to the end copies nothing.
+            # After the first evaluation, so that nothing is copied if all its retries overflow.
             restore = self._operations.snapshot(self._optimizer)
             is_untouched = self._operations.watch(self._optimizer)
             first = [loss]
@@ -245,7 +248,7 @@ class ClosureStep:
                 return loss
 
             result = self._optimizer.step(evaluate, *args, **kwargs)
-            gradients.stage = Stage.STEPPED  # before this line an interrupt undoes the step
+            gradients.stage = Stage.STEPPED  # an interrupt before this line undoes the step
         except _RetriesExhaustedError as exhausted:
             if restore is not None:
                 restore()
@@ -259,7 +262,7 @@ class ClosureStep:
                 if self._has_scaled:
                     before.note_others()
             self._repeating.backed_off = backed_off
-            self._repeating.losses = None  # an interrupt may have come before it was
+            self._repeating.losses = None  # an interrupt may have come before _run() has reset it
             raise
         return result, gradients, None
 
@@ -267,9 +270,13 @@ class ClosureStep:
         return self._processes.deciders_of(self._optimizer).is_anywhere(flag)
 
     def _evaluate(self) -> tuple[Any, Gradients]:
-        """The unscaled loss of an evaluation that left finite, unscaled gradients.
+        """Evaluate until the gradients are finite; return the unscaled loss, and the gradients.
 
-        What overflows at every scale is not the scale's fault, and ``update`` backs off once.
+        If they overflow at every scale, the scale from before is put back: the batch is bad, the
+        scale was not too high, and ``update`` backs off once.
+
+        Raises:
+            _RetriesExhaustedError: the gradients overflowed in every evaluation.
         """
         backed_off, loss = self._repeating.backed_off, None
         for _ in self._repetition.runs(self._found_infs, self._clear_gradients):
@@ -282,7 +289,7 @@ class ClosureStep:
         return loss, gradients
 
     def _run(self) -> Any:
-        """Call the closure, and unscale the gradients that it made; the unscaled loss."""
+        """Call the closure, and unscale its gradients; return the unscaled loss."""
         self._iteration.pop(self._key, None)  # the closure makes new gradients
         try:
             with self._operations.enable_grad():  # optimizers call closures without gradients
@@ -291,7 +298,7 @@ class ClosureStep:
                 raise CallOrderError(
                     "the closure scaled no loss: call scaler.scale(loss).backward() in it"
                 )
-            if self._key not in self._iteration:  # unless the closure unscaled, to clip
+            if self._key not in self._iteration:  # the closure may have unscaled them, to clip
                 self._unscale(self._optimizer)
         finally:
             losses, self._repeating.losses = self._repeating.losses, None
@@ -310,15 +317,16 @@ class ClosureStep:
 class AttemptLoop:
     """One loop over ``scaler.attempts(...)``.
 
-    The body adds its gradients to those that are there, which stay scaled. So these are copied
-    before, and multiplied by the ratio of the scales when they are put back.
+    The body adds to gradients that were accumulated before it, which stay scaled. So these are
+    copied first; when they are put back, they are multiplied by the ratio of the new scale to the
+    old one.
 
     Args:
-        gradients: those that the body makes, each optimizer's once.
+        gradients: the gradients of each optimizer that the body adds to.
         buffers: further tensors that a repetition puts back.
-        repetition: how the body is repeated.
-        check: what all that decide about an optimizer together find in its gradients, which stay
-            as they are.
+        repetition: repeats the body.
+        check: returns the found_inf of gradients over all processes that repeat together, and
+            changes none.
     """
 
     def __init__(
@@ -334,16 +342,16 @@ class AttemptLoop:
         self._watches: list[Callable[[], bool]] = []
 
     def run(self) -> Iterator[int]:
-        """The number of each attempt, from 0; the body runs between one and the next.
+        """Yield the number of each attempt, from 0. The caller runs the body after each.
 
-        If the loop is left early, the gradients stay as they are, and so does what is known of
-        them; ``update`` then keeps the scale that it backed off to only if ``step`` found them
-        finite. If all attempts overflowed, ``update`` backs off once.
+        If the loop is left early, the gradients and their record stay as they are; ``update`` then
+        keeps the scale that the loop backed off to only if ``step`` found the gradients finite. If
+        all attempts overflowed, ``update`` backs off once.
         """
         try:
             yield from self._attempts()
         except BaseException:
-            # An interrupt may have come before the body has made gradients at the latest scale.
+            # The body may have been interrupted before it made gradients at the latest scale.
             if not self._repeating.losses or self._is_untouched():
                 self._repeating.close_loop(keeps_scale=False)
             raise
@@ -353,7 +361,7 @@ class AttemptLoop:
     def _attempts(self) -> Iterator[int]:
         repeating = self._repeating
         if repeating.open_loop is not None and self._are_cleared():
-            repeating.close_loop(keeps_scale=False)  # one that was left early starts over
+            repeating.close_loop(keeps_scale=False)  # a loop that was left early starts over
         was_left = repeating.open_loop is not None
         repeating.open_loop = repeating.open_loop or (repeating.backed_off,)
         for each in self._all:
@@ -373,51 +381,54 @@ class AttemptLoop:
             repeating.close_loop(keeps_scale=True)
 
     def _check_body(self) -> list[FoundInf]:
-        """What the body's gradients hold; after this it has ended."""
+        """The flags of each optimizer's gradients, once the body has run."""
         if not self._repeating.losses:
             raise CallOrderError(
                 "the loop over attempts() scaled no loss: call scaler.scale(loss).backward() in it"
             )
-        found_infs = self._found_infs()  # with the state that the body used
+        found_infs = self._found_infs()  # before _end_body(), which changes the state in use
         self._end_body()
         if not found_infs:
             raise CallOrderError(
                 "the loop over attempts() left no gradients in the optimizers' parameters: "
-                "call scaler.scale(loss).backward() in it. Gradients that are reduced later, "
-                "as after FSDP2's set_requires_gradient_sync(False), cannot be repeated"
+                "call scaler.scale(loss).backward() in it. Gradients that are reduced only after "
+                "the loop, as with FSDP2's set_requires_gradient_sync(False), cannot be repeated"
             )
         return found_infs
 
     def _put_back(self) -> bool:
-        """Put back what was before the body, as if it were made at the scale that comes next."""
-        is_first = not self._watches  # which a repetition sets
+        """Put back the gradients from before the body, multiplied up or down to the next scale.
+
+        Returns False if these were not finite themselves.
+        """
+        is_first = not self._watches  # set below, by the first repetition
         with self._moving_gradients():
             self._restore()
             if is_first and self._repetition.overflowed(self._found_infs()):
-                return False  # they were not finite before
+                return False
             self._match_scale()
         self._watches = [self._operations.watch(each.optimizer) for each in self._all]
         return True
 
     def _are_cleared(self) -> bool:
-        """Whether all gradients are gone or zero, as frameworks clear them."""
+        """Whether the user has cleared all gradients: each is None or zero."""
         norms = (self._operations.total_norm(each.optimizer, math.inf) for each in self._all)
         return all(float(norm) == 0 for norm in norms)
 
     def _is_untouched(self) -> bool:
-        """Whether a repetition has left all gradients as it found them."""
+        """Whether the body has changed no gradient since the latest ``_put_back``."""
         return bool(self._watches) and all(is_untouched() for is_untouched in self._watches)
 
     def _end_body(self) -> None:
         self._repeating.losses, self._repeating.in_loop = None, False
 
     def _found_infs(self) -> list[FoundInf]:
-        """What was found in the gradients of each optimizer that has any."""
+        """The flags of each optimizer that has gradients."""
         return [found for each in self._all if (found := self._check(each))]
 
     @contextmanager
     def _moving_gradients(self) -> Iterator[None]:
-        """If this is interrupted, only some gradients may have moved."""
+        """A context in which an interrupt leaves the gradients' state unknown."""
         try:
             yield
         except BaseException:
@@ -426,7 +437,7 @@ class AttemptLoop:
             raise
 
     def _match_scale(self) -> None:
-        """Multiply the gradients as if they were made at the scale that comes next."""
+        """Multiply the gradients by the ratio of the next scale to the one they were made with."""
         state = self._repeating.backed_off
         for each in self._all:
             if each.made_with is not state:
@@ -436,7 +447,7 @@ class AttemptLoop:
                 each.made_with = state
 
     def _save(self) -> Callable[[], None]:
-        """Copy what a repetition starts from; the callable puts it back."""
+        """Copy gradients, buffers and random states; the callable puts them back."""
         made_with = [each.made_with for each in self._all]
         optimizers = [each.optimizer for each in self._all]
         restorers = [

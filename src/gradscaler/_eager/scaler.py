@@ -1,4 +1,4 @@
-"""The eager scaler: scale, unscale, step or skip, update. Once, for every eager framework."""
+"""The scaler of every eager framework: scale, unscale, step or skip, update."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ OptimizerT = TypeVar("OptimizerT", bound=Any)
 
 
 class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
-    """Loss scaling for one training loop: the order of things. An adapter adds its spelling.
+    """Loss scaling for one training loop. An adapter adds its framework's names and operations.
 
-    Each optimizer has its ``Gradients``, whose stage says what is true of them, until ``update``
-    ends the iteration. Only ``update`` moves the scale, so gradients are unscaled by the scale that
-    their loss was scaled by. found_inf is each optimizer's own, and any of them moves the scale.
+    Until ``update`` ends the iteration, each optimizer has a ``Gradients`` object, whose stage says
+    what was done with its gradients. Only ``update`` moves the scale, so gradients are divided by
+    the scale that their loss was multiplied by. Each optimizer has a found_inf of its own, and an
+    overflow of any optimizer moves the scale.
     """
 
     def __init__(self, policy: Policy, enabled: bool, max_retries: int) -> None:
@@ -38,7 +39,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         self._enabled = enabled
         self._max_retries = _check_retries(max_retries)
         self._initial_state = policy.init()
-        self._state: State | None = None  # placed where the first scaled tensor lives
+        self._state: State | None = None  # on the device of the first scaled tensor, once there
         self._start()
 
     # The five calls of a training loop.
@@ -60,7 +61,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
         Args:
             outputs: a tensor of any shape, or a list, tuple (named ones too) or other iterable of
-                them, nested at will.
+                them, nested to any depth.
 
         Returns:
             The same structure of scaled tensors; for an iterable that is neither a list nor a
@@ -68,7 +69,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
         Raises:
             ValueError: something in ``outputs`` is not a tensor.
-            RuntimeError: a loop over ``attempts`` came before, and no ``step`` since.
+            RuntimeError: a loop over ``attempts`` ran before, and ``step`` was not called since.
         """
         if not self._enabled:
             return outputs
@@ -80,7 +81,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             repeating.must_scale_in_loop(known)
             for gradients in known:
                 gradients.note_loss()  # its backward pass may add to them
-        # Only the first loss tells the device; a scaler is made before the model is moved.
+        # The device is that of the first loss: scalers are made before the model is moved.
         state = self._state or self._place(outputs.device)
         for observer in self._observers:
             observer.scaled(outputs)
@@ -92,12 +93,13 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def unscale_(self, optimizer: OptimizerT) -> None:
         """Divide the optimizer's gradients by the loss scale, in place, and check them.
 
-        Optional: ``step`` does it where you did not. Call it once per optimizer and iteration,
-        after the last backward pass, to see or change the true gradients.
+        Optional: ``step`` unscales gradients that are still scaled. To read or change the unscaled
+        gradients before the step, call this once per optimizer and iteration, after the last
+        backward pass.
 
         Raises:
-            RuntimeError: it was called before, or after ``step``, in this iteration; in a loop over
-                ``attempts``; or no loss was scaled yet.
+            RuntimeError: this iteration has already called ``unscale_`` or ``step`` for this
+                optimizer; the call is in a loop over ``attempts``; or no loss was scaled yet.
             ValueError: a gradient is float16, and float16 gradients were not allowed.
         """
         if not self._enabled:
@@ -106,7 +108,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         gradients = self._iteration.of(optimizer)
         scaling = self._scaling_of(gradients, "unscale_")
         gradients.must_allow("unscale_")
-        if not gradients.is_scaled:  # clip_grad_norm_() has done it
+        if not gradients.is_scaled:  # clip_grad_norm_() has unscaled them
             gradients.move("unscaled")
             return
         self._divide(optimizer, gradients, scaling)
@@ -114,30 +116,31 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def step(
         self, optimizer: OptimizerT, *args: Any, max_retries: int | None = None, **kwargs: Any
     ) -> Any:
-        """Unscale the gradients if ``unscale_`` did not, then step, or skip on overflow.
+        """Unscale the gradients if they are still scaled; then step, or skip on overflow.
 
         A closure (``step(optimizer, closure)``) zeroes the gradients, computes the loss, calls
         ``scaler.scale(loss).backward()``, and returns the loss, scaled or not. Each evaluation is
         unscaled and checked before the optimizer sees it, and the optimizer is handed the
         unscaled loss. An evaluation that overflows is repeated at a backed-off scale, up to
         ``max_retries`` times; then the step is skipped, and parameters and optimizer state are
-        put back. A copy of both is held during such a step. The closure is to make the gradients
-        of this optimizer alone: another's may need another scale.
+        put back. A copy of both is held during such a step. The closure must compute gradients of
+        this optimizer alone, because those of another optimizer may need another scale.
 
         Args:
             optimizer: the optimizer that owns the gradients.
-            args: for ``optimizer.step``.
-            max_retries: bounds the repetitions of an evaluation, in place of the scaler's own
-                setting.
-            kwargs: for ``optimizer.step``.
+            args: positional arguments for ``optimizer.step``.
+            max_retries: the largest number of repetitions of one evaluation. The scaler's own
+                setting if None.
+            kwargs: keyword arguments for ``optimizer.step``.
 
         Returns:
             What ``optimizer.step`` returns, or None if the step was skipped.
 
         Raises:
-            RuntimeError: it was called before in this iteration, in a closure, or in a loop over
-                ``attempts``; no loss was scaled yet; or the last call was interrupted.
-            ValueError: as ``unscale_`` does.
+            RuntimeError: this iteration has already called ``step`` for this optimizer; the call
+                is in a closure or in a loop over ``attempts``; no loss was scaled yet; or the
+                last call was interrupted.
+            ValueError: a gradient is float16, and float16 gradients were not allowed.
         """
         if not self._enabled:
             result = optimizer.step(*args, **kwargs)
@@ -153,17 +156,18 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         return self._take_step(optimizer, self._stepping_of(optimizer), args, kwargs)
 
     def update(self, new_scale: float | TensorT | None = None) -> None:
-        """Move the scale by the policy, from what this iteration's checks found.
+        """Move the scale by the policy, given the found_inf of this iteration's optimizers.
 
-        Any optimizer's overflow makes it a non-finite step. Where no optimizer had gradients, it
-        was not a step, and nothing moves. Call it once, after the last ``step``.
+        An overflow of any optimizer counts as a non-finite step of the policy. If no optimizer had
+        gradients, the iteration does not count as a step, and nothing moves. Call this once per
+        iteration, after the last ``step``.
 
         Args:
-            new_scale: set the scale to this instead: a number, or a tensor of one element.
+            new_scale: a number, or a tensor of one element; the scale is set to it instead.
 
         Raises:
-            RuntimeError: nothing was checked since the last call; or gradients are to be clipped in
-                a ``step`` that did not come.
+            RuntimeError: no gradients were checked since the last call; or ``clip_grad_norm_`` was
+                called without the ``step`` that clips.
             ValueError, TypeError: ``new_scale`` cannot be a loss scale; nothing changes.
         """
         if not self._enabled:
@@ -176,7 +180,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if new_scale is not None:
             self._set_scale(new_scale)
         else:
-            # Once decided, an update that is interrupted and repeated moves to the same state.
+            # Kept, so that an update that is interrupted and called again moves to the same state.
             if self._iteration.next_state is None:
                 self._iteration.next_state = self._next_state(state)
             self._state = self._operations.move(state, self._iteration.next_state)
@@ -189,7 +193,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
         Args:
             optimizer: the optimizer that owns the gradients.
-            scaled_loss: unused; it lets a call written for Paddle's scaler work as it stands.
+            scaled_loss: unused; calls written for Paddle's scaler pass it.
 
         Returns:
             What ``step`` returns.
@@ -198,7 +202,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         self.update()
         return result
 
-    # What the frameworks' own scalers do not have.
+    # Calls that the frameworks' own scalers lack.
 
     def attempts(
         self,
@@ -206,7 +210,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         max_retries: int | None = None,
         buffers: Iterable[TensorT] = (),
     ) -> Iterator[int]:
-        """Loop over forward and backward until the gradients are finite: the batch is not lost.
+        """Repeat forward and backward at lower scales until the gradients are finite.
 
         ::
 
@@ -217,22 +221,23 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             scaler.step(optimizer)
             scaler.update()
 
-        After the loop's body, the gradients are checked. If they overflowed, those from before the
-        body are put back, the scale backs off, and the body runs again. So each contribution counts
-        once, and gradients that were accumulated before it are kept: multiplied by the ratio of the
-        scales, which is exact for powers of two, and by which ``step`` knows to divide. A
-        repetition draws the same random numbers from the framework's own generators.
+        The gradients are checked after each run of the loop's body. If they overflowed, the
+        gradients from before the body are put back, the scale backs off, and the body runs again
+        on the same batch. So each micro-batch counts once. Gradients that were accumulated before
+        the loop are kept: they are multiplied by the ratio of the new scale to the old one, which
+        is exact for powers of two, and ``step`` divides by the new scale. A repetition draws the
+        same random numbers from the framework's own generators.
 
-        When retries are used up, the gradients stay non-finite, and ``step`` skips. ``break``, or
-        an exception, ends the attempts with the gradients as they are; ``step`` checks them, as
-        ever. With scaling disabled the body runs once.
+        When retries are used up, the gradients stay non-finite, and ``step`` skips. ``break`` or
+        an exception ends the loop and leaves the gradients as they are; ``step`` still checks them.
+        With scaling disabled the body runs once.
 
-        Zero the gradients before the loop, not in it; clip after it. Each attempt waits for the
-        device. A copy of gradients that were there before is held meanwhile.
+        Zero the gradients before the loop, not in it, and clip after it. Each attempt waits for the
+        device. If there were gradients before the loop, it holds a copy of them until it ends.
 
         Args:
-            optimizers: all that own parameters which the losses of the body reach.
-            max_retries: bounds the repetitions, in place of the scaler's own setting.
+            optimizers: every optimizer whose parameters get gradients from the losses of the body.
+            max_retries: the largest number of repetitions. The scaler's own setting if None.
             buffers: further tensors that a repetition puts back, such as ``model.buffers()``, where
                 batch normalization keeps its statistics.
 
@@ -240,10 +245,12 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             An iterator of the number of each attempt, from 0.
 
         Raises:
-            RuntimeError: it was called after ``unscale_``, ``clip_grad_norm_`` or ``step`` in this
-                iteration, in a closure, or in another such loop; or the body scaled no loss.
-            ValueError: there are other processes, and nothing tells who repeats together.
-            TypeError: an argument is not what it should be.
+            RuntimeError: this iteration has already called ``unscale_``, ``clip_grad_norm_`` or
+                ``step``; the call is in a closure or in another such loop; or the body scaled no
+                loss.
+            ValueError: there are other processes, and it is unknown which repeat together.
+            TypeError: an argument is not an optimizer, ``max_retries`` is not an integer, or
+                ``buffers`` holds something that is not a tensor.
         """
         _check_optimizers(optimizers)
         retries = self._max_retries if max_retries is None else _check_retries(max_retries)
@@ -259,8 +266,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         made = {id(each.optimizer): each for each in map(self._iteration.of, optimizers)}
         for gradients in made.values():
             gradients.must_allow("attempts")
-            self._processes.repeaters_of(gradients.optimizer)  # now, as it may refuse
-        for gradients in made.values():  # only now, as nothing can refuse any more
+            self._processes.repeaters_of(gradients.optimizer)  # may raise, before anything changes
+        for gradients in made.values():
             gradients.is_attempted = True
         self._iteration |= made
         repetition = self._repetition(retries)
@@ -277,21 +284,22 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     ) -> TensorT:
         """Clip the unscaled gradients of an optimizer by their total norm.
 
-        ``step`` multiplies them by ``min(1, max_norm / (norm + 1e-6))``, unless it is skipped.
-        A 2-norm takes one reading of the gradients, and ``step`` divides them by the scale in the
-        same multiplication; other norms unscale them here. Until ``step``, gradients stay as they
-        are: to see or change them, call ``unscale_`` first. A second call clips what the first
-        has left; the framework's own clipping does not see it. The gradients of a skipped step
-        are not clipped, and may still be scaled. With a closure, call it in the closure.
+        ``step`` multiplies the gradients by ``min(1, max_norm / (norm + 1e-6))``, unless it skips.
+        For a 2-norm, one pass over the gradients measures the norm and finds overflow, and
+        ``step`` unscales and clips in one multiplication. For other norms, this call unscales the
+        gradients. Until ``step`` the gradients are not clipped: a second call clips further, but
+        the framework's own clipping would see unclipped gradients. To read or change unscaled
+        gradients, call ``unscale_`` first. The gradients of a skipped step are not clipped, and
+        may still be scaled. If ``step`` takes a closure, call this in the closure.
 
         Args:
             optimizer: the optimizer that owns the gradients.
-            max_norm: the largest norm to let through, >= 0; inf only measures.
+            max_norm: the largest norm of the clipped gradients, >= 0; inf only measures.
             norm_type: the p of the p-norm; inf for the largest magnitude.
-            error_if_nonfinite: raise where the norm is NaN or Inf; processes that decide together
-                raise together, which takes one more all-reduce.
-            shards: the process group of those who hold other parts of the model, whose norms are
-                part of the total; PyTorch and Paddle alone.
+            error_if_nonfinite: whether to raise if the norm is NaN or Inf. All processes that
+                decide together raise, which takes one more all-reduce.
+            shards: the process group whose processes hold the other parts of the model; their
+                norms are part of the total. Only in PyTorch and Paddle.
 
         Returns:
             The total norm of the unscaled gradients, a scalar tensor.
@@ -299,7 +307,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         Raises:
             RuntimeError: ``step`` was called before in this iteration; no loss was scaled yet; or
                 the norm is not finite and ``error_if_nonfinite`` is True.
-            ValueError: ``max_norm`` is negative or NaN; or as ``unscale_`` does.
+            ValueError: ``max_norm`` is negative or NaN; or a gradient is float16, and float16
+                gradients were not allowed.
             TypeError: ``shards`` is not a process group, or this framework has none.
         """
         if not float(max_norm) >= 0:
@@ -313,10 +322,10 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         return norm
 
     def last_step(self, optimizer: OptimizerT) -> StepOutcome:
-        """What happened in the optimizer's latest step through this scaler.
+        """The outcome of the optimizer's latest step through this scaler.
 
         Raises:
-            RuntimeError: there was none.
+            RuntimeError: the optimizer has not stepped through this scaler.
         """
         outcome = self._outcomes.get(optimizer)
         if outcome is None:
@@ -327,30 +336,30 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
     @property
     def history(self) -> tuple[StepOutcome, ...]:
-        """What happened in the latest 1,000 steps of all optimizers, the latest last.
+        """The outcomes of the latest 1,000 steps of all optimizers, the latest last.
 
-        Nothing waits for the device until an outcome is asked.
+        Reading a flag of an outcome may wait for the device; this property does not.
         """
         return tuple(self._history)
 
     # What observers and diagnosis need; a training loop does not.
 
     def add_observer(self, observer: Observer) -> None:
-        """Announce each call to an observer from now on. A copy of the scaler has no observers."""
+        """Tell an observer of each call from now on. A copy of the scaler has no observers."""
         self._observers.append(observer)
 
     def remove_observer(self, observer: Observer) -> None:
-        """Announce nothing more to an observer; nothing happens if it does not observe."""
+        """Tell an observer of no more calls. Does nothing if it was not added."""
         if observer in self._observers:
             self._observers.remove(observer)
 
     @property
     def observed(self) -> ObservedScaler[TensorT, OptimizerT]:
-        """What an observer may ask of this scaler."""
+        """The scaler's interface for observers."""
         return ObservedScaler(self)
 
-    # What an adapter supplies. It may also override a public method whose signature or rules
-    # differ in its framework, and what is pickled.
+    # An adapter supplies these. It may also override pickling, and any public method whose
+    # signature or rules differ in its framework.
 
     _operations: ClassVar[Operations]
     _gradients_type: ClassVar[type[Gradients]] = Gradients
@@ -358,18 +367,18 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
     @abstractmethod
     def _unscaler(self, optimizer: Optimizer) -> Unscaler:
-        """How the optimizer's gradients are unscaled; what users replaced is looked for here."""
+        """The optimizer's unscaler, which calls any method that the user has replaced."""
 
     @abstractmethod
     def _set_scale(self, new_scale: Any) -> None:
         """Set the scale by hand."""
 
     def _stepping_of(self, optimizer: Optimizer) -> Stepping:
-        """How the optimizer is stepped; what users replaced is looked for here."""
+        """The way to step the optimizer, which calls any method that the user has replaced."""
         return PLAIN
 
     def _scale_moves(self) -> bool:
-        """Whether the policy is asked for the next scale at all."""
+        """Whether ``update`` asks the policy for the next scale."""
         return True
 
     def _place(self, device: Any) -> State:
@@ -378,16 +387,16 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         return self._state
 
     def _place_before_loss(self, optimizer: Optimizer) -> None:
-        """Place the state where another process may have scaled the loss."""
+        """Place the state before ``scale`` was called, if another process may scale the loss."""
 
     def _state_of_loss(self, state: State) -> State:
-        """The state whose scale the latest loss was multiplied by, where ``state`` is in force."""
+        """The state whose scale the latest loss was multiplied by; ``state`` is the scaler's."""
         return state
 
-    # The steps that public calls share.
+    # Parts that public calls share.
 
     def _state_in_force(self, call: str) -> State:
-        """The state that ``update`` moves."""
+        """The scaler's state; CallOrderError, naming ``call``, if no loss was scaled yet."""
         if self._state is None:
             raise CallOrderError(
                 f"{call}() was called before any loss was scaled: call "
@@ -396,11 +405,11 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         return self._state
 
     def _scaling_of(self, gradients: Gradients, call: str) -> Scaling:
-        """What gradients were multiplied by; a closure's or a loop's may be backed off."""
+        """The scaling of gradients. In a closure or a loop, their scale may be backed off."""
         if self._state is None:
             self._place_before_loss(gradients.optimizer)
-        # Two states: the scale may have moved since their loss, or a loop backed off, but all
-        # processes hold the one in force, and decide by it.
+        # Two states: the gradients' own may be older, or backed off by a loop. The scaler's is the
+        # same in all processes, and they decide by it.
         state = self._state_in_force(call)
         made_with = gradients.made_with or self._state_of_loss(state)
         if self._repeating.losses is not None and self._repeating.backed_off is not None:
@@ -425,7 +434,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             if gradients.is_scaled and not stepping.takes_scaled:
                 gradients = self._unscaled(optimizer, gradients, scaling)
             result = stepping.step(optimizer, gradients, scaling, args, kwargs)
-            # A fused step checks what was not kept yet, and users' methods may keep others.
+            # A fused step has checked gradients that are not in the iteration yet, and a user's
+            # method may have put others there.
             self._conclude(optimizer, self._iteration.kept(gradients))
         except BaseException as error:
             self._iteration.note_raised(optimizer, error)
@@ -433,14 +443,14 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         return result
 
     def _unscaled(self, optimizer: Optimizer, gradients: Gradients, scaling: Scaling) -> Gradients:
-        """The gradients once unscaled, for a step, by ``unscale_`` if a subclass replaces it."""
+        """Unscale gradients for a step, by ``unscale_`` if a subclass replaces it; return them."""
         if gradients.are_measured:
             gradients.overflowed = gradients.have_overflowed
-        # Those that overflowed are divided, too, so that a skip leaves what unscale_() leaves.
+        # Gradients that overflowed are divided, too: a skip leaves the same values as unscale_().
         if gradients.overflowed is False:
             gradients.multiply()
         elif getattr(self.unscale_, "__func__", None) is EagerScaler.unscale_:
-            # A shortcut: step() has asked all that unscale_() asks.
+            # A shortcut: step() has made every check that unscale_() makes.
             self._divide(gradients.optimizer, gradients, scaling)
         else:
             self.unscale_(gradients.optimizer)
@@ -449,7 +459,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
     def _divide(self, optimizer: Optimizer, gradients: Gradients, scaling: Scaling) -> None:
         """Divide gradients by the scale, and check them."""
-        deciders = self._processes.deciders_of(gradients.optimizer)  # first, as it may refuse
+        deciders = self._processes.deciders_of(gradients.optimizer)  # may raise: before changes
         if not self._repeating.is_running:  # a closure may be called again
             for observer in self._observers:
                 observer.unscaling(optimizer, scaling.scale)
@@ -458,7 +468,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         try:
             gradients.unscale(scaling, self._unscaler(optimizer), deciders)
         except BaseException:
-            if is_new and gradients.is_scaled:  # they were refused, and nothing has happened
+            if is_new and gradients.is_scaled:  # they were refused, and nothing has changed
                 self._iteration.drop(gradients)
             raise
 
@@ -494,8 +504,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def _conclude(
         self, optimizer: Optimizer, gradients: Gradients, reason: Reason | None = None
     ) -> None:
-        """Record what happened in a step."""
-        if gradients.scale is None:  # a subclass has an unscale_ of its own, or a kernel divided
+        """Record the outcome of a step."""
+        if gradients.scale is None:  # a subclass's own unscale_, or a kernel, has divided them
             scale = self._scaling_of(gradients, "step").scale
             gradients.scale, _ = self._operations.inverse(scale)
         outcome = gradients.finish(reason)
@@ -512,16 +522,16 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         error_if_nonfinite: bool,
         shards: Any,
     ) -> Any:
-        """Measure the norm, and have the gradients multiplied in ``step``."""
+        """Measure the norm, and let ``step`` multiply the gradients."""
         self._repeating.must_not_loop("clip_grad_norm_")
         gradients = self._iteration.of(optimizer)
         scaling = self._scaling_of(gradients, "clip_grad_norm_")
         gradients.must_allow("clip_grad_norm_")
         parts = self._processes.parts_of(optimizer, shards)
         deciders = self._processes.deciders_of(gradients.optimizer)
-        if gradients.clip_coefficient is not None:  # of an earlier call
+        if gradients.clip_coefficient is not None:  # from an earlier call
             gradients.multiply()
-        # One reading tells norm and flags; step() then divides and clips in one multiplication.
+        # One pass gives norm and flags; step() then divides and clips in one multiplication.
         norm = None
         if (
             gradients.stage is Stage.SCALED
@@ -537,7 +547,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
                 gradients.move("unscaled to clip")
             norm = gradients.norm(parts, float(norm_type))
         if error_if_nonfinite:
-            self._iteration.keep(gradients)  # update() backs off from what was found, all the same
+            self._iteration.keep(gradients)  # so that update() backs off even if this raises
             gradients.must_be_finite(norm, norm_type, deciders)
         gradients.clip(max_norm, norm)
         self._iteration.keep(gradients)
@@ -551,7 +561,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         error_if_nonfinite: bool,
         shards: Any,
     ) -> Any:
-        """Clip where scaling is disabled: ``step`` is not ours then."""
+        """Clip immediately, for a disabled scaler: its ``step`` only calls the optimizer's."""
         gradients = Iteration(self._new_gradients).of(optimizer)
         norm = gradients.norm(self._processes.parts_of(optimizer, shards), float(norm_type))
         if error_if_nonfinite:
@@ -566,14 +576,14 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         return Repetition(self._repeating, self._operations, policy, state, max_retries)
 
     def _check(self, gradients: Gradients) -> FoundInf:
-        """What all that repeat together find in gradients, which stay as they are."""
+        """The found_inf of gradients over all processes that repeat together; changes nothing."""
         deciders = self._processes.repeaters_of(gradients.optimizer)
         state = self._scaling_of(gradients, "attempts").state
         found_inf, _ = deciders.agree(state, self._unscaler(gradients.optimizer).check(), None)
         return found_inf
 
     def _next_state(self, state: State) -> State:
-        """The state after this iteration, by what its checks found; nothing has moved yet."""
+        """The state that this iteration's checks lead to; the scaler's own does not move."""
         found_infs = self._iteration.found_infs()
         if self._repeating.open_loop is not None:  # it was left early
             overflowed = any(map(self._operations.any_set, found_infs))
@@ -585,12 +595,13 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         return self._operations.next_state(self._policy, state, found_infs, amaxes)
 
     def _end_iteration(self) -> None:
-        """Forget what is known of the gradients."""
+        """Forget this iteration's gradients."""
         self._repeating.end_iteration()
-        self._iteration = Iteration(self._new_gradients)  # last: until then, update() may repeat
+        # Last, so that an interrupted update() can be called again.
+        self._iteration = Iteration(self._new_gradients)
 
     def _forget_next_state(self) -> None:
-        """Drop what an interrupted call would make of a state that is set from outside."""
+        """Forget what an interrupted call has decided, because the state is set from outside."""
         self._repeating.backed_off = None
         self._iteration.next_state = None
 
@@ -610,7 +621,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def __repr__(self) -> str:
         name = type(self).__name__
         if not self._enabled:
-            return f"<{name} disabled>"  # torch's has no parentheses either, and trainers match it
+            return f"<{name} disabled>"  # without parentheses, like torch's: trainers match it
         state = self._host_state()
         return (
             f"{name}(scale={float(state.scale)!r}, finite_steps={int(state.finite_steps)}, "

@@ -1,4 +1,4 @@
-"""What may be true of an optimizer's gradients, what leads on, and which calls that forbids."""
+"""The stages of an optimizer's gradients, the events between them, and the calls they forbid."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from enum import Enum, auto
 
 
 class Stage(Enum):
-    """What is true of an optimizer's gradients."""
+    """What was done with an optimizer's gradients."""
 
     SCALED = auto()
-    """They are as the backward pass left them."""
+    """Nothing: they are as the backward pass left them."""
     MEASURED = auto()
     """They are still scaled; their norm and found_inf are known."""
     DIVIDED = auto()
@@ -19,24 +19,24 @@ class Stage(Enum):
     STEPPED = auto()
     """The optimizer has stepped, or skipped its step."""
     UNKNOWN = auto()
-    """A call was interrupted: some may be unscaled, or applied, and some not."""
+    """A call was interrupted: some may be unscaled, or applied, and others not."""
 
-    __hash__ = object.__hash__  # Enum's takes as long as the rest of a look-up
+    __hash__ = object.__hash__  # Enum's own takes as long as the rest of a look-up
 
 
 class Standing(Enum):
-    """Whether what is known of the gradients holds if another loss is scaled."""
+    """Whether the measured norm and found_inf still hold once another loss is scaled."""
 
     LASTING = auto()
-    """Nothing depends on it: they are not to be clipped, and no call raised."""
+    """Another loss changes nothing: no clipping is pending, and no call raised."""
     CLIPPED = auto()
-    """``clip_grad_norm_`` has: until another loss is scaled, ``update`` would lose it."""
+    """``clip_grad_norm_`` was called. ``update`` requires a ``step``, unless a loss is scaled."""
     RAISED = auto()
-    """A call raised: it may be repeated until another loss is scaled."""
+    """A call raised. It may be repeated until another loss is scaled."""
     OUTDATED = auto()
-    """Another loss was scaled, whose gradients were not measured."""
+    """Another loss was scaled after the gradients were measured."""
     RAISED_OUTDATED = auto()
-    """Then a call raised: it may be repeated, but nothing measured anew."""
+    """Another loss was scaled, then a call raised. Only ``clip_grad_norm_`` may not be repeated."""
 
     __hash__ = object.__hash__
 
@@ -52,7 +52,7 @@ _BEFORE_ATTEMPTS = (
 )
 
 REFUSALS: dict[tuple[Stage | Standing, str], str] = {
-    # A user's call that may not come now, and why; every other may.
+    # The calls that each stage forbids, with the error's text. All others are allowed.
     (Stage.UNSCALED, "unscale_"): (
         "unscale_() has already been called on this optimizer since the last update(): call "
         "update() once per iteration, after step(optimizer)"
@@ -108,5 +108,5 @@ _STANDING_AFTER: dict[tuple[Standing, str], Standing] = {
 
 
 def standing_after(standing: Standing, event: str) -> Standing:
-    """The standing after an event; most leave it as it is."""
+    """The standing after an event; most events leave it unchanged."""
     return _STANDING_AFTER.get((standing, event), standing)

@@ -1,4 +1,4 @@
-"""How an optimizer is stepped, once it is known whether its gradients are finite."""
+"""Ways to step an optimizer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from gradscaler.errors import CallOrderError
 
 
 class Stepping(Protocol):
-    """One way to step an optimizer; an adapter has one for each kind of its framework's.
+    """A way to step an optimizer. An adapter has one for each kind of optimizer.
 
     Attributes:
-        takes_scaled: whether it takes gradients that are still scaled, and checks them itself.
+        takes_scaled: whether ``step`` takes gradients that are still scaled, and checks them.
     """
 
     takes_scaled: bool
@@ -27,11 +27,15 @@ class Stepping(Protocol):
         kwargs: dict[str, Any],
         /,
     ) -> Any:
-        """Step the optimizer, or skip; what ``optimizer.step`` returned, None for a skip."""
+        """Step the optimizer, or skip.
+
+        Returns:
+            What ``optimizer.step`` returned; None after a skip.
+        """
 
 
 class Plain:
-    """How most optimizers are stepped."""
+    """The way to step most optimizers: call their ``step`` if their gradients are finite."""
 
     takes_scaled = False
 
@@ -49,8 +53,8 @@ class Plain:
 def step_if_finite(
     optimizer: Optimizer, gradients: Gradients, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Step an optimizer whose gradients were checked, if it has any and they are finite."""
-    if gradients.found_inf is None:  # a subclass or its user set the stage alone
+    """Step an optimizer if it has gradients and the check found all of them finite."""
+    if gradients.found_inf is None:  # a subclass or its user has set the stage only
         raise CallOrderError(
             "No inf checks were recorded for this optimizer: set its found_inf_per_device with "
             "its stage, or call unscale_(optimizer)"
