@@ -1,15 +1,15 @@
-"""Keeps the scaler's code out of what ``torch.compile`` traces, as PyTorch keeps its own scaler.
+"""Keeps the scaler's code out of the graphs of ``torch.compile``, as PyTorch keeps its own scaler.
 
 A scaler reads flags on the host and sets attributes of optimizers, so traced code would break into
 dozens of graphs and recompile whenever the scale moves. ``scale`` itself is traced, as a part of
 the loss, and so are models and optimizers.
 
-PyTorch has no public way that this could take without a cost to those who compile nothing:
-``torch.compiler.disable`` imports the compiler, which takes a second or more, and by
-default it keeps out what the function calls too. So this file alone uses private names:
-``torch._C._dynamo.eval_frame`` and the attribute ``_torchdynamo_disable``. They were tried with
-PyTorch 2.13. In a release without them nothing is kept out. The steps that are taken are the same
-then, but compiled ones break into more graphs.
+PyTorch's public way has a cost for those who compile nothing: ``torch.compiler.disable`` imports
+the compiler, which takes a second or more. By default it also keeps out whatever the function
+calls. So this file uses private names, and is the only one that does:
+``torch._C._dynamo.eval_frame`` and the attribute ``_torchdynamo_disable``, tested with PyTorch
+2.13. In a release without them the scaler is traced: training gives the same results, but a
+compiled step breaks into more graphs.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ CALLS = "unscale_", "step", "update", "minimize", "clip_grad_norm_"
 
 
 def keep_out_of_graphs() -> None:
-    """Mark every function of the scaler that is loaded; what they call is traced all the same.
+    """Mark every loaded function of the scaler, so that ``torch.compile`` runs it untraced.
 
-    ``torch._dynamo.skip`` does the same to one function, but importing it takes a second. It costs
-    nothing in a call.
+    Functions of others that they call, such as an optimizer's step, are still traced.
+    ``torch._dynamo.skip`` does this for one function, but importing it takes a second. A marked
+    function costs nothing more to call.
     """
     try:
         from torch._C._dynamo import eval_frame
@@ -40,24 +41,24 @@ def keep_out_of_graphs() -> None:
         skip = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
         skip_all = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP)
         set_strategy = eval_frame.set_code_exec_strategy
-    except (ImportError, AttributeError):  # another release: traced, with more graphs
+    except (ImportError, AttributeError):  # another release of PyTorch: see above
         return
     for name, module in list(sys.modules.items()):
         if name.startswith(PACKAGES):
             for function in _functions(module, name):
                 if function.__name__ in CALLS:
                     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-                # A policy is traced where users compile it, but not on the host's numbers.
+                # Not even the policy that it calls is traced: host numbers would recompile it.
                 strategy = skip_all if function.__name__ == "next_state" else skip
                 for code in _codes(function.__code__):
                     set_strategy(code, strategy)
 
 
 def is_compiling() -> bool:
-    """Whether ``torch.compile`` traces what is called now.
+    """Whether the caller runs under ``torch.compile``.
 
-    Where PyTorch's private names are missing, its public function answers. That says False in what
-    is kept out of graphs, so a compiled step may be traced once more.
+    Without PyTorch's private names, this asks its public function, which returns False in functions
+    that are kept out of graphs. Then a compiled step may be traced once more.
     """
     if "torch._dynamo" not in sys.modules:  # nothing is compiled
         return False

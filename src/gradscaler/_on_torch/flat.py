@@ -1,4 +1,4 @@
-"""Gradients that lie side by side in memory: laying them so, and taking them as one tensor."""
+"""Gradients side by side in memory, so that operations take them as one tensor."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _dtype_of = attrgetter("dtype")
 
 
 class FlatGradients:
-    """What :func:`flat_gradients` returns.
+    """The buffers that hold a model's gradients, made by :func:`flat_gradients`.
 
     Attributes:
-        buffers: one tensor of one dimension for each dtype and device.
+        buffers: a one-dimensional tensor for each dtype and device.
     """
 
     def __init__(self, buffers: list[torch.Tensor], handles: list[RemovableHandle]) -> None:
@@ -28,9 +28,9 @@ class FlatGradients:
         self._handles = handles
 
     def remove(self) -> None:
-        """Lay no further gradients into the buffers; those that are there stay.
+        """Put no more gradients into the buffers. Gradients that are there stay.
 
-        The memory is free once the gradients are None and this object is gone.
+        The memory is freed once the gradients are None and this object is deleted.
         """
         self.buffers = []
         for handle in self._handles:
@@ -38,7 +38,7 @@ class FlatGradients:
 
 
 class _Layer:
-    """Moves a parameter's new gradient to its place in a buffer; a hook of the parameter."""
+    """A parameter's hook that moves each new gradient to its place in a buffer."""
 
     def __init__(self, place: torch.Tensor) -> None:
         self.place = place
@@ -54,11 +54,11 @@ class _Layer:
 
 
 def _alike(grad: torch.Tensor, place: torch.Tensor) -> bool:
-    """Whether a gradient is laid out as its place is; not where the model was changed since.
+    """Whether a gradient still has the dtype, device, shape and strides of its place.
 
-    A fused optimizer reads a gradient in the order of its parameter's memory, so a place with
-    strides of another order would hand it each element in another's stead. The stride of a
-    dimension of size 1 says nothing.
+    The model may have been changed since. A fused optimizer reads a gradient's memory in the order
+    of its parameter's, so with other strides it would take one element for another. The stride of
+    a dimension of size 1 does not matter.
     """
     if (grad.dtype, grad.device, grad.shape) != (place.dtype, place.device, place.shape):
         return False
@@ -70,31 +70,32 @@ def _alike(grad: torch.Tensor, place: torch.Tensor) -> bool:
 
 
 def flat_gradients(model_or_optimizer: torch.nn.Module | torch.optim.Optimizer) -> FlatGradients:
-    """Let gradients lie side by side, so that a scaler takes them as one tensor.
+    """Keep gradients side by side in memory, so that a scaler takes them as one tensor.
 
-    From now on a backward pass leaves each ``parameter.grad`` in a buffer that all parameters of
-    its dtype and device share. Values, shapes and strides are what they were. A parameter that
-    gets no gradient has none. The buffers are as large as the gradients; of memory that was never
-    written to, the system gives none.
+    After this call, a backward pass leaves each ``parameter.grad`` in a buffer that all parameters
+    of its dtype and device share. Gradients keep their values, shapes and strides. A parameter
+    that gets no gradient still has None. The buffers are as large as the gradients; the operating
+    system allocates no pages that were never written.
 
-    Left alone are frozen parameters, sparse gradients, DTensors, FSDP1's flat parameters, and
-    gradients of ``create_graph=True``, and those of parameters whose dtype, device, shape or layout
-    you changed since. Call it after the model was moved to its device, dtype and memory format,
-    and again after you unfroze parameters: those that have a place keep it.
+    Frozen parameters, sparse gradients, DTensors, FSDP1's flat parameters, and gradients of
+    ``create_graph=True`` are left alone. So are parameters whose dtype, device, shape or layout has
+    changed since this call. Call it after moving the model to its device, dtype and memory format.
+    Call it again after unfreezing parameters: those that have a place keep it.
 
-    A gradient that ``zero_grad(set_to_none=True)`` dropped is copied into the buffer once the next
-    backward pass has made it. ``zero_grad(set_to_none=False)`` keeps it there, and the backward
-    pass adds to it. Either way the next gradient overwrites the one before: clone what you keep.
+    After ``zero_grad(set_to_none=True)``, the next backward pass makes new gradients, which are
+    then copied into the buffer. After ``zero_grad(set_to_none=False)``, it adds to the gradients in
+    the buffer. Either way the next gradient overwrites this one: clone a gradient to keep it.
 
     Args:
-        model_or_optimizer: whose parameters; an optimizer's order of them serves its steps best.
+        model_or_optimizer: the owner of the parameters. The buffers have its order of them, and
+            an optimizer's order is the fastest for its steps.
 
     Returns:
-        The buffers, and a way to end it, ``remove()``.
+        The buffers, with a method ``remove()`` that undoes this call.
 
     Raises:
         TypeError: the argument is neither a module nor an optimizer.
-        ValueError: a parameter has no shape yet: it is one of a lazy module.
+        ValueError: a parameter of a lazy module has no shape yet.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1))
@@ -114,7 +115,7 @@ def flat_gradients(model_or_optimizer: torch.nn.Module | torch.optim.Optimizer) 
         sizes = [parameter.numel() for parameter in parameters]
         buffer = _empty(sum(sizes), dtype, device)
         for parameter, piece in zip(parameters, buffer.split(sizes), strict=True):
-            # A gradient has its parameter's strides, unless those leave gaps or overlap.
+            # Autograd gives a gradient its parameter's strides, unless those leave gaps or overlap.
             strides = torch.empty_like(parameter, device="meta").stride()
             layer = _Layer(piece.as_strided(parameter.shape, strides))
             layer(parameter)
@@ -143,7 +144,7 @@ def _parameters(model_or_optimizer: Any) -> list[torch.Tensor]:
 
 
 def _can_lie_flat(parameter: torch.Tensor) -> bool:
-    """Whether a parameter gets dense gradients, as a whole, and has no place for them yet."""
+    """Whether a parameter gets whole, dense gradients, and has no place in a buffer yet."""
     hooks: Any = parameter._post_accumulate_grad_hooks or {}
     return (
         parameter.requires_grad
@@ -154,21 +155,24 @@ def _can_lie_flat(parameter: torch.Tensor) -> bool:
 
 
 def _empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A buffer; NumPy asks for huge pages, which are read a tenth faster than PyTorch's memory."""
+    """An uninitialized buffer.
+
+    On the CPU, NumPy allocates it: NumPy asks for huge pages, which are read a tenth faster.
+    """
     if device.type != "cpu":
         return torch.empty(size, dtype=dtype, device=device)
     return torch.from_numpy(np.empty(size * dtype.itemsize, np.uint8)).view(dtype)
 
 
 def side_by_side(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same elements in as few tensors as their memory allows.
+    """Join tensors that lie side by side in memory; return as few tensors as possible.
 
-    Tensors of one storage and dtype that follow one another without a gap, in whatever order they
-    are given, become one tensor of one dimension, a view of them. All others stay as they are.
+    Tensors of one storage and dtype that follow one another without a gap become one
+    one-dimensional view, in whatever order they are given. All others are returned as they are.
     """
     offsets = list(map(torch.Tensor.storage_offset, tensors))
     if not any(offsets) or set(map(type, tensors)) != {torch.Tensor}:
-        return tensors  # each in a storage of its own, as a backward pass leaves them
+        return tensors  # each has its own storage, as after most backward passes
     dtypes = set(map(_dtype_of, tensors))
     if len(dtypes) > 1:
         return [
@@ -184,7 +188,7 @@ def side_by_side(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return tensors if runs is None else [_joined(tensors, run) for run in runs]
 
 
-@lru_cache(maxsize=8)  # gradients mostly lie where they lay in the step before
+@lru_cache(maxsize=8)  # most gradients have the addresses of the step before
 def _runs(
     starts: tuple[int, ...],
     sizes: tuple[int, ...],
@@ -192,14 +196,14 @@ def _runs(
     itemsize: int,
     dense: tuple[bool, ...] | None,
 ) -> list[list[int]] | None:
-    """Which tensors follow one another, each run in the order of memory; None if none do.
+    """The runs of tensors that follow one another in memory, by index; None if no two do.
 
     Args:
-        starts: their addresses.
+        starts: the tensors' addresses.
         sizes: their numbers of elements.
-        offsets: their distances from the beginning of their storage, in elements.
-        itemsize: bytes of an element.
-        dense: whether each fills one piece of memory; None if all do.
+        offsets: the distance of each from the beginning of its storage, in elements.
+        itemsize: the bytes of an element.
+        dense: whether each fills its memory without gaps; None if all do.
     """
     begin, count = np.array(starts, np.uint64), np.array(sizes, np.uint64)
     end = begin + count * np.uint64(itemsize)
@@ -225,7 +229,7 @@ def _joined(tensors: list[torch.Tensor], run: list[int]) -> torch.Tensor:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill one piece of memory, in the usual orders of dimensions."""
+    """Whether a tensor fills its memory without gaps, contiguous or in ``channels_last``."""
     return tensor.is_contiguous() or (
         tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     )

@@ -1,4 +1,4 @@
-"""The tensor operations of PyTorch that the engine is written in."""
+"""The engine's tensor operations for PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradscaler.policies import DynamicScale, Policy, State, _checks
 
 
 class TorchOperations(TorchLikeOperations):
-    """Adds sparse and complex gradients, and the kernel of torch's rule."""
+    """Adds sparse and complex gradients, DTensors, and the kernel of torch's rule."""
 
     def __init__(self) -> None:
         super().__init__(torch, _group_tensors_by_device_and_dtype)
@@ -26,10 +26,11 @@ class TorchOperations(TorchLikeOperations):
     def gradients(self, optimizer: Any, allow_fp16: bool = True) -> list[torch.Tensor]:
         """The dense tensors that hold the optimizer's gradients.
 
-        A sparse gradient is represented by its values. If it is float16 they are coalesced first:
-        a sum of duplicates may overflow. A gradient whose elements share memory, as an expanded
-        tensor's do, is replaced by a copy: multiplying it in place would multiply some twice, and
-        a fused optimizer writes past its end. A DTensor is represented by this process' part.
+        A sparse gradient is represented by its values. If it is float16 it is coalesced first,
+        because a sum of duplicates may overflow. A gradient whose elements share memory, such as an
+        expanded tensor, is replaced by a copy: multiplying it in place would multiply some elements
+        twice, and a fused optimizer would write past its end. A DTensor is represented by this
+        process's part.
         """
         ordinary = shortcuts.ordinary_gradients(optimizer, allow_fp16)
         if ordinary is not None:
@@ -38,13 +39,13 @@ class TorchOperations(TorchLikeOperations):
         return grads if _are_contiguous(grads) else to_local(_values(optimizer, coalesce=False))
 
     def grouped(self, tensors: list[torch.Tensor]) -> list[tuple[torch.device, list[torch.Tensor]]]:
-        """The tensors in lists of one device and dtype each, complex ones by their real views.
+        """The tensors in lists of one device and dtype, each list with its device.
 
-        Those that lie side by side are one tensor.
+        Tensors that lie side by side in memory are joined, and complex ones are viewed as real.
         """
         if tensors and shortcuts.are_one_group(tensors):
             return [(tensors[0].device, tensors)]
-        # Joined first: one large tensor takes one kernel, and many small ones many.
+        # Joined first: one large tensor takes one kernel, many small ones take many.
         groups = super().grouped(side_by_side(tensors))
         for i, (device, group) in enumerate(groups):
             if group[0].is_complex():
@@ -52,9 +53,9 @@ class TorchOperations(TorchLikeOperations):
         return groups
 
     def gradients_to_measure(self, optimizer: Any) -> list[torch.Tensor]:
-        """The same, sparse ones coalesced and complex ones as they are, measured by magnitude.
+        """Like ``gradients``, but with sparse gradients coalesced.
 
-        DTensors are first placed as their parameters are: partial sums are reduced.
+        DTensors are first placed as their parameters are, which reduces partial sums.
         """
         ordinary = shortcuts.ordinary_gradients(optimizer)
         if ordinary is not None:
@@ -65,11 +66,14 @@ class TorchOperations(TorchLikeOperations):
         return to_local(placed(optimizer, grads))
 
     def needs_no_unset_flag(self, optimizer: Any) -> bool:
-        """The same; a compiled step takes one, or its first overflow would be traced once more."""
+        """Whether a finite step may leave out the optimizer's flag.
+
+        A compiled step may not: its first overflow, which has a flag, would be traced again.
+        """
         return super().needs_no_unset_flag(optimizer) and not is_compiling()
 
     def current_gradients(self, optimizer: Any) -> list[torch.Tensor]:
-        """Those of DTensors by this process' part, which has an address."""
+        """The dense tensors that hold the gradients now, DTensors by this process's part."""
         return to_local(super().current_gradients(optimizer))
 
     def next_on_host(
@@ -79,7 +83,7 @@ class TorchOperations(TorchLikeOperations):
         found_inf: bool,
         amaxes: Sequence[torch.Tensor],
     ) -> State:
-        """The same, and what most steps come to without asking the rule."""
+        """The next state, which in most steps is found without asking the policy."""
         counted = shortcuts.counted(policy, state, found_inf)
         return counted or super().next_on_host(policy, state, found_inf, amaxes)
 
@@ -90,11 +94,11 @@ class TorchOperations(TorchLikeOperations):
         found_infs: list[FoundInf],
         amaxes: Sequence[torch.Tensor],
     ) -> State:
-        """One step of the policy: by torch's kernel, where that knows the rule."""
+        """The next state, by torch's kernel if the policy is torch's rule."""
         if not _is_torch_s(policy):
             return super().next_on_device(policy, state, found_infs, amaxes)
-        # The kernel grows when a count is equal to the interval, and lets the scale sink to 0. It
-        # works in place, so it is handed copies: a step that was interrupted moves nothing.
+        # The kernel grows only when the count equals the interval, and lets the scale sink to 0:
+        # hence the two clamps. It works in place, so it gets copies: an interrupt moves nothing.
         growth_interval = min(policy.growth_interval, _checks.LONGEST_COUNT)
         scale = state.scale.clone()
         finite_steps = state.finite_steps.clamp(max=growth_interval - 1)
@@ -110,9 +114,9 @@ class TorchOperations(TorchLikeOperations):
 
 
 def _is_torch_s(policy: Policy) -> TypeGuard[DynamicScale]:
-    """Whether a policy is torch's rule, but for a floor of the scale.
+    """Whether a policy is torch's rule, apart from the floor of the scale.
 
-    The kernel multiplies in float64: factors that float32 holds make the same float32 product.
+    The kernel multiplies by float64 factors, so both must be float32 values for equal products.
     """
     return (
         type(policy) is DynamicScale
@@ -124,13 +128,13 @@ def _is_torch_s(policy: Policy) -> TypeGuard[DynamicScale]:
 
 
 def _are_contiguous(grads: list[torch.Tensor]) -> bool:
-    """Whether gradients are all dense, each in one piece of memory."""
+    """Whether all gradients are dense and contiguous."""
     return not any(grad.is_sparse or not grad.is_contiguous() for grad in grads)
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
     """Whether two elements of a dense tensor may share memory."""
-    extent = 1  # of the dimensions so far, in elements
+    extent = 1  # the elements that the dimensions so far span
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride < extent:
             return True
@@ -139,7 +143,7 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 
 def _values(optimizer: Any, coalesce: bool) -> list[torch.Tensor]:
-    """The optimizer's gradients, sparse ones by their values, overlapping ones copied."""
+    """The optimizer's gradients: the values of sparse ones, and copies of overlapping ones."""
     values = []
     for parameter in parameters_of(optimizer):
         grad = parameter.grad
@@ -158,8 +162,9 @@ def _values(optimizer: Any, coalesce: bool) -> list[torch.Tensor]:
 
 
 def _real_view(grad: torch.Tensor) -> torch.Tensor:
-    """A real view of a complex gradient; of a conjugated one the conjugate, as finite and as large.
+    """A real view of a complex gradient.
 
-    Scaling either by a real number scales both.
+    A gradient that is a lazy conjugate has no real view, so its conjugate is viewed. Both share
+    memory and magnitudes, so multiplying one by a real number multiplies both.
     """
     return torch.view_as_real(grad.conj() if grad.is_conj() else grad)

@@ -1,8 +1,8 @@
-"""Many processes: who decides together, and whose gradients belong to one norm.
+"""Many processes: which decide together, and which hold parts of one norm.
 
-A decision is a MAX over those who must act alike; a norm is a SUM over those who hold different
-parts. Which collectives run, and in which order, follows from parameters and arguments alone: never
-from gradients, which one process may have and another not.
+A decision is a MAX over processes that must act alike. A norm is a SUM over processes that hold
+different parts. Which collectives run, and in which order, follows from parameters and arguments
+alone: it must not depend on gradients, which one process may have and another not.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Overflow = Callable[[], "bool | torch.Tensor"]
 
 
 def is_distributed() -> bool:
-    """Whether there are other processes at all."""
+    """Whether there are other processes."""
     return _IS_AVAILABLE and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def check_group(name: str, group: Group | None) -> None:
-    """Raise TypeError for what is not a process group that this process belongs to.
+    """Raise TypeError if ``group`` is not a process group that this process belongs to.
 
-    One that stands in for it, as in PyTorch's own tests, has its methods.
+    Any object with a group's methods is taken, such as the stand-ins of PyTorch's own tests.
     """
     methods = getattr(group, "rank", None), getattr(group, "size", None)
     if group is None or (all(map(callable, methods)) and not isinstance(group, type)):
@@ -53,13 +53,13 @@ def check_group(name: str, group: Group | None) -> None:
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor; its module is not imported for the question."""
+    """Whether a tensor is a DTensor. This does not import their module."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def to_local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors, DTensors by this process' part; what is changed in it changes in them."""
+    """The tensors, with each DTensor replaced by a view of this process's part."""
     if set(map(type, tensors)) <= {torch.Tensor} or "torch.distributed.tensor" not in sys.modules:
         return tensors
     parts: list[Any] = [t.detach().to_local() if is_dtensor(t) else t for t in tensors]  # type: ignore[attr-defined]
@@ -67,14 +67,14 @@ def to_local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def is_displaced(parameter: torch.Tensor) -> bool:
-    """Whether its gradient is placed in another way than it: as a partial sum, for example."""
+    """Whether a gradient is placed in another way than its parameter, such as a partial sum."""
     grad: Any = parameter.grad
     placements = getattr(parameter, "placements", None)
     return grad is not None and is_dtensor(grad) and grad.placements != placements
 
 
 def placed(optimizer: Any, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """All gradients of an optimizer, DTensors placed as their parameters; may be collectives."""
+    """All gradients of an optimizer, DTensors placed as their parameters. May run collectives."""
     if set(map(type, gradients)) <= {torch.Tensor} or "torch.distributed.tensor" not in sys.modules:
         return gradients
     owners: Any = [p for p in parameters_of(optimizer) if p.grad is not None]
@@ -85,21 +85,21 @@ def placed(optimizer: Any, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def group_of(optimizer: Any) -> Group | None:
-    """The processes that hold the optimizer's DTensors, by all dimensions of their meshes.
+    """The processes that hold the optimizer's DTensors, along all dimensions of their meshes.
 
-    None if nothing is distributed: then each process decides by itself, as under DDP, whose
-    all-reduce gives all of them the same gradients.
+    None if there are no DTensors. Then each process decides by itself. Under DDP all decide alike,
+    because its all-reduce gives them the same gradients.
 
     Raises:
-        ParameterError: nothing tells who decides together.
+        ParameterError: it is unknown which processes decide together.
     """
     if not is_distributed():
         return None
     parameters = parameters_of(optimizer)
     if any(map(is_flattened, parameters)):
         raise ParameterError(
-            "the optimizer has parameters that FullyShardedDataParallel flattened, and nothing "
-            "tells which processes hold their shards: construct GradScaler(group=...) with the "
+            "the optimizer has parameters that FullyShardedDataParallel flattened, and it is "
+            "unknown which processes hold their shards: construct GradScaler(group=...) with the "
             "process group that decides together, such as torch.distributed.group.WORLD, or "
             "gradscaler.torch.ShardedGradScaler()"
         )
@@ -111,13 +111,14 @@ def group_of(optimizer: Any) -> Group | None:
     return None if len(ranks) < 2 else _group_with(ranks, meshes)
 
 
-_made: dict[tuple[int, ...], tuple[Group, Group]] = {}  # by ranks: the world then, and the group
+# For each set of ranks, the group that was made, after the world in which it was made.
+_made: dict[tuple[int, ...], tuple[Group, Group]] = {}
 
 
 def _group_with(ranks: list[int], meshes: list[Any]) -> Group:
-    """A process group of these ranks: that of the world or of a mesh, or one that is made once.
+    """A process group of these ranks: the world's, a mesh's, or else one that is made once.
 
-    All its processes look for it in the same order, so they take the same.
+    All its processes search in the same order, so they find the same group.
     """
     world: Any = dist.group.WORLD
     of_meshes = (mesh.get_group(i) for mesh in meshes for i in range(mesh.ndim))
@@ -125,19 +126,23 @@ def _group_with(ranks: list[int], meshes: list[Any]) -> Group:
         if sorted(dist.get_process_group_ranks(group)) == ranks:
             return group
     made_in, made = _made.get(tuple(ranks), (None, None))
-    if made is None or made_in is not world:  # the processes may have been initialized again
+    if made is None or made_in is not world:  # processes were initialized again since
         made = dist.new_group(ranks, use_local_synchronization=True)
         _made[tuple(ranks)] = world, made
     return made
 
 
 def is_flattened(parameter: torch.Tensor) -> bool:
-    """Whether it is a flat parameter of FSDP's first version, or a view into one."""
+    """Whether a parameter is a flat parameter of FSDP1, or a view into one."""
     return getattr(parameter, "_fsdp_flattened", False)
 
 
 def _connected(meshes: list[Any]) -> list[int]:
-    """The ranks that these meshes connect with this process, sorted."""
+    """The ranks that these meshes connect with this process, sorted.
+
+    Raises:
+        ParameterError: the meshes have no common root that connects them.
+    """
     if not meshes:
         return []
     ranks = [sorted(mesh.mesh.flatten().tolist()) for mesh in meshes]
@@ -157,22 +162,22 @@ def _connected(meshes: list[Any]) -> list[int]:
 
 
 def _root_of(mesh: Any) -> Any:
-    """The mesh that a mesh is a part of.
+    """The mesh that a mesh was sliced from.
 
-    PyTorch has no public name for it. This one was seen in PyTorch 2.13; in a release without it
-    each mesh stands for itself, nothing connects several, and the user is asked for the group.
+    PyTorch has no public name for it; this private one is PyTorch 2.13's. In a release without it
+    every mesh is its own root, so several meshes raise, and the error asks the user for the group.
     """
     root = getattr(mesh, "_get_root_mesh", None)
     return mesh if root is None else root()
 
 
 class TorchProcesses:
-    """Who decides together in PyTorch, and who holds other parts of the gradients.
+    """Which processes decide together in PyTorch, and which hold other parts of the gradients.
 
     Args:
-        operations: the scaler's.
-        group: the process group that the user named; None where parameters tell.
-        overflow: tells of an overflow that the gradients may not show; None where nothing does.
+        operations: the scaler's tensor operations.
+        group: the process group that the user named; None to find it by the parameters.
+        overflow: returns whether there was an overflow that gradients may not show, or None.
     """
 
     def __init__(
@@ -197,9 +202,9 @@ class TorchProcesses:
         deciders = self._deciders_of(optimizer)
         if deciders is ALONE and self.named() is None and is_distributed():
             raise ParameterError(
-                "attempts() is to repeat a backward pass on all processes or on none, and nothing "
-                "tells on which: construct GradScaler(group=...) with the process group that "
-                "decides together, such as torch.distributed.group.WORLD"
+                "attempts() must repeat a backward pass on all processes that share it, or on "
+                "none, and it is unknown which share it: construct GradScaler(group=...) with the "
+                "process group that decides together, such as torch.distributed.group.WORLD"
             )
         return self._with_outside_flag(deciders)
 
@@ -225,14 +230,14 @@ class TorchProcesses:
 
 
 class WorldProcesses(TorchProcesses):
-    """The same, where all processes decide together unless the user named a group."""
+    """All processes decide together, unless the user named a group."""
 
     def named(self) -> Group | None:
         return self.group or (dist.group.WORLD if dist.is_initialized() else None)
 
 
 class GroupOfDeciders:
-    """The processes of a group, which decide about an optimizer together."""
+    """The processes of a group that decide about an optimizer together."""
 
     def __init__(self, vote: Vote, group: Group, optimizer: Any) -> None:
         self._vote, self._group, self._optimizer = vote, group, optimizer
@@ -250,7 +255,7 @@ class GroupOfDeciders:
 
 
 class WithOutsideFlag:
-    """Deciders, with one more vote: that of hardware or an engine that sees overflows itself."""
+    """Deciders with one more vote, from hardware or an engine that detects overflow itself."""
 
     def __init__(
         self, deciders: Deciders, operations: TorchLikeOperations, overflow: Overflow
@@ -261,12 +266,12 @@ class WithOutsideFlag:
     def agree(
         self, state: State, found_inf: FoundInf, amax: torch.Tensor | None
     ) -> tuple[FoundInf, torch.Tensor | None]:
-        if found_inf:  # without gradients, there is no step to skip
+        if found_inf:  # without gradients there is no step to skip
             found_inf = self._with_vote(found_inf)
         return self._deciders.agree(state, found_inf, amax)
 
     def _with_vote(self, found_inf: FoundInf) -> FoundInf:
-        """The flags, set where the outside flag is; a tensor is not read on the host."""
+        """The flags, all set if the outside flag is. A tensor is not read on the host."""
         vote, operations = self._overflow(), self._operations
         if isinstance(vote, torch.Tensor):
             is_set = vote.detach().any().float()
@@ -281,10 +286,10 @@ class WithOutsideFlag:
 
 
 class Vote:
-    """Settles one flag for all processes of a group, from one all-reduce. A scaler has one.
+    """Combines the flags of all processes of a group in one all-reduce. A scaler has one.
 
     Args:
-        operations: those of the scaler.
+        operations: the scaler's tensor operations.
     """
 
     def __init__(self, operations: TorchLikeOperations) -> None:
@@ -294,10 +299,10 @@ class Vote:
         self._orders: defaultdict[Group, Order] = defaultdict(Order)
 
     def identity(self, optimizer: Any, group: Group) -> int:
-        """A number that all processes of the group have for this optimizer.
+        """A number for this optimizer, the same in all processes of the group.
 
-        They hold alike the DTensors that are laid out over all of them, whose shape is that of the
-        whole. Other parameters may be those of a stage, an expert or a shard.
+        It includes the full shapes of the DTensors whose mesh is the whole group, because all
+        processes have those. Other parameters may belong to one stage, expert or shard.
         """
 
         def shapes() -> Iterator[torch.Size]:
@@ -317,14 +322,23 @@ class Vote:
         amax: torch.Tensor | None = None,
         optimizer: int = 0,
     ) -> tuple[FoundInf, torch.Tensor | None]:
-        """What the processes of a group found together; no flags if none of them has gradients.
+        """Combine what the processes of a group found.
 
-        ``amax`` is this process' largest gradient. On the host all have one or none has, if no
-        gradients overflowed; another all-reduce then finds the largest. ``optimizer`` is its
-        ``identity``.
+        On the host, one all-reduce is enough in most steps; a second finds the largest gradient,
+        in the steps in which the policy needs it. On a device, nothing waits unless this process
+        has no gradients, and scales are compared one step later.
 
-        On a device nothing waits for the host, unless this process has no gradients. There
-        scales are compared one step later.
+        Args:
+            group: the processes.
+            state: the scaler's state.
+            found_inf: the flags of this process.
+            amax: the largest gradient of this process. On the host, either all processes have one
+                or none has, unless gradients overflowed.
+            optimizer: the ``identity`` of the optimizer.
+
+        Returns:
+            The flags and the largest gradient over all processes. There are no flags if no process
+            has gradients.
 
         Raises:
             ScaleMismatchError: the processes hold different scales or counters, or decide about
@@ -341,21 +355,21 @@ class Vote:
             vote.fill_(own)
             dist.all_reduce(vote, dist.ReduceOp.SUM, group)  # the one collective of most steps
             total = int(vote.item())
-            if total == own * count and amax is None:  # all found the same, as in most steps
+            if total == own * count and amax is None:  # in most steps all found the same
                 return found_inf, None
             found, has_gradients, is_same = result(total, own, count)
             if not is_same:
-                # All ranks see that they differ, so all of them take part in this one, too.
+                # All ranks see that they differ, so all of them take part in this collective.
                 check_same(state._fields, _maxima(group, bounds((*values, optimizer))))
             flag = operations.scalar(float(found), scale.device)
             if amax is not None and not found:
                 (largest,) = _maxima(group, [amax.item()])
                 amax = operations.scalar(largest, scale.device)
         else:
-            unread, self._unread = self._unread, None  # after an error, the next call goes on
+            unread, self._unread = self._unread, None  # if it raises, the next call works again
             if unread is not None and not _is_captured(scale):
                 unread()
-            # Stacked into one tensor, as each collective costs more than what it carries.
+            # Stacked into one tensor, because a collective costs more than its contents.
             zero, one = (operations.scalar(value, scale.device) for value in (0.0, 1.0))
             flag = operations.combine([found_inf], scale.device) if found_inf else zero
             seen = [] if amax is None else [operations.on_device(amax, scale.device)]
@@ -381,12 +395,15 @@ def _maxima(group: Group, values: list[float]) -> list[float]:
 
 
 def _is_captured(tensor: torch.Tensor) -> bool:
-    """Whether a CUDA graph is captured, in which the host may not wait."""
+    """Whether a CUDA graph is being captured. During a capture the host may not wait."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _read_later(fields: Iterable[str], maxima: torch.Tensor) -> Callable[[], None] | None:
-    """What compares the scales once the device has them; None while a CUDA graph is captured."""
+    """Start copying the maxima to the host; return a callable that waits and compares them.
+
+    None while a CUDA graph is captured.
+    """
     if _is_captured(maxima):
         return None
     copy = maxima.to("cpu", non_blocking=True)
@@ -403,25 +420,26 @@ def _read_later(fields: Iterable[str], maxima: torch.Tensor) -> Callable[[], Non
 
 
 def _device_of(group: Group, device: torch.device) -> torch.device:
-    """A device that the group's backend reduces on, ``device`` if it can."""
+    """A device on which the group's backend can reduce: ``device`` if it can, else another."""
     backends = dist.get_backend_config(group).split(",")  # such as cpu:gloo,cuda:nccl
     types = [backend.partition(":")[0] for backend in backends]
     return device if device.type in types else torch.device(types[0])
 
 
 def reduce_norm(norms: dict[tuple[Group, ...], torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The p-norm of parts of gradients that lie on many processes, a scalar.
+    """The p-norm of gradients whose parts lie on many processes, a scalar.
 
-    ``(sum of n**p)**(1/p)``, in float64; the largest n for p = inf. Each all-reduce takes one
-    value, however many parts this process has: another may have fewer.
+    It is ``(sum of n**p)**(1/p)`` in float64, where n are the norms of the parts, and the largest n
+    for p = inf. Each all-reduce takes one value, however many parts this process has, because
+    another process may have fewer.
 
     Args:
-        norms: of this process' part of the gradients that are split over each of these groups,
-            the outermost first.
+        norms: the norm of this process's part of the gradients that are split over each tuple of
+            groups, the outermost group first.
         norm_type: p.
 
     Returns:
-        float64 if a norm is, else float32.
+        A float64 scalar if a norm of a part is float64, else a float32 scalar.
     """
     is_max = math.isinf(norm_type)
     power = 1.0 if is_max or norm_type == 0 else norm_type
@@ -438,13 +456,13 @@ def reduce_norm(norms: dict[tuple[Group, ...], torch.Tensor], norm_type: float) 
 
 
 def _all_reduced(value: torch.Tensor, group: Group, is_max: bool) -> torch.Tensor:
-    """The sum of a float64 scalar over a group, or the largest, NaN if one is."""
+    """The sum of a float64 scalar over a group, or the largest value; NaN if any value is."""
     device = _device_of(group, value.device)
     if not is_max:
         total = value.to(device, copy=True)
         dist.all_reduce(total, dist.ReduceOp.SUM, group)
         return total.to(value.device)
-    # A maximum may lose a NaN.
+    # A backend's maximum may drop a NaN, so whether there is one is reduced beside it.
     pair = torch.stack([value.nan_to_num(torch.inf, torch.inf), value.isnan().double()]).to(device)
     dist.all_reduce(pair, dist.ReduceOp.MAX, group)
     largest, is_nan = pair.to(value.device)
@@ -452,16 +470,16 @@ def _all_reduced(value: torch.Tensor, group: Group, is_max: bool) -> torch.Tenso
 
 
 class Part(NamedTuple):
-    """Some parameters of an optimizer, for operations that take an optimizer."""
+    """Some of an optimizer's parameters, in the form that operations on optimizers take."""
 
     param_groups: list[dict[str, list[torch.Tensor]]]
 
 
 class PartsOfGroups:
-    """An optimizer's gradients in parts, by the groups that each is split over.
+    """An optimizer's gradients in parts, one for each tuple of groups that it is split over.
 
     Args:
-        split: as :func:`split_by` gives it.
+        split: the parts by groups, from :func:`split_by`.
     """
 
     def __init__(self, split: dict[tuple[Group, ...], Any]) -> None:
@@ -469,7 +487,7 @@ class PartsOfGroups:
 
     @property
     def can_be_measured(self) -> bool:
-        """Not where a gradient is placed in another way than its parameter."""
+        """Whether every gradient is placed as its parameter is."""
         parameters = (p for part in self.parts for p in parameters_of(part))
         return not any(map(is_displaced, parameters))
 
@@ -482,12 +500,13 @@ class PartsOfGroups:
 def split_by(optimizer: Any, shards: Group | None) -> dict[tuple[Group, ...], Any]:
     """Parts of an optimizer, by the groups that the elements of their parameters are split over.
 
-    A DTensor is split over the dimensions of its mesh that it is sharded on. ``shards`` splits all;
-    but beside flat parameters of FSDP's first version, the others are on each process as a whole.
+    A DTensor is split over the dimensions of its mesh that it is sharded on. ``shards`` is one more
+    group that splits all parameters; but if some are flat parameters of FSDP1, it splits only
+    these, because FSDP1 leaves the others whole on each process.
 
     Raises:
-        ParameterError: flat parameters are split over a group that only the user can name; or
-            ``shards`` counts a DTensor's parts twice.
+        ParameterError: there are flat parameters, and ``shards`` does not name the group that they
+            are split over; or ``shards`` counts the parts of a DTensor twice.
         TypeError: ``shards`` is not a process group.
     """
     check_group("shards", shards)
@@ -526,5 +545,5 @@ def _check_apart(shards: Group, optimizer: Any) -> None:
         if not others.isdisjoint(mesh.mesh.flatten().tolist()):
             raise ParameterError(
                 f"shards has ranks of {mesh}, over which the norm of its DTensors is summed "
-                "already: leave out shards, or name the group of those who hold other parameters"
+                "already: leave out shards, or name the group of processes with other parameters"
             )

@@ -1,7 +1,7 @@
-"""Shortcuts that only the loop of a tiny layer notices, where Python takes most of the time.
+"""Shortcuts that save time only for tiny models, where Python takes most of it.
 
-Each gives what the long way gives, in the case of most steps, and None or False in all others. To
-read the rest of the adapter, skip them.
+In most steps each gives the result of the general code; in all others it gives None or False. The
+rest of the adapter can be read without them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from gradscaler.policies import DynamicScale, Policy, ScaleState, State, _checks
 
 
 def counted(policy: Policy, state: State, found_inf: bool) -> State | None:
-    """The next state where a step does nothing but add 1 to the finite steps, on the host.
+    """The next state, on the host, of a step that only adds 1 to the finite steps; else None.
 
-    The rule takes three times as long for it.
+    The policy takes three times as long to compute it.
     """
     if type(policy) is not DynamicScale or policy.growth_tiers or found_inf:
         return None
@@ -28,10 +28,11 @@ def counted(policy: Policy, state: State, found_inf: bool) -> State | None:
 
 
 def ordinary_gradients(optimizer: Any, allow_fp16: bool = True) -> list[torch.Tensor] | None:
-    """The gradients, if nothing is to be done to any.
+    """The gradients if each can be used as it is, else None.
 
-    All are there, dense, each in one piece of memory, without a graph and not to be refused. One
-    loop looks at each tensor once: to fetch it takes longer than all that is asked of it.
+    That holds if every parameter has one and all are dense, contiguous, without a graph, and not a
+    float16 gradient that ``allow_fp16`` forbids. One loop checks all of this, because fetching a
+    tensor takes longer than the checks.
     """
     grads = []
     for group in optimizer.param_groups:
@@ -50,9 +51,9 @@ def ordinary_gradients(optimizer: Any, allow_fp16: bool = True) -> list[torch.Te
 
 
 def are_one_group(tensors: list[torch.Tensor]) -> bool:
-    """Whether tensors are real, of one device and dtype, and at the beginning of their storages.
+    """Whether all tensors are real, have one device and dtype, and begin their storage.
 
-    Most gradients are. Those of one buffer are not, but for its first.
+    That holds for most gradients, but not for those that share a buffer.
     """
     device, dtype = tensors[0].device, tensors[0].dtype
     if dtype.is_complex:

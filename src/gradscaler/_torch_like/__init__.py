@@ -1,1 +1,1 @@
-"""What PyTorch and the ports of its API share: scaler and tensor operations."""
+"""The scaler and the tensor operations that PyTorch and the ports of its API share."""

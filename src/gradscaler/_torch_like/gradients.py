@@ -1,4 +1,4 @@
-"""The engine's gradients, in the form of the dict that ``torch.amp.GradScaler`` keeps."""
+"""The engine's gradients, readable as the dict that ``torch.amp.GradScaler`` keeps."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from gradscaler._eager.gradients import Gradients
 
 
 class TorchLikeGradients(Gradients, MutableMapping[str, Any]):
-    """Gradients that also are a mapping, equal to the dict that torch keeps of an optimizer."""
+    """Gradients that are also a mapping, equal to the dict that torch keeps for an optimizer."""
 
-    opt_state: ClassVar[type[Enum]]  # the framework's own
+    opt_state: ClassVar[type[Enum]]  # the framework's own enum of stages
 
     def __getitem__(self, key: str) -> Any:
         if key == "stage":
@@ -30,7 +30,7 @@ class TorchLikeGradients(Gradients, MutableMapping[str, Any]):
             raise KeyError(key)
 
     def __delitem__(self, key: str) -> None:
-        raise TypeError(f"a scaler needs {key!r} of its optimizers")
+        raise TypeError(f"{key!r} cannot be deleted: the scaler needs it for each optimizer")
 
     def __iter__(self) -> Iterator[str]:
         return iter(("stage", "found_inf_per_device"))

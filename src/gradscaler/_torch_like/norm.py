@@ -1,4 +1,4 @@
-"""The 2-norm of many float32 tensors on the CPU: read once, in reads of a size that suits it."""
+"""The 2-norm of many float32 tensors on the CPU, in one pass over them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 from gradscaler._eager.operations import Tensor
 
 _ROW = 2**14  # elements
-_MANY_ROWS = 4 * _ROW  # so many that reading them row by row is worth the call
-_SMALL = 2**13  # elements, for which a call takes longer than reading them
+_MANY_ROWS = 4 * _ROW  # elements from which reading row by row saves more time than its call takes
+_SMALL = 2**13  # elements up to which a call takes longer than reading the tensor
 _MANY = 8  # tensors
-_LONGEST_SUM = 2**10  # squares that one float32 accumulates
+_LONGEST_SUM = 2**10  # squares that one float32 accumulates at most
 
 
 def norm_on_cpu(framework: Any, tensors: list[Tensor]) -> Tensor:
     """The 2-norm of all elements together, a scalar tensor; 0 for no tensors.
 
-    Large tensors are read row by row: one long float32 sum is slower there, and wrong by 1e-3 for
-    some ten million elements. Of many small ones of one shape, the squares are added up element by
-    element, in one call that waits for no other thread. No sum has more than 2**16 squares, spread
-    over a vector's lanes, so the norm is right to 1e-4, and to 1e-6 where rounding is not all in
-    one direction, as it is of equal values.
+    Large tensors are read row by row: one long float32 sum is slower, and off by 1e-3 for about ten
+    million elements. If many small tensors have one shape, their squares are added up element by
+    element, in one call on one thread. No sum has more than 2**16 squares, spread over the lanes of
+    a vector register. So the relative error is at most 1e-4; equal values reach it, because all
+    their roundings go in one direction, and it is about 1e-6 for others.
     """
     vector_norm, stack = framework.linalg.vector_norm, framework.stack
     norms: list[Tensor] = []
@@ -33,7 +33,7 @@ def norm_on_cpu(framework: Any, tensors: list[Tensor]) -> Tensor:
         norms.append(squares.sum().sqrt().view(1))
     for tensor in others:
         size = tensor.numel()
-        if size >= _MANY_ROWS and not tensor.is_contiguous():  # in memory's order it may be
+        if size >= _MANY_ROWS and not tensor.is_contiguous():  # perhaps its dimensions are permuted
             order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
             tensor = tensor.permute(order)
         if size < _MANY_ROWS or not tensor.is_contiguous():
@@ -51,7 +51,10 @@ def norm_on_cpu(framework: Any, tensors: list[Tensor]) -> Tensor:
 
 
 def _split(tensors: list[Tensor]) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """Many small tensors in lists of one shape, not too long for a sum; and the others."""
+    """Split off small tensors of which many have one shape, and return the others second.
+
+    Each list of small tensors has one shape, and at most ``_LONGEST_SUM`` of them.
+    """
     if len(tensors) < _MANY:
         return [], tensors
     by_shape: defaultdict[Any, list[Tensor]] = defaultdict(list)

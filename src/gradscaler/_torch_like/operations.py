@@ -1,10 +1,10 @@
-"""The engine's tensor operations, for PyTorch and the libraries that port its API."""
+"""The engine's tensor operations for PyTorch, and for the libraries that port its API."""
 
 from __future__ import annotations
 
 import copy as copying
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, reduce
 from operator import methodcaller
@@ -28,34 +28,34 @@ class Fp16GradientsError(GradientsRefusedError, ValueError):
 
 
 class SpentGradientsError(GradientsRefusedError, CallOrderError):
-    """Optimizers have used the gradients in the backward pass."""
+    """Optimizers have already used the gradients, in the backward pass."""
 
 
 class TorchLikeOperations:
-    """Satisfies :class:`gradscaler._eager.operations.Operations`, where each is documented.
+    """Implements :class:`gradscaler._eager.operations.Operations`, where methods are documented.
 
     Args:
         framework: the module that has ``Tensor``, ``full``, ``where``, ``_foreach_mul_``, ...
-        group_tensors: its ``_group_tensors_by_device_and_dtype``, which is written in C++ and is
-            what its own foreach optimizers use.
+        group_tensors: the framework's ``_group_tensors_by_device_and_dtype``. It is written in
+            C++, and the framework's foreach optimizers use it.
     """
 
     def __init__(self, framework: Any, group_tensors: Callable[..., Any]) -> None:
         self.framework = framework
         self._group_tensors = group_tensors
         self._inverse: tuple[float, Tensor] | None = None
-        self._without_kernel: set[tuple[str, Any]] = set()  # types of device, with a dtype
+        self._without_kernel: set[tuple[str, Any]] = set()  # pairs of device type and dtype
 
-    # What the libraries do differently.
+    # Libraries override these.
 
     def gradients(self, optimizer: Optimizer, allow_fp16: bool = True) -> list[Tensor]:
-        """The dense real tensors that hold the optimizer's gradients, to be changed in place.
+        """The dense real tensors that hold the optimizer's gradients. The engine may change them.
 
-        They have no graph, so nothing records what is done to them.
+        They are detached, so autograd does not record changes.
 
         Raises:
             ValueError: a gradient is float16 and ``allow_fp16`` is False.
-            RuntimeError: optimizers have used the gradients in the backward pass.
+            RuntimeError: optimizers have already used the gradients, in the backward pass.
         """
         parameters = parameters_of(optimizer)
         grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
@@ -72,16 +72,16 @@ class TorchLikeOperations:
             if float16 in {grad.dtype for grad in grads}:
                 raise _fp16_gradient_error(optimizer, float16)
         for grad in grads:
-            if grad.requires_grad:  # it was made with create_graph=True
+            if grad.requires_grad:  # made with create_graph=True
                 return [grad.detach() for grad in grads]
         return grads
 
     def gradients_to_measure(self, optimizer: Optimizer) -> list[Tensor]:
-        """The tensors that the optimizer's gradients have their norm from."""
+        """The tensors whose norm is the norm of the optimizer's gradients."""
         return self.gradients(optimizer)
 
-    def device_key(self, device: Device) -> Any:
-        """What found_inf flags are keyed by."""
+    def device_key(self, device: Device) -> Hashable:
+        """The key of a device's flag in a found_inf."""
         return device
 
     # Scalars.
@@ -93,12 +93,13 @@ class TorchLikeOperations:
         return output * self.on_device(scale, output.device)
 
     def on_device(self, tensor: Tensor, device: Device) -> Tensor:
-        """``tensor`` on ``device``; comparing costs less than a ``to`` that has nothing to do."""
+        """``tensor`` on ``device``."""
+        # Comparing costs less than a to() that has nothing to do.
         return tensor if tensor.device == device else tensor.to(device=device, non_blocking=True)
 
     def on_host(self, tensor: Tensor) -> bool:
-        """Whether reading a tensor is free; asking it takes a third of comparing its device."""
-        return bool(tensor.is_cpu)
+        """Whether a tensor can be read without waiting for a device."""
+        return bool(tensor.is_cpu)  # takes a third of the time of comparing devices
 
     def scalar(self, value: float, device: Device) -> Tensor:
         """A float32 scalar."""
@@ -123,7 +124,7 @@ class TorchLikeOperations:
         return tensor.item() if self.on_host(tensor) else None
 
     def assign(self, state: State, values: State) -> State:
-        """A placed state of these values, in the tensors of ``state`` as far as it has them."""
+        """Copy ``values`` into the tensors of ``state``; make tensors only for further fields."""
         placed = self.place(values, state.scale.device)
         for tensor, value in zip(state, placed, strict=False):
             tensor.copy_(value)
@@ -139,7 +140,7 @@ class TorchLikeOperations:
         found_infs: list[FoundInf],
         amaxes: Sequence[Tensor] = (),
     ) -> State:
-        """The values after a step; a tensor of ``state`` itself where one stays as it is."""
+        """The state after one step: new values, and the tensors of ``state`` that do not change."""
         if not self.on_host(state.scale):
             return self.next_on_device(policy, state, found_infs, amaxes)
         found_inf = any(map(self.any_set, found_infs))
@@ -148,7 +149,7 @@ class TorchLikeOperations:
     def next_on_host(
         self, policy: Policy, state: State, found_inf: bool, amaxes: Sequence[Tensor]
     ) -> State:
-        """``next_state`` where reading tensors costs nothing, and operations on them do."""
+        """``next_state`` in host numbers, for tensors that are read without waiting."""
         values = self.read(state)
         amax = {"amax": max(tensor.item() for tensor in amaxes)} if amaxes else {}
         moved = policy.update(values, found_inf, **amax)
@@ -199,7 +200,7 @@ class TorchLikeOperations:
         return self.any_set(found_inf)
 
     def combine(self, found_infs: list[FoundInf], device: Device) -> Tensor:
-        """One flag on a device, set if any is."""
+        """One flag on a device, set if any flag is."""
         return self.largest([flag for found in found_infs for flag in found.values()], device)
 
     def largest(self, scalars: Iterable[Tensor], device: Device) -> Tensor:
@@ -210,7 +211,7 @@ class TorchLikeOperations:
     # Gradients.
 
     def grouped(self, tensors: list[Tensor]) -> list[tuple[Device, list[Tensor]]]:
-        """The tensors in lists of one device and dtype each, the device beside it."""
+        """The tensors in lists of one device and dtype, each list with its device."""
         if not tensors:
             return []
         if _are_alike(tensors):  # takes half the time of grouping
@@ -230,8 +231,8 @@ class TorchLikeOperations:
         Args:
             optimizer: the optimizer that owns the gradients.
             inv_scale: 1/scale, a float32 scalar.
-            found_inf: what the flags start from; None for 0.
-            allow_fp16: whether float16 gradients are unscaled rather than refused.
+            found_inf: the initial value of each flag; None for 0.
+            allow_fp16: whether to unscale float16 gradients; if False, they raise.
 
         Raises:
             ValueError: a gradient is float16 and ``allow_fp16`` is False.
@@ -251,8 +252,8 @@ class TorchLikeOperations:
     def check_and_unscale_(self, grads: list[Tensor], flag: Tensor, inv_scale: Tensor) -> None:
         """Multiply tensors of one device and dtype in place, and set the flag if any is not finite.
 
-        All are multiplied, whatever is found. The framework's kernel does both in one reading,
-        where it knows the dtype: that of PyTorch for CUDA does not know bfloat16.
+        Non-finite tensors are multiplied, too. The framework's kernel does both in one pass. It
+        lacks some dtypes: PyTorch's for CUDA, for example, lacks bfloat16.
         """
         if self._without_kernel and _kind_of(grads) in self._without_kernel:
             self._check_then_unscale_(grads, flag, inv_scale)
@@ -266,15 +267,16 @@ class TorchLikeOperations:
             self._check_then_unscale_(grads, flag, inv_scale)
 
     def _check_then_unscale_(self, grads: list[Tensor], flag: Tensor, inv_scale: Tensor) -> None:
-        """``check_and_unscale_`` in two readings, by operations that every dtype has."""
+        """``check_and_unscale_`` in two passes, by operations that exist for every dtype."""
         for grad in grads:
             flag.copy_(self.framework.maximum(flag, (~grad.isfinite()).any().float()))
         self.framework._foreach_mul_(grads, inv_scale)
 
     def first_step_must_be_finite(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer that skips by itself would set up wrong state in doing so.
+        """Whether an optimizer that skips by itself would corrupt its state by skipping now.
 
-        Fused SGD allocates momentum without a value, which a skipped first step never writes.
+        Fused SGD allocates uninitialized momentum in its first step, and writes it only if that
+        step is not skipped.
         """
         return isinstance(optimizer, self.framework.optim.SGD) and any(
             group["momentum"] != 0 and "momentum_buffer" not in optimizer.state.get(parameter, ())
@@ -284,21 +286,22 @@ class TorchLikeOperations:
         )
 
     def needs_no_unset_flag(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer steps without a flag, as the framework's own do.
+        """Whether a finite step may leave out the optimizer's flag.
 
-        These are faster without one: they subtract it from each parameter's count of steps.
+        The framework's own optimizers take None for it, and are faster then: they subtract a flag
+        from each parameter's count of steps.
         """
         return type(optimizer).__module__.startswith(f"{self.framework.__name__}.optim.")
 
     def inverse(self, scale: Tensor) -> tuple[Any, Tensor]:
         """A copy of the scale for the record, and 1/scale as a float32 scalar on its device.
 
-        Taken in float64 and rounded once: some builds divide float32 inexactly. Do not change it in
-        place: it serves until another scale is inverted.
+        It is computed in float64 and rounded once, because some builds divide float32 inexactly.
+        Do not change it in place: it is cached until another scale is inverted.
         """
         if self.on_host(scale):
             used = scale.item()
-            inverse = self._inverse  # most steps have the scale of the step before
+            inverse = self._inverse  # most steps use the scale of the step before
             if inverse is None or inverse[0] != used:
                 inverse = self._inverse = used, self.scalar(1.0 / used, scale.device)
             return inverse
@@ -325,9 +328,9 @@ class TorchLikeOperations:
         return (norm * inv_scale).float(), used, inv_scale, flags
 
     def norm_and_flag(self, grads: list[Tensor]) -> tuple[Tensor, Tensor] | None:
-        """The 2-norm of float32 tensors and whether one is not finite, from one reading.
+        """The 2-norm of float32 tensors, and a flag if one is not finite, in one pass over them.
 
-        None if they are finite and the norm is not.
+        None if all are finite but their norm overflows.
         """
         if not grads or self.on_host(grads[0]):
             norm = norm_on_cpu(self.framework, grads)
@@ -339,26 +342,27 @@ class TorchLikeOperations:
         return norm, _nonfinite(norm)
 
     def norm_on_device(self, grads: list[Tensor]) -> Tensor:
-        """The 2-norm of float32 tensors in float64: no sum of their squares overflows that.
+        """The 2-norm of float32 tensors in float64, in which no sum of their squares overflows.
 
-        So it is finite if and only if they all are.
+        So it is finite if and only if all tensors are.
         """
         norms = self.framework._foreach_norm(grads, 2, dtype=self.framework.float64)
         return self.framework.linalg.vector_norm(self.framework.stack(norms))
 
     def nonfinite_flag(self, grads: list[Tensor]) -> Tensor:
-        """Whether one of float32 tensors is not finite, from one reading."""
+        """A flag that is set if any of some float32 tensors is not finite, in one pass."""
         if not self.on_host(grads[0]):
             return _nonfinite(self.norm_on_device(grads))
-        # A finite sum proves it, and takes less time than a norm.
+        # A finite sum proves that all are finite, and takes less time than a norm.
         total = self.framework.stack([grad.sum() for grad in grads]).sum().item()
         finite = math.isfinite(total) or all(map(_is_finite, grads))
         return self.scalar(float(not finite), grads[0].device)
 
     def can_measure(self, grads: list[Tensor]) -> bool:
-        """Whether one reading can tell: float32, float64 on their device, and no subclasses.
+        """Whether ``norm_and_flag`` takes these gradients.
 
-        Of a sharded tensor, each process would find its own shard's flag.
+        They must be float32, on a device that has float64, and not of a subclass of tensors: of a
+        sharded tensor, each process would find only its own shard's flag.
         """
         return not grads or (
             grads[0].dtype == self.framework.float32
@@ -367,14 +371,14 @@ class TorchLikeOperations:
         )
 
     def check(self, optimizer: Optimizer) -> dict[Device, Tensor]:
-        """Flag each device's non-finite gradients, which stay as they are."""
+        """Flag each device's non-finite gradients, and change none."""
         flags: dict[Device, Tensor] = {}
         for device, grads in self.grouped(self.gradients(optimizer)):
             key = self.device_key(device)
             if key not in flags:
                 flags[key] = self.scalar(0.0, device)
-            # Unscaling by 1 writes what it reads. A sum does not, and is faster unless the
-            # gradients are so small that the calls weigh more.
+            # For large gradients a norm or a sum is faster than unscaling by 1, which writes all
+            # that it reads. For small ones its calls take longer than that.
             large = [grad for grad in grads if grad.numel() >= _LARGE]
             if large and self.can_measure(large):
                 flags[key] = self.framework.maximum(flags[key], self.nonfinite_flag(large))
@@ -388,9 +392,9 @@ class TorchLikeOperations:
         return amax if scale is None else amax * self.on_device(self.inverse(scale)[1], amax.device)
 
     def total_norm(self, optimizer: Optimizer, norm_type: float) -> Tensor:
-        """The same operations as ``nn.utils.get_total_norm``, whose ``no_grad()`` is left out."""
+        """The norm by the operations of ``nn.utils.get_total_norm``, without its ``no_grad()``."""
         measured = self.gradients_to_measure(optimizer)
-        grads = [grad.detach() for grad in measured if grad.numel()]  # inf takes no empty ones
+        grads = [grad.detach() for grad in measured if grad.numel()]  # an inf-norm needs elements
         if not grads:
             return self.framework.tensor(0.0)
         norms = [
@@ -412,7 +416,8 @@ class TorchLikeOperations:
         return [grad._values() if grad.is_sparse else grad for grad in grads]
 
     def are_new(self, gradients: list[Tensor], stale: list[Tensor]) -> bool:
-        places = {grad.data_ptr() for grad in stale}  # where a backward pass adds to a gradient
+        # A backward pass adds to a gradient in place, so a sum has the address of its first part.
+        places = {grad.data_ptr() for grad in stale}
         return places.isdisjoint(grad.data_ptr() for grad in gradients)
 
     def clear_gradients(self, optimizer: Optimizer) -> None:
@@ -434,7 +439,7 @@ class TorchLikeOperations:
                     parameter.grad = None
                 elif grad is None or grad.is_sparse or value.is_sparse:
                     parameter.grad = value.clone()
-                else:  # in place: others may hold it, as DDP's buckets do
+                else:  # in place: others may hold the tensor, as DDP's buckets do
                     _overwrite(grad, value)
 
         return restore
@@ -492,7 +497,7 @@ class TorchLikeOperations:
         def restore() -> None:
             for parameter, value in zip(parameters, values, strict=True):
                 _overwrite(parameter, value)
-            optimizer.state.clear()  # in place: schedulers and wrappers hold the dict itself
+            optimizer.state.clear()  # in place: schedulers and wrappers hold this dict
             optimizer.state.update(state)
             for group, saved in zip(optimizer.param_groups, options, strict=True):
                 of_group = group["params"]
@@ -513,7 +518,7 @@ def _kind_of(tensors: list[Tensor]) -> tuple[str, Any]:
 
 
 def _are_alike(tensors: list[Tensor]) -> bool:
-    """Whether tensors are of one device and dtype."""
+    """Whether all tensors have one device and dtype."""
     device, dtype = tensors[0].device, tensors[0].dtype
     for tensor in tensors:  # noqa: SIM110 # a generator takes longer for few of them
         if tensor.dtype != dtype or tensor.device != device:
@@ -522,27 +527,28 @@ def _are_alike(tensors: list[Tensor]) -> bool:
 
 
 def _overwrite(tensor: Tensor, value: Tensor) -> None:
-    """Copy values into a tensor, also into a leaf that requires a gradient.
+    """Copy values into a tensor, even one that is a leaf and requires a gradient.
 
-    ``no_grad()`` would leave gradients switched off if an interrupt hit its exit.
+    ``detach()`` allows that without ``no_grad()``, whose exit an interrupt could prevent, so that
+    gradients would stay switched off.
     """
     tensor.detach().copy_(value)
 
 
 def _nonfinite(norm: Tensor) -> Tensor:
-    """1.0 where a norm is Inf or NaN, else 0.0."""
+    """1.0 if a norm is Inf or NaN, else 0.0."""
     flag: Tensor = (norm * 0.0).ne(0.0).float()
     return flag
 
 
 def _is_finite(grad: Tensor) -> bool:
-    """Whether all elements are; ``isfinite`` would make a mask as large as they are."""
+    """Whether all elements are finite, without the mask that ``isfinite`` allocates."""
     extremes = (grad.min(), grad.max()) if grad.numel() else ()
     return all(math.isfinite(extreme.item()) for extreme in extremes)
 
 
 def _fp16_gradient_error(optimizer: Optimizer, float16: Any) -> Fp16GradientsError:
-    """The refusal of a float16 gradient, naming the first such parameter and the way out."""
+    """The error for float16 gradients, which names the first such parameter."""
     name = next(
         _name(optimizer, parameter)
         for parameter in parameters_of(optimizer)
@@ -556,7 +562,7 @@ def _fp16_gradient_error(optimizer: Optimizer, float16: Any) -> Fp16GradientsErr
 
 
 def _name(optimizer: Optimizer, parameter: Tensor) -> str:
-    """The parameter's name if the optimizer was given names, else its place in it."""
+    """The parameter's name if the optimizer knows it, else its position in the optimizer."""
     for g, group in enumerate(optimizer.param_groups):
         for i, other in enumerate(group["params"]):
             if other is parameter:

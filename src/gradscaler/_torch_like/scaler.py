@@ -1,4 +1,4 @@
-"""A scaler that is called, saved and loaded as ``torch.amp.GradScaler`` is."""
+"""A scaler with the calls, the state dict and the private names of ``torch.amp.GradScaler``."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from gradscaler.errors import CallOrderError, ParameterError
 from gradscaler.policies import AmaxScale, DynamicScale, FixedScale, Policy, Rule, State, _checks
 from gradscaler.policies._spelling import check_alone, check_policy
 
-_dynamic_scale = lru_cache(typed=True)(DynamicScale)  # checking takes longest of all in a scaler
+# Cached, because checking its arguments takes most of the time of constructing a scaler.
+_dynamic_scale = lru_cache(typed=True)(DynamicScale)
 
 
 class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
     """An eager scaler with the methods and private names of ``torch.amp.GradScaler``.
 
-    The private names are those that the frameworks' own code and their users' subclasses reach
-    for.
+    Its private names are those that the frameworks' own code and users' subclasses use.
     """
 
     _operations: ClassVar[TorchLikeOperations]
@@ -71,7 +71,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
     # Getters and setters.
 
     def is_enabled(self) -> bool:
-        """Whether loss scaling is on; if not, every call passes through."""
+        """Whether loss scaling is on. If not, every call passes its arguments through."""
         return self._enabled
 
     def get_scale(self) -> float:
@@ -79,41 +79,41 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         return float(self._host_state().scale) if self._enabled else 1.0
 
     def get_growth_factor(self) -> float:
-        """What growth multiplies the scale by; 1.0 under a fixed scale."""
+        """The factor by which the scale grows; 1.0 under a fixed scale."""
         return float(getattr(self._policy, "growth_factor", 1.0))
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Grow by ``new_factor`` from now on.
 
         Raises:
-            ValueError: it is not above 1.
-            TypeError: it is not a number, or the scale is fixed.
+            ValueError: ``new_factor`` is not above 1.
+            TypeError: ``new_factor`` is not a number, or the scale is fixed.
         """
         self._change_policy(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
-        """What a backoff multiplies the scale by; 1.0 under a fixed scale."""
+        """The factor by which the scale backs off; 1.0 under a fixed scale."""
         return float(getattr(self._policy, "backoff_factor", 1.0))
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Back off by ``new_factor`` from now on.
 
         Raises:
-            ValueError: it is not between 0 and 1.
-            TypeError: it is not a number, or the scale is fixed.
+            ValueError: ``new_factor`` is not between 0 and 1.
+            TypeError: ``new_factor`` is not a number, or the scale is fixed.
         """
         self._change_policy(backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
-        """Finite steps in a row before growth; 2000, which does nothing, under a fixed scale."""
+        """Finite steps in a row before growth; 2000, without effect, under a fixed scale."""
         return int(getattr(self._policy, "growth_interval", 2000))
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Grow after ``new_interval`` finite steps from now on, those already taken included.
+        """Grow after ``new_interval`` finite steps from now on. Those already taken count.
 
         Raises:
-            ValueError: it is below 1.
-            TypeError: it is not an integer, or the scale is fixed.
+            ValueError: ``new_interval`` is below 1.
+            TypeError: ``new_interval`` is not an integer, or the scale is fixed.
         """
         self._change_policy(growth_interval=new_interval)
 
@@ -124,10 +124,12 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
 
         The keys and types are torch's: ``scale``, ``growth_factor``, ``backoff_factor`` (float),
         ``growth_interval``, ``_growth_tracker`` (int). A policy with a hysteresis adds
-        ``_nonfinite_steps``. An ``AmaxScale`` adds that, ``_peak`` and ``_reach``, and a policy of
-        your own adds it and the fields of its state after the third in the same way; torch ignores
-        them. Under a fixed scale both factors are 1.0. Empty if scaling is disabled. Call it after
-        ``update()``.
+        ``_nonfinite_steps``. An ``AmaxScale`` adds ``_nonfinite_steps``, ``_peak`` and ``_reach``.
+        A policy of your own adds ``_nonfinite_steps``, and each field of its state after the third
+        under its name with an underscore before it. torch ignores these additions.
+
+        Under a fixed scale both factors are 1.0. The dict is empty if scaling is disabled. Call
+        this after ``update()``.
         """
         if not self._enabled:
             return {}
@@ -145,17 +147,18 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         return {**state_dict, **write_leaves(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the scale, the rule's parameters and the count from a state dict, torch's own too.
+        """Load the scale, the rule's parameters and the counts, also from torch's own state dict.
 
-        All else stays as the policy has it, such as bounds and hysteresis. A policy of your own
-        stays as it is. The state dict of another framework's scaler (see
-        :mod:`gradscaler.checkpoint`) brings its whole rule. Nothing changes if it raises; nothing
-        happens if scaling is disabled.
+        The policy keeps its other parameters, such as bounds and hysteresis. A policy of your own
+        keeps all its parameters. The state dict of another framework's scaler replaces the policy
+        by that framework's rule (see :mod:`gradscaler.checkpoint`). If this raises, nothing
+        changes. If scaling is disabled, it does nothing.
 
         Raises:
-            RuntimeError: the dict is empty, as one saved with scaling disabled is.
+            RuntimeError: the dict is empty: it was saved with scaling disabled.
             KeyError: a key is missing.
-            TypeError, ValueError: a value cannot be what its key says; the message names it.
+            TypeError, ValueError: a value has the wrong type or is out of range; the message names
+                its key.
         """
         if not self._enabled:
             return
@@ -180,7 +183,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
 
     @_scale.setter
     def _scale(self, scale: Tensor | None) -> None:
-        self._forget_next_state()  # which an interrupted update() had decided from another
+        self._forget_next_state()  # an interrupted update() has decided it from another scale
         if scale is None:
             self._state = None
         else:
@@ -230,7 +233,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
 
     def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
         if self._state is not None:
-            raise CallOrderError("the scale was placed on a device before")
+            raise CallOrderError("the scale is already on a device")
         self._state = self._operations.place(self._initial_state, dev)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
@@ -271,8 +274,8 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
     ) -> Any:
         return step_if_finite(optimizer, optimizer_state, args, kwargs)
 
-    # What the engine is handed. Users' subclasses replace three methods, and so does assigning to
-    # a scaler; here alone it is looked for.
+    # Objects for the engine. Users replace three methods, in a subclass or by assigning to a
+    # scaler. Only these functions look for that.
 
     def _unscaler(self, optimizer: Optimizer) -> OwnUnscaler | ReplacedUnscaler:
         if _is_own(self._unscale_grads_, TorchLikeScaler._unscale_grads_):
@@ -290,7 +293,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             if takes_grad_scaler(optimizer.step):
                 return ByArgument(self)
-            if owner_of(optimizer) is optimizer:  # a wrapper's attributes may not be read
+            if owner_of(optimizer) is optimizer:  # the kernel may not read a wrapper's attributes
                 return ByAttributes(self, self._operations)
         if _is_own(self._maybe_opt_step, TorchLikeScaler._maybe_opt_step):
             return PLAIN
@@ -314,7 +317,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         self._lazy_init_scale_growth_tracker(device)
         return self._state_in_force("scale")
 
-    # Shared.
+    # Helpers of the above.
 
     def _state_on(self, device: Any) -> State:
         return self._state or self._operations.place(self._initial_state, device)
@@ -329,9 +332,9 @@ class OwnUnscaler:
     """Unscales by the framework's operations.
 
     Args:
-        operations: the framework's.
-        optimizer: the one that owns the gradients.
-        allow_fp16: whether float16 gradients are unscaled rather than refused.
+        operations: the framework's tensor operations.
+        optimizer: the optimizer that owns the gradients.
+        allow_fp16: whether to unscale float16 gradients; if False, they raise.
         unscale: the scaler's ``unscale_``, which a subclass may have replaced.
     """
 
@@ -357,14 +360,14 @@ class OwnUnscaler:
 
 
 class ReplacedUnscaler:
-    """Unscales by a ``_unscale_grads_`` that a subclass or a user has put in place of ours.
+    """Unscales by the ``_unscale_grads_`` of a subclass or a user.
 
     Args:
         unscale_grads: that method.
-        operations: the framework's.
-        optimizer: the one that owns the gradients.
-        allow_fp16: whether float16 gradients are unscaled rather than refused.
-        device: of the scale.
+        operations: the framework's tensor operations.
+        optimizer: the optimizer that owns the gradients.
+        allow_fp16: whether to unscale float16 gradients; if False, they raise.
+        device: the device of the scale.
     """
 
     is_plain = False
@@ -383,15 +386,15 @@ class ReplacedUnscaler:
 
     def unscale_(self, inverse: Tensor) -> FoundInf:
         zero = self._scalar(0.0, inverse.device)
-        # It may change what it is handed; ours is kept for the next step.
+        # A copy: the method may change it, and the next step uses the cached inverse.
         return self._unscale_grads(self._optimizer, inverse.clone(), zero, self._allow_fp16)
 
     def check(self) -> FoundInf:
-        # Dividing by 1 leaves gradients as they are; it is the one check that a replacement has.
+        # Unscaling by 1 is the only way to check with a replaced method, and changes no gradient.
         one, zero = (self._scalar(value, self._device) for value in (1.0, 0.0))
         return self._unscale_grads(self._optimizer, one, zero, True)
 
 
 def _is_own(method: Any, own: Any) -> bool:
-    """Whether a scaler's method is ours, in its class and on itself."""
+    """Whether a scaler's method is ours: replaced neither in its class nor on the object."""
     return getattr(method, "__func__", None) is own

@@ -1,7 +1,7 @@
-"""Optimizers that unscale and skip by themselves, and a ``_maybe_opt_step`` that users replace.
+"""Ways to step an optimizer that unscales and skips itself, or by a user's ``_maybe_opt_step``.
 
-In torch the former are the fused ones, which have ``_step_supports_amp_scaling``. They read two
-attributes, ``grad_scale`` and ``found_inf``, or, as PyTorch deprecates, take the scaler itself.
+In torch, fused optimizers do so; they have ``_step_supports_amp_scaling``. They read their
+attributes ``grad_scale`` and ``found_inf``, or take the scaler as an argument, which is deprecated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KNOWN_STEPS: WeakKeyDictionary[FunctionType, bool] = WeakKeyDictionary()
 
 
 class ByReplacement:
-    """Steps by a ``_maybe_opt_step`` that a subclass or a user has put in place of ours."""
+    """Steps by the ``_maybe_opt_step`` of a subclass or a user."""
 
     takes_scaled = False
 
@@ -37,7 +37,7 @@ class ByReplacement:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        # Here, as it does not know of clipping. Otherwise it alone reads the flags.
+        # The method does not clip. Without clipping, only the method reads the flags.
         if gradients.clip_coefficient is not None and not gradients.have_overflowed:
             gradients.multiply()
         gradients.overflowed = None  # it may change the flags
@@ -68,7 +68,7 @@ class ByArgument:
         )
         scaler = self._scaler
         in_force = scaler._state
-        scaler._state = gradients.made_with or in_force  # which it asks for the scale
+        scaler._state = gradients.made_with or in_force  # the optimizer asks it for the scale
         try:
             return gradients.apply(optimizer.step, args, {**kwargs, "grad_scaler": scaler})
         finally:
@@ -78,7 +78,7 @@ class ByArgument:
 class ByAttributes:
     """Steps an optimizer that reads the scale and the flag from two attributes of its own.
 
-    Nothing waits for the device, but for a first step that must not be skipped on it.
+    This waits for the device only in a first step that the optimizer must not skip by itself.
     """
 
     takes_scaled = True
@@ -98,10 +98,10 @@ class ByAttributes:
         if gradients.stage is Stage.SCALED:
             scaler._check_inf_per_device(optimizer)
             gradients = scaler._iteration.kept(gradients)
-        if operations.on_host(scaling.scale):  # on a device, nothing waits for the flag
+        if operations.on_host(scaling.scale):  # on a device, reading the flag would wait
             gradients.overflowed = gradients.have_overflowed
         if gradients.overflowed and gradients.are_measured:
-            scaler.unscale_(optimizer)  # for the optimizer will skip, and leave them scaled
+            scaler.unscale_(optimizer)  # the optimizer will skip, and would leave them scaled
             gradients.clip_coefficient = None
         grad_scale = self._grad_scale(optimizer, gradients, scaling)
         is_finite = gradients.overflowed is False
@@ -111,9 +111,9 @@ class ByAttributes:
             and gradients.have_overflowed
         ):
             if hasattr(optimizer, "grad_scale"):
-                del optimizer.grad_scale  # which is for one step alone
+                del optimizer.grad_scale  # it was set for this step only
             return None
-        if not gradients.is_scaled:  # else the kernel does it, in the pass that it makes anyway
+        if not gradients.is_scaled:  # else the kernel clips while it unscales
             gradients.multiply()
         flag = None
         if not (is_finite and operations.needs_no_unset_flag(optimizer)):
@@ -129,7 +129,7 @@ class ByAttributes:
     def _grad_scale(
         self, optimizer: Optimizer, gradients: Gradients, scaling: Scaling
     ) -> Tensor | None:
-        """What the kernel divides by: the scale, and what clipping and the user put in."""
+        """The divisor for the kernel: scale / clip coefficient * the user's own ``grad_scale``."""
         if not gradients.is_scaled:
             return getattr(optimizer, "grad_scale", None)
         grad_scale = gradients.scale = scaling.scale.clone()
@@ -141,7 +141,10 @@ class ByAttributes:
 
 
 def takes_grad_scaler(step: Callable[..., Any]) -> bool:
-    """Whether a step method has a parameter of that name; inspecting takes as long as a step."""
+    """Whether a step method has a parameter ``grad_scaler``.
+
+    The answer is cached, because inspecting a signature takes as long as a step.
+    """
     function = getattr(step, "__func__", step)
     takes = _KNOWN_STEPS.get(function) if isinstance(function, FunctionType) else None
     if takes is None:
@@ -159,7 +162,7 @@ def _step_with(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """``optimizer.step`` with the two attributes, which an interrupt does not leave behind."""
+    """Call ``optimizer.step`` with the two attributes set, and delete them whatever happens."""
     try:
         optimizer.grad_scale = grad_scale
         optimizer.found_inf = found_inf
@@ -174,6 +177,6 @@ def _step_with(
 
 
 def _may_raise_after_its_kernel(optimizer: Optimizer) -> bool:
-    """Whether an Exception of ``step`` may come after a kernel unscaled gradients."""
+    """Whether ``step`` may raise an Exception after a kernel has unscaled gradients."""
     hooks = getattr(optimizer, "_optimizer_step_post_hooks", ())
     return bool(hooks) or len(optimizer.param_groups) > 1

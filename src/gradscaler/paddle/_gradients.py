@@ -1,4 +1,4 @@
-"""The engine's gradients in the form of Paddle's dict, and what is asked of an optimizer."""
+"""The engine's gradients, readable as Paddle's dict; and the type of Paddle's optimizers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STAGES = {
 
 
 class PaddleGradients(Gradients):
-    """Gradients that also read and write like the dict that Paddle keeps of an optimizer."""
+    """Gradients that can be read and written like the dict that Paddle keeps for an optimizer."""
 
     def __getitem__(self, key: str) -> OptimizerState:
         if key != "state":
@@ -30,7 +30,7 @@ class PaddleGradients(Gradients):
 
 
 class PaddleOptimizer(Protocol):
-    """An optimizer of Paddle's, or a wrapper around one, such as Fleet's."""
+    """An optimizer of Paddle's, or a wrapper around one, such as fleet's."""
 
     def step(self) -> Any:
         """Update the parameters."""

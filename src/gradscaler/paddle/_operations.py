@@ -1,7 +1,7 @@
-"""The tensor operations of Paddle that the engine is written in.
+"""The engine's tensor operations for Paddle.
 
-A step of Paddle's reads found_inf on the host in any case, and reading a tensor costs more than
-the whole rule, so the state is kept there: a NumPy float32 and two ints.
+The state is kept on the host, as a NumPy float32 and two ints: a step reads found_inf on the host
+in any case, and reading a tensor takes longer than the whole rule.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gradscaler.policies import Policy, State
 
 Tensor = Any
 
-_C_ops: Any = paddle._C_ops  # where Paddle's own scaler finds its kernel; not all typed
+_C_ops: Any = paddle._C_ops  # has the kernel of Paddle's own scaler; not all of it is typed
 _eager: Any = core.eager
 
 _HALF = (paddle.float16, paddle.bfloat16)
@@ -79,12 +79,12 @@ def any_set(found_inf: FoundInf) -> bool:
     return any(map(is_set, found_inf.values()))
 
 
-readable = any_set  # which a step has read in any case
+readable = any_set  # a step has read the flag in any case
 
 
-def is_set(flag: Any) -> bool:
-    """Whether a flag is set; ``bool`` of a tensor would take longer."""
-    return bool(flag.item() if is_tensor(flag) else flag)
+def is_set(flag: bool | Tensor) -> bool:
+    """Whether a flag is set."""
+    return bool(flag.item() if is_tensor(flag) else flag)  # bool(tensor) takes longer
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
@@ -96,10 +96,10 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
 
 
 def gradients(optimizer: Any) -> list[list[Tensor]]:
-    """The optimizer's gradients, those of one dtype together, to be changed in place.
+    """The optimizer's gradients in lists of one dtype each. The engine may change them.
 
-    They are detached, so nothing records what is done to them. ``no_grad()`` would do so too, but
-    an interrupt at its exit would leave gradients switched off.
+    They are detached, so autograd does not record changes. ``no_grad()`` would do the same, but an
+    interrupt at its exit would leave gradients switched off.
 
     Raises:
         NotImplementedError: a gradient is sparse.
@@ -122,14 +122,14 @@ def inverse(scale: np.float32) -> tuple[np.float32, np.float32]:
 
 
 def unscale_(optimizer: Any, scale: np.float32) -> FoundInf:
-    """Divide the gradients by ``scale`` in place; one flag, or none where there are no gradients.
+    """Divide the gradients by ``scale`` in place; return one flag, or none without gradients.
 
-    The flag is a bool where its reading waits for no device, else a tensor of shape [1].
+    The flag is a bool if reading it waits for no device, else a tensor of shape [1].
     """
     found_infs: list[Any] = []
     for grads in gradients(optimizer):
-        # Paddle's kernel takes any gradient for a contiguous one. On the CPU it is slow, takes
-        # no halves, and after an overflow it zeroes what it should unscale.
+        # Paddle's kernel reads any gradient as if it were contiguous. On the CPU it is slow, takes
+        # no half precision, and after an overflow zeroes gradients instead of unscaling them.
         on_cpu = grads[0].place.is_cpu_place()
         fit = [grad for grad in grads if not on_cpu and grad.is_contiguous()]
         rest = [grad for grad in grads if on_cpu or not grad.is_contiguous()]
@@ -144,7 +144,7 @@ def unscale_(optimizer: Any, scale: np.float32) -> FoundInf:
 
 
 def check(optimizer: Any) -> FoundInf:
-    """A bool: whether a gradient is not finite; empty where there are none."""
+    """A flag, a bool, that says whether a gradient is not finite; empty without gradients."""
     groups = gradients(optimizer)
     return {"found_inf": not all(map(_all_finite, groups))} if groups else {}
 
@@ -156,8 +156,9 @@ def _unscale_at_once_(grads: list[Tensor], scale: float) -> Tensor:
 
 
 def _all_finite(grads: list[Tensor]) -> bool:
-    """Whether no element is Inf or NaN: a finite sum of their squares, which is fast, proves it."""
+    """Whether no element is Inf or NaN."""
     wide = [grad.astype("float32") for grad in grads] if grads[0].dtype in _HALF else grads
+    # A finite sum of squares proves it, and is fast.
     if math.isfinite(_squared_norm(wide).item()):
         return True
     return all(_C_ops.isfinite(grad).all().item() for grad in grads)
@@ -186,7 +187,10 @@ def measure(
 
 
 def _multiply_(grads: list[Tensor], factor: float) -> None:
-    """Multiply gradients of one dtype, halves in float32: a half may not even hold the factor."""
+    """Multiply gradients of one dtype in place.
+
+    Those of half precision are multiplied in float32, because float16 may not hold the factor.
+    """
     # The bias is -0.0: adding 0.0 would turn -0.0 into 0.0.
     if grads[0].dtype in _HALF:
         for grad in grads:
@@ -245,14 +249,14 @@ def total_norm(optimizer: Any, norm_type: float) -> Tensor:
     wide = "float64" if any(g.dtype == paddle.float64 for g in grads) else "float32"
     norms = paddle.stack([_norm(grad.astype(wide), norm_type) for grad in grads])
     if math.isinf(norm_type) and any(paddle.isnan(grad).any().item() for grad in grads):
-        return paddle.full([], math.nan, norms.dtype)  # a maximum may lose it
+        return paddle.full([], math.nan, norms.dtype)  # Paddle's maximum may drop a NaN
     return paddle.linalg.vector_norm(norms, norm_type)
 
 
 def _norm(grad: Tensor, norm_type: float) -> Tensor:
     if not grad.is_dist():
         return paddle.linalg.vector_norm(grad, norm_type)
-    # Paddle adds up the norms of the shards of a tensor on a mesh.
+    # For a tensor on a mesh, Paddle's norm would be the sum of its shards' norms.
     if math.isinf(norm_type):
         return grad.abs().max()
     if norm_type == 0:
@@ -275,7 +279,8 @@ def current_gradients(optimizer: Any) -> list[Tensor]:
 
 
 def are_new(gradients: list[Tensor], stale: list[Tensor]) -> bool:
-    places = {grad.data_ptr() for grad in stale}  # where a backward pass adds to a gradient
+    # A backward pass adds to a gradient in place, so a sum has the address of its first part.
+    places = {grad.data_ptr() for grad in stale}
     return places.isdisjoint(grad.data_ptr() for grad in gradients)
 
 
@@ -315,7 +320,7 @@ def save_random_state(optimizer: Any) -> Callable[[], None]:
 
 
 def _copied(value: Any, tensors: dict[int, tuple[Tensor, Tensor]]) -> Any:
-    """Containers copied, their tensors kept, and remembered with their values."""
+    """A copy of nested containers with the same tensors, whose values are saved in ``tensors``."""
     if isinstance(value, paddle.Tensor):
         tensors.setdefault(id(value), (value, value.detach().clone()))
         return value
@@ -348,7 +353,7 @@ def snapshot(optimizer: Any) -> Callable[[], None]:
 
 
 def watch(optimizer: Any) -> Callable[[], bool]:
-    """By value: Paddle's count of changes misses ``set_value`` and its optimizers' steps."""
+    # By value: Paddle's count of changes misses set_value() and the steps of its optimizers.
 
     def seen() -> list[Tensor]:
         parameters = parameters_of(optimizer)

@@ -1,8 +1,8 @@
-"""Many processes: who decides together, and whose gradients belong to one norm.
+"""Many processes: which decide together, and which hold parts of one norm.
 
-A decision is a MAX over those who must act alike; a norm is a SUM over those who hold different
-parts. Which collectives run, and in which order, follows from fleet's topology and from arguments
-alone: never from gradients, which one process may have and another not.
+A decision is a MAX over processes that must act alike. A norm is a SUM over processes that hold
+different parts. Which collectives run, and in which order, follows from fleet's topology and from
+arguments alone: it must not depend on gradients, which one process may have and another not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Tensor = Any
 
 
 def is_distributed() -> bool:
-    """Whether there are other processes at all."""
+    """Whether there are other processes."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -38,8 +38,8 @@ def check_group(name: str, group: object) -> None:
     """Check a process group that the user gave.
 
     Raises:
-        TypeError: it is not one.
-        ParameterError: this process is not in it.
+        TypeError: ``group`` is not a process group.
+        ParameterError: this process is not in the group.
     """
     if not isinstance(group, Group):
         raise TypeError(
@@ -54,13 +54,14 @@ def check_group(name: str, group: object) -> None:
 
 
 def group_of(optimizer: Any) -> Group | None:
-    """All processes, for an optimizer of fleet's whose processes hold different gradients.
+    """All processes, if the optimizer is fleet's and its processes hold different gradients.
 
-    Fleet's own scaler asks all of them too. None where nothing is distributed: under data
-    parallelism alone, the backward pass gives all processes the same gradients.
+    Fleet's own scaler asks all processes, too. None for other optimizers, and under data
+    parallelism alone: there the backward pass gives all processes the same gradients.
 
     Raises:
-        ParameterError: sharding still reduces the gradients, and only fleet can wait for that.
+        ParameterError: sharding may still be reducing the gradients, and only fleet can wait for
+            that.
     """
     if _topology_of(optimizer) is None:
         return None
@@ -73,7 +74,7 @@ def group_of(optimizer: Any) -> Group | None:
 
 
 def _topology_of(optimizer: Any) -> Any:
-    """Fleet's HybridCommunicateGroup; None where it only repeats one model."""
+    """Fleet's HybridCommunicateGroup; None without fleet, or if every process has the same model."""
     topology = getattr(optimizer, "_hcg", None)
     if topology is None or topology.get_parallel_mode() == dist.ParallelMode.DATA_PARALLEL:
         return None
@@ -81,13 +82,14 @@ def _topology_of(optimizer: Any) -> Any:
 
 
 class PaddleProcesses:
-    """Who decides together in Paddle, and who holds other parts of the gradients.
+    """Which processes decide together in Paddle, and which hold other parts of the gradients.
 
     Args:
         group: the process group that the user named, or None.
-        asks_fleet: whether fleet's topology may tell; its own ``_unscale`` asks all processes.
-        orders: of the optimizers that each group decides about.
-        show: is handed what each decision finds.
+        asks_fleet: whether to find the group by fleet's topology. False if fleet has replaced
+            ``_unscale``, which then asks all processes itself.
+        orders: the order of the optimizers that each group decides about.
+        show: is called with the flags of each decision.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class PaddleProcesses:
         self._orders, self._show = orders, show
 
     def deciders_of(self, optimizer: Any) -> ShownDeciders:
-        group = self._group  # the user's word before fleet's
+        group = self._group  # the group that the user named comes before fleet's
         if group is None and self._asks_fleet:
             group = group_of(optimizer)
         if group is None or group.nranks == 1:
@@ -113,9 +115,9 @@ class PaddleProcesses:
         deciders = self.deciders_of(optimizer)
         if deciders.are_alone and self._group is None and is_distributed():
             raise ParameterError(
-                "attempts() is to repeat a backward pass on all processes or on none, and nothing "
-                "tells on which: construct GradScaler(group=...) with the process group that "
-                "decides together, such as paddle.distributed.get_group(0)"
+                "attempts() must repeat a backward pass on all processes that share it, or on "
+                "none, and it is unknown which share it: construct GradScaler(group=...) with the "
+                "process group that decides together, such as paddle.distributed.get_group(0)"
             )
         return deciders
 
@@ -125,10 +127,10 @@ class PaddleProcesses:
 
 
 class ShownDeciders:
-    """Deciders whose decisions Paddle's ``_found_inf`` shows, which fleet reads.
+    """Deciders that pass each decision to ``show``, so that fleet can read it.
 
     Attributes:
-        are_alone: whether this process decides for itself.
+        are_alone: whether this process decides by itself.
     """
 
     def __init__(self, deciders: Deciders, show: Callable[[FoundInf], None]) -> None:
@@ -145,7 +147,7 @@ class ShownDeciders:
 
 
 class GroupOfDeciders:
-    """The processes of a group, which decide about an optimizer together."""
+    """The processes of a group that decide about an optimizer together."""
 
     def __init__(self, group: Group, order: Order, optimizer: Any) -> None:
         self._group, self._order, self._optimizer = group, order, optimizer
@@ -153,7 +155,7 @@ class GroupOfDeciders:
     def agree(
         self, state: State, found_inf: FoundInf, amax: np.float32 | None
     ) -> tuple[FoundInf, np.float32 | None]:
-        # All hold a tensor on a mesh alike; others may be those of a stage or a shard.
+        # All processes have the tensors on a mesh; others may belong to one stage or shard.
         parameters = _operations.parameters_of(self._optimizer)
         shapes = (parameter.shape for parameter in parameters if parameter.is_dist())
         identity = self._order.identity(self._optimizer, shapes)
@@ -166,10 +168,10 @@ class GroupOfDeciders:
 
 
 class PartsOfGroups:
-    """An optimizer's gradients in parts, by the groups that each is split over.
+    """An optimizer's gradients in parts, one for each tuple of groups that it is split over.
 
     Args:
-        split: as :func:`split_by` gives it.
+        split: the parts by groups, from :func:`split_by`.
     """
 
     def __init__(self, split: dict[tuple[Group, ...], Any]) -> None:
@@ -183,10 +185,22 @@ class PartsOfGroups:
 def settle(
     group: Group, optimizer: int, state: State, found_inf: FoundInf, amax: np.float32 | None
 ) -> tuple[FoundInf, np.float32 | None]:
-    """What the processes of a group found together; no flag if none of them has gradients.
+    """Combine what the processes of a group found.
 
-    ``optimizer`` is its ``Order.identity``. ``amax`` is this process' largest gradient. All have
-    one or none has, if no gradients overflowed; another all-reduce then finds the largest.
+    One all-reduce is enough in most steps. A second finds the largest gradient, in the steps in
+    which the policy needs it.
+
+    Args:
+        group: the processes.
+        optimizer: the ``Order.identity`` of the optimizer.
+        state: the scaler's state.
+        found_inf: the flags of this process.
+        amax: the largest gradient of this process. Either all processes have one or none has,
+            unless gradients overflowed.
+
+    Returns:
+        The flag and the largest gradient over all processes. There is no flag if no process has
+        gradients.
 
     Raises:
         ScaleMismatchError: the processes hold different scales or counters, or decide about
@@ -212,11 +226,11 @@ def _maxima(group: Group, values: list[Any]) -> list[float]:
 
 
 def unscaled_by_fleet(optimizer: Any) -> list[Tensor]:
-    """The gradients that the ``_unscale`` of a wrapper of fleet's has divided.
+    """The gradients that a fleet wrapper's ``_unscale`` has divided.
 
-    With ``comm_overlap`` it waits for those of this process' own parameters alone.
+    With ``comm_overlap`` these are the gradients of this process's own parameters.
     """
-    optimizer = getattr(optimizer, "_optim", optimizer)  # GroupShardedScaler's
+    optimizer = getattr(optimizer, "_optim", optimizer)  # GroupShardedScaler wraps it
     if getattr(optimizer, "comm_overlap", False):
         parameters = optimizer._local_parameter_list
     else:
@@ -229,9 +243,10 @@ def unscaled_by_fleet(optimizer: Any) -> list[Tensor]:
 
 
 def asked_by_fleet(unscale: Any) -> Group | None:
-    """The processes that this ``_unscale`` shares found_inf with; None if there are no others.
+    """The processes that this ``_unscale`` shares found_inf with, or None.
 
-    Wrappers of fleet's ask all processes, ``MixPrecisionScaler`` only beside data parallelism.
+    Fleet's wrappers share it with all processes. ``MixPrecisionScaler`` does not if there is only
+    data parallelism.
     """
     module: str = unscale.__module__
     if not (is_distributed() and module.startswith("paddle.distributed.")):
@@ -244,13 +259,13 @@ def asked_by_fleet(unscale: Any) -> Group | None:
 
 
 def largest_of(grads: list[Tensor], group: Group | None) -> np.float32:
-    """The largest magnitude of the gradients of a group of processes, or of this one alone."""
+    """The largest magnitude of gradients over a group of processes; None is this process alone."""
     own = _operations.largest(grads)
     return own if group is None else np.float32(_maxima(group, [own])[0])
 
 
 def _place_of(group: Group) -> Any:
-    """Where the group's backend reduces: gloo on the host, others on the device in use."""
+    """The place on which the group's backend reduces; None is the device in use."""
     return paddle.CPUPlace() if group.backend == "GLOO" else None
 
 
@@ -258,8 +273,9 @@ def check_shards(optimizer: Any, shards: object) -> None:
     """Check that gradients may be clipped before the step.
 
     Raises:
-        TypeError, ParameterError: ``shards`` is neither None nor a group of this process; or
-            ``optimizer.step`` has yet to average the gradients.
+        TypeError: ``shards`` is neither None nor a process group.
+        ParameterError: this process is not in ``shards``; or ``optimizer.step`` averages the
+            gradients, so their norm is not known before it.
     """
     if shards is not None:
         check_group("shards", shards)
@@ -284,9 +300,10 @@ def check_shards(optimizer: Any, shards: object) -> None:
 def split_by(optimizer: Any, shards: Group | None) -> dict[tuple[Group, ...], Any]:
     """Parts of an optimizer, by the groups that the elements of their parameters are split over.
 
-    ``shards`` splits all. Fleet's parameters are split over the stages of the pipeline, and those
-    that are ``is_distributed`` over model parallelism too; a weight that two stages share counts
-    on the first of them. All processes have the same parts, which may be empty.
+    ``shards``, if given, is the group that all parameters are split over. Fleet's parameters are
+    split over the stages of the pipeline; those with ``is_distributed`` are also split over model
+    parallelism. A weight that two stages share counts on the first of them. All processes have the
+    same keys, but a part may be empty.
     """
     if shards is not None:
         return {(shards,) if shards.nranks > 1 else (): optimizer}
@@ -308,12 +325,14 @@ def split_by(optimizer: Any, shards: Group | None) -> dict[tuple[Group, ...], An
 
 
 def reduce_norm(norms: dict[tuple[Group, ...], Tensor], norm_type: float) -> Tensor:
-    """The p-norm of parts of gradients that lie on many processes, a scalar.
+    """The p-norm of gradients whose parts lie on many processes, a scalar.
 
-    ``(sum of n**p)**(1/p)``, in float64; the largest n for p = inf.
+    It is ``(sum of n**p)**(1/p)`` in float64, where n are the norms of the parts, and the largest n
+    for p = inf.
 
     Args:
-        norms: of this process' part of the gradients that are split over each of these groups.
+        norms: the norm of this process's part of the gradients that are split over each tuple of
+            groups.
         norm_type: p.
     """
     groups = dict.fromkeys(group for split in norms for group in split)
@@ -333,12 +352,12 @@ def reduce_norm(norms: dict[tuple[Group, ...], Tensor], norm_type: float) -> Ten
 
 
 def _reduced(values: Tensor, is_max: bool, group: Group) -> Tensor:
-    """The sums of the values over a group, or the largest of them."""
+    """The sum of each value over a group, or its maximum; NaN if any is NaN."""
     if not is_max:
         sums = values.clone()
         dist.all_reduce(sums, dist.ReduceOp.SUM, group)
         return sums
-    is_nan = paddle.isnan(values)  # a maximum may lose it
+    is_nan = paddle.isnan(values)  # a backend's maximum may drop a NaN, so it is reduced beside it
     largest = paddle.stack([values.masked_fill(is_nan, -1.0), is_nan.astype(values.dtype)])
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     return largest[0].masked_fill(largest[1] > 0, math.nan)

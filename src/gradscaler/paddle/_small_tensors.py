@@ -1,4 +1,4 @@
-"""Many small tensors taken together: a call takes longer than copying one of them does."""
+"""Batches of many small tensors, because a call takes longer than copying a small tensor."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def small_by_shape(tensors: list[Tensor]) -> tuple[dict[Shape, list[Tensor]], li
 
 
 def batches_of_small(tensors: list[Tensor]) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """Small tensors in batches of one shape and one length, to be copied side by side; the others.
+    """Split off small tensors in batches of one shape, and return the others second.
 
-    A batch is less than 1 % of all elements.
+    All batches of a shape have the same length. A batch is less than 1 % of all elements, so a copy
+    of it takes little memory.
     """
     if len(tensors) < _SHORTEST_BATCH:
         return [], tensors

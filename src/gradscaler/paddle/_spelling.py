@@ -1,4 +1,4 @@
-"""Parameters that have two names and two orders: Paddle's own, and PyTorch's."""
+"""Parameters with two names and two orders: Paddle's and PyTorch's."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from gradscaler.policies._presets import PADDLE
 Init = TypeVar("Init", bound=Callable[..., None])
 
 _OWN_NAMES = {"enabled": "enable", **{other: name for name, other in PADDLE.items()}}
-"""Paddle's name of each parameter that also has PyTorch's."""
+"""For PyTorch's name of each parameter, Paddle's."""
 
 _TORCH_ORDER = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
-"""That of ``torch.cuda.amp.GradScaler``; ``torch.amp.GradScaler`` has ``device`` before it."""
+"""The order of ``torch.cuda.amp.GradScaler``; ``torch.amp.GradScaler`` takes ``device`` first."""
 
 
 def either_spelling(init: Init) -> Init:
-    """Take arguments in Paddle's order or in PyTorch's, and only one name of each parameter.
+    """Let ``init`` take arguments in Paddle's order or in PyTorch's, under one name each.
 
-    PyTorch's order starts with a text, or with a number that is not a bool. Both names of a
-    parameter are refused even if one value is the default.
+    Arguments are in PyTorch's order if the first is a string, or a number that is not a bool. Two
+    names of one parameter raise TypeError, even if one value is the default.
     """
     own_order = tuple(signature(init).parameters)[1:]
 
@@ -54,7 +54,7 @@ def _torch_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ..
     """The names of ``args``, if they are in PyTorch's order.
 
     Raises:
-        TypeError: the first is 0 or 1, and nothing says whether it is ``enable`` or the scale.
+        TypeError: the first is 0 or 1, so it may be ``enable`` or the scale.
     """
     first = args[0] if args else None
     if isinstance(first, str):
@@ -72,5 +72,5 @@ def _torch_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ..
 
 
 def given(name: str, value: Any, other: str, other_value: Any) -> dict[str, Any]:
-    """A parameter with two names, under the one that was given."""
+    """The value of a parameter with two names, under the name that the caller used."""
     return {name: value} if other_value is None else {other: other_value}

@@ -1,8 +1,8 @@
-"""Keeps ``paddle.jit.to_static`` out of the scaler, so that a compiled step goes as an eager one.
+"""Keeps ``paddle.jit.to_static`` out of the scaler, so that a compiled step acts as an eager one.
 
-A step decides on the host, which no graph can hold, and SOT, which traces a function for
-``to_static``, fails on code of this kind. So it breaks the graph at each call of a scaler, runs the
-call as it is, and traces what is around it.
+A step decides on the host, which a graph cannot do, and SOT, the tracer of ``to_static``, fails on
+such code. So each call of a scaler breaks the graph and runs untraced, and SOT traces the code
+around it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def run_dynamically(cls: type[T]) -> type[T]:
-    """Have SOT run the methods of a class, those that it inherits from this package included."""
+    """Let SOT run a class's methods untraced, and those that it inherits from this package."""
     core.eval_frame_skip_file_prefix((_PACKAGE,))
     for base in cls.__mro__:
         if base.__module__.startswith("gradscaler."):
@@ -31,7 +31,7 @@ def run_dynamically(cls: type[T]) -> type[T]:
 
 
 def static_graph_error() -> NotImplementedError:
-    """What enabled scaling raises where the user builds a program."""
+    """The error of an enabled scaler in a static graph."""
     return NotImplementedError(
         "gradscaler.paddle.GradScaler scales losses of the dynamic graph, and this is a static "
         "graph: use paddle.amp.GradScaler there, or keep the scaler out of "

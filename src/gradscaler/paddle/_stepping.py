@@ -1,4 +1,4 @@
-"""How Paddle's optimizers are unscaled and stepped."""
+"""Ways to unscale the gradients of Paddle's optimizers, and to step them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class OwnUnscaler:
     """Unscales by Paddle's operations.
 
     Args:
-        optimizer: the one that owns the gradients.
-        is_plain: whether nothing else happens, as it does under fleet.
+        optimizer: the optimizer that owns the gradients.
+        is_plain: whether unscaling does nothing else. Fleet's replacement shares found_inf, too.
     """
 
     def __init__(self, optimizer: Any, is_plain: bool) -> None:
@@ -33,8 +33,8 @@ class OwnUnscaler:
 class ByStep:
     """Steps by ``optimizer.step``, and shares found_inf as Paddle's own scaler does.
 
-    Distributed optimizers read it from the optimizer, and say there what they found elsewhere.
-    Wrappers around a scaler read its ``_cache_found_inf``.
+    Distributed optimizers read found_inf from an auxiliary variable of the optimizer, and set it if
+    another process found an overflow. Wrappers around a scaler read its ``_cache_found_inf``.
     """
 
     takes_scaled = False
@@ -62,17 +62,18 @@ class ByStep:
             if shares_flag:
                 optimizer._set_auxiliary_var("found_inf", self._unset_flag_for(optimizer))
             result = gradients.apply(getattr(optimizer, self.method), args, kwargs)
-            if shares_flag:  # it may have found an overflow on another process
+            if shares_flag:  # the optimizer may have found an overflow on another process
                 flag = optimizer._get_auxiliary_var("found_inf")
                 scaler._cache_found_inf = _operations.is_set(flag)
-        gradients.found_inf = {"found_inf": scaler._cache_found_inf}  # read once
+        gradients.found_inf = {"found_inf": scaler._cache_found_inf}  # on the host now
         gradients.overflowed = scaler._cache_found_inf
         return result
 
     def _unset_flag_for(self, optimizer: Any) -> Any:
-        """A tensor; or False, which Paddle's own make of it in the time that a small step takes.
+        """The unset flag for an optimizer: a tensor, or False for Paddle's own optimizers.
 
-        On an XPU they ask the tensor whether it is distributed.
+        Paddle's own would convert the tensor to False, which takes as long as a small step. On an
+        XPU they need the tensor, to ask whether it is distributed.
         """
         own = type(optimizer).__module__.startswith("paddle.optimizer.")
         plain = own and "xpu" not in paddle.device.get_device()
@@ -95,7 +96,7 @@ class ByMinimize(ByStep):
         result = super().step(optimizer, gradients, scaling, args, kwargs)
         if gradients.found_inf and not gradients.have_overflowed:
             return result
-        # What it would have returned: no operators, and the gradients.
+        # The return value of minimize() without its step: no operators, and the gradients.
         if not hasattr(optimizer, "backward"):
             return None, None
         return [], optimizer.backward(*args, **kwargs)

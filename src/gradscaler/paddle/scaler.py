@@ -1,4 +1,4 @@
-"""``paddle.amp.GradScaler``, on any device and under any autocast, with the engine behind it."""
+"""``paddle.amp.GradScaler`` on any device and under any autocast, implemented by the engine."""
 
 from __future__ import annotations
 
@@ -60,9 +60,13 @@ _FLAGS = (
 
 
 class _Update(NamedTuple):
-    """An update that more optimizers may join.
+    """An update that more optimizers may join before another loss is scaled.
 
-    It has its first state, their ids, their flags and their largest gradients.
+    Attributes:
+        start: the state before the update.
+        optimizers: the ids of the optimizers that it counted.
+        found_infs: their flags.
+        amaxes: their largest gradients.
     """
 
     start: State
@@ -75,57 +79,59 @@ class _Update(NamedTuple):
 class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradScaler):
     """Loss scaling for Paddle's dynamic graph: a drop-in for ``paddle.amp.GradScaler``.
 
-    It scales on every device and under every autocast dtype; Paddle's switches itself off on the
-    CPU, and permanently when ``scale`` is first called outside float16 autocast. found_inf is each
-    optimizer's own. Gradients are unscaled by the scale that the last ``scale`` used. What is
-    updated after one loss, such as several optimizers by ``minimize``, is one iteration. An
-    overflow prints nothing; a backoff is a ``logging`` record at level DEBUG. Under
-    ``paddle.jit.to_static`` a step goes as in eager mode: each call breaks the graph.
+    It scales on every device and under every autocast dtype. Paddle's own disables itself on the
+    CPU, and also if ``scale`` is first called outside float16 autocast. Each optimizer has a
+    found_inf of its own. Gradients are divided by the scale that the last call of ``scale`` used.
+    All updates after one loss, such as those of several calls of ``minimize``, count as one
+    iteration. An overflow prints nothing; a backoff is a ``logging`` record at level DEBUG. Under
+    ``paddle.jit.to_static`` each call breaks the graph and runs as in eager mode.
 
-    Under fleet's model and pipeline parallelism ``clip_grad_norm_`` goes by the norm of the whole
-    model. Where ``optimizer.step`` averages gradients (sharding, or data parallelism beside
-    another) it raises a ``ValueError``: there, give ``ClipGradByGlobalNorm`` to the optimizer.
+    Under fleet's model and pipeline parallelism ``clip_grad_norm_`` takes the norm of the whole
+    model. With sharding, or data parallelism combined with another kind, ``optimizer.step``
+    averages gradients, and ``clip_grad_norm_`` raises a ``ValueError``: give
+    ``ClipGradByGlobalNorm`` to the optimizer instead.
 
     Args:
-        enable: if False or None, everything passes through.
+        enable: if False or None, every call passes its arguments through.
         init_loss_scaling: the scale before the first step.
         incr_ratio: multiplies the scale when it grows, > 1.
         decr_ratio: multiplies the scale when it backs off, in (0, 1).
         incr_every_n_steps: finite steps in a row before the scale grows.
-        decr_every_n_nan_or_inf: non-finite steps before the scale backs off; a finite step makes
-            the count start again.
-        use_dynamic_loss_scaling: if False the scale never moves; an overflow still skips its step,
+        decr_every_n_nan_or_inf: non-finite steps before the scale backs off; a finite step restarts
+            the count.
+        use_dynamic_loss_scaling: if False the scale never moves. An overflow still skips its step,
             and ``update`` need not be called.
-        policy: the rule as a whole, in place of the parameters after ``enable``: a
+        policy: the rule, in place of the parameters after ``enable``: a
             :class:`gradscaler.DynamicScale`, a :class:`gradscaler.FixedScale`, or a
             :class:`gradscaler.AmaxScale`.
-        max_retries: how often ``step(optimizer, closure)`` repeats an evaluation that overflows,
-            and a loop over ``attempts`` its body.
+        max_retries: the largest number of repetitions of an evaluation that overflows, in
+            ``step(optimizer, closure)``, and of the body of a loop over ``attempts``.
         group: the process group that decides together whether to step, and at which scale, by one
             all-reduce a step. None takes all processes for an optimizer of fleet's hybrid
-            parallelism (sharding, model, pipeline and segment), and this one alone otherwise:
-            ``DataParallel`` gives all the same gradients. Name it for parameters of one process
-            alone, and for a loop over ``attempts``. Each of them then calls ``step`` for the same
-            optimizers in the same order.
-        device: PyTorch's, which changes nothing: a scaler works on every device.
+            parallelism (sharding, model, pipeline and segment), and this process alone otherwise:
+            ``DataParallel`` gives all processes the same gradients. Name the group for parameters
+            that only one process has, and for a loop over ``attempts``. All its processes must call
+            ``step`` for the same optimizers in the same order.
+        device: a parameter of PyTorch's without effect: a scaler works on every device.
         enabled, init_scale, growth_factor, backoff_factor, growth_interval: PyTorch's names of
             ``enable``, ``init_loss_scaling``, ``incr_ratio``, ``decr_ratio`` and
-            ``incr_every_n_steps``. The defaults stay Paddle's.
+            ``incr_every_n_steps``. The defaults are Paddle's under either name.
 
-    As in Paddle's development version, a text or a number first means PyTorch's order:
-    ``GradScaler(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)``, or
-    the same without ``device``. A bool or None first means Paddle's. 0 or 1 first may be ``enable``
-    or ``init_scale``: write which, or give the other of the two by name.
+    The order of positional arguments depends on the first, as in Paddle's development version. If
+    it is a string or a number, the order is PyTorch's: ``GradScaler(device, init_scale,
+    growth_factor, backoff_factor, growth_interval, enabled)``, or the same without ``device``. If
+    it is a bool or None, the order is Paddle's. A first 0 or 1 may be ``enable`` or ``init_scale``,
+    so it raises unless the other of the two is given by name.
 
     The defaults are those of Paddle's reference documentation. Release 3.3.1 itself has 65536.0,
     2000 and 1 for ``init_loss_scaling``, ``incr_every_n_steps`` and ``decr_every_n_nan_or_inf``.
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.
-        TypeError: a parameter is not the kind of number it should be, ``enable`` is not a bool,
-            ``device`` is not a text, a parameter is given twice, or the order is unclear.
-        NotImplementedError: scaling is enabled in a static graph, which takes
-            ``paddle.amp.GradScaler``.
+        TypeError: a parameter is not a number of the right kind, ``enable`` is not a bool,
+            ``device`` is not a string, a parameter is given twice, or the order is ambiguous.
+        NotImplementedError: scaling is enabled in a static graph; use ``paddle.amp.GradScaler``
+            there.
 
     >>> import paddle
     >>> model = paddle.nn.Linear(2, 1)
@@ -141,11 +147,11 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     _operations: ClassVar[Operations] = _operations
     _gradients_type: ClassVar[type[Gradients]] = PaddleGradients
     _policy: DynamicScale | AmaxScale
-    _cache_found_inf: bool | None  # type: ignore[assignment] # Paddle's has the type of its None
+    _cache_found_inf: bool | None  # type: ignore[assignment] # Paddle's is typed as None
 
-    _scaled_by: np.float32 | None = None  # what the last loss was multiplied by
+    _scaled_by: np.float32 | None = None  # the scale that the last loss was multiplied by
     _updated: _Update | None = None  # the last update, until another loss is scaled
-    _update_to_come: _Update | None = None  # what the one that runs will be
+    _update_to_come: _Update | None = None  # the next _updated, decided but not concluded
 
     @either_spelling
     def __init__(  # noqa: PLR0913 # Paddle's and PyTorch's, with ours
@@ -169,7 +175,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         growth_interval: int | None = None,
     ) -> None:
         ((name, flag),) = given("enable", enable, "enabled", enabled).items()
-        if flag not in (True, False, None):  # None is off, as with Paddle
+        if flag not in (True, False, None):  # None is off, as in Paddle
             hint = f"; for the scale before the first step, write init_loss_scaling={flag!r}"
             hint = hint if isinstance(flag, Real) else ""
             raise TypeError(f"{name} must be True or False, got {flag!r}{hint}")
@@ -220,7 +226,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
         Raises:
             TypeError: ``var`` is not a tensor.
-            NotImplementedError: it belongs to a static graph, and scaling is enabled.
+            NotImplementedError: ``var`` belongs to a static graph, and scaling is enabled.
         """
         if not self._enabled:
             return super(EagerScaler, self).scale(var)  # Paddle's, also for a static graph
@@ -230,7 +236,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             raise TypeError(f"var must be a paddle.Tensor, got {type(var).__name__}")
         if not var._is_initialized():  # on a rank that computes nothing
             return var
-        if not self._repeating.in_closure:  # whose loss no other optimizer's gradients come from
+        # A closure's loss does not count: other optimizers' gradients don't come from it.
+        if not self._repeating.in_closure:
             self._scaled_by = self._host_state().scale
         self._updated = None
         return super().scale(var)
@@ -238,10 +245,11 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     def unscale_(self, optimizer: PaddleOptimizer) -> None:
         """Divide the optimizer's gradients by the loss scale, in place, and check them.
 
-        Optional: ``step`` and ``minimize`` do it where you did not.
+        Optional: ``step`` and ``minimize`` unscale gradients that are still scaled.
 
         Raises:
-            RuntimeError: it was called before, or after ``step``, in this iteration.
+            RuntimeError: this iteration has already called ``unscale_`` or ``step`` for this
+                optimizer; or the call is in a loop over ``attempts``.
         """
         if not self._enabled:
             return
@@ -250,7 +258,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         if kept is not None and not isinstance(kept, PaddleGradients):  # a wrapper's own dict
             del self._iteration[id(optimizer)]
         gradients = self._iteration.of(optimizer)
-        gradients.must_allow("unscale_")  # a wrapper's _unscale may not look at the order
+        gradients.must_allow("unscale_")  # a wrapper's _unscale may not check the order of calls
         if self._unscale_is_replaced() and gradients.is_scaled:
             self._unscale_by_replacement(optimizer, gradients)
         else:
@@ -259,12 +267,12 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     def minimize(  # type: ignore[override] # wider than Paddle's, whose own optimizers are untyped
         self, optimizer: PaddleOptimizer, *args: Any, **kwargs: Any
     ) -> Any:
-        """Unscale the gradients, ``optimizer.minimize(*args, **kwargs)`` or skip, and ``update``.
+        """Unscale the gradients, call ``optimizer.minimize`` or skip it, and ``update``.
 
         Args:
             optimizer: the optimizer that owns the gradients.
-            args: for ``optimizer.minimize``; the first is the scaled loss.
-            kwargs: for ``optimizer.minimize``.
+            args: positional arguments for ``optimizer.minimize``; the first is the scaled loss.
+            kwargs: keyword arguments for ``optimizer.minimize``.
 
         Returns:
             What ``optimizer.minimize`` returns: operators, and pairs of parameter and gradient.
@@ -279,14 +287,14 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         return result
 
     def update(self) -> None:  # type: ignore[override] # Paddle's takes no scale
-        """Move the scale by the policy, from what this iteration's checks found.
+        """Move the scale by the policy, given the found_inf of this iteration's optimizers.
 
-        Any optimizer's overflow makes it a non-finite step. If other optimizers follow before
-        another loss is scaled, the next call counts them into the same step. Without dynamic loss
-        scaling there is nothing to do.
+        An overflow of any optimizer counts as a non-finite step of the policy. If more optimizers
+        step before another loss is scaled, the next call counts them into the same step. Without
+        dynamic loss scaling the scale does not move.
 
         Raises:
-            RuntimeError: nothing was checked since the last call.
+            RuntimeError: no gradients were checked since the last call.
         """
         if not self._enabled:
             return
@@ -306,7 +314,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     # Getters and setters.
 
     def is_enable(self) -> bool:
-        """Whether loss scaling is on; if not, every call passes through."""
+        """Whether loss scaling is on. If not, every call passes its arguments through."""
         return self._enabled
 
     is_enabled = is_enable
@@ -316,22 +324,23 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         return self._enabled and self._use_dynamic_loss_scaling
 
     def get_scale(self) -> float:
-        """The scale that the next loss is multiplied by.
+        """The scale for the next loss; 0.0 if scaling is disabled.
 
-        0.0 if scaling is disabled, as in Paddle's development version; release 3.3.1 has no such
-        method.
+        This is a method of Paddle's development version; release 3.3.1 lacks it.
         """
         return float(self._host_state().scale) if self._enabled else 0.0
 
     def get_init_loss_scaling(self) -> float:
-        """The initial scale, or the one that was set or loaded last; 1.0 if scaling is disabled."""
+        """The scale that was set or loaded last, at first the initial one; 1.0 if disabled."""
         return self._init_loss_scaling if self._enabled else 1.0
 
     def set_init_loss_scaling(self, new_init_loss_scaling: float) -> None:
-        """Set the scale itself.
+        """Set the current scale, not only the initial one.
 
         Raises:
-            ValueError, TypeError: it cannot be a loss scale; nothing changes.
+            ValueError: the value is not positive, is outside the policy's bounds, or is not finite
+                in float32; nothing changes.
+            TypeError: the value is not a number; nothing changes.
         """
         bounds = self._policy.min_scale, self._policy.max_scale
         scale = _number("new_init_loss_scaling", new_init_loss_scaling)
@@ -340,7 +349,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         self._replace_scale(scale)
 
     def get_incr_ratio(self) -> float:
-        """What growth multiplies the scale by."""
+        """The factor by which the scale grows."""
         return self._policy.growth_factor
 
     def set_incr_ratio(self, new_incr_ratio: float) -> None:
@@ -354,7 +363,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         self._change_policy(growth_factor=new_factor)
 
     def get_decr_ratio(self) -> float:
-        """What a backoff multiplies the scale by."""
+        """The factor by which the scale backs off."""
         return self._policy.backoff_factor
 
     def set_decr_ratio(self, new_decr_ratio: float) -> None:
@@ -372,13 +381,13 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         return self._policy.growth_interval
 
     def set_incr_every_n_steps(self, new_incr_every_n_steps: int) -> None:
-        """Grow after this many finite steps from now on, those already taken included."""
+        """Grow after this many finite steps from now on. Those already taken count."""
         self._change_policy(incr_every_n_steps=new_incr_every_n_steps)
 
     get_growth_interval = get_incr_every_n_steps
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Grow after this many finite steps from now on, those already taken included."""
+        """Grow after this many finite steps from now on. Those already taken count."""
         self._change_policy(growth_interval=new_interval)
 
     def get_decr_every_n_nan_or_inf(self) -> int:
@@ -386,16 +395,16 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         return getattr(self._policy, "hysteresis", 1)
 
     def set_decr_every_n_nan_or_inf(self, new_decr_every_n_nan_or_inf: int) -> None:
-        """Back off at this many non-finite steps from now on, those already taken included."""
+        """Back off at this many non-finite steps from now on. Those already taken count."""
         self._change_policy(decr_every_n_nan_or_inf=new_decr_every_n_nan_or_inf)
 
     # State.
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override] # Paddle's says Tensor
-        """The scale, the rule's parameters and the two counts, by Paddle's eight keys.
+        """The scale, the rule's parameters and the two counts, under Paddle's eight keys.
 
         ``scale`` is a float32 array of shape [1]. An ``AmaxScale`` adds ``_peak`` and
-        ``_reach``, which Paddle ignores. Empty if scaling is disabled.
+        ``_reach``, which Paddle ignores. The dict is empty if scaling is disabled.
         """
         if not self._enabled:
             return {}
@@ -406,15 +415,17 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         return {**state_dict, **write_leaves(state)}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Take everything from a state dict, Paddle's own or that of another framework's scaler.
+        """Load the scale, the rule and the counts, also from Paddle's own state dict.
 
-        For the latter see :mod:`gradscaler.checkpoint`; it brings its whole rule.
-        Nothing changes if it raises; nothing happens if scaling is disabled.
+        The state dict of another framework's scaler replaces the rule by that framework's (see
+        :mod:`gradscaler.checkpoint`). If this raises, nothing changes. If scaling is disabled, it
+        does nothing.
 
         Raises:
-            RuntimeError: the dict is empty, as one saved with scaling disabled is.
+            RuntimeError: the dict is empty: it was saved with scaling disabled.
             KeyError: a key is missing.
-            TypeError, ValueError: a value cannot be what its key says; the message names it.
+            TypeError, ValueError: a value has the wrong type or is out of range; the message names
+                its key.
         """
         if not self._enabled:
             return
@@ -459,7 +470,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     @property
     def _scale(self) -> Tensor | None:
         if not self._enabled:
-            return None  # Paddle's disabled scaler has none, and its code asks for it
+            return None  # as in Paddle's disabled scaler, because Paddle's code reads it
         scale = self._repeating.state_in_use(self._host_state()).scale
         return paddle.full([1], float(scale), dtype="float32")
 
@@ -494,11 +505,11 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     @_optimizer_states.setter
     def _optimizer_states(self, records: Any) -> None:
-        # Fleet sets what it has read; dicts of its own are sorted out in unscale_.
+        # Fleet sets the value that it has read, with dicts of its own, which unscale_() removes.
         self._iteration = Iteration(self._new_gradients, records)
 
     def _unscale(self, optimizer: Any) -> None:
-        """What Fleet and group-sharded training put a method of their own in place of."""
+        """Unscale, check and record. Fleet and group-sharded training replace this method."""
         super().unscale_(optimizer)
 
     def _update(self) -> None:
@@ -509,7 +520,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             state = self._host_state()
             self._set_state(_operations.next_state(self._policy, state, found_infs, amaxes))
 
-    # What the engine is handed. Fleet assigns an _unscale to a scaler; here alone it is looked for.
+    # Objects for the engine. Fleet assigns an _unscale to a scaler; only these look for that.
 
     def _unscale_is_replaced(self) -> bool:
         return getattr(self._unscale, "__func__", None) is not GradScaler._unscale
@@ -518,28 +529,28 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         return OwnUnscaler(optimizer, is_plain=not self._unscale_is_replaced())
 
     @property
-    def _processes(self) -> PaddleProcesses:  # type: ignore[override] # read alone
-        asks_fleet = not self._unscale_is_replaced()  # Fleet's asks all processes by itself
+    def _processes(self) -> PaddleProcesses:  # type: ignore[override] # read-only
+        asks_fleet = not self._unscale_is_replaced()  # fleet's own asks all processes
         return PaddleProcesses(self._group, asks_fleet, self._orders, self._show_flag)
 
     def _stepping_of(self, optimizer: Any) -> ByStep:
         return ByStep(self)
 
     def _unscale_by_replacement(self, optimizer: Any, gradients: Gradients) -> None:
-        """Call what is in place of ``_unscale``, and keep what it found."""
+        """Call the method that replaces ``_unscale``, and record its found_inf."""
         scaling = self._scaling_of(gradients, "unscale_")
         if not self._repeating.is_running:
             for observer in self._observers:
                 observer.unscaling(optimizer, scaling.scale)
         in_force = self._state
-        self._state = scaling.state._replace(scale=scaling.scale)  # by whose _scale it divides
+        self._state = scaling.state._replace(scale=scaling.scale)  # the method divides by _scale
         try:
             self._unscale(optimizer)
         finally:
             self._state = in_force
         kept = self._iteration.get(id(optimizer))
         gradients = kept if isinstance(kept, PaddleGradients) else self._new_gradients()
-        if gradients.found_inf is None:  # it has not called ours
+        if gradients.found_inf is None:  # the method has not called ours
             gradients.optimizer, gradients.scale = optimizer, scaling.scale
             found_inf, amax = {"found_inf": self._found_inf}, None
             if gradients.amax_is_due(found_inf, scaling):
@@ -550,32 +561,40 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         if gradients.is_scaled:
             gradients.move("unscaled")
 
-    # The real differences of Paddle's rules.
+    # Where Paddle's rules differ from the engine's.
 
     def _state_of_loss(self, state: State) -> State:
-        """That of the last loss: another optimizer may have moved the scale since."""
+        """The state of the last loss. An optimizer's ``minimize`` may have moved the scale since."""
         if self._scaled_by is None or self._repeating.in_closure:
             return state
         return state._replace(scale=self._scaled_by)
 
     def _scaling_of(self, gradients: Gradients, call: str) -> Scaling:
-        """An optimizer that joins the last update is counted from where that started."""
+        """The scaling of gradients.
+
+        An optimizer that joins the last update is counted from that update's first state, not from
+        the state in force. So its largest gradient is always read.
+        """
         scaling = super()._scaling_of(gradients, call)
         if self._updated is None or not scaling.amax_interval:
             return scaling
-        return scaling._replace(amax_interval=1)  # so it looks: what it counts from is not in force
+        return scaling._replace(amax_interval=1)
 
     def _scale_moves(self) -> bool:
         return self._use_dynamic_loss_scaling
 
     def _conclude(self, optimizer: Any, gradients: Gradients, reason: Reason | None = None) -> None:
-        """Without dynamic loss scaling, no update() need end the iteration."""
+        """Record the outcome, and end the iteration if no ``update`` need follow."""
         super()._conclude(optimizer, gradients, reason)
         if not self._use_dynamic_loss_scaling:
             self._iteration.pop(id(optimizer), None)
 
     def _next_state(self, state: State) -> State:
-        """Optimizers that follow without another loss belong to the last update's step."""
+        """The state after this iteration.
+
+        Optimizers that step without another loss since the last update are added to that update's
+        step, which is decided again from its first state.
+        """
         moved = super()._next_state(state)
         start, optimizers = self._repeating.backed_off or state, set(self._iteration)
         found_infs, amaxes = self._iteration.found_infs(), self._iteration.amaxes(self._policy)
@@ -590,7 +609,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         return moved
 
     def _end_iteration(self) -> None:
-        # Only now, so that an interrupted update() that is repeated decides the same.
+        # Only now, so that an interrupted update() decides the same when it is called again.
         self._updated, self._update_to_come = self._update_to_come or self._updated, None
         super()._end_iteration()
 
@@ -598,20 +617,20 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         self.set_init_loss_scaling(new_scale)
 
     def _show_flag(self, found_inf: FoundInf) -> None:
-        """Let Paddle's ``_found_inf`` say what was found, as a tensor."""
+        """Set ``_found_inf``, the tensor in which fleet reads found_inf."""
         flag = found_inf.get("found_inf", False)
         if isinstance(flag, bool):
             flag = paddle.ones([1], "bool") if flag else self._temp_found_inf_value_false
         self._found_inf = flag
 
     def _reset_flags(self) -> None:
-        if not paddle.in_dynamic_mode():  # these would be operations of the user's program
+        if not paddle.in_dynamic_mode():  # the tensors would become part of the user's program
             return
         for name in _FLAGS:
             setattr(self, name, paddle.zeros([1], dtype="bool"))
         self._found_inf = paddle.zeros([1], dtype="bool")
 
-    # Shared.
+    # Helpers of the above.
 
     def _replace_scale(self, scale: float) -> None:
         self._set_state(self._host_state()._replace(scale=np.float32(scale)))
@@ -629,5 +648,5 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
 
 def _number(name: str, value: object) -> float:
-    """A scale as Paddle's own scaler takes it: a number, or a tensor or array of one element."""
+    """The number in a scale: a number, or a tensor or array of one element, as Paddle takes."""
     return _checks.number(name, number_in(name, value))

@@ -1,4 +1,4 @@
-"""The tensor operations of TensorPlay that the engine is written in."""
+"""The engine's tensor operations for TensorPlay."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class UnsupportedGradientsError(GradientsRefusedError, NotImplementedError):
 
 
 class TensorPlayOperations(TorchLikeOperations):
-    """Keeps TensorPlay's kernel from what it does wrong.
+    """Works around three faults of TensorPlay's kernel.
 
-    The kernel takes any tensor for a contiguous one, leaves a list alone once its flag is set, and
-    would divide a buffer twice that two gradients share, as those of ``a + b`` do.
+    The kernel reads any tensor as if it were contiguous. It unscales nothing if the flag is set
+    before. And it divides a buffer twice if two gradients share it, as those of ``a + b`` do.
     """
 
     def __init__(self) -> None:
@@ -29,8 +29,8 @@ class TensorPlayOperations(TorchLikeOperations):
         """The optimizer's gradients, each contiguous and in memory of its own.
 
         Raises:
-            NotImplementedError: one is sparse, or not of a floating-point dtype.
-            ValueError: one is float16 and ``allow_fp16`` is False.
+            NotImplementedError: a gradient is sparse, or not of a floating-point dtype.
+            ValueError: a gradient is float16 and ``allow_fp16`` is False.
         """
         grads = super().gradients(optimizer, allow_fp16)
         for grad in grads:
@@ -53,7 +53,7 @@ class TensorPlayOperations(TorchLikeOperations):
         return super().gradients(optimizer)
 
     def check_and_unscale_(self, grads: list[Any], flag: Any, inv_scale: Any) -> None:
-        """Multiply in place and set the flag if any is not finite; all are multiplied."""
+        """Multiply tensors in place, and set the flag if any is not finite."""
         found_inf = tensorplay.zeros_like(flag) if flag.item() else flag
         super().check_and_unscale_(grads, found_inf, inv_scale)
         if found_inf.item():
@@ -61,20 +61,20 @@ class TensorPlayOperations(TorchLikeOperations):
             flag.fill_(1.0)
 
     def are_new(self, gradients: list[Any], stale: list[Any]) -> bool:
-        """Whether there were none before: a sum of two gradients is a tensor of its own."""
+        """Whether ``stale`` is empty. Addresses say nothing: TensorPlay adds into new tensors."""
         return not stale
 
     def scalar(self, value: float, device: Any) -> Any:
-        """A float32 scalar, by what is fastest here."""
+        """A float32 scalar, by TensorPlay's fastest constructor."""
         return tensorplay.full((), value, dtype=tensorplay.float32, device=device)
 
     def device_key(self, device: Any) -> tuple[str, int]:
-        """Type and index, which TensorPlay keys its own flags by."""
+        """The device's type and index, by which TensorPlay keys its own flags."""
         return device.type, device.index
 
 
 def _is_new(grad: Any, buffers: set[int]) -> bool:
-    """Whether no gradient before this one lies in the same memory; remembers it."""
+    """Whether no earlier gradient has the same buffer; adds this one's to ``buffers``."""
     seen = len(buffers)
     if grad.numel():
         buffers.add(grad.data_ptr())

@@ -1,4 +1,4 @@
-"""``tensorplay.amp.GradScaler``, with the engine behind it."""
+"""``tensorplay.amp.GradScaler``, implemented by the engine."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ class GradScaler(
 ):
     """Loss scaling for TensorPlay: a drop-in for ``tensorplay.amp.GradScaler``.
 
-    The rule is PyTorch's. Beyond TensorPlay's own: closures (its LBFGS needs one), clipping that
-    keeps to the order of calls, what happened in each step, growth that an interval lowered on
-    the way does not freeze, and a scale that stays between 2**-126 and the largest float32.
+    The rule is PyTorch's. In addition to TensorPlay's own scaler, it takes closures, which
+    TensorPlay's LBFGS needs; it clips; and it reports each step. If ``growth_interval`` is lowered
+    during training, the scale still grows. The scale stays between 2**-126 and the largest float32.
 
     Args:
-        device: ``"cpu"`` or ``"cuda"``. The default is the reference documentation's; release
-            1.0.0 itself has ``"cuda"``, and switches itself off where there is none.
+        device: ``"cpu"`` or ``"cuda"``. The default is that of TensorPlay's documentation. In
+            release 1.0.0 the default is ``"cuda"``, and the scaler disables itself without CUDA.
         init_scale: the scale before the first step.
         growth_factor: multiplies the scale when it grows, > 1.
         backoff_factor: multiplies the scale when it backs off, in (0, 1).
         growth_interval: finite steps in a row before the scale grows.
-        enabled: if False, ``step`` is ``optimizer.step`` and all else passes through.
-        policy: the rule as a whole, in place of the four parameters before.
-        allow_fp16_gradients: unscale float16 gradients in place rather than refuse them.
-        max_retries: how often ``step(optimizer, closure)`` repeats an evaluation that overflows,
-            and a loop over ``attempts`` its body.
+        enabled: if False, ``step`` only calls ``optimizer.step``, and other calls pass their
+            arguments through.
+        policy: the rule, in place of the four parameters before.
+        allow_fp16_gradients: whether to unscale float16 gradients in place. If False they raise.
+        max_retries: the largest number of repetitions of an evaluation that overflows, in
+            ``step(optimizer, closure)``, and of the body of a loop over ``attempts``.
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.
-        TypeError: a parameter is not the kind of number it should be, or ``device`` is a number.
+        TypeError: a parameter is not a number of the right kind, or ``device`` is a number.
 
     >>> import tensorplay
     >>> model = tensorplay.nn.Linear(2, 1)

@@ -1,9 +1,9 @@
 """Loss scaling for PyTorch: :class:`GradScaler`, in place of ``torch.amp.GradScaler``.
 
-:class:`~gradscaler.torch.sharded.ShardedGradScaler` stands in for the class of that name in
-``torch.distributed.fsdp``. :func:`install` puts ours in place of torch's in packages that make a
-scaler themselves. ``OptState`` is torch's own.
-:func:`flat_gradients` lays gradients side by side, so that a scaler takes them as one tensor.
+:class:`~gradscaler.torch.sharded.ShardedGradScaler` replaces the class of that name in
+``torch.distributed.fsdp``. :func:`install` gives ours to packages that construct torch's scaler
+themselves. :func:`flat_gradients` keeps gradients side by side in memory, so that a scaler takes
+them as one tensor. ``OptState`` is torch's own.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import FSDP's scaler when it is first used, because FSDP's modules take long."""
+    """Import FSDP's scaler when it is first used, because importing FSDP's modules takes long."""
     if name == "ShardedGradScaler":
         from gradscaler.torch.sharded import ShardedGradScaler
 

@@ -1,10 +1,11 @@
-"""Puts ours in place of PyTorch's scalers, for packages that make a scaler themselves.
+"""Replaces PyTorch's scalers by ours in packages that construct a scaler themselves.
 
-A package that has imported ``torch.amp.GradScaler`` holds the class itself, under a name that
-nobody else knows. PyTorch has no public way to change what the class makes, so this file alone
-replaces its ``__new__``. That was tried with PyTorch 2.13 on CPython 3.11, where neither that class
-nor the deprecated ones have a ``__new__`` of their own. Where one has, :func:`install` raises, and
-changes nothing. A deprecated class that a release of PyTorch lacks is left out.
+A package that has imported ``torch.amp.GradScaler`` refers to the class by a name of its own, so
+replacing the attribute of ``torch.amp`` comes too late. PyTorch has no public way to change what
+calling the class returns, so this file replaces the ``__new__`` of the class. This was tested with
+PyTorch 2.13 on CPython 3.11, where no scaler class of PyTorch defines ``__new__``. If one does,
+:func:`install` raises and changes nothing. If a release of PyTorch lacks one of the deprecated
+classes, :func:`install` leaves it out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from gradscaler.torch.scaler import GradScaler
 
 
 def _deprecated(module: str) -> Any:
-    """The class ``GradScaler`` of a module of PyTorch, or ``torch.amp``'s where it is gone."""
+    """The class ``GradScaler`` of a module of PyTorch, or ``torch.amp``'s if it has none."""
     try:
         return import_module(module).GradScaler
     except (ImportError, AttributeError):
@@ -32,14 +33,14 @@ _TORCH_CPU: Any = _deprecated("torch.cpu.amp")
 
 
 class _CudaGradScaler(GradScaler, _TORCH_CUDA):  # type: ignore[misc]
-    """What ``torch.cuda.amp.GradScaler(...)`` makes: an instance of the class that was called."""
+    """The class of objects that ``torch.cuda.amp.GradScaler(...)`` returns: a subclass of it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__("cuda", *args, **kwargs)
 
 
 class _CpuGradScaler(GradScaler, _TORCH_CPU):  # type: ignore[misc]
-    """The same for ``torch.cpu.amp.GradScaler(...)``."""
+    """The class of objects that ``torch.cpu.amp.GradScaler(...)`` returns: a subclass of it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__("cpu", *args, **kwargs)
@@ -48,42 +49,43 @@ class _CpuGradScaler(GradScaler, _TORCH_CPU):  # type: ignore[misc]
 _OURS: dict[type, type[GradScaler]] = {
     _TORCH_CUDA: _CudaGradScaler,
     _TORCH_CPU: _CpuGradScaler,
-    torch.amp.GradScaler: GradScaler,  # last, for it may stand for those above
+    torch.amp.GradScaler: GradScaler,  # last: it is the key of any class above that is missing
 }
 
 
-# Torch's classes stay in place, and only what they make changes: whoever imported them, and by
-# whatever name, calls this. Python then calls the constructor of the class that this chooses.
-# A subclass of torch's classes stays what it is, because it relies on torch's code.
+# This becomes the `__new__` of torch's classes, so it runs whatever name a package has given them.
+# Python then calls the constructor of the class that it chooses. It leaves subclasses of torch's
+# classes alone, because they rely on torch's code.
 @wraps(torch.amp.GradScaler.__init__)  # packages read its signature
 def _make_ours(cls: type, *args: Any, **kwargs: Any) -> Any:
     return object.__new__(_OURS.get(cls, cls))
 
 
-# In place of the `__new__` that torch's class did not have: once one was deleted from a class, the
-# class takes no arguments any more (python/cpython#105888).
+# uninstall() sets this `__new__` instead of deleting ours: a class whose `__new__` was deleted
+# takes no arguments (python/cpython#105888).
 @wraps(torch.amp.GradScaler.__init__)
 def _make_torch_s(cls: type, *args: Any, **kwargs: Any) -> Any:
     return object.__new__(cls)
 
 
 def install() -> AbstractContextManager[object]:
-    """Let ``torch.amp.GradScaler(...)`` make a :class:`gradscaler.torch.GradScaler` from now on.
+    """Let ``torch.amp.GradScaler(...)`` return a :class:`gradscaler.torch.GradScaler`.
 
-    ``torch.cuda.amp.GradScaler(...)`` and ``torch.cpu.amp.GradScaler(...)`` do so too, and it does
-    not matter when or under which name a package imported the class. This is for packages that
-    make a scaler themselves; where you can hand one over, do. It holds for the whole process until
-    :func:`uninstall`. In a ``with`` statement it holds for the block.
+    So do ``torch.cuda.amp.GradScaler(...)`` and ``torch.cpu.amp.GradScaler(...)``, whenever and
+    under whatever name a package has imported the class. Use this for packages that construct a
+    scaler themselves; if a package takes a scaler as an argument, pass one instead. It lasts until
+    :func:`uninstall`, in the whole process; in a ``with`` statement, it lasts for the block.
 
-    Arguments mean what they mean to torch, so ``GradScaler("cuda")`` without CUDA warns and is
-    disabled. Scalers made before stay torch's. So do those of subclasses, such as FSDP's
+    Arguments mean the same as in torch, so ``GradScaler("cuda")`` without CUDA warns and is
+    disabled. Scalers that exist already stay torch's. So do objects of subclasses, such as FSDP's
     ``ShardedGradScaler``.
 
     Returns:
-        A context manager. Its exit restores what was there before the call.
+        A context manager. Its exit undoes this call.
 
     Raises:
-        RuntimeError: a class of torch's has a ``__new__`` that is not ours to replace.
+        RuntimeError: a scaler class of torch's defines ``__new__`` itself, which cannot be
+            replaced.
 
     >>> import torch
     >>> with install():
@@ -107,9 +109,10 @@ def install() -> AbstractContextManager[object]:
 
 
 def uninstall() -> None:
-    """Let ``torch.amp.GradScaler(...)`` make torch's own scaler again.
+    """Let ``torch.amp.GradScaler(...)`` return torch's own scaler again.
 
-    Scalers made in between stay ours. Nothing happens if nothing is installed.
+    Scalers that :func:`install` has given out stay ours. Without :func:`install`, this does
+    nothing.
     """
     if torch.amp.GradScaler.__new__ is _make_ours:
         _put(_make_torch_s)

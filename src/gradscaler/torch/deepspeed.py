@@ -1,4 +1,4 @@
-"""The loss scalers of DeepSpeed (0.19), by its names."""
+"""Drop-ins for the loss scalers of DeepSpeed (0.19), with its names."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ logger = logging.getLogger(__name__)
 
 
 class LossScalerBase:
-    """What the scalers share.
+    """The base class of both scalers.
 
-    All state is in DeepSpeed's attributes, which its engine reads, sets and pickles:
-    ``vars(ours).update(vars(theirs))`` moves a run from one class to the other.
+    All state is in attributes with DeepSpeed's names, which its engine reads, sets and pickles. So
+    ``vars(ours).update(vars(theirs))`` moves a run from DeepSpeed's class to this one.
 
     Args:
         cur_scale: the loss scale.
 
     Attributes:
-        cur_scale: the loss scale now, a float that float32 holds.
+        cur_scale: the current loss scale, a float that float32 holds exactly.
         dynamic: whether the scale moves.
     """
 
@@ -40,7 +40,7 @@ class LossScalerBase:
 
     @property
     def loss_scale(self) -> float:
-        """The loss scale now."""
+        """The current loss scale."""
         return self.cur_scale
 
     def scale_gradient(
@@ -50,7 +50,7 @@ class LossScalerBase:
         return tuple(self.loss_scale * grad for grad in grad_in)
 
     def update_scale(self, overflow: bool) -> None:
-        """Leave the scale where it is; an overflow is a warning in the log of the first process."""
+        """Leave the scale as it is. After an overflow, process 0 logs a warning."""
         if overflow and _is_first_process():
             logger.warning("non-finite gradients: the step is skipped at a fixed loss scale")
 
@@ -82,7 +82,7 @@ class LossScaler(LossScalerBase):
         super().__init__(scale)
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
-        """False: DeepSpeed's optimizers check the gradients themselves."""
+        """Return False: DeepSpeed's optimizers check the gradients themselves."""
         return False
 
     @staticmethod
@@ -93,36 +93,36 @@ class LossScaler(LossScalerBase):
 class DynamicLossScaler(LossScalerBase):
     """A loss scale that moves: a drop-in for DeepSpeed's ``DynamicLossScaler``.
 
-    The scale halves, to ``min_scale`` at least, at the ``delayed_shift``-th overflow since it last
-    grew, and at each one after that. It doubles when the finite steps since the last overflow, less
-    one, are a multiple of ``scale_window``, unless float32 cannot hold that. This is
-    :meth:`gradscaler.DynamicScale.deepspeed` but for one step: here, the step that grows the scale
-    counts towards the next growth.
+    The scale halves, but not below ``min_scale``, at the ``delayed_shift``-th overflow since it
+    last grew, and at each overflow after that. It doubles when the number of finite steps since the
+    last overflow, less one, is a multiple of ``scale_window``, unless float32 cannot hold the
+    product. The rule differs from :meth:`gradscaler.DynamicScale.deepspeed` in one point: here, the
+    step that grows the scale counts towards the next growth.
 
-    DeepSpeed reduces the overflow over its processes and calls ``update_scale`` with the result;
-    ``has_overflow`` is of the gradients of one process.
+    DeepSpeed reduces the overflow over its processes and calls ``update_scale`` with the result.
+    ``has_overflow`` checks the gradients of one process.
 
     Args:
         init_scale: the scale before the first step.
         scale_window: the finite steps between two growths, see above.
         min_scale: the floor, > 0.
-        delayed_shift: the hysteresis: the scale backs off at this overflow, and tolerates those
-            before it.
-        consecutive_hysteresis: whether any finite step makes the scale tolerate overflows again;
-            if not, only growth does.
-        raise_error_at_min_scale: whether an overflow that would back off raises an error if the
-            scale is at ``min_scale`` already.
-        dtype: of the training; DeepSpeed keeps it, and the rule does not depend on it.
+        delayed_shift: the hysteresis, the number of the overflow at which the scale backs off;
+            earlier overflows leave it.
+        consecutive_hysteresis: whether each finite step restarts the count of overflows; if not,
+            only growth does.
+        raise_error_at_min_scale: whether to raise an error at an overflow that should back off, if
+            the scale is already at ``min_scale``.
+        dtype: the dtype of the training. DeepSpeed reads it; the rule does not depend on it.
 
     Attributes:
         cur_iter: the number of the next step, from 0.
-        last_overflow_iter: the number of the last step that overflowed; -1 before there is one.
-        cur_hysteresis: at which further overflow the scale backs off.
-        scale_factor: what growth multiplies and a backoff divides by; 2.0.
+        last_overflow_iter: the number of the last step that overflowed; -1 before the first.
+        cur_hysteresis: the number of overflows until the scale backs off.
+        scale_factor: the factor of growth and the divisor of a backoff; 2.0.
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.
-        TypeError: a parameter is not the kind of number it should be.
+        TypeError: a parameter is not a number of the right kind.
 
     >>> scaler = DynamicLossScaler(
     ...     8.0, scale_window=2, min_scale=1.0, delayed_shift=1, consecutive_hysteresis=False
@@ -161,16 +161,17 @@ class DynamicLossScaler(LossScalerBase):
         self.dtype = dtype
 
     def has_overflow_serial(self, params: Iterable[torch.Tensor]) -> bool:
-        """Whether a gradient of ``params`` holds an Inf or a NaN, in this process."""
+        """Whether a gradient of ``params`` holds an Inf or a NaN in this process."""
         grads = [param.grad.detach() for param in params if param.grad is not None]
-        flags = [self._has_inf_or_nan(grad) for grad in grads]  # all queued before one is read
+        # A list, not a generator: all checks are queued before the first is read.
+        flags = [self._has_inf_or_nan(grad) for grad in grads]
         return any(map(bool, flags))
 
     has_overflow = has_overflow_serial
 
     @staticmethod
     def _has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
-        """A boolean scalar on the device of ``x``; no memory of the size of ``x`` is needed."""
+        """A boolean scalar on the device of ``x``, found without a mask of the size of ``x``."""
         if x.is_sparse:
             x = x._values()
         if x.numel() == 0:
@@ -184,9 +185,9 @@ class DynamicLossScaler(LossScalerBase):
             overflow: whether the step's gradients held an Inf or a NaN in any process.
 
         Raises:
-            RuntimeError: the scale would back off from ``min_scale``, and
+            RuntimeError: the scale should back off but is at ``min_scale``, and
                 ``raise_error_at_min_scale`` is set; nothing changes.
-            ValueError: an attribute was set to a value that cannot work; nothing changes.
+            ValueError: an attribute was set to a value out of range; nothing changes.
         """
         overflow = bool(overflow)
         policy = _policy(
@@ -227,7 +228,7 @@ def _policy(
     consecutive_hysteresis: bool,
     scale_factor: float,
 ) -> DynamicScale:
-    """The rule that a scaler's attributes describe; anyone may have set them."""
+    """The rule that a scaler's attributes describe. They are checked: anyone may have set them."""
     rule = scale_window, min_scale, delayed_shift, consecutive_hysteresis
     policy = DynamicScale.deepspeed(min_scale, *rule)
     factor = _checks.growth_factor("scale_factor", scale_factor)

@@ -1,4 +1,4 @@
-"""The loss scalers of Megatron-LM (megatron-core 0.16), by its names."""
+"""Drop-ins for the loss scalers of Megatron-LM (megatron-core 0.16), with its names."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gradscaler.policies._spelling import changed
 
 
 class MegatronGradScaler(ABC):
-    """What the scalers share: a loss scale on the device that Megatron trains on.
+    """The base class of both scalers: a loss scale on the device that Megatron trains on.
 
-    That is the current accelerator, or the CPU where there is none; Megatron's own class needs
+    The device is the current accelerator, or the CPU if there is none. Megatron's own class needs
     CUDA.
 
     Args:
@@ -33,7 +33,7 @@ class MegatronGradScaler(ABC):
 
     @property
     def scale(self) -> torch.Tensor:
-        """The loss scale, float32 of shape (1,). A later move makes another tensor."""
+        """The loss scale, float32 of shape (1,). When the scale moves, it is another tensor."""
         return self._scale
 
     @property
@@ -47,11 +47,11 @@ class MegatronGradScaler(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What changes from step to step."""
+        """The values that change from step to step."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take what ``state_dict`` returned."""
+        """Load the values that ``state_dict`` returned."""
 
 
 class ConstantGradScaler(MegatronGradScaler):
@@ -75,7 +75,7 @@ class ConstantGradScaler(MegatronGradScaler):
 
 
 def _parameter(name: str, doc: str) -> property:
-    """A field of the policy, a float as a tensor of shape (1,)."""
+    """A property for a field of the policy; a float is given as a tensor of shape (1,)."""
 
     def get(self: DynamicGradScaler) -> int | torch.Tensor:
         value = getattr(self._policy, name)
@@ -90,13 +90,13 @@ def _parameter(name: str, doc: str) -> property:
 class DynamicGradScaler(MegatronGradScaler):
     """A loss scale that moves: a drop-in for Megatron's ``DynamicGradScaler``.
 
-    The rule is :meth:`gradscaler.DynamicScale.megatron`: the scale backs off to ``max(scale *
-    backoff_factor, min_scale)`` once ``hysteresis`` steps were non-finite since it last grew,
-    however far apart, and at each non-finite step after that. It grows by ``growth_factor`` after
-    ``growth_interval`` finite steps in a row, unless float32 cannot hold that.
+    The rule is :meth:`gradscaler.DynamicScale.megatron`. The scale backs off to ``max(scale *
+    backoff_factor, min_scale)`` at the ``hysteresis``-th non-finite step since it last grew, in a
+    row or not, and at each non-finite step after that. It grows by ``growth_factor`` after
+    ``growth_interval`` finite steps in a row, unless float32 cannot hold the product.
 
-    Megatron reduces found_inf over its processes and reads it before it calls ``update``. The rule
-    then runs on the host, and only a scale that moves is copied to the device.
+    Megatron reduces found_inf over its processes and reads it before it calls ``update``. So the
+    rule runs on the host, and the scale is copied to the device only when it moves.
 
     Args:
         initial_scale: the scale before the first step.
@@ -104,11 +104,12 @@ class DynamicGradScaler(MegatronGradScaler):
         growth_factor: multiplies the scale when it grows, > 1.
         backoff_factor: multiplies the scale when it backs off, in (0, 1).
         growth_interval: finite steps in a row before the scale grows.
-        hysteresis: the scale backs off at this non-finite step, and tolerates those before it.
+        hysteresis: the number of the non-finite step at which the scale backs off; earlier ones
+            leave it.
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.
-        TypeError: a parameter is not the kind of number it should be.
+        TypeError: a parameter is not a number of the right kind.
 
     >>> scaler = DynamicGradScaler(8.0, 1.0, 2.0, 0.5, growth_interval=2, hysteresis=2)
     >>> for found_inf in [True, False, True, False, False]:
@@ -139,10 +140,8 @@ class DynamicGradScaler(MegatronGradScaler):
         self._hysteresis_tracker = hysteresis
 
     min_scale = _parameter("min_scale", "The floor, float32 of shape (1,).")
-    growth_factor = _parameter("growth_factor", "What growth multiplies by, float32 of shape (1,).")
-    backoff_factor = _parameter(
-        "backoff_factor", "What a backoff multiplies by, float32 of shape (1,)."
-    )
+    growth_factor = _parameter("growth_factor", "The factor of growth, float32 of shape (1,).")
+    backoff_factor = _parameter("backoff_factor", "The factor of a backoff, float32 of shape (1,).")
     growth_interval = _parameter("growth_interval", "Finite steps in a row before the scale grows.")
     hysteresis = _parameter("hysteresis", "The non-finite step at which the scale backs off.")
 
@@ -160,7 +159,7 @@ class DynamicGradScaler(MegatronGradScaler):
             found_inf: whether the step's gradients held an Inf or a NaN in any process.
         """
         found_inf = bool(found_inf)
-        # Megatron's tracker counts down, and on past 0; the policy counts up.
+        # Megatron's tracker counts down, even below 0; the policy counts up.
         hysteresis = self._policy.hysteresis
         nonfinite_steps = hysteresis - self._hysteresis_tracker
         scale = self._scale_on_host
@@ -177,7 +176,7 @@ class DynamicGradScaler(MegatronGradScaler):
             self._scale = _placed(state.scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale, a tensor, and both trackers, ints, under Megatron's names."""
+        """The scale as a tensor, and both trackers as ints, under Megatron's keys."""
         return {
             "scale": self._scale,
             "growth_tracker": self._growth_tracker,
@@ -185,11 +184,13 @@ class DynamicGradScaler(MegatronGradScaler):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the scale and the trackers of a state dict, Megatron's own or gradscaler's.
+        """Load the scale and the trackers from a state dict of Megatron's class or this one.
+
+        If this raises, nothing changes.
 
         Raises:
             KeyError: a key is missing, as in the empty dict of a ``ConstantGradScaler``.
-            ValueError: a value cannot work; the message names it, and nothing changes.
+            ValueError: a value is out of range; the message names it.
             TypeError: a value is not a number.
         """
         missing = [key for key in self.state_dict() if key not in state_dict]

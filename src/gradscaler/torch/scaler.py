@@ -1,4 +1,4 @@
-"""``torch.amp.GradScaler``, on any device, with the engine behind it."""
+"""``torch.amp.GradScaler`` on any device, implemented by the engine."""
 
 from __future__ import annotations
 
@@ -29,46 +29,48 @@ class _Gradients(TorchLikeGradients):
 class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp.GradScaler):
     """Loss scaling for PyTorch: a drop-in for ``torch.amp.GradScaler``.
 
-    Scaling and unscaling, skipping and moving the scale are torch's, to the bit where float32
-    holds the factors exactly. Beyond it: any device without being told, closures, clipping in any
-    order of calls, what happened in each step, growth that an interval lowered on the way does
-    not freeze, and a scale that stays between 2**-126 and the largest float32.
+    It scales, unscales, skips and moves the scale as torch does, bit for bit if float32 holds the
+    factors exactly. In addition it takes any device, without being told which; it takes closures;
+    it clips in any order of calls; and it reports each step. If ``growth_interval`` is lowered
+    during training, the scale still grows. The scale stays between 2**-126 and the largest float32.
 
     Args:
         device: the type of device to work on, such as ``"cuda"``, or a device of that type. None
             takes the device of the first scaled tensor. ``"cuda"`` without CUDA warns and disables
-            the scaler, as torch does.
+            the scaler, as in torch.
         init_scale: the scale before the first step.
         growth_factor: multiplies the scale when it grows, > 1.
         backoff_factor: multiplies the scale when it backs off, in (0, 1).
         growth_interval: finite steps in a row before the scale grows.
-        enabled: if False, ``step`` is ``optimizer.step`` and all else passes through.
-        policy: the rule as a whole, in place of the four parameters before: a
-            :class:`gradscaler.DynamicScale`, with bounds and hysteresis, a
+        enabled: if False, ``step`` only calls ``optimizer.step``, and other calls pass their
+            arguments through.
+        policy: the rule, in place of the four parameters before: a
+            :class:`gradscaler.DynamicScale`, which may have bounds and hysteresis, a
             :class:`gradscaler.FixedScale`, or a :class:`gradscaler.AmaxScale`.
-        allow_fp16_gradients: unscale float16 gradients in place rather than refuse them. What
-            underflows in that division is lost; torch always refuses.
-        max_retries: how often ``step(optimizer, closure)`` repeats an evaluation that overflows,
-            and a loop over ``attempts`` its body.
+        allow_fp16_gradients: whether to unscale float16 gradients in place. Values that underflow
+            in that division are lost. If False they raise, as always in torch.
+        max_retries: the largest number of repetitions of an evaluation that overflows, in
+            ``step(optimizer, closure)``, and of the body of a loop over ``attempts``.
         group: the process group that decides together whether to step, and at which scale. None
             takes the processes that hold the optimizer's DTensors, so FSDP2, tensor parallelism and
-            their products need no group; nor does DDP, which gives all the same gradients. Name it
-            for FSDP1, pipeline and expert parallelism, ZeRO and parameters of one process alone.
-            Name it for a loop over ``attempts``, too, under DDP: its gradients are not the same
-            in ``no_sync()``. It must exist: before ``init_process_group``, ``group.WORLD`` is None.
-            Each of them then calls ``step`` for the same optimizers in the same order; a stage of
-            a pipeline that has no loss need not call ``scale``.
-        overflow: called once for each check of an optimizer's gradients; where it returns True, or
-            a tensor with an element that is not 0, the step is skipped and the scale backs off, as
-            if a gradient were not finite. For hardware and engines that detect overflow
-            themselves: where an NPU saturates, its gradients stay finite. A tensor is not read on
-            the host. It is not called where the optimizer has no gradients.
+            combinations of them need no group. DDP needs none either: it gives all processes the
+            same gradients. Name the group for FSDP1, pipeline and expert parallelism, ZeRO, and
+            parameters that only one process has. Under DDP, name it for a loop over ``attempts``:
+            in ``no_sync()`` gradients differ between processes. Create it first: before
+            ``init_process_group``, ``group.WORLD`` is None. All processes of the group must call
+            ``step`` for the same optimizers in the same order; a stage of a pipeline without a loss
+            need not call ``scale``.
+        overflow: a callable for hardware or engines that detect overflow themselves, such as NPUs
+            that saturate, so that gradients stay finite. It is called once for each check of an
+            optimizer's gradients, unless there are none. If it returns True, or a tensor with a
+            nonzero element, the step is skipped and the scale backs off, as if a gradient were not
+            finite. A tensor is not read on the host.
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.
-        TypeError: a parameter is not the kind of number it should be; ``device`` is a number,
-            as in ``torch.cuda.amp.GradScaler(1024.0)``; ``group`` is not a process group; or
-            ``overflow`` cannot be called.
+        TypeError: a parameter is not a number of the right kind; ``device`` is a number, as in
+            ``torch.cuda.amp.GradScaler(1024.0)``; ``group`` is not a process group; or
+            ``overflow`` is not callable.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -113,7 +115,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
         overflow: Overflow | None = None,
     ) -> None:
         given: object = device
-        # What may be meant as a scale is refused. All else is taken, such as a trainer's stand-in.
+        # Numbers are refused: they may be meant as a scale. Trainers pass other objects.
         if isinstance(given, (Number, torch.Tensor)):
             is_number = not isinstance(given, (bool, torch.Tensor))
             meant = given if is_number else 65536.0
@@ -124,7 +126,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
         if isinstance(device, torch.device):
             device = device.type
         if enabled and device == "cuda" and not _cuda_may_be_available():
-            warnings.warn(  # it begins as torch's does, which users' filters look for
+            warnings.warn(  # it begins like torch's warning, because users filter by that
                 "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling. "
                 "Leave out device to scale losses wherever they are.",
                 stacklevel=2,
@@ -134,7 +136,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
         if overflow is not None and not callable(overflow):
             raise TypeError(f"overflow must be a callable, got {overflow!r}")
         self._device = device
-        # Before the base class starts, and makes the processes of them.
+        # Before the base class calls _start(), which needs both.
         self._group = group
         self._overflow = overflow
         super().__init__(
@@ -161,7 +163,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
         if "_policy" in state:
             super().__setstate__(state)
             return
-        # One of torch's own, copied or unpickled while install() holds.
+        # The state of torch's own scaler, copied or unpickled while install() is in effect.
         GradScaler.__init__(self, state["_device"], enabled=state["_enabled"])
         if self._enabled:
             scale, tracker = state["_init_scale"], state["_init_growth_tracker"]
@@ -169,7 +171,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             self.load_state_dict({**given, "_growth_tracker": tracker})
 
     def _place_before_loss(self, optimizer: Any) -> None:
-        # Another process of the group may have scaled the loss: the last stage of a pipeline.
+        # Another process of the group may scale the loss, such as the last stage of a pipeline.
         if self._processes.named() is not None:
             first = next(iter(parameters_of(optimizer)), None)
             self._place(torch.device("cpu") if first is None else first.device)

@@ -1,4 +1,4 @@
-"""``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``, with the engine behind it."""
+"""FSDP's ``ShardedGradScaler``, implemented by the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if issubclass(sharded_grad_scaler.ShardedGradScaler, GradScaler):
 
 
 class _Operations(TorchOperations):
-    """FSDP expects a scaled loss of the loss' own dtype."""
+    """Adds what FSDP expects: a scaled loss has the dtype of the loss."""
 
     def multiply(self, output: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         scaled: torch.Tensor = super().multiply(output, scale)
@@ -33,25 +33,30 @@ class _Operations(TorchOperations):
 class ShardedGradScaler(GradScaler, sharded_grad_scaler.ShardedGradScaler):
     """Loss scaling for ``FullyShardedDataParallel``: a drop-in for FSDP's own class.
 
-    It is a :class:`gradscaler.torch.GradScaler` whose ``group`` is the world. Like FSDP's, it
-    unscales float16 gradients, and a scaled loss keeps its dtype. Unlike with FSDP's, all processes
-    agree in one all-reduce, and they notice different scales.
+    It is a :class:`gradscaler.torch.GradScaler` whose ``group`` is the world. Like FSDP's class, it
+    unscales float16 gradients, and a scaled loss keeps its dtype. Unlike FSDP's class, it needs one
+    all-reduce for a decision, and raises if processes hold different scales.
 
     Args:
-        device: as for :class:`gradscaler.torch.GradScaler`; None takes that of the first scaled
-            tensor.
+        device: the type of device, as for :class:`gradscaler.torch.GradScaler`. None takes the
+            device of the first scaled tensor.
         init_scale: the scale before the first step.
         backoff_factor: multiplies the scale when it backs off, in (0, 1).
         growth_factor: multiplies the scale when it grows, > 1.
         growth_interval: finite steps in a row before the scale grows.
-        enabled: if False, ``step`` is ``optimizer.step`` and all else passes through.
-        process_group: who decides together; None is the world.
-        policy: as for :class:`gradscaler.torch.GradScaler`.
-        max_retries: as for :class:`gradscaler.torch.GradScaler`.
-        overflow: as for :class:`gradscaler.torch.GradScaler`.
+        enabled: if False, ``step`` only calls ``optimizer.step``, and other calls pass their
+            arguments through.
+        process_group: the processes that decide together; None is the world.
+        policy: the rule, in place of the four numbers before.
+        max_retries: the largest number of repetitions of an evaluation that overflows, in
+            ``step(optimizer, closure)``, and of the body of a loop over ``attempts``.
+        overflow: a callable for hardware or engines that detect overflow themselves, as for
+            :class:`gradscaler.torch.GradScaler`.
 
     Raises:
-        ValueError, TypeError: as :class:`gradscaler.torch.GradScaler` does.
+        ValueError: a parameter is out of range; the message names it and its value.
+        TypeError: a parameter is not a number of the right kind; ``device`` is a number;
+            ``process_group`` is not a process group; or ``overflow`` is not callable.
     """
 
     _operations: ClassVar[TorchOperations] = _Operations()
@@ -89,11 +94,11 @@ class ShardedGradScaler(GradScaler, sharded_grad_scaler.ShardedGradScaler):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """Who decides together; None is the world."""
+        """The processes that decide together; None is the world."""
         return self._group
 
     @process_group.setter
     def process_group(self, process_group: dist.ProcessGroup | None) -> None:
         check_group("process_group", process_group)
-        # Both: what is pickled has the group, and what decides is made anew from it.
+        # Both: a pickled scaler holds only self._group, and makes its processes from it.
         self._group = self._processes.group = process_group
