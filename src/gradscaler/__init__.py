@@ -1,8 +1,8 @@
-"""Loss scaling for mixed-precision training, one rule in every framework's own API.
+"""Loss scaling for mixed-precision training: one rule in every framework's own API.
 
-This package's top level knows no framework: it holds the policies (what the next loss scale is),
+This package's top level imports no framework. It has the policies (rules for the next loss scale),
 the record of a step, and the errors. The scalers are in ``gradscaler.torch`` and its siblings, each
-imported with its framework when it is first used.
+of which is imported, with its framework, when it is first used.
 """
 
 import inspect
@@ -37,17 +37,18 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # type checkers would take any name for a module's
+if not TYPE_CHECKING:  # or type checkers would take any attribute for a module
 
     def __getattr__(name: str) -> ModuleType:
-        """Import a submodule when it is first used; say where to find a class of an adapter."""
+        """Import a submodule when it is first used; the error names the places of a scaler."""
         if name in (*FRAMEWORKS, "checkpoint", "diagnose"):
             return import_module(f"{__name__}.{name}")
         message = f"module {__name__!r} has no attribute {name!r}"
         if name in SCALERS:
             message += "; write " + " or ".join(f"{__name__}.{i}.{name}" for i in SCALERS[name])
-            # `from gradscaler import GradScaler` would replace an AttributeError's message. Only
-            # the caller tells that it is one. Without frames, Python's own message stays.
+            # `from gradscaler import GradScaler` replaces the message of an AttributeError, so it
+            # gets an ImportError. Only the calling frame shows that it is such an import. In a
+            # Python without frames, Python's own message remains.
             frame = inspect.currentframe()
             caller = frame and frame.f_back
             if caller and caller.f_code.co_name == "_handle_fromlist":

@@ -14,13 +14,13 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write. It replaces the one at ``path`` unless something raises.
+    """Open a new file to write. It replaces the one at ``path`` unless the block raises.
 
     Links are followed. The new file keeps the mode and the owner of the one that it replaces.
 
     Raises:
-        OSError: ``path`` cannot be written, is not a file or is read-only, or the file's owner
-            cannot be kept.
+        OSError: ``path`` cannot be written, is not a file or is read-only, or the new file cannot
+            have the old one's owner.
     """
     old = _old_file(path)
     target = path.resolve()
@@ -30,7 +30,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with temporary.open("wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # some disks report only here that they are full
+            os.fsync(file.fileno())  # some file systems report only here that they are full
         if old is not None:
             _take_over(temporary, old)
         temporary.replace(target)
@@ -39,7 +39,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _old_file(path: Path) -> os.stat_result | None:
-    """The file at ``path``, if it may be written; None if nothing is there."""
+    """The status of the file at ``path``, which must be writable; None if there is no file."""
     try:
         old = path.stat()
     except FileNotFoundError:
@@ -51,7 +51,7 @@ def _old_file(path: Path) -> os.stat_result | None:
 
 
 def _take_over(path: Path, old: os.stat_result) -> None:
-    """Give a file the owner, the group and the mode of another."""
+    """Give the file at ``path`` the owner, the group and the mode of another."""
     new = path.stat()
     if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
         try:

@@ -1,4 +1,4 @@
-"""The one list of frameworks; docs/contributing.md names the files that belong to each."""
+"""The list of frameworks. docs/contributing.md names the files that belong to each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FRAMEWORKS = {
     "mindspore": ("mindspore",),
     "jax": ("jmp", "flax"),
 }
-"""The formats of each framework's checkpoints. A key names its package, and its adapter."""
+"""The formats of each framework's checkpoints. A key is the name of its package and adapter."""
 
 SCALERS = {
     "GradScaler": ("torch", "tensorplay", "paddle", "jax"),
@@ -36,9 +36,12 @@ def installed(package: str) -> bool:
 
 
 def require(package: str, module: str | None = None, extra: str | None = None) -> None:
-    """Say what to install if a package is missing that a module of gradscaler needs.
+    """Raise an error that says what to install, if a package is missing.
 
-    By default, the module has the package's name, and the extra the module's.
+    Args:
+        package: the package.
+        module: the module of gradscaler that needs it; by default, the one of that name.
+        extra: the extra that installs the package; by default, the one with the module's name.
 
     Raises:
         ModuleNotFoundError: the package is not installed; the message names the extra.

@@ -1,7 +1,7 @@
-"""The errors that gradscaler itself raises.
+"""The errors that gradscaler raises.
 
-Frameworks disagree on the types of these errors, so each is a subclass of every type that a user
-may catch.
+Frameworks raise different types in these situations, so each class here is a subclass of every type
+that a user may catch.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ class CallOrderError(RuntimeError, AssertionError):
 
 
 class ParameterError(ValueError, AssertionError):
-    """A parameter's value cannot work; the message names the parameter and the value."""
+    """A parameter's value is out of range; the message names the parameter and the value."""
 
 
 class ParameterTypeError(TypeError, ValueError):
-    """A parameter is not the kind of value it should be; the message names both."""
+    """A parameter's value has the wrong type; the message names the parameter and the value."""
 
 
 class ScaleMismatchError(RuntimeError):
-    """Processes that decide together hold different loss scales; the message names both."""
+    """Processes that decide together hold different loss scales; the message names two of them."""

@@ -1,4 +1,4 @@
-"""What happened in one step of one optimizer."""
+"""The outcome of one step of one optimizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, SupportsFloat
 
 HISTORY_LENGTH = 1000
-"""Steps that a scaler's ``history`` goes back."""
+"""The number of steps in a scaler's ``history``."""
 
 Reason = Literal["finite", "overflow", "retries_exhausted", "no_gradients", "disabled"]
 
@@ -17,12 +17,12 @@ class NonfiniteGradient:
     """A parameter whose gradient held an Inf or a NaN.
 
     Attributes:
-        name: the parameter's.
-        shape: of the gradient.
-        dtype: of the gradient, by its framework's name, such as ``"float16"``.
-        num_inf: how many elements are Inf, of either sign.
-        num_nan: how many are NaN.
-        largest_finite: the largest magnitude of the rest; NaN if there is no rest.
+        name: the parameter's name.
+        shape: the gradient's shape.
+        dtype: the gradient's dtype, under its framework's name, such as ``"float16"``.
+        num_inf: the number of elements that are Inf, of either sign.
+        num_nan: the number of elements that are NaN.
+        largest_finite: the largest magnitude of the other elements; NaN if there are none.
     """
 
     name: str
@@ -36,17 +36,17 @@ class NonfiniteGradient:
 class StepOutcome:
     """The record of one ``scaler.step(optimizer)``.
 
-    A fused optimizer decides on the device whether to apply its update, so the answer may still
-    be there when ``step`` returns. The record reads it when first asked. Only then may a property
-    wait for the device.
+    A fused optimizer decides on the device whether to apply its update, so the decision may not be
+    on the host yet when ``step`` returns. A property reads it when it is first asked for, and only
+    then may wait for the device.
 
     >>> outcome = StepOutcome(scale=65536.0, found_inf=True)
     >>> outcome.skipped, outcome.reason
     (True, 'overflow')
 
     Attributes:
-        nonfinite: the gradients that held an Inf or a NaN, for a skipped step that a
-            :class:`gradscaler.diagnose.Monitor` inspected; else None.
+        nonfinite: the gradients that held an Inf or a NaN, if the step was skipped and a
+            :class:`gradscaler.diagnose.Monitor` inspected it; else None.
     """
 
     __slots__ = ("_found_inf", "_reason", "_scale", "nonfinite")
@@ -74,8 +74,8 @@ class StepOutcome:
         """Why the step was applied or skipped.
 
         Applied: ``"finite"`` gradients, or loss scaling ``"disabled"``. Skipped: ``"overflow"``,
-        ``"retries_exhausted"`` (a closure overflowed at each scale that was tried), or
-        ``"no_gradients"`` (no parameter of the optimizer had one).
+        ``"retries_exhausted"`` (gradients overflowed in every repetition, at ever lower scales), or
+        ``"no_gradients"`` (no parameter of the optimizer had a gradient).
         """
         return self._reason or ("overflow" if self.found_inf else "finite")
 
@@ -106,15 +106,15 @@ class StepOutcome:
 
 
 class Observer(Protocol):
-    """Hears of a scaler's calls, as a :class:`gradscaler.diagnose.Monitor` does."""
+    """An object that a scaler tells of its calls: :class:`gradscaler.diagnose.Monitor`, for one."""
 
     def scaled(self, outputs: Any, /) -> None:
-        """``scale`` was given this tensor."""
+        """``scale`` was called with this tensor."""
 
     def unscaling(self, optimizer: Any, scale: Any, /) -> None:
         """``unscale_`` was called; gradients are still multiplied by ``scale``.
 
-        The scaler's own call in ``step`` is announced too, but no call in a closure.
+        Also called when ``step`` unscales, but not in a closure.
         """
 
     def stepping(self, optimizer: Any, scale: Any, /) -> None:
@@ -124,7 +124,7 @@ class Observer(Protocol):
         """``step`` is done, and the gradients are still there."""
 
     def updating(self) -> None:
-        """``update`` was called, and nothing has moved yet. An exception stops it."""
+        """``update`` was called, and nothing has moved yet. An exception here stops it."""
 
     def updated(self) -> None:
-        """``update`` is done. After an exception, the same call again moves nothing twice."""
+        """``update`` is done. If this raises, calling ``update`` again moves nothing twice."""

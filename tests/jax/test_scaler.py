@@ -262,7 +262,7 @@ def test_anything_but_a_policy_is_refused_with_an_example(policy):
 def test_flax_s_class_of_the_policy_s_name_is_refused_by_its_module(name):
     namesake = importlib.import_module(name).DynamicScale()
     for make in (GradScaler, functools.partial(loss_scaled, optax.sgd(0.1))):
-        with pytest.raises(TypeError, match=f"a {name}.DynamicScale, which is no gradscaler.Dyn"):
+        with pytest.raises(TypeError, match=f"a {name}.DynamicScale, which is not gradscaler.Dyn"):
             make(namesake)
 
 

@@ -249,7 +249,7 @@ def test_a_loss_that_fun_has_averaged_is_not_averaged_again(has_aux):
         return scaler.value_and_grad(averaged, has_aux=has_aux, axis_name="dp")(weights, batch)
 
     message = refusal({"dp": 4}, (P(), P(), P("dp")), step)
-    assert message.startswith("the loss is the same all over 'dp': fun has averaged it")
+    assert message.startswith("the loss does not vary over 'dp': fun has averaged it")
 
 
 def test_each_device_may_keep_a_scale_of_its_own():

@@ -15,7 +15,7 @@ from gradscaler.mindspore import _operations
 INF, NAN = float("inf"), float("nan")
 SIZES = [2.0**-20, NAN, 0.1, NAN, 0.3, 7.0, INF, NAN, NAN]
 SIZES += [1e-3, 0.0, -5.0, 1e-4, 1e-4, 300.0, -INF, 2.0]
-MISSING = "policy looks at the largest gradient"
+MISSING = "policy needs the largest gradient"
 
 
 def policy(**parameters):

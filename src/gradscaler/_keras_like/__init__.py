@@ -1,1 +1,1 @@
-"""What Keras 3 and Keras 2 share, without importing either."""
+"""Code that the adapters of Keras 3 and Keras 2 share. It imports neither."""

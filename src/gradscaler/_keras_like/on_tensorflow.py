@@ -1,4 +1,4 @@
-"""Gradients on TensorFlow, for Keras 3 and Keras 2."""
+"""Operations on TensorFlow's gradients, for Keras 3 and Keras 2."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ def largest(gradients: list[Any]) -> Tensor:
     """The largest magnitude of this replica's gradients, a float32 scalar."""
     given = [_summed(gradient) for gradient in gradients if gradient is not None]
     maxima = [tf.cast(tf.reduce_max(tf.abs(value)), tf.float32) for value in given]
-    return tf.reduce_max(tf.stack([tf.constant(0.0), *maxima]))  # of no elements it is -inf
+    # The constant is for gradients without elements, whose maximum is -inf.
+    return tf.reduce_max(tf.stack([tf.constant(0.0), *maxima]))
 
 
 def _summed(gradient: Any) -> Tensor:
-    """The values of a gradient, those of equal indices added up."""
+    """The values of a gradient; in a sparse one, values with the same index are added up."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     indices, places = tf.unique(gradient.indices)

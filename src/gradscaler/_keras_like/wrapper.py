@@ -1,4 +1,4 @@
-"""What a ``LossScaleOptimizer`` does in the same way in Keras 3 and Keras 2."""
+"""The parts of a ``LossScaleOptimizer`` that Keras 3 and Keras 2 share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HYPERPARAMETERS = frozenset(
         "rho",
     }
 )
-"""What optimizers of Keras 2 call ``_set_hyper`` on (tf-keras 2.21), except the learning rate."""
+"""Names that Keras 2's optimizers pass to ``_set_hyper`` (tf-keras 2.21), but the learning rate."""
 
 OPTIONS = frozenset(
     {
@@ -43,20 +43,20 @@ OPTIONS = frozenset(
         "weight_decay",
     }
 )
-"""What every optimizer's constructor takes, and only the wrapped optimizer acts on."""
+"""Arguments of every optimizer's constructor that only the wrapped optimizer acts on."""
 
 DELEGATED = HYPERPARAMETERS | OPTIONS
 
 
 def counts_nonfinite_steps(policy: OwnPolicy) -> bool:
-    """Whether the count of non-finite steps changes what the policy does."""
+    """Whether the policy depends on the count of non-finite steps."""
     return isinstance(policy, AmaxScale) or getattr(policy, "hysteresis", 1) > 1
 
 
 def next_values(
     policy: OwnPolicy, values: list[Tensor], found_inf: Tensor, amax: Tensor | None
 ) -> State:
-    """The next state, from the values of its first fields; the others are 0."""
+    """The state after one step, given the values of a state's first fields; the others are 0."""
     kind: type[Any] = type(policy.init())
     missing = [values[1] * 0] * (len(kind._fields) - len(values))
     seen = {} if amax is None else {"amax": amax}
@@ -65,21 +65,22 @@ def next_values(
 
 
 def unconverted(code: Code) -> Code:
-    """Have TensorFlow's AutoGraph call a function or a class' methods as they are, like Keras' own.
+    """Let TensorFlow's AutoGraph call a function, or a class's methods, without converting them.
 
-    They branch on no tensor, and to convert them takes up to a second. TensorFlow's decorator
-    ``do_not_convert`` would leave what they call unconverted, too, such as a user's loss.
+    Keras does so with its own code. Conversion takes up to a second, and this code does not need
+    it: no branch depends on a tensor. TensorFlow's decorator ``do_not_convert`` would also keep the
+    functions that they call from conversion, such as a user's loss.
     """
     functions = filter(isfunction, vars(code).values()) if isinstance(code, type) else [code]
     for function in functions:
-        if function.__module__ == code.__module__:  # Keras' own may be among them
+        if function.__module__ == code.__module__:  # some methods may be Keras' own
             setattr(function, "autograph_info__", {})  # noqa: B010 # mypy knows no such attribute
     return code
 
 
 @unconverted
 class Wrapper:
-    """Mixin of a ``LossScaleOptimizer``: its policy, and attributes of the inner optimizer."""
+    """Mixin for a ``LossScaleOptimizer``: its policy, and the inner optimizer's attributes."""
 
     _inner_name = "inner_optimizer"
     _preset: Callable[..., DynamicScale]
@@ -98,24 +99,24 @@ class Wrapper:
 
     @property
     def initial_scale(self) -> float:
-        """The scale before the first step; the scale itself if it does not move."""
+        """The scale before the first step, or the fixed scale."""
         policy = self._policy
         return policy.scale if isinstance(policy, FixedScale) else policy.init_scale
 
     @property
     def dynamic_growth_steps(self) -> int | None:
-        """Finite steps in a row before the scale grows; None if it does not move.
+        """Finite steps in a row before the scale grows; None for a fixed scale.
 
-        It can be set in Keras 3. A compiled training step keeps the number it was compiled with.
+        In Keras 3 it can be set. A compiled training step keeps the value at its compilation.
         """
         return None if isinstance(self._policy, FixedScale) else self._policy.growth_interval
 
     def get_scaled_loss(self, loss: Tensor | Callable[[], Tensor]) -> Any:
-        """The loss times the scale, in float32 at least; for a callable loss, a callable."""
+        """The loss times the scale, in float32 or wider. For a callable loss, a callable."""
         return (lambda: self._scaled(loss())) if callable(loss) else self._scaled(loss)
 
     def _policy_config(self) -> dict[str, Any]:
-        """The arguments that make the policy, as JSON can hold them."""
+        """The constructor's arguments for the policy, as JSON values."""
         fields = dataclasses.asdict(self._policy)
         changeable = {name: fields.get(name) for name in ("init_scale", "growth_interval")}
         if isinstance(self._policy, AmaxScale):
@@ -132,7 +133,7 @@ class Wrapper:
     def from_config(
         cls: type[T], config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> T:
-        """The optimizer that a config describes, which may be of the framework's own class."""
+        """The optimizer for a config, which may come from the framework's own class."""
         config = dict(config)
         if isinstance(config.get("policy"), dict):
             fields = dict(config["policy"])
@@ -166,9 +167,18 @@ def policy_from(
     dynamic_growth_steps: object,
     policy: OwnPolicy | None,
 ) -> OwnPolicy:
-    """The policy that a constructor's arguments ask for; TypeError or ValueError if they cannot.
+    """The policy for a constructor's arguments.
 
-    ``preset`` makes the policy that the framework has by default.
+    Args:
+        preset: makes the framework's default policy.
+        dynamic: the constructor's argument.
+        initial_scale: the constructor's argument.
+        dynamic_growth_steps: the constructor's argument.
+        policy: the constructor's argument.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range, or two contradict each other.
     """
     if not isinstance(dynamic, bool | np.bool_):
         raise TypeError(
@@ -200,13 +210,13 @@ def policy_from(
 
 
 def with_initial_scale(policy: OwnPolicy, initial_scale: Any) -> OwnPolicy:
-    """The policy with another scale to start from; ValueError or TypeError if it cannot have it."""
+    """The policy with another initial scale; ValueError or TypeError if that is not a scale."""
     field = "scale" if isinstance(policy, FixedScale) else "init_scale"
     return changed(policy, {"initial_scale": field}, initial_scale=_on_host(initial_scale))
 
 
 def with_growth_steps(policy: OwnPolicy, dynamic_growth_steps: Any) -> OwnPolicy:
-    """The policy with another growth interval; ValueError or TypeError if it cannot have it."""
+    """The policy with another growth interval; ValueError or TypeError if that is not one."""
     if isinstance(policy, FixedScale):
         if dynamic_growth_steps is None:
             return policy
@@ -222,6 +232,6 @@ def with_growth_steps(policy: OwnPolicy, dynamic_growth_steps: Any) -> OwnPolicy
 
 
 def _on_host(value: Any) -> Any:
-    """The number in a scalar tensor, variable or array, which Keras accepts, too."""
+    """The number in a scalar tensor, variable or array; Keras accepts these for numbers."""
     is_scalar = getattr(value, "shape", None) == () and not isinstance(value, np.generic)
     return float(value) if is_scalar else value

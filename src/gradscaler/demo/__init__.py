@@ -27,10 +27,10 @@ from gradscaler.diagnose import read_run, report
 def run(
     seeds: Sequence[int], steps: int, output: Path, device: str, threads: Sequence[int]
 ) -> list[Run]:
-    """Train in each mode from each seed, and all of that with each number of threads.
+    """Train with each number of threads, from each seed, in each mode.
 
-    Print the tables, and draw the picture, ``output``. The report on the first training with loss
-    scaling goes beside it.
+    Print the tables, draw the picture ``output``, and write beside it the report on the first
+    training with loss scaling.
     """
     console = Console()
     record, page = output.with_suffix(".jsonl"), output.with_suffix(".html")
@@ -57,15 +57,15 @@ def run(
     if len(runs) > len(MODES):
         console.print(_every_run(runs))
     console.print(
-        "Explained: how much of the variance of a held-out part of a photograph the autoencoder "
-        "restores. Flushed to zero: weight gradients that fp16 computes as 0 and fp32, at the "
-        "same weights and on the same batch, does not.",
+        "Explained: the share of the variance of a held-out part of a photograph that the "
+        "autoencoder restores. Flushed to zero: the share of weight gradients that fp16 computes "
+        "as 0, of those that are not 0 in fp32 at the same weights and on the same batch.",
         style="dim",
     )
     draw(runs[: len(MODES) * len(seeds)], photographs.held_out.cpu().numpy(), output)
     report.write(read_run(record), page)
     console.print(f"The picture is in {output}", soft_wrap=True)
-    report_is = f"A report on the first run with gradscaler is in {page}, made from {record}"
+    report_is = f"The report on the first run with gradscaler is in {page}, made from {record}"
     console.print(report_is, soft_wrap=True)
     return runs
 
@@ -90,12 +90,12 @@ def _summary(runs: list[Run]) -> Table:
 
 
 def _percent(share: float) -> float:
-    """In percent to one digit, without a minus before zero."""
+    """A share in percent, rounded to one digit; never -0.0."""
     return round(100 * share, 1) + 0.0
 
 
 def _range(values: Sequence[float], form: str) -> str:
-    """The least and the greatest value, or the only one."""
+    """The smallest and the largest value, or the only one."""
     shown = [form.format(value) for value in (min(values), max(values))] if values else ["-"]
     return " to ".join(dict.fromkeys(shown))
 

@@ -23,9 +23,12 @@ LARGEST = 16  # fp16 ends just below 2**16
 
 
 def draw(runs: list[Run], held_out: np.ndarray, output: Path) -> None:
-    """Draw the held-out patches, those that each mode restores, and three panels that say why.
+    """Draw the held-out patches, the patches that each mode restores, and three panels of causes.
 
-    There are ``runs`` in each mode, in the order of ``MODES``, for each seed.
+    Args:
+        runs: for each seed, a run in each mode, in the order of ``MODES``.
+        held_out: the true patches.
+        output: the file to write.
     """
     figure = Figure(figsize=(11, 6.4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -59,7 +62,7 @@ def _draw_losses(axes: Axes, runs: list[Run]) -> None:
         axes.fill_between(
             range(losses.shape[1]), losses.min(0), losses.max(0), color=colour, alpha=0.25
         )
-        dashed = "--" if mode == MODES[2] else "-"  # the line lies on top of fp32's
+        dashed = "--" if mode == MODES[2] else "-"  # it lies on fp32's line, which shows through
         dot = "." if losses.shape[1] == 1 else None
         axes.plot(losses.mean(0), dashed, marker=dot, color=colour, linewidth=1.6, label=mode)
     seeds = len(runs) // len(MODES)
@@ -86,7 +89,7 @@ def _draw_scale(axes: Axes, runs: list[Run]) -> None:
 
 
 def _draw_exponents(axes: Axes, run: Run, scale: float) -> None:
-    left = -50.0  # below it, hardly any
+    left = -50.0  # hardly any gradients are below it
     bins = [float(edge) for edge in np.arange(left, LARGEST + 5)]
     weights = np.full(run.exponents.shape, 100 / max(1, run.exponents.size))
     shown = (

@@ -1,4 +1,4 @@
-"""One autoencoder of photographs, trained in fp32, in fp16, and in fp16 with loss scaling."""
+"""An autoencoder of photographs, trained in fp32, in fp16, and in fp16 with loss scaling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH, LEARNING_RATE = 1024, 1e-2
 HELD_OUT = slice(24, 64), slice(56, 96)  # rows and columns of the first photograph's patches
 GROWTH_INTERVAL = 10  # the default, 2000, is longer than the whole run
 MEASUREMENTS = 10
-SAMPLES = 40  # by the monitor
+SAMPLES = 40  # of gradients, by the monitor
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Photographs:
 
     @classmethod
     def load(cls, device: str) -> Photographs:
-        """Read them from scikit-learn, where they are part of the package."""
+        """Read the photographs, which are part of scikit-learn."""
         first, second = map(_patches, load_sample_images().images)
         inside = np.zeros(first.shape[:2], dtype=bool)
         inside[HELD_OUT] = True
@@ -83,7 +83,7 @@ class Run:
 
     @property
     def flushed_share(self) -> float:
-        """The mean over the measurements."""
+        """The mean of ``flushed`` over the measurements."""
         return float(np.mean(self.flushed))
 
 
@@ -104,7 +104,16 @@ def train(
     advance: Callable[..., None],
     record: Path | None = None,
 ) -> Run:
-    """Train an autoencoder, ``advance(loss=)`` after each step; a monitor writes ``record``."""
+    """Train an autoencoder.
+
+    Args:
+        mode: one of ``MODES``.
+        photographs: the training set and the held-out patches.
+        seed: of the weights and the batches.
+        steps: how many steps to train.
+        advance: called with ``loss=`` after each step.
+        record: the file that a monitor writes; None for no monitor.
+    """
     device = photographs.patches.device
     network = make_network(seed).to(device)
     optimizer = torch.optim.Adam(network.parameters(), lr=LEARNING_RATE)
@@ -161,7 +170,7 @@ def _measure(
     batch: torch.Tensor,
     scaler: GradScaler,
 ) -> None:
-    """Compare the run's gradients with fp32's at the same weights; change neither."""
+    """Compare the run's gradients with fp32's at the same weights. This changes neither."""
     true = computed = _weight_gradients(network, loss_on(batch, False))
     if run.mode != MODES[0]:
         computed = _weight_gradients(network, loss_on(batch, True) * scaler.get_scale())

@@ -1,10 +1,10 @@
-"""Who calls a transformation's ``init``, read from the stack.
+"""Finds the caller of a transformation's ``init`` in the stack.
 
-An optax transformation is a pair of functions, and nothing hands it what it is a part of. The
-frame that calls ``init`` is the one thing that tells, so this file alone looks at frames. It asks
-by the public ``inspect.currentframe()``. The modules' names are optax's own: tried with optax 0.2.8
-on CPython 3.11. Where a Python has no frames, or another release of optax has other names, nothing
-is refused: a wrong order of transformations then goes unnoticed, and a right one works the same.
+An optax transformation is a pair of functions, and does not learn which transformation it is part
+of. Only the frame that calls ``init`` shows it, so this file looks at frames, by the public
+``inspect.currentframe()``. It relies on the names of optax's modules, tested with optax 0.2.8 on
+CPython 3.11. If a Python has no frames, or a release of optax has other names, no error is raised:
+a wrong order of transformations then goes unnoticed, and a right one still works.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from gradscaler.errors import ParameterError
 
 
 def check_outermost() -> None:
-    """ParameterError if it is optax that calls the function that calls this.
+    """Raise ParameterError if optax calls the function that calls this.
 
-    ``inject_hyperparams`` may call it.
+    ``inject_hyperparams`` is allowed.
     """
     frame = inspect.currentframe()
     own = frame and frame.f_back
     caller = own and own.f_back
     while caller and _module_of(caller).startswith("optax.schedules."):
-        # inject_hyperparams does not change gradients. What is around it may.
+        # inject_hyperparams does not change gradients, but a transformation around it may.
         caller = caller.f_back
     module = _module_of(caller) if caller else ""
     if module.startswith("optax.") and not module.startswith("optax.tree_utils"):
         raise ParameterError(
-            f"loss_scaled is inside another transformation ({module}), which would take scaled "
-            "gradients for true ones. Put it outermost: "
+            f"loss_scaled is inside another transformation ({module}), which would see scaled "
+            "gradients. Put it outermost: "
             "loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.001)))"
         )
 

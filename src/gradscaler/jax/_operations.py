@@ -1,4 +1,4 @@
-"""Operations on whole pytrees, and checks of what they are given."""
+"""Operations on whole pytrees, and checks of their arguments."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Transformation(Protocol):
 lax: Any = jax.lax  # partly untyped
 
 OVERWRITTEN = "_overwrite_with_gradient"
-"""What flax calls the collection, and in NNX the type, of variables that are set to their gradient.
+"""flax's name of the collection, and in NNX of the type, of variables that their gradient replaces.
 
-Its fp8 layers pass their scales and histories of maxima through the backward pass that way.
+flax's fp8 layers return new values of their scales and histories of maxima as such gradients.
 """
 
 
@@ -42,13 +42,14 @@ def all_finite(
 ) -> Array:
     """Whether no leaf of a pytree holds an Inf or a NaN, a boolean scalar.
 
-    Leaves that are neither floating nor complex count as finite, and so do an empty tree and what
-    flax's fp8 layers mark as ``_overwrite_with_gradient``: those are new values, no gradients.
+    Leaves that are neither floating nor complex count as finite, and so does an empty tree. So do
+    variables that flax's fp8 layers mark as ``_overwrite_with_gradient``: they hold new values, not
+    gradients.
 
     Args:
         tree: any pytree of arrays.
-        axis_name: one or more named axes (of ``pmap``, ``shard_map`` or ``vmap``) to reduce over:
-            an Inf on one device then counts on all.
+        axis_name: one or more named axes (of ``pmap``, ``shard_map`` or ``vmap``) to reduce over.
+            An Inf on one device then gives False on all.
         finite_axis: more named axes to reduce over, such as those that shard the weights.
 
     Raises:
@@ -67,8 +68,8 @@ def amax(
 ) -> Array:
     """The largest magnitude in a pytree of unscaled gradients, a float32 scalar.
 
-    For :meth:`GradScaler.adjust` under a policy that looks at it. Leaves that
-    :func:`all_finite` does not look at do not count, and an empty tree has 0.
+    :meth:`GradScaler.adjust` takes it, for a policy that needs it. Leaves that :func:`all_finite`
+    ignores do not count, and an empty tree gives 0.
 
     Args:
         tree: any pytree of arrays.
@@ -85,7 +86,7 @@ def amax(
 
 
 def _gradients(tree: Any) -> list[Array]:
-    """The leaves that count, in float32 at least."""
+    """The leaves that are gradients, in float32 or wider."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_marked)
     gradients = [jnp.asarray(leaf) for path, leaf in leaves if _is_gradient(path, leaf)]
     return [leaf.astype(jnp.float32) if leaf.dtype.itemsize < 4 else leaf for leaf in gradients]
@@ -94,16 +95,23 @@ def _gradients(tree: Any) -> list[Array]:
 def _nonfinite(leaf: Array) -> Array:
     """1.0 if an element is Inf or NaN, else 0.0.
 
-    A maximum of floats, because XLA would repeat the reduction of booleans in each fusion, too. It
-    is taken of flags: a maximum of the values may lose a NaN, on the CPU and between devices.
+    It is a maximum of float flags. XLA would repeat a reduction of booleans in each fusion that
+    reads the result. And a maximum of the values themselves may drop a NaN, on the CPU and between
+    devices.
     """
     return jnp.where(jnp.isfinite(leaf), jnp.float32(0), jnp.float32(1)).max(initial=0)
 
 
 def varying(tree: T, axis_name: AxisName, is_weight: Callable[[Any, Any], bool]) -> T:
-    """The same replicated tree, in a form that ``shard_map`` takes to differ between devices.
+    """Mark the weights of a replicated tree as varying over axes of ``shard_map``.
 
-    ``shard_map`` sums the gradients of replicated weights, before they can be averaged.
+    ``shard_map`` would sum the gradients of replicated weights over devices; those of varying
+    weights stay apart, so that they can be averaged.
+
+    Args:
+        tree: any pytree.
+        axis_name: the axes.
+        is_weight: whether a leaf, given its path and itself, is a weight.
 
     Raises:
         ValueError: a leaf is sharded over one of the axes.
@@ -118,7 +126,7 @@ def varying(tree: T, axis_name: AxisName, is_weight: Callable[[Any, Any], bool])
                 f"GradScaler.value_and_grad with finite_axis={spelled(sharding)} instead. If every "
                 f"device holds all of it, leave {spelled(sharding)} out of its in_specs"
             )
-    here = lax.axis_index(axis_name) >= 0  # always true, but JAX does not know that
+    here = lax.axis_index(axis_name) >= 0  # always true, but to JAX it varies over the axes
 
     def vary(path: Any, leaf: Any) -> Any:
         return jnp.where(here, leaf, lax.stop_gradient(leaf)) if is_weight(path, leaf) else leaf
@@ -128,7 +136,7 @@ def varying(tree: T, axis_name: AxisName, is_weight: Callable[[Any, Any], bool])
 
 
 def averaged(grads: T, axis_name: AxisName) -> T:
-    """The mean of gradients over the axes; the largest of what overwrites, such as a maximum."""
+    """The mean of gradients over the axes, and the maximum of flax's overwriting values."""
 
     def reduce(path: Any, leaf: Any) -> Any:
         together = lax.pmax if _is_overwriting(path, leaf) else lax.pmean
@@ -139,20 +147,20 @@ def averaged(grads: T, axis_name: AxisName) -> T:
 
 
 def check_not_averaged(loss: Array, axis_name: AxisName) -> None:
-    """ValueError if ``fun`` has averaged or summed its loss over one of the axes itself.
+    """Raise ValueError if ``fun`` itself has averaged or summed its loss over one of the axes.
 
-    The gradients that :func:`varying` keeps apart are then 1/n of the device's own already.
+    Each device's gradients are then 1/n of its own already, and averaging would divide again.
     """
     averaged = varies_over(lax.axis_index(axis_name)) - varies_over(loss)
     if averaged:
         raise ParameterError(
-            f"the loss is the same all over {spelled(averaged)}: fun has averaged it, and "
+            f"the loss does not vary over {spelled(averaged)}: fun has averaged it, and "
             "axis_name would average it again. Return each device's own loss from fun"
         )
 
 
 def varies_over(leaf: Any) -> frozenset[Hashable]:
-    """The axes over which ``shard_map`` takes a value to differ: none with ``check_vma=False``."""
+    """The axes over which ``shard_map`` takes a value to vary. None with ``check_vma=False``."""
     aval: Any = jax.typeof(leaf)
     if hasattr(aval, "vma"):  # its name before JAX 0.10
         axes: frozenset[Hashable] = aval.vma
@@ -162,10 +170,10 @@ def varies_over(leaf: Any) -> frozenset[Hashable]:
 
 
 def select_tree(pred: Any, a: T, b: T) -> T:
-    """``a`` if ``pred``, else ``b``, leaf by leaf; not a bit of either is changed.
+    """``a`` if ``pred``, else ``b``, leaf by leaf and bit for bit.
 
-    A leaf that is not an array, such as an activation function or a setting of a model, stays as
-    it is if both trees have the same.
+    A leaf that is not an array, such as an activation function or a setting of a model, must be the
+    same in both trees.
 
     Args:
         pred: a boolean scalar.
@@ -198,15 +206,26 @@ def select_tree(pred: Any, a: T, b: T) -> T:
 
 
 def _are_the_same(a: Any, b: Any) -> bool:
-    """Whether two leaves that are not arrays are one; 1, True and 1.0 differ, and 0.0 and -0.0."""
+    """Whether two leaves that are not arrays have the same type, value and text.
+
+    So 1, True and 1.0 differ, and so do 0.0 and -0.0.
+    """
     return a is b or (type(a) is type(b) and a == b and str(a) == str(b))
 
 
 def check_scale(name: str, value: Any, *, zero: bool = False) -> None:
-    """ValueError unless a loss scale, or each of an array of them, is positive and finite.
+    """Check that a loss scale, or every element of an array of them, is positive and finite.
 
-    With ``zero``, it may be 0 as well. A traced value is not known yet, and passes; so does a
-    placeholder. TypeError for a string.
+    Traced values and placeholders pass, because their values are not known.
+
+    Args:
+        name: the parameter's name, for the error.
+        value: the loss scale.
+        zero: whether it may also be 0.
+
+    Raises:
+        ValueError: the value is not positive, or not finite.
+        TypeError: the value is not a number.
     """
     if isinstance(value, jax.core.Tracer) or is_placeholder(value):
         return
@@ -223,16 +242,17 @@ def is_placeholder(leaf: Any) -> bool:
     """Whether a leaf is neither a number nor an array.
 
     JAX and its users put shardings, shapes and other objects in place of leaves. A list of numbers
-    is an array, and a string is refused like any other scale that cannot work.
+    counts as an array. A string counts as a number, so that it is refused as a scale.
     """
     is_list = type(leaf) in (list, tuple)  # not PartitionSpec, a tuple in JAX's earlier versions
     return not (is_list or isinstance(leaf, (Number, str)) or hasattr(leaf, "__array__"))
 
 
 def are_axes(counter: Any, scale: Any) -> bool:
-    """Whether two leaves are axes for ``vmap``: the same Python int, 0 or less, or an int and None.
+    """Whether two leaves are axes for ``vmap`` rather than values.
 
-    As numbers they would be a scale that cannot work, or no counter.
+    They are if both are the same int, 0 or less, which no scale is; or if one is None, and the
+    other is None or an int.
     """
     kinds = {type(counter), type(scale)}
     if kinds == {int}:
@@ -241,9 +261,9 @@ def are_axes(counter: Any, scale: Any) -> bool:
 
 
 def strong(value: Any, dtype: Any = None) -> Any:
-    """A number or an array as an array of a strong dtype, which jit does not trace twice.
+    """An array of a strong dtype; a placeholder is returned as it is.
 
-    A placeholder stays as it is.
+    With a weak dtype, jit would trace the second call again.
     """
     if is_placeholder(value):
         return value
@@ -253,7 +273,7 @@ def strong(value: Any, dtype: Any = None) -> Any:
 
 
 def as_flag(name: str, value: Any) -> Array:
-    """A boolean scalar, or ValueError."""
+    """``value`` as a boolean scalar; ValueError if it is not one."""
     flag = jnp.asarray(value)
     if flag.ndim or flag.dtype != jnp.bool_:
         raise ParameterError(
@@ -263,7 +283,7 @@ def as_flag(name: str, value: Any) -> Array:
 
 
 def as_amax(value: Any) -> Array:
-    """A float32 scalar, or ValueError."""
+    """``value`` as a float32 scalar; ValueError if it is not a scalar."""
     amax = jnp.asarray(value)
     if amax.ndim:
         raise ParameterError(f"amax: expected a scalar, got the shape {amax.shape}")
@@ -271,7 +291,7 @@ def as_amax(value: Any) -> Array:
 
 
 def map_gradients(function: Callable[[Array], Array], tree: T) -> T:
-    """Apply a function to the floating and complex leaves, except those that overwrite."""
+    """Apply a function to floating and complex leaves, except flax's overwriting values."""
     mapped: T = jax.tree_util.tree_map_with_path(
         lambda path, leaf: function(leaf) if _is_gradient(path, leaf) else leaf,
         tree,
@@ -281,13 +301,13 @@ def map_gradients(function: Callable[[Array], Array], tree: T) -> T:
 
 
 def spelled(axes: Iterable[Hashable]) -> str:
-    """Axes as an argument: ``'a'`` or ``('a', 'b')``."""
+    """Axes as a user would write them: ``'a'`` or ``('a', 'b')``."""
     first, *others = sorted(axes, key=str)
     return repr((first, *others) if others else first)
 
 
 def _axes(*names: AxisName | None) -> tuple[Hashable, ...]:
-    """Each axis once; a tuple or a list names several of them, as in JAX."""
+    """The axes in some arguments, each once. A tuple or a list names several, as in JAX."""
     several = (name if isinstance(name, (tuple, list)) else (name,) for name in names)
     return tuple(dict.fromkeys(axis for axes in several for axis in axes if axis is not None))
 
@@ -311,7 +331,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def is_inexact_array(path: Any, leaf: Any) -> bool:
-    """Whether a leaf is an array with a floating or complex dtype; anything may be asked."""
+    """Whether a leaf is an array with a floating or complex dtype. It may be any object."""
     return _is_array(leaf) and is_inexact(path, leaf)
 
 

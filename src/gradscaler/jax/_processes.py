@@ -1,4 +1,4 @@
-"""Whether all devices of all processes hold the same loss scale."""
+"""Checks that all devices of all processes hold the same loss scale."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from gradscaler.errors import ScaleMismatchError
 
 
 def check_same(scaler: Any) -> None:
-    """Compare what all devices of all processes hold of a loss scale and its counters.
+    """Check that all devices of all processes hold the same loss scale and counters.
 
-    Call it outside of ``jit`` and on every process, such as after a checkpoint is loaded: a
-    compiled step takes each device's own copy, and never looks at the others'. It waits for the
-    devices, and gathers two numbers for each number in a leaf from each process.
+    Call it on every process and outside of ``jit``, for example after loading a checkpoint. A
+    compiled step cannot check this: each device reads only its own copy. This waits for the
+    devices, and gathers from each process two numbers for each number in a leaf.
 
     Args:
         scaler: a :class:`GradScaler`, or any pytree whose leaves are the same everywhere.
 
     Raises:
-        ScaleMismatchError: a leaf has two values; all processes raise it.
+        ScaleMismatchError: a leaf differs between devices. Every process raises it.
 
     >>> from gradscaler.jax import GradScaler
     >>> check_same(GradScaler())
@@ -46,7 +46,7 @@ def check_same(scaler: Any) -> None:
 
 
 def _bounds(leaf: Any) -> np.ndarray[Any, Any]:
-    """The smallest and the largest value of each element that this process holds."""
+    """The smallest and the largest value of each element of a leaf on this process's devices."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     shards = leaf.addressable_shards if isinstance(leaf, jax.Array) else []

@@ -1,4 +1,4 @@
-"""The registration of our classes as pytrees, with JAX and with flax."""
+"""Registers our classes as pytrees, with JAX and with flax."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _unknown_to_flax: dict[type, tuple[str, ...]] = {}
 
 
 def register(cls: type[Any], static: Sequence[str]) -> None:
-    """Make a dataclass a pytree; the fields named ``static`` are compared, and never traced.
+    """Make a dataclass a pytree whose leaves are all fields but those in ``static``.
 
-    flax saves the other fields.
+    JAX compares static fields and never traces them. flax saves only the leaves.
     """
     data = [field.name for field in dataclasses.fields(cls) if field.name not in static]
     names, keys = [*data, *static], [jax.tree_util.GetAttrKey(name) for name in data]
@@ -39,7 +39,7 @@ def register(cls: type[Any], static: Sequence[str]) -> None:
 
 
 def rebuilt(cls: type[T], names: Sequence[str], values: Iterable[Any]) -> T:
-    """An instance without a call of its constructor: JAX may put anything in place of leaves."""
+    """An instance made without its constructor: JAX may replace leaves by any object."""
     instance = object.__new__(cls)
     vars(instance).update(zip(names, values, strict=True))
     serialise()
@@ -56,8 +56,9 @@ def replaced(instance: T, **changes: Any) -> T:
 def serialise(cls: type[Any] | None = None, *names: str) -> None:
     """Let ``flax.serialization`` save and restore these fields of a class.
 
-    flax has a registry, but importing it takes longer than all else here. So every new instance
-    calls this, and the first one after the user has imported flax registers the classes.
+    flax has a registry, but importing flax takes longer than importing all of ``gradscaler.jax``.
+    So every new instance calls this without arguments, and once the user has imported flax, the
+    classes are registered.
     """
     if cls is not None:
         _unknown_to_flax[cls] = names

@@ -1,4 +1,4 @@
-"""The loss scale of flax (0.12), by its names."""
+"""A drop-in for the loss scale of flax (0.12), with its names."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Array = Any
 
 
 class DynamicScaleResult(NamedTuple):
-    """What ``DynamicScale.value_and_grad`` returns.
+    """The results of a function that ``DynamicScale.value_and_grad`` returns.
 
     Attributes:
         dynamic_scale: the loss scale for the next step.
         finite: whether no gradient holds an Inf or a NaN, a boolean scalar.
-        aux: what the function returned: its value, or the pair of value and aux.
+        aux: the result of the differentiated function: its value, or its pair of value and aux.
         grad: the unscaled gradients, in float32.
     """
 
@@ -38,7 +38,7 @@ class DynamicScaleResult(NamedTuple):
 
 
 def _static(cls: type[Any]) -> list[str]:
-    """The fields that are not leaves: the rule, and those that flax's metadata says so of."""
+    """The fields that are not leaves: the rule's, and those that flax's metadata excludes."""
     rule = ["growth_factor", "backoff_factor", "growth_interval", "minimum_scale"]
     return [
         field.name
@@ -49,9 +49,9 @@ def _static(cls: type[Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class DynamicScale:
-    """A drop-in for ``flax.training.dynamic_scale.DynamicScale``, and a pytree as flax's is.
+    """A drop-in for ``flax.training.dynamic_scale.DynamicScale``, which is also a pytree.
 
-    The scale grows at the step after ``growth_interval`` finite ones, as flax's does.
+    As in flax, the scale grows at the first step after ``growth_interval`` finite ones.
 
     Args:
         growth_factor: multiplies the scale when it grows, > 1.
@@ -59,12 +59,12 @@ class DynamicScale:
         growth_interval: the number of finite steps after which the scale grows.
         fin_steps: finite steps since the scale moved or a step was not finite, an int32 scalar.
         scale: the loss scale, a float32 scalar.
-        minimum_scale: the floor. None means the default, 2**-126; flax's scale sinks to 0.
+        minimum_scale: the floor. None means the default, 2**-126; flax's own scale sinks to 0.
 
     A subclass becomes a frozen dataclass and a pytree, too. Its own fields are leaves, except those
-    of ``flax.struct.field(pytree_node=False)``. As in flax, anything may stand in place of
-    ``fin_steps`` and ``scale``, such as shardings or axes for ``vmap``. Only numbers and arrays are
-    checked, and two equal ints that are 0 or less are taken for axes.
+    of ``flax.struct.field(pytree_node=False)``. As in flax, ``fin_steps`` and ``scale`` may be
+    other objects, such as shardings or axes for ``vmap``. Only numbers and arrays are checked. If
+    both are the same int, 0 or less, they count as axes.
 
     Raises:
         ValueError: the scale is not above 0.
@@ -108,9 +108,9 @@ class DynamicScale:
         has_aux: bool = False,
         axis_name: AxisName | None = None,
     ) -> Callable[..., DynamicScaleResult]:
-        """:meth:`GradScaler.value_and_grad`, but its results are :class:`DynamicScaleResult`.
+        """:meth:`GradScaler.value_and_grad` with results of type :class:`DynamicScaleResult`.
 
-        It has no ``finite_axis``, as flax's has none.
+        Like flax's method, it has no ``finite_axis``.
         """
         floor = _checks.SMALLEST_SCALE if self.minimum_scale is None else self.minimum_scale
         policy = DynamicPolicy.flax(

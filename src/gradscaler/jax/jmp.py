@@ -1,4 +1,4 @@
-"""The loss scales of jmp (0.0.4), by its names."""
+"""Drop-ins for the loss scales of jmp (0.0.4), with its names."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Array = Any
 
 @dataclass(frozen=True)
 class NoOpLossScale:
-    """No loss scaling: everything passes through, and ``loss_scale`` is 1."""
+    """No loss scaling: every method returns its argument, and ``loss_scale`` is 1."""
 
     loss_scale: ClassVar[int] = 1
 
     def scale(self, tree: T) -> T:
-        """``tree``."""
+        """Return ``tree`` unchanged."""
         return tree
 
     def unscale(self, tree: T) -> T:
-        """``tree``."""
+        """Return ``tree`` unchanged."""
         return tree
 
     def adjust(self, grads_finite: Any) -> NoOpLossScale:
-        """The same loss scale, unchanged."""
+        """Return this loss scale unchanged."""
         return self
 
 
@@ -43,7 +43,7 @@ class StaticLossScale:
     """A loss scale that does not move. As a pytree it has no leaves.
 
     Args:
-        loss_scale: the scale. ``scale`` and ``unscale`` raise ValueError unless it is above 0.
+        loss_scale: the scale. If it is not above 0, ``scale`` and ``unscale`` raise ValueError.
     """
 
     loss_scale: Array
@@ -59,7 +59,7 @@ class StaticLossScale:
         return _multiplied(tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> StaticLossScale:
-        """The same loss scale, unchanged."""
+        """Return this loss scale unchanged."""
         return self
 
 
@@ -67,28 +67,28 @@ class StaticLossScale:
 class DynamicLossScale:
     """A loss scale that moves: a drop-in for ``jmp.DynamicLossScale`` whose floor survives jit.
 
-    ``adjust`` does::
+    ``adjust`` computes::
 
         non-finite:  counter = 0;  loss_scale = max(loss_scale / factor, min_loss_scale)
-        finite:      counter += 1;  at period: counter = 0, and
-                     loss_scale *= factor, unless that is past the largest float32
+        finite:      counter += 1;  if counter == period: counter = 0, and
+                     loss_scale *= factor, unless the product is above the largest float32
 
     Args:
         loss_scale: the scale, a float32 scalar.
         counter: finite steps since the scale moved or a step was not finite, an int32 scalar.
         period: finite steps in a row before the scale grows.
-        factor: what growth multiplies and backoff divides by.
-        min_loss_scale: the floor, a float32 scalar. jmp loses it wherever its object is rebuilt
-            from its leaves, as at every jit. With 0 the floor is the smallest normal number of the
-            scale's dtype; jmp's scale sinks to 0.
+        factor: the factor of growth, and the divisor of a backoff.
+        min_loss_scale: the floor, a float32 scalar. jmp's own class loses it when an object is
+            rebuilt from its leaves, as jit does. With 0 the floor is the smallest normal number of
+            the scale's dtype; jmp's own scale sinks to 0.
 
-    Anything may stand in place of the arrays, such as shardings or axes for ``vmap``. Only numbers
-    and arrays are checked, and two equal ints that are 0 or less are taken for axes. As in jmp, a
-    subclass is a pytree once it is registered.
+    The arrays may be other objects, such as shardings or axes for ``vmap``. Only numbers and arrays
+    are checked. If ``counter`` and ``loss_scale`` are the same int, 0 or less, they count as axes.
+    As in jmp, a subclass must be registered to be a pytree.
 
     Raises:
         TypeError: the period or the factor is not a number.
-        ValueError: a parameter cannot work; the message names it.
+        ValueError: a parameter is out of range; the message names it.
 
     >>> import jax
     >>> loss_scale = DynamicLossScale(jax.numpy.float32(16), min_loss_scale=jax.numpy.float32(8))
@@ -129,7 +129,7 @@ class DynamicLossScale:
         _trees.serialise()
 
     def tree_flatten(self) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
-        """The arrays, and what is static, such as a floor that is a number."""
+        """The leaves and the static values. A floor that is not traced is static."""
         if isinstance(self.min_loss_scale, np.generic):
             leaves = self.loss_scale, self.counter
             return leaves, (self.period, self.factor, self.min_loss_scale)
@@ -139,7 +139,7 @@ class DynamicLossScale:
     def tree_unflatten(
         cls, metadata: tuple[Any, ...], leaves: tuple[Array, ...]
     ) -> DynamicLossScale:
-        """The loss scale again, from what ``tree_flatten`` returned."""
+        """Rebuild a loss scale from the values that ``tree_flatten`` returned."""
         (loss_scale, counter, *floor), (period, factor, *static_floor) = leaves, metadata
         values = loss_scale, counter, period, factor, *floor, *static_floor
         return _trees.rebuilt(cls, DynamicLossScale.__match_args__, values)
@@ -187,7 +187,7 @@ LossScale: TypeAlias = NoOpLossScale | StaticLossScale | DynamicLossScale
 
 @dataclass(frozen=True)
 class _Reciprocal:
-    """A factor that divides, like jmp's backoff: exact where 1/factor would be rounded."""
+    """A factor that divides by ``divisor``, as jmp's backoff does. So 1/divisor is not rounded."""
 
     divisor: Any
 

@@ -23,8 +23,8 @@ class LossScaledState(NamedTuple):
     """The state of :func:`loss_scaled`.
 
     Attributes:
-        scaler: scales the next loss.
-        grads_finite: whether the latest gradients were finite, and so the step was taken.
+        scaler: the scaler for the next loss.
+        grads_finite: whether the latest gradients were finite, so that the step was taken.
         inner_state: the optimizer's own state.
     """
 
@@ -42,38 +42,38 @@ def loss_scaled(
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap an optax optimizer so that it takes gradients of a scaled loss.
 
-    If they are finite, the optimizer sees them divided by the scale. If not, the updates are zero,
-    and the optimizer's state stays bit for bit as it was, step counts included. Either way the
-    scale moves by the policy's rule. The state holds the scale: ``state.scaler.scale(loss)``.
+    If the gradients are finite, the optimizer gets them divided by the scale. If not, the updates
+    are zero, and the optimizer's state stays bit for bit as it was, step counts included. Either
+    way the scale moves by the policy's rule. Scale the loss with ``state.scaler.scale(loss)``.
 
-    It goes outermost: ``loss_scaled(optax.chain(clip, adam))``. Inside ``chain``,
-    ``multi_transform``, ``masked``, ``MultiSteps`` or any other transformation, what comes before
-    or beside it would take scaled gradients for true ones: a clip would cut them to nothing, and
-    an accumulator would keep an Inf. optax's own transformations are refused around it; around
-    those of others, and around code that changes gradients before ``update``, it cannot tell.
-    ``inject_hyperparams`` changes no gradients and may be on either side. Around it, its schedules
-    count skipped steps, too.
+    Put this outermost: ``loss_scaled(optax.chain(clip, adam))``. Inside ``chain``,
+    ``multi_transform``, ``masked``, ``MultiSteps`` or any other transformation, the transformations
+    before or beside it would see scaled gradients: a clip would cut them to almost nothing, and an
+    accumulator would keep an Inf. A transformation of optax's around this one raises an error.
+    Transformations of other packages, and code that changes gradients before ``update``, cannot be
+    detected. ``inject_hyperparams`` changes no gradients and may be inside or outside. Outside, its
+    schedules count skipped steps, too.
 
-    The optimizer gets gradients in their own dtype or the parameters', whichever is wider: pass
-    ``params`` to ``update``, or float16 gradients of float32 parameters underflow again. If
-    :func:`master_weights` is inside, all of them are float32 at least. Extra arguments reach it as
-    they are: pass an unscaled ``value``.
+    The optimizer gets gradients in their own dtype or that of the parameters, whichever is wider.
+    So pass ``params`` to ``update``; without them, float16 gradients of float32 parameters
+    underflow again. If :func:`master_weights` is inside, all of them are float32 at least. Extra
+    arguments are passed on unchanged, so pass an unscaled ``value``.
 
-    It divides all but what flax's fp8 layers mark as ``_overwrite_with_gradient``. Those are new
-    values: keep them from the optimizer, as flax's ``TrainState`` does.
+    Variables that flax's fp8 layers mark as ``_overwrite_with_gradient`` are not divided, because
+    their gradients are new values. Keep these from the optimizer, as flax's ``TrainState`` does.
 
     Args:
         optimizer: any optax transformation.
         policy: the rule: a :class:`gradscaler.DynamicScale`, a :class:`gradscaler.FixedScale`, or
             a :class:`gradscaler.AmaxScale`.
-        axis_name: named axes whose devices take one decision. Needed if the gradients were not
+        axis_name: named axes whose devices decide together. Needed if the gradients were not
             averaged over them before.
         finite_axis: more such axes. Needed inside ``shard_map`` if they shard the weights. There
             ``optax.clip_by_global_norm`` takes the norm of one device's part only.
 
     Raises:
         TypeError: `optimizer` is not an optax transformation, or `policy` is not a policy.
-        ValueError: from ``init``, if a transformation of optax is around this one.
+        ValueError: in ``init``, if a transformation of optax's is around this one.
 
     >>> import jax, optax
     >>> optimizer = loss_scaled(optax.sgd(0.5), DynamicScale(init_scale=1024.0))
@@ -116,6 +116,6 @@ def loss_scaled(
 
 
 def _in_dtype_of(new: Any, old: Any) -> Any:
-    """Wider gradients may make a wider state, which the next step could not take."""
+    """``new`` in the dtype of ``old``: after wider gradients, the state must not become wider."""
     dtype = jnp.result_type(old)
     return new if jnp.result_type(new) == dtype else jnp.asarray(new, dtype)

@@ -21,13 +21,13 @@ Array = Any
 
 
 class ScaledGradients(NamedTuple):
-    """What ``GradScaler.value_and_grad`` returns.
+    """The results of a function that ``GradScaler.value_and_grad`` returns.
 
     Attributes:
         scaler: the scaler for the next step.
         grads_finite: whether no gradient holds an Inf or a NaN, a boolean scalar.
-        value: what the function returned: its value, or the pair of value and aux.
-        grads: the unscaled gradients, in float32 at least.
+        value: the result of the differentiated function: its value, or its pair of value and aux.
+        grads: the unscaled gradients, in float32 or wider.
     """
 
     scaler: GradScaler
@@ -38,24 +38,24 @@ class ScaledGradients(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GradScaler:
-    """Loss scaling for JAX: a pytree of a few scalars, and a policy that is static.
+    """Loss scaling for JAX: a pytree of a few scalars, with a static policy.
 
-    Pass it through ``jit``, ``scan``, ``vmap`` or ``shard_map`` like any other state; each method
+    Pass it through ``jit``, ``scan``, ``vmap`` or ``shard_map`` like any other state. Every method
     is pure. With a loss scale ``s``::
 
         grads = d(s * fun) / s
-        scaler.adjust(all_finite(grads), amax(grads)) moves s by the policy's rule
+        scaler = scaler.adjust(all_finite(grads), amax(grads))  # moves s by the policy's rule
 
     Args:
         policy: the rule: a :class:`gradscaler.DynamicScale`, a :class:`gradscaler.FixedScale`, or
             a :class:`gradscaler.AmaxScale`.
-        state: where it stands: a float32 and two int32 scalars, and what else the policy has. By
-            default ``policy.init()``. Only numbers and arrays are checked: shardings or shapes may
-            stand in their place.
+        state: the policy's current state: a float32 and two int32 scalars, and any further scalars
+            of the policy. By default ``policy.init()``. Only numbers and arrays are checked; other
+            objects, such as shardings or shapes, are taken as they are.
 
     Raises:
-        TypeError: `policy` is not a policy, or `state` is not of the type that it moves.
-        ValueError: the scale in the state is not above 0.
+        TypeError: ``policy`` is not a policy, or ``state`` is not of the policy's type of state.
+        ValueError: the scale in ``state`` is not above 0.
 
     >>> import jax
     >>> scaler = GradScaler(DynamicScale(init_scale=8.0, growth_interval=1))
@@ -65,7 +65,7 @@ class GradScaler:
     """
 
     policy: Policy = field(default_factory=DynamicScale)
-    state: Any = None  # what policy.init() makes, in arrays, from __post_init__ on
+    state: Any = None  # after __post_init__: a state of the policy's type, of arrays
 
     def __post_init__(self) -> None:
         check_policy(self.policy)
@@ -95,13 +95,13 @@ class GradScaler:
         """Divide the gradients by the loss scale.
 
         As in ``scale``, leaves narrower than float32 become float32: in their own dtype they would
-        underflow again. What flax's fp8 layers mark as ``_overwrite_with_gradient`` stays as it is:
-        it is a new value, no gradient.
+        underflow again. Variables that flax's fp8 layers mark as ``_overwrite_with_gradient`` are
+        not divided, because their gradients are new values.
         """
         return _operations.map_gradients(lambda leaf: jnp.divide(*self._beside(leaf)), tree)
 
     def _beside(self, leaf: Any) -> tuple[Array, Array]:
-        """A leaf in float32 at least, and the scale in its precision."""
+        """A leaf in float32 or wider, and the scale in the leaf's precision."""
         leaf = jnp.asarray(leaf)
         if leaf.dtype.itemsize < 4:
             leaf = leaf.astype(jnp.float32)
@@ -112,16 +112,17 @@ class GradScaler:
 
         Args:
             grads_finite: whether the step's gradients were finite, a boolean scalar.
-            amax: for a policy that looks at it, the largest magnitude of the unscaled gradients, a
-                scalar, as :func:`gradscaler.jax.amax` finds it. Other policies ignore it. 0.0 says
-                nothing. It saves the measurement in a step that an ``amax_interval`` above 1 leaves
-                out: ``jax.lax.cond(scaler.state.finite_steps % interval == 0, amax, lambda _: 0.0,
+            amax: the largest magnitude of the unscaled gradients, a scalar, from
+                :func:`gradscaler.jax.amax`. Required by a policy with an ``amax_interval``, ignored
+                by others. If the interval is above 1, the policy needs it only in some steps; pass
+                0.0 in the others to save the measurement:
+                ``jax.lax.cond(scaler.state.finite_steps % interval == 0, amax, lambda _: 0.0,
                 grads)``.
 
         Raises:
-            TypeError: `amax` is left out, and the policy looks at it.
-            ValueError: `grads_finite` is not a boolean scalar, `amax` is not a scalar, or
-                ``shard_map`` knows one to differ between devices that hold one loss scale.
+            TypeError: ``amax`` is left out, and the policy needs it.
+            ValueError: ``grads_finite`` is not a boolean scalar, ``amax`` is not a scalar, or, in
+                ``shard_map``, one of them varies between devices that share the loss scale.
         """
         found_inf = ~_operations.as_flag("grads_finite", grads_finite)
         self._check_together("grads_finite", "all_finite", found_inf)
@@ -129,9 +130,9 @@ class GradScaler:
         if amax_interval(self.policy):
             if amax is None:
                 raise ParameterTypeError(
-                    f"amax is left out, but {self.policy!r} looks at the largest gradient: write "
-                    "adjust(all_finite(grads), amax(grads)), and 0.0 in place of amax(grads) in a "
-                    "step that amax_interval leaves out"
+                    f"amax is left out, but {self.policy!r} needs the largest gradient: write "
+                    "adjust(all_finite(grads), amax(grads)). In steps in which the policy does "
+                    "not need it, because amax_interval is above 1, amax may be 0.0"
                 )
             seen["amax"] = _operations.as_amax(amax)
             self._check_together("amax", "amax", seen["amax"])
@@ -143,7 +144,7 @@ class GradScaler:
         if apart:
             raise ParameterError(
                 f"{name} varies over {_operations.spelled(apart)} and the loss scale does "
-                "not, so each device would move the scale alone. Decide together: pass "
+                "not, so each device would move its own copy of the scale. Decide together: pass "
                 f"finite_axis={_operations.spelled(apart)} to value_and_grad, {function} or "
                 "loss_scaled"
             )
@@ -172,34 +173,34 @@ class GradScaler:
 
         Args:
             fun: returns a scalar, or a pair of a scalar and anything.
-            argnums: what to differentiate with respect to: an int or several, or what else
-                `transform` takes.
+            argnums: the argument or arguments to differentiate with respect to: an int, several
+                ints, or anything else that ``transform`` takes.
             has_aux: whether ``fun`` returns a pair.
-            axis_name: named axes to average the gradients over: each device holds all the weights,
-                and ``fun`` returns the loss of its own batch. One device's Inf is then in
-                everyone's gradients, and every device takes the same decision.
-            finite_axis: named axes that shard the weights: the devices take one decision, and the
-                gradients are not averaged. If they have different batches, ``fun`` returns
+            axis_name: named axes to average the gradients over. Each device must hold all weights,
+                and ``fun`` must return the loss of the device's own batch. An Inf on one device
+                is then in the average on all, so all devices decide alike.
+            finite_axis: named axes that shard the weights. The devices decide together, and
+                gradients are not averaged. If devices have different batches, ``fun`` must return
                 ``jax.lax.pmean(loss, finite_axis)``.
-            transform: what differentiates: ``equinox.filter_value_and_grad`` or
-                ``flax.nnx.value_and_grad`` take their models whole.
-            retries: how often the same call is evaluated again, at the lower scale, after an
-                overflow that lowers it. The loop is inside the compiled step, and compiles ``fun``
-                twice; what ``fun`` returns must be arrays. An evaluation that is finite counts as
-                one step. If none is, the scale backs off once: most likely no scale would help.
+            transform: the function that differentiates. ``equinox.filter_value_and_grad`` and
+                ``flax.nnx.value_and_grad`` take whole models.
+            retries: the largest number of repetitions of a call that overflows and so lowers the
+                scale. The loop is inside the compiled step, and ``fun`` is compiled twice; ``fun``
+                must return arrays. A finite evaluation counts as one step. If no evaluation is
+                finite, the scale backs off once: probably no scale would help.
 
         Returns:
             A function with the arguments of ``fun`` that returns :class:`ScaledGradients`.
 
         Raises:
-            TypeError: `retries` is not an integer.
-            ValueError: `retries` is negative, or `axis_name` or `retries` is combined with
+            TypeError: ``retries`` is not an integer.
+            ValueError: ``retries`` is negative, or ``axis_name`` or ``retries`` is combined with
                 ``flax.nnx.value_and_grad``, which changes its model in place.
-            ValueError: in that function, inside ``shard_map``: a weight is sharded over
-                ``axis_name``, ``fun`` has averaged the loss over it, or devices would decide
-                differently. With ``check_vma=False`` JAX cannot tell, and nothing is raised; there
-                a ``pmean`` in ``fun`` leaves the gradients summed, so divide the loss by the number
-                of devices instead.
+            ValueError: when the returned function is called inside ``shard_map``: a weight is
+                sharded over ``axis_name``, ``fun`` has averaged the loss over it, or devices would
+                decide differently. With ``check_vma=False`` JAX does not know this, and nothing is
+                raised. There a ``pmean`` in ``fun`` leaves gradients summed over devices, so divide
+                the loss by the number of devices instead.
         """
         in_place = transform.__module__.startswith("flax.nnx")
         if in_place and (axis_name is not None or retries):
@@ -230,10 +231,10 @@ class GradScaler:
                 _operations.check_not_averaged(loss, axis_name)
             return loss, value
 
-        # Equinox's has no argnums: it takes the first argument.
+        # Equinox's transform has no argnums: it differentiates the first argument.
         wanted = {} if argnums == 0 else {"argnums": argnums}
         differentiated = transform(scaled, **wanted, has_aux=True)
-        natively = transform is jax.value_and_grad  # it differentiates numbers, too
+        natively = transform is jax.value_and_grad  # differentiates Python numbers, too
         is_weight = _operations.is_inexact if natively else _operations.is_inexact_array
 
         @functools.wraps(fun)
@@ -257,7 +258,7 @@ class GradScaler:
     def _retried(
         self, fun: Callable[..., Any], retries: int, **options: Any
     ) -> Callable[..., ScaledGradients]:
-        """:meth:`value_and_grad`, evaluated again while it overflows and the scale goes down."""
+        """:meth:`value_and_grad`, repeated while it overflows and the scale backs off."""
 
         @functools.wraps(fun)
         def evaluated(*args: Any, **kwargs: Any) -> ScaledGradients:

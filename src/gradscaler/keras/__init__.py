@@ -1,6 +1,6 @@
 """Loss scaling for Keras 3: :class:`LossScaleOptimizer`, in place of Keras' own.
 
-:func:`load_model` loads a model that was saved with Keras' own.
+:func:`load_model` loads a model that was saved with Keras' own wrapper, and replaces it.
 """
 
 from gradscaler._frameworks import require

@@ -1,4 +1,4 @@
-"""``keras.optimizers.LossScaleOptimizer`` with everything that Keras 2's had, on every backend."""
+"""``keras.optimizers.LossScaleOptimizer`` with Keras 2's features, on every backend."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NEVER_UNSCALED = (
 
 
 _OWN = ("nonfinite_counter", "peak", "reach")
-"""What some policies move and Keras' own wrapper does not have."""
+"""Variables that some policies move and Keras' own wrapper lacks."""
 
 
 @unconverted
@@ -39,10 +39,11 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
     """Loss scaling for Keras 3, with the API of Keras 2: wraps any optimizer, on any backend.
 
     A drop-in for ``keras.optimizers.LossScaleOptimizer``, also in ``model.compile`` and
-    ``model.fit``. It adds a scale that does not move (``dynamic=False``), one that stays within the
-    normal float32 numbers, Keras 2's methods and properties, and JAX outside ``stateless_apply``.
+    ``model.fit``. In addition it takes a fixed scale (``dynamic=False``), keeps the scale within
+    the normal float32 numbers, has Keras 2's methods and properties, and works on JAX outside
+    ``stateless_apply``.
 
-    With a loss scale ``s``, ``minimize`` and ``apply_gradients`` do::
+    With a loss scale ``s``, ``minimize`` and ``apply_gradients`` compute::
 
         g = gradients of (s * loss) / s
         finite:      inner_optimizer.apply(g);  after dynamic_growth_steps in a row: s = 2 * s
@@ -55,21 +56,21 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
             ``dynamic``: it is the scale of all steps.
         dynamic_growth_steps: finite steps in a row before the scale doubles, by default 2000; None
             if not ``dynamic``.
-        policy: the whole rule, in place of the three arguments before: a
+        policy: the rule, in place of the three arguments before: a
             :class:`gradscaler.DynamicScale`, with any factors, bounds and hysteresis, a
             :class:`gradscaler.FixedScale`, or a :class:`gradscaler.AmaxScale`.
             ``DynamicScale.tf_keras()`` is Keras 2's rule, with its floor of 1.
         name: the optimizer's name.
-        kwargs: other optimizers' arguments at their defaults, which Keras accepts in order to load
-            old models.
+        kwargs: other optimizers' arguments at their defaults. Keras accepts these to load old
+            models.
 
     Raises:
         TypeError: an argument is of the wrong type, or ``inner_optimizer`` is not an optimizer.
         ValueError: an argument is out of range, or two contradict each other.
 
-    Hyperparameters are read and set on the inner optimizer: ``lr``, ``beta_1``, ``momentum`` and
-    whatever else Keras 2 lets a schedule change, and what every optimizer takes (``clipnorm``,
-    ``use_ema``, ...). Other attributes, such as ``epsilon``, are not.
+    Some attributes are read and set on the inner optimizer: hyperparameters that Keras 2 lets a
+    schedule change (``lr``, ``beta_1``, ``momentum``, ...), and arguments of every optimizer
+    (``clipnorm``, ``use_ema``, ...). Other attributes, such as ``epsilon``, are not.
 
     Replicas of ``tf.distribute``, devices of ``keras.distribution`` and processes of PyTorch skip a
     step together. On PyTorch the variables may be those of a ``keras.layers.TorchModuleWrapper``
@@ -106,7 +107,8 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
                 '"inner_optimizer" must be an instance of `keras.optimizers.Optimizer`, '
                 f"but got: {inner_optimizer!r}"
             )
-        # Bypass setattr, which needs the base's constructor; that in turn sets the policy's fields.
+        # Bypass setattr, which needs the base class's constructor to have run. That constructor in
+        # turn sets fields of the policy.
         self.__dict__["_policy"] = wrapper.policy_from(
             self._preset, dynamic, initial_scale, dynamic_growth_steps, policy
         )
@@ -114,18 +116,19 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
             inner_optimizer, self.initial_scale, self.dynamic_growth_steps, name=name, **kwargs
         )
         for option in OPTIONS:
-            del self.__dict__[option]  # it is the inner optimizer's from now on
+            del self.__dict__[option]  # from now on it is read on the inner optimizer
         self._create_variables()
         self._calls_are_checked = False  # by the first `apply_gradients`
         self._loss_has_been_scaled = False
-        # Compiled code sets these only when it is traced, so the first is never taken back.
+        # Compiled code sets these only when it is traced, so the first is never reset.
         self._gradients_have_been_unscaled = False
         self._next_step_unscales = False
 
     def _create_variables(self) -> None:
-        """Create the variables that the policy moves, by the names that Keras' own wrapper uses.
+        """Create the variables that the policy moves, with the names of Keras' own wrapper.
 
-        An optimizer with a fixed scale has them too, so that one can load what the other saved.
+        An optimizer with a fixed scale has them, too, so that it can load the file of one with a
+        moving scale, and the other way round.
         """
         self.step_counter = self.add_variable((), dtype="int", name="step_counter")
         self.dynamic_scale = self._float32_variable(self.initial_scale, "dynamic_scale")
@@ -141,7 +144,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
                 value,
                 dtype="float32",
                 trainable=False,
-                autocast=False,  # in a layer, whose float16 may not hold it
+                autocast=False,  # a layer's float16 may not hold it
                 name=name,
             )
         self._track_variable(variable)  # by hand, because `Model.compile` tracks no attributes
@@ -149,7 +152,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
 
     @Wrapper.initial_scale.setter  # type: ignore[attr-defined,untyped-decorator] # inherited
     def initial_scale(self, initial_scale: float) -> None:
-        """Set the scale itself, too, if the optimizer is not built yet."""
+        """Set the initial scale, and the current scale if the optimizer is not built yet."""
         self._policy = wrapper.with_initial_scale(self._policy, initial_scale)
         if hasattr(self, "dynamic_scale") and not self.built:
             self.dynamic_scale.assign(self.initial_scale)
@@ -161,15 +164,15 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
 
     @property
     def dynamic_counter(self) -> Tensor | None:
-        """Finite steps since the scale moved or a step was skipped; None if the scale is fixed.
+        """Finite steps since the scale moved or a step was skipped, an integer scalar variable.
 
-        An integer scalar variable.
+        None if the scale is fixed.
         """
         return self.step_counter if self.dynamic else None
 
     @property
     def loss_scale(self) -> Tensor:
-        """The current scale, a float32 scalar tensor that stays as it is when the scale moves."""
+        """The current scale, a float32 scalar tensor. It does not change when the scale moves."""
         return ops.copy(self._scale)
 
     @property
@@ -178,14 +181,14 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         return ops.convert_to_tensor(scale, "float32")
 
     lr = keras.optimizers.LossScaleOptimizer.learning_rate
-    """The inner optimizer's learning rate, by its name in Keras 2."""
+    """The inner optimizer's learning rate, under its name in Keras 2."""
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss times the scale, in float32 at least; ``apply`` then divides the gradients.
+        """The loss times the scale, in float32 or wider. ``apply`` then divides the gradients.
 
         Raises:
-            CallOrderError: JAX compiles the call outside of a ``keras.StatelessScope`` that holds
-                the scale, which would make the scale of now a constant.
+            CallOrderError: JAX compiles this call outside of a ``keras.StatelessScope`` that holds
+                the scale, so the compiled code would keep the present scale as a constant.
         """
         self._next_step_unscales = True
         return self._scaled(loss)
@@ -196,7 +199,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         return on_backend.multiply(loss, scale)
 
     def _scale_now(self) -> Tensor:
-        """The scale; CallOrderError where compiled code would keep what it is now."""
+        """The scale; CallOrderError if compiled code would keep its present value."""
         if self.dynamic:
             on_backend.check_compiled(self.dynamic_scale)
         return self._scale
@@ -209,14 +212,14 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
             optimizer_variables: the values of ``variables``, which hold the scale.
 
         Raises:
-            ValueError: there are fewer or more values than ``variables``.
+            ValueError: the number of values is not that of ``variables``.
         """
         values = list(optimizer_variables)
         if len(values) != len(self.variables):
             raise ValueError(
                 f"optimizer_variables must hold the values of optimizer.variables, of which there "
                 f"are {len(self.variables)}, but holds {len(values)}. Call optimizer.build(...) "
-                "first, and pass what stateless_apply() takes and returns"
+                "first, and pass the optimizer_variables that stateless_apply() takes and returns"
             )
         with keras.StatelessScope(state_mapping=list(zip(self.variables, values, strict=True))):
             return self.scale_loss(loss)
@@ -224,11 +227,12 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
     def get_unscaled_gradients(self, grads: Iterable[Tensor | None]) -> list[Tensor | None]:
         """The gradients divided by the scale, each in its own dtype and kind; None stays None.
 
-        From then on ``apply_gradients`` takes gradients as they are. They are divided only in
-        ``apply``, and in the step after ``scale_loss``.
+        After this call ``apply_gradients`` no longer divides gradients, except in the step after
+        ``scale_loss``. ``apply`` always does.
 
         Raises:
-            CallOrderError: as ``scale_loss``.
+            CallOrderError: JAX compiles this call outside of a ``keras.StatelessScope`` that holds
+                the scale.
         """
         scale = self._scale_now()
         self._gradients_have_been_unscaled = True
@@ -240,12 +244,12 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
     def check_finite(self, grads: Iterable[Tensor | None]) -> Tensor:
         """Whether no gradient holds an Inf or a NaN, a boolean scalar tensor.
 
-        It looks at this replica's gradients alone, and at this process' part of a DTensor.
+        It checks the gradients of this replica only, and only this process's part of a DTensor.
         """
         return on_backend.all_finite(list(grads))
 
     def minimize(self, loss: Any, var_list: Any, tape: Any = None) -> None:
-        """One step: scale the loss, differentiate, unscale, apply or skip, and move the scale.
+        """Take one step: scale the loss, differentiate, unscale, apply or skip, move the scale.
 
         Args:
             loss: a function without arguments that returns the loss. On PyTorch also the loss
@@ -254,17 +258,17 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
             tape: a ``tf.GradientTape``, only on TensorFlow.
 
         Raises:
-            TypeError: ``var_list`` holds something else.
+            TypeError: ``var_list`` holds something that is not a variable.
             ValueError: the backend cannot differentiate such a loss, or has no tapes.
         """
         self.apply(*on_backend.gradients(loss, self.scale_loss, partial(_flat, var_list), tape))
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Tensor | None, Variable]]) -> Tensor:
-        """``apply`` pairs of gradient and variable; returns the inner optimizer's step count.
+        """``apply`` for pairs of gradient and variable; returns the inner optimizer's step count.
 
-        Once ``get_unscaled_gradients`` has been called, gradients are taken as they are and not
-        divided, except in the step after a later ``scale_loss``. It warns, once, if the loss or the
-        gradients did not go through this optimizer before.
+        After ``get_unscaled_gradients`` has been called, gradients are not divided here, except in
+        the step after a later ``scale_loss``. The first call warns if no loss was scaled, or if no
+        gradients were unscaled, by this optimizer.
         """
         unscales = self._gradients_have_been_unscaled or self._next_step_unscales
         if not (self._calls_are_checked or (self._loss_has_been_scaled and unscales)):
@@ -287,14 +291,16 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
 
         Args:
             grads: gradients of the scaled loss; ``apply`` divides them by the scale.
-            trainable_variables: one for each gradient; by default those that the optimizer was
-                built with.
+            trainable_variables: one variable for each gradient; by default those that the
+                optimizer was built with.
 
         Raises:
-            ValueError: the two do not match, all gradients are None, or the optimizer does not know
-                the variables; or the call is in a cross-replica context of ``tf.distribute``.
-            CallOrderError: as ``scale_loss``.
-            ParameterError: PyTorch's ``FullyShardedDataParallel`` flattened the variables.
+            ValueError: the numbers of gradients and variables differ, all gradients are None, or
+                the optimizer does not know the variables; or the call is in a cross-replica context
+                of ``tf.distribute``.
+            CallOrderError: JAX compiles this call outside of a ``keras.StatelessScope`` that holds
+                the scale.
+            ParameterError: PyTorch's ``FullyShardedDataParallel`` has flattened the variables.
             ScaleMismatchError: processes that decide together hold different scales or counters.
         """
         self._step(list(grads), trainable_variables, are_scaled=True)
@@ -358,33 +364,34 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
 
     @property
     def _moved(self) -> list[Variable]:
-        """What the policy moves: the fields of its state, without a count that it does not use."""
+        """The variables that the policy moves: its state's fields, without counts it ignores."""
         own = (vars(self).get(name) for name in _OWN)
         return [self.dynamic_scale, self.step_counter, *(v for v in own if v is not None)]
 
-    # Keras' wrapper overrides it; the base class's calls `apply` on the values, as it should.
+    # Not that of Keras' own wrapper: the base class's calls our `apply`.
     stateless_apply = keras.optimizers.Optimizer.stateless_apply
     """``apply`` as a pure function: new values of trainable and of optimizer variables.
 
     Raises:
-        ValueError: the optimizer is not built, lists do not match, or it is TensorFlow.
+        ValueError: the optimizer is not built, the lists do not match it, or the backend is
+            TensorFlow.
     """
 
     def build(self, var_list: list[Variable]) -> None:
-        """Create the inner optimizer's variables for the variables that it will step."""
+        """Create the inner optimizer's variables for the variables of a model."""
         if self.built:
             return
         self._build_inner_optimizer(var_list)
         off = {"use_ema": False, "gradient_accumulation_steps": None}
-        self.__dict__.update(off)  # or the base would average and accumulate a second time
+        self.__dict__.update(off)  # or the base class would average and accumulate once more
         keras.optimizers.Optimizer.build(self, var_list)
         for option in off:
             del self.__dict__[option]
 
     def _build_inner_optimizer(self, variables: list[Variable]) -> None:
-        """Build it, and note which variables Keras' own wrapper does not track.
+        """Build the inner optimizer, and note the variables that Keras' own wrapper does not track.
 
-        That builds it with the tracking of attributes turned off, so that it has only those
+        Keras' wrapper builds it with the tracking of attributes turned off, so it tracks only the
         variables that the inner optimizer adds by name.
         """
         inner = self.inner_optimizer
@@ -400,26 +407,26 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         finally:
             del inner.__dict__["_track_variable"]
         untracked = [v for v in inner.variables if not _holds(added, v)]
-        self.__dict__["_untracked_by_keras"] = untracked  # past the tracking of this optimizer
+        self.__dict__["_untracked_by_keras"] = untracked  # __setattr__ would track them
 
     def _saved_variables(self) -> list[Variable]:
         """The variables in a file: those of Keras' own wrapper, and any in ``_OWN``.
 
-        Variables of the inner optimizer that are not among them are saved with it alone.
+        Other variables of the inner optimizer are saved only by the inner optimizer.
         """
         untracked = vars(self).get("_untracked_by_keras", ())
         return [v for v in self.variables if not _holds(untracked, v)]
 
     def save_own_variables(self, store: Any) -> None:
-        """Put the variables that Keras' own wrapper has, too, into a store, in its order."""
+        """Put the variables into a store, in the order of Keras' own wrapper."""
         for index, variable in enumerate(self._saved_variables()):
             store[str(index)] = variable.numpy()
 
     def load_own_variables(self, store: Any) -> None:
-        """Set the variables from a store, which may be one of Keras' own wrapper.
+        """Set the variables from a store, also from one that Keras' own wrapper saved.
 
-        What the policy moves and the store does not have becomes 0. If it holds other variables, as
-        of another inner optimizer, only the scale and the counter are set. A warning says so.
+        Variables of the policy that the store lacks become 0. If the store is of another inner
+        optimizer, only the scale and the counter are set, with a warning.
         """
         values = [np.asarray(store[str(index)]) for index in range(len(store.keys()))]
         saved, own = self._saved_variables(), self._moved[2:]
@@ -430,7 +437,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
                     variable.assign(value)
                 return
         found = f"the file has {len(values)} variables, of other shapes than the {len(saved)} here"
-        # The first four of any wrapper, whose own learning rate is 0.
+        # The first four variables of any wrapper are scalars, and its own learning rate is 0.
         if len(values) > 3 and all(value.shape == () for value in values[:4]) and values[1] == 0:
             moved = (self.step_counter, values[2]), (self.dynamic_scale, values[3])
             for variable, value in [*absent, *moved]:
@@ -460,19 +467,19 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
             variable.assign(weight)
 
     def update_step(self, gradient: Tensor, variable: Variable, learning_rate: Tensor) -> None:
-        """The inner optimizer's step of one variable, by an unscaled gradient."""
+        """Step one variable by the inner optimizer, given an unscaled gradient."""
         self.inner_optimizer.update_step(gradient, variable, learning_rate)
 
     def exclude_from_weight_decay(
         self, var_list: list[Variable] | None = None, var_names: list[str] | None = None
     ) -> None:
-        """Have the inner optimizer exclude variables from weight decay."""
+        """Exclude variables from the inner optimizer's weight decay."""
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
     def get_config(self) -> dict[str, Any]:
-        """The name, the inner optimizer, and the arguments that say how the scale moves.
+        """The name, the inner optimizer, and the arguments for the policy.
 
-        Keras' own class accepts the config, too, unless it cannot move the scale like that.
+        Keras' own class accepts the config, too, unless it lacks such a policy.
         """
         config = self._policy_config()
         if config.get("dynamic"):
@@ -482,12 +489,12 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
 
 
 def _holds(variables: Iterable[Variable], variable: Variable) -> bool:
-    """Whether a variable is among these; ``in`` would compare values."""
+    """Whether a variable is one of some variables, by identity; ``in`` would compare values."""
     return any(variable is each for each in variables)
 
 
 def _flat(var_list: Any) -> list[Variable]:
-    """A flat list of the variable or variables, or of what a function returns."""
+    """A flat list of variables, from one, several, or a function that returns them."""
     variables: list[Variable] = keras.tree.flatten(var_list() if callable(var_list) else var_list)
     for variable in variables:
         if not hasattr(variable, "assign"):

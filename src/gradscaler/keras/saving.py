@@ -1,4 +1,4 @@
-"""Models that were saved with Keras' own ``LossScaleOptimizer``."""
+"""Loads models that were saved with Keras' own ``LossScaleOptimizer``."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import keras
 
 from gradscaler.keras.optimizer import LossScaleOptimizer
 
-_load_model = keras.models.load_model  # a user may put the function below in its place
+_load_model = keras.models.load_model  # kept, because a user may replace it by the one below
 
 
 def load_model(filepath: Any, custom_objects: dict[str, Any] | None = None, **options: Any) -> Any:
     """``keras.models.load_model``, with gradscaler's optimizer in place of Keras' own wrapper.
 
-    The scale, the counter, the inner optimizer and its state are those in the file. A model with
-    any other optimizer, or without one, is as Keras loads it.
+    The scale, the counter, the inner optimizer and its state come from the file. A model with any
+    other optimizer, or without one, is loaded as by Keras.
 
     Args:
         filepath: a ``.keras`` file.
-        custom_objects: classes and functions by the names that the file has for them.
+        custom_objects: classes and functions, by their names in the file.
         options: further arguments of ``keras.models.load_model``.
 
     Raises:
-        ValueError, TypeError: as ``keras.models.load_model``.
+        ValueError, TypeError: the errors of ``keras.models.load_model``.
     """
     model = _load_model(filepath, custom_objects, **options)
     theirs: Any = getattr(model, "optimizer", None)

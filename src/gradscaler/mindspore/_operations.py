@@ -1,4 +1,4 @@
-"""Scaling, unscaling and checking gradients: compiled, and called from either mode.
+"""Compiled functions that scale, unscale and check gradients, in graph mode and PyNative mode.
 
 A sparse gradient, which only graph mode makes, is represented by its values.
 """
@@ -17,18 +17,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 _HALF = (mindspore.float16, mindspore.bfloat16)
 _LARGE = 2**16  # elements
 
-_native_all_finite = mindspore.amp.all_finite  # a user may put ours in its place
+_native_all_finite = mindspore.amp.all_finite  # kept, because a user may replace it by ours
 
 
 def compiled(function: F) -> F:
-    """``mindspore.jit`` of the function, for the backend that every device has."""
+    """``mindspore.jit`` of a function, with the backend that every device supports."""
     return mindspore.jit(function, backend="ms_backend")  # type: ignore[no-any-return]
 
 
 def scaled(scale: Any, value: Any) -> Any:
-    """``value * scale`` in the value's dtype; halves are multiplied in float32, and rounded once.
+    """``value * scale`` in the value's dtype.
 
-    The scale itself may be out of a half's range where the product is not.
+    Values of half precision are multiplied in float32 and rounded once, because the scale itself
+    may be out of float16's range.
     """
     if value.dtype in _HALF:
         return (value.astype(mindspore.float32) * scale).astype(value.dtype)
@@ -37,7 +38,7 @@ def scaled(scale: Any, value: Any) -> Any:
 
 @ops.constexpr  # type: ignore[untyped-decorator] # MindSpore has no types
 def on_cpu() -> bool:
-    """Whether MindSpore computes on the CPU, known when it compiles."""
+    """Whether MindSpore computes on the CPU; a constant in compiled code."""
     return bool(mindspore.get_context("device_target") == "CPU")
 
 
@@ -46,7 +47,7 @@ _unscale = ops.MultitypeFuncGraph("unscale")
 
 @_unscale.register("Tensor", "Tensor")  # type: ignore[untyped-decorator]
 def unscaled(scale: Any, grad: Any) -> Any:
-    """``grad / scale``, as :func:`scaled` by the reciprocal."""
+    """``grad / scale`` in the gradient's dtype, computed as :func:`scaled` by 1/scale."""
     return scaled(ops.reciprocal(scale), grad)
 
 
@@ -60,7 +61,7 @@ _zero_if_finite = ops.MultitypeFuncGraph("zero_if_finite")
 
 @_zero_if_finite.register("Tensor")  # type: ignore[untyped-decorator]
 def _zero_if_all_finite(grad: Any) -> Any:
-    """0 in float32 if all elements are finite, and something else if not."""
+    """A float32 scalar: 0 if all elements are finite, else 1 or NaN."""
     if grad.size == 0 or not grad.is_floating_point():
         return 1 - ops.isfinite(grad).all().astype(mindspore.float32)
     if grad.dtype in _HALF:
@@ -68,7 +69,7 @@ def _zero_if_all_finite(grad: Any) -> Any:
     zeros = grad - grad  # NaN at every Inf and NaN
     if grad.size < _LARGE:
         return zeros.sum().astype(mindspore.float32)
-    # On the CPU, the only sum that MindSpore computes on all cores is a matrix product.
+    # A matrix product is the only sum that MindSpore computes on all cores of a CPU.
     zeros = zeros.reshape((1, -1))
     return ops.matmul(zeros, zeros.reshape((-1, 1))).reshape(()).astype(mindspore.float32)
 
@@ -97,9 +98,10 @@ def every_finite(*grads: Any) -> Any:
 
 
 def all_finite(inputs: Any) -> Any:
-    """Whether all elements of all tensors are finite: in place of ``mindspore.amp.all_finite``.
+    """Whether all elements of all tensors are finite: a drop-in for ``mindspore.amp.all_finite``.
 
-    Other devices than the CPU call MindSpore's: Ascend's float16 may saturate and set a flag.
+    On devices other than the CPU this calls MindSpore's function, because Ascend's float16 may
+    saturate and set a flag instead.
 
     Args:
         inputs: a tuple or list of tensors, of any real dtype and shape; or one tensor.
@@ -145,10 +147,10 @@ def largest(*grads: Any) -> Any:
 
 
 def amax(inputs: Any) -> Any:
-    """The largest magnitude of unscaled gradients, for a policy that looks at it.
+    """The largest magnitude of unscaled gradients, for a policy that needs it.
 
     Pass it to ``DynamicLossScaler.adjust``, or to ``process_loss_scale`` in a train step. Tensors
-    that are not floating do not count. A sparse gradient counts by its values.
+    that are not floating do not count. Of a sparse gradient, the values count.
 
     Args:
         inputs: a tuple or list of tensors, of any real dtype and shape; or one tensor.
@@ -181,16 +183,17 @@ def as_amax(value: Any, wanted: Any) -> Any:
     """A float32 Tensor of shape () from a number or a Tensor of one element; or TypeError.
 
     Args:
-        value: None only if it is not ``wanted``.
-        wanted: whether the policy looks at it.
+        value: the largest gradient. It may be None if it is not ``wanted``.
+        wanted: whether the policy needs it. If not, the result is None.
     """
     if not wanted:
         return None
     if value is None:
         raise TypeError(
-            "the policy looks at the largest gradient: pass amax(grads) of gradscaler.mindspore "
-            "after the flag, or 0.0 in a step that amax_interval leaves out. Only "
-            "gradscaler.mindspore's TrainOneStepWithLossScaleCell passes it by itself"
+            "the policy needs the largest gradient: pass amax(grads) of gradscaler.mindspore "
+            "after the flag, or 0.0 in a step in which the policy does not need it, because "
+            "amax_interval is above 1. gradscaler.mindspore's TrainOneStepWithLossScaleCell "
+            "passes it by itself"
         )
     if isinstance(value, (int, float)):
         value = Tensor(value, mindspore.float32)

@@ -1,4 +1,4 @@
-"""The rule's parameters under the names that MindSpore's classes give them."""
+"""The policy's parameters under MindSpore's names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def dynamic_policy(
     scale_factor: Any,
     scale_window: Any,
 ) -> DynamicScale | AmaxScale:
-    """The policy, or MindSpore's rule with these parameters; ``name`` is the loss scale's."""
+    """The policy, if given, or else MindSpore's rule with these parameters.
+
+    ``name`` is the name of the parameter ``loss_scale``.
+    """
     parameters = {name: loss_scale, "scale_factor": scale_factor, "scale_window": scale_window}
     if policy is None:
         return spelled(DynamicScale.mindspore, {name: "init_loss_scale"}, **parameters)
@@ -31,9 +34,9 @@ def dynamic_policy(
 
 
 def as_number(name: str, value: Any) -> Any:
-    """The element of a tensor or an array of one; anything else as it is.
+    """The element of a tensor or array of one element; anything else unchanged.
 
-    MindSpore's managers and update cells take such scales, and its functional scalers do not.
+    MindSpore's managers and update cells take such a scale; its functional scalers do not.
     """
     if isinstance(value, (Tensor, np.ndarray)):
         if value.size != 1:
@@ -43,14 +46,14 @@ def as_number(name: str, value: Any) -> Any:
 
 
 def fixed_scale(name: str, value: Any) -> float:
-    """``value`` as a number, 1 at least; an int stays an int."""
+    """``value`` as a number, which must be >= 1. An int stays an int."""
     value = as_number(name, value)
     _checks.loss_scale(name, value, lowest=1.0)
     return value  # type: ignore[no-any-return]
 
 
 def parameter(own: str, field: str, doc: str) -> property:
-    """A field of an object's ``_policy``, read and written under MindSpore's name for it."""
+    """A property that reads and sets a field of ``_policy`` under MindSpore's name."""
 
     def get(self: Any) -> Any:
         return getattr(self._policy, field)
@@ -62,7 +65,7 @@ def parameter(own: str, field: str, doc: str) -> property:
 
 
 class WindowAndFactor:
-    """The window and the factor of ``_policy``, of a manager or of a scaler."""
+    """Mixin for managers and scalers: properties for the window and the factor of ``_policy``."""
 
     _policy: DynamicScale | AmaxScale
 
@@ -77,7 +80,7 @@ class WindowAndFactor:
 
     @property
     def scale_factor(self) -> float:
-        """What growth multiplies the scale by, and a backoff divides it by."""
+        """The factor of growth, and the divisor of a backoff."""
         return self._policy.growth_factor
 
     @scale_factor.setter

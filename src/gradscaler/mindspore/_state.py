@@ -1,4 +1,4 @@
-"""The state that a policy moves: on the device, and what compiled code makes of it."""
+"""A policy's state on the device, and compiled code that moves it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from gradscaler.policies import (
 
 
 def own_leaves(policy: DynamicScale | AmaxScale) -> tuple[Any, ...]:
-    """What the policy moves beside the scale and the count of finite steps, as Parameters.
+    """Parameters for the fields of the policy's state after the scale and the finite steps.
 
-    A count of non-finite steps that the policy does not use is left out: a checkpoint then holds
-    what MindSpore's own would.
+    A count of non-finite steps that the policy does not use is left out, so that a checkpoint has
+    the same parameters as one of MindSpore's own class.
     """
     if isinstance(policy, DynamicScale) and policy.hysteresis == 1:
         return ()
@@ -31,13 +31,14 @@ def own_leaves(policy: DynamicScale | AmaxScale) -> tuple[Any, ...]:
 
 
 def next_values(parameters: Any, leaves: Any, found_inf: Any, largest: Any) -> Any:
-    """The leaves after one step, by the rule whose constants these are.
+    """The fields of a state after one step.
 
     Args:
         parameters: the policy's constants, a tuple.
-        leaves: the state, a tuple; it may end before a count that the policy does not use.
+        leaves: the fields of the state, a tuple. It lacks the count of non-finite steps if the
+            policy does not use it.
         found_inf: a bool Tensor.
-        largest: a float32 Tensor, if the policy looks at the largest gradient.
+        largest: the largest gradient, a float32 Tensor; None if the policy does not need it.
     """
     if len(leaves) == len(AmaxState._fields):
         values = *leaves, found_inf, ops.where, largest
@@ -49,6 +50,6 @@ def next_values(parameters: Any, leaves: Any, found_inf: Any, largest: Any) -> A
 
 
 def assign(leaves: Any, values: Any) -> None:
-    """Give each Parameter its value; more values than Parameters are left out."""
+    """Assign a value to each Parameter; further values are ignored."""
     for leaf, value in zip(leaves, values):  # noqa: B905 # MindSpore's compiler has no strict
         ops.assign(leaf, value)

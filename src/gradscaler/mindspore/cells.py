@@ -1,4 +1,4 @@
-"""``mindspore.nn``'s loss-scale update cells: what the next scale is, kept on the device."""
+"""Drop-ins for ``mindspore.nn``'s loss-scale update cells, which move a scale on the device."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class FixedLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):  # type: ignore[mis
     Calling it with the loss scale and the overflow flag returns the flag.
 
     Args:
-        loss_scale_value: the loss scale, 1 at least: a number, or a Tensor of one element.
+        loss_scale_value: the loss scale, >= 1: a number, or a Tensor of one element.
 
     Raises:
-        ValueError: it is below 1, or not finite in float32.
-        TypeError: it is neither a number nor a Tensor of numbers.
+        ValueError: ``loss_scale_value`` is below 1, or not finite in float32.
+        TypeError: ``loss_scale_value`` is neither a number nor a Tensor of numbers.
 
     >>> FixedLossScaleUpdateCell(2**12).get_loss_scale()
     4096
@@ -37,26 +37,27 @@ class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):  # type: ignore
 
     A train step calls it with the loss scale, a float32 Parameter of shape () or (1,), and the
     overflow flag, a bool or a bool Tensor of shape () or (1,). The call moves the scale and returns
-    the flag. It is compiled in either mode. Parameters and checkpoints are those of MindSpore's.
+    the flag. It is compiled in graph mode and in PyNative mode. Its Parameters have the names of
+    MindSpore's own cell, so checkpoints fit either class.
 
     Args:
-        loss_scale_value: the scale before the first step, 1 at least: a number, or a Tensor of
-            one element.
-        scale_factor: what growth multiplies and a backoff divides by, > 1.
+        loss_scale_value: the scale before the first step, >= 1: a number, or a Tensor of one
+            element.
+        scale_factor: the factor of growth, and the divisor of a backoff, > 1.
         scale_window: finite steps in a row before the scale grows.
-        policy: the rule as a whole, in place of the three parameters: a
-            :class:`gradscaler.DynamicScale`, or a :class:`gradscaler.AmaxScale`. A hysteresis above
-            1 adds a parameter, ``nonfinite_steps``; an ``AmaxScale`` adds it, ``peak`` and
-            ``reach``. The train step then also hands over the largest gradient, as
+        policy: the rule, in place of the three parameters: a :class:`gradscaler.DynamicScale`, or a
+            :class:`gradscaler.AmaxScale`. A hysteresis above 1 adds a Parameter,
+            ``nonfinite_steps``; an ``AmaxScale`` adds ``nonfinite_steps``, ``peak`` and ``reach``,
+            and needs a train step that also passes the largest gradient, as
             :class:`gradscaler.mindspore.TrainOneStepWithLossScaleCell` does.
 
     Attributes:
-        amax_interval: how many finite steps each measurement of the gradients is good for; 0 if the
-            policy does not look at them.
+        amax_interval: the policy needs the largest gradient every so many finite steps; 0 if it
+            never does.
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.
-        TypeError: a parameter is not the kind of number it should be.
+        TypeError: a parameter is not a number of the right kind.
 
     >>> from mindspore import Parameter, Tensor
     >>> cell = DynamicLossScaleUpdateCell(loss_scale_value=8, scale_factor=2, scale_window=2)
@@ -92,7 +93,7 @@ class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):  # type: ignore
     def construct(self, loss_scale: Any, overflow: Any, amax: Any = None) -> Any:
         """Assign the next loss scale to ``loss_scale``, and return ``overflow``.
 
-        ``amax`` is the largest magnitude of the unscaled gradients, for a policy that looks at it.
+        ``amax`` is the largest magnitude of the unscaled gradients, for a policy that needs it.
         """
         finite_steps = self.cur_iter - 1 - self.last_overflow_iter
         leaves = (loss_scale.reshape(()), finite_steps, *self._own_leaves)

@@ -1,4 +1,4 @@
-"""``mindspore.amp``'s loss-scale managers: what the next scale is, kept on the host."""
+"""Drop-ins for ``mindspore.amp``'s loss-scale managers, which keep a scale on the host."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class FixedLossScaleManager(mindspore.amp.FixedLossScaleManager):  # type: ignor
     """A loss scale that never moves: a drop-in for ``mindspore.amp.FixedLossScaleManager``.
 
     Args:
-        loss_scale: the loss scale, 1 at least: a number, or a Tensor of one element.
-        drop_overflow_update: whether an overflow skips its step. If not, give the scale to the
-            optimizer too, as its own ``loss_scale``.
+        loss_scale: the loss scale, >= 1: a number, or a Tensor of one element.
+        drop_overflow_update: whether an overflow skips its step. If not, pass the scale to the
+            optimizer, too, as its own ``loss_scale``.
 
     Raises:
         ValueError: ``loss_scale`` is below 1, or not finite in float32.
@@ -52,29 +52,29 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
     """A loss scale that moves: a drop-in for ``mindspore.amp.DynamicLossScaleManager``.
 
     The scale backs off to ``max(loss_scale / scale_factor, 1)`` at each overflow, and grows to
-    ``loss_scale * scale_factor`` whenever the steps since the last one are a multiple of
-    ``scale_window``, unless float32 cannot hold that.
+    ``loss_scale * scale_factor`` whenever the number of steps since the last overflow is a multiple
+    of ``scale_window``, unless float32 cannot hold the product.
 
     Args:
-        init_loss_scale: the scale before the first step, 1 at least: a number, or a Tensor of
-            one element.
-        scale_factor: what growth multiplies and a backoff divides by, > 1.
+        init_loss_scale: the scale before the first step, >= 1: a number, or a Tensor of one
+            element.
+        scale_factor: the factor of growth, and the divisor of a backoff, > 1.
         scale_window: finite steps in a row before the scale grows.
-        policy: the rule as a whole, in place of the three parameters: a
-            :class:`gradscaler.DynamicScale`, or a :class:`gradscaler.AmaxScale`. The train step of
-            :class:`gradscaler.mindspore.Model` or of :meth:`get_update_cell` shows the latter the
-            gradients.
+        policy: the rule, in place of the three parameters: a :class:`gradscaler.DynamicScale`, or a
+            :class:`gradscaler.AmaxScale`. An ``AmaxScale`` needs the largest gradient, which the
+            train step of :class:`gradscaler.mindspore.Model`, or one with the cell of
+            :meth:`get_update_cell`, passes to it.
 
     Attributes:
-        loss_scale: the scale now.
+        loss_scale: the current scale.
         cur_iter: the number of the next step, from 1.
-        last_overflow_iter: the number of the last step that overflowed; 0 before there is one.
-        bad_step: how many steps in a row have overflowed.
-        bad_step_max: how many may; 1000.
+        last_overflow_iter: the number of the last step that overflowed; 0 before the first.
+        bad_step: the number of overflows in a row up to now.
+        bad_step_max: the largest number of overflows in a row; 1000.
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.
-        TypeError: a parameter is not the kind of number it should be.
+        TypeError: a parameter is not a number of the right kind.
 
     >>> manager = DynamicLossScaleManager(init_loss_scale=8, scale_window=2)
     >>> for overflow in [True, False, False]:
@@ -102,8 +102,8 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
         self.last_overflow_iter = 0
         self.bad_step = 0
         self.bad_step_max = 1000
-        self._state: Any = self._policy.init()  # scale and finite steps are kept above
-        self._is_following = False  # a train step, which moves the scale
+        self._state: Any = self._policy.init()  # but for the scale and finite steps, kept above
+        self._is_following = False  # whether a train step moves the scale
 
     def __repr__(self) -> str:
         return (
@@ -112,15 +112,15 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
         )
 
     increase_ratio = parameter(
-        "increase_ratio", "growth_factor", "What growth multiplies the scale by."
+        "increase_ratio", "growth_factor", "The factor by which the scale grows."
     )
     decrease_ratio = parameter(
-        "decrease_ratio", "backoff_factor", "What a backoff multiplies the scale by."
+        "decrease_ratio", "backoff_factor", "The factor by which the scale backs off."
     )
 
     @property
     def loss_scale(self) -> float:
-        """The scale now."""
+        """The current scale."""
         return self._loss_scale
 
     @loss_scale.setter
@@ -134,14 +134,14 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
 
         Args:
             overflow: whether the step's gradients held an Inf or a NaN.
-            amax: for a policy that looks at it, the largest magnitude of the unscaled gradients: a
-                number, or a Tensor of one element, as :func:`gradscaler.mindspore.amax` finds it.
-                Other policies ignore it.
+            amax: the largest magnitude of the unscaled gradients, a number or a Tensor of one
+                element, from :func:`gradscaler.mindspore.amax`. Required by a policy with an
+                ``amax_interval``, ignored by others.
 
         Raises:
             RuntimeError: more than ``bad_step_max`` steps in a row overflowed; nothing changes.
-            TypeError: ``amax`` is missing in a finite step in which the policy looks at it, or is
-                not a number; nothing changes.
+            TypeError: ``amax`` is missing in a finite step in which the policy needs it, or is not
+                a number; nothing changes.
         """
         overflow = bool(overflow)
         bad_step = self.bad_step + 1 if overflow else 0
@@ -169,13 +169,13 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
             amax = _checks.number("amax", as_number("amax", amax))
         elif not overflow and finite_steps % policy.amax_interval == 0:
             raise TypeError(
-                "the policy looks at the largest gradient, and a manager sees only whether one "
-                "overflowed: write update_loss_scale(overflow, amax(grads)), or train by "
+                "the policy needs the largest gradient, and a manager gets only the overflow "
+                "flag: write update_loss_scale(overflow, amax(grads)), or train by "
                 "gradscaler.mindspore's Model or TrainOneStepWithLossScaleCell"
             )
         return policy.update(state._replace(finite_steps=finite_steps), overflow, amax=amax)
 
     def get_update_cell(self) -> DynamicLossScaleUpdateCell:
-        """A cell for the train step, which starts from the scale that the manager has now."""
+        """A cell for the train step, which starts from the manager's current scale."""
         policy = dataclasses.replace(self._policy, init_scale=self.loss_scale)
         return DynamicLossScaleUpdateCell(policy=policy)

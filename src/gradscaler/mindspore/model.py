@@ -1,4 +1,4 @@
-"""``mindspore.Model``, with loss scaling on the CPU too."""
+"""A drop-in for ``mindspore.Model`` that also scales losses on the CPU."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ from gradscaler.mindspore.train import own_update_cell, with_loss_scaling
 
 
 class Model(mindspore.Model):  # type: ignore[misc] # untyped base
-    """Trains, evaluates and predicts: a drop-in for ``mindspore.Model``, on the CPU too.
+    """Trains, evaluates and predicts: a drop-in for ``mindspore.Model``, also on the CPU.
 
-    On the CPU, MindSpore's own refuses a ``loss_scale_manager`` that skips steps.
+    On the CPU, MindSpore's own Model refuses a ``loss_scale_manager`` that skips steps.
 
-    A dynamic manager follows the train step: after each step and after the training, its
-    ``loss_scale`` is the scale of the step, also where a checkpoint was loaded. To set the scale,
-    call ``model.train_network.set_sense_scale``.
+    After each step and after the training, the ``loss_scale`` of a dynamic manager is set to the
+    scale of the train step, which a checkpoint may have changed. To set the scale yourself, call
+    ``model.train_network.set_sense_scale``.
 
     Args:
-        network: the network, or with ``loss_fn`` None a cell that returns the loss.
+        network: the network; if ``loss_fn`` is None, a cell that returns the loss.
         loss_fn: a cell that computes the loss from the network's output and a label.
-        optimizer: updates the network's parameters.
-        metrics: names of metrics in a set, or metrics in a dict, for :meth:`eval`.
-        eval_network: evaluates, in place of ``network`` and ``loss_fn``.
-        eval_indexes: where the outputs of ``eval_network`` hold the loss, predictions and labels.
-        amp_level: the mixed precision: "O0", "O1", "O2", "O3" or "auto". "O2" scales the loss by a
-            ``DynamicLossScaleManager()`` if ``loss_scale_manager`` is left out.
-        boost_level: of ``mindspore.boost``: "O0", "O1" or "O2"; on the CPU loss scaling that skips
-            steps takes only "O0".
-        kwargs: ``loss_scale_manager``, ``keep_batchnorm_fp32`` and ``boost_config_dict``, as
-            MindSpore's own has them.
+        optimizer: the optimizer of the network's parameters.
+        metrics: a set of names of metrics, or a dict of metrics, for :meth:`eval`.
+        eval_network: the network for :meth:`eval`, in place of ``network`` and ``loss_fn``.
+        eval_indexes: the positions of the loss, predictions and labels in the outputs of
+            ``eval_network``.
+        amp_level: the level of mixed precision: "O0", "O1", "O2", "O3" or "auto". "O2" scales the
+            loss by a ``DynamicLossScaleManager()`` if ``loss_scale_manager`` is left out.
+        boost_level: the level of ``mindspore.boost``: "O0", "O1" or "O2". On the CPU, loss scaling
+            that skips steps requires "O0".
+        kwargs: ``loss_scale_manager``, ``keep_batchnorm_fp32`` and ``boost_config_dict``, as in
+            MindSpore's own Model.
 
     Raises:
-        ValueError, TypeError: as MindSpore's own; or on the CPU, steps would be skipped with
-            ``boost_level``, or with MindSpore's own accumulation of gradients.
+        ValueError, TypeError: the errors of MindSpore's own Model. Also ValueError on the CPU, if a
+            manager that skips steps is combined with a ``boost_level`` above "O0" or with
+            MindSpore's accumulation of gradients.
 
     >>> import numpy as np
     >>> from mindspore import nn
@@ -74,15 +76,15 @@ class Model(mindspore.Model):  # type: ignore[misc] # untyped base
 
 
 class _Follow(Callback):  # type: ignore[misc] # untyped base
-    """Gives a manager the loss scale of its train step.
+    """Sets a manager's loss scale to that of its train step.
 
-    ``Model`` tells the manager of each overflow, but not of what a checkpoint brought back.
+    ``Model`` tells the manager of each overflow, but not of a scale that a checkpoint restored.
     """
 
     def __init__(self, manager: Any, step: Any) -> None:
         super().__init__()
         self._manager, self._step = manager, step
-        # The public attribute of ours has bounds, which a scale set in the step need not respect.
+        # The public attribute of our manager checks bounds, which the step's scale may exceed.
         self._is_ours = isinstance(manager, DynamicLossScaleManager)
         self._name = "_loss_scale" if self._is_ours else "loss_scale"
 
@@ -95,7 +97,7 @@ class _Follow(Callback):  # type: ignore[misc] # untyped base
         self._follow()
 
     def __exit__(self, *error: object) -> None:
-        """At the end, also of a training that raised: a callback may restore the best weights."""
+        """Set the scale at the end, when a callback may have restored the best weights."""
         self._follow()
         if self._is_ours:
             self._manager._is_following = False

@@ -1,4 +1,4 @@
-"""``mindspore.amp``'s functional scalers, for custom training loops."""
+"""Drop-ins for ``mindspore.amp``'s functional scalers, for custom training loops."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Scaling(mindspore.amp.LossScaler):  # type: ignore[misc] # untyped base
     """Multiplies and divides by ``scale_value``."""
 
     def scale(self, inputs: Any) -> Any:
-        """``inputs * scale_value``, in the dtype of each.
+        """``inputs * scale_value``, each tensor in its own dtype.
 
         Args:
             inputs: a tensor, or tensors in tuples, lists and dicts: a loss, or gradients.
@@ -46,7 +46,7 @@ class _Scaling(mindspore.amp.LossScaler):  # type: ignore[misc] # untyped base
         return _scale(_value_of(self.scale_value), _tensors(inputs))
 
     def unscale(self, inputs: Any) -> Any:
-        """``inputs / scale_value``, in the dtype of each.
+        """``inputs / scale_value``, each tensor in its own dtype.
 
         Args:
             inputs: a tensor, or tensors in tuples, lists and dicts: a loss, or gradients.
@@ -69,11 +69,11 @@ class StaticLossScaler(_Scaling, mindspore.amp.StaticLossScaler):  # type: ignor
     """A loss scale that never moves: a drop-in for ``mindspore.amp.StaticLossScaler``.
 
     Args:
-        scale_value: the loss scale, 1 at least.
+        scale_value: the loss scale, >= 1.
 
     Raises:
-        ValueError: it is below 1, or not finite in float32.
-        TypeError: it is not a number.
+        ValueError: ``scale_value`` is below 1, or not finite in float32.
+        TypeError: ``scale_value`` is not a number.
 
     >>> from mindspore import Tensor
     >>> scaler = StaticLossScaler(scale_value=1024)
@@ -86,31 +86,30 @@ class StaticLossScaler(_Scaling, mindspore.amp.StaticLossScaler):  # type: ignor
 
 
 class _FactorError(ParameterError, TypeError):
-    """A float that cannot be a factor: MindSpore's scaler refuses each float for its type."""
+    """A float that is not a factor. MindSpore's own scaler raises TypeError for any float."""
 
 
 class DynamicLossScaler(WindowAndFactor, _Scaling, mindspore.amp.DynamicLossScaler):  # type: ignore[misc] # untyped base
     """A loss scale that moves: a drop-in for ``mindspore.amp.DynamicLossScaler``.
 
-    All methods work in either mode and inside ``mindspore.jit``. A compiled ``adjust`` keeps the
-    window and the factor that it was compiled with.
+    All methods work in graph mode, in PyNative mode and inside ``mindspore.jit``. A compiled
+    ``adjust`` keeps the window and the factor that it was compiled with.
 
     Args:
-        scale_value: the scale before the first step, 1 at least.
-        scale_factor: what growth multiplies and a backoff divides by, > 1.
+        scale_value: the scale before the first step, >= 1.
+        scale_factor: the factor of growth, and the divisor of a backoff, > 1.
         scale_window: finite steps in a row before the scale grows.
-        policy: the rule as a whole, in place of the three parameters: a
-            :class:`gradscaler.DynamicScale`, or a :class:`gradscaler.AmaxScale`. A hysteresis above
-            1 adds a parameter, ``nonfinite_steps``; an ``AmaxScale`` adds it, ``peak`` and
-            ``reach``.
+        policy: the rule, in place of the three parameters: a :class:`gradscaler.DynamicScale`, or a
+            :class:`gradscaler.AmaxScale`. A hysteresis above 1 adds a Parameter,
+            ``nonfinite_steps``; an ``AmaxScale`` adds ``nonfinite_steps``, ``peak`` and ``reach``.
 
     Attributes:
-        scale_value: the scale now, a Parameter of shape () and float32.
-        counter: finite steps in a row, a Parameter of shape () and int32.
+        scale_value: the current scale, a float32 Parameter of shape ().
+        counter: finite steps in a row, an int32 Parameter of shape ().
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.
-        TypeError: a parameter is not the kind of number it should be.
+        TypeError: a parameter is not a number of the right kind.
 
     >>> from mindspore import Tensor
     >>> scaler = DynamicLossScaler(scale_value=1024, scale_factor=2, scale_window=1)
@@ -155,19 +154,20 @@ class DynamicLossScaler(WindowAndFactor, _Scaling, mindspore.amp.DynamicLossScal
         Args:
             grads_finite: whether all gradients were finite, a bool or a bool Tensor of shape () or
                 (1,).
-            amax: for a policy that looks at it, the largest magnitude of the unscaled gradients, a
-                number or a Tensor of one element, as :func:`gradscaler.mindspore.amax` finds it. In
-                a step that the policy's ``amax_interval`` leaves out, 0.0 saves finding it. Other
-                policies ignore it.
+            amax: the largest magnitude of the unscaled gradients, a number or a Tensor of one
+                element, from :func:`gradscaler.mindspore.amax`. Required by a policy with an
+                ``amax_interval``, ignored by others. If the interval is above 1, the policy needs
+                it only in some steps; pass 0.0 in the others to save the measurement.
 
         Returns:
             True.
 
         Raises:
-            TypeError: the flag is neither; or ``amax`` is missing under a policy that looks at it,
-                or is of another kind. Nothing changes.
+            TypeError: ``grads_finite`` is not a bool or a bool Tensor of shape () or (1,); or
+                ``amax`` is missing though the policy needs it, or is not a number or a Tensor of
+                one element. Nothing changes.
         """
-        constants = tuple(self._policy._constants)  # a named one compiles at every call
+        constants = tuple(self._policy._constants)  # a named tuple would compile at every call
         flag, largest = as_flag(grads_finite), as_amax(amax, self._wants_amax)
         leaves = (self.scale_value, self.counter, *self._own_leaves)
         values = [leaf.value() for leaf in leaves]

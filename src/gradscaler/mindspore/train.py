@@ -1,4 +1,4 @@
-"""``mindspore.nn``'s train step with loss scaling, and what builds one for ``mindspore.Model``."""
+"""``mindspore.nn``'s train step with loss scaling, and functions that build one."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from gradscaler.mindspore._operations import every_finite, largest, on_cpu, unsc
 from gradscaler.mindspore.managers import DynamicLossScaleManager
 from gradscaler.policies import _checks, amax_interval
 
-_native_build = amp.build_train_network  # a user may put ours in its place
+_native_build = amp.build_train_network  # kept, because a user may replace it by ours
 
 
 class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: ignore[misc] # untyped base
     """A train step with loss scaling: a drop-in for ``mindspore.nn.TrainOneStepWithLossScaleCell``.
 
     Called with the network's inputs it returns three Tensors: the loss; whether a gradient
-    overflowed, a bool of shape (); and the float32 loss scale, in its own shape. In PyNative mode
-    that is the Parameter itself, which moves on. A step that overflowed leaves the parameters and
-    the optimizer as they were. MindSpore's own needs an Ascend or a GPU.
+    overflowed, a bool of shape (); and the float32 loss scale, of shape () or (1,). In PyNative
+    mode the loss scale is the Parameter itself, which the next step changes. A step that overflowed
+    leaves the parameters and the optimizer as they were. MindSpore's own class needs an Ascend or a
+    GPU.
 
     Args:
         network: a cell that returns the loss.
-        optimizer: updates the network's parameters.
+        optimizer: the optimizer of the network's parameters.
         scale_sense: an update cell, which moves the scale after each step; or the scale, a Tensor
-            of shape () or (1,), which :meth:`set_sense_scale` moves.
+            of shape () or (1,), which :meth:`set_sense_scale` sets.
 
     Raises:
-        TypeError: ``scale_sense`` is neither a cell nor a Tensor.
-        ValueError: it has another shape, or is not positive and finite.
+        TypeError: ``scale_sense`` is neither an update cell nor a Tensor.
+        ValueError: ``scale_sense`` is a Tensor of another shape, or not positive and finite.
 
     >>> from gradscaler.mindspore import DynamicLossScaleUpdateCell
     >>> layer = nn.Dense(2, 1, weight_init="ones", has_bias=False)
@@ -47,8 +48,8 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
             scale_sense = _as_scale("scale_sense", scale_sense, scale_sense.shape)
         elif isinstance(scale_sense, amp.LossScaleManager):
             raise TypeError(
-                "scale_sense must be an update cell or a Tensor: pass what get_update_cell() of "
-                f"this {type(scale_sense).__name__} returns"
+                "scale_sense must be an update cell or a Tensor: pass the result of "
+                f"get_update_cell() of this {type(scale_sense).__name__}"
             )
         elif isinstance(scale_sense, nn.Cell) and not hasattr(scale_sense, "get_loss_scale"):
             raise TypeError(
@@ -58,7 +59,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
         super().__init__(network, optimizer, scale_sense)
         self._wants_amax = amax_interval(scale_sense) > 0
         if self._wants_amax and self.is_distributed:
-            self._all_gather = ops.AllGather()  # on the CPU, AllReduce knows no maximum
+            self._all_gather = ops.AllGather()  # on the CPU, AllReduce has no maximum
 
     def construct(self, *inputs: Any) -> Any:
         """The loss, whether a gradient overflowed, and the loss scale."""
@@ -75,10 +76,10 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
         return loss, overflow, scale
 
     def get_overflow_status(self, status: Any, compute_output: Any) -> Any:
-        """Whether a gradient overflowed, on any device of several: a bool Tensor of shape ().
+        """Whether a gradient overflowed on any device: a bool Tensor of shape ().
 
         Args:
-            status: what ``start_overflow_check`` returned; unused on the CPU.
+            status: the result of ``start_overflow_check``; unused on the CPU.
             compute_output: the gradients, a tuple.
         """
         if not on_cpu():
@@ -89,7 +90,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
         return overflow
 
     def get_amax(self, compute_output: Any) -> Any:
-        """The largest magnitude of a gradient, on any device of several: a float32 Tensor, ().
+        """The largest magnitude of a gradient on any device: a float32 Tensor of shape ().
 
         Args:
             compute_output: the unscaled gradients, a tuple.
@@ -98,15 +99,15 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
         return self._all_gather(found.reshape((1,))).max() if self.is_distributed else found
 
     def process_loss_scale(self, overflow: Any, amax: Any = None) -> Any:
-        """Move the loss scale if an update cell does that, and return ``overflow``.
+        """Move the loss scale by the update cell, if there is one, and return ``overflow``.
 
         Args:
-            overflow: whether a gradient overflowed, as :meth:`get_overflow_status` returns it.
-            amax: for a cell whose policy looks at it, what :meth:`get_amax` returns.
+            overflow: whether a gradient overflowed, from :meth:`get_overflow_status`.
+            amax: the largest gradient, from :meth:`get_amax`, for a policy that needs it.
         """
         if self._wants_amax:
             return self.loss_scaling_manager(self.scale_sense, overflow, amax)
-        if self.loss_scaling_manager is not None:  # super() does not compile in subclasses
+        if self.loss_scaling_manager is not None:  # not super(), which fails to compile here
             return self.loss_scaling_manager(self.scale_sense, overflow)
         return overflow
 
@@ -118,7 +119,8 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
 
         Raises:
             TypeError: ``sens`` is not a Tensor.
-            ValueError: it cannot be a loss scale; nothing changes.
+            ValueError: ``sens`` has more than one element, or is not positive and finite; nothing
+                changes.
         """
         if not isinstance(sens, Tensor):
             raise TypeError(f"sens must be a Tensor, got {sens!r} ({type(sens).__name__})")
@@ -126,9 +128,9 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
 
 
 def _as_scale(name: str, scale: Any, shape: Any) -> Any:
-    """A new float32 Tensor of this shape, or ValueError.
+    """A new float32 Tensor of this shape; ValueError if ``scale`` is not a loss scale.
 
-    It is not a view of a Tensor, which no operation may then assign to in PyNative mode.
+    It is a copy, because in PyNative mode no operation may assign to a view.
     """
     if scale.size != 1:
         raise ValueError(f"{name} must have the shape () or (1,), got {scale.shape}")
@@ -145,29 +147,31 @@ def build_train_network(
     boost_level: str = "O0",
     **kwargs: Any,
 ) -> Any:
-    """Build a train step, on the CPU too: in place of ``mindspore.amp.build_train_network``.
+    """Build a train step: a drop-in for ``mindspore.amp.build_train_network``, also on the CPU.
 
-    On the CPU, MindSpore's own refuses all loss scaling that skips steps.
+    On the CPU, MindSpore's own function refuses loss scaling that skips steps.
     :class:`gradscaler.mindspore.Model` builds its train step in the same way.
 
     Args:
-        network: the network, or with ``loss_fn`` None a cell that returns the loss.
-        optimizer: updates the network's parameters.
+        network: the network; if ``loss_fn`` is None, a cell that returns the loss.
+        optimizer: the optimizer of the network's parameters.
         loss_fn: a cell that computes the loss from the network's output and a label.
-        level: the mixed precision: "O0", "O1", "O2", "O3" or "auto". "O2" scales the loss by a
-            ``DynamicLossScaleManager()`` if ``loss_scale_manager`` is left out.
-        boost_level: of ``mindspore.boost``: "O0", "O1" or "O2"; on the CPU loss scaling that skips
-            steps takes only "O0".
-        kwargs: ``loss_scale_manager``, ``cast_model_type`` and ``keep_batchnorm_fp32``, as
-            MindSpore's own has them.
+        level: the level of mixed precision: "O0", "O1", "O2", "O3" or "auto". "O2" scales the loss
+            by a ``DynamicLossScaleManager()`` if ``loss_scale_manager`` is left out.
+        boost_level: the level of ``mindspore.boost``: "O0", "O1" or "O2". On the CPU, loss scaling
+            that skips steps requires "O0".
+        kwargs: ``loss_scale_manager``, ``cast_model_type`` and ``keep_batchnorm_fp32``, as in
+            MindSpore's own function.
 
     Returns:
-        A cell, set to train: called with data and label, or the network's inputs. With a manager
-        that skips steps it returns loss, overflow and loss scale; else the loss.
+        A cell in training mode. Call it with data and label, or, without ``loss_fn``, with the
+        network's inputs. With a manager that skips steps it returns the loss, the overflow flag and
+        the loss scale; otherwise the loss.
 
     Raises:
-        ValueError, TypeError: an argument is not one of those; or on the CPU, steps would be
-            skipped with ``boost_level``, or with MindSpore's own accumulation of gradients.
+        ValueError, TypeError: an argument is not one of those above. Also ValueError on the CPU, if
+            a manager that skips steps is combined with a ``boost_level`` above "O0" or with
+            MindSpore's accumulation of gradients.
 
     >>> from gradscaler.mindspore import DynamicLossScaleManager
     >>> network = nn.Dense(2, 1, weight_init="ones")
@@ -188,7 +192,7 @@ def build_train_network(
 
 
 def own_update_cell(manager: Any) -> Any:
-    """The cell that moves the scale of a train step which MindSpore cannot build; or None."""
+    """The manager's update cell if MindSpore cannot build the train step itself, else None."""
     wants_amax = amax_interval(getattr(manager, "policy", None)) > 0
     if (wants_amax or on_cpu()) and isinstance(manager, amp.LossScaleManager):
         return manager.get_update_cell()
@@ -196,14 +200,14 @@ def own_update_cell(manager: Any) -> Any:
 
 
 def with_loss_scaling(step: Any, manager: Any, update_cell: Any) -> Any:
-    """The train step that MindSpore built without ``manager``, as one that skips overflows."""
+    """A train step with loss scaling, from one that MindSpore has built without ``manager``."""
     if type(step) is not nn.TrainOneStepCell:
         raise ValueError(
             f"{type(manager).__name__} cannot skip the steps of a "
             f"{type(step).__name__}: take boost_level='O0', a network without gradient "
             "accumulation, or FixedLossScaleManager(drop_overflow_update=False)"
         )
-    inputs = step.get_inputs()  # dynamic shapes
+    inputs = step.get_inputs()  # set if shapes are dynamic
     step = TrainOneStepWithLossScaleCell(step.network, step.optimizer, update_cell).set_train()
     if isinstance(inputs, dict):
         step.set_inputs(**inputs)

@@ -74,7 +74,7 @@ def group_of(optimizer: Any) -> Group | None:
 
 
 def _topology_of(optimizer: Any) -> Any:
-    """Fleet's HybridCommunicateGroup; None without fleet, or if every process has the same model."""
+    """Fleet's HybridCommunicateGroup; None without one, or if each process has the whole model."""
     topology = getattr(optimizer, "_hcg", None)
     if topology is None or topology.get_parallel_mode() == dist.ParallelMode.DATA_PARALLEL:
         return None

@@ -564,7 +564,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     # Where Paddle's rules differ from the engine's.
 
     def _state_of_loss(self, state: State) -> State:
-        """The state of the last loss. An optimizer's ``minimize`` may have moved the scale since."""
+        """The state of the last loss. The ``minimize`` of an optimizer may have moved it since."""
         if self._scaled_by is None or self._repeating.in_closure:
             return state
         return state._replace(scale=self._scaled_by)

@@ -1,4 +1,4 @@
-"""What the next loss scale is: pure rules that know no tensor library."""
+"""Policies: pure rules for the next loss scale, which import no tensor library."""
 
 from gradscaler.policies.amax import AmaxScale
 from gradscaler.policies.dynamic import DynamicScale
@@ -12,7 +12,7 @@ OwnPolicy = Rule | AmaxScale
 """The policies of this package."""
 
 State = ScaleState | AmaxState
-"""What a policy moves."""
+"""The states of this package's policies."""
 
 __all__ = [
     "AmaxScale",

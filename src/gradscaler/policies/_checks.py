@@ -1,4 +1,4 @@
-"""Checks of parameters, each error naming the parameter and the value."""
+"""Checks of parameters. Each error names the parameter and the value."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 from gradscaler.errors import ParameterError, ParameterTypeError
 
 SMALLEST_SCALE = 2.0**-126
-"""The smallest normal float32: the least scale whose reciprocal is finite and not flushed to 0."""
+"""The smallest normal float32. Devices may flush a smaller scale to 0, or its reciprocal is Inf."""
 
 LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 LONGEST_COUNT = 2**31 - 1
-"""The largest int32. A counter of any framework can reach it."""
+"""The largest int32, which the counters of every framework can hold."""
 
 
 def number(name: str, value: object) -> float:
-    """``value`` as a Python float; an error unless it is a real number, bool excluded."""
+    """``value`` as a Python float; ParameterTypeError if it is a bool or not a real number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ParameterTypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
     try:
@@ -30,14 +30,14 @@ def number(name: str, value: object) -> float:
 
 
 def in_float32(value: float) -> float:
-    """``value`` rounded to float32, too large becoming inf."""
+    """``value`` rounded to float32; inf if it is too large."""
     return c_float(value).value  # np.float32 would warn of an overflow
 
 
 def loss_scale(
     name: str, value: object, lowest: float = SMALLEST_SCALE, highest: float = LARGEST_SCALE
 ) -> float:
-    """``value`` if a float32 loss scale can hold it, ``lowest <= value <= highest``."""
+    """``value`` if it is positive and finite in float32, and ``lowest <= value <= highest``."""
     given = number(name, value)
     scale = in_float32(given)
     if not math.isfinite(scale) or scale <= 0:
@@ -48,7 +48,7 @@ def loss_scale(
 
 
 def bounds(min_scale: object, max_scale: object) -> tuple[float, float]:
-    """Both as loss scales, if the first is not above the second in float32."""
+    """Both bounds, if they are loss scales, and the first is not above the second in float32."""
     lowest, highest = loss_scale("min_scale", min_scale), loss_scale("max_scale", max_scale)
     if in_float32(lowest) > in_float32(highest):
         raise ParameterError(

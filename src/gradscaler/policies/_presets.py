@@ -1,4 +1,4 @@
-"""Each framework's own rule, by name: its defaults, and its parameters in its spelling."""
+"""Each framework's own rule, with its defaults, under its names of parameters."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ PADDLE = {
     "incr_every_n_steps": "growth_interval",
     "decr_every_n_nan_or_inf": "hysteresis",
 }
-"""Paddle's names of a :class:`gradscaler.DynamicScale`'s parameters."""
+"""For Paddle's name of each parameter, that of :class:`gradscaler.DynamicScale`."""
 
 KERAS = {"initial_scale": "init_scale", "dynamic_growth_steps": "growth_interval"}
-"""Keras' names of them, in Keras 2 and 3."""
+"""For the name of each parameter in Keras 2 and 3, that of :class:`gradscaler.DynamicScale`."""
 
 
 class Presets:
     """Named constructors of :class:`gradscaler.DynamicScale`.
 
-    Where a framework lets the scale grow to inf or sink to 0, the preset does not. An error names
-    the parameter as the caller spelled it.
+    Some frameworks let the scale grow to Inf or sink to 0; the presets do not. Errors use the
+    framework's names of parameters.
 
     >>> from gradscaler import DynamicScale
     >>> DynamicScale.tf_keras(dynamic_growth_steps=100).min_scale
@@ -84,7 +84,7 @@ class Presets:
         scale_factor: float = 2,
         scale_window: int = 2000,
     ) -> T:
-        """``mindspore.amp.DynamicLossScaleManager`` (MindSpore 2.10), never below 1."""
+        """``mindspore.amp.DynamicLossScaleManager`` (MindSpore 2.10), with a floor of 1."""
         factor = _checks.growth_factor("scale_factor", scale_factor)
         factors = {"growth_factor": factor, "backoff_factor": 1 / factor}
         fields = {"init_loss_scale": "init_scale", "scale_window": "growth_interval"}
@@ -101,8 +101,8 @@ class Presets:
     ) -> T:
         """``flax.training.dynamic_scale.DynamicScale`` (flax 0.12).
 
-        It grows at the step after ``growth_interval`` finite ones, so ``growth_interval`` here is
-        one more than the argument. A ``minimum_scale`` of None is the default.
+        It grows at the first step after ``growth_interval`` finite ones, so the policy's
+        ``growth_interval`` is the argument plus 1. A ``minimum_scale`` of None is the default.
         """
         if minimum_scale is None:
             minimum_scale = _checks.SMALLEST_SCALE
@@ -119,7 +119,7 @@ class Presets:
         factor: float = 2,
         min_loss_scale: float = 1.0,
     ) -> T:
-        """``jmp.DynamicLossScale`` (jmp 0.0.4), whose ``loss_scale`` has no default there."""
+        """``jmp.DynamicLossScale`` (jmp 0.0.4). jmp itself has no default for ``loss_scale``."""
         ratio = _checks.growth_factor("factor", factor)
         factors = {"growth_factor": ratio, "backoff_factor": 1 / ratio}
         fields = {"loss_scale": "init_scale", "period": "growth_interval"}
@@ -135,9 +135,9 @@ class Presets:
         growth_interval: int = 2000,
         hysteresis: int = 1,
     ) -> T:
-        """Apex's ``update_scale_hysteresis``: any finite step refills the hysteresis.
+        """Apex's ``update_scale_hysteresis``: any finite step resets the count of overflows.
 
-        The kernel has no defaults; these are PyTorch's, whose scaler it extends.
+        The kernel has no defaults; these are those of PyTorch's scaler, which it extends.
         """
         rule = init_scale, growth_factor, backoff_factor, growth_interval
         return cls(*rule, hysteresis, hysteresis_reset="finite_step_only")
@@ -152,7 +152,7 @@ class Presets:
         growth_interval: int = 1000,
         hysteresis: int = 2,
     ) -> T:
-        """Megatron-LM's ``DynamicGradScaler``: only growth refills the hysteresis."""
+        """Megatron-LM's ``DynamicGradScaler``: only growth resets the count of overflows."""
         return spelled(
             cls,
             {"initial_scale": "init_scale"},
@@ -176,9 +176,10 @@ class Presets:
     ) -> T:
         """DeepSpeed's ``DynamicLossScaler`` (0.19), with the defaults of its fp16 config.
 
-        It grows at the step after ``scale_window`` finite ones, so ``growth_interval`` here is one
-        more than the argument. DeepSpeed counts that step towards the next growth too: if nothing
-        overflows between two growths, its second comes one step sooner than this rule's.
+        It grows at the first step after ``scale_window`` finite ones, so the policy's
+        ``growth_interval`` is the argument plus 1. DeepSpeed counts that step towards the next
+        growth, too: if nothing overflows after a growth, its next one comes one step sooner than
+        this policy's.
         """
         if not isinstance(consecutive_hysteresis, bool):
             raise TypeError(

@@ -1,4 +1,4 @@
-"""A policy's parameters under a framework's names, and ``policy=`` in their place."""
+"""A policy's parameters under a framework's names, and checks of an argument ``policy``."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ D = TypeVar("D", bound="DataclassInstance")
 def spelled(
     make: Callable[..., T], fields: Mapping[str, str], /, *values: Any, **parameters: Any
 ) -> T:
-    """``make(**parameters)``, where ``fields`` maps the caller's names to those of ``make``.
+    """Call ``make`` with parameters under the caller's names.
 
-    Any ``values`` are those of ``fields``, in its order. An error of ``make`` names the parameter
-    as the caller does. Other names stay as they are.
+    Args:
+        make: makes a policy. Its errors are raised again with the caller's names in them.
+        fields: maps the caller's names to those of ``make``. Names that are not in it are the same.
+        values: the values of the parameters in ``fields``, in its order.
+        parameters: further parameters.
     """
     parameters.update(zip(fields, values, strict=False))
     names = {fields.get(name, name): name for name in parameters}
@@ -38,12 +41,12 @@ def spelled(
 
 
 def changed(policy: D, fields: Mapping[str, str], /, **changes: Any) -> D:
-    """``policy`` with these parameters changed; names and errors are as in :func:`spelled`."""
+    """``policy`` with some parameters changed, with names and errors as in :func:`spelled`."""
     return spelled(partial(dataclasses.replace, policy), fields, **changes)
 
 
 def check_alone(policy: object, defaults: tuple[Any, ...], /, **parameters: Any) -> None:
-    """ParameterError if a parameter beside ``policy`` is not at its default."""
+    """Raise ParameterError if a parameter that ``policy`` replaces is not at its default."""
     given = tuple(parameters.values())
     if given != defaults:
         raise ParameterError(
@@ -53,9 +56,12 @@ def check_alone(policy: object, defaults: tuple[Any, ...], /, **parameters: Any)
 
 
 def check_policy(policy: object, kind: type | UnionType = Policy, fixed: str = "") -> None:
-    """TypeError unless ``policy`` is of this kind: by default, anything with a policy's methods.
+    """Raise TypeError if ``policy`` is not of a kind.
 
-    A kind without FixedScale gives in ``fixed`` what to use for a scale that never moves.
+    Args:
+        policy: the argument to check.
+        kind: a class, or a union of classes; by default, any class with a policy's methods.
+        fixed: if the kind excludes FixedScale, the name of what to use for a fixed scale instead.
     """
     if isinstance(policy, type) or not isinstance(policy, kind):
         also = ", an AmaxScale or a FixedScale"
@@ -63,7 +69,7 @@ def check_policy(policy: object, kind: type | UnionType = Policy, fixed: str = "
             also = f" or an AmaxScale (for a scale that never moves, use {fixed})"
         got = repr(policy)
         if type(policy).__name__ == "DynamicScale":  # flax's, or gradscaler.jax's of that name
-            got = f"a {type(policy).__module__}.DynamicScale, which is no gradscaler.DynamicScale"
+            got = f"a {type(policy).__module__}.DynamicScale, which is not gradscaler.DynamicScale"
         raise TypeError(
             f"policy must be a DynamicScale{also}, got {got}; an example is "
             "DynamicScale(init_scale=1024.0)"

@@ -1,4 +1,4 @@
-"""The rule that looks at the largest gradient, so that bad batches cannot sink the scale."""
+"""A rule that also uses the largest gradient, so that bad batches cannot sink the scale."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gradscaler.policies import _checks
 from gradscaler.policies.state import AmaxState, Scalar, Where, host_where, on_host, where_for
 
 _LARGEST_FP16 = 65504.0
-_MOST_REACH = _LARGEST_FP16 / 4  # a gradient that is four times as large still fits
-_DOUBTS = 8  # powers of 2 below the margin that the reach can fall to
-_FORGIVEN_AFTER = 5  # finite steps in a row make up for one non-finite step
+_MOST_REACH = _LARGEST_FP16 / 4  # so that a gradient of four times the peak still fits
+_DOUBTS = 8  # the reach can fall this many powers of 2 below the floor
+_FORGIVEN_AFTER = 5  # finite steps in a row that cancel one non-finite step
 
 
 class Constants(NamedTuple):
@@ -25,29 +25,29 @@ class Constants(NamedTuple):
     backoff: Scalar
     min_scale: Scalar
     max_scale: Scalar
-    decay: Scalar  # of the peak, from one measurement to the next
-    floor: Scalar  # of the reach, as long as the scale is not doubted
-    least: Scalar  # reach
-    most: Scalar  # reach
-    smallest: Scalar  # amax that counts
-    largest: Scalar  # amax that counts
+    decay: Scalar  # the peak's factor, from one measurement to the next
+    floor: Scalar  # the smallest reach, until too many steps are non-finite
+    least: Scalar  # the smallest reach of all
+    most: Scalar  # the largest reach
+    smallest: Scalar  # the smallest amax that counts
+    largest: Scalar  # the largest amax that counts
     growth_interval: int
     patience: int
     amax_interval: int
 
     def rounded(self, to_float32: Callable[[float], Scalar]) -> Constants:
-        """The same with each float made a float32."""
+        """The constants, with each float converted by ``to_float32``."""
         return Constants(*(to_float32(v) if isinstance(v, float) else v for v in self))
 
 
 @dataclass(frozen=True)
 class AmaxScale:
-    """Dynamic loss scaling that knows how large gradients have been.
+    """Dynamic loss scaling that uses the size of recent gradients.
 
-    The scale follows the size of the gradients at once, ``scale * peak`` staying near the reach.
-    The reach is what the rule learns slowly: how much of fp16's range these gradients may use. With
-    ``a`` the largest magnitude of the unscaled gradients, ``F = 65504`` the largest float16 and
-    ``floor = F / 2**margin``::
+    The peak is the largest recent gradient. The reach is the largest ``scale * peak`` that is
+    allowed; the rule learns it slowly from overflows. The scale follows the peak immediately, so
+    that ``scale * peak`` stays near the reach. With ``a`` the largest magnitude of a step's
+    unscaled gradients, ``F = 65504`` the largest float16 and ``floor = F / 2**margin``::
 
         non-finite step:
             g = 0;  b += 1
@@ -67,34 +67,39 @@ class AmaxScale:
             scale * growth_factor * peak <= reach:             scale *= growth_factor
             scale * peak > 2 * reach:                          scale *= backoff_factor
 
-    So a spike of large gradients lowers the scale, and as soon as they are gone it is back: the
-    reach stays as it is where the next finite step shows a spike. Any other overflow above the
-    floor costs the reach one backoff. Below the floor, gradients would have to be ``2**margin``
-    times as large as of late, so a non-finite step is taken for a bad batch. That may be wrong, as
-    where gradients of activations are that much larger than those of parameters. Therefore many
-    such steps, more than one in six for long, do lower the scale, by 8 powers of 2 at most. Where
-    ``a`` is never known, the scale moves as that of :class:`gradscaler.DynamicScale`, and grows
-    after ``growth_interval + 1`` finite steps.
+    A non-finite step is one of three things:
 
-    Scales stay between ``min_scale`` and ``max_scale`` as in :class:`gradscaler.DynamicScale`, and
-    all values are float32, on the host as on any device.
+    - A spike of large gradients. It lowers the scale. If the next finite step shows gradients more
+      than twice the peak, the reach stays, and the scale is back as soon as the spike is over.
+    - An overflow of ordinary gradients, at ``scale * peak`` above the floor. It lowers the scale
+      and the reach by one backoff.
+    - A bad batch. At or below the floor, only gradients ``2**margin`` times the peak would
+      overflow, so a non-finite step is taken for a bad batch, and the scale stays. This may be
+      wrong, for example if gradients of activations are that much larger than those of parameters.
+      So if more than one step in six is non-finite for long, the scale backs off after all, by at
+      most 8 powers of 2.
+
+    If ``a`` is never known, the scale moves like that of :class:`gradscaler.DynamicScale`, and
+    grows after ``growth_interval + 1`` finite steps. Scales stay between ``min_scale`` and
+    ``max_scale`` as there, and all values are float32, on the host and on any device.
 
     Args:
         init_scale: the scale before the first step.
         growth_factor: multiplies the scale, and the reach, when they grow, > 1.
         backoff_factor: multiplies the scale, and the reach, when they back off, in (0, 1).
         growth_interval: finite steps in a row before the reach grows.
-        margin: the room above the peak, in powers of 2, that is tried without waiting, and in which
-            a non-finite step is taken for a bad batch; 3 at least.
+        margin: a room between ``scale * peak`` and ``F``, in powers of 2, >= 3. The scale grows
+            immediately until only this room is left. With this room or more, a non-finite step is
+            taken for a bad batch.
         patience: non-finite steps before the peak is forgotten, so that the scale backs off.
         half_life: finite steps in which the peak halves if no gradient renews it.
-        amax_interval: how many finite steps each measurement of the gradients is good for; 1
-            measures every step. It counts from the last non-finite step, or growth of the reach.
+        amax_interval: the gradients are measured every so many finite steps. These are counted
+            from the last non-finite step or growth of the reach.
         min_scale: the floor of the scale.
         max_scale: the ceiling of the scale.
 
     Raises:
-        TypeError: a parameter is not the kind of number it should be; a bool is not a number.
+        TypeError: a parameter is not a number of the right kind; a bool is not a number.
         ValueError: a parameter is out of range; the message names it and its value.
 
     >>> policy = AmaxScale(init_scale=1024.0)
@@ -105,7 +110,8 @@ class AmaxScale:
     2048.0
     """
 
-    _constants: ClassVar[Constants]  # not fields; each policy has its own
+    # ClassVar keeps these from being fields, but each policy has its own.
+    _constants: ClassVar[Constants]
     _host_constants: ClassVar[Constants]
 
     init_scale: float = 2.0**16
@@ -172,18 +178,19 @@ class AmaxScale:
         """The state after one step, by the rule in the class's docstring.
 
         Args:
-            state: scalars, or tensors of any one framework: float32, twice an integer type, and
-                twice float32.
-            found_inf: whether the step's gradients held an Inf or a NaN; a bool, or a boolean
+            state: host scalars, or tensors of one framework: a float32, two integers and two
+                float32.
+            found_inf: whether the step's gradients held an Inf or a NaN: a bool, or a boolean
                 tensor of that framework.
-            where: that framework's ``where``, found by the type of the scale if it is left out.
-            amax: the largest magnitude of the step's unscaled gradients, a float32 scalar. It
-                counts in finite steps whose ``finite_steps`` is a multiple of ``amax_interval``,
-                and may be None in all others. One that is 0, subnormal or not finite says nothing.
+            where: that framework's ``where``. If left out, it is found by the type of the scale.
+            amax: the largest magnitude of the step's unscaled gradients, a float32 scalar. It is
+                used in finite steps in which ``state.finite_steps`` is a multiple of
+                ``amax_interval``, and may be None in all others. A value that is 0, subnormal or
+                not finite is ignored.
 
         Returns:
-            A new state of the same types. No value is read on the host, so the method can be
-            traced and compiled, unless the state is host scalars and ``where`` is left out.
+            A new state of the same types. The method can be traced and compiled, because it reads
+            no value on the host, unless the state is host scalars and ``where`` is left out.
         """
         scale, finite_steps, nonfinite_steps, peak, reach = state
         if where is None and on_host(scale):
@@ -197,7 +204,7 @@ class AmaxScale:
             found_inf, where = bool(found_inf), host_where
         where = where or where_for(scale)
         if isinstance(found_inf, (bool, np.bool_)) and not on_host(scale):
-            # A tensor of True or False.
+            # Made into a tensor of True or False.
             found_inf = scale == scale if found_inf else scale != scale  # noqa: PLR0124
         if not isinstance(state.scale, (np.ndarray, np.generic)):
             return AmaxState(*next_values(self._constants, *state, found_inf, where, amax))
@@ -217,10 +224,10 @@ def next_values(  # noqa: PLR0913, PLR0917 # a state and its inputs, without an 
     where: Where,
     amax: Scalar | None,
 ) -> tuple[Scalar, Scalar, Scalar, Scalar, Scalar]:
-    """The state after one step: arithmetic, comparisons and ``where``, and no branch on a value.
+    """The state after one step, by arithmetic, comparisons and ``where``: no branch on a value.
 
-    No subnormal value decides: some devices flush those to 0. State and result are plain values:
-    MindSpore's compiler loses the dtypes in a named tuple.
+    No decision depends on a subnormal value, because some devices flush these to 0. State and
+    result are plain values, because MindSpore's compiler loses the dtypes in a named tuple.
     """
     zero, none = finite_count * 0, peak - peak  # peak * 0 is a float64 in NumPy 1
     floor, least, most = none + constants.floor, none + constants.least, none + constants.most
@@ -232,7 +239,7 @@ def next_values(  # noqa: PLR0913, PLR0917 # a state and its inputs, without an 
     # After a non-finite step.
     doubt = nonfinite_count >= constants.patience
     kept_peak = where(doubt, none, peak)
-    used = where(kept_peak > 0, scale * peak, most)  # of fp16's range
+    used = where(kept_peak > 0, scale * peak, most)  # the part of fp16's range in use
     kept_scale = where(used <= low, scale, smaller)
 
     # After a finite step.

@@ -21,42 +21,45 @@ _RESETS = get_args(HysteresisReset)
 
 @dataclass(frozen=True)
 class DynamicScale(Presets):
-    """Dynamic loss scaling, the rule behind every framework's scaler.
+    """Dynamic loss scaling, the rule of every framework's scaler.
 
-    With ``g`` finite steps in a row and ``b`` counted non-finite ones::
+    With ``g`` finite steps in a row and a count ``b`` of non-finite ones::
 
         non-finite step: g = 0;  b += 1
                          b >= hysteresis:       scale = max(scale * backoff_factor, min_scale)
         finite step:     g += 1
                          g >= growth_interval:  g = 0
-                                                scale *= growth_factor, unless past max_scale
+                                                scale *= growth_factor, unless above max_scale
 
-    Scales and factors are float32 and a move is one float32 multiplication, on the host as on any
-    device, so one sequence of found_inf gives the same bits everywhere. Counters compare with
-    ``>=``: lowering an interval below its counter grows at the next finite step.
+    Scales and factors are float32, and the scale moves by one float32 multiplication, on the host
+    and on any device. So one sequence of found_inf gives the same bits everywhere. Counters are
+    compared with ``>=``: if an interval is lowered below its counter, the scale grows at the next
+    finite step.
 
     Args:
         init_scale: the scale before the first step.
         growth_factor: multiplies the scale when it grows, > 1.
         backoff_factor: multiplies the scale when it backs off, in (0, 1).
         growth_interval: finite steps in a row before the scale grows.
-        hysteresis: the scale backs off at this non-finite step, and tolerates those before it.
-        hysteresis_reset: what makes ``b`` start from 0 again. ``"finite_step"``: a finite step,
-            and the backoff itself (Paddle). ``"finite_step_only"``: a finite step; until then,
-            each further non-finite step backs off (Apex). ``"growth"``: growth alone, so
-            non-finite steps count however far apart they are (Megatron).
-        min_scale: the floor. The default is the smallest normal float32: 1/scale stays finite.
-        max_scale: the ceiling. Growth past it is left out, so that a power of two stays one.
+        hysteresis: the number of the non-finite step at which the scale backs off; earlier ones
+            leave it.
+        hysteresis_reset: the events that set ``b`` to 0. ``"finite_step"``: a finite step, and a
+            backoff (Paddle). ``"finite_step_only"``: a finite step; until then, each further
+            non-finite step backs off (Apex). ``"growth"``: only growth, so non-finite steps count
+            however far apart they are (Megatron).
+        min_scale: the floor. The default is the smallest normal float32, so 1/scale is finite.
+        max_scale: the ceiling. A growth that would exceed it does not happen, so that a scale that
+            is a power of two stays one.
         growth_tiers: pairs ``(below, interval)``, the lowest scale first. While the scale is less
-            than ``below``, it grows after ``interval`` finite steps, and not ``growth_interval``.
-            ``((1.0, 100), (8.0, 400))`` is what icefall's recipes do by hand.
+            than ``below``, it grows after ``interval`` finite steps, not ``growth_interval``.
+            icefall's recipes do this by hand, with ``((1.0, 100), (8.0, 400))``.
 
     Raises:
-        TypeError: a parameter is not the kind of number it should be; a bool is not a number.
+        TypeError: a parameter is not a number of the right kind; a bool is not a number.
         ValueError: a parameter is out of range; the message names it and its value.
 
     The rule is that of Micikevicius et al., "Mixed Precision Training" (2018), section 3.2, with
-    the bounds and the hysteresis that its implementations added.
+    the bounds and the hysteresis that implementations have added.
 
     >>> policy = DynamicScale(init_scale=8.0, growth_interval=2)
     >>> state = policy.init()
@@ -68,7 +71,8 @@ class DynamicScale(Presets):
     8.0 0
     """
 
-    _constants: ClassVar[Constants]  # not fields; each policy has its own
+    # ClassVar keeps these from being fields, but each policy has its own.
+    _constants: ClassVar[Constants]
     _shortest_interval: ClassVar[int]
 
     init_scale: float = 2.0**16
@@ -135,9 +139,9 @@ class DynamicScale(Presets):
         return ScaleState(np.float32(self.init_scale), 0, 0)
 
     def _only_counts(self, finite_steps: int, nonfinite_steps: int, found_inf: bool) -> bool:
-        """Whether a step does nothing but add 1 to ``finite_steps``, for counts on the host.
+        """Whether a step only adds 1 to ``finite_steps``, for counts on the host.
 
-        Most steps do. The rule takes three times as long for the same result.
+        That holds for most steps, and the full rule takes three times as long.
         """
         is_early = finite_steps + 1 < self._shortest_interval
         return is_early and not (found_inf or nonfinite_steps)
@@ -148,14 +152,14 @@ class DynamicScale(Presets):
         """The state after one step, by the rule in the class's docstring.
 
         Args:
-            state: scalars, or tensors of any one framework: float32 and twice an integer type.
-            found_inf: whether the step's gradients held an Inf or a NaN; a bool, or a boolean
+            state: host scalars, or tensors of one framework: a float32 and two integers.
+            found_inf: whether the step's gradients held an Inf or a NaN: a bool, or a boolean
                 tensor of that framework.
-            where: that framework's ``where``, found by the type of the scale if it is left out.
+            where: that framework's ``where``. If left out, it is found by the type of the scale.
 
         Returns:
-            A new state of the same types. No value is read on the host, so the method can be
-            traced and compiled, unless the state is host scalars and ``where`` is left out.
+            A new state of the same types. The method can be traced and compiled, because it reads
+            no value on the host, unless the state is host scalars and ``where`` is left out.
         """
         scale, finite_steps, nonfinite_steps = state
         if where is None and on_host(scale):
@@ -164,7 +168,7 @@ class DynamicScale(Presets):
                 return ScaleState(scale, finite_steps + 1, nonfinite_steps)
         where = where or where_for(scale)
         if isinstance(found_inf, (bool, np.bool_)) and not on_host(scale):
-            # A tensor of True or False.
+            # Made into a tensor of True or False.
             found_inf = scale == scale if found_inf else scale != scale  # noqa: PLR0124
         values = scale, finite_steps, nonfinite_steps, found_inf, where
         if not isinstance(scale, (np.ndarray, np.generic)):
@@ -174,7 +178,12 @@ class DynamicScale(Presets):
 
 
 def _checked_tiers(tiers: object) -> tuple[tuple[float, int], ...]:
-    """Growth tiers as a tuple of pairs of a float and an int; an error names what is wrong."""
+    """Growth tiers as a tuple of pairs of a float and an int.
+
+    Raises:
+        ParameterTypeError: they are not pairs of numbers.
+        ParameterError: a number is out of range, or the scales do not increase.
+    """
     pairs: Sequence[Any] = tiers if isinstance(tiers, (tuple, list)) else [()]
     if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
         raise ParameterTypeError(

@@ -12,14 +12,14 @@ from gradscaler.policies.state import Scalar, ScaleState, Where
 
 @dataclass(frozen=True)
 class FixedScale:
-    """The scale never moves; an overflow still skips its step.
+    """A loss scale that never moves. An overflow still skips its step.
 
     Args:
-        scale: the loss scale, between 2**-126 and the largest float32; kept in float32.
+        scale: the loss scale, between 2**-126 and the largest float32. It is kept in float32.
 
     Raises:
         TypeError: ``scale`` is not a number.
-        ValueError: ``scale`` is not positive and finite, or its reciprocal would not be.
+        ValueError: ``scale`` is not positive and finite in float32, or is below 2**-126.
 
     >>> policy = FixedScale(128.0)
     >>> policy.update(policy.init(), found_inf=True) == policy.init()
@@ -32,11 +32,11 @@ class FixedScale:
         object.__setattr__(self, "scale", _checks.loss_scale("scale", self.scale))
 
     def init(self) -> ScaleState:
-        """The state before the first step, and after every other."""
+        """The state, which is the same before and after every step."""
         return ScaleState(np.float32(self.scale), 0, 0)
 
     def update(
         self, state: ScaleState, found_inf: Scalar, where: Where | None = None
     ) -> ScaleState:
-        """``state``, unchanged."""
+        """Return ``state`` unchanged."""
         return state

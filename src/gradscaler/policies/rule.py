@@ -1,4 +1,4 @@
-"""The update rule itself: one pure function, for host scalars and every library's tensors."""
+"""The update rule as one pure function, for host scalars and for the tensors of any library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Constants(NamedTuple):
     growth_tiers: tuple[tuple[float, int], ...] = ()
 
     def on_host(self) -> Constants:
-        """The same as NumPy scalars, because NumPy 1 turns float32 * float into float64."""
+        """The constants as NumPy scalars, because NumPy 1 turns float32 * float into float64."""
         return self._replace(
             growth_factor=np.float32(self.growth_factor),
             backoff_factor=np.float32(self.backoff_factor),
@@ -40,9 +40,10 @@ def next_values(
     found_inf: Scalar,
     where: Where,
 ) -> tuple[Scalar, Scalar, Scalar]:
-    """The state after one step: arithmetic, comparisons and ``where``, and no branch on a value.
+    """The state after one step, by arithmetic, comparisons and ``where``: no branch on a value.
 
-    State and result are plain values: MindSpore's compiler loses the dtypes in a named tuple.
+    State and result are plain values, because MindSpore's compiler loses the dtypes in a named
+    tuple.
     """
     finite_steps = finite_count + 1
     zero = finite_count * 0  # of the counters' own type
@@ -63,7 +64,7 @@ def next_values(
         nonfinite_steps = nonfinite_count + 1
         back_off = nonfinite_steps >= constants.hysteresis
         after_nonfinite = where(back_off, reduced, scale)
-        # A count that a backoff does not reset stays below the hysteresis, so it cannot overflow.
+        # If a backoff does not reset the count, it stays below the hysteresis, and cannot overflow.
         spent = zero if constants.backoff_resets else zero + (constants.hysteresis - 1)
         counted = where(back_off, spent, nonfinite_steps)
     kept = zero

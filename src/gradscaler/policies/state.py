@@ -1,4 +1,4 @@
-"""The state that a policy moves, and the one operation that differs between tensor libraries."""
+"""The state that a policy moves, and ``where``, the operation that each tensor library has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Scalar = Any
 Where = Callable[[Any, Any, Any], Any]
 """``where(condition, a, b)``: ``a`` where the condition holds, ``b`` elsewhere."""
 
-# Libraries whose tensor types live in another module than their `where`.
+# Libraries that define `where` in another module than their tensor types.
 _HOME_OF_WHERE = {
     "jax": "jax.numpy",
     "jaxlib": "jax.numpy",
@@ -24,12 +24,12 @@ _HOME_OF_WHERE = {
 
 
 class ScaleState(NamedTuple):
-    """Everything about a loss scale that changes from step to step.
+    """The values of a loss scale that change from step to step.
 
     Attributes:
         scale: the loss scale, a float32 scalar.
         finite_steps: finite steps since the scale last moved or a step was non-finite, an integer.
-        nonfinite_steps: non-finite steps counted towards the hysteresis, an integer.
+        nonfinite_steps: non-finite steps that count towards the hysteresis, an integer.
     """
 
     scale: Scalar
@@ -38,16 +38,17 @@ class ScaleState(NamedTuple):
 
 
 class AmaxState(NamedTuple):
-    """A :class:`gradscaler.ScaleState`, and what is known of the gradients' size.
+    """A :class:`gradscaler.ScaleState`, and two fields about the size of gradients.
 
     Attributes:
         scale: the loss scale, a float32 scalar.
         finite_steps: finite steps since the last non-finite one, an integer; 1 after growth.
-        nonfinite_steps: non-finite steps that no finite ones have made up for yet, an integer.
-        peak: the largest magnitude of an unscaled gradient of late, a float32 scalar; 0 before
-            anything is known.
-        reach: how large ``scale * peak`` may become without waiting, a float32 scalar; 0 before
-            anything is known.
+        nonfinite_steps: non-finite steps, less one for every 5 finite steps in a row, an integer
+            >= 0.
+        peak: the largest magnitude of recent unscaled gradients, which decays, a float32 scalar; 0
+            if it is unknown.
+        reach: the largest ``scale * peak`` that the scale may reach immediately, a float32 scalar;
+            0 if it is unknown.
     """
 
     scale: Scalar
@@ -61,9 +62,9 @@ class AmaxState(NamedTuple):
 class Policy(Protocol):
     """A rule for the loss scale: immutable, and pure in both methods.
 
-    A policy that has an attribute ``amax_interval`` >= 1 looks at the largest gradient. It is
-    handed ``update(..., amax=)``, the largest magnitude of the step's unscaled gradients, wherever
-    ``finite_steps`` is a multiple of the interval; in other steps ``amax`` may be left out.
+    A policy with an attribute ``amax_interval`` >= 1 needs the largest gradient. Its scaler calls
+    ``update(..., amax=)`` with the largest magnitude of the step's unscaled gradients whenever
+    ``finite_steps`` is a multiple of the interval. In other steps ``amax`` may be left out.
     """
 
     def init(self) -> ScaleState | AmaxState:
@@ -76,12 +77,12 @@ class Policy(Protocol):
 
 
 def amax_interval(policy: object) -> int:
-    """How many finite steps each ``amax`` is good for; 0 if the policy does not look at it."""
+    """The number of finite steps from one needed ``amax`` to the next; 0 if none is needed."""
     return getattr(policy, "amax_interval", 0)
 
 
 def leaf_dtypes(state: ScaleState | AmaxState) -> tuple[type[np.float32] | type[np.int32], ...]:
-    """The dtype that each field of a host state is kept in: the scale and floats, or a count."""
+    """The dtype of each field of a host state: float32 for scale and floats, int32 for counts."""
     return np.float32, *(
         np.float32 if isinstance(value, (float, np.floating)) else np.int32 for value in state[1:]
     )
@@ -100,7 +101,7 @@ def host_where(condition: Any, a: Any, b: Any) -> Any:
 
 
 def where_for(value: Scalar) -> Where:
-    """The ``where`` of the library that defines ``value``'s type. Nothing is imported.
+    """The ``where`` of the library that defines ``value``'s type. This imports nothing.
 
     Raises:
         TypeError: the type's library has no ``where``.

@@ -1,6 +1,7 @@
 """Loss scaling for Keras 2: :class:`LossScaleOptimizer`, in place of tf-keras' own.
 
-The other two are its classes for ``tf_keras.optimizers.legacy`` and for ``tf_keras.optimizers``.
+It makes a ``LossScaleOptimizerV2`` for ``tf_keras.optimizers.legacy``, and a
+``LossScaleOptimizerV3`` for ``tf_keras.optimizers``.
 """
 
 from gradscaler._frameworks import require

@@ -1,4 +1,4 @@
-"""``tf_keras.mixed_precision.LossScaleOptimizer``, with gradscaler's rule in its state."""
+"""``tf_keras.mixed_precision.LossScaleOptimizer``, with gradscaler's policies."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
 
     It wraps optimizers of both families. For ``tf_keras.optimizers`` it makes a
     ``LossScaleOptimizerV3``, and for ``tf_keras.optimizers.legacy`` a ``LossScaleOptimizerV2``;
-    these two can be subclassed. With a loss scale ``s``, ``minimize`` does::
+    these two can be subclassed. With a loss scale ``s``, ``minimize`` computes::
 
         g = gradients of (s * loss) / s
         finite:      inner_optimizer.apply_gradients(g)
                      after dynamic_growth_steps in a row: s = 2 * s
-        non-finite:  only iterations += 1;  s = max(s / 2, 1)
+        non-finite:  iterations += 1, nothing else is applied;  s = max(s / 2, 1)
 
     Args:
         inner_optimizer: the optimizer to wrap.
@@ -44,7 +44,7 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
             ``dynamic``: it is the scale of all steps.
         dynamic_growth_steps: finite steps in a row before the scale doubles, by default 2000; None
             if not ``dynamic``.
-        policy: the whole rule, in place of the three arguments before: a
+        policy: the rule, in place of the three arguments before: a
             :class:`gradscaler.DynamicScale`, with any factors, bounds and hysteresis, a
             :class:`gradscaler.FixedScale`, or a :class:`gradscaler.AmaxScale`.
 
@@ -53,8 +53,8 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
         ValueError: an argument is out of range, two contradict each other, ``inner_optimizer`` is
             already wrapped, or the ``tf.distribute`` strategy keeps one variable for many replicas.
 
-    Hyperparameters are read and set on the inner optimizer: ``lr``, ``beta_1``, ``momentum`` and
-    whatever else a legacy optimizer registers, and what every optimizer takes (``clipnorm``,
+    Some attributes are read and set on the inner optimizer: hyperparameters of legacy optimizers
+    (``lr``, ``beta_1``, ``momentum``, ...), and arguments of every optimizer (``clipnorm``,
     ``use_ema``, ...). Other attributes, such as ``epsilon``, are not.
 
     >>> import tensorflow as tf, tf_keras
@@ -69,7 +69,7 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
     _preset = DynamicScale.tf_keras
 
     def __new__(cls, inner_optimizer: Any = None, *args: Any, **kwargs: Any) -> LossScaleOptimizer:
-        """An object of the class for the family of ``inner_optimizer``."""
+        """Make an object of the class for the family of ``inner_optimizer``."""
         if cls is LossScaleOptimizer:
             cls = _class_for(inner_optimizer)
         elif not issubclass(cls, LossScaleOptimizerV2 | LossScaleOptimizerV3):
@@ -102,21 +102,21 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
 
     @property
     def dynamic_counter(self) -> Tensor | None:
-        """Finite steps since the scale moved or a step was skipped; None if the scale is fixed.
+        """Finite steps since the scale moved or a step was skipped, an int64 scalar variable.
 
-        An int64 scalar variable.
+        None if the scale is fixed.
         """
         return self._loss_scale.counter if self.dynamic else None
 
     def get_scaled_loss(self, loss: Any) -> Any:
-        """The loss times the scale, in float32 at least; for a callable loss, a callable."""
+        """The loss times the scale, in float32 or wider. For a callable loss, a callable."""
         self._loss_has_been_scaled = True
         return super().get_scaled_loss(loss)
 
     def _scaled(self, loss: Tensor) -> Tensor:
-        if not tf.is_tensor(loss):  # NumPy's; ragged tensors are tensors, but cannot be converted
+        if not tf.is_tensor(loss):  # an array; a ragged tensor is a tensor, and stays one
             loss = tf.convert_to_tensor(loss)
-        if loss.dtype.size < 4:  # its largest value may be less than the scale
+        if loss.dtype.size < 4:  # the scale may be above the dtype's largest value
             loss = tf.cast(loss, tf.float32)
         return loss * tf.cast(self.loss_scale, loss.dtype)
 
@@ -129,13 +129,14 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
     def apply_gradients(self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
         """Apply all gradients, or none if any is not finite, and move the scale.
 
-        It warns, once, if the loss or the gradients did not go through this optimizer before.
+        The first call warns if no loss was scaled, or if no gradients were unscaled, by this
+        optimizer.
 
         Args:
-            grads_and_vars: pairs of unscaled gradient and variable. Without any, as of a frozen
-                model, the call has no effect.
-            args: further arguments of the inner optimizer's ``apply_gradients``.
-            kwargs: the same, by name.
+            grads_and_vars: pairs of unscaled gradient and variable. If there are none, because the
+                model is frozen, the call has no effect.
+            args: further positional arguments of the inner optimizer's ``apply_gradients``.
+            kwargs: further keyword arguments of it.
 
         Raises:
             ValueError: all gradients are None, or the call is in a cross-replica context.
@@ -148,9 +149,9 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
         return result
 
     def get_config(self) -> dict[str, Any]:
-        """The inner optimizer, and the arguments that say how the scale moves.
+        """The inner optimizer, and the arguments for the policy.
 
-        tf-keras' own class accepts the config, too, unless it cannot move the scale like that.
+        tf-keras' own class accepts the config, too, unless it lacks such a policy.
         """
         inner_optimizer = super().get_config()["inner_optimizer"]
         return {"inner_optimizer": inner_optimizer, **self._policy_config()}
@@ -159,7 +160,7 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> LossScaleOptimizer:
-        """The optimizer that a config describes, which may be the config of tf-keras' own class."""
+        """The optimizer for a config, which may come from tf-keras' own class."""
         if cls is LossScaleOptimizer:
             return _class_of_config(config).from_config(config, custom_objects)
         return super().from_config(config, custom_objects)
@@ -198,7 +199,7 @@ class LossScaleOptimizerV3(LossScaleOptimizer, native.LossScaleOptimizerV3):  # 
         pairs: Pairs = super().compute_gradients(loss, var_list, tape)
         return pairs
 
-    # tf-keras leaves these to a base class whose constructor it does not call.
+    # tf-keras inherits these from a base class whose constructor it does not call.
 
     def set_weights(self, weights: list[Any]) -> None:
         """Set the inner optimizer's variables, in the order of ``variables``."""
@@ -207,7 +208,7 @@ class LossScaleOptimizerV3(LossScaleOptimizer, native.LossScaleOptimizerV3):  # 
     def exclude_from_weight_decay(
         self, var_list: list[tf.Variable] | None = None, var_names: list[str] | None = None
     ) -> None:
-        """Have the inner optimizer exclude variables from weight decay."""
+        """Exclude variables from the inner optimizer's weight decay."""
         self._optimizer.exclude_from_weight_decay(var_list, var_names)
 
     @property
@@ -221,15 +222,15 @@ class LossScaleOptimizerV3(LossScaleOptimizer, native.LossScaleOptimizerV3):  # 
         self._optimizer.name = name
 
     def add_variable(self, *args: Any, **kwargs: Any) -> tf.Variable:
-        """Add a variable to the inner optimizer's."""
+        """Add a variable to the inner optimizer."""
         return self._optimizer.add_variable(*args, **kwargs)
 
     def add_variable_from_reference(self, *args: Any, **kwargs: Any) -> tf.Variable:
-        """Add a variable like one of the model to the inner optimizer's."""
+        """Add a variable to the inner optimizer that is like a variable of the model."""
         return self._optimizer.add_variable_from_reference(*args, **kwargs)
 
     def update_step(self, gradient: Gradient, variable: tf.Variable) -> None:
-        """The inner optimizer's step of one variable, by an unscaled gradient."""
+        """Step one variable by the inner optimizer, given an unscaled gradient."""
         self._optimizer.update_step(gradient, variable)
 
     def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> Any:
@@ -237,18 +238,19 @@ class LossScaleOptimizerV3(LossScaleOptimizer, native.LossScaleOptimizerV3):  # 
         return self._optimizer.aggregate_gradients(grads_and_vars)
 
     def save_own_variables(self, store: Any) -> None:
-        """Put the inner optimizer's variables into a store, and the scale's by name."""
+        """Put the inner optimizer's variables into a store, and the policy's by their names."""
         self._optimizer.save_own_variables(store)
         for name, variable in self._loss_scale.variables.items():
             store[name] = variable.numpy()
 
     def load_own_variables(self, store: Any) -> None:
-        """Set the variables from a store; one that tf-keras' own class saved lacks the scale's.
+        """Set the variables from a store.
 
-        What the policy moves and the store does not have, beside a scale, becomes 0.
+        A store of tf-keras' own class has no variables of the policy, and leaves them as they are.
+        If the store has a scale, other variables of the policy that it lacks become 0.
         """
         stored = {name: store[name] for name in store.keys()}  # noqa: SIM118 # not a mapping
-        # As in a checkpoint.
+        # The names in a checkpoint.
         names = "current_loss_scale", "good_steps", "bad_steps", "peak", "reach"
         values = {name: stored.pop(name) for name in names if name in stored}
         if "current_loss_scale" in values:
@@ -282,16 +284,17 @@ def _multiplied(gradient: Gradient, factor: Tensor) -> Gradient:
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     if not tf.is_tensor(gradient):
         gradient = tf.convert_to_tensor(gradient)
-    if gradient.dtype.size < 4:  # 1/scale may be too small for it
+    if gradient.dtype.size < 4:  # 1/scale may underflow in the dtype
         return tf.cast(tf.cast(gradient, factor.dtype) * factor, gradient.dtype)
     return gradient * tf.cast(factor, gradient.dtype)
 
 
 class _State(native._DynamicLossScaleState):  # type: ignore[misc] # untyped base
-    """The state of a loss scale; if it moves, with tf-keras' variables in a checkpoint.
+    """The state of a loss scale, which a checkpoint holds under tf-keras' names.
 
-    The variables, a float32 and an int64, another int64 if the policy has a hysteresis, and that
-    and two float32 if it is an ``AmaxScale``, are the fields of the policy's state in their order.
+    The variables are the fields of the policy's state, in their order: a float32 scale and an int64
+    count. A hysteresis adds an int64 count. An ``AmaxScale`` adds that count and two float32. A
+    fixed scale has no variables.
     """
 
     def __init__(self, policy: OwnPolicy) -> None:
@@ -311,7 +314,7 @@ class _State(native._DynamicLossScaleState):  # type: ignore[misc] # untyped bas
                 self.variables[name] = self._add_weight(name, 0.0, tf.float32)
 
     def update(self, grads: Any) -> tuple[Any, Tensor]:
-        """Move the scale; the operations that move it, and whether to apply the gradients."""
+        """Move the scale; return the operations that do, and whether to apply the gradients."""
         grads = tf.nest.flatten(grads)
         finite = _in_all(_all_finite, tf.reduce_all, grads)
         if not self.variables:
@@ -327,7 +330,7 @@ class _State(native._DynamicLossScaleState):  # type: ignore[misc] # untyped bas
 def _in_all(
     function: Callable[[list[Any]], Tensor], reduce: Callable[[Tensor], Tensor], grads: list[Any]
 ) -> Tensor:
-    """What a function finds in gradients; across replicas, what it finds in all of them."""
+    """A function of the gradients; in a cross-replica context, reduced over all replicas."""
     if not tf.distribute.in_cross_replica_context():
         return function(grads)
     strategy = tf.distribute.get_strategy()

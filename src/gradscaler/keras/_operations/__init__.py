@@ -1,26 +1,28 @@
-"""What Keras has no operation for, on the backend in use; no other backend is imported.
+"""Operations that Keras lacks, for the backend in use; no other backend is imported.
 
-:data:`on_backend` is the module of that backend. Each has the same functions:
+:data:`on_backend` is the module of that backend. Each such module has these functions:
 
 ``all_finite(gradients)``
-    A boolean scalar tensor. A gradient of None counts as finite.
+    Whether no gradient holds an Inf or a NaN, a boolean scalar tensor. A gradient of None counts
+    as finite.
 ``apply_if_finite(optimizer, apply, gradients, variables, amax)``
-    ``apply(gradients, variables)``, without any effect unless all gradients of all replicas are
-    finite; then ``optimizer._move_scale(found_inf, amax)``. ``amax`` is None for most policies;
-    otherwise that of this replica, and the scale moves by the largest of all replicas.
+    Call ``apply(gradients, variables)`` if all gradients of all replicas are finite; in either case
+    then call ``optimizer._move_scale(found_inf, amax)``. ``amax`` is the largest gradient of this
+    replica, which is replaced by the largest of all replicas; for most policies it is None.
 ``build(optimizer, variables)``
-    ``optimizer.build(variables)``, of the inner optimizer.
+    Build the inner optimizer for the variables.
 ``check_compiled(scale)``
-    An error if the code that is being compiled would keep the value that this variable has now.
+    Raise CallOrderError if the code that is being compiled would treat this variable as a constant.
 ``divide(gradient, scale)``
-    Computed in float32 at least.
+    The quotient, computed in float32 or wider.
 ``gradients(loss, scale_loss, variables, tape)``
-    The gradients of the scaled loss, and the variables, both as lists. ``variables`` is called
-    after ``loss``, which may create them, where the backend can compute the loss without them.
+    The gradients of the scaled loss, and the variables, both as lists. If the backend can compute
+    the loss without knowing the variables, it calls ``variables`` after ``loss``, because ``loss``
+    may create them.
 ``largest(gradients)``
     The largest magnitude, a float32 scalar tensor; 0 without gradients.
 ``multiply(loss, scale)``
-    In float32 at least.
+    The product, computed in float32 or wider.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Gradients and steps on JAX, in a stateless scope or out of one."""
+"""Gradients and steps on JAX, inside a ``keras.StatelessScope`` or outside."""
 
 from __future__ import annotations
 
@@ -30,12 +30,15 @@ def largest(gradients: list[Any]) -> Any:
 
 
 def check_compiled(scale: Any) -> None:
-    """What JAX traces reads a variable once, unless a stateless scope has its value."""
-    is_compiled = isinstance(jnp.zeros(()) + 0, jax.core.Tracer)  # not so if it differentiates
+    """Raise CallOrderError if JAX compiles the caller with the scale as a constant.
+
+    A traced function reads a variable only once, unless a stateless scope holds its value.
+    """
+    is_compiled = isinstance(jnp.zeros(()) + 0, jax.core.Tracer)  # False if it only differentiates
     if is_compiled and not isinstance(scale.value, jax.core.Tracer):
         raise CallOrderError(
-            "the loss scale is read in a function that JAX compiles, which would keep the scale of "
-            "now while the optimizer's moves: pass it as an argument of the function, by "
+            "the loss scale is read in a function that JAX compiles, which would keep its present "
+            "value while the optimizer's scale moves: pass it as an argument of the function, by "
             "optimizer.stateless_scale_loss(loss, optimizer_variables) and stateless_apply(...), "
             "or by a keras.StatelessScope that holds optimizer.variables"
         )
@@ -53,7 +56,7 @@ def apply_if_finite(
     variables: list[Any],
     amax: Any,
 ) -> None:
-    """Branch on the host where the flag is known, and in XLA where it is traced."""
+    """Apply if all gradients are finite: branch on the host, or in XLA if the flag is traced."""
     finite = all_finite(gradients)
     if not isinstance(finite, jax.core.Tracer):
         if finite:
@@ -65,7 +68,7 @@ def apply_if_finite(
 
     def applied() -> list[Any]:
         pairs = list(zip(changing, before, strict=True))
-        with keras.StatelessScope(state_mapping=pairs) as scope:  # keeps the branch's values in it
+        with keras.StatelessScope(state_mapping=pairs) as scope:  # traced values stay in the branch
             apply(gradients, variables)
         return [scope.get_current_value(variable) for variable in changing]
 
@@ -78,7 +81,10 @@ def apply_if_finite(
 def gradients(
     loss: Any, scale_loss: Callable[[Any], Any], variables: Callable[[], list[Any]], tape: Any
 ) -> tuple[list[Any], list[Any]]:
-    """The loss is a function; what it changes, such as statistics, is assigned."""
+    """The gradients and variables of a loss, which must be a function.
+
+    Variables that the loss changes, such as statistics, are assigned.
+    """
     if tape is not None or not callable(loss):
         raise ValueError(
             "JAX differentiates functions: pass a loss without arguments to call, and no tape"
@@ -101,7 +107,7 @@ def gradients(
 
 
 class _LossScope(keras.StatelessScope):  # type: ignore[misc] # untyped base
-    """Records which variables change, and reads the values of all others."""
+    """Records the variables that change, and reads the current values of all others."""
 
     def __init__(self, state_mapping: list[tuple[Any, Any]]) -> None:
         super().__init__(state_mapping, collect_losses=True)

@@ -1,4 +1,4 @@
-"""Gradients and steps on TensorFlow, ``tf.distribute`` included."""
+"""Gradients and steps on TensorFlow, also under ``tf.distribute``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def all_finite(gradients: list[Any]) -> Any:
 
 
 def check_compiled(scale: Any) -> None:
-    """Compiled code reads the variable in each step."""
+    """Do nothing: compiled code reads the variable in each step."""
 
 
 def build(optimizer: Any, variables: list[Any]) -> None:
@@ -37,7 +37,7 @@ def apply_if_finite(
     variables: list[Any],
     amax: Any,
 ) -> None:
-    """Apply in every replica or in none: the gradients are checked before they are summed."""
+    """Apply in every replica or in none. Gradients are checked before they are summed."""
     replica = tf.distribute.get_replica_context()
     if replica is None:
         raise ValueError("apply() must be called in a replica context.")
@@ -53,12 +53,12 @@ def apply_if_finite(
         optimizer._move_scale(~finite, amax)
         return
 
-    # The step merges the replicas, which cannot happen within a branch of one of them.
+    # The step merges the replicas, so the branch must be around all of them.
     @unconverted
     def across_replicas(
         strategy: tf.distribute.Strategy, finite: Any, amax: Any, *arguments: Any
     ) -> None:
-        finite = strategy.experimental_local_results(finite)[0]  # they are all the same
+        finite = strategy.experimental_local_results(finite)[0]  # the same in each replica
         amax = strategy.experimental_local_results(amax)[0]
         run = strategy.extended.call_for_each_replica
         tf.cond(finite, lambda: run(apply, args=arguments), lambda: None)
@@ -70,14 +70,14 @@ def apply_if_finite(
 def gradients(
     loss: Any, scale_loss: Callable[[Any], Any], variables: Callable[[], list[Any]], tape: Any
 ) -> tuple[list[Any], list[Any]]:
-    """The loss is a function, or a tensor with the tape that recorded it."""
+    """The gradients and variables of a loss: a function, or a tensor with its tape."""
     if tape is None:
         if not callable(loss):
             raise ValueError(
                 f"`tape` is required when a `Tensor` loss is passed. Received: loss={loss}."
             )
         tape = tf.GradientTape()
-    if callable(loss):  # which AutoGraph converts where it converts the step
+    if callable(loss):  # AutoGraph converts it if it converts the step
         autograph = tf.__internal__.autograph
         loss = autograph.tf_convert(loss, autograph.control_status_ctx())
     with tape:

@@ -1,7 +1,7 @@
-"""Gradients and steps on PyTorch; many processes decide together, as for PyTorch's own optimizers.
+"""Gradients and steps on PyTorch, also with many processes.
 
-Keras' variables may be the DTensors of a module that ``fully_shard`` split, in a
-``keras.layers.TorchModuleWrapper``.
+Keras' variables may be the DTensors of a module that ``fully_shard`` has split, in a
+``keras.layers.TorchModuleWrapper``. The processes that hold their parts decide together.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ keep_out_of_graphs()
 
 
 def all_finite(gradients: list[Any]) -> Any:
-    """Whether no gradient holds an Inf or a NaN; of a DTensor, in this process' part."""
-    # An extreme is Inf or NaN if anything is, and costs a tenth of looking at each value.
+    """Whether no gradient holds an Inf or a NaN. For a DTensor: in this process's part."""
+    # If any value is Inf or NaN, an extreme is. Extremes take a tenth of the time of a mask.
     parts = to_local([torch.as_tensor(each) for each in gradients if each is not None])
     values = [part._values() if part.is_sparse else part for part in parts]
     given = [value for value in values if value.numel()]
@@ -40,7 +40,7 @@ def all_finite(gradients: list[Any]) -> Any:
 
 
 def largest(gradients: list[Any]) -> Any:
-    """The largest magnitude of the gradients, a float32 scalar; of a DTensor, of this part."""
+    """The largest magnitude of the gradients, a float32 scalar. For a DTensor: of this part."""
     parts = to_local([torch.as_tensor(each) for each in gradients if each is not None])
     values = [part.coalesce()._values() if part.is_sparse else part for part in parts]
     maxima = [value.abs().max().float() for value in values if value.numel()]
@@ -48,7 +48,7 @@ def largest(gradients: list[Any]) -> Any:
 
 
 def multiply(loss: Any, scale: Any) -> Any:
-    """The loss times the scale, in float32 at least."""
+    """The loss times the scale, in float32 or wider."""
     return torch.multiply(_widened(keras.ops.convert_to_tensor(loss)), scale)
 
 
@@ -59,7 +59,7 @@ def divide(gradient: Any, scale: Any) -> Any:
 
 
 def _widened(tensor: Any) -> Any:
-    """In 32 bits at least: PyTorch would cast the scale to float16, where it may be inf."""
+    """A tensor in float32 or wider. PyTorch would cast the scale to float16, and may overflow."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
@@ -70,7 +70,10 @@ def apply_if_finite(
     variables: list[Any],
     amax: Any,
 ) -> None:
-    """Apply or not: the host reads the flag once. Those who hold parts of the variables agree."""
+    """Apply if all gradients are finite, on all processes that hold parts of the variables.
+
+    The host reads the flag once.
+    """
     finite = all_finite(gradients)
     if is_distributed():
         has_gradients = any(grad is not None for grad in gradients)
@@ -81,11 +84,13 @@ def apply_if_finite(
 
 
 def _agreed(optimizer: Any, finite: Any, has_gradients: bool, amax: Any) -> tuple[Any, Any]:
-    """Whether all gradients are finite, and the largest, in all that hold parts of the variables.
+    """Whether all gradients are finite, and the largest, over the processes that decide together.
+
+    These are the processes that hold parts of the variables.
 
     Raises:
-        ParameterError: nothing tells which processes these are.
-        ScaleMismatchError: they hold different scales or counters.
+        ParameterError: it is unknown which processes these are.
+        ScaleMismatchError: the processes hold different scales or counters.
     """
     values = [variable.value for variable in optimizer._trainable_variables]
     if any(map(is_flattened, values)):
@@ -110,7 +115,7 @@ def _agreed(optimizer: Any, finite: Any, has_gradients: bool, amax: Any) -> tupl
 def gradients(
     loss: Any, scale_loss: Callable[[Any], Any], variables: Callable[[], list[Any]], tape: Any
 ) -> tuple[list[Any], list[Any]]:
-    """The loss is a function or a tensor."""
+    """The gradients and variables of a loss, which is a function or a tensor."""
     if tape is not None:
         raise ValueError("PyTorch records gradients without a tape: leave tape out")
     scaled_loss = scale_loss(loss() if callable(loss) else loss).sum()
@@ -118,7 +123,7 @@ def gradients(
     if not found:
         return [], []
     values = [variable.value for variable in found]
-    if is_distributed():  # processes exchange gradients only on their way to .grad
+    if is_distributed():  # processes exchange gradients only if they go to .grad
         for value in values:
             value.grad = None
         scaled_loss.backward()
@@ -127,11 +132,14 @@ def gradients(
 
 
 def check_compiled(scale: Any) -> None:
-    """Compiled code reads the variable in each step."""
+    """Do nothing: compiled code reads the variable in each step."""
 
 
 def build(optimizer: Any, variables: list[Any]) -> None:
-    """Split what the optimizer keeps for a variable, such as a momentum, as the variable is."""
+    """Build the inner optimizer, with its own variables split as the model's are.
+
+    A momentum of a DTensor, for example, becomes a DTensor with the same placement.
+    """
     add_variable = optimizer.add_variable_from_reference
 
     def add_split_variable(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +148,7 @@ def build(optimizer: Any, variables: list[Any]) -> None:
         if is_dtensor(value) and not is_dtensor(added.value):
             from torch.distributed.tensor import distribute_tensor
 
-            # All processes have the whole, so that without a source this is not a collective.
+            # Each process has the whole value, so without a source rank this is no collective.
             split = distribute_tensor(
                 added.value.detach(), value.device_mesh, value.placements, src_data_rank=None
             )
