@@ -18,9 +18,10 @@ from gradscaler.diagnose import read_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Exit status: 0, 1 for a failure, 2 for a wrong call, 130 for Ctrl-C.
+    """Run one command, and return its exit status.
 
-    Where nobody reads the output any more, as after ``| head -1``, it is 1 without a message.
+    The status is 0 for success, 1 for a failure, 2 for wrong arguments and 130 for Ctrl-C. If the
+    reader of the output has ended, such as ``| head -1``, it is 1, without a message.
     """
     try:
         try:
@@ -29,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if sys.stdout is not None:
                 sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+        # Python flushes stdout when it exits, which would raise once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
@@ -55,7 +57,7 @@ _EXAMPLES = {
     "simulate": " run.jsonl --policy torch --policy 'AmaxScale(margin=10)'",
     "doctor": "",
 }
-_RUNS = "the file to read, or one of each rank"
+_RUNS = "the file to read, or one file of each rank"
 
 
 class _FailedError(Exception):
@@ -76,55 +78,56 @@ def _parser() -> argparse.ArgumentParser:
         help="train one network in fp32, in fp16, and in fp16 with loss scaling",
         description="Train a deep autoencoder on scikit-learn's two photographs three times from "
         "the same seed: in fp32, in fp16 without loss scaling, and in fp16 with gradscaler. Repeat "
-        "that with other seeds. Print a table, draw a picture of what happened, and write a report "
+        "this with other seeds. Print a table, draw a picture of the results, and write a report "
         "on the first run with gradscaler.",
     )
     for option, number, default, text in (
-        ("--seed", _seed, 0, "the first seed, of weights and batches"),
+        ("--seed", _seed, 0, "the first seed of weights and batches"),
         ("--seeds", _positive, 2, "how many seeds to train with"),
         ("--steps", _positive, 250, "training steps of each run"),
     ):
         demo.add_argument(option, type=number, default=default, help=f"{text} (%(default)s)")
-    threads = "repeat everything with each of these numbers of threads, up to 256 (1)"
+    threads = "numbers of threads, each at most 256; repeat everything with each of them (1)"
     demo.add_argument(
         "--threads", type=_threads, nargs="+", default=(1,), metavar="N", help=threads
     )
-    output, beside = "gradscaler-demo.png", "the picture; the report goes beside it (%(default)s)"
+    output = "gradscaler-demo.png"
+    beside = "the picture to write; the report is written beside it (%(default)s)"
     demo.add_argument("--output", type=_writable, default=output, help=beside)
     demo.add_argument(
-        "--device", choices=("cpu", "cuda"), help="the default is cuda if it is there"
+        "--device", choices=("cpu", "cuda"), help="where to train (cuda if there is such a device)"
     )
     demo.set_defaults(run=partial(_demo, demo))
 
     convert = commands.add_parser(
         "convert",
-        help="turn the state dict of one framework's scaler into another's",
-        description="Read a loss scale's state dict from a file: JSON, or what torch or Paddle "
-        "saved. The file may hold models and optimizers too. Write the state dict, and nothing "
-        "else, in another format: as JSON (.json), as torch does (.pt, .pth) or as Paddle does "
-        "(.pdparams). No code in the file is run.",
+        help="convert the state dict of one framework's scaler to another framework's format",
+        description="Read a loss scale's state dict from a file: JSON, or a file that torch or "
+        "Paddle saved. The file may also hold models and optimizers. Write only the state dict, in "
+        "another format: as JSON (.json), or as torch (.pt, .pth) or Paddle (.pdparams) saves it. "
+        "No code in the file is run.",
     )
     convert.add_argument("source", type=Path, metavar="IN", help="the file to read")
     convert.add_argument("target", type=Path, metavar="OUT", help="the file to write")
     convert.add_argument("--to", required=True, choices=checkpoint.FORMATS, help="the format")
     convert.add_argument(
         "--key",
-        help="where the state dict is in the file, such as scaler or state.scaler; needed if there "
-        "are several",
+        help="the key of the state dict in the file, such as scaler or state.scaler; needed if the "
+        "file holds several",
     )
     convert.add_argument(
-        "--lossy", action="store_true", help="leave out what the format has no place for"
+        "--lossy", action="store_true", help="leave out values that have no place in the format"
     )
     convert.set_defaults(run=_convert)
 
     report = commands.add_parser(
         "report",
-        help="draw what a run was like, and say what is wrong with it",
+        help="draw a run, and say what is wrong with it",
         description="Read the file that a gradscaler.diagnose.Monitor wrote, or the files of "
-        "several ranks of one run. Write a page that needs nothing else (.html), or a picture "
-        "(.png): a verdict in two sentences, the loss scale and the gradients over time, the "
-        "gradients against their format's range, and the loss scales that fit them. Of several "
-        "ranks, they are those of the rank at fault.",
+        "several ranks of one run. Write a self-contained page (.html), or a picture (.png), with "
+        "a verdict in two sentences, the loss scale and the gradients over time, the gradients "
+        "against their format's range, and the loss scales that fit them. With several ranks, the "
+        "gradients are those of the rank at fault.",
     )
     report.add_argument("sources", type=Path, nargs="+", metavar="RUN", help=_RUNS)
     report.add_argument("-o", "--output", type=Path, required=True, help="the file to write")
@@ -132,19 +135,19 @@ def _parser() -> argparse.ArgumentParser:
 
     explain = commands.add_parser(
         "explain",
-        help="print what a run was like, and what is wrong with it",
+        help="print a summary of a run, and what is wrong with it",
         description="Read the file that a gradscaler.diagnose.Monitor wrote, or the files of "
-        "several ranks of one run, and print what the report shows.",
+        "several ranks of one run, and print the contents of the report as text.",
     )
     explain.add_argument("sources", type=Path, nargs="+", metavar="RUN", help=_RUNS)
     explain.set_defaults(run=_explain)
 
     compare = commands.add_parser(
         "compare",
-        help="print in what several runs differ",
-        description="Read the files of several runs. Print in what they differ, first, and then "
-        "what is alike, and the loss scales and losses side by side. With -o, also draw the "
-        "scales, the skips and the losses on the same axes.",
+        help="print the differences between runs",
+        description="Read the files of several runs. Print their differences first, then what they "
+        "have in common, and the loss scales and losses side by side. With -o, also draw the "
+        "scales, the skipped steps and the losses of all runs on the same axes.",
     )
     compare.add_argument("sources", type=Path, nargs="+", metavar="RUN", help="the files to read")
     compare.add_argument(
@@ -154,40 +157,40 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser(
         "doctor",
-        help="say which frameworks are here, and whether loss scaling works with them",
-        description="Skip one step and take one with every framework that is installed, each in "
-        "a process of its own. Say what works, on which devices, and what to do about the rest.",
+        help="say which frameworks are installed, and whether loss scaling works with them",
+        description="With every framework that is installed, skip one step and take one, in a "
+        "process of its own. Say what works, on which devices, and what to do about the rest.",
     )
     doctor.set_defaults(run=_doctor)
 
     watch = commands.add_parser(
         "watch",
         help="show a run in the terminal while it trains",
-        description="Show the file that a gradscaler.diagnose.Monitor writes: the latest verdict, "
-        "the loss scale, the loss and the skipped steps, redrawn as the file grows, until Ctrl-C. "
-        "Wait for the file if it does not exist yet, and say so. If the output is not a terminal, "
-        "print this once, when no monitor writes to the file any more.",
+        description="Show the latest verdict, the loss scale, the loss and the skipped steps in "
+        "the file that a gradscaler.diagnose.Monitor is writing. Redraw them as the file grows, "
+        "until Ctrl-C. If the file does not exist yet, say so and wait for it. If the output is "
+        "not a terminal, print this only once, when the monitor has closed the file.",
     )
     watch.add_argument("source", type=Path, metavar="RUN", help="the file to read")
-    watch.add_argument("--once", action="store_true", help="print what there is now, and end")
+    watch.add_argument("--once", action="store_true", help="print the present state, and end")
     watch.set_defaults(run=_watch)
 
     simulate = commands.add_parser(
         "simulate",
-        help="say what other policies would have done to a run",
-        description="Read the file that a gradscaler.diagnose.Monitor with every=1 wrote, replay "
-        "policies on its gradients, and print a table: steps skipped, gradients flushed to zero, "
-        "the share of all gradients' magnitude that this loses or makes subnormal, and steps until "
-        "the scale is back after bad batches or a spike. The run is a recording: it does not show "
-        "how other steps would have changed the training.",
+        help="replay a run with other policies",
+        description="Read the file that a gradscaler.diagnose.Monitor with every=1 wrote, and "
+        "replay policies on its gradients. Print a table: steps skipped, gradients flushed to "
+        "zero, the share of the gradients' total magnitude that is lost or becomes subnormal, and "
+        "the steps until the scale recovers from bad batches or a spike. The gradients are a "
+        "recording, so the table does not show how other steps would have changed the training.",
     )
     simulate.add_argument("source", type=Path, metavar="RUN", help="the file to read")
     simulate.add_argument(
         "--policy",
         action="append",
         metavar="POLICY",
-        help="a preset such as torch or paddle, or a call such as 'AmaxScale(margin=10)'; may be "
-        "given several times (torch and AmaxScale)",
+        help="a preset such as torch or paddle, or a call such as 'AmaxScale(margin=10)'; repeat "
+        "the option for more policies (torch and AmaxScale)",
     )
     simulate.add_argument(
         "-o", "--output", type=Path, help="a page (.html) or a picture (.png) to write"
@@ -224,7 +227,10 @@ def _convert(parsed: argparse.Namespace) -> None:
             raise ValueError(f"{warned[0].message}; --lossy leaves that out")
         place = parsed.target
         if not saved.is_all and place.exists() and place.samefile(parsed.source):
-            raise ValueError("holds more than the state that would replace it; name another file")
+            raise ValueError(
+                "holds more than a scaler's state, and would be replaced by the state "
+                "alone; name another file"
+            )
         _files.save(place, converted)
     except OSError as error:
         raise _failed(error, place) from None
@@ -334,9 +340,9 @@ def _simulate(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> No
         known = {sample.step for sample in run.samples if sample.histogram} | set(run.skipped)
         if len(known) < run.num_steps:
             _say(
-                f"{parsed.source}: only {len(known):,} of {run.num_steps:,} steps have their "
-                "gradients on record, and the others count as the latest one before them; a "
-                "Monitor with every=1 records all"
+                f"{parsed.source}: only {len(known):,} of {run.num_steps:,} steps have recorded "
+                "gradients; the others are replayed with those of the last recorded step before "
+                "them. A Monitor with every=1 records all steps"
             )
         if parsed.output is not None:
             place = parsed.output
@@ -347,7 +353,7 @@ def _simulate(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> No
 
 
 def _failed(error: Exception, place: Path | None = None) -> _FailedError:
-    """What went wrong with a run, or with a report on it, at the error's file or at ``place``."""
+    """The failure for an error in reading a run or writing a report at ``place``."""
     if isinstance(error, ImportError):
         return _FailedError(f"this needs {error.name}: pip install 'gradscaler[diagnose]'")
     if isinstance(error, BrokenPipeError):
@@ -358,9 +364,9 @@ def _failed(error: Exception, place: Path | None = None) -> _FailedError:
 
 
 def _say(text: str) -> None:
-    """Print a text on stderr as one printable line, if stderr can be written.
+    """Print a text on stderr as one printable line, if stderr can be written to.
 
-    A long text loses its middle.
+    Of a long text, the middle is left out.
     """
     if len(text) > 600:
         text = f"{text[:300]} ... {text[-300:]}"
@@ -371,7 +377,7 @@ def _say(text: str) -> None:
 
 
 def _whole_number(text: str, limits: str, least: int, most: float = math.inf) -> int:
-    """A whole number from ``least`` to ``most``, which is what ``limits`` says."""
+    """A whole number from ``least`` to ``most``; ``limits`` describes that range for an error."""
     try:
         number = int(text)
     except ValueError:
@@ -383,12 +389,12 @@ def _whole_number(text: str, limits: str, least: int, most: float = math.inf) ->
 
 _positive = partial(_whole_number, limits="of at least 1", least=1)
 _threads = partial(_whole_number, limits="of at least 1 and at most 256", least=1, most=256)
-# PyTorch's generators take the seed and some more after it.
+# PyTorch's generators take this seed and the next ones.
 _seed = partial(_whole_number, limits="from 0 to 2**32 - 1", least=0, most=2**32 - 1)
 
 
 def _writable(text: str) -> Path:
-    """A path for a PNG and its run, tried before the training starts."""
+    """A path for a PNG and for the run beside it, checked before the training starts."""
     path = Path(text)
     if path.suffix.lower() != ".png":
         raise argparse.ArgumentTypeError(f"must end in .png, got {text!r}")
@@ -404,7 +410,7 @@ def _writable(text: str) -> Path:
     record = path.with_suffix(".jsonl")
     try:
         if record.exists():
-            read_run(record)  # replace nothing but a run
+            read_run(record)  # only a run may be replaced
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"would replace {str(record)!r}: {error}") from None
     return path

@@ -1,7 +1,7 @@
-"""``python -m gradscaler doctor``: what is installed here, and whether loss scaling works with it.
+"""``python -m gradscaler doctor``: which frameworks are installed, and whether they work.
 
-Each framework takes its two steps in a process of its own, so that one that crashes, hangs or
-prints takes nothing else with it.
+Each framework takes two steps in a process of its own, so that one that crashes, hangs or prints
+does not affect the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gradscaler._frameworks import FRAMEWORKS, installed
 
 PROBE = "from gradscaler import _doctor; _doctor.probe({!r})"
 SECONDS = 120  # for an import and two steps, on a slow disk
-TOOLS = {  # what their extras are, and the packages that those bring
+TOOLS = {  # for each, its extra, and the packages that the extra installs
     "report": ("diagnose", ("matplotlib", "rich")),
     "demo": ("torch,demo", ("torch", "matplotlib", "rich", "sklearn")),
 }
@@ -38,14 +38,14 @@ Found = tuple[list[str], list[float]]  # devices; the scale and the weight after
 
 
 class Finding(NamedTuple):
-    """What is known of a framework or of a tool.
+    """The result of trying a framework or a tool.
 
     Attributes:
         name: the framework's package, or the command.
-        version: of the package; empty if it is not installed.
-        works: None if it is not installed.
-        says: the devices, or what is wrong.
-        advice: one line: what to write, or what to do.
+        version: the package's version; empty if it is not installed.
+        works: whether it works; None if it is not installed.
+        says: the devices, or the failure.
+        advice: one line: an import to write, or how to repair it.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Finding(NamedTuple):
 
 
 def examine() -> Iterator[Finding]:
-    """Try every framework that is installed, and then the tools that need more than NumPy."""
+    """Try every installed framework, then the tools that need more packages than NumPy."""
     for name in FRAMEWORKS:
         yield _framework(name)
     for name, (extra, packages) in TOOLS.items():
@@ -68,13 +68,13 @@ def examine() -> Iterator[Finding]:
 
 
 def heading() -> str:
-    """What this machine is."""
+    """The versions of gradscaler, Python and NumPy, and the platform."""
     versions = f"Python {platform.python_version()}, NumPy {np.__version__}"
     return f"gradscaler {gradscaler.__version__}, {versions}, {platform.platform()}"
 
 
 def line(finding: Finding) -> str:
-    """A finding in three columns: what it is, how it is, and what to write or to do."""
+    """A finding in three columns: name and version, result, and advice."""
     state = {None: "not installed", True: "works", False: "FAILS"}[finding.works]
     what = f"{finding.name} {finding.version}".rstrip()
     return f"{what:<27} {f'{state} {finding.says}'.rstrip():<34} {finding.advice}"
@@ -93,7 +93,7 @@ def _framework(name: str) -> Finding:
         return Finding(name, "", False, f"(no answer in {SECONDS} seconds)", show)
     try:
         version, devices, trace = json.loads(process.stdout.splitlines()[-1])
-    except (IndexError, TypeError, ValueError):  # it did not come to print them
+    except (IndexError, TypeError, ValueError):  # the process ended before it printed them
         error = (process.stderr.split("\n\n")[-1].strip().splitlines() or ["no message"])[-1]
         says = error if process.returncode >= 0 else f"killed by signal {-process.returncode}"
         return Finding(name, "", False, f"({says})", show)
@@ -110,10 +110,10 @@ def _framework(name: str) -> Finding:
 
 
 def _lowest(extra: str) -> str:
-    """The lowest version that an extra asks for: the first bound among its requirements."""
+    """The lowest version that an extra requires: the first bound among its requirements."""
     try:
         requirements = metadata.requires("gradscaler") or []
-    except metadata.PackageNotFoundError:  # a source tree that was never installed
+    except metadata.PackageNotFoundError:  # a source tree that is not installed
         return ""
     wanted = [text for text in requirements if re.search(rf"extra == ['\"]{extra}['\"]", text)]
     return next(iter(re.findall(r">=([\d.]+)", " ".join(wanted))), "")
@@ -124,11 +124,11 @@ def _numbers(version: str) -> list[int]:
 
 
 def probe(name: str) -> None:
-    """Skip one step and take one, with the framework of that name; print what happened as JSON.
+    """Skip one step and take one with a framework, and print the results as JSON.
 
-    The loss is the weight, which starts at 1, times Inf and then times 1. The learning rate is 1
-    and so is the loss scale. So scale and weight are 0.5 and 1 after the skip, and 0.5 and 0 after
-    the step.
+    The loss is the weight times Inf in the first step, and the weight times 1 in the second. The
+    weight, the learning rate and the loss scale start at 1. So scale and weight are 0.5 and 1 after
+    the skipped step, and 0.5 and 0 after the other.
     """
     ours = import_module(f"gradscaler.{name}")
     library = import_module(name)
@@ -154,7 +154,7 @@ def on_torch(library: Any, ours: Any) -> Found:
 
 
 def _accelerator_of(library: Any) -> str | None:
-    """The type of the accelerator that PyTorch sees; TensorPlay knows CUDA alone."""
+    """The type of the accelerator, or None. TensorPlay only knows CUDA."""
     accelerator = getattr(library, "accelerator", None)
     if accelerator is None:
         return "cuda" if library.cuda.is_available() else None

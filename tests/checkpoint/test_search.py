@@ -148,7 +148,10 @@ def test_a_file_with_more_than_the_state_is_not_replaced_by_the_state(tmp_path, 
         path.write_text(json.dumps(saved))
         for target in (path, link):
             assert main(["convert", str(path), str(target), "--to", "flax"]) == 1
-            said = "holds more than the state that would replace it; name another file"
+            said = (
+                "holds more than a scaler's state, and would be replaced by the state alone; "
+                "name another file"
+            )
             assert capsys.readouterr().err == f"{target}: {said}\n"
             assert json.loads(path.read_text()) == saved
 

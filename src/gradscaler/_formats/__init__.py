@@ -1,1 +1,1 @@
-"""What each framework's scaler saves: a flat dict of numbers, to and from a rule and a state."""
+"""The state dicts of every framework's scaler, converted to and from a rule and a state."""

@@ -1,4 +1,4 @@
-"""The formats: what each framework's scaler saves, read and written."""
+"""The formats in which each framework's scaler saves its state, with functions for both ways."""
 
 from __future__ import annotations
 
@@ -31,10 +31,14 @@ Q = TypeVar("Q", bound=Policy)
 
 
 class Layout(NamedTuple):
-    """One way to lay a state out in a dict; some formats have another one for fixed scales.
+    """The keys and values of one kind of state dict. Some formats have a second for fixed scales.
 
-    ``read`` takes a dict of Python numbers. ``write`` takes a rule of one of the classes ``rules``,
-    and gives the values in the order of ``keys``, which are all that the dict has.
+    Attributes:
+        format: the name of the format.
+        keys: all keys of the dict.
+        read: the rule and the state in a dict of Python numbers.
+        write: the values of a rule and a state, in the order of ``keys``.
+        rules: the classes of rules that ``write`` takes.
     """
 
     format: str
@@ -45,13 +49,13 @@ class Layout(NamedTuple):
 
 
 def _state(values: Values, scale: float, finite: str, nonfinite: str | None = None) -> ScaleState:
-    """The scale, and the counts under these keys; a non-finite count that is not there is 0."""
+    """A state of this scale, with the counts under two keys; a missing non-finite count is 0."""
     count = count_in(nonfinite, values.get(nonfinite, 0)) if nonfinite else 0
     return ScaleState(np.float32(scale), count_in(finite, values[finite]), count)
 
 
 def _no_extras(values: Values, *keys: str) -> None:
-    """Refuse what gradscaler's adapters add for a rule that the format does not describe."""
+    """Raise ValueError if there are keys that an adapter adds for a rule outside of the format."""
     for key in keys:
         if key in values:
             rule = "an AmaxScale" if key in AMAX else "a rule with a hysteresis"
@@ -67,25 +71,25 @@ def _flag(key: str, value: object) -> bool:
     return value
 
 
-# torch and TensorPlay. Both factors are 1.0 where the scale does not move.
+# torch and TensorPlay. Both factors are 1.0 for a fixed scale.
 
 _RULE = ("growth_factor", "backoff_factor", "growth_interval")
 TORCH_KEYS = ("scale", *_RULE, "_growth_tracker")
 
 
 def write_leaves(state: State) -> dict[str, float]:
-    """What torch's and Paddle's formats have no key for, under keys that both ignore.
+    """The fields of a state beyond those of a ``ScaleState``, under keys such as ``_peak``.
 
-    These are the fields after those of a ``ScaleState``, such as ``_peak`` and ``_reach``.
+    torch's and Paddle's formats have no keys for these, and both frameworks ignore them.
     """
     names = state._fields[len(ScaleState._fields) :]
     return {f"_{name}": number_in(name, getattr(state, name)) for name in names}
 
 
 def read_leaves(policy: Policy, state: ScaleState, values: Values) -> State:
-    """The state that ``policy`` moves: what ``write_leaves`` put into ``values`` after ``state``.
+    """A state of the policy's type: the fields of ``state``, and further ones from ``values``.
 
-    A leaf that is not there is what it was before the first step.
+    ``write_leaves`` has put them there. A missing one has its value before the first step.
     """
     first = policy.init()
     leaves = first._asdict()
@@ -101,9 +105,10 @@ def read_leaves(policy: Policy, state: ScaleState, values: Values) -> State:
 
 
 def read_torch(values: Values, policy: Q) -> tuple[Q | FixedScale, ScaleState]:
-    """The rule and the state in ``values``; what they do not say is that of ``policy``.
+    """The rule and the state in ``values``.
 
-    A rule that is not of this package stays as it is. ``_nonfinite_steps`` may be missing.
+    Parameters that are not in ``values`` are taken from ``policy``. A policy that is not of this
+    package is returned unchanged. ``_nonfinite_steps`` may be missing.
     """
     scale = _checks.loss_scale("scale", values["scale"])
     state = _state(values, scale, "_growth_tracker", "_nonfinite_steps")
@@ -127,13 +132,16 @@ def _write_torch(policy: Rule, state: ScaleState) -> tuple[Any, ...]:
     return float(state.scale), *rule, int(state.finite_steps)
 
 
-# Paddle. The scale that its state dict holds has another name there than the one to start from.
+# Paddle. In its state dict, the current scale has another name than the constructor's.
 
 PADDLE_KEYS = ("scale", *list(PADDLE)[1:], "incr_count", "decr_count", "use_dynamic_loss_scaling")
 
 
 def read_paddle(values: Values, policy: P) -> tuple[P, ScaleState, bool]:
-    """The rule, with all else that of ``policy``; the state; and whether the scale moves."""
+    """The rule, the state, and whether the scale moves.
+
+    Parameters that are not in ``values`` are taken from ``policy``.
+    """
     scale = _checks.loss_scale("scale", values["scale"])
     state = _state(values, scale, "incr_count", "decr_count")
     fields = {**PADDLE, "scale": "init_scale"}
@@ -150,15 +158,16 @@ def _read_paddle(values: Values) -> tuple[Rule, ScaleState]:
 
 
 def write_paddle(policy: OwnPolicy, state: State) -> tuple[Any, ...]:
-    """The values of ``PADDLE_KEYS``."""
+    """The values for ``PADDLE_KEYS``."""
     dynamic = DynamicScale() if isinstance(policy, FixedScale) else policy
     scale = np.array([state.scale], dtype=np.float32)
-    rule = (getattr(dynamic, name, 1) for name in list(PADDLE.values())[1:])  # a hysteresis of 1
+    # An AmaxScale has no hysteresis, which is one of 1.
+    rule = (getattr(dynamic, name, 1) for name in list(PADDLE.values())[1:])
     return scale, *rule, int(state.finite_steps), int(state.nonfinite_steps), dynamic is policy
 
 
-# Keras 3, and Keras 2 with other names and a floor of 1. Both have a config that may say that the
-# scale does not move: Keras 2 then saves nothing else, gradscaler's scaler for Keras 3 does.
+# Keras 3, and Keras 2 with other names and a floor of 1. The config of both says whether the scale
+# is fixed. If so, Keras 2 saves no variables, but gradscaler's scaler for Keras 3 does.
 
 _KERAS = ("dynamic_scale", "step_counter", "initial_scale", "dynamic_growth_steps")
 _TF_KERAS = ("current_loss_scale", "good_steps", *_KERAS[2:])
@@ -212,7 +221,7 @@ def _write_fixed_tf_keras(policy: FixedScale, state: ScaleState) -> tuple[Any, .
     return False, float(state.scale)
 
 
-# MindSpore. Its cell counts steps, and remembers which overflowed last.
+# MindSpore. Its cell saves the number of the step, and of the last step that overflowed.
 
 _MINDSPORE_STEPS = ("current_iterator_step", "last_overflow_iterator_step")
 _MINDSPORE_RULE = ("scale_factor", "scale_window")
@@ -261,12 +270,12 @@ def _read_flax(values: Values) -> tuple[Rule, ScaleState]:
 
 def _write_flax(policy: DynamicScale, state: ScaleState) -> tuple[Any, ...]:
     factors = policy.growth_factor, policy.backoff_factor
-    interval = max(policy.growth_interval - 1, 1)  # flax grows a step later, so never at each one
+    interval = max(policy.growth_interval - 1, 1)  # flax grows one step later; 2 is its shortest
     state_values = np.int32(state.finite_steps), np.float32(state.scale)
     return *factors, interval, *state_values, policy.min_scale
 
 
-# A scale that does not move, as that one number.
+# A fixed scale, saved as one number.
 
 
 def _read_fixed(
@@ -281,7 +290,7 @@ def _write_fixed(policy: FixedScale, state: ScaleState) -> tuple[Any, ...]:
 
 
 FORMATS = tuple(name for formats in FRAMEWORKS.values() for name in formats)
-"""The formats, by the names of the adapters that replace what saves them."""
+"""The names of the formats."""
 
 _BOTH, _FIXED = (DynamicScale, FixedScale), (FixedScale,)
 _FIXED_MINDSPORE = partial(_read_fixed, key="scale_sense", lowest=1.0)
@@ -304,10 +313,10 @@ LAYOUTS = (
 )
 
 COUNTS = ("_nonfinite_steps", "nonfinite_counter", "bad_steps", "nonfinite_steps")
-"""Keys that some adapters of gradscaler add for a count of non-finite steps."""
+"""Keys that some of gradscaler's adapters add for a count of non-finite steps."""
 
 AMAX = ("_peak", "_reach", "peak", "reach")
-"""Keys that adapters of gradscaler add for an AmaxScale."""
+"""Keys that gradscaler's adapters add for an AmaxScale."""
 
 OPTIONAL = ("dynamic", *COUNTS, *AMAX)
-"""Keys that are not always there: adapters of gradscaler add them, or a config has them."""
+"""Keys that a state dict may have beside those of its layout."""

@@ -1,4 +1,4 @@
-"""The rule and the state in a state dict, whichever framework's scaler saved it."""
+"""Reads the rule and the state from the state dict of any framework's scaler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ def layout_of(state_dict: Values) -> Layout | None:
 
 
 def detect(state_dict: Values) -> str | None:
-    """The format of a state dict by its keys, or None; raises as :func:`layout_of`."""
+    """The format of a state dict, by its keys, or None.
+
+    Raises:
+        TypeError: ``state_dict`` is not a dict.
+    """
     layout = layout_of(state_dict)
     return layout and layout.format
 
@@ -37,7 +41,8 @@ def read(state_dict: Values) -> tuple[Rule, ScaleState]:
     """The rule and the state in a state dict of any format.
 
     Raises:
-        TypeError, ValueError: it is no such dict, or a value is not what its key says.
+        TypeError: ``state_dict`` is not a dict, or a value has the wrong type.
+        ValueError: the keys match no format, or a value is out of range.
     """
     layout = layout_of(state_dict)
     if layout is None:

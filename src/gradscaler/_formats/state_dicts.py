@@ -1,4 +1,4 @@
-"""Reading a state dict: every key must be there, and each value becomes a Python number."""
+"""Reads the values of a state dict as Python numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def state_values(state_dict: Mapping[str, Any], keys: tuple[str, ...]) -> dict[s
     """The values of ``keys``, in their order.
 
     Raises:
-        RuntimeError: it is empty, as one saved with scaling disabled is.
+        RuntimeError: ``state_dict`` is empty: it was saved with scaling disabled.
         KeyError: a key is missing; the message names it.
     """
     if not state_dict:
@@ -30,17 +30,17 @@ def state_values(state_dict: Mapping[str, Any], keys: tuple[str, ...]) -> dict[s
 
 
 def count_in(key: str, value: object) -> int:
-    """``value`` if a counter can hold it."""
+    """``value`` as an int, if it is a count that fits an int32."""
     return _checks.count(key, number_in(key, value), least=0, most=_checks.LONGEST_COUNT)
 
 
 def saved_number(key: str, value: Any) -> Any:
-    """:func:`number_in` of a saved value. JSON has an array of one number as a list."""
+    """The Python number in a saved value, which in JSON may be a list of one number."""
     return number_in(key, value[0] if isinstance(value, list) and len(value) == 1 else value)
 
 
 def number_in(key: str, value: Any) -> Any:
-    """The Python number in a tensor or array of one element; anything else as it is."""
+    """The Python number in a tensor or array of one element; anything else unchanged."""
     if not hasattr(value, "item"):
         return value
     try:

@@ -30,7 +30,7 @@ _IS_AVAILABLE = dist.is_available()
 
 Group = Any  # dist.ProcessGroup, which a build without distributed lacks
 Overflow = Callable[[], "bool | torch.Tensor"]
-"""Tells whether something outside of the gradients found an overflow since it was last called."""
+"""Returns whether hardware or an engine has detected an overflow since the last call."""
 
 
 def is_distributed() -> bool:

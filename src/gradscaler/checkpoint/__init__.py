@@ -1,11 +1,11 @@
-"""A loss scale's state in every framework's format, and conversions between them.
+"""Reads, writes and converts the state of a loss scale in every framework's format.
 
-A format is what that framework's scaler saves, as a flat dict of numbers. Some frameworks keep the
-rule's parameters elsewhere, in a config or in an object's attributes; the dict has these too.
+A state dict is a flat dict of numbers: those that the framework's scaler saves, and the rule's
+parameters, which some frameworks keep in a config or in an object's attributes instead.
 
 =============== ==================================================================================
 ``torch``       ``torch.amp.GradScaler.state_dict()``
-``tensorplay``  the same
+``tensorplay``  ``tensorplay.amp.GradScaler.state_dict()``
 ``paddle``      ``paddle.amp.GradScaler.state_dict()``
 ``keras``       Keras 3's ``dynamic_scale`` and ``step_counter``, and its config
 ``tf_keras``    Keras 2's ``current_loss_scale`` and ``good_steps``, and its config
@@ -39,27 +39,28 @@ StateDict = dict[str, Any]
 def convert(
     state_dict: Values, to: str, *, lossy: bool = False, key: str | None = None
 ) -> StateDict:
-    """A state dict in another format.
+    """Convert a state dict to another format.
 
-    A value that is some framework's default, such as Keras' floor of 1 or Paddle's hysteresis of 2,
-    gives way to the default of the format's own framework if the format has no place for it.
+    Some values have no place in the new format. If such a value is the default of any framework,
+    such as Keras' floor of 1 or Paddle's hysteresis of 2, it is replaced by the default of the new
+    format's framework. Otherwise it is an error, unless ``lossy`` is True.
 
     Args:
-        state_dict: a state dict in any format; its keys say in which. Or a checkpoint, a dict that
-            holds one such state dict beside others, at any depth.
+        state_dict: a state dict in any format, which is detected by its keys. Or a checkpoint: a
+            dict that holds one such state dict at any depth, among other entries.
         to: one of ``FORMATS``.
-        lossy: leave out any other value that the format has no place for, such as a ceiling in
-            torch's, or an AmaxScale's peak and reach in any, with a warning. Otherwise such a value
-            is an error.
-        key: where the scaler's state is in a checkpoint, such as ``"scaler"``, or
+        lossy: whether to leave out values that have no place in the format, with a warning. For
+            example, torch's format has no place for a ceiling, and no format has one for an
+            AmaxScale's peak and reach.
+        key: the key of the scaler's state in a checkpoint, such as ``"scaler"``, or
             ``"state.scaler"`` if it is in the entry ``"state"``. It is needed if the checkpoint
             holds the states of several scalers.
 
     Raises:
-        TypeError: ``state_dict`` is not a dict, or a value is not the kind of number it should be.
-        ValueError: its keys do not match a format, there is no such key, several scalers' states
-            are there and ``key`` does not say which, a value is out of range, or the format cannot
-            hold it; the message names the key or the value.
+        TypeError: ``state_dict`` is not a dict, or a value has the wrong type.
+        ValueError: the keys match no format, the checkpoint has no such key, it holds several
+            scalers' states and ``key`` is None, a value is out of range, or the format cannot hold
+            it; the message names the key or the value.
 
     >>> policy = DynamicScale.paddle(decr_every_n_nan_or_inf=3)
     >>> saved = write(policy, policy.init(), "paddle")
@@ -80,11 +81,13 @@ def convert(
 def read(state_dict: Values, *, key: str | None = None) -> tuple[Rule, ScaleState]:
     """The rule and the state in a state dict of any format, or in a checkpoint that holds one.
 
-    The rule starts from the current scale, unless the format says where it started. ``key`` is as
-    in :func:`convert`.
+    The rule's initial scale is the current scale, unless the format has the initial one. ``key`` is
+    that of :func:`convert`.
 
     Raises:
-        TypeError, ValueError: as :func:`convert`.
+        TypeError: ``state_dict`` is not a dict, or a value has the wrong type.
+        ValueError: the keys match no format, the checkpoint has no such key, it holds several
+            scalers' states and ``key`` is None, or a value is out of range.
 
     >>> saved = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5,
     ...          "growth_interval": 2000, "_growth_tracker": 7}
@@ -99,10 +102,10 @@ def read(state_dict: Values, *, key: str | None = None) -> tuple[Rule, ScaleStat
 
 
 def write(policy: OwnPolicy, state: State, to: str, *, lossy: bool = False) -> StateDict:
-    """The state dict of a rule and a state in one format; ``lossy`` is as in :func:`convert`.
+    """The state dict of a rule and a state in a format. ``lossy`` is that of :func:`convert`.
 
     Raises:
-        TypeError: the rule is not one of this package.
+        TypeError: ``policy`` is not a policy of this package.
         ValueError: the format is unknown, or cannot hold a value; the message names which.
 
     >>> policy = DynamicScale(growth_interval=100)
@@ -148,7 +151,7 @@ def _blind(to: str) -> str:
 
 
 def _without_peak(policy: AmaxScale) -> DynamicScale:
-    """The rule that an AmaxScale is before it knows a gradient."""
+    """The rule of an AmaxScale without gradients: a DynamicScale with the parameters of both."""
     common = {field.name for field in fields(policy)} & {
         field.name for field in fields(DynamicScale)
     }
@@ -156,7 +159,7 @@ def _without_peak(policy: AmaxScale) -> DynamicScale:
 
 
 def detect(state_dict: Values) -> str | None:
-    """The format of a state dict by its keys, or None; ``"torch"`` for TensorPlay's too.
+    """The format of a state dict, by its keys, or None. TensorPlay's also gives ``"torch"``.
 
     Raises:
         TypeError: ``state_dict`` is not a dict.

@@ -1,6 +1,6 @@
-"""Files that hold a scaler's state, alone or in a checkpoint: JSON, and what torch and Paddle save.
+"""Reads and writes files with a scaler's state: JSON, and the files of torch and Paddle.
 
-Their code is never run.
+A file may hold the state alone or in a checkpoint. No code in a file is ever run.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from gradscaler.checkpoint._search import find
 TORCH_SUFFIXES = (".pt", ".pth")
 PADDLE_SUFFIXES = (".pdparams", ".pdopt", ".pdstates")
 
-_MOST_JSON = 2**20  # bytes; the state of a loss scale is a few hundred
-_MOST_AT_ONCE = 2**23  # bytes; the list of 80,000 tensors in a zip file
+_MOST_JSON = 2**20  # bytes; the state of a loss scale takes a few hundred
+_MOST_AT_ONCE = 2**23  # bytes; enough for a zip file's list of 80,000 tensors
 _MOST_DIGITS = 400  # the largest float64 has 309
 _TORCH_MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle in a file of torch before 1.6
-_PADDLE_NAMES = "StructuredToParameterName@@"  # beside tensors
+_PADDLE_NAMES = "StructuredToParameterName@@"  # an entry that Paddle adds to dicts of tensors
 
 
 class FileError(ValueError):
@@ -39,21 +39,21 @@ class FileError(ValueError):
 class Saved(NamedTuple):
     """A scaler's state in a file."""
 
-    key: str | None  # None if it is the whole file's
+    key: str | None  # the key of the state; None if it is at the top level
     values: dict[str, Any]
     is_all: bool  # whether the file holds nothing else
 
 
 def load(path: Path, key: str | None = None) -> Saved:
-    """The state of the scaler in a file, which may be a checkpoint with models and optimizers.
+    """The scaler's state in a file, which may be a checkpoint with models and optimizers.
 
-    The first bytes say which kind of file it is. ``key`` is as in :func:`checkpoint.convert`. The
-    bytes of tensors are not read. If no keys match a format, the result is the dict that was
+    The kind of file is detected by its first bytes. The bytes of tensors are not read. ``key`` is
+    that of :func:`checkpoint.convert`. If no keys match a format, the result is the dict that was
     searched.
 
     Raises:
         FileError: the file is missing, damaged or too large, it has no such key, it has several
-            scalers' states, or a value of the state is not a number or a text.
+            scalers' states and ``key`` is None, or a value of the state is not a number or text.
     """
     loaded = _read(path)
     if isinstance(loaded, _pickles.Unread):
@@ -102,7 +102,7 @@ def _read(path: Path) -> Any:
 
 
 class _Frugal(io.BufferedReader):
-    """A file that never reads much at once: a zip file says itself how long its lists are."""
+    """A file that refuses to read much at once, as a hostile zip file may ask for."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > _MOST_AT_ONCE:
@@ -122,7 +122,7 @@ def _parse(file: _Frugal) -> Any:
         return json.loads(data, parse_int=_integer)
     loaded = _pickles.load(file)
     if loaded == _TORCH_MAGIC:
-        for _ in range(3):  # the protocol, the machine, and then the dict
+        for _ in range(3):  # the version of the protocol, facts about the machine, and the dict
             loaded = _pickles.load(file)
     return loaded
 
@@ -134,9 +134,9 @@ def _integer(digits: str) -> int:
 
 
 def _parse_zip(file: _Frugal) -> Any:
-    """The value of the pickle in torch's file, with its checksum verified.
+    """The value of the pickle in torch's file, after its checksum is verified.
 
-    Torch does not compress, so that the pickle is never larger than the file.
+    Compressed entries are refused, so the pickle is not larger than the file. torch writes none.
     """
     with zipfile.ZipFile(file) as archive:
         names = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
@@ -150,7 +150,7 @@ def _parse_zip(file: _Frugal) -> Any:
 
 
 def save(path: Path, state_dict: Mapping[str, Any]) -> None:
-    """Write a dict to a file, whole or not at all; the suffix says which kind of file.
+    """Write a dict to a file, whole or not at all. The suffix gives the kind of file.
 
     Raises:
         FileError: the suffix is unknown, or the file cannot be written.

@@ -1,4 +1,4 @@
-"""What a rule loses in a format that has no place for it, in words."""
+"""Describes the parameters of a rule that a format has no place for."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ _RESETS = {
 
 
 def losses(rule: Rule, kept: Rule, to: str) -> list[str]:
-    """What a rule loses in the format ``to``; a reader of what is written there gets ``kept``.
+    """Describe each parameter of a rule that is lost in the format ``to``.
 
-    A value that is the default of any framework is a convention. It gives way to the default of
-    the framework that the format belongs to. A state dict does not say who chose a value, so this
-    holds wherever the value comes from.
+    A default of any framework is a convention. Such a value may be replaced by the default of the
+    format's own framework without being counted as lost, even if a user chose it: a state dict does
+    not say who did.
+
+    Args:
+        rule: the rule that was written.
+        kept: the rule that reading it back gives.
+        to: the format.
     """
     if isinstance(rule, FixedScale) or isinstance(kept, FixedScale):
         return [] if isinstance(kept, FixedScale) else ["a scale that does not move"]
@@ -28,7 +33,7 @@ def losses(rule: Rule, kept: Rule, to: str) -> list[str]:
     floor = f"a floor of {kept.min_scale!r}" if has_floor else "no floor"
     backs_off = "backs off at every overflow"
     resets = "resets it at a finite step and at a backoff"
-    words = {  # of each parameter: its name, and what the format's scaler does
+    words = {  # for each parameter, its name and a description of the format's scaler
         "growth_factor": ("growth factor", f"has {kept.growth_factor!r}"),
         "backoff_factor": ("backoff factor", f"has {kept.backoff_factor!r}"),
         "growth_interval": ("growth interval", f"has {kept.growth_interval}"),
@@ -48,7 +53,7 @@ def losses(rule: Rule, kept: Rule, to: str) -> list[str]:
 
 
 def _value(rule: DynamicScale, name: str) -> Any:
-    """What a parameter does: a float in float32, a hysteresis with its reset."""
+    """A parameter's value for comparison: a float in float32, a hysteresis with its reset."""
     if name == "hysteresis":
         return rule.hysteresis, rule.hysteresis_reset if rule.hysteresis > 1 else None
     value = getattr(rule, name)

@@ -1,8 +1,8 @@
-"""Reading the numbers in a pickle without unpickling it: nothing in it is imported or called.
+"""Reads the numbers in a pickle without unpickling it: nothing in it is imported or called.
 
-The opcodes are interpreted here. The values are numbers, texts, dicts of these, and names of what
-the pickle would call. Only the names in pickles of NumPy's arrays and of dicts are known. Anything
-else, such as a tensor, a list or an object, is an ``Unread``.
+This module interprets the pickle's opcodes itself. Values are numbers, texts, dicts of these, and
+the names of functions that the pickle would call. It knows only the functions in pickles of NumPy
+arrays and of dicts. Anything else, such as a tensor, a list or an object, becomes an ``Unread``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import IO, Any
 import numpy as np
 
 _MOST_OPCODES = 2**21  # a tensor in a checkpoint takes about 40
-_MOST_BYTES = 2**25  # of the opcodes' arguments, without the long values, which are skipped
+_MOST_BYTES = 2**25  # of the opcodes' arguments, but for long values, which are skipped
 _LONGEST_VALUE = 2**16  # bytes of a text or an array
 _LONGEST_LINE = 2**10  # bytes
 _LONGEST_TUPLE = 16  # NumPy describes a dtype by 8 values
-_LONGEST_NAME = 100  # of a module and of what is in it
+_LONGEST_NAME = 100  # characters of a module's name, and of the name in it
 _LARGEST_NUMBER = 8  # bytes
 
 
@@ -28,12 +28,12 @@ class RefusedError(ValueError):
 
 
 class Unread:
-    """A part of a pickle that is not a number, a text or a dict; ``why`` says what it is."""
+    """A part of a pickle that is not a number, a text or a dict; ``why`` describes it."""
 
     __slots__ = ("_names", "_reason")
 
     def __init__(self, reason: str, *names: str) -> None:
-        self._reason, self._names = reason, names  # apart, so that many share the memory of both
+        self._reason, self._names = reason, names  # not formatted yet: many objects share both
 
     @property
     def why(self) -> str:
@@ -41,7 +41,7 @@ class Unread:
 
 
 class _Name(str):
-    """What a pickle would import."""
+    """The name of something that a pickle would import."""
 
     __slots__ = ()
 
@@ -63,20 +63,21 @@ _ARRAY = Unread("an array of more than numbers")
 def load(file: IO[bytes]) -> Any:
     """The value of the next pickle in a file: a dict, a number, a text, None or an ``Unread``.
 
-    So are the values in a dict, which may hold itself. Its keys are texts, and numbers as texts;
-    entries with other keys are left out. Long values are skipped. Otherwise, work and memory stay
-    in proportion to the pickle: it can put one value on the stack many times, so only short values
-    are compared, copied or printed.
+    The values in a dict are of the same kinds; a dict may contain itself. Keys are texts; a number
+    as a key becomes a text, and entries with other keys are left out.
+
+    Time and memory are bounded by the size of the pickle. Long values are skipped. A pickle may use
+    one value many times, so only short values are compared, copied or printed.
 
     Raises:
-        RefusedError: it holds too much.
-        ValueError: it is damaged.
+        RefusedError: the pickle holds too much.
+        ValueError: the pickle is damaged.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of escapes in damaged texts
             return _run(_Opcodes(file))
-    except LookupError:  # nothing on the stack, or nothing in the memo
+    except LookupError:  # the stack is empty, or the memo lacks the entry
         raise ValueError("the pickle uses what it does not hold") from None
 
 
@@ -105,7 +106,7 @@ class _Opcodes:
                 self._file.seek(length, 1)
                 return opcode, Unread("it holds a long value, not a number")
             self._file.seek(-width, 1)
-        return opcode, opcode.arg.reader(self)  # type: ignore[arg-type]  # it reads no more
+        return opcode, opcode.arg.reader(self)  # type: ignore[arg-type]  # it only reads
 
     def read(self, size: int) -> bytes:
         return self._spent(self._file.read(size))
@@ -186,12 +187,12 @@ _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (
 
 
 def _taken(stack: list[Any], count: int) -> list[Any]:
-    """The top ``count`` values, off the stack."""
+    """Take the top ``count`` values off the stack."""
     return [stack.pop() for _ in range(count)][::-1]
 
 
 def _marked(stack: list[Any]) -> list[Any]:
-    """The values since the last mark, off the stack with it."""
+    """Take the values since the last mark, and the mark, off the stack."""
     items = []
     while (item := stack.pop()) is not _MARK:
         items.append(item)
@@ -199,7 +200,7 @@ def _marked(stack: list[Any]) -> list[Any]:
 
 
 def _replace(stack: list[Any], opcode: pickletools.OpcodeInfo) -> None:
-    """Put an ``Unread`` in the place of what any other opcode makes."""
+    """Interpret any other opcode: put an ``Unread`` in place of each value that it makes."""
     below = opcode.stack_before
     if pickletools.markobject in below:
         _marked(stack)
@@ -214,7 +215,11 @@ def _made_by(name: str) -> Unread:
 
 
 def _put(memo: list[Any], place: int, value: Any) -> None:
-    """Python 2 counts from 1. A dict would take long for numbers whose hashes collide."""
+    """Put a value into the memo, whose numbers must be nearly without gaps.
+
+    The memo is a list, because a dict takes long for numbers whose hashes collide. A pickle of
+    Python 2 counts from 1.
+    """
     if place > len(memo) + 1:
         raise ValueError("the pickle's memo has gaps")
     memo.extend([_MORE] * (place + 1 - len(memo)))
@@ -222,7 +227,10 @@ def _put(memo: list[Any], place: int, value: Any) -> None:
 
 
 def _tuple(items: list[Any]) -> tuple[Any, ...] | Unread:
-    """A tuple as short and flat as those around an array's bytes, so that it cannot double."""
+    """A tuple, if it is as short and flat as those in a pickled array.
+
+    Nested tuples that use one value twice could double in size at each level.
+    """
     if len(items) > _LONGEST_TUPLE or any(
         type(part) is tuple for item in items if type(item) is tuple for part in item
     ):
@@ -240,7 +248,7 @@ def _set_items(target: Any, items: list[Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A number, a text, None or a dict; an array of one number as that number."""
+    """A number, a text, None or a dict. An array of one number becomes that number."""
     if type(value) is _Number and value.value is not None:
         return value.value
     if type(value) in (int, float, bool, str, type(None), dict, Unread):
@@ -275,9 +283,9 @@ def _call(called: Any, arguments: Any) -> Any:  # noqa: C901, PLR0911 # a case f
     if name == "_codecs.encode" and len(arguments) == 2:
         text, codec = arguments
         if type(text) is str and codec == "latin1":
-            return _encoded(text[: _LARGEST_NUMBER + 1])  # one byte too many is refused
+            return _encoded(text[: _LARGEST_NUMBER + 1])  # a longer text is cut, and refused later
     if name == "builtins.tuple" and arguments and type(arguments[0]) is tuple:
-        return arguments[0][-1] if arguments[0] else ()  # the array after a Paddle tensor's name
+        return arguments[0][-1] if arguments[0] else ()  # a Paddle tensor: its name, and its array
     return Unread("it would call %s", called)
 
 
@@ -289,7 +297,7 @@ def _encoded(text: str) -> bytes | Unread:
 
 
 def _built(target: Any, state: Any) -> Any:
-    """``target`` with its state. A dict's, such as a module's ``_metadata``, is left out."""
+    """``target`` with its state. The state of a dict, such as ``_metadata``, is left out."""
     if type(target) is dict or type(target) is Unread:
         return target
     if type(target) is not _Number or type(state) is not tuple:
@@ -320,7 +328,7 @@ def _dtype(code: Any) -> _Number | Unread:
 
 
 def _item(dtype: Any, data: Any) -> Any:
-    """The one number in the bytes of an array."""
+    """The number in the bytes of an array of one element."""
     for part in (dtype, data):
         if type(part) is Unread:
             return part
@@ -332,7 +340,7 @@ def _item(dtype: Any, data: Any) -> Any:
 
 
 def _tensor(storage: Any) -> Unread:
-    """A torch tensor, by its storage. Its bytes are elsewhere in the file."""
+    """The ``Unread`` for a torch tensor, whose bytes are elsewhere in the file."""
     kind = storage[1] if type(storage) is tuple and len(storage) > 1 else None
     if type(kind) is not _Name:
         return Unread("it holds a tensor, not a number; save tensor.item()")

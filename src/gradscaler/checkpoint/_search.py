@@ -1,4 +1,4 @@
-"""Finding a scaler's state in a checkpoint: by its key, or as the only one that is there."""
+"""Finds a scaler's state in a checkpoint, by its key or as the only one there."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ from gradscaler._formats.reading import layout_of
 
 _MOST_NAMES = 12  # in a message
 
-Path = tuple[Any, Any]  # the path to the dict that an entry is in, None for the first; and its key
+Path = tuple[Any, Any]  # the path of the dict that holds an entry, None at the top; and its key
 
 
 def find(saved: Any, key: str | None, option: str = "key=") -> tuple[str | None, Values]:
     """The key of a scaler's state in ``saved``, and the state.
 
-    That is ``saved`` itself, with None for a key, or its entry ``key``. If the keys of these do not
-    match a format, it is the only dict in them whose keys do. Where there is none, the result is
-    the dict that was searched.
+    The search starts at the entry ``key``, or at ``saved`` itself if ``key`` is None. If the keys
+    of this dict match a format, it is the state. Otherwise the state is the only dict in it, at any
+    depth, whose keys match. If there is none, the result is the dict that was searched.
+
+    Args:
+        saved: a state dict, or a checkpoint.
+        key: where to start; None is ``saved`` itself.
+        option: the name of the user's option for ``key``, for an error.
 
     Raises:
-        TypeError: ``saved`` or its entry is not a dict, or ``key`` is not a text.
-        ValueError: there is no such key, or there are several states and ``option`` says which.
+        TypeError: ``saved`` or its entry is not a dict, or ``key`` is not a str.
+        ValueError: there is no such key, or there are several states.
     """
     if not isinstance(key, str | None):
         raise TypeError(f"key must be a str, got {type(key).__name__}")
@@ -45,10 +50,10 @@ def find(saved: Any, key: str | None, option: str = "key=") -> tuple[str | None,
 
 
 def entry(saved: Values, key: str) -> Any:
-    """The entry under a key. Dots lead to the entries of entries, unless they are in the key.
+    """The entry under a key. A dot leads to an entry of an entry, or is part of a key itself.
 
     Raises:
-        ValueError: there is none; the message lists the keys where the search ended.
+        ValueError: there is no such entry; the message lists the keys where the search ended.
     """
     todo = [(saved, key)]
     seen = {(id(saved), key)}  # a dict may hold itself
@@ -68,9 +73,9 @@ def entry(saved: Values, key: str) -> Any:
 
 
 def _states(saved: Values, first: Path | None) -> Iterator[tuple[Path, Values]]:
-    """The paths to the dicts in ``saved`` that match a layout, and these dicts.
+    """The dicts in ``saved`` that match a layout, with their paths.
 
-    A dict that is there several times is searched once, so that the search ends.
+    Each dict is searched only once, so that the search ends even if a dict contains itself.
     """
     seen = {id(saved)}
     todo = [(first, saved)]
@@ -95,7 +100,7 @@ def _spelled(path: Path | None) -> str:
 
 
 def _listed(names: Iterable[Any]) -> str:
-    """The first names, for a message."""
+    """A text of the first names, for a message."""
     listed = [f"{name!s:.80}" for name in islice(names, _MOST_NAMES + 1)]
     more = [] if len(listed) <= _MOST_NAMES else ["and more"]
     return ", ".join(listed[:_MOST_NAMES] + more)

@@ -17,8 +17,9 @@ _map = ops.HyperMap()
 _partial = ops.Partial()
 
 
-# Functions of tensors, which all scalers share. MindSpore caches a compiled method by the id of its
-# object, and would use it for a later object with the same id. It compiles anew for each Parameter.
+# Functions of tensors, which all scalers share, instead of methods and Parameters. MindSpore caches
+# a compiled method by the id of its object, and would use it for a later object with the same id.
+# And it compiles a function again for each Parameter.
 @compiled
 def _scale(scale: Any, inputs: Any) -> Any:
     return _map(_partial(scaled, scale), inputs)

@@ -202,15 +202,15 @@ def _multiply_(grads: list[Tensor], factor: float) -> None:
 
 
 def _multiply_small_(grads: list[Tensor], factor: float) -> list[Tensor]:
-    """Multiply the small ones in one call, if that is worth it; the others, as they were.
+    """Multiply many small gradients in one call; return those that it did not multiply.
 
-    No kernel of Paddle multiplies a list of tensors by a number, but that of momentum does so on
-    its way: ``velocity = factor * velocity + gradient; parameter -= rate * velocity``. Its
-    gradients are -0.0 here, which changes no sum, and its parameters are not used.
+    No kernel of Paddle only multiplies a list of tensors by a number. The momentum kernel does it
+    as a part: ``velocity = factor * velocity + gradient; parameter -= rate * velocity``. Here its
+    gradients are -0.0, which changes no sum, and its parameters are dummies.
     """
     if grads[0].dtype != paddle.float32 or not grads[0].place.is_cpu_place():
         return grads  # the kernel's factor is a float32
-    fit: list[Tensor] = []  # what the kernel knows
+    fit: list[Tensor] = []  # those that the kernel takes
     rest: list[Tensor] = []
     for grad in grads:
         (fit if grad.is_contiguous() and not grad.is_dist() else rest).append(grad)

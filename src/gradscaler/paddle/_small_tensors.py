@@ -15,7 +15,10 @@ Shape = tuple[int, ...]
 
 
 def small_by_shape(tensors: list[Tensor]) -> tuple[dict[Shape, list[Tensor]], list[Tensor]]:
-    """Small tensors by their shapes, and the others; if they are few, all are others."""
+    """Split off small tensors, in lists by shape, and return the others second.
+
+    Fewer than 8 small tensors are not split off.
+    """
     if len(tensors) < _SHORTEST_BATCH:
         return {}, tensors
     small: dict[Shape, list[Tensor]] = {}
