@@ -1,4 +1,4 @@
-"""Turn the JSON of all benchmarks into ``RESULTS.md``, and a page for each framework.
+"""Write ``RESULTS.md`` and a page for each framework from the JSON of all benchmarks.
 
     python benchmarks/report.py
 
@@ -33,7 +33,7 @@ NAMES = {
     "mindspore": "MindSpore",
     "tensorplay": "TensorPlay",
 }
-SECTIONS = {  # of a page; any other benchmark is of a whole step
+SECTIONS = {  # the headings on a page; any other benchmark is of a whole step
     "torch_curves": "By the number and the size of tensors",
     "torch_distributed": "Two processes",
     "torch_gpu": "On a GPU",
@@ -44,7 +44,7 @@ SECTIONS = {  # of a page; any other benchmark is of a whole step
     "keras_optimizer.tensorflow": "On TensorFlow",
     "keras_optimizer.torch": "On PyTorch",
 }
-WORDS = (  # what the benchmarks call a workload, and what a reader does
+WORDS = (  # patterns in the benchmarks' names of workloads, and the words on the pages
     (r"^compile (.*)", r"\1, compilation"),
     (r"^(100 steps of .*)", r"\1, with a monitor"),
     (r"^\w+: (import|construct)", r"\1"),
@@ -60,7 +60,7 @@ BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#777777"  # Okabe and Ito's
 
 
 class Row(NamedTuple):
-    """A measurement of the first page, what it is called there, and whether it is in the table."""
+    """A measurement of the first page, its name there, and whether it is in the table."""
 
     benchmark: str
     workload: str
@@ -68,8 +68,8 @@ class Row(NamedTuple):
     in_table: bool = True
 
 
-# Chosen once, by what users do: a whole step of a large and of a small model, with each framework's
-# usual scaler. Not by result; all that is slower is listed below the table whatever is chosen here.
+# These rows show what users do: a whole step of a large and of a small model, with each framework's
+# usual scaler. They are not chosen by their results: the page lists every slower workload below.
 HEADLINE = (
     Row(
         "torch_scaler",
@@ -115,44 +115,45 @@ HEADLINE = (
     Row("tensorplay_scaler", "GPT-2 small, SGD", "GPT-2 small, SGD: scaling and step"),
 )
 METHOD = """\
-"Ours" is gradscaler. "Native" is the framework's own scaler, or what the row names. They take turns
-on the same gradients or the same network, in one run, on the CPU. A ratio is the time of ours
-divided by that of native: below 1, gradscaler takes less time. It is the median of the paired
-repetitions, with the interval that holds the true median with 95 % confidence. In the figures, blue
-is faster, orange is slower, and for grey no difference is certain. An idle optimizer does nothing,
-so its rows are about scaling alone. `make bench` makes all of it again.
+"Ours" is gradscaler. "Native" is the framework's own scaler, unless the row names something else.
+They take turns on the same gradients or the same network, in one run, on the CPU. A ratio is the
+time of ours divided by that of native: below 1, gradscaler takes less time. It is the median of the
+paired repetitions, with the interval that holds the true median with 95 % confidence. In the
+figures, blue is faster, orange is slower, and for grey no difference is certain. An idle optimizer
+does nothing, so its rows measure scaling alone. `make bench` repeats all measurements.
 """
 NOTES = {
     "torch": """"Added to fused AdamW" is the time beyond the median of its bare step. "Clipping" is
 by the norm, in both. With two processes, "native" is FSDP's `ShardedGradScaler`. With a monitor,
-"native" is gradscaler without one.
+"native" is gradscaler without a monitor.
 """,
     "jax": """JAX has no scaler of its own: "native" is flax's, jmp's or the step without scaling,
 as the row says. "Compilation" is the time to compile the step, once in a run.
 
-The goals were 1.05 of the unscaled step for the MLPs, 1.01 for the transformer, and 1.25 of its
-time to compile. The transformer's steps meet theirs. Without any check, and so without ever
-skipping, the steps of two of the MLPs take 1.05 and 1.32, and compile in 1.4: that is to scale, to
-unscale and to choose between the new state and the old (`jax_compiled.py`, with donated state).
-[Speed](../speed.md) compares two ways to choose.
+The goals are 1.05 of the time of the unscaled step for the MLPs, 1.01 for the transformer, and 1.25
+of its time to compile. Only the transformer's steps meet theirs. Without any check, and so without
+ever skipping, the steps of two of the MLPs take 1.05 and 1.32, and compile in 1.4. That is the time
+to scale, to unscale and to choose between the new state and the old (`jax_compiled.py`, with
+donated state). [Speed](../speed.md) compares two ways to choose.
 
 """,
 }
 IMPORTS = """\
-For an import, "native" is the framework and the module of its own scaler, and "ours" is that and
-the adapter.
+For an import, "native" is the framework and the module of its own scaler, and "ours" is both of
+these and the adapter.
 """
 NOT_RUN = """
 ## GPU
 
-Not run, because there was no GPU. Nothing here applies to a GPU; `make bench-gpu` measures one.
+Not measured, because there was no GPU. None of these figures apply to a GPU; `make bench-gpu`
+measures one.
 """
 
 Results = dict[str, tuple[dict[str, Any], list[paired.Comparison]]]
 
 
 def read_results(folder: str = "results") -> Results:
-    """Return the setting and the measurements of each benchmark."""
+    """The setting and the measurements of each benchmark."""
     results: Results = {}
     for path in sorted((HERE / folder).glob("*.json")):
         measured = json.loads(path.read_text())
@@ -279,7 +280,7 @@ def named(comparisons: list[tuple[str, paired.Comparison]]) -> str:
 
 
 def first_page(results: Results) -> str:
-    """``RESULTS.md``: a paragraph, ten rows, the figure, and all that is slower."""
+    """``RESULTS.md``: a paragraph, ten rows, the figure, and every slower workload."""
     rows = headline(results)
     every = [
         (name, each)
@@ -295,12 +296,12 @@ def first_page(results: Results) -> str:
     alone = "All" if bare == len(slower) else f"{bare} of the"
     paragraph = f"""
         Of {len(every)} workloads, gradscaler takes less time than native in {faster} and more in
-        {len(slower)}; in the others, no difference is certain. It gains most where it reads the
-        gradients once and native reads them three times: with fused AdamW on GPT-2 small, scaling
+        {len(slower)}; in the others, no difference is certain. It gains most if it reads the
+        gradients once while native reads them three times: with fused AdamW on GPT-2 small, scaling
         and clipping add {clipping.ratio:.2f} of the time that PyTorch's scaler adds. It gains less
-        where processes wait for one another: two of them with 20 small tensors take
+        if processes wait for one another: two processes with 20 small tensors take
         {small.ratio:.2f} of the time of FSDP's scaler. {alone} {len(slower)} slower
-        ones compare a JAX step with one that scales nothing. The adapters add {min(added):.0f} to
+        workloads compare a JAX step with one without scaling. The adapters add {min(added):.0f} to
         {max(added):.0f} ms to the import of their frameworks.
     """
     text = f"# Benchmarks\n\n{fill(' '.join(paragraph.split()), 100)}\n\n"
@@ -315,8 +316,8 @@ def first_page(results: Results) -> str:
         [(f"{NAMES[framework_of(name)]}: {readable(each.workload)}", each) for name, each in slower]
     )
     text += (
-        "\n\nEvery import is slower, too, because it imports the framework and gradscaler. So are\n"
-        "most constructors, because they check their parameters. The pages below have them.\n\n"
+        "\n\nEvery import is slower, too, because it imports the framework and gradscaler. Most\n"
+        "constructors are slower because they check parameters. The pages below list them.\n\n"
     )
     text += "## All measurements\n\n"
     for framework, name in NAMES.items():
@@ -339,7 +340,7 @@ def _added_by_import(each: paired.Comparison) -> float:
 
 
 def framework_page(results: Results, framework: str) -> str:
-    """The page of one framework: every measurement, and what it was made with."""
+    """The page of one framework: every measurement, and its setting."""
     mine = {name: each for name, each in results.items() if framework_of(name) == framework}
     text = f"# {NAMES[framework]}: benchmarks\n\n{METHOD}\n{NOTES.get(framework, '')}{IMPORTS}\n"
     text += f"![Median ratios, with intervals]({framework}.png)\n"

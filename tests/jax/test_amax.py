@@ -165,7 +165,7 @@ def test_a_state_of_another_policy_is_refused():
 def test_an_amax_that_is_left_out_is_refused(interval, jit):
     """The rule would be the ordinary one, and nothing would tell."""
     adjust = jax.jit(GradScaler.adjust) if jit else GradScaler.adjust
-    message = r"AmaxScale\(.* looks at the .*: write adjust\(all_finite\(grads\), amax\(grads\)\)"
+    message = r"AmaxScale\(.* needs the .*: write adjust\(all_finite\(grads\), amax\(grads\)\)"
     with pytest.raises(TypeError, match=message):
         adjust(GradScaler(policy(amax_interval=interval)), True)
     assert adjust(GradScaler(DynamicScale(8.0, growth_interval=1)), True).loss_scale == 16.0

@@ -237,7 +237,7 @@ def divided(scale, grad):
 @pytest.mark.parametrize(
     ("scale_sense", "message"),
     [
-        (ours.DynamicLossScaleManager(), r"pass what get_update_cell\(\) of this"),
+        (ours.DynamicLossScaleManager(), r"pass the result of get_update_cell\(\) of this"),
         (nn.ReLU(), r"got a ReLU, which has no get_loss_scale\(\)"),
     ],
 )
