@@ -1,8 +1,8 @@
 """The project's tasks: ``nox -l`` lists them, and ``nox -s NAME`` runs one.
 
-Frameworks that agree on their dependencies share an environment under ``.venv/``, the others have
-one of their own. It is made on first use, and completed when its requirements change. ``make demo``
-and ``make test`` install nox and call it.
+Frameworks that agree on their dependencies share an environment under ``.venv/``, and the others
+have one of their own. An environment is made on first use, and updated when its requirements
+change. ``make demo`` and ``make test`` install nox and call it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ ENVIRONMENT_OF = {name: where for where, names in ENVIRONMENTS.items() for name 
 BACKENDS = {"keras": ["tensorflow", "jax", "torch"]}  # Keras is one backend a process
 LOWEST_PYTHON = os.environ.get("LOWEST_PYTHON", "3.10")
 
-# What is installed without its dependencies.
+# Packages that are installed without their dependencies.
 ALONE = {
-    "keras": ["tf-keras==2.21.*"],  # it depends on TensorFlow for GPUs; that for CPUs is there
+    "keras": ["tf-keras==2.21.*"],  # it requires TensorFlow for GPUs; the one for CPUs is enough
     "lowest-tensorflow": ["tf-keras==2.18.*"],
-    "torch": ["deepspeed==0.19.8"],  # the tests need one of its modules, which needs torch alone
+    "torch": ["deepspeed==0.19.8"],  # the tests need one of its modules, which needs only torch
     "integrations": ["fastai==2.8.12", "mmengine==0.10.7"],  # requirements/integrations.txt
 }
 
@@ -89,7 +89,7 @@ for each in ENVIRONMENTS:
 
 
 def task(name: str, *required: str) -> Callable[[Task], Task]:
-    """A session without an environment of its own; it runs in those of others."""
+    """A session without an environment of its own, which runs in those of the required ones."""
     return nox.session(name=name, venv_backend="none", requires=required)
 
 
@@ -113,7 +113,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style, formatting, and the core's strict types."""
+    """Check style, formatting, and the core's strict types."""
     install(session, "lint")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -121,14 +121,14 @@ def lint(session: nox.Session) -> None:
 
 
 def sources_of(framework: str) -> list[str]:
-    """Where a framework's adapter is, with what it shares with others."""
+    """The folders of a framework's adapter, and of code that it shares with other adapters."""
     shared = [f"{SOURCES}/_{framework}_like", f"{SOURCES}/_on_{framework}"]
     sources = [*matching(*shared), f"{SOURCES}/{framework}"]
     return [*sources, *TOOLS] if framework == "torch" else sources
 
 
 def tests_of(framework: str) -> list[str]:
-    """What is tested with a framework. The core's tests run with PyTorch's."""
+    """The paths that are tested with a framework. The core's tests run with PyTorch's."""
     if framework == "torch":
         tests = [*CORE, *matching("tests/*.py"), "tests/policies", "tests/checkpoint"]
         tests.append("tests/diagnose")
@@ -147,7 +147,7 @@ def test_session(framework: str, environment: str) -> None:
 
     @task(f"test-{framework}", environment)
     def test(session: nox.Session) -> None:
-        """Strict types, doctests and tests with one framework; every warning is an error."""
+        """Check types, and run doctests and tests with one framework; warnings are errors."""
         scripts = matching(f"examples/{framework}_*.py", f"benchmarks/{framework}_*.py")
         run(session, environment, "-m", "mypy", *CORE, *sources_of(framework), *scripts)
         options = session.posargs or ["-n", "auto", *tests_of(framework)]
@@ -166,7 +166,7 @@ for framework, environment in ENVIRONMENT_OF.items():
 
 @nox.session(name="test-integrations")
 def test_integrations(session: nox.Session) -> None:
-    """Trainers and other packages that use PyTorch's scaler."""
+    """Test with trainers and other packages that use PyTorch's scaler."""
     install(session, "integrations")
     session.run("mypy", *matching(*(f"examples/{trainer}_*.py" for trainer in TRAINERS)))
     session.run(
@@ -176,7 +176,7 @@ def test_integrations(session: nox.Session) -> None:
 
 @nox.session(name="test-package")
 def test_package(session: nox.Session) -> None:
-    """The sdist, the wheel in an empty environment, and the core without a framework."""
+    """Test the sdist, the wheel in an empty environment, and the core without a framework."""
     install(session, "package")
     core = [f"{SOURCES}/{name}" for name in ("policies", "_formats", "checkpoint")]
     tests = ["tests/package", "tests/policies", "tests/checkpoint/test_formats.py", *core]
@@ -185,7 +185,7 @@ def test_package(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The site, from nothing, in site/. A warning, such as a broken link, is an error."""
+    """Build the site from scratch in site/. A warning, such as a broken link, is an error."""
     install(session, "docs")
     shutil.rmtree("site", ignore_errors=True)
     session.run("sphinx-build", "-q", "-W", "--keep-going", "-b", "html", "docs", "site")
@@ -259,12 +259,12 @@ TESTS = ["lint", *(f"test-{framework}" for framework in ENVIRONMENT_OF)]
 
 @task("test", *TESTS, "test-integrations", "test-package", "docs")
 def test(session: nox.Session) -> None:
-    """All of these, with every framework."""
+    """Run the linter and all tests, with every framework, and build the site."""
 
 
 @task("coverage", *ENVIRONMENTS)
 def coverage(session: nox.Session) -> None:
-    """Every framework's tests, and the lines of the package that none of them runs."""
+    """Run every framework's tests, and report the package's lines that none of them runs."""
     for framework, environment in ENVIRONMENT_OF.items():
         for variables in runs_of(framework):
             command = ["coverage", "run", "-m", "pytest", "-n", "auto", *tests_of(framework)]
@@ -273,8 +273,8 @@ def coverage(session: nox.Session) -> None:
     run(session, "torch", "-m", "coverage", "report")
 
 
-# These leave out tests that need newer versions than the package does, and those of two devices,
-# where TensorFlow 2.18 crashes at random.
+# These leave out tests that need newer versions than the package does, and tests of two devices,
+# with which TensorFlow 2.18 crashes at random.
 NEWER_JAX = "not nnx and not x32 and not x64 and not float64"
 NEWER_KERAS = (
     "not ScheduleFreeAdamW and not another_inner_optimizer and not sparse_gradients_pass "
@@ -287,7 +287,7 @@ KERAS_TESTS = [
 
 
 def run_lowest(session: nox.Session, framework: str, *tests: str, backend: str = "") -> None:
-    """Run tests in the session's environment, with a warning of old versions allowed."""
+    """Run tests in the session's environment, and allow a warning that old versions give."""
     variables = {"GRADSCALER_FRAMEWORK": framework, "TF_CPP_MIN_LOG_LEVEL": "2"}
     allowed = "ignore:non-integer arguments to randrange"
     command = ["python", "-m", "pytest", "-n", "auto", "-W", allowed, *tests]
@@ -296,7 +296,7 @@ def run_lowest(session: nox.Session, framework: str, *tests: str, backend: str =
 
 @nox.session(name="test-lowest-jax", python=LOWEST_PYTHON)
 def test_lowest_jax(session: nox.Session) -> None:
-    """The lowest versions of JAX, optax, Keras and NumPy that pyproject.toml allows."""
+    """Test with the lowest versions of JAX, optax, Keras and NumPy that pyproject.toml allows."""
     install(session, "lowest-jax")
     core = ["tests/policies", "tests/documents", "src/gradscaler/jax", "src/gradscaler/policies"]
     run_lowest(session, "jax", "-k", NEWER_JAX, "tests/jax", *core)
@@ -305,7 +305,7 @@ def test_lowest_jax(session: nox.Session) -> None:
 
 @nox.session(name="test-lowest-tensorflow", python=LOWEST_PYTHON)
 def test_lowest_tensorflow(session: nox.Session) -> None:
-    """The lowest versions of Keras 3 and Keras 2 on TensorFlow."""
+    """Test with the lowest versions of Keras 3 and Keras 2 on TensorFlow."""
     install(session, "lowest-tensorflow")
     run_lowest(session, "keras", "-k", NEWER_KERAS, *KERAS_TESTS, backend="tensorflow")
     tests = ["tests/tf_keras", "tests/keras_like", "tests/documents", "src/gradscaler/tf_keras"]
@@ -314,12 +314,12 @@ def test_lowest_tensorflow(session: nox.Session) -> None:
 
 @task("test-lowest", "test-lowest-jax", "test-lowest-tensorflow")
 def test_lowest(session: nox.Session) -> None:
-    """Both of these, on the lowest Python."""
+    """Test with the lowest versions of all of these, on the lowest Python."""
 
 
 @task("conformance", *ENVIRONMENTS)
 def conformance(session: nox.Session) -> None:
-    """Every scaler, ours and the frameworks' own, on the same recorded traces: one table."""
+    """Run every scaler, ours and the frameworks' own, on the same traces, and print a table."""
     recorded = Path(".venv/conformance.jsonl")
     with recorded.open("wb") as file:
         for framework, environment in ENVIRONMENT_OF.items():
@@ -331,15 +331,16 @@ def conformance(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Change the rule and the engine in small ways; list what no test notices. An hour."""
+    """Change the rule and the engine in small ways; list changes that no test notices (1 hour)."""
     install(session, "mutants")
-    session.run("mutmut", "run", env={"OMP_NUM_THREADS": "1"})  # it forks; OpenMP's threads do not
+    # mutmut forks, and OpenMP's threads do not survive that.
+    session.run("mutmut", "run", env={"OMP_NUM_THREADS": "1"})
     session.run("mutmut", "results")
 
 
 @task("pictures", "torch")
 def pictures(session: nox.Session) -> None:
-    """Draw the pictures of docs/, which a test compares with what the code would draw."""
+    """Draw the pictures of docs/. A test compares them with those that the code draws."""
     folder = Path(".pictures")
     shutil.rmtree(folder, ignore_errors=True)
     run(session, "torch", "docs/pictures.py")
@@ -352,25 +353,26 @@ def pictures(session: nox.Session) -> None:
 
 
 RESULTS = Path("benchmarks/results")
-NOT_IN_BENCH = "torch_gpu", "jax_compiled"  # the first has a session, and the second prints a table
+# The first has a session of its own, and the second only prints a table.
+NOT_IN_BENCH = "torch_gpu", "jax_compiled"
 
 
 def run_benchmark(session: nox.Session, environment: str, name: str, *options: str) -> None:
-    """Run a benchmark, and keep its results; ``-- --quick`` is for a glance."""
+    """Run a benchmark, and keep its results; ``-- --quick`` makes few repetitions."""
     results = RESULTS / f"{'_'.join([name, *(o for o in options if o[0] != '-')])}.json"
     command = [f"benchmarks/{name}.py", *options, *session.posargs, "--json", str(results)]
     run(session, environment, *command)
 
 
 def bench_session(framework: str, environment: str) -> None:
-    """Define the session that times one framework's scaler beside its own."""
+    """Define the session that times our scaler for a framework against the framework's own."""
 
     @task(f"bench-{framework}", environment)
     def bench(session: nox.Session) -> None:
-        """Time one framework's scalers, ours and its own."""
+        """Time the scalers for one framework, ours and its own."""
         for path in matching(f"benchmarks/{framework}_*.py"):
             if (name := Path(path).stem) not in NOT_IN_BENCH:
-                large = ["--large"] * (name == "torch_large")  # in 6 GB
+                large = ["--large"] * (name == "torch_large")  # needs 6 GB
                 run_benchmark(session, environment, name, *large)
         run_benchmark(session, environment, "imports", framework)
 
@@ -381,20 +383,20 @@ for framework, environment in ENVIRONMENT_OF.items():
 
 @task("bench", *(f"bench-{framework}" for framework in ENVIRONMENT_OF))
 def bench(session: nox.Session) -> None:
-    """Time every framework's; one page of tables, and a chart."""
+    """Time the scalers for every framework, and write the pages and charts."""
     run(session, "torch", "benchmarks/report.py")
 
 
 @task("bench-gpu", "torch")
 def bench_gpu(session: nox.Session) -> None:
-    """What a GPU changes: no waiting for it, CUDA graphs, kernel launches, time."""
+    """Check and time the scaler on a GPU: waits, CUDA graphs, kernel launches, time."""
     run_benchmark(session, "torch", "torch_gpu")
     run(session, "torch", "benchmarks/report.py")
 
 
 @nox.session(default=False, venv_backend="none")
 def lock(session: nox.Session) -> None:
-    """Write the versions that environments hold into their locks; ``-- NAME`` writes one."""
+    """Write the versions in each environment into its lock; ``-- NAME`` writes one lock."""
     folders = {"package": "test-package", "integrations": "test-integrations"}
     for name in session.posargs or [*ENVIRONMENTS, "docs", *folders]:
         python = f".venv/{folders.get(name, name)}/bin/python"

@@ -1,9 +1,9 @@
 """The part that eager frameworks' benchmarks share: gradients to unscale, and workloads.
 
-Both scalers take turns to do the calls of a training loop on the same gradients. With an optimizer
-whose step does nothing, the time is the scaler's own; with a real optimizer it is that of the whole
-step. A call ends with unscaled gradients. They are scaled again outside the measured time, so every
-call reads the same bits.
+Both scalers take turns to make the calls of a training loop on the same gradients. With an
+optimizer whose step does nothing, the time is the scaler's own; with a real optimizer, it is that
+of the whole step. A call ends with unscaled gradients. They are scaled again outside of the
+measured time, so every call reads the same bits.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Workload:
     """Parameters to make gradients for.
 
     Attributes:
-        name: what the table calls it.
-        shapes: one for each parameter.
-        calls: calls of a scaler in one measurement.
+        name: its name in the table.
+        shapes: the shape of each parameter.
+        calls: the number of calls of a scaler in one measurement.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What it costs to import an adapter and to construct a scaler, beside the framework's own.
+"""The time to import an adapter and to construct a scaler, against the framework's own.
 
     python benchmarks/imports.py torch
 

@@ -1,6 +1,6 @@
-"""How large the compiled training step is, without loss scaling and with two ways to skip.
+"""The size and time of a compiled training step, without loss scaling and with two ways to skip.
 
-A third never skips, because it does not look at the gradients: what scaling takes without a check.
+For comparison, a third step does not check the gradients, and so never skips.
 
     python benchmarks/jax_compiled.py
 

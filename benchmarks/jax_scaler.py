@@ -1,4 +1,4 @@
-"""What a compiled training step costs without loss scaling, with gradscaler.jax, flax and jmp.
+"""The time of a compiled training step without loss scaling, with gradscaler.jax, flax and jmp.
 
     python benchmarks/jax_scaler.py
 
@@ -42,11 +42,11 @@ class Workload:
     """A network to train.
 
     Attributes:
-        name: what the table calls it.
+        name: its name in the table.
         init: makes its parameters.
         loss_fn: the loss of a batch.
-        batch: what the network trains on.
-        calls: steps in one measurement.
+        batch: the batch that the network trains on.
+        calls: the number of steps in one measurement.
     """
 
     name: str

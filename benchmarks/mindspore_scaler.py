@@ -1,4 +1,4 @@
-"""What loss scaling costs on the CPU: gradscaler.mindspore beside mindspore.amp.
+"""The time of loss scaling on the CPU: gradscaler.mindspore against mindspore.amp.
 
     python benchmarks/mindspore_scaler.py
 

@@ -1,10 +1,10 @@
-"""What loss scaling costs on the CPU: gradscaler.paddle.GradScaler beside Paddle's own.
+"""The time of loss scaling on the CPU: gradscaler.paddle.GradScaler against Paddle's own.
 
     python benchmarks/paddle_scaler.py
 
-Paddle's scaler switches itself off on the CPU. This script tells it that it is on a GPU and under
-float16 autocast, which changes nothing else that it does. The optimizer is SGD, or one whose step
-does nothing.
+Paddle's scaler disables itself on the CPU. This script makes it believe that it is on a GPU and
+under float16 autocast, which changes nothing else. The optimizer is SGD, or one whose step does
+nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time rivals side by side in one run, and say what that shows about their ratio.
+"""Times rivals side by side in one run, with an interval for the ratio of their times.
 
 In every benchmark here, gradscaler ("ours") and a framework's own scaler ("native") take turns on
 the same tensors, so any other load on the machine affects both.
@@ -26,9 +26,9 @@ class Comparison:
     """The times that two rivals take for the same work.
 
     Attributes:
-        workload: what the work was.
-        ours: seconds of one call of gradscaler, the mean of each repetition.
-        native: the same for the framework's own scaler, in the same repetitions.
+        workload: the name of the work.
+        ours: seconds of one call of gradscaler, a mean for each repetition.
+        native: seconds of one call of the framework's own scaler, in the same repetitions.
     """
 
     workload: str
@@ -92,12 +92,13 @@ def interleave(
     """Time rivals by turns, in the opposite order in every second repetition.
 
     Args:
-        rivals: what to time, by name.
-        prepare: called before each call of a rival, outside the measured time; a mapping holds one
-            for each rival, by name.
-        repetitions: how many measurements to make of each rival.
-        calls: calls in a measurement; short calls need many to smooth the clock.
-        warm_up: repetitions before those that count.
+        rivals: the functions to time, by name.
+        prepare: a function that is called before each call of a rival, outside of the measured
+            time; or a mapping with one for each rival.
+        repetitions: the number of measurements of each rival.
+        calls: the number of calls in a measurement; short calls need many, because the clock is
+            coarse.
+        warm_up: the number of repetitions before those that count.
 
     Returns:
         By name, the mean seconds of a call in each repetition. The garbage collector is off
@@ -125,7 +126,7 @@ def interleave(
 
 
 def machine() -> dict[str, Any]:
-    """The part of the setting that every framework shares."""
+    """The setting of a measurement, apart from versions of frameworks."""
     described: dict[str, Any] = {
         "platform": _platform(),
         "processor": _processor(),
@@ -138,7 +139,7 @@ def machine() -> dict[str, Any]:
 
 
 def _platform() -> str:
-    """The system, its version without the name of one build of it, and the processor's family."""
+    """The system, its version without the name of a build, and the processor's family."""
     version = re.match(r"[\d.]*\d", platform.release())
     parts = (platform.system(), version[0] if version else "", platform.machine())
     return "-".join(part for part in parts if part)
@@ -152,7 +153,7 @@ def _processor() -> str:
 
 
 def table(comparisons: Sequence[Comparison]) -> str:
-    """Return the comparisons as a Markdown table: median times, median ratio, interval."""
+    """A Markdown table of comparisons: median times, median ratio, interval."""
     rows: list[tuple[str, ...]] = [("workload", "ours", "native", "ratio", "95 % interval")]
     for comparison in comparisons:
         low, high = comparison.interval
@@ -169,7 +170,7 @@ def table(comparisons: Sequence[Comparison]) -> str:
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    """Return a Markdown table, its first row the heading and its first column the names."""
+    """A Markdown table, with the heading in the first row and the names in the first column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rule = ("-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:]))
     return "\n".join(
@@ -179,7 +180,7 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Three digits and a unit."""
+    """A duration with three digits and a unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Every rule of the field on the same four recorded trainings, and two of them really trained.
+"""Every known rule on the same four recorded trainings, and two of the rules in real trainings.
 
     python benchmarks/policies.py
 
@@ -43,7 +43,7 @@ TRAINED = 1200  # digits; the others are for the test
 
 
 class Counted(NamedTuple):
-    """A state: the scale first, then what the rule counts."""
+    """A state: the scale, then the rule's counters."""
 
     scale: Any
     finite_steps: int
@@ -155,7 +155,7 @@ DRAWN = ("torch", "Megatron", "fairseq", "LogMax", "AmaxScale")
 
 
 class Training(NamedTuple):
-    """A network, its batches, and what makes it hard for a loss scale."""
+    """A network, its batches, and its difficulty for a loss scale."""
 
     network: nn.Module
     optimizer: torch.optim.Optimizer
@@ -260,8 +260,8 @@ TRAININGS = {
 def record(training: Training, steps: int) -> Trace:
     """Train in fp16, and record the gradients of the same batches and weights in fp32.
 
-    The training has a fixed scale, so that no rule is at an advantage. The largest magnitude of the
-    backward pass includes the gradients of each module's output.
+    The training has a fixed scale, so that it favours no rule. The recorded largest magnitude of
+    the backward pass includes the gradients of each module's output.
     """
     network, optimizer = training.network, training.optimizer
     outputs: list[float] = []
@@ -301,7 +301,7 @@ def record(training: Training, steps: int) -> Trace:
 def accuracy(policy: Policy, seed: int, steps: int) -> tuple[float, float]:
     """Train the MLP with 5 % NaN batches, and return its test accuracy and the last scale.
 
-    The loop is written out, and does what any scaler does.
+    The loop is written out here, and acts like any scaler.
     """
     torch.manual_seed(seed)
     images, classes = digits()
@@ -331,7 +331,7 @@ def accuracy(policy: Policy, seed: int, steps: int) -> tuple[float, float]:
 
 
 def random_rows(runs: int = 200) -> Iterator[tuple[str, ...]]:
-    """Rows about random traces: what torch's rule and AmaxScale do to them, from seed 0.
+    """Table rows about random traces, from seed 0, with torch's rule and with AmaxScale.
 
     Each trace has a typical largest gradient between 2**-14 and 2**2, and lognormal noise.
     """
@@ -393,7 +393,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def main() -> None:
-    """Record, replay, train, and write what came of it."""
+    """Record, replay, train, and write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=3000, help="of each trace (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the traces (%(default)s)")

@@ -1,4 +1,4 @@
-"""What loss scaling costs on the CPU: gradscaler.tensorplay.GradScaler beside TensorPlay's own.
+"""The time of loss scaling on the CPU: gradscaler.tensorplay.GradScaler against TensorPlay's own.
 
     python benchmarks/tensorplay_scaler.py
 

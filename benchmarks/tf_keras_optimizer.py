@@ -1,4 +1,4 @@
-"""What a training step costs with gradscaler.tf_keras.LossScaleOptimizer and with tf-keras' own.
+"""The time of a training step with gradscaler.tf_keras.LossScaleOptimizer and with tf-keras' own.
 
     python benchmarks/tf_keras_optimizer.py
 
@@ -34,10 +34,10 @@ class Workload:
     """A multilayer perceptron to train.
 
     Attributes:
-        name: what the table calls it.
+        name: its name in the table.
         width: units in a layer, and values in an input.
-        layers: how many of them.
-        calls: steps in one measurement.
+        layers: the number of layers.
+        calls: the number of steps in one measurement.
     """
 
     name: str

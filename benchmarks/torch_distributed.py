@@ -1,10 +1,10 @@
-"""What the decision of two processes costs: gradscaler beside FSDP's ShardedGradScaler.
+"""The time of a decision of two processes: gradscaler against FSDP's ShardedGradScaler.
 
     python benchmarks/torch_distributed.py
 
 Two processes, joined by gloo over the loopback, make the calls of a training loop together: scale,
-``unscale_``, step and update. The optimizer's step does nothing, so all the time is what a scaler
-adds. The processes meet before each call, and the first one's times are reported.
+``unscale_``, step and update. The optimizer's step does nothing, so all the time is the scaler's.
+The processes wait for each other before each call, and the times of the first one are reported.
 """
 
 from __future__ import annotations

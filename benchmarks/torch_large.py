@@ -3,10 +3,10 @@
     python benchmarks/torch_large.py           to 16 million parameters and 2,000 tensors
     python benchmarks/torch_large.py --large   to 1.5 billion parameters and 20,000 tensors
 
-The gradients are simulated: float32, of one value, with no model and with an optimizer whose step
-does nothing. They are all the memory that it takes: 6 GB for 1.5 billion. The calls are ``scale``,
-``unscale_``, ``step`` and ``update``, with clipping by the norm or without. Between measurements,
-gradients are multiplied by the scale again.
+The gradients are simulated: float32 tensors of one value, without a model, and with an optimizer
+whose step does nothing. They take nearly all the memory, 6 GB for 1.5 billion parameters. The calls
+are ``scale``, ``unscale_``, ``step`` and ``update``, with and without clipping by the norm. Between
+measurements, gradients are multiplied by the scale again.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What a monitor adds to training with PyTorch: steps with and without one.
+"""The time that a monitor adds to training with PyTorch: steps with and without one.
 
     python benchmarks/torch_monitor.py
 
 A measurement is 100 steps. The monitor samples one of them and writes it to a file. "ours" is with
-the monitor, "native" is the same scaler without it; a ratio of 1.02 is 2 % more time. Where each
-tenth batch holds NaN, ten of the steps are skipped in both.
+the monitor, and "native" is the same scaler without it; a ratio of 1.02 is 2 % more time. In the
+workloads in which each tenth batch holds NaN, both skip ten of the steps.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""What loss scaling costs on the CPU: gradscaler.torch.GradScaler beside torch.amp.GradScaler.
+"""The time of loss scaling on the CPU: gradscaler.torch.GradScaler against torch.amp.GradScaler.
 
     python benchmarks/torch_scaler.py
 
 The optimizer is one whose step does nothing, or fused AdamW, which unscales in its own pass. For
-fused AdamW there is also what scaling, with and without clipping, adds to its bare step. In the
-rows of flat gradients, ours works on what flat_gradients has laid, and the others on ordinary ones.
+fused AdamW, another measurement is the time that scaling, with and without clipping, adds to its
+bare step. In the rows of flat gradients, ours works on gradients that flat_gradients keeps side by
+side, and the others work on ordinary ones.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Training:
 
     Args:
         make_optimizer: makes the optimizer from the parameters.
-        gradients: what ``restore`` fills the gradients with.
+        gradients: the values that ``restore`` puts into the gradients.
         flat: whether the gradients lie side by side.
     """
 
@@ -119,7 +120,7 @@ def compare(
 def compare_added(
     clip: bool, workload: eager.Workload, repetitions: int, flat: bool = False
 ) -> paired.Comparison:
-    """Time what each scaler adds to a bare step of fused AdamW, with or without clipping."""
+    """Measure the time that each scaler adds to a bare step of fused AdamW."""
     torch.manual_seed(0)
     scaled = [torch.randn(shape).mul_(1e-3 * eager.SCALE) for shape in workload.shapes]
     ordinary = Training(fused_adamw, scaled)

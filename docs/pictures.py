@@ -48,8 +48,8 @@ def gradients() -> np.ndarray:
 def training(steps: int = 300) -> tuple[list[float], list[float], list[int]]:
     """The scale of each step, the largest scale that fits it, and the steps that are skipped.
 
-    The largest gradient drifts, as it does in a training; a step overflows if its scale is above
-    what fits.
+    The largest gradient drifts, as it does in a training. A step overflows if its scale is above
+    the largest scale that fits.
     """
     random = np.random.default_rng(1)
     drift = np.cumsum(random.normal(0, 0.12, steps)) + random.normal(0, 0.15, steps)

@@ -1,4 +1,4 @@
-"""Accelerate in fp16: its attribute `scaler` takes ours, before `prepare`.
+"""Accelerate in fp16: set its attribute `scaler` to gradscaler's, before `prepare`.
 
 python examples/accelerate_digits.py
 

@@ -2,9 +2,10 @@
 
     python examples/jax_sharded.py
 
-Without accelerators, the four devices are parts of the CPU. Each holds a quarter of each weight,
-of the optimizer's state and of the batch. An Inf in one device's gradients skips the step of all,
-and moves the scale of all: jit sees to it, and in shard_map ``finite_axis`` does.
+Without accelerators, the four devices are parts of the CPU. Each holds a quarter of each weight, of
+the optimizer's state and of the batch. An Inf in one device's gradients skips the step on all
+devices and moves the scale on all. Under jit this needs nothing; in shard_map it needs
+``finite_axis``.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
 The devices here are parts of one CPU, so the script runs anywhere. On a machine with GPUs, create
 ``MirroredStrategy()`` without arguments.
 
-Training differs from that on one device in one thing: the network and its optimizer are created
-within ``strategy.scope()``. If a gradient overflows on any device, all devices skip the step, and
-the loss scale is the same on each. ``--devices 1`` ends with the same numbers, up to rounding.
+There is one difference to training on one device: the network and its optimizer are created within
+``strategy.scope()``. If a gradient overflows on any device, all devices skip the step, and the loss
+scale is the same on each. ``--devices 1`` ends with the same numbers, up to rounding.
 
 The loss is a mean of squares and the units are sigmoids, so most gradients are too small for fp16:
 with ``--scale 1`` the network learns nothing at all.

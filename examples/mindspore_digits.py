@@ -11,9 +11,9 @@ the last save. One run can also resume from the file of another:
 Either way, training ends with the same bits as if it had never stopped.
 
 The loss is a mean of squares and the units are sigmoids, so most gradients are too small for fp16:
-with ``--scale 1`` the network learns nothing at all. ``mindspore.Model`` trains what
-``build_train_network`` returns, on the CPU too. ``--loop`` does not use ``Model``. It compiles a
-step that unscales and checks the gradients itself.
+with ``--scale 1`` the network learns nothing at all. ``mindspore.Model`` trains the cell that
+``build_train_network`` returns, also on the CPU. ``--loop`` uses no ``Model``, but compiles a step
+that unscales and checks the gradients itself.
 """
 
 from __future__ import annotations

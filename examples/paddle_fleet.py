@@ -2,9 +2,9 @@
 
     python examples/paddle_fleet.py
 
-Each process trains on its half of a batch, so gradients may overflow in one process alone. All skip
-the step then: ``fleet.distributed_scaler`` makes the decision one of all processes. That needs
-nothing but a CPU.
+Each process trains on its half of a batch, so gradients may overflow in one process only. Then all
+processes skip the step, because with ``fleet.distributed_scaler`` they decide together. The script
+needs only a CPU.
 
 Paddle cannot compute in fp16 on the CPU, so the layers below round numbers to fp16 and compute in
 float32. The backward pass rounds the gradients too, and most are too small for fp16: with

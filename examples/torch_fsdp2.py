@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/torch_fsdp2.py --checkpoint run --resume
 
-Each process holds a part of every parameter and takes a part of every batch. The scaler is that of
-one process: it finds who holds the other parts, so all of them step, or all of them skip.
+Each process holds a part of every parameter and takes a part of every batch. The scaler is
+constructed as for one process. It finds the processes that hold the other parts, and all of them
+step, or all of them skip.
 
 The script saves every 50 steps. If you kill it, even while it saves, the same command resumes from
 the last save, on any number of processes:

@@ -4,8 +4,8 @@
     python examples/torch_stuck.py nan --runs runs
     python -m gradscaler report runs/nan.jsonl -o nan.html
 
-Fourteen make a common mistake: their loss scale would fall forever, or is too small, or nothing
-tells that they learn nothing. One makes none. docs/stuck.md explains each.
+Fourteen make a common mistake: their loss scale falls forever, or is too small, or they learn
+nothing without any sign of it. One makes no mistake. docs/stuck.md explains each.
 """
 
 from __future__ import annotations

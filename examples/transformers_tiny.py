@@ -2,8 +2,8 @@
 
 python examples/transformers_tiny.py
 
-The Trainer makes no scaler: its Accelerator does, and takes ours before `train`. The model learns
-to count: each sequence goes on by steps of its own, modulo 31.
+The Trainer's Accelerator constructs a scaler, which is replaced by gradscaler's before `train`. The
+model learns to count: each sequence grows by a constant step of its own, modulo 31.
 """
 
 from __future__ import annotations
