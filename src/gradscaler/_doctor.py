@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module, metadata
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -136,7 +137,7 @@ def probe(name: str) -> None:
     print(json.dumps([library.__version__, devices, trace]))
 
 
-def on_torch(library: Any, ours: Any) -> Found:
+def on_torch(library: ModuleType, ours: ModuleType) -> Found:
     """PyTorch on its accelerator, or on the CPU. TensorPlay has the same names."""
     device = _accelerator_of(library) or "cpu"
     names = [library.cuda.get_device_name(i) for i in range(library.cuda.device_count())]
@@ -153,7 +154,7 @@ def on_torch(library: Any, ours: Any) -> Found:
     return [device, *names], trace
 
 
-def _accelerator_of(library: Any) -> str | None:
+def _accelerator_of(library: ModuleType) -> str | None:
     """The type of the accelerator, or None. TensorPlay only knows CUDA."""
     accelerator = getattr(library, "accelerator", None)
     if accelerator is None:
@@ -165,7 +166,7 @@ def _accelerator_of(library: Any) -> str | None:
 on_tensorplay = on_torch
 
 
-def on_paddle(library: Any, ours: Any) -> Found:
+def on_paddle(library: ModuleType, ours: ModuleType) -> Found:
     """Paddle on its default device."""
     weight = library.ones([1])
     weight.stop_gradient = False
@@ -181,7 +182,7 @@ def on_paddle(library: Any, ours: Any) -> Found:
     return [library.device.get_device()], trace
 
 
-def on_jax(library: Any, ours: Any) -> Found:
+def on_jax(library: ModuleType, ours: ModuleType) -> Found:
     """JAX, compiled, on its default device."""
     scaler, weight, trace = ours.GradScaler(gradscaler.DynamicScale(init_scale=1.0)), 1.0, []
     step = library.jit(lambda scaler, weight, factor: _step_of_jax(ours, scaler, weight, factor))
@@ -191,12 +192,12 @@ def on_jax(library: Any, ours: Any) -> Found:
     return [str(device) for device in library.devices()], trace
 
 
-def _step_of_jax(ours: Any, scaler: Any, weight: Any, factor: Any) -> Any:
+def _step_of_jax(ours: ModuleType, scaler: Any, weight: Any, factor: Any) -> Any:
     scaler, finite, _, gradient = scaler.value_and_grad(lambda weight: weight * factor)(weight)
     return scaler, ours.select_tree(finite, weight - gradient, weight)
 
 
-def on_keras(library: Any, ours: Any) -> Found:
+def on_keras(library: ModuleType, ours: ModuleType) -> Found:
     """Keras 3 on the backend in use, on its default device."""
     inner = library.optimizers.SGD(1.0)
     optimizer = ours.LossScaleOptimizer(inner, policy=gradscaler.DynamicScale(init_scale=1.0))
@@ -210,7 +211,7 @@ def on_keras(library: Any, ours: Any) -> Found:
     return [backend, *library.distribution.list_devices()], trace
 
 
-def on_tf_keras(library: Any, ours: Any) -> Found:
+def on_tf_keras(library: ModuleType, ours: ModuleType) -> Found:
     """Keras 2 on TensorFlow's default device."""
     import tensorflow as tf
 
@@ -223,7 +224,7 @@ def on_tf_keras(library: Any, ours: Any) -> Found:
     return [device.name for device in tf.config.list_physical_devices()], trace
 
 
-def on_mindspore(library: Any, ours: Any) -> Found:
+def on_mindspore(library: ModuleType, ours: ModuleType) -> Found:
     """MindSpore on its default device."""
     policy = gradscaler.DynamicScale(init_scale=1.0)
     scaler = ours.DynamicLossScaler(policy=policy)
@@ -238,7 +239,7 @@ def on_mindspore(library: Any, ours: Any) -> Found:
     return [library.get_context("device_target")], trace
 
 
-_PROBES: dict[str, Callable[[Any, Any], Found]] = {
+_PROBES: dict[str, Callable[[ModuleType, ModuleType], Found]] = {
     "torch": on_torch,
     "tensorplay": on_tensorplay,
     "paddle": on_paddle,

@@ -12,11 +12,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import ref
 
+from gradscaler._eager.operations import Optimizer
 from gradscaler.errors import ScaleMismatchError
-from gradscaler.policies import State
+from gradscaler.policies import Scalar, State
 
 
 class Result(NamedTuple):
@@ -38,10 +39,10 @@ class Order:
     """The optimizers that a group decides about, in the order of their first decisions."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[ref[Any], int]] = {}
+        self._known: dict[int, tuple[ref[Optimizer], int]] = {}
         self._count = 0
 
-    def identity(self, optimizer: Any, shapes: Iterable[Iterable[int]]) -> int:
+    def identity(self, optimizer: Optimizer, shapes: Iterable[Iterable[int]]) -> int:
         """The number by which all processes of the group know one optimizer.
 
         A digest of its place in the order, its class, and ``shapes``. It is exact in a float64.
@@ -81,7 +82,7 @@ def result(total: int, own: int, processes: int) -> Result:
     return Result(bool(total & ones), bool(total >> bits & ones), is_same)
 
 
-def bounds(state: Iterable[Any]) -> list[Any]:
+def bounds(state: Iterable[Scalar]) -> list[Scalar]:
     """Each value and its negative: a maximum over processes then gives the largest and smallest."""
     return list(chain.from_iterable((value, -value) for value in state))
 

@@ -7,11 +7,13 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import starmap
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 from gradscaler._eager.operations import (
+    Args,
     FoundInf,
     GradientsRefusedError,
+    Kwargs,
     Operations,
     Optimizer,
     Tensor,
@@ -61,7 +63,7 @@ class Unscaler(Protocol):
         A user's replacement may do more, such as reduce the flags over processes.
         """
 
-    def unscale_(self, inverse: Any, /) -> FoundInf:
+    def unscale_(self, inverse: Tensor, /) -> FoundInf:
         """Divide the gradients in place, finite or not, and flag those that are not finite.
 
         ``inverse`` is the second value that :meth:`Operations.inverse` returns.
@@ -97,7 +99,7 @@ class Gradients:
     found_inf: FoundInf | None = None
     overflowed: bool | None = None
     amax: Tensor | None = None
-    scale: Any = None
+    scale: SupportsFloat | None = None
     clip_coefficient: Tensor | None = None
     made_with: State | None = None
     is_attempted: bool = False
@@ -286,7 +288,7 @@ class Gradients:
             self.interrupt()  # some may be multiplied, and multiplying twice would be wrong
             raise
 
-    def apply(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def apply(self, step: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Call the optimizer's ``step``, and keep what it returns in ``result``.
 
         ``extend`` is one call into C, so no interrupt comes between the two: a step that has
@@ -310,6 +312,7 @@ class Gradients:
         if flag is None:  # no step has read it, so the outcome reads it when a user asks
             flag = self._operations.readable(self.found_inf) if self.found_inf else False
         self.stage = Stage.STEPPED
+        assert self.scale is not None
         return StepOutcome(self.scale, flag, reason)
 
     # What happens to them.

@@ -8,12 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 from gradscaler.policies import Policy, State
 
 Tensor = Any
 Optimizer = Any
+Device = Any
+ProcessGroup = Any
+
+Args = tuple[Any, ...]
+"""The positional arguments of an optimizer's ``step``."""
+
+Kwargs = dict[str, Any]
+"""The keyword arguments of an optimizer's ``step``."""
+
+Closure = Callable[[], Any]
+"""Computes gradients, and returns the loss."""
 
 FoundInf = Mapping[Any, Tensor]
 """A flag on each device, non-zero if a gradient there is not finite; empty without gradients."""
@@ -36,7 +47,7 @@ class Operations(Protocol):
     def multiply(self, output: Tensor, scale: Tensor, /) -> Tensor:
         """``output * scale``, differentiable, on the output's device."""
 
-    def place(self, state: State, device: Any, /) -> State:
+    def place(self, state: State, device: Device, /) -> State:
         """The tensors on a device that hold the values of a host state."""
 
     def read(self, state: State, /) -> State:
@@ -76,7 +87,7 @@ class Operations(Protocol):
     def readable(self, found_inf: FoundInf, /) -> bool | Callable[[], bool]:
         """Whether any flag is set: a bool if free to read, else a callable that reads it."""
 
-    def inverse(self, scale: Tensor, /) -> tuple[Any, Any]:
+    def inverse(self, scale: Tensor, /) -> tuple[SupportsFloat, Tensor]:
         """A copy of the scale for the record, and 1/scale in the form that an ``Unscaler`` takes.
 
         Paddle's kernel divides, so its ``Unscaler`` takes the scale itself.
@@ -84,7 +95,7 @@ class Operations(Protocol):
 
     def measure(
         self, optimizer: Optimizer, scale: Tensor, /
-    ) -> tuple[Tensor, Any, Tensor, FoundInf] | None:
+    ) -> tuple[Tensor, SupportsFloat, Tensor, FoundInf] | None:
         """Measure the 2-norm that the gradients will have once unscaled, in one pass over them.
 
         Returns:

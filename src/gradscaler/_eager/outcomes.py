@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 from weakref import ref
 
 from gradscaler._eager.gradients import owner_of
@@ -15,7 +14,7 @@ class Outcomes:
     """The latest outcome of each optimizer that is still alive, whether hashable or not."""
 
     def __init__(self) -> None:
-        self._by_id: dict[int, tuple[Callable[[], Any], StepOutcome]] = {}
+        self._by_id: dict[int, tuple[Callable[[], Optimizer | None], StepOutcome]] = {}
 
     def put(self, optimizer: Optimizer, outcome: StepOutcome) -> None:
         """Keep an outcome as long as the owner of the optimizer's parameters lives."""
@@ -36,7 +35,7 @@ class Outcomes:
         kept = [(alive(), outcome) for alive, outcome in dict(self._by_id).values()]
         return [(optimizer, outcome) for optimizer, outcome in kept if optimizer is not None]
 
-    def _reference(self, optimizer: Optimizer) -> Callable[[], Any]:
+    def _reference(self, optimizer: Optimizer) -> Callable[[], Optimizer | None]:
         key, outcomes = id(optimizer), self._by_id  # not self: no optimizer keeps a scaler alive
         try:
             return ref(optimizer, lambda _: outcomes.pop(key, None) and None)

@@ -9,9 +9,9 @@ and arguments alone: it must not depend on gradients, which one process may have
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
+from gradscaler._eager.operations import FoundInf, Optimizer, ProcessGroup, Tensor
 from gradscaler.policies import State
 
 
@@ -40,7 +40,7 @@ class Parts(Protocol):
     """The parts of an optimizer's gradients whose norms are taken separately, then combined."""
 
     @property
-    def parts(self) -> Sequence[Any]:
+    def parts(self) -> Sequence[Optimizer]:
         """The parts; each may be passed to an operation in place of an optimizer."""
 
     @property
@@ -65,7 +65,7 @@ class Processes(Protocol):
                 group that repeats the body of a loop over ``attempts`` together.
         """
 
-    def parts_of(self, optimizer: Optimizer, shards: Any, /) -> Parts:
+    def parts_of(self, optimizer: Optimizer, shards: ProcessGroup | None, /) -> Parts:
         """The parts of this optimizer's norm.
 
         Args:
@@ -91,7 +91,7 @@ class Alone:
     def is_anywhere(self, flag: bool) -> bool:
         return flag
 
-    def parts_of(self, optimizer: Optimizer, shards: Any) -> Parts:
+    def parts_of(self, optimizer: Optimizer, shards: ProcessGroup | None) -> Parts:
         if shards is not None:
             raise TypeError("this framework has no process groups: leave out shards")
         return OnePart(optimizer)
@@ -103,7 +103,7 @@ class OnePart:
     can_be_measured = True
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.parts: Sequence[Any] = (optimizer,)
+        self.parts: Sequence[Optimizer] = (optimizer,)
 
     def norm(self, norms: list[Tensor], norm_type: float) -> Tensor:
         return norms[0]

@@ -11,7 +11,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from gradscaler._eager.gradients import Gradients, Iteration
-from gradscaler._eager.operations import FoundInf, Operations, Optimizer, Tensor
+from gradscaler._eager.operations import (
+    Args,
+    Closure,
+    FoundInf,
+    Kwargs,
+    Operations,
+    Optimizer,
+    Tensor,
+)
 from gradscaler._eager.processes import Processes
 from gradscaler._eager.stages import Stage
 from gradscaler.errors import CallOrderError
@@ -199,7 +207,7 @@ class ClosureStep:
     def __init__(
         self,
         optimizer: Optimizer,
-        closure: Callable[[], Any],
+        closure: Closure,
         key: int,
         repetition: Repetition,
         iteration: Iteration,
@@ -213,9 +221,7 @@ class ClosureStep:
         self._key = key
         self._has_scaled = False
 
-    def step(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Gradients, Reason | None]:
+    def step(self, args: Args, kwargs: Kwargs) -> tuple[Any, Gradients, Reason | None]:
         """Step the optimizer, or skip.
 
         The first evaluation is made before ``optimizer.step`` is called, so most skips never call

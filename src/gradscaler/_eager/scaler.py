@@ -11,7 +11,17 @@ from typing import Any, ClassVar, Generic, TypeVar, overload
 
 from gradscaler._eager.gradients import Gradients, Iteration, Scaling, Unscaler
 from gradscaler._eager.observed import ObservedScaler
-from gradscaler._eager.operations import FoundInf, Operations, Optimizer
+from gradscaler._eager.operations import (
+    Args,
+    Closure,
+    Device,
+    FoundInf,
+    Kwargs,
+    Operations,
+    Optimizer,
+    ProcessGroup,
+    Tensor,
+)
 from gradscaler._eager.outcomes import Outcomes
 from gradscaler._eager.processes import ALONE, Processes
 from gradscaler._eager.repeating import AttemptLoop, ClosureStep, Repeating, Repetition
@@ -280,7 +290,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
         *,
-        shards: Any = None,
+        shards: ProcessGroup | None = None,
     ) -> TensorT:
         """Clip the unscaled gradients of an optimizer by their total norm.
 
@@ -370,7 +380,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """The optimizer's unscaler, which calls any method that the user has replaced."""
 
     @abstractmethod
-    def _set_scale(self, new_scale: Any) -> None:
+    def _set_scale(self, new_scale: float | TensorT) -> None:
         """Set the scale by hand."""
 
     def _stepping_of(self, optimizer: Optimizer) -> Stepping:
@@ -381,7 +391,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """Whether ``update`` asks the policy for the next scale."""
         return True
 
-    def _place(self, device: Any) -> State:
+    def _place(self, device: Device) -> State:
         """Put the state on the device of the first scaled tensor."""
         self._state = self._operations.place(self._initial_state, device)
         return self._state
@@ -420,8 +430,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         self,
         optimizer: Optimizer,
         stepping: Stepping,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         """Step without a closure, or skip, and record what happened."""
         self._repeating.must_not_run("step")
@@ -475,10 +485,10 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def _step_with_closure(
         self,
         optimizer: Optimizer,
-        closure: Callable[[], Any],
+        closure: Closure,
         max_retries: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         self._repeating.must_not_run("step")
         gradients = self._iteration.of(optimizer)
@@ -520,8 +530,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         max_norm: float,
         norm_type: float,
         error_if_nonfinite: bool,
-        shards: Any,
-    ) -> Any:
+        shards: ProcessGroup | None,
+    ) -> Tensor:
         """Measure the norm, and let ``step`` multiply the gradients."""
         self._repeating.must_not_loop("clip_grad_norm_")
         gradients = self._iteration.of(optimizer)
@@ -559,8 +569,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         max_norm: float,
         norm_type: float,
         error_if_nonfinite: bool,
-        shards: Any,
-    ) -> Any:
+        shards: ProcessGroup | None,
+    ) -> Tensor:
         """Clip immediately, for a disabled scaler: its ``step`` only calls the optimizer's."""
         gradients = Iteration(self._new_gradients).of(optimizer)
         norm = gradients.norm(self._processes.parts_of(optimizer, shards), float(norm_type))
@@ -667,9 +677,7 @@ def _mapped(scale: Callable[[Any], Any], outputs: Any) -> Any:
     return map(scale, outputs)
 
 
-def _take_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[[], Any] | None, tuple[Any, ...], dict[str, Any]]:
+def _take_closure(args: Args, kwargs: Kwargs) -> tuple[Closure | None, Args, Kwargs]:
     """Split off a closure given by position or by name; None stands for no closure."""
     if "closure" in kwargs:
         kwargs = dict(kwargs)

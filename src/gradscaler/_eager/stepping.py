@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from gradscaler._eager.gradients import Gradients, Scaling
-from gradscaler._eager.operations import Optimizer
+from gradscaler._eager.operations import Args, Kwargs, Optimizer
 from gradscaler.errors import CallOrderError
 
 
@@ -23,8 +23,8 @@ class Stepping(Protocol):
         optimizer: Optimizer,
         gradients: Gradients,
         scaling: Scaling,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         /,
     ) -> Any:
         """Step the optimizer, or skip.
@@ -44,15 +44,13 @@ class Plain:
         optimizer: Optimizer,
         gradients: Gradients,
         scaling: Scaling,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         return step_if_finite(optimizer, gradients, args, kwargs)
 
 
-def step_if_finite(
-    optimizer: Optimizer, gradients: Gradients, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def step_if_finite(optimizer: Optimizer, gradients: Gradients, args: Args, kwargs: Kwargs) -> Any:
     """Step an optimizer if it has gradients and the check found all of them finite."""
     if gradients.found_inf is None:  # a subclass or its user has set the stage only
         raise CallOrderError(

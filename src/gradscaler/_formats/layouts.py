@@ -26,6 +26,7 @@ from gradscaler.policies._presets import PADDLE
 from gradscaler.policies._spelling import changed, spelled
 
 Values = Mapping[str, Any]
+Written = tuple[Any, ...]  # values in the order of a layout's keys
 P = TypeVar("P", bound=DynamicScale | AmaxScale)
 Q = TypeVar("Q", bound=Policy)
 
@@ -44,7 +45,7 @@ class Layout(NamedTuple):
     format: str
     keys: tuple[str, ...]
     read: Callable[[Values], tuple[Rule, ScaleState]]
-    write: Callable[[Any, ScaleState], tuple[Any, ...]]
+    write: Callable[[Any, ScaleState], Written]
     rules: tuple[type[Rule], ...] = (DynamicScale,)
 
 
@@ -125,7 +126,7 @@ def _read_torch(values: Values) -> tuple[Rule, ScaleState]:
     return read_torch(values, DynamicScale())
 
 
-def _write_torch(policy: Rule, state: ScaleState) -> tuple[Any, ...]:
+def _write_torch(policy: Rule, state: ScaleState) -> Written:
     if isinstance(policy, FixedScale):
         return float(state.scale), 1.0, 1.0, 2000, 0
     rule = (getattr(policy, name) for name in _RULE)
@@ -157,7 +158,7 @@ def _read_paddle(values: Values) -> tuple[Rule, ScaleState]:
     return policy if dynamic else FixedScale(policy.init_scale), state
 
 
-def write_paddle(policy: OwnPolicy, state: State) -> tuple[Any, ...]:
+def write_paddle(policy: OwnPolicy, state: State) -> Written:
     """The values for ``PADDLE_KEYS``."""
     dynamic = DynamicScale() if isinstance(policy, FixedScale) else policy
     scale = np.array([state.scale], dtype=np.float32)
@@ -194,7 +195,7 @@ def _write_keras(
     state: ScaleState,
     integer: type[np.integer[Any]] = np.int32,
     floor: float = _checks.SMALLEST_SCALE,
-) -> tuple[Any, ...]:
+) -> Written:
     init_scale = max(policy.init_scale, floor)
     return np.float32(state.scale), integer(state.finite_steps), init_scale, policy.growth_interval
 
@@ -205,7 +206,7 @@ _read_tf_keras = partial(
 _write_tf_keras = partial(_write_keras, integer=np.int64, floor=1.0)
 
 
-def _write_fixed_keras(policy: FixedScale, state: ScaleState) -> tuple[Any, ...]:
+def _write_fixed_keras(policy: FixedScale, state: ScaleState) -> Written:
     return np.float32(state.scale), np.int32(0), False, policy.scale
 
 
@@ -217,7 +218,7 @@ def _read_fixed_tf_keras(values: Values) -> tuple[Rule, ScaleState]:
     return _read_fixed(values, "initial_scale")
 
 
-def _write_fixed_tf_keras(policy: FixedScale, state: ScaleState) -> tuple[Any, ...]:
+def _write_fixed_tf_keras(policy: FixedScale, state: ScaleState) -> Written:
     return False, float(state.scale)
 
 
@@ -240,7 +241,7 @@ def _read_mindspore(values: Values) -> tuple[Rule, ScaleState]:
     return policy, ScaleState(np.float32(policy.init_scale), step - 1 - overflowed, 0)
 
 
-def _write_mindspore(policy: DynamicScale, state: ScaleState) -> tuple[Any, ...]:
+def _write_mindspore(policy: DynamicScale, state: ScaleState) -> Written:
     steps = np.int32(count_in("current_iterator_step", state.finite_steps + 1)), np.int32(0)
     return np.float32(state.scale), *steps, policy.growth_factor, policy.growth_interval
 
@@ -255,7 +256,7 @@ def _read_jmp(values: Values) -> tuple[Rule, ScaleState]:
     return policy, _state(values, policy.init_scale, "counter")
 
 
-def _write_jmp(policy: DynamicScale, state: ScaleState) -> tuple[Any, ...]:
+def _write_jmp(policy: DynamicScale, state: ScaleState) -> Written:
     counts = np.int32(state.finite_steps), policy.growth_interval
     return np.float32(state.scale), *counts, policy.growth_factor, np.float32(policy.min_scale)
 
@@ -268,7 +269,7 @@ def _read_flax(values: Values) -> tuple[Rule, ScaleState]:
     return policy, _state(values, policy.init_scale, "fin_steps")
 
 
-def _write_flax(policy: DynamicScale, state: ScaleState) -> tuple[Any, ...]:
+def _write_flax(policy: DynamicScale, state: ScaleState) -> Written:
     factors = policy.growth_factor, policy.backoff_factor
     interval = max(policy.growth_interval - 1, 1)  # flax grows one step later; 2 is its shortest
     state_values = np.int32(state.finite_steps), np.float32(state.scale)
@@ -285,7 +286,7 @@ def _read_fixed(
     return policy, policy.init()
 
 
-def _write_fixed(policy: FixedScale, state: ScaleState) -> tuple[Any, ...]:
+def _write_fixed(policy: FixedScale, state: ScaleState) -> Written:
     return (np.float32(state.scale),)
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from gradscaler._keras_like.wrapper import unconverted
+from gradscaler._keras_like.wrapper import Tensor, unconverted
 
-Tensor = Any
+Gradient = Any  # a tensor, or tf.IndexedSlices if it is sparse
 
 
 @unconverted
-def largest(gradients: list[Any]) -> Tensor:
+def largest(gradients: list[Gradient | None]) -> Tensor:
     """The largest magnitude of this replica's gradients, a float32 scalar."""
     given = [_summed(gradient) for gradient in gradients if gradient is not None]
     maxima = [tf.cast(tf.reduce_max(tf.abs(value)), tf.float32) for value in given]
@@ -20,7 +20,7 @@ def largest(gradients: list[Any]) -> Tensor:
     return tf.reduce_max(tf.stack([tf.constant(0.0), *maxima]))
 
 
-def _summed(gradient: Any) -> Tensor:
+def _summed(gradient: Gradient) -> Tensor:
     """The values of a gradient; in a sparse one, values with the same index are added up."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient

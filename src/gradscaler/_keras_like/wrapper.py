@@ -13,6 +13,10 @@ from gradscaler.policies import AmaxScale, DynamicScale, FixedScale, OwnPolicy, 
 from gradscaler.policies._spelling import changed, check_alone, check_policy
 
 Tensor = Any
+Variable = Any
+Tape = Any  # TensorFlow's, which other backends lack
+Loss = Tensor | Callable[[], Tensor]
+Config = dict[str, Any]
 T = TypeVar("T", bound="Wrapper")
 Code = TypeVar("Code", bound=Callable[..., Any])
 
@@ -111,11 +115,11 @@ class Wrapper:
         """
         return None if isinstance(self._policy, FixedScale) else self._policy.growth_interval
 
-    def get_scaled_loss(self, loss: Tensor | Callable[[], Tensor]) -> Any:
+    def get_scaled_loss(self, loss: Loss) -> Loss:
         """The loss times the scale, in float32 or wider. For a callable loss, a callable."""
         return (lambda: self._scaled(loss())) if callable(loss) else self._scaled(loss)
 
-    def _policy_config(self) -> dict[str, Any]:
+    def _policy_config(self) -> Config:
         """The constructor's arguments for the policy, as JSON values."""
         fields = dataclasses.asdict(self._policy)
         changeable = {name: fields.get(name) for name in ("init_scale", "growth_interval")}
@@ -131,7 +135,7 @@ class Wrapper:
 
     @classmethod
     def from_config(
-        cls: type[T], config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+        cls: type[T], config: Config, custom_objects: dict[str, Any] | None = None
     ) -> T:
         """The optimizer for a config, which may come from the framework's own class."""
         config = dict(config)

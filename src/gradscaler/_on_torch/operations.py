@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from gradscaler._eager.operations import FoundInf
+from gradscaler._eager.operations import FoundInf, Optimizer
 from gradscaler._on_torch import shortcuts
 from gradscaler._on_torch.compile import is_compiling
 from gradscaler._on_torch.flat import side_by_side
@@ -23,7 +23,7 @@ class TorchOperations(TorchLikeOperations):
     def __init__(self) -> None:
         super().__init__(torch, _group_tensors_by_device_and_dtype)
 
-    def gradients(self, optimizer: Any, allow_fp16: bool = True) -> list[torch.Tensor]:
+    def gradients(self, optimizer: Optimizer, allow_fp16: bool = True) -> list[torch.Tensor]:
         """The dense tensors that hold the optimizer's gradients.
 
         A sparse gradient is represented by its values. If it is float16 it is coalesced first,
@@ -52,7 +52,7 @@ class TorchOperations(TorchLikeOperations):
                 groups[i] = device, [_real_view(tensor) for tensor in group]
         return groups
 
-    def gradients_to_measure(self, optimizer: Any) -> list[torch.Tensor]:
+    def gradients_to_measure(self, optimizer: Optimizer) -> list[torch.Tensor]:
         """Like ``gradients``, but with sparse gradients coalesced.
 
         DTensors are first placed as their parameters are, which reduces partial sums.
@@ -65,14 +65,14 @@ class TorchOperations(TorchLikeOperations):
             grads = _values(optimizer, coalesce=True)
         return to_local(placed(optimizer, grads))
 
-    def needs_no_unset_flag(self, optimizer: Any) -> bool:
+    def needs_no_unset_flag(self, optimizer: Optimizer) -> bool:
         """Whether a finite step may leave out the optimizer's flag.
 
         A compiled step may not: its first overflow, which has a flag, would be traced again.
         """
         return super().needs_no_unset_flag(optimizer) and not is_compiling()
 
-    def current_gradients(self, optimizer: Any) -> list[torch.Tensor]:
+    def current_gradients(self, optimizer: Optimizer) -> list[torch.Tensor]:
         """The dense tensors that hold the gradients now, DTensors by this process's part."""
         return to_local(super().current_gradients(optimizer))
 
@@ -142,7 +142,7 @@ def _overlaps(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _values(optimizer: Any, coalesce: bool) -> list[torch.Tensor]:
+def _values(optimizer: Optimizer, coalesce: bool) -> list[torch.Tensor]:
     """The optimizer's gradients: the values of sparse ones, and copies of overlapping ones."""
     values = []
     for parameter in parameters_of(optimizer):

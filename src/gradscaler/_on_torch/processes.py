@@ -12,18 +12,22 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from gradscaler._eager.decision import Order, ballot, bounds, check_same, result
-from gradscaler._eager.operations import FoundInf
+from gradscaler._eager.operations import FoundInf, Optimizer
 from gradscaler._eager.processes import ALONE, Deciders, OnePart, Parts
 from gradscaler._torch_like.operations import TorchLikeOperations, parameters_of
 from gradscaler.errors import ParameterError
 from gradscaler.policies import State
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 _CPU = torch.device("cpu")
 _IS_AVAILABLE = dist.is_available()
@@ -52,7 +56,7 @@ def check_group(name: str, group: Group | None) -> None:
     )
 
 
-def is_dtensor(tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor. This does not import their module."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -73,7 +77,7 @@ def is_displaced(parameter: torch.Tensor) -> bool:
     return grad is not None and is_dtensor(grad) and grad.placements != placements
 
 
-def placed(optimizer: Any, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+def placed(optimizer: Optimizer, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """All gradients of an optimizer, DTensors placed as their parameters. May run collectives."""
     if set(map(type, gradients)) <= {torch.Tensor} or "torch.distributed.tensor" not in sys.modules:
         return gradients
@@ -84,7 +88,7 @@ def placed(optimizer: Any, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
-def group_of(optimizer: Any) -> Group | None:
+def group_of(optimizer: Optimizer) -> Group | None:
     """The processes that hold the optimizer's DTensors, along all dimensions of their meshes.
 
     None if there are no DTensors. Then each process decides by itself. Under DDP all decide alike,
@@ -105,7 +109,7 @@ def group_of(optimizer: Any) -> Group | None:
         )
     if "torch.distributed.tensor" not in sys.modules:
         return None
-    on_meshes: Any = filter(is_dtensor, parameters)
+    on_meshes = filter(is_dtensor, parameters)
     meshes = list(dict.fromkeys(parameter.device_mesh for parameter in on_meshes))
     ranks = _connected(meshes)
     return None if len(ranks) < 2 else _group_with(ranks, meshes)
@@ -115,7 +119,7 @@ def group_of(optimizer: Any) -> Group | None:
 _made: dict[tuple[int, ...], tuple[Group, Group]] = {}
 
 
-def _group_with(ranks: list[int], meshes: list[Any]) -> Group:
+def _group_with(ranks: list[int], meshes: list[DeviceMesh]) -> Group:
     """A process group of these ranks: the world's, a mesh's, or else one that is made once.
 
     All its processes search in the same order, so they find the same group.
@@ -137,7 +141,7 @@ def is_flattened(parameter: torch.Tensor) -> bool:
     return getattr(parameter, "_fsdp_flattened", False)
 
 
-def _connected(meshes: list[Any]) -> list[int]:
+def _connected(meshes: list[DeviceMesh]) -> list[int]:
     """The ranks that these meshes connect with this process, sorted.
 
     Raises:
@@ -161,7 +165,7 @@ def _connected(meshes: list[Any]) -> list[int]:
     return sorted(root[of_root].mesh.flatten().tolist())
 
 
-def _root_of(mesh: Any) -> Any:
+def _root_of(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that a mesh was sliced from.
 
     PyTorch has no public name for it; this private one is PyTorch 2.13's. In a release without it
@@ -195,10 +199,10 @@ class TorchProcesses:
         """The group that decides about all optimizers, if there is one."""
         return self.group
 
-    def deciders_of(self, optimizer: Any) -> Deciders:
+    def deciders_of(self, optimizer: Optimizer) -> Deciders:
         return self._with_outside_flag(self._deciders_of(optimizer))
 
-    def repeaters_of(self, optimizer: Any) -> Deciders:
+    def repeaters_of(self, optimizer: Optimizer) -> Deciders:
         deciders = self._deciders_of(optimizer)
         if deciders is ALONE and self.named() is None and is_distributed():
             raise ParameterError(
@@ -208,7 +212,7 @@ class TorchProcesses:
             )
         return self._with_outside_flag(deciders)
 
-    def _deciders_of(self, optimizer: Any) -> Deciders:
+    def _deciders_of(self, optimizer: Optimizer) -> Deciders:
         if self.group is None and not is_distributed():
             return ALONE
         group = self.named() or group_of(optimizer)
@@ -223,7 +227,7 @@ class TorchProcesses:
             return deciders
         return WithOutsideFlag(deciders, self._operations, self._overflow)
 
-    def parts_of(self, optimizer: Any, shards: Group | None) -> Parts:
+    def parts_of(self, optimizer: Optimizer, shards: Group | None) -> Parts:
         if shards is None and not is_distributed():
             return OnePart(optimizer)
         return PartsOfGroups(split_by(optimizer, shards))
@@ -239,7 +243,7 @@ class WorldProcesses(TorchProcesses):
 class GroupOfDeciders:
     """The processes of a group that decide about an optimizer together."""
 
-    def __init__(self, vote: Vote, group: Group, optimizer: Any) -> None:
+    def __init__(self, vote: Vote, group: Group, optimizer: Optimizer) -> None:
         self._vote, self._group, self._optimizer = vote, group, optimizer
 
     def agree(
@@ -298,7 +302,7 @@ class Vote:
         self._group: Group | None = None
         self._orders: defaultdict[Group, Order] = defaultdict(Order)
 
-    def identity(self, optimizer: Any, group: Group) -> int:
+    def identity(self, optimizer: Optimizer, group: Group) -> int:
         """A number for this optimizer, the same in all processes of the group.
 
         It includes the full shapes of the DTensors whose mesh is the whole group, because all
@@ -308,8 +312,7 @@ class Vote:
         def shapes() -> Iterator[torch.Size]:
             members = sorted(dist.get_process_group_ranks(group))
             for parameter in filter(is_dtensor, parameters_of(optimizer)):
-                mesh: Any = parameter
-                if sorted(mesh.device_mesh.mesh.flatten().tolist()) == members:
+                if sorted(parameter.device_mesh.mesh.flatten().tolist()) == members:
                     yield parameter.shape
 
         return self._orders[group].identity(optimizer, shapes())
@@ -482,7 +485,7 @@ class PartsOfGroups:
         split: the parts by groups, from :func:`split_by`.
     """
 
-    def __init__(self, split: dict[tuple[Group, ...], Any]) -> None:
+    def __init__(self, split: dict[tuple[Group, ...], Optimizer | Part]) -> None:
         self._groups, self.parts = list(split), list(split.values())
 
     @property
@@ -497,7 +500,9 @@ class PartsOfGroups:
         return reduce_norm(dict(zip(self._groups, norms, strict=True)), norm_type)
 
 
-def split_by(optimizer: Any, shards: Group | None) -> dict[tuple[Group, ...], Any]:
+def split_by(
+    optimizer: Optimizer, shards: Group | None
+) -> dict[tuple[Group, ...], Optimizer | Part]:
     """Parts of an optimizer, by the groups that the elements of their parameters are split over.
 
     A DTensor is split over the dimensions of its mesh that it is sharded on. ``shards`` is one more
@@ -528,7 +533,7 @@ def split_by(optimizer: Any, shards: Group | None) -> dict[tuple[Group, ...], An
         groups: tuple[Group, ...] = ()
         if is_dtensor(parameter):
             placements = enumerate(parameter.placements)
-            mesh: Any = parameter.device_mesh
+            mesh = parameter.device_mesh
             # Not is_shard(): FSDP2 over tensor parallelism strides its shards.
             groups = tuple(mesh.get_group(i) for i, p in placements if not p.is_replicate())
         if shards is not None and (is_flat or not any(flattened)):
@@ -537,9 +542,9 @@ def split_by(optimizer: Any, shards: Group | None) -> dict[tuple[Group, ...], An
     return {groups: Part([{"params": members}]) for groups, members in split.items()}
 
 
-def _check_apart(shards: Group, optimizer: Any) -> None:
-    parameters: list[Any] = parameters_of(optimizer)
-    meshes = dict.fromkeys(p.device_mesh for p in parameters if is_dtensor(p))
+def _check_apart(shards: Group, optimizer: Optimizer) -> None:
+    parameters = filter(is_dtensor, parameters_of(optimizer))
+    meshes = dict.fromkeys(parameter.device_mesh for parameter in parameters)
     others = set(dist.get_process_group_ranks(shards)) - {dist.get_rank()}
     for mesh in meshes:
         if not others.isdisjoint(mesh.mesh.flatten().tolist()):

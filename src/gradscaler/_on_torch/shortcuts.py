@@ -6,10 +6,9 @@ rest of the adapter can be read without them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from gradscaler._eager.operations import Optimizer
 from gradscaler.policies import DynamicScale, Policy, ScaleState, State, _checks
 
 
@@ -27,7 +26,7 @@ def counted(policy: Policy, state: State, found_inf: bool) -> State | None:
     return ScaleState(state.scale, count, state.nonfinite_steps)
 
 
-def ordinary_gradients(optimizer: Any, allow_fp16: bool = True) -> list[torch.Tensor] | None:
+def ordinary_gradients(optimizer: Optimizer, allow_fp16: bool = True) -> list[torch.Tensor] | None:
     """The gradients if each can be used as it is, else None.
 
     That holds if every parameter has one and all are dense, contiguous, without a graph, and not a

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import copy as copying
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, reduce
 from operator import methodcaller
-from typing import Any
+from typing import Any, SupportsFloat, TypeGuard
 
 import numpy as np
 
-from gradscaler._eager.operations import FoundInf, GradientsRefusedError, Optimizer, Tensor
+from gradscaler._eager.operations import Device, FoundInf, GradientsRefusedError, Optimizer, Tensor
 from gradscaler._torch_like.norm import norm_on_cpu
 from gradscaler.errors import CallOrderError
 from gradscaler.policies import Policy, State, leaf_dtypes
-
-Device = Any
 
 _LARGE = 2**14  # elements
 _item = methodcaller("item")
@@ -80,13 +78,13 @@ class TorchLikeOperations:
         """The tensors whose norm is the norm of the optimizer's gradients."""
         return self.gradients(optimizer)
 
-    def device_key(self, device: Device) -> Hashable:
+    def device_key(self, device: Device) -> Device:
         """The key of a device's flag in a found_inf."""
         return device
 
     # Scalars.
 
-    def is_tensor(self, value: object) -> bool:
+    def is_tensor(self, value: object) -> TypeGuard[Tensor]:
         return isinstance(value, self.framework.Tensor)
 
     def multiply(self, output: Tensor, scale: Tensor) -> Tensor:
@@ -293,7 +291,7 @@ class TorchLikeOperations:
         """
         return type(optimizer).__module__.startswith(f"{self.framework.__name__}.optim.")
 
-    def inverse(self, scale: Tensor) -> tuple[Any, Tensor]:
+    def inverse(self, scale: Tensor) -> tuple[SupportsFloat, Tensor]:
         """A copy of the scale for the record, and 1/scale as a float32 scalar on its device.
 
         It is computed in float64 and rounded once, because some builds divide float32 inexactly.
@@ -312,13 +310,13 @@ class TorchLikeOperations:
 
     def measure(
         self, optimizer: Optimizer, scale: Tensor
-    ) -> tuple[Tensor, Any, Tensor, FoundInf] | None:
+    ) -> tuple[Tensor, SupportsFloat, Tensor, FoundInf] | None:
         groups = self.grouped(self.gradients_to_measure(optimizer))
         device, grads = groups[0] if groups else (scale.device, [])
         if len(groups) > 1 or device != scale.device or not self.can_measure(grads):
             return None
         used, inv_scale = self.inverse(scale)
-        if self.on_host(scale) and used < 1:  # squares of scaled gradients might underflow
+        if self.on_host(scale) and float(used) < 1:  # squares of scaled gradients might underflow
             return None
         norm_and_flag = self.norm_and_flag(grads)
         if norm_and_flag is None:

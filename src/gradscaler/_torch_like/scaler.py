@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradscaler._eager.gradients import Iteration, owner_of
-from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
+from gradscaler._eager.operations import Device, FoundInf, Optimizer, Tensor
 from gradscaler._eager.scaler import EagerScaler, OptimizerT, TensorT
 from gradscaler._eager.stepping import PLAIN, Stepping, step_if_finite
 from gradscaler._formats import reading
@@ -38,7 +38,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
     """
 
     _operations: ClassVar[TorchLikeOperations]
-    _device: Any  # the type of device that the user named, or None
+    _device: Device  # the type of device that the user named, or None
 
     def __init__(  # noqa: PLR0913, PLR0917 # PyTorch's, with ours
         self,
@@ -231,7 +231,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
             for name in ("stage", "found_inf_per_device"):
                 self._per_optimizer_states[key][name] = state[name]
 
-    def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
+    def _lazy_init_scale_growth_tracker(self, dev: Device) -> None:
         if self._state is not None:
             raise CallOrderError("the scale is already on a device")
         self._state = self._operations.place(self._initial_state, dev)
@@ -246,10 +246,10 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
     def _get_growth_tracker(self) -> int:
         return int(self._host_state().finite_steps) if self._enabled else 0
 
-    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
+    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Device, Tensor]:
         return dict(self._iteration.of(optimizer).found_inf or {})
 
-    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Device, Tensor]:
         self._state_in_force("_check_inf_per_device")
         gradients = self._iteration.of(optimizer)
         scaling = self._scaling_of(gradients, "step")
@@ -264,7 +264,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         inv_scale: Tensor,
         found_inf: Tensor,
         allow_fp16: bool | None = None,
-    ) -> dict[Any, Tensor]:
+    ) -> dict[Device, Tensor]:
         if allow_fp16 is None:  # subclasses call this with torch's first three arguments
             allow_fp16 = self._allow_fp16_gradients
         return self._operations.unscale_(optimizer, inv_scale, found_inf, allow_fp16)
@@ -299,7 +299,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
             return PLAIN
         return ByReplacement(self._maybe_opt_step)
 
-    def _set_scale(self, new_scale: Any) -> None:
+    def _set_scale(self, new_scale: float | Tensor) -> None:
         scale = self._state_in_force("update").scale
         if self._operations.is_tensor(new_scale):
             device = self._device or scale.device.type
@@ -313,13 +313,13 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         highest = getattr(self._policy, "max_scale", _checks.LARGEST_SCALE)
         scale.fill_(_checks.loss_scale("new_scale", new_scale, lowest, highest))
 
-    def _place(self, device: Any) -> State:
+    def _place(self, device: Device) -> State:
         self._lazy_init_scale_growth_tracker(device)
         return self._state_in_force("scale")
 
     # Helpers of the above.
 
-    def _state_on(self, device: Any) -> State:
+    def _state_on(self, device: Device) -> State:
         return self._state or self._operations.place(self._initial_state, device)
 
     def _change_policy(self, **changes: Any) -> None:
@@ -343,7 +343,7 @@ class OwnUnscaler:
         operations: TorchLikeOperations,
         optimizer: Optimizer,
         allow_fp16: bool,
-        unscale: Callable[[Any], None],
+        unscale: Callable[[OptimizerT], None],
     ) -> None:
         self._operations, self._optimizer = operations, optimizer
         self._allow_fp16, self._unscale = allow_fp16, unscale
@@ -374,11 +374,11 @@ class ReplacedUnscaler:
 
     def __init__(
         self,
-        unscale_grads: Callable[..., Mapping[Any, Tensor]],
+        unscale_grads: Callable[..., Mapping[Device, Tensor]],
         operations: TorchLikeOperations,
         optimizer: Optimizer,
         allow_fp16: bool,
-        device: Any,
+        device: Device,
     ) -> None:
         self._unscale_grads, self._optimizer = unscale_grads, optimizer
         self._scalar, self._device = operations.scalar, device
@@ -395,6 +395,6 @@ class ReplacedUnscaler:
         return self._unscale_grads(self._optimizer, one, zero, True)
 
 
-def _is_own(method: Any, own: Any) -> bool:
+def _is_own(method: object, own: object) -> bool:
     """Whether a scaler's method is ours: replaced neither in its class nor on the object."""
     return getattr(method, "__func__", None) is own

@@ -10,13 +10,16 @@ import inspect
 import warnings
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from gradscaler._eager.gradients import Gradients, Scaling
-from gradscaler._eager.operations import Optimizer, Tensor
+from gradscaler._eager.operations import Args, Kwargs, Optimizer, Tensor
 from gradscaler._eager.stages import Stage
 from gradscaler._torch_like.operations import TorchLikeOperations
+
+if TYPE_CHECKING:
+    from gradscaler._torch_like.scaler import TorchLikeScaler
 
 _KNOWN_STEPS: WeakKeyDictionary[FunctionType, bool] = WeakKeyDictionary()
 
@@ -34,8 +37,8 @@ class ByReplacement:
         optimizer: Optimizer,
         gradients: Gradients,
         scaling: Scaling,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         # The method does not clip. Without clipping, only the method reads the flags.
         if gradients.clip_coefficient is not None and not gradients.have_overflowed:
@@ -49,7 +52,7 @@ class ByArgument:
 
     takes_scaled = True
 
-    def __init__(self, scaler: Any) -> None:
+    def __init__(self, scaler: TorchLikeScaler[Tensor, Optimizer]) -> None:
         self._scaler = scaler
 
     def step(
@@ -57,8 +60,8 @@ class ByArgument:
         optimizer: Optimizer,
         gradients: Gradients,
         scaling: Scaling,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         warnings.warn(
             "GradScaler is going to stop passing itself as a keyword argument, grad_scaler=: "
@@ -83,7 +86,9 @@ class ByAttributes:
 
     takes_scaled = True
 
-    def __init__(self, scaler: Any, operations: TorchLikeOperations) -> None:
+    def __init__(
+        self, scaler: TorchLikeScaler[Tensor, Optimizer], operations: TorchLikeOperations
+    ) -> None:
         self._scaler, self._operations = scaler, operations
 
     def step(
@@ -91,8 +96,8 @@ class ByAttributes:
         optimizer: Optimizer,
         gradients: Gradients,
         scaling: Scaling,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         scaler, operations = self._scaler, self._operations
         if gradients.stage is Stage.SCALED:
@@ -159,8 +164,8 @@ def _step_with(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     gradients: Gradients,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """Call ``optimizer.step`` with the two attributes set, and delete them whatever happens."""
     try:

@@ -22,6 +22,8 @@ _LONGEST_TUPLE = 16  # NumPy describes a dtype by 8 values
 _LONGEST_NAME = 100  # characters of a module's name, and of the name in it
 _LARGEST_NUMBER = 8  # bytes
 
+Value = Any  # on the stack: a number, text, bytes, dict, tuple, or an object of a class below
+
 
 class RefusedError(ValueError):
     """A pickle that holds too much."""
@@ -51,7 +53,7 @@ class _Number:
 
     __slots__ = ("dtype", "value")
 
-    def __init__(self, dtype: Any = None, value: Any = None) -> None:
+    def __init__(self, dtype: np.dtype[Any] | None = None, value: Value = None) -> None:
         self.dtype, self.value = dtype, value
 
 
@@ -60,7 +62,7 @@ _MORE = Unread("it holds more than numbers")
 _ARRAY = Unread("an array of more than numbers")
 
 
-def load(file: IO[bytes]) -> Any:
+def load(file: IO[bytes]) -> Value:
     """The value of the next pickle in a file: a dict, a number, a text, None or an ``Unread``.
 
     The values in a dict are of the same kinds; a dict may contain itself. Keys are texts; a number
@@ -89,7 +91,7 @@ class _Opcodes:
         self._file, self._end, self._left = file, file.seek(0, 2), _MOST_BYTES
         file.seek(start)
 
-    def next(self) -> tuple[pickletools.OpcodeInfo, Any]:
+    def next(self) -> tuple[pickletools.OpcodeInfo, Value]:
         """An opcode and its argument, which is an ``Unread`` if it is long."""
         code = self._file.read(1)
         opcode = _OPCODES.get(code)
@@ -130,9 +132,9 @@ _LENGTHS = {
 }  # bytes of the length before an argument, by its kind
 
 
-def _run(opcodes: _Opcodes) -> Any:  # noqa: C901, PLR0912 # a case for each opcode
-    stack: list[Any] = []
-    memo: list[Any] = []
+def _run(opcodes: _Opcodes) -> Value:  # noqa: C901, PLR0912 # a case for each opcode
+    stack: list[Value] = []
+    memo: list[Value] = []
     for _ in range(_MOST_OPCODES):
         opcode, argument = opcodes.next()
         name = opcode.name
@@ -186,12 +188,12 @@ _LITERALS = {
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 
 
-def _taken(stack: list[Any], count: int) -> list[Any]:
+def _taken(stack: list[Value], count: int) -> list[Value]:
     """Take the top ``count`` values off the stack."""
     return [stack.pop() for _ in range(count)][::-1]
 
 
-def _marked(stack: list[Any]) -> list[Any]:
+def _marked(stack: list[Value]) -> list[Value]:
     """Take the values since the last mark, and the mark, off the stack."""
     items = []
     while (item := stack.pop()) is not _MARK:
@@ -199,7 +201,7 @@ def _marked(stack: list[Any]) -> list[Any]:
     return items[::-1]
 
 
-def _replace(stack: list[Any], opcode: pickletools.OpcodeInfo) -> None:
+def _replace(stack: list[Value], opcode: pickletools.OpcodeInfo) -> None:
     """Interpret any other opcode: put an ``Unread`` in place of each value that it makes."""
     below = opcode.stack_before
     if pickletools.markobject in below:
@@ -214,7 +216,7 @@ def _made_by(name: str) -> Unread:
     return Unread("it holds more than numbers (%s)", name)
 
 
-def _put(memo: list[Any], place: int, value: Any) -> None:
+def _put(memo: list[Value], place: int, value: Value) -> None:
     """Put a value into the memo, whose numbers must be nearly without gaps.
 
     The memo is a list, because a dict takes long for numbers whose hashes collide. A pickle of
@@ -226,7 +228,7 @@ def _put(memo: list[Any], place: int, value: Any) -> None:
     memo[place] = value
 
 
-def _tuple(items: list[Any]) -> tuple[Any, ...] | Unread:
+def _tuple(items: list[Value]) -> tuple[Any, ...] | Unread:
     """A tuple, if it is as short and flat as those in a pickled array.
 
     Nested tuples that use one value twice could double in size at each level.
@@ -241,13 +243,13 @@ def _tuple(items: list[Any]) -> tuple[Any, ...] | Unread:
 _LONG = Unread("it holds more than numbers (long or nested tuples)")
 
 
-def _set_items(target: Any, items: list[Any]) -> None:
+def _set_items(target: Value, items: list[Value]) -> None:
     for key, value in zip(items[::2], items[1::2], strict=True):
         if type(target) is dict and type(key) in (str, int, float, bool, type(None)):
             target[str(key)] = _plain(value)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Value) -> Value:
     """A number, a text, None or a dict. An array of one number becomes that number."""
     if type(value) is _Number and value.value is not None:
         return value.value
@@ -256,14 +258,14 @@ def _plain(value: Any) -> Any:
     return _MORE
 
 
-def _name(module: Any, attribute: Any) -> _Name | Unread:
+def _name(module: Value, attribute: Value) -> _Name | Unread:
     for text in (module, attribute):
         if type(text) is not str or len(text) > _LONGEST_NAME:
             return Unread("it would import something")
     return _Name(f"{module}.{attribute}")
 
 
-def _call(called: Any, arguments: Any) -> Any:  # noqa: C901, PLR0911 # a case for each function
+def _call(called: Value, arguments: Value) -> Value:  # noqa: C901, PLR0911 # a case for each function
     if type(called) is not _Name or type(arguments) is not tuple:
         unread = [part for part in (arguments, called) if type(part) is Unread]
         return unread[0] if unread else Unread("it would call something")
@@ -296,7 +298,7 @@ def _encoded(text: str) -> bytes | Unread:
         return _ARRAY
 
 
-def _built(target: Any, state: Any) -> Any:
+def _built(target: Value, state: Value) -> Value:
     """``target`` with its state. The state of a dict, such as ``_metadata``, is left out."""
     if type(target) is dict or type(target) is Unread:
         return target
@@ -315,7 +317,7 @@ _ORDERS = ("<", ">", "|", "=")
 _DTYPES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
 
 
-def _dtype(code: Any) -> _Number | Unread:
+def _dtype(code: Value) -> _Number | Unread:
     if not isinstance(code, str) or len(code) > 2 * _LONGEST_NAME:
         return _ARRAY
     if code not in _DTYPES:
@@ -327,7 +329,7 @@ def _dtype(code: Any) -> _Number | Unread:
     return _Number(np.dtype(code))
 
 
-def _item(dtype: Any, data: Any) -> Any:
+def _item(dtype: Value, data: Value) -> Value:
     """The number in the bytes of an array of one element."""
     for part in (dtype, data):
         if type(part) is Unread:
@@ -339,7 +341,7 @@ def _item(dtype: Any, data: Any) -> Any:
     return np.frombuffer(data, dtype.dtype)[0].item()
 
 
-def _tensor(storage: Any) -> Unread:
+def _tensor(storage: Value) -> Unread:
     """The ``Unread`` for a torch tensor, whose bytes are elsewhere in the file."""
     kind = storage[1] if type(storage) is tuple and len(storage) > 1 else None
     if type(kind) is not _Name:

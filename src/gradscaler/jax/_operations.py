@@ -10,11 +10,15 @@ from typing import Any, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from gradscaler.errors import ParameterError
 
 T = TypeVar("T")
 Array = Any
+Tree = Any
+Leaf = Any
+KeyPath = tuple[Any, ...]
 AxisName = Hashable | Sequence[Hashable]
 
 
@@ -38,7 +42,7 @@ flax's fp8 layers return new values of their scales and histories of maxima as s
 
 
 def all_finite(
-    tree: Any, axis_name: AxisName | None = None, *, finite_axis: AxisName | None = None
+    tree: Tree, axis_name: AxisName | None = None, *, finite_axis: AxisName | None = None
 ) -> Array:
     """Whether no leaf of a pytree holds an Inf or a NaN, a boolean scalar.
 
@@ -64,7 +68,7 @@ def all_finite(
 
 
 def amax(
-    tree: Any, axis_name: AxisName | None = None, *, finite_axis: AxisName | None = None
+    tree: Tree, axis_name: AxisName | None = None, *, finite_axis: AxisName | None = None
 ) -> Array:
     """The largest magnitude in a pytree of unscaled gradients, a float32 scalar.
 
@@ -85,7 +89,7 @@ def amax(
     return lax.pmax(everywhere, axes) if axes else everywhere
 
 
-def _gradients(tree: Any) -> list[Array]:
+def _gradients(tree: Tree) -> list[Array]:
     """The leaves that are gradients, in float32 or wider."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_marked)
     gradients = [jnp.asarray(leaf) for path, leaf in leaves if _is_gradient(path, leaf)]
@@ -102,7 +106,7 @@ def _nonfinite(leaf: Array) -> Array:
     return jnp.where(jnp.isfinite(leaf), jnp.float32(0), jnp.float32(1)).max(initial=0)
 
 
-def varying(tree: T, axis_name: AxisName, is_weight: Callable[[Any, Any], bool]) -> T:
+def varying(tree: T, axis_name: AxisName, is_weight: Callable[[KeyPath, Leaf], bool]) -> T:
     """Mark the weights of a replicated tree as varying over axes of ``shard_map``.
 
     ``shard_map`` would sum the gradients of replicated weights over devices; those of varying
@@ -128,7 +132,7 @@ def varying(tree: T, axis_name: AxisName, is_weight: Callable[[Any, Any], bool])
             )
     here = lax.axis_index(axis_name) >= 0  # always true, but to JAX it varies over the axes
 
-    def vary(path: Any, leaf: Any) -> Any:
+    def vary(path: KeyPath, leaf: Leaf) -> Leaf:
         return jnp.where(here, leaf, lax.stop_gradient(leaf)) if is_weight(path, leaf) else leaf
 
     varied: T = jax.tree_util.tree_map_with_path(vary, tree)
@@ -138,7 +142,7 @@ def varying(tree: T, axis_name: AxisName, is_weight: Callable[[Any, Any], bool])
 def averaged(grads: T, axis_name: AxisName) -> T:
     """The mean of gradients over the axes, and the maximum of flax's overwriting values."""
 
-    def reduce(path: Any, leaf: Any) -> Any:
+    def reduce(path: KeyPath, leaf: Leaf) -> Leaf:
         together = lax.pmax if _is_overwriting(path, leaf) else lax.pmean
         return together(leaf, axis_name)
 
@@ -159,7 +163,7 @@ def check_not_averaged(loss: Array, axis_name: AxisName) -> None:
         )
 
 
-def varies_over(leaf: Any) -> frozenset[Hashable]:
+def varies_over(leaf: Leaf) -> frozenset[Hashable]:
     """The axes over which ``shard_map`` takes a value to vary. None with ``check_vma=False``."""
     aval: Any = jax.typeof(leaf)
     if hasattr(aval, "vma"):  # its name before JAX 0.10
@@ -169,7 +173,7 @@ def varies_over(leaf: Any) -> frozenset[Hashable]:
     return axes
 
 
-def select_tree(pred: Any, a: T, b: T) -> T:
+def select_tree(pred: Array, a: T, b: T) -> T:
     """``a`` if ``pred``, else ``b``, leaf by leaf and bit for bit.
 
     A leaf that is not an array, such as an activation function or a setting of a model, must be the
@@ -185,7 +189,7 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     """
     pred = as_flag("pred", pred)
 
-    def select(path: Any, a: Any, b: Any) -> Any:
+    def select(path: KeyPath, a: Leaf, b: Leaf) -> Leaf:
         if not (_is_array(a) or _is_array(b)) and _are_the_same(a, b):
             return a
         try:
@@ -205,7 +209,7 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     return selected
 
 
-def _are_the_same(a: Any, b: Any) -> bool:
+def _are_the_same(a: Leaf, b: Leaf) -> bool:
     """Whether two leaves that are not arrays have the same type, value and text.
 
     So 1, True and 1.0 differ, and so do 0.0 and -0.0.
@@ -213,7 +217,7 @@ def _are_the_same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and a == b and str(a) == str(b))
 
 
-def check_scale(name: str, value: Any, *, zero: bool = False) -> None:
+def check_scale(name: str, value: Leaf, *, zero: bool = False) -> None:
     """Check that a loss scale, or every element of an array of them, is positive and finite.
 
     Traced values and placeholders pass, because their values are not known.
@@ -238,7 +242,7 @@ def check_scale(name: str, value: Any, *, zero: bool = False) -> None:
         raise ParameterError(f"{name} must be {positive} and finite, got {value}")
 
 
-def is_placeholder(leaf: Any) -> bool:
+def is_placeholder(leaf: Leaf) -> bool:
     """Whether a leaf is neither a number nor an array.
 
     JAX and its users put shardings, shapes and other objects in place of leaves. A list of numbers
@@ -248,7 +252,7 @@ def is_placeholder(leaf: Any) -> bool:
     return not (is_list or isinstance(leaf, (Number, str)) or hasattr(leaf, "__array__"))
 
 
-def are_axes(counter: Any, scale: Any) -> bool:
+def are_axes(counter: Leaf, scale: Leaf) -> bool:
     """Whether two leaves are axes for ``vmap`` rather than values.
 
     They are if both are the same int, 0 or less, which no scale is; or if one is None, and the
@@ -260,7 +264,7 @@ def are_axes(counter: Any, scale: Any) -> bool:
     return kinds <= {int, type(None)}
 
 
-def strong(value: Any, dtype: Any = None) -> Any:
+def strong(value: Leaf, dtype: DTypeLike | None = None) -> Leaf:
     """An array of a strong dtype; a placeholder is returned as it is.
 
     With a weak dtype, jit would trace the second call again.
@@ -272,7 +276,7 @@ def strong(value: Any, dtype: Any = None) -> Any:
     return np.asarray(value, dtype or jnp.result_type(value))
 
 
-def as_flag(name: str, value: Any) -> Array:
+def as_flag(name: str, value: Leaf) -> Array:
     """``value`` as a boolean scalar; ValueError if it is not one."""
     flag = jnp.asarray(value)
     if flag.ndim or flag.dtype != jnp.bool_:
@@ -282,7 +286,7 @@ def as_flag(name: str, value: Any) -> Array:
     return flag
 
 
-def as_amax(value: Any) -> Array:
+def as_amax(value: Leaf) -> Array:
     """``value`` as a float32 scalar; ValueError if it is not a scalar."""
     amax = jnp.asarray(value)
     if amax.ndim:
@@ -312,30 +316,30 @@ def _axes(*names: AxisName | None) -> tuple[Hashable, ...]:
     return tuple(dict.fromkeys(axis for axes in several for axis in axes if axis is not None))
 
 
-def _is_marked(node: Any) -> bool:
+def _is_marked(node: object) -> bool:
     """Whether a node of a pytree is an NNX variable that its gradient overwrites."""
     return type(node).__name__ == OVERWRITTEN
 
 
-def _is_overwriting(path: Any, leaf: Any) -> bool:
+def _is_overwriting(path: KeyPath, leaf: Leaf) -> bool:
     keys = (getattr(key, "key", getattr(key, "name", None)) for key in path)
     return _is_marked(leaf) or OVERWRITTEN in keys
 
 
-def _is_gradient(path: Any, leaf: Any) -> bool:
+def _is_gradient(path: KeyPath, leaf: Leaf) -> bool:
     return not _is_overwriting(path, leaf) and is_inexact(path, leaf)
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: Leaf) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
-def is_inexact_array(path: Any, leaf: Any) -> bool:
+def is_inexact_array(path: KeyPath, leaf: Leaf) -> bool:
     """Whether a leaf is an array with a floating or complex dtype. It may be any object."""
     return _is_array(leaf) and is_inexact(path, leaf)
 
 
-def is_inexact(path: Any, leaf: Any) -> bool:
+def is_inexact(path: KeyPath, leaf: Leaf) -> bool:
     """Whether a leaf is floating or complex; TypeError if it is neither an array nor a number."""
     try:
         if isinstance(leaf, (str, type, np.dtype)):  # names of dtypes, to result_type
@@ -345,5 +349,5 @@ def is_inexact(path: Any, leaf: Any) -> bool:
         raise TypeError(f"{_place(path)} is neither an array nor a number: {leaf!r}") from None
 
 
-def _place(path: Any) -> str:
+def _place(path: KeyPath) -> str:
     return f"leaf {jax.tree_util.keystr(path)}" if path else "the tree"

@@ -10,9 +10,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from gradscaler.errors import ScaleMismatchError
+from gradscaler.jax._operations import Leaf, Tree
 
 
-def check_same(scaler: Any) -> None:
+def check_same(scaler: Tree) -> None:
     """Check that all devices of all processes hold the same loss scale and counters.
 
     Call it on every process and outside of ``jit``, for example after loading a checkpoint. A
@@ -45,7 +46,7 @@ def check_same(scaler: Any) -> None:
             )
 
 
-def _bounds(leaf: Any) -> np.ndarray[Any, Any]:
+def _bounds(leaf: Leaf) -> np.ndarray[Any, Any]:
     """The smallest and the largest value of each element of a leaf on this process's devices."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)

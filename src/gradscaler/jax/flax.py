@@ -13,12 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradscaler.jax import _operations, _trees
-from gradscaler.jax._operations import AxisName
+from gradscaler.jax._operations import Array, AxisName, Tree
 from gradscaler.jax.scaler import GradScaler
 from gradscaler.policies import DynamicScale as DynamicPolicy
 from gradscaler.policies import ScaleState, _checks
-
-Array = Any
 
 
 class DynamicScaleResult(NamedTuple):
@@ -34,7 +32,7 @@ class DynamicScaleResult(NamedTuple):
     dynamic_scale: DynamicScale
     finite: Array
     aux: Any
-    grad: Any
+    grad: Tree
 
 
 def _static(cls: type[Any]) -> list[str]:
@@ -86,7 +84,7 @@ class DynamicScale:
 
     _flax_dataclass: ClassVar[bool]  # flax.struct.dataclass leaves a class that has it as it is
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **options: bool) -> None:
         super().__init_subclass__()
         _trees.register(dataclass(**{"frozen": True, **options})(cls), _static(cls))
         cls._flax_dataclass = True

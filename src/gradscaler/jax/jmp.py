@@ -10,13 +10,14 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from gradscaler.jax import _operations, _trees
+from gradscaler.jax._operations import Array
 from gradscaler.policies import ScaleState, _checks
 from gradscaler.policies.rule import Constants, next_values
 
 T = TypeVar("T")
-Array = Any
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class NoOpLossScale:
         """Return ``tree`` unchanged."""
         return tree
 
-    def adjust(self, grads_finite: Any) -> NoOpLossScale:
+    def adjust(self, grads_finite: Array) -> NoOpLossScale:
         """Return this loss scale unchanged."""
         return self
 
@@ -58,7 +59,7 @@ class StaticLossScale:
         _operations.check_scale("loss_scale", self.loss_scale)
         return _multiplied(tree, 1 / self.loss_scale)
 
-    def adjust(self, grads_finite: Any) -> StaticLossScale:
+    def adjust(self, grads_finite: Array) -> StaticLossScale:
         """Return this loss scale unchanged."""
         return self
 
@@ -152,7 +153,7 @@ class DynamicLossScale:
         """Multiply every leaf by 1 / the loss scale."""
         return _multiplied(tree, 1 / self.loss_scale)
 
-    def adjust(self, grads_finite: Any) -> DynamicLossScale:
+    def adjust(self, grads_finite: Array) -> DynamicLossScale:
         """The loss scale for the next step.
 
         Args:
@@ -189,18 +190,18 @@ LossScale: TypeAlias = NoOpLossScale | StaticLossScale | DynamicLossScale
 class _Reciprocal:
     """A factor that divides by ``divisor``, as jmp's backoff does. So 1/divisor is not rounded."""
 
-    divisor: Any
+    divisor: Array
 
     def __rmul__(self, scale: Array) -> Array:
         return scale / self.divisor
 
 
-def _multiplied(tree: T, factor: Any) -> T:
+def _multiplied(tree: T, factor: Array) -> T:
     product: T = jax.tree.map(lambda leaf: leaf * factor, tree)
     return product
 
 
-def _is_floating(dtype: Any) -> bool:
+def _is_floating(dtype: DTypeLike) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from gradscaler._frameworks import require
 from gradscaler.jax._callers import check_outermost
-from gradscaler.jax._operations import AxisName, Transformation, select_tree
+from gradscaler.jax._operations import Array, AxisName, Leaf, Transformation, Tree, select_tree
 from gradscaler.jax.scaler import GradScaler
 from gradscaler.jax.weights import holds_masters
 from gradscaler.policies import DynamicScale, Policy
@@ -29,8 +29,8 @@ class LossScaledState(NamedTuple):
     """
 
     scaler: GradScaler
-    grads_finite: Any
-    inner_state: Any
+    grads_finite: Array
+    inner_state: Tree
 
 
 def loss_scaled(
@@ -92,13 +92,13 @@ def loss_scaled(
     check_policy(policy)
     inner = optax.with_extra_args_support(optimizer)
 
-    def init(params: Any) -> LossScaledState:
+    def init(params: Tree) -> LossScaledState:
         check_outermost()
         return LossScaledState(GradScaler(policy), jnp.array(True), inner.init(params))
 
     def update(
-        updates: Any, state: LossScaledState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, LossScaledState]:
+        updates: Tree, state: LossScaledState, params: Tree = None, **extra_args: Any
+    ) -> tuple[Tree, LossScaledState]:
         structure: Any = jax.tree.structure
         alike = structure(params) == structure(updates)
         dtypes = jax.tree.map(jnp.result_type, updates, *([params] if alike else []))
@@ -115,7 +115,7 @@ def loss_scaled(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _in_dtype_of(new: Any, old: Any) -> Any:
+def _in_dtype_of(new: Leaf, old: Leaf) -> Leaf:
     """``new`` in the dtype of ``old``: after wider gradients, the state must not become wider."""
     dtype = jnp.result_type(old)
     return new if jnp.result_type(new) == dtype else jnp.asarray(new, dtype)

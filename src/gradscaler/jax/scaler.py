@@ -9,15 +9,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from gradscaler.errors import ParameterError, ParameterTypeError
 from gradscaler.jax import _operations, _trees
-from gradscaler.jax._operations import AxisName, all_finite, amax, select_tree
+from gradscaler.jax._operations import Array, AxisName, Leaf, Tree, all_finite, amax, select_tree
 from gradscaler.policies import DynamicScale, Policy, _checks, amax_interval, leaf_dtypes
 from gradscaler.policies._spelling import check_policy
 
 T = TypeVar("T")
-Array = Any
 
 
 class ScaledGradients(NamedTuple):
@@ -33,7 +33,7 @@ class ScaledGradients(NamedTuple):
     scaler: GradScaler
     grads_finite: Array
     value: Any
-    grads: Any
+    grads: Tree
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,14 +100,14 @@ class GradScaler:
         """
         return _operations.map_gradients(lambda leaf: jnp.divide(*self._beside(leaf)), tree)
 
-    def _beside(self, leaf: Any) -> tuple[Array, Array]:
+    def _beside(self, leaf: Leaf) -> tuple[Array, Array]:
         """A leaf in float32 or wider, and the scale in the leaf's precision."""
         leaf = jnp.asarray(leaf)
         if leaf.dtype.itemsize < 4:
             leaf = leaf.astype(jnp.float32)
         return leaf, self.loss_scale.astype(leaf.real.dtype)
 
-    def adjust(self, grads_finite: Any, amax: Any = None) -> GradScaler:
+    def adjust(self, grads_finite: Array, amax: Array | None = None) -> GradScaler:
         """The scaler for the next step, by the policy's rule.
 
         Args:
@@ -150,7 +150,7 @@ class GradScaler:
             )
 
     def _measured(
-        self, grads: Any, axis_name: AxisName | None = None, finite_axis: AxisName | None = None
+        self, grads: Tree, axis_name: AxisName | None = None, finite_axis: AxisName | None = None
     ) -> tuple[Array, GradScaler]:
         """Whether unscaled gradients are finite, and the scaler for the next step."""
         grads_finite = all_finite(grads, axis_name, finite_axis=finite_axis)
@@ -285,7 +285,7 @@ class GradScaler:
         return evaluated
 
 
-def _as_leaf(value: Any, dtype: Any) -> Any:
+def _as_leaf(value: Leaf, dtype: DTypeLike) -> Leaf:
     return value if _operations.is_placeholder(value) else jnp.asarray(value, dtype)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,20 @@ import numpy as np
 from keras import ops
 
 from gradscaler._keras_like import wrapper
-from gradscaler._keras_like.wrapper import OPTIONS, Wrapper, unconverted
+from gradscaler._keras_like.wrapper import (
+    OPTIONS,
+    Config,
+    Loss,
+    Tape,
+    Tensor,
+    Variable,
+    Wrapper,
+    unconverted,
+)
 from gradscaler.keras._operations import on_backend
 from gradscaler.policies import AmaxScale, DynamicScale, OwnPolicy, amax_interval
 
-Tensor = Any
-Variable = Any
+Variables = Variable | Iterable[Variable] | Callable[[], Variable | Iterable[Variable]]
 
 _NEVER_SCALED = (
     "The loss was never scaled, but gradients are divided by the loss scale. Call "
@@ -248,7 +256,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         """
         return on_backend.all_finite(list(grads))
 
-    def minimize(self, loss: Any, var_list: Any, tape: Any = None) -> None:
+    def minimize(self, loss: Loss, var_list: Variables, tape: Tape | None = None) -> None:
         """Take one step: scale the loss, differentiate, unscale, apply or skip, move the scale.
 
         Args:
@@ -345,7 +353,9 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
             amax = amax / self._scale_now() if are_scaled else amax
         on_backend.apply_if_finite(self, apply, grads, variables, amax)
 
-    def _unscaled(self, grads: list[Any], variables: list[Variable]) -> list[Any]:
+    def _unscaled(
+        self, grads: list[Tensor | None], variables: list[Variable]
+    ) -> list[Tensor | None]:
         scale = self._scale_now()
         return [
             grad
@@ -417,12 +427,12 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         untracked = vars(self).get("_untracked_by_keras", ())
         return [v for v in self.variables if not _holds(untracked, v)]
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Put the variables into a store, in the order of Keras' own wrapper."""
         for index, variable in enumerate(self._saved_variables()):
             store[str(index)] = variable.numpy()
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Set the variables from a store, also from one that Keras' own wrapper saved.
 
         Variables of the policy that the store lacks become 0. If the store is of another inner
@@ -447,7 +457,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
             found += ": skipped all of them"
         warnings.warn(f"optimizer {self.name!r}: {found}", stacklevel=2)
 
-    def set_weights(self, weights: list[Any]) -> None:
+    def set_weights(self, weights: list[Tensor]) -> None:
         """Set the values of ``variables``, in their order, until either list ends.
 
         Raises:
@@ -476,7 +486,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         """Exclude variables from the inner optimizer's weight decay."""
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """The name, the inner optimizer, and the arguments for the policy.
 
         Keras' own class accepts the config, too, unless it lacks such a policy.
@@ -493,7 +503,7 @@ def _holds(variables: Iterable[Variable], variable: Variable) -> bool:
     return any(variable is each for each in variables)
 
 
-def _flat(var_list: Any) -> list[Variable]:
+def _flat(var_list: Variables) -> list[Variable]:
     """A flat list of variables, from one, several, or a function that returns them."""
     variables: list[Variable] = keras.tree.flatten(var_list() if callable(var_list) else var_list)
     for variable in variables:

@@ -5,12 +5,14 @@ A sparse gradient, which only graph mode makes, is represented by its values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import mindspore
 from mindspore import Tensor, ops
 from mindspore.common.sparse_tensor import RowTensorInner
+
+Tensors: TypeAlias = "Tensor | Sequence[Tensor]"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,7 +27,7 @@ def compiled(function: F) -> F:
     return mindspore.jit(function, backend="ms_backend")  # type: ignore[no-any-return]
 
 
-def scaled(scale: Any, value: Any) -> Any:
+def scaled(scale: Tensor, value: Tensor) -> Tensor:
     """``value * scale`` in the value's dtype.
 
     Values of half precision are multiplied in float32 and rounded once, because the scale itself
@@ -46,13 +48,13 @@ _unscale = ops.MultitypeFuncGraph("unscale")
 
 
 @_unscale.register("Tensor", "Tensor")  # type: ignore[untyped-decorator]
-def unscaled(scale: Any, grad: Any) -> Any:
+def unscaled(scale: Tensor, grad: Tensor) -> Tensor:
     """``grad / scale`` in the gradient's dtype, computed as :func:`scaled` by 1/scale."""
     return scaled(ops.reciprocal(scale), grad)
 
 
 @_unscale.register("Tensor", "RowTensor")  # type: ignore[untyped-decorator]
-def _unscaled_rows(scale: Any, grad: Any) -> Any:
+def _unscaled_rows(scale: Tensor, grad: Tensor) -> Tensor:
     return RowTensorInner(grad.indices, unscaled(scale, grad.values), grad.dense_shape)
 
 
@@ -60,7 +62,7 @@ _zero_if_finite = ops.MultitypeFuncGraph("zero_if_finite")
 
 
 @_zero_if_finite.register("Tensor")  # type: ignore[untyped-decorator]
-def _zero_if_all_finite(grad: Any) -> Any:
+def _zero_if_all_finite(grad: Tensor) -> Tensor:
     """A float32 scalar: 0 if all elements are finite, else 1 or NaN."""
     if grad.size == 0 or not grad.is_floating_point():
         return 1 - ops.isfinite(grad).all().astype(mindspore.float32)
@@ -75,7 +77,7 @@ def _zero_if_all_finite(grad: Any) -> Any:
 
 
 @_zero_if_finite.register("RowTensor")  # type: ignore[untyped-decorator]
-def _zero_if_rows_finite(grad: Any) -> Any:
+def _zero_if_rows_finite(grad: Tensor) -> Tensor:
     return _zero_if_all_finite(grad.values)
 
 
@@ -83,13 +85,13 @@ _map = ops.HyperMap()
 
 
 @compiled
-def unscale_all(scale: Any, *grads: Any) -> Any:
+def unscale_all(scale: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
     """The gradients divided by the scale, in a tuple."""
-    return _map(ops.partial(_unscale, scale), grads)
+    return _map(ops.partial(_unscale, scale), grads)  # type: ignore[no-any-return]
 
 
 @compiled
-def every_finite(*grads: Any) -> Any:
+def every_finite(*grads: Tensor) -> Tensor:
     """Whether all gradients are finite: a bool Tensor of shape ()."""
     total = Tensor(0.0, mindspore.float32)
     for zero in _map(_zero_if_finite, grads):  # a comprehension compiles in quadratic time
@@ -97,7 +99,7 @@ def every_finite(*grads: Any) -> Any:
     return total == 0
 
 
-def all_finite(inputs: Any) -> Any:
+def all_finite(inputs: Tensors) -> Tensor:
     """Whether all elements of all tensors are finite: a drop-in for ``mindspore.amp.all_finite``.
 
     On devices other than the CPU this calls MindSpore's function, because Ascend's float16 may
@@ -124,7 +126,7 @@ _largest = ops.MultitypeFuncGraph("largest")
 
 
 @_largest.register("Tensor")  # type: ignore[untyped-decorator]
-def _largest_of(grad: Any) -> Any:
+def _largest_of(grad: Tensor) -> Tensor:
     if grad.size == 0 or not grad.is_floating_point():
         return Tensor(0.0, mindspore.float32)
     if grad.dtype in _HALF:
@@ -133,12 +135,12 @@ def _largest_of(grad: Any) -> Any:
 
 
 @_largest.register("RowTensor")  # type: ignore[untyped-decorator]
-def _largest_of_rows(grad: Any) -> Any:
+def _largest_of_rows(grad: Tensor) -> Tensor:
     return _largest_of(grad.values)
 
 
 @compiled
-def largest(*grads: Any) -> Any:
+def largest(*grads: Tensor) -> Tensor:
     """The largest magnitude of all gradients: a float32 Tensor of shape ()."""
     found = Tensor(0.0, mindspore.float32)
     for each in _map(_largest, grads):
@@ -146,7 +148,7 @@ def largest(*grads: Any) -> Any:
     return found
 
 
-def amax(inputs: Any) -> Any:
+def amax(inputs: Tensors) -> Tensor:
     """The largest magnitude of unscaled gradients, for a policy that needs it.
 
     Pass it to ``DynamicLossScaler.adjust``, or to ``process_loss_scale`` in a train step. Tensors
@@ -168,7 +170,7 @@ def amax(inputs: Any) -> Any:
     return largest(*_as_tensors(inputs))
 
 
-def _as_tensors(inputs: Any) -> Any:
+def _as_tensors(inputs: Tensors) -> Tensors:
     if isinstance(inputs, Tensor):
         inputs = (inputs,)
     if not isinstance(inputs, (tuple, list)):
@@ -179,7 +181,7 @@ def _as_tensors(inputs: Any) -> Any:
     return inputs
 
 
-def as_amax(value: Any, wanted: Any) -> Any:
+def as_amax(value: Tensor | float | None, wanted: int) -> Tensor | None:
     """A float32 Tensor of shape () from a number or a Tensor of one element; or TypeError.
 
     Args:
@@ -202,7 +204,7 @@ def as_amax(value: Any, wanted: Any) -> Any:
     return value.reshape(()).astype(mindspore.float32)
 
 
-def as_flag(value: Any) -> Any:
+def as_flag(value: Tensor | bool) -> Tensor:
     """A bool Tensor of shape (), from a bool or a bool Tensor of shape () or (1,); or TypeError."""
     if isinstance(value, bool):
         return Tensor(value)

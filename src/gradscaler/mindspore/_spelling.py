@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from mindspore import Tensor
@@ -16,9 +16,9 @@ from gradscaler.policies._spelling import changed, check_alone, check_policy, sp
 def dynamic_policy(
     policy: DynamicScale | AmaxScale | None,
     name: str,
-    loss_scale: Any,
-    scale_factor: Any,
-    scale_window: Any,
+    loss_scale: object,
+    scale_factor: object,
+    scale_window: object,
 ) -> DynamicScale | AmaxScale:
     """The policy, if given, or else MindSpore's rule with these parameters.
 
@@ -52,13 +52,19 @@ def fixed_scale(name: str, value: Any) -> float:
     return value  # type: ignore[no-any-return]
 
 
+class HasPolicy(Protocol):
+    """An object with a policy."""
+
+    _policy: DynamicScale | AmaxScale
+
+
 def parameter(own: str, field: str, doc: str) -> property:
     """A property that reads and sets a field of ``_policy`` under MindSpore's name."""
 
-    def get(self: Any) -> Any:
+    def get(self: HasPolicy) -> Any:
         return getattr(self._policy, field)
 
-    def set_(self: Any, value: Any) -> None:
+    def set_(self: HasPolicy, value: object) -> None:
         self._policy = changed(self._policy, {own: field}, **{own: value})
 
     return property(get, set_, doc=doc)

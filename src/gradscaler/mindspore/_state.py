@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mindspore import Parameter, Tensor, ops
 
 from gradscaler.policies import (
     AmaxScale,
     AmaxState,
     DynamicScale,
+    Scalar,
     ScaleState,
     amax,
     leaf_dtypes,
@@ -17,7 +16,7 @@ from gradscaler.policies import (
 )
 
 
-def own_leaves(policy: DynamicScale | AmaxScale) -> tuple[Any, ...]:
+def own_leaves(policy: DynamicScale | AmaxScale) -> tuple[Parameter, ...]:
     """Parameters for the fields of the policy's state after the scale and the finite steps.
 
     A count of non-finite steps that the policy does not use is left out, so that a checkpoint has
@@ -30,7 +29,12 @@ def own_leaves(policy: DynamicScale | AmaxScale) -> tuple[Any, ...]:
     return tuple(Parameter(Tensor(dtype(value)), name=name) for name, value, dtype in fields)
 
 
-def next_values(parameters: Any, leaves: Any, found_inf: Any, largest: Any) -> Any:
+def next_values(
+    parameters: tuple[Scalar, ...],
+    leaves: tuple[Tensor, ...],
+    found_inf: Tensor,
+    largest: Tensor | None,
+) -> tuple[Tensor, ...]:
     """The fields of a state after one step.
 
     Args:
@@ -49,7 +53,7 @@ def next_values(parameters: Any, leaves: Any, found_inf: Any, largest: Any) -> A
     return rule.next_values(rule.Constants(*parameters), *values)
 
 
-def assign(leaves: Any, values: Any) -> None:
+def assign(leaves: tuple[Parameter, ...], values: tuple[Tensor, ...]) -> None:
     """Assign a value to each Parameter; further values are ignored."""
     for leaf, value in zip(leaves, values):  # noqa: B905 # MindSpore's compiler has no strict
         ops.assign(leaf, value)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 
 from gradscaler.mindspore._operations import as_amax, as_flag, compiled
 from gradscaler.mindspore._spelling import as_number, dynamic_policy, fixed_scale
@@ -90,7 +88,9 @@ class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):  # type: ignore
             setattr(self, leaf.name, leaf)
 
     @compiled
-    def construct(self, loss_scale: Any, overflow: Any, amax: Any = None) -> Any:
+    def construct(
+        self, loss_scale: Parameter, overflow: Tensor | bool, amax: Tensor | float | None = None
+    ) -> Tensor | bool:
         """Assign the next loss scale to ``loss_scale``, and return ``overflow``.
 
         ``amax`` is the largest magnitude of the unscaled gradients, for a policy that needs it.

@@ -129,7 +129,7 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
         bounds = self._policy.min_scale, self._policy.max_scale
         self._loss_scale = _checks.loss_scale("loss_scale", loss_scale, *bounds)
 
-    def update_loss_scale(self, overflow: bool, amax: Any = None) -> None:
+    def update_loss_scale(self, overflow: bool, amax: Tensor | float | None = None) -> None:
         """Move the scale after a step.
 
         Args:
@@ -159,7 +159,7 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
             self.last_overflow_iter = self.cur_iter
         self.cur_iter += 1
 
-    def _next_state(self, overflow: bool, amax: Any) -> Any:
+    def _next_state(self, overflow: bool, amax: Tensor | float | None) -> Any:
         steps, policy = self.cur_iter - 1 - self.last_overflow_iter, self._policy
         state = self._state._replace(scale=np.float32(self.loss_scale))
         if isinstance(policy, DynamicScale):

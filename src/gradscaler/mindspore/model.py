@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import mindspore
-from mindspore import amp
+from mindspore import amp, nn
 from mindspore.train import Callback
 
 from gradscaler.mindspore.managers import DynamicLossScaleManager
@@ -54,9 +54,9 @@ class Model(mindspore.Model):  # type: ignore[misc] # untyped base
     4096.0
     """
 
-    _loss_scale_manager: Any
+    _loss_scale_manager: amp.LossScaleManager | None
 
-    def _build_train_network(self) -> Any:
+    def _build_train_network(self) -> nn.Cell:
         if self._amp_level == "O2" and not self._loss_scale_manager_set:
             self._process_amp_args({"loss_scale_manager": DynamicLossScaleManager()})
         manager = self._loss_scale_manager
@@ -68,7 +68,7 @@ class Model(mindspore.Model):  # type: ignore[misc] # untyped base
         self._loss_scale_manager = manager
         return with_loss_scaling(step, manager, update_cell)
 
-    def _transform_callbacks(self, callbacks: Any) -> Any:
+    def _transform_callbacks(self, callbacks: list[Callback]) -> list[Callback]:
         callbacks = super()._transform_callbacks(callbacks)
         if isinstance(self._loss_scale_manager, amp.DynamicLossScaleManager):
             callbacks.insert(0, _Follow(self._loss_scale_manager, self._train_network))
@@ -81,7 +81,7 @@ class _Follow(Callback):  # type: ignore[misc] # untyped base
     ``Model`` tells the manager of each overflow, but not of a scale that a checkpoint restored.
     """
 
-    def __init__(self, manager: Any, step: Any) -> None:
+    def __init__(self, manager: amp.LossScaleManager, step: nn.Cell) -> None:
         super().__init__()
         self._manager, self._step = manager, step
         # The public attribute of our manager checks bounds, which the step's scale may exceed.

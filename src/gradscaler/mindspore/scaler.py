@@ -11,7 +11,10 @@ from gradscaler.errors import ParameterError
 from gradscaler.mindspore._operations import as_amax, as_flag, compiled, scaled, unscaled
 from gradscaler.mindspore._spelling import WindowAndFactor, dynamic_policy
 from gradscaler.mindspore._state import assign, next_values, own_leaves
-from gradscaler.policies import AmaxScale, DynamicScale, _checks, amax_interval
+from gradscaler.policies import AmaxScale, DynamicScale, Scalar, _checks, amax_interval
+
+Tensors = Any
+"""A tensor, or tensors in tuples, lists and dicts."""
 
 _map = ops.HyperMap()
 _partial = ops.Partial()
@@ -21,24 +24,29 @@ _partial = ops.Partial()
 # a compiled method by the id of its object, and would use it for a later object with the same id.
 # And it compiles a function again for each Parameter.
 @compiled
-def _scale(scale: Any, inputs: Any) -> Any:
+def _scale(scale: Tensor, inputs: Tensors) -> Tensors:
     return _map(_partial(scaled, scale), inputs)
 
 
 @compiled
-def _unscale(scale: Any, inputs: Any) -> Any:
+def _unscale(scale: Tensor, inputs: Tensors) -> Tensors:
     return _map(_partial(unscaled, scale), inputs)
 
 
 @compiled
-def _adjusted(parameters: Any, grads_finite: Any, amax: Any, *leaves: Any) -> Any:
+def _adjusted(
+    parameters: tuple[Scalar, ...],
+    grads_finite: Tensor,
+    amax: Tensor | None,
+    *leaves: Tensor,
+) -> tuple[Tensor, ...]:
     return next_values(parameters, leaves, ops.logical_not(grads_finite), amax)
 
 
 class _Scaling(mindspore.amp.LossScaler):  # type: ignore[misc] # untyped base
     """Multiplies and divides by ``scale_value``."""
 
-    def scale(self, inputs: Any) -> Any:
+    def scale(self, inputs: Tensors) -> Tensors:
         """``inputs * scale_value``, each tensor in its own dtype.
 
         Args:
@@ -46,7 +54,7 @@ class _Scaling(mindspore.amp.LossScaler):  # type: ignore[misc] # untyped base
         """
         return _scale(_value_of(self.scale_value), _tensors(inputs))
 
-    def unscale(self, inputs: Any) -> Any:
+    def unscale(self, inputs: Tensors) -> Tensors:
         """``inputs / scale_value``, each tensor in its own dtype.
 
         Args:
@@ -55,12 +63,12 @@ class _Scaling(mindspore.amp.LossScaler):  # type: ignore[misc] # untyped base
         return _unscale(_value_of(self.scale_value), _tensors(inputs))
 
 
-def _value_of(scale: Any) -> Any:
+def _value_of(scale: Tensor | float) -> Tensor:
     """The scale as a tensor: a static scaler's may be a number."""
     return scale.value() if isinstance(scale, Parameter) else scale
 
 
-def _tensors(inputs: Any) -> Any:
+def _tensors(inputs: Tensors) -> Tensors:
     if not isinstance(inputs, (Tensor, tuple, list, dict)):
         raise TypeError("inputs must be a tensor, or tensors in tuples, lists and dicts")
     return mutable(inputs)
@@ -149,7 +157,7 @@ class DynamicLossScaler(WindowAndFactor, _Scaling, mindspore.amp.DynamicLossScal
             f"counter={self.counter.asnumpy().item()!r}, policy={self._policy!r})"
         )
 
-    def adjust(self, grads_finite: Any, amax: Any = None) -> bool:
+    def adjust(self, grads_finite: Tensor | bool, amax: Tensor | float | None = None) -> bool:
         """Move the scale after a step.
 
         Args:

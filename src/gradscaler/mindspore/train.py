@@ -43,7 +43,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
     1.0 False 16777216.0
     """
 
-    def __init__(self, network: Any, optimizer: Any, scale_sense: Any) -> None:
+    def __init__(self, network: nn.Cell, optimizer: nn.Cell, scale_sense: nn.Cell | Tensor) -> None:
         if isinstance(scale_sense, Tensor):
             scale_sense = _as_scale("scale_sense", scale_sense, scale_sense.shape)
         elif isinstance(scale_sense, amp.LossScaleManager):
@@ -61,7 +61,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
         if self._wants_amax and self.is_distributed:
             self._all_gather = ops.AllGather()  # on the CPU, AllReduce has no maximum
 
-    def construct(self, *inputs: Any) -> Any:
+    def construct(self, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The loss, whether a gradient overflowed, and the loss scale."""
         loss = self.network(*inputs)
         scale = self.scale_sense
@@ -75,7 +75,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
             loss = ops.depend(loss, self.optimizer(grads))
         return loss, overflow, scale
 
-    def get_overflow_status(self, status: Any, compute_output: Any) -> Any:
+    def get_overflow_status(self, status: Tensor, compute_output: tuple[Tensor, ...]) -> Tensor:
         """Whether a gradient overflowed on any device: a bool Tensor of shape ().
 
         Args:
@@ -89,7 +89,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
             overflow = self.allreduce(overflow.astype(mindspore.float32)) > 0
         return overflow
 
-    def get_amax(self, compute_output: Any) -> Any:
+    def get_amax(self, compute_output: tuple[Tensor, ...]) -> Tensor:
         """The largest magnitude of a gradient on any device: a float32 Tensor of shape ().
 
         Args:
@@ -98,7 +98,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
         found = largest(*compute_output)
         return self._all_gather(found.reshape((1,))).max() if self.is_distributed else found
 
-    def process_loss_scale(self, overflow: Any, amax: Any = None) -> Any:
+    def process_loss_scale(self, overflow: Tensor, amax: Tensor | None = None) -> Tensor:
         """Move the loss scale by the update cell, if there is one, and return ``overflow``.
 
         Args:
@@ -111,7 +111,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
             return self.loss_scaling_manager(self.scale_sense, overflow)
         return overflow
 
-    def set_sense_scale(self, sens: Any) -> None:
+    def set_sense_scale(self, sens: Tensor) -> None:
         """Set the loss scale.
 
         Args:
@@ -127,7 +127,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
         self.scale_sense.set_data(_as_scale("sens", sens, self.scale_sense.shape))
 
 
-def _as_scale(name: str, scale: Any, shape: Any) -> Any:
+def _as_scale(name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A new float32 Tensor of this shape; ValueError if ``scale`` is not a loss scale.
 
     It is a copy, because in PyNative mode no operation may assign to a view.
@@ -140,13 +140,13 @@ def _as_scale(name: str, scale: Any, shape: Any) -> Any:
 
 
 def build_train_network(
-    network: Any,
-    optimizer: Any,
-    loss_fn: Any = None,
+    network: nn.Cell,
+    optimizer: nn.Cell,
+    loss_fn: nn.Cell | None = None,
     level: str = "O0",
     boost_level: str = "O0",
     **kwargs: Any,
-) -> Any:
+) -> nn.Cell:
     """Build a train step: a drop-in for ``mindspore.amp.build_train_network``, also on the CPU.
 
     On the CPU, MindSpore's own function refuses loss scaling that skips steps.
@@ -191,7 +191,7 @@ def build_train_network(
     return step if update_cell is None else with_loss_scaling(step, manager, update_cell)
 
 
-def own_update_cell(manager: Any) -> Any:
+def own_update_cell(manager: amp.LossScaleManager | None) -> nn.Cell | None:
     """The manager's update cell if MindSpore cannot build the train step itself, else None."""
     wants_amax = amax_interval(getattr(manager, "policy", None)) > 0
     if (wants_amax or on_cpu()) and isinstance(manager, amp.LossScaleManager):
@@ -199,7 +199,9 @@ def own_update_cell(manager: Any) -> Any:
     return None
 
 
-def with_loss_scaling(step: Any, manager: Any, update_cell: Any) -> Any:
+def with_loss_scaling(
+    step: nn.Cell, manager: amp.LossScaleManager, update_cell: nn.Cell
+) -> nn.Cell:
     """A train step with loss scaling, from one that MindSpore has built without ``manager``."""
     if type(step) is not nn.TrainOneStepCell:
         raise ValueError(

@@ -13,17 +13,15 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import paddle
 from paddle.base import core
 
-from gradscaler._eager.operations import FoundInf, GradientsRefusedError
+from gradscaler._eager.operations import Device, FoundInf, GradientsRefusedError, Optimizer, Tensor
 from gradscaler.paddle._small_tensors import batches_of_small, small_by_shape
 from gradscaler.policies import Policy, State
-
-Tensor = Any
 
 _C_ops: Any = paddle._C_ops  # has the kernel of Paddle's own scaler; not all of it is typed
 _eager: Any = core.eager
@@ -35,7 +33,7 @@ class SparseGradientsError(GradientsRefusedError, NotImplementedError):
     """Paddle cannot unscale sparse gradients."""
 
 
-def is_tensor(value: object) -> bool:
+def is_tensor(value: object) -> TypeGuard[paddle.Tensor]:
     return isinstance(value, paddle.Tensor)
 
 
@@ -43,7 +41,7 @@ def multiply(output: Tensor, scale: np.float32) -> Tensor:
     return output * _C_ops.full([1], float(scale), paddle.float32, output.place)
 
 
-def place(state: State, device: Any) -> State:
+def place(state: State, device: Device) -> State:
     return state
 
 
@@ -87,7 +85,7 @@ def is_set(flag: bool | Tensor) -> bool:
     return bool(flag.item() if is_tensor(flag) else flag)  # bool(tensor) takes longer
 
 
-def parameters_of(optimizer: Any) -> list[Tensor]:
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """The optimizer's parameters, in the order of its groups."""
     groups = getattr(optimizer, "_param_groups", None)
     if groups and isinstance(groups[0], dict):
@@ -95,7 +93,7 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
     return list(optimizer._parameter_list or ())
 
 
-def gradients(optimizer: Any) -> list[list[Tensor]]:
+def gradients(optimizer: Optimizer) -> list[list[Tensor]]:
     """The optimizer's gradients in lists of one dtype each. The engine may change them.
 
     They are detached, so autograd does not record changes. ``no_grad()`` would do the same, but an
@@ -121,7 +119,7 @@ def inverse(scale: np.float32) -> tuple[np.float32, np.float32]:
     return scale, scale  # Paddle's kernel divides
 
 
-def unscale_(optimizer: Any, scale: np.float32) -> FoundInf:
+def unscale_(optimizer: Optimizer, scale: np.float32) -> FoundInf:
     """Divide the gradients by ``scale`` in place; return one flag, or none without gradients.
 
     The flag is a bool if reading it waits for no device, else a tensor of shape [1].
@@ -143,7 +141,7 @@ def unscale_(optimizer: Any, scale: np.float32) -> FoundInf:
     return {"found_inf": functools.reduce(operator.or_, found_infs)}
 
 
-def check(optimizer: Any) -> FoundInf:
+def check(optimizer: Optimizer) -> FoundInf:
     """A flag, a bool, that says whether a gradient is not finite; empty without gradients."""
     groups = gradients(optimizer)
     return {"found_inf": not all(map(_all_finite, groups))} if groups else {}
@@ -172,7 +170,7 @@ def _squared_norm(grads: list[Tensor]) -> Tensor:
 
 
 def measure(
-    optimizer: Any, scale: np.float32
+    optimizer: Optimizer, scale: np.float32
 ) -> tuple[Tensor, np.float32, Tensor, FoundInf] | None:
     if scale < 1:  # squares of scaled gradients might underflow
         return None
@@ -230,7 +228,7 @@ def _multiply_small_(grads: list[Tensor], factor: float) -> list[Tensor]:
     return others + rest
 
 
-def amax(optimizer: Any, scale: np.float32 | None) -> np.float32:
+def amax(optimizer: Optimizer, scale: np.float32 | None) -> np.float32:
     found = largest(grad for group in gradients(optimizer) for grad in group)
     return found if scale is None else found * np.float32(1.0 / float(scale))
 
@@ -242,7 +240,7 @@ def largest(grads: Iterable[Tensor]) -> np.float32:
     return np.float32(max((grad.abs().max().item() for grad in wide), default=0.0))
 
 
-def total_norm(optimizer: Any, norm_type: float) -> Tensor:
+def total_norm(optimizer: Optimizer, norm_type: float) -> Tensor:
     grads = [grad for group in gradients(optimizer) for grad in group]
     if not grads:
         return paddle.zeros([])
@@ -268,12 +266,12 @@ def clip_coefficient(max_norm: float, norm: Tensor) -> Tensor:
     return paddle.clip(max_norm / (norm + 1e-6), max=1.0)
 
 
-def multiply_gradients_(optimizer: Any, factor: Tensor) -> None:
+def multiply_gradients_(optimizer: Optimizer, factor: Tensor) -> None:
     for grads in gradients(optimizer):
         _multiply_(grads, factor.item())
 
 
-def current_gradients(optimizer: Any) -> list[Tensor]:
+def current_gradients(optimizer: Optimizer) -> list[Tensor]:
     grads = [grad for p in parameters_of(optimizer) if (grad := p._grad_ivar()) is not None]
     return [grad for grad in grads if not grad.is_selected_rows()]
 
@@ -284,12 +282,12 @@ def are_new(gradients: list[Tensor], stale: list[Tensor]) -> bool:
     return places.isdisjoint(grad.data_ptr() for grad in gradients)
 
 
-def clear_gradients(optimizer: Any) -> None:
+def clear_gradients(optimizer: Optimizer) -> None:
     for parameter in parameters_of(optimizer):
         parameter.clear_gradient(False)
 
 
-def save_gradients(optimizer: Any) -> Callable[[], None]:
+def save_gradients(optimizer: Optimizer) -> Callable[[], None]:
     saved = []
     for parameter in parameters_of(optimizer):
         grad = parameter._grad_ivar()
@@ -315,7 +313,7 @@ def save_values(tensors: list[Tensor]) -> Callable[[], None]:
     return restore
 
 
-def save_random_state(optimizer: Any) -> Callable[[], None]:
+def save_random_state(optimizer: Optimizer) -> Callable[[], None]:
     return functools.partial(paddle.set_rng_state, paddle.get_rng_state())
 
 
@@ -333,7 +331,7 @@ def _copied(value: Any, tensors: dict[int, tuple[Tensor, Tensor]]) -> Any:
     return value
 
 
-def snapshot(optimizer: Any) -> Callable[[], None]:
+def snapshot(optimizer: Optimizer) -> Callable[[], None]:
     tensors: dict[int, tuple[Tensor, Tensor]] = {}
     for parameter in parameters_of(optimizer):
         _copied(parameter, tensors)
@@ -345,14 +343,14 @@ def snapshot(optimizer: Any) -> Callable[[], None]:
     }
 
     def restore() -> None:
-        vars(optimizer).update(saved)
+        optimizer.__dict__.update(saved)
         for tensor, value in tensors.values():
             tensor.set_value(value)
 
     return restore
 
 
-def watch(optimizer: Any) -> Callable[[], bool]:
+def watch(optimizer: Optimizer) -> Callable[[], bool]:
     # By value: Paddle's count of changes misses set_value() and the steps of its optimizers.
 
     def seen() -> list[Tensor]:

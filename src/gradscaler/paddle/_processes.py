@@ -20,13 +20,11 @@ from paddle.distributed import fleet
 from paddle.distributed.communication.group import Group
 
 from gradscaler._eager.decision import Order, ballot, bounds, check_same, result
-from gradscaler._eager.operations import FoundInf
+from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
 from gradscaler._eager.processes import ALONE, Deciders, Parts
 from gradscaler.errors import ParameterError
 from gradscaler.paddle import _operations
-from gradscaler.policies import State
-
-Tensor = Any
+from gradscaler.policies import Scalar, State
 
 
 def is_distributed() -> bool:
@@ -53,7 +51,7 @@ def check_group(name: str, group: object) -> None:
         )
 
 
-def group_of(optimizer: Any) -> Group | None:
+def group_of(optimizer: Optimizer) -> Group | None:
     """All processes, if the optimizer is fleet's and its processes hold different gradients.
 
     Fleet's own scaler asks all processes, too. None for other optimizers, and under data
@@ -73,7 +71,7 @@ def group_of(optimizer: Any) -> Group | None:
     return dist.get_group(0)
 
 
-def _topology_of(optimizer: Any) -> Any:
+def _topology_of(optimizer: Optimizer) -> Any:
     """Fleet's HybridCommunicateGroup; None without one, or if each process has the whole model."""
     topology = getattr(optimizer, "_hcg", None)
     if topology is None or topology.get_parallel_mode() == dist.ParallelMode.DATA_PARALLEL:
@@ -102,7 +100,7 @@ class PaddleProcesses:
         self._group, self._asks_fleet = group, asks_fleet
         self._orders, self._show = orders, show
 
-    def deciders_of(self, optimizer: Any) -> ShownDeciders:
+    def deciders_of(self, optimizer: Optimizer) -> ShownDeciders:
         group = self._group  # the group that the user named comes before fleet's
         if group is None and self._asks_fleet:
             group = group_of(optimizer)
@@ -111,7 +109,7 @@ class PaddleProcesses:
         own = GroupOfDeciders(group, self._orders[group], optimizer)
         return ShownDeciders(own, self._show)
 
-    def repeaters_of(self, optimizer: Any) -> Deciders:
+    def repeaters_of(self, optimizer: Optimizer) -> Deciders:
         deciders = self.deciders_of(optimizer)
         if deciders.are_alone and self._group is None and is_distributed():
             raise ParameterError(
@@ -121,7 +119,7 @@ class PaddleProcesses:
             )
         return deciders
 
-    def parts_of(self, optimizer: Any, shards: Group | None) -> Parts:
+    def parts_of(self, optimizer: Optimizer, shards: Group | None) -> Parts:
         check_shards(optimizer, shards)
         return PartsOfGroups(split_by(optimizer, shards))
 
@@ -149,7 +147,7 @@ class ShownDeciders:
 class GroupOfDeciders:
     """The processes of a group that decide about an optimizer together."""
 
-    def __init__(self, group: Group, order: Order, optimizer: Any) -> None:
+    def __init__(self, group: Group, order: Order, optimizer: Optimizer) -> None:
         self._group, self._order, self._optimizer = group, order, optimizer
 
     def agree(
@@ -174,7 +172,7 @@ class PartsOfGroups:
         split: the parts by groups, from :func:`split_by`.
     """
 
-    def __init__(self, split: dict[tuple[Group, ...], Any]) -> None:
+    def __init__(self, split: dict[tuple[Group, ...], Optimizer]) -> None:
         self._groups, self.parts = list(split), list(split.values())
         self.can_be_measured = len(split) == 1
 
@@ -218,14 +216,14 @@ def settle(
     return {"found_inf": found} if has_gradients else {}, amax
 
 
-def _maxima(group: Group, values: list[Any]) -> list[float]:
+def _maxima(group: Group, values: list[Scalar]) -> list[float]:
     maxima: Tensor = paddle.to_tensor(list(map(float, values)), "float64", _place_of(group))
     dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
     found: list[float] = maxima.tolist()
     return found
 
 
-def unscaled_by_fleet(optimizer: Any) -> list[Tensor]:
+def unscaled_by_fleet(optimizer: Optimizer) -> list[Tensor]:
     """The gradients that a fleet wrapper's ``_unscale`` has divided.
 
     With ``comm_overlap`` these are the gradients of this process's own parameters.
@@ -242,7 +240,7 @@ def unscaled_by_fleet(optimizer: Any) -> list[Tensor]:
     return [grad for grad in found if grad is not None]
 
 
-def asked_by_fleet(unscale: Any) -> Group | None:
+def asked_by_fleet(unscale: Callable[[Optimizer], None]) -> Group | None:
     """The processes that this ``_unscale`` shares found_inf with, or None.
 
     Fleet's wrappers share it with all processes. ``MixPrecisionScaler`` does not if there is only
@@ -269,7 +267,7 @@ def _place_of(group: Group) -> Any:
     return paddle.CPUPlace() if group.backend == "GLOO" else None
 
 
-def check_shards(optimizer: Any, shards: object) -> None:
+def check_shards(optimizer: Optimizer, shards: object) -> None:
     """Check that gradients may be clipped before the step.
 
     Raises:
@@ -297,7 +295,7 @@ def check_shards(optimizer: Any, shards: object) -> None:
         )
 
 
-def split_by(optimizer: Any, shards: Group | None) -> dict[tuple[Group, ...], Any]:
+def split_by(optimizer: Optimizer, shards: Group | None) -> dict[tuple[Group, ...], Optimizer]:
     """Parts of an optimizer, by the groups that the elements of their parameters are split over.
 
     ``shards``, if given, is the group that all parameters are split over. Fleet's parameters are

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import paddle
 
 from gradscaler._eager.gradients import Gradients, Scaling
-from gradscaler._eager.operations import FoundInf
+from gradscaler._eager.operations import Args, FoundInf, Kwargs, Optimizer, Tensor
 from gradscaler.paddle import _operations
+
+if TYPE_CHECKING:
+    from gradscaler.paddle.scaler import GradScaler
 
 
 class OwnUnscaler:
@@ -20,7 +23,7 @@ class OwnUnscaler:
         is_plain: whether unscaling does nothing else. Fleet's replacement shares found_inf, too.
     """
 
-    def __init__(self, optimizer: Any, is_plain: bool) -> None:
+    def __init__(self, optimizer: Optimizer, is_plain: bool) -> None:
         self._optimizer, self.is_plain = optimizer, is_plain
 
     def unscale_(self, inverse: np.float32) -> FoundInf:
@@ -40,16 +43,16 @@ class ByStep:
     takes_scaled = False
     method = "step"
 
-    def __init__(self, scaler: Any) -> None:
+    def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
 
     def step(
         self,
-        optimizer: Any,
+        optimizer: Optimizer,
         gradients: Gradients,
         scaling: Scaling,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         scaler = self._scaler
         scaler._cache_found_inf = gradients.have_overflowed
@@ -69,7 +72,7 @@ class ByStep:
         gradients.overflowed = scaler._cache_found_inf
         return result
 
-    def _unset_flag_for(self, optimizer: Any) -> Any:
+    def _unset_flag_for(self, optimizer: Optimizer) -> Tensor | bool:
         """The unset flag for an optimizer: a tensor, or False for Paddle's own optimizers.
 
         Paddle's own would convert the tensor to False, which takes as long as a small step. On an
@@ -87,11 +90,11 @@ class ByMinimize(ByStep):
 
     def step(
         self,
-        optimizer: Any,
+        optimizer: Optimizer,
         gradients: Gradients,
         scaling: Scaling,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         result = super().step(optimizer, gradients, scaling, args, kwargs)
         if gradients.found_inf and not gradients.have_overflowed:

@@ -508,7 +508,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         # Fleet sets the value that it has read, with dicts of its own, which unscale_() removes.
         self._iteration = Iteration(self._new_gradients, records)
 
-    def _unscale(self, optimizer: Any) -> None:
+    def _unscale(self, optimizer: PaddleOptimizer) -> None:
         """Unscale, check and record. Fleet and group-sharded training replace this method."""
         super().unscale_(optimizer)
 
@@ -525,7 +525,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     def _unscale_is_replaced(self) -> bool:
         return getattr(self._unscale, "__func__", None) is not GradScaler._unscale
 
-    def _unscaler(self, optimizer: Any) -> OwnUnscaler:
+    def _unscaler(self, optimizer: PaddleOptimizer) -> OwnUnscaler:
         return OwnUnscaler(optimizer, is_plain=not self._unscale_is_replaced())
 
     @property
@@ -533,10 +533,10 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         asks_fleet = not self._unscale_is_replaced()  # fleet's own asks all processes
         return PaddleProcesses(self._group, asks_fleet, self._orders, self._show_flag)
 
-    def _stepping_of(self, optimizer: Any) -> ByStep:
+    def _stepping_of(self, optimizer: PaddleOptimizer) -> ByStep:
         return ByStep(self)
 
-    def _unscale_by_replacement(self, optimizer: Any, gradients: Gradients) -> None:
+    def _unscale_by_replacement(self, optimizer: PaddleOptimizer, gradients: Gradients) -> None:
         """Call the method that replaces ``_unscale``, and record its found_inf."""
         scaling = self._scaling_of(gradients, "unscale_")
         if not self._repeating.is_running:
@@ -583,7 +583,9 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     def _scale_moves(self) -> bool:
         return self._use_dynamic_loss_scaling
 
-    def _conclude(self, optimizer: Any, gradients: Gradients, reason: Reason | None = None) -> None:
+    def _conclude(
+        self, optimizer: PaddleOptimizer, gradients: Gradients, reason: Reason | None = None
+    ) -> None:
         """Record the outcome, and end the iteration if no ``update`` need follow."""
         super()._conclude(optimizer, gradients, reason)
         if not self._use_dynamic_loss_scaling:
@@ -613,7 +615,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         self._updated, self._update_to_come = self._update_to_come or self._updated, None
         super()._end_iteration()
 
-    def _set_scale(self, new_scale: Any) -> None:
+    def _set_scale(self, new_scale: float | Tensor) -> None:
         self.set_init_loss_scaling(new_scale)
 
     def _show_flag(self, found_inf: FoundInf) -> None:

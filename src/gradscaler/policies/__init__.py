@@ -3,7 +3,14 @@
 from gradscaler.policies.amax import AmaxScale
 from gradscaler.policies.dynamic import DynamicScale
 from gradscaler.policies.fixed import FixedScale
-from gradscaler.policies.state import AmaxState, Policy, ScaleState, amax_interval, leaf_dtypes
+from gradscaler.policies.state import (
+    AmaxState,
+    Policy,
+    Scalar,
+    ScaleState,
+    amax_interval,
+    leaf_dtypes,
+)
 
 Rule = DynamicScale | FixedScale
 """The policies whose parameters every framework's format can describe."""
@@ -22,6 +29,7 @@ __all__ = [
     "OwnPolicy",
     "Policy",
     "Rule",
+    "Scalar",
     "ScaleState",
     "State",
     "amax_interval",

@@ -11,7 +11,7 @@ import numpy as np
 Scalar = Any
 """A host number, a NumPy scalar, or a zero-dimensional tensor of any framework."""
 
-Where = Callable[[Any, Any, Any], Any]
+Where = Callable[[Scalar, Scalar, Scalar], Scalar]
 """``where(condition, a, b)``: ``a`` where the condition holds, ``b`` elsewhere."""
 
 # Libraries that define `where` in another module than their tensor types.
@@ -95,7 +95,7 @@ def on_host(value: Scalar) -> bool:
     )
 
 
-def host_where(condition: Any, a: Any, b: Any) -> Any:
+def host_where(condition: Scalar, a: Scalar, b: Scalar) -> Scalar:
     """``where`` on host scalars: a conditional expression."""
     return a if condition else b
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorplay
 from tensorplay.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from gradscaler._eager.operations import GradientsRefusedError
+from gradscaler._eager.operations import Device, GradientsRefusedError, Optimizer, Tensor
 from gradscaler._torch_like.operations import TorchLikeOperations, parameters_of
 
 
@@ -25,7 +23,7 @@ class TensorPlayOperations(TorchLikeOperations):
     def __init__(self) -> None:
         super().__init__(tensorplay, _group_tensors_by_device_and_dtype)
 
-    def gradients(self, optimizer: Any, allow_fp16: bool = True) -> list[Any]:
+    def gradients(self, optimizer: Optimizer, allow_fp16: bool = True) -> list[Tensor]:
         """The optimizer's gradients, each contiguous and in memory of its own.
 
         Raises:
@@ -52,7 +50,7 @@ class TensorPlayOperations(TorchLikeOperations):
                 parameter.grad = grad.detach().clone().contiguous()
         return super().gradients(optimizer)
 
-    def check_and_unscale_(self, grads: list[Any], flag: Any, inv_scale: Any) -> None:
+    def check_and_unscale_(self, grads: list[Tensor], flag: Tensor, inv_scale: Tensor) -> None:
         """Multiply tensors in place, and set the flag if any is not finite."""
         found_inf = tensorplay.zeros_like(flag) if flag.item() else flag
         super().check_and_unscale_(grads, found_inf, inv_scale)
@@ -60,20 +58,20 @@ class TensorPlayOperations(TorchLikeOperations):
             self.framework._foreach_mul_(grads, inv_scale)
             flag.fill_(1.0)
 
-    def are_new(self, gradients: list[Any], stale: list[Any]) -> bool:
+    def are_new(self, gradients: list[Tensor], stale: list[Tensor]) -> bool:
         """Whether ``stale`` is empty. Addresses say nothing: TensorPlay adds into new tensors."""
         return not stale
 
-    def scalar(self, value: float, device: Any) -> Any:
+    def scalar(self, value: float, device: Device) -> Tensor:
         """A float32 scalar, by TensorPlay's fastest constructor."""
         return tensorplay.full((), value, dtype=tensorplay.float32, device=device)
 
-    def device_key(self, device: Any) -> tuple[str, int]:
+    def device_key(self, device: Device) -> tuple[str, int]:
         """The device's type and index, by which TensorPlay keys its own flags."""
         return device.type, device.index
 
 
-def _is_new(grad: Any, buffers: set[int]) -> bool:
+def _is_new(grad: Tensor, buffers: set[int]) -> bool:
     """Whether no earlier gradient has the same buffer; adds this one's to ``buffers``."""
     seen = len(buffers)
     if grad.numel():

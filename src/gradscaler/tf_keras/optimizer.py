@@ -9,8 +9,11 @@ import tensorflow as tf
 import tf_keras
 from tf_keras.src.mixed_precision import loss_scale_optimizer as native
 
-from gradscaler._keras_like.on_tensorflow import largest
+from gradscaler._keras_like.on_tensorflow import Gradient, largest
 from gradscaler._keras_like.wrapper import (
+    Config,
+    Loss,
+    Tensor,
     Wrapper,
     counts_nonfinite_steps,
     next_values,
@@ -19,9 +22,8 @@ from gradscaler._keras_like.wrapper import (
 )
 from gradscaler.policies import AmaxScale, DynamicScale, FixedScale, OwnPolicy, amax_interval
 
-Tensor = Any
-Gradient = Any  # a tensor or IndexedSlices
-Pairs = list[tuple[Gradient | None, tf.Variable]]
+Pair = tuple[Gradient | None, tf.Variable]
+Pairs = list[Pair]
 
 
 @unconverted
@@ -68,7 +70,9 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
     _inner_name = "_optimizer"
     _preset = DynamicScale.tf_keras
 
-    def __new__(cls, inner_optimizer: Any = None, *args: Any, **kwargs: Any) -> LossScaleOptimizer:
+    def __new__(
+        cls, inner_optimizer: object = None, *args: object, **kwargs: object
+    ) -> LossScaleOptimizer:
         """Make an object of the class for the family of ``inner_optimizer``."""
         if cls is LossScaleOptimizer:
             cls = _class_for(inner_optimizer)
@@ -108,7 +112,7 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
         """
         return self._loss_scale.counter if self.dynamic else None
 
-    def get_scaled_loss(self, loss: Any) -> Any:
+    def get_scaled_loss(self, loss: Loss) -> Loss:
         """The loss times the scale, in float32 or wider. For a callable loss, a callable."""
         self._loss_has_been_scaled = True
         return super().get_scaled_loss(loss)
@@ -126,7 +130,7 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
         inv_scale = 1.0 / self.loss_scale
         return [None if grad is None else _multiplied(grad, inv_scale) for grad in grads]
 
-    def apply_gradients(self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+    def apply_gradients(self, grads_and_vars: Iterable[Pair], *args: Any, **kwargs: Any) -> Any:
         """Apply all gradients, or none if any is not finite, and move the scale.
 
         The first call warns if no loss was scaled, or if no gradients were unscaled, by this
@@ -148,7 +152,7 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
         self._loss_has_been_scaled = self._gradients_have_been_unscaled = True  # no more warnings
         return result
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """The inner optimizer, and the arguments for the policy.
 
         tf-keras' own class accepts the config, too, unless it lacks such a policy.
@@ -158,7 +162,7 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
 
     @classmethod
     def from_config(
-        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+        cls, config: Config, custom_objects: dict[str, Any] | None = None
     ) -> LossScaleOptimizer:
         """The optimizer for a config, which may come from tf-keras' own class."""
         if cls is LossScaleOptimizer:
@@ -178,7 +182,7 @@ class LossScaleOptimizerV3(LossScaleOptimizer, native.LossScaleOptimizerV3):  # 
     """The wrapper of optimizers from ``tf_keras.optimizers``."""
 
     def compute_gradients(
-        self, loss: Any, var_list: Any, tape: tf.GradientTape | None = None
+        self, loss: Loss, var_list: Any, tape: tf.GradientTape | None = None
     ) -> Pairs:
         """Pairs of unscaled gradient and variable.
 
@@ -201,7 +205,7 @@ class LossScaleOptimizerV3(LossScaleOptimizer, native.LossScaleOptimizerV3):  # 
 
     # tf-keras inherits these from a base class whose constructor it does not call.
 
-    def set_weights(self, weights: list[Any]) -> None:
+    def set_weights(self, weights: list[Tensor]) -> None:
         """Set the inner optimizer's variables, in the order of ``variables``."""
         self._optimizer.set_weights(weights)
 
@@ -233,7 +237,7 @@ class LossScaleOptimizerV3(LossScaleOptimizer, native.LossScaleOptimizerV3):  # 
         """Step one variable by the inner optimizer, given an unscaled gradient."""
         self._optimizer.update_step(gradient, variable)
 
-    def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> Any:
+    def aggregate_gradients(self, grads_and_vars: Iterable[Pair]) -> Any:
         """Sum the gradients over the replicas."""
         return self._optimizer.aggregate_gradients(grads_and_vars)
 
@@ -270,7 +274,7 @@ def _class_for(inner_optimizer: object) -> type[LossScaleOptimizer]:
     )
 
 
-def _class_of_config(config: dict[str, Any]) -> type[LossScaleOptimizer]:
+def _class_of_config(config: Config) -> type[LossScaleOptimizer]:
     inner_optimizer = config.get("inner_optimizer")
     if not isinstance(inner_optimizer, dict | None):
         return _class_for(inner_optimizer)
@@ -313,7 +317,7 @@ class _State(native._DynamicLossScaleState):  # type: ignore[misc] # untyped bas
             for name in ("peak", "reach"):
                 self.variables[name] = self._add_weight(name, 0.0, tf.float32)
 
-    def update(self, grads: Any) -> tuple[Any, Tensor]:
+    def update(self, grads: Any) -> tuple[tf.Operation, Tensor]:
         """Move the scale; return the operations that do, and whether to apply the gradients."""
         grads = tf.nest.flatten(grads)
         finite = _in_all(_all_finite, tf.reduce_all, grads)
@@ -328,7 +332,9 @@ class _State(native._DynamicLossScaleState):  # type: ignore[misc] # untyped bas
 
 
 def _in_all(
-    function: Callable[[list[Any]], Tensor], reduce: Callable[[Tensor], Tensor], grads: list[Any]
+    function: Callable[[list[Gradient | None]], Tensor],
+    reduce: Callable[[Tensor], Tensor],
+    grads: list[Gradient | None],
 ) -> Tensor:
     """A function of the gradients; in a cross-replica context, reduced over all replicas."""
     if not tf.distribute.in_cross_replica_context():
@@ -339,7 +345,7 @@ def _in_all(
 
 
 @unconverted
-def _all_finite(gradients: list[Any]) -> Tensor:
+def _all_finite(gradients: list[Gradient | None]) -> Tensor:
     """Whether the gradients are finite in this replica."""
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     return tf.reduce_all(tf.stack([tf.reduce_all(tf.math.is_finite(value)) for value in values]))

@@ -6,7 +6,9 @@ themselves. :func:`flat_gradients` keeps gradients side by side in memory, so th
 them as one tensor. ``OptState`` is torch's own.
 """
 
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from gradscaler._frameworks import require
 
@@ -33,7 +35,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type[ShardedGradScaler]:
     """Import FSDP's scaler when it is first used, because importing FSDP's modules takes long."""
     if name == "ShardedGradScaler":
         from gradscaler.torch.sharded import ShardedGradScaler

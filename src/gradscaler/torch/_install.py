@@ -10,6 +10,7 @@ classes, :func:`install` leaves it out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import wraps
 from importlib import import_module
@@ -57,14 +58,14 @@ _OURS: dict[type, type[GradScaler]] = {
 # Python then calls the constructor of the class that it chooses. It leaves subclasses of torch's
 # classes alone, because they rely on torch's code.
 @wraps(torch.amp.GradScaler.__init__)  # packages read its signature
-def _make_ours(cls: type, *args: Any, **kwargs: Any) -> Any:
+def _make_ours(cls: type, *args: object, **kwargs: object) -> object:
     return object.__new__(_OURS.get(cls, cls))
 
 
 # uninstall() sets this `__new__` instead of deleting ours: a class whose `__new__` was deleted
 # takes no arguments (python/cpython#105888).
 @wraps(torch.amp.GradScaler.__init__)
-def _make_torch_s(cls: type, *args: Any, **kwargs: Any) -> Any:
+def _make_torch_s(cls: type, *args: object, **kwargs: object) -> object:
     return object.__new__(cls)
 
 
@@ -118,5 +119,5 @@ def uninstall() -> None:
         _put(_make_torch_s)
 
 
-def _put(make: Any) -> None:
+def _put(make: Callable[..., Any]) -> None:
     torch.amp.GradScaler.__new__ = make  # type: ignore[method-assign]

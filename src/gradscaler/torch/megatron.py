@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +11,8 @@ import torch
 from gradscaler._formats.state_dicts import count_in, number_in
 from gradscaler.policies import DynamicScale, ScaleState, _checks
 from gradscaler.policies._spelling import changed
+
+StateDict = dict[str, torch.Tensor | int]
 
 
 class MegatronGradScaler(ABC):
@@ -46,11 +47,11 @@ class MegatronGradScaler(ABC):
         """Move the scale after a step whose gradients were non-finite (``found_inf``) or finite."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The values that change from step to step."""
 
     @abstractmethod
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Load the values that ``state_dict`` returned."""
 
 
@@ -66,11 +67,11 @@ class ConstantGradScaler(MegatronGradScaler):
     def update(self, found_inf: bool) -> None:
         """Do nothing."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """An empty dict."""
         return {}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Do nothing."""
 
 
@@ -175,7 +176,7 @@ class DynamicGradScaler(MegatronGradScaler):
             self._scale_on_host = state.scale
             self._scale = _placed(state.scale)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The scale as a tensor, and both trackers as ints, under Megatron's keys."""
         return {
             "scale": self._scale,
@@ -183,7 +184,7 @@ class DynamicGradScaler(MegatronGradScaler):
             "hysteresis_tracker": self._hysteresis_tracker,
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Load the scale and the trackers from a state dict of Megatron's class or this one.
 
         If this raises, nothing changes.

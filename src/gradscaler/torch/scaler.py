@@ -170,7 +170,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             given = {**{name[1:]: value for name, value in state.items()}, "scale": scale}
             self.load_state_dict({**given, "_growth_tracker": tracker})
 
-    def _place_before_loss(self, optimizer: Any) -> None:
+    def _place_before_loss(self, optimizer: torch.optim.Optimizer) -> None:
         # Another process of the group may scale the loss, such as the last stage of a pipeline.
         if self._processes.named() is not None:
             first = next(iter(parameters_of(optimizer)), None)

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import keras
 from jax.experimental.sparse import BCOO
 
+from gradscaler._keras_like.wrapper import Loss, Tape, Tensor, Variable
 from gradscaler.errors import CallOrderError
+
+if TYPE_CHECKING:
+    from gradscaler.keras.optimizer import LossScaleOptimizer
 
 multiply, divide = keras.ops.multiply, keras.ops.divide
 
 
-def all_finite(gradients: list[Any]) -> Any:
+def all_finite(gradients: list[Tensor | None]) -> Tensor:
     """Whether no gradient holds an Inf or a NaN."""
     values = [g.data if isinstance(g, BCOO) else g for g in gradients if g is not None]
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(value)) for value in values]))
 
 
-def largest(gradients: list[Any]) -> Any:
+def largest(gradients: list[Tensor | None]) -> Tensor:
     """The largest magnitude of the gradients, a float32 scalar."""
     given = [g for g in gradients if g is not None]
     values = [g.sum_duplicates(nse=g.nse).data if isinstance(g, BCOO) else g for g in given]
@@ -29,7 +33,7 @@ def largest(gradients: list[Any]) -> Any:
     return jnp.max(jnp.array(maxima), initial=0)
 
 
-def check_compiled(scale: Any) -> None:
+def check_compiled(scale: Variable) -> None:
     """Raise CallOrderError if JAX compiles the caller with the scale as a constant.
 
     A traced function reads a variable only once, unless a stateless scope holds its value.
@@ -44,17 +48,17 @@ def check_compiled(scale: Any) -> None:
         )
 
 
-def build(optimizer: Any, variables: list[Any]) -> None:
+def build(optimizer: LossScaleOptimizer, variables: list[Variable]) -> None:
     """Build the inner optimizer."""
     optimizer.build(variables)
 
 
 def apply_if_finite(
-    optimizer: Any,
+    optimizer: LossScaleOptimizer,
     apply: Callable[..., None],
-    gradients: list[Any],
-    variables: list[Any],
-    amax: Any,
+    gradients: list[Tensor | None],
+    variables: list[Variable],
+    amax: Tensor | None,
 ) -> None:
     """Apply if all gradients are finite: branch on the host, or in XLA if the flag is traced."""
     finite = all_finite(gradients)
@@ -66,7 +70,7 @@ def apply_if_finite(
     changing = [*optimizer._trainable_variables, *optimizer.variables]
     before = [variable.value for variable in changing]
 
-    def applied() -> list[Any]:
+    def applied() -> list[Tensor]:
         pairs = list(zip(changing, before, strict=True))
         with keras.StatelessScope(state_mapping=pairs) as scope:  # traced values stay in the branch
             apply(gradients, variables)
@@ -79,8 +83,11 @@ def apply_if_finite(
 
 
 def gradients(
-    loss: Any, scale_loss: Callable[[Any], Any], variables: Callable[[], list[Any]], tape: Any
-) -> tuple[list[Any], list[Any]]:
+    loss: Loss,
+    scale_loss: Callable[[Tensor], Tensor],
+    variables: Callable[[], list[Variable]],
+    tape: Tape | None,
+) -> tuple[list[Tensor | None], list[Variable]]:
     """The gradients and variables of a loss, which must be a function.
 
     Variables that the loss changes, such as statistics, are assigned.
@@ -90,9 +97,9 @@ def gradients(
             "JAX differentiates functions: pass a loss without arguments to call, and no tape"
         )
     found = variables()
-    changed: list[Any] = []
+    changed: list[Variable] = []
 
-    def scaled_loss(values: list[Any]) -> tuple[Any, list[Any]]:
+    def scaled_loss(values: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         with _LossScope(state_mapping=list(zip(found, values, strict=True))) as scope:
             value = loss()
         changed.extend(scope.changed.values())
@@ -109,16 +116,16 @@ def gradients(
 class _LossScope(keras.StatelessScope):  # type: ignore[misc] # untyped base
     """Records the variables that change, and reads the current values of all others."""
 
-    def __init__(self, state_mapping: list[tuple[Any, Any]]) -> None:
+    def __init__(self, state_mapping: list[tuple[Variable, Tensor]]) -> None:
         super().__init__(state_mapping, collect_losses=True)
-        self.changed: dict[int, Any] = {}
+        self.changed: dict[int, Variable] = {}
 
-    def add_update(self, update: tuple[Any, Any]) -> None:
+    def add_update(self, update: tuple[Variable, Tensor]) -> None:
         super().add_update(update)
         variable, _ = update
         self.changed[id(variable)] = variable
 
-    def get_current_value(self, variable: Any) -> Any:
+    def get_current_value(self, variable: Variable) -> Tensor:
         value = super().get_current_value(variable)
         if value is None and self.original_scope is not None:
             value = self.original_scope.get_current_value(variable)

@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from gradscaler._keras_like.on_tensorflow import largest as largest
-from gradscaler._keras_like.wrapper import unconverted
+from gradscaler._keras_like.wrapper import Loss, Tape, Tensor, Variable, unconverted
+
+if TYPE_CHECKING:
+    from gradscaler.keras.optimizer import LossScaleOptimizer
 
 multiply, divide = keras.ops.multiply, keras.ops.divide
 
 
-def all_finite(gradients: list[Any]) -> Any:
+def all_finite(gradients: list[Tensor | None]) -> Tensor:
     """Whether no gradient holds an Inf or a NaN."""
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     flags = [tf.reduce_all(tf.math.is_finite(value)) for value in values if value is not None]
     return tf.reduce_all(tf.stack(flags or [True]))
 
 
-def check_compiled(scale: Any) -> None:
+def check_compiled(scale: Variable) -> None:
     """Do nothing: compiled code reads the variable in each step."""
 
 
-def build(optimizer: Any, variables: list[Any]) -> None:
+def build(optimizer: LossScaleOptimizer, variables: list[Variable]) -> None:
     """Build the inner optimizer."""
     optimizer.build(variables)
 
 
 def apply_if_finite(
-    optimizer: Any,
+    optimizer: LossScaleOptimizer,
     apply: Callable[..., None],
-    gradients: list[Any],
-    variables: list[Any],
-    amax: Any,
+    gradients: list[Tensor | None],
+    variables: list[Variable],
+    amax: Tensor | None,
 ) -> None:
     """Apply in every replica or in none. Gradients are checked before they are summed."""
     replica = tf.distribute.get_replica_context()
@@ -56,7 +59,7 @@ def apply_if_finite(
     # The step merges the replicas, so the branch must be around all of them.
     @unconverted
     def across_replicas(
-        strategy: tf.distribute.Strategy, finite: Any, amax: Any, *arguments: Any
+        strategy: tf.distribute.Strategy, finite: Tensor, amax: Tensor | None, *arguments: Any
     ) -> None:
         finite = strategy.experimental_local_results(finite)[0]  # the same in each replica
         amax = strategy.experimental_local_results(amax)[0]
@@ -68,8 +71,11 @@ def apply_if_finite(
 
 
 def gradients(
-    loss: Any, scale_loss: Callable[[Any], Any], variables: Callable[[], list[Any]], tape: Any
-) -> tuple[list[Any], list[Any]]:
+    loss: Loss,
+    scale_loss: Callable[[Tensor], Tensor],
+    variables: Callable[[], list[Variable]],
+    tape: Tape | None,
+) -> tuple[list[Tensor | None], list[Variable]]:
     """The gradients and variables of a loss: a function, or a tensor with its tape."""
     if tape is None:
         if not callable(loss):

@@ -7,11 +7,12 @@ Keras' variables may be the DTensors of a module that ``fully_shard`` has split,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import torch
 
+from gradscaler._keras_like.wrapper import Loss, Tape, Tensor, Variable
 from gradscaler._on_torch.compile import keep_out_of_graphs
 from gradscaler._on_torch.operations import TorchOperations
 from gradscaler._on_torch.processes import (
@@ -25,11 +26,14 @@ from gradscaler._on_torch.processes import (
 )
 from gradscaler.errors import ParameterError
 
+if TYPE_CHECKING:
+    from gradscaler.keras.optimizer import LossScaleOptimizer
+
 _operations = TorchOperations()
 keep_out_of_graphs()
 
 
-def all_finite(gradients: list[Any]) -> Any:
+def all_finite(gradients: list[Tensor | None]) -> Tensor:
     """Whether no gradient holds an Inf or a NaN. For a DTensor: in this process's part."""
     # If any value is Inf or NaN, an extreme is. Extremes take a tenth of the time of a mask.
     parts = to_local([torch.as_tensor(each) for each in gradients if each is not None])
@@ -39,7 +43,7 @@ def all_finite(gradients: list[Any]) -> Any:
     return torch.stack(extremes or [torch.zeros(())]).isfinite().all()
 
 
-def largest(gradients: list[Any]) -> Any:
+def largest(gradients: list[Tensor | None]) -> Tensor:
     """The largest magnitude of the gradients, a float32 scalar. For a DTensor: of this part."""
     parts = to_local([torch.as_tensor(each) for each in gradients if each is not None])
     values = [part.coalesce()._values() if part.is_sparse else part for part in parts]
@@ -47,28 +51,28 @@ def largest(gradients: list[Any]) -> Any:
     return torch.stack(maxima).max() if maxima else torch.zeros(())
 
 
-def multiply(loss: Any, scale: Any) -> Any:
+def multiply(loss: Tensor, scale: Tensor) -> Tensor:
     """The loss times the scale, in float32 or wider."""
     return torch.multiply(_widened(keras.ops.convert_to_tensor(loss)), scale)
 
 
-def divide(gradient: Any, scale: Any) -> Any:
+def divide(gradient: Tensor, scale: Tensor) -> Tensor:
     """The gradient divided by the scale, in its own dtype."""
     gradient = keras.ops.convert_to_tensor(gradient)
     return torch.divide(_widened(gradient), scale).to(gradient.dtype)
 
 
-def _widened(tensor: Any) -> Any:
+def _widened(tensor: Tensor) -> Tensor:
     """A tensor in float32 or wider. PyTorch would cast the scale to float16, and may overflow."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def apply_if_finite(
-    optimizer: Any,
+    optimizer: LossScaleOptimizer,
     apply: Callable[..., None],
-    gradients: list[Any],
-    variables: list[Any],
-    amax: Any,
+    gradients: list[Tensor | None],
+    variables: list[Variable],
+    amax: Tensor | None,
 ) -> None:
     """Apply if all gradients are finite, on all processes that hold parts of the variables.
 
@@ -83,7 +87,9 @@ def apply_if_finite(
     optimizer._move_scale(~finite, amax)
 
 
-def _agreed(optimizer: Any, finite: Any, has_gradients: bool, amax: Any) -> tuple[Any, Any]:
+def _agreed(
+    optimizer: LossScaleOptimizer, finite: Tensor, has_gradients: bool, amax: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Whether all gradients are finite, and the largest, over the processes that decide together.
 
     These are the processes that hold parts of the variables.
@@ -102,7 +108,7 @@ def _agreed(optimizer: Any, finite: Any, has_gradients: bool, amax: Any) -> tupl
     group = group_of(Part([{"params": values}]))
     if group is None:
         return finite, amax
-    vote = vars(optimizer).setdefault("_vote", Vote(_operations))
+    vote = optimizer.__dict__.setdefault("_vote", Vote(_operations))
     scale = optimizer._scale.detach()
     found_inf = {scale.device: (~finite).float()} if has_gradients else {}
     kind = type(optimizer.policy.init())
@@ -113,8 +119,11 @@ def _agreed(optimizer: Any, finite: Any, has_gradients: bool, amax: Any) -> tupl
 
 
 def gradients(
-    loss: Any, scale_loss: Callable[[Any], Any], variables: Callable[[], list[Any]], tape: Any
-) -> tuple[list[Any], list[Any]]:
+    loss: Loss,
+    scale_loss: Callable[[Tensor], Tensor],
+    variables: Callable[[], list[Variable]],
+    tape: Tape | None,
+) -> tuple[list[Tensor | None], list[Variable]]:
     """The gradients and variables of a loss, which is a function or a tensor."""
     if tape is not None:
         raise ValueError("PyTorch records gradients without a tape: leave tape out")
@@ -131,18 +140,18 @@ def gradients(
     return list(torch.autograd.grad(scaled_loss, values, allow_unused=True)), found
 
 
-def check_compiled(scale: Any) -> None:
+def check_compiled(scale: Variable) -> None:
     """Do nothing: compiled code reads the variable in each step."""
 
 
-def build(optimizer: Any, variables: list[Any]) -> None:
+def build(optimizer: LossScaleOptimizer, variables: list[Variable]) -> None:
     """Build the inner optimizer, with its own variables split as the model's are.
 
     A momentum of a DTensor, for example, becomes a DTensor with the same placement.
     """
     add_variable = optimizer.add_variable_from_reference
 
-    def add_split_variable(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+    def add_split_variable(reference_variable: Variable, *args: Any, **kwargs: Any) -> Variable:
         added = add_variable(reference_variable, *args, **kwargs)
         value = reference_variable.value
         if is_dtensor(value) and not is_dtensor(added.value):
