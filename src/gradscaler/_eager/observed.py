@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from gradscaler.outcome import StepOutcome
 from gradscaler.policies import FixedScale, Policy, State
-
-if TYPE_CHECKING:
-    from gradscaler._eager.scaler import EagerScaler
 
 TensorT = TypeVar("TensorT")
 OptimizerT = TypeVar("OptimizerT", bound=Any)
@@ -21,7 +18,7 @@ class ObservedScaler(Generic[TensorT, OptimizerT]):
     property is read at the moment it is asked for. Those that may wait for the device say so.
     """
 
-    def __init__(self, scaler: EagerScaler[TensorT, OptimizerT]) -> None:
+    def __init__(self, scaler: Any) -> None:
         self._scaler = scaler
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from inspect import isfunction
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from gradscaler.policies._spelling import changed, check_alone, check_policy
 
 Tensor = Any
 Variable = Any
+Optimizer = Any
 Tape = Any  # TensorFlow's, which other backends lack
 Loss = Tensor | Callable[[], Tensor]
 Config = dict[str, Any]
@@ -50,6 +51,26 @@ OPTIONS = frozenset(
 """Arguments of every optimizer's constructor that only the wrapped optimizer acts on."""
 
 DELEGATED = HYPERPARAMETERS | OPTIONS
+
+
+class ScaledOptimizer(Protocol):
+    """The parts of Keras 3's ``LossScaleOptimizer`` that operations of backends use."""
+
+    _trainable_variables: list[Variable]
+
+    @property
+    def variables(self) -> list[Variable]: ...
+
+    @property
+    def policy(self) -> OwnPolicy: ...
+
+    @property
+    def _scale(self) -> Tensor: ...
+
+    @property
+    def _moved(self) -> list[Variable]: ...
+
+    def _move_scale(self, found_inf: Tensor, amax: Tensor | None, /) -> None: ...
 
 
 def counts_nonfinite_steps(policy: OwnPolicy) -> bool:

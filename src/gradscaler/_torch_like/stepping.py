@@ -10,18 +10,27 @@ import inspect
 import warnings
 from collections.abc import Callable
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from gradscaler._eager.gradients import Gradients, Scaling
+from gradscaler._eager.gradients import Gradients, Iteration, Scaling
 from gradscaler._eager.operations import Args, Kwargs, Optimizer, Tensor
 from gradscaler._eager.stages import Stage
 from gradscaler._torch_like.operations import TorchLikeOperations
-
-if TYPE_CHECKING:
-    from gradscaler._torch_like.scaler import TorchLikeScaler
+from gradscaler.policies import State
 
 _KNOWN_STEPS: WeakKeyDictionary[FunctionType, bool] = WeakKeyDictionary()
+
+
+class SteppingScaler(Protocol):
+    """The parts of a scaler that stepping a fused optimizer uses."""
+
+    _state: State | None
+    _iteration: Iteration
+
+    def unscale_(self, optimizer: Optimizer, /) -> None: ...
+
+    def _check_inf_per_device(self, optimizer: Optimizer, /) -> object: ...
 
 
 class ByReplacement:
@@ -52,7 +61,7 @@ class ByArgument:
 
     takes_scaled = True
 
-    def __init__(self, scaler: TorchLikeScaler[Tensor, Optimizer]) -> None:
+    def __init__(self, scaler: SteppingScaler) -> None:
         self._scaler = scaler
 
     def step(
@@ -86,9 +95,7 @@ class ByAttributes:
 
     takes_scaled = True
 
-    def __init__(
-        self, scaler: TorchLikeScaler[Tensor, Optimizer], operations: TorchLikeOperations
-    ) -> None:
+    def __init__(self, scaler: SteppingScaler, operations: TorchLikeOperations) -> None:
         self._scaler, self._operations = scaler, operations
 
     def step(

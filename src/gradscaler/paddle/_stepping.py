@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import paddle
@@ -11,8 +11,12 @@ from gradscaler._eager.gradients import Gradients, Scaling
 from gradscaler._eager.operations import Args, FoundInf, Kwargs, Optimizer, Tensor
 from gradscaler.paddle import _operations
 
-if TYPE_CHECKING:
-    from gradscaler.paddle.scaler import GradScaler
+
+class SteppingScaler(Protocol):
+    """The parts of a scaler through which it shares found_inf."""
+
+    _cache_found_inf: bool | None
+    _temp_found_inf_value_false: Tensor
 
 
 class OwnUnscaler:
@@ -43,7 +47,7 @@ class ByStep:
     takes_scaled = False
     method = "step"
 
-    def __init__(self, scaler: GradScaler) -> None:
+    def __init__(self, scaler: SteppingScaler) -> None:
         self._scaler = scaler
 
     def step(

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import keras
 from jax.experimental.sparse import BCOO
 
-from gradscaler._keras_like.wrapper import Loss, Tape, Tensor, Variable
+from gradscaler._keras_like.wrapper import Loss, Optimizer, ScaledOptimizer, Tape, Tensor, Variable
 from gradscaler.errors import CallOrderError
-
-if TYPE_CHECKING:
-    from gradscaler.keras.optimizer import LossScaleOptimizer
 
 multiply, divide = keras.ops.multiply, keras.ops.divide
 
@@ -48,13 +44,13 @@ def check_compiled(scale: Variable) -> None:
         )
 
 
-def build(optimizer: LossScaleOptimizer, variables: list[Variable]) -> None:
+def build(optimizer: Optimizer, variables: list[Variable]) -> None:
     """Build the inner optimizer."""
     optimizer.build(variables)
 
 
 def apply_if_finite(
-    optimizer: LossScaleOptimizer,
+    optimizer: ScaledOptimizer,
     apply: Callable[..., None],
     gradients: list[Tensor | None],
     variables: list[Variable],

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from gradscaler._keras_like.on_tensorflow import largest as largest
-from gradscaler._keras_like.wrapper import Loss, Tape, Tensor, Variable, unconverted
-
-if TYPE_CHECKING:
-    from gradscaler.keras.optimizer import LossScaleOptimizer
+from gradscaler._keras_like.wrapper import (
+    Loss,
+    Optimizer,
+    ScaledOptimizer,
+    Tape,
+    Tensor,
+    Variable,
+    unconverted,
+)
 
 multiply, divide = keras.ops.multiply, keras.ops.divide
 
@@ -28,13 +33,13 @@ def check_compiled(scale: Variable) -> None:
     """Do nothing: compiled code reads the variable in each step."""
 
 
-def build(optimizer: LossScaleOptimizer, variables: list[Variable]) -> None:
+def build(optimizer: Optimizer, variables: list[Variable]) -> None:
     """Build the inner optimizer."""
     optimizer.build(variables)
 
 
 def apply_if_finite(
-    optimizer: LossScaleOptimizer,
+    optimizer: ScaledOptimizer,
     apply: Callable[..., None],
     gradients: list[Tensor | None],
     variables: list[Variable],

@@ -7,12 +7,12 @@ Keras' variables may be the DTensors of a module that ``fully_shard`` has split,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import torch
 
-from gradscaler._keras_like.wrapper import Loss, Tape, Tensor, Variable
+from gradscaler._keras_like.wrapper import Loss, Optimizer, ScaledOptimizer, Tape, Tensor, Variable
 from gradscaler._on_torch.compile import keep_out_of_graphs
 from gradscaler._on_torch.operations import TorchOperations
 from gradscaler._on_torch.processes import (
@@ -25,9 +25,6 @@ from gradscaler._on_torch.processes import (
     to_local,
 )
 from gradscaler.errors import ParameterError
-
-if TYPE_CHECKING:
-    from gradscaler.keras.optimizer import LossScaleOptimizer
 
 _operations = TorchOperations()
 keep_out_of_graphs()
@@ -68,7 +65,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def apply_if_finite(
-    optimizer: LossScaleOptimizer,
+    optimizer: ScaledOptimizer,
     apply: Callable[..., None],
     gradients: list[Tensor | None],
     variables: list[Variable],
@@ -88,7 +85,7 @@ def apply_if_finite(
 
 
 def _agreed(
-    optimizer: LossScaleOptimizer, finite: Tensor, has_gradients: bool, amax: Tensor | None
+    optimizer: ScaledOptimizer, finite: Tensor, has_gradients: bool, amax: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Whether all gradients are finite, and the largest, over the processes that decide together.
 
@@ -144,7 +141,7 @@ def check_compiled(scale: Variable) -> None:
     """Do nothing: compiled code reads the variable in each step."""
 
 
-def build(optimizer: LossScaleOptimizer, variables: list[Variable]) -> None:
+def build(optimizer: Optimizer, variables: list[Variable]) -> None:
     """Build the inner optimizer, with its own variables split as the model's are.
 
     A momentum of a DTensor, for example, becomes a DTensor with the same placement.
