@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import tomllib  # ruff takes it for no part of the oldest Python's library
+import tomllib  # sorted by ruff as a package, because Python 3.10's standard library lacks it
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,14 +32,14 @@ if "Source" in addresses:
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 exclude_patterns = ["_build"]
-suppress_warnings = ["autoapi.python_import_resolution"]  # modules of frameworks are not here
+suppress_warnings = ["autoapi.python_import_resolution"]  # the frameworks are not installed here
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
-# The docstrings are read, not run: no framework is needed, and all of them have one page.
+# The docstrings are read without importing the modules, so no framework is needed.
 autoapi_dirs = [str(ROOT / "src")]
 autoapi_root = "reference"
 autoapi_options = ["members", "inherited-members", "imported-members", "show-module-summary"]
@@ -71,12 +71,12 @@ MODULES = {
 
 
 def skip(app: Any, what: str, name: str, node: Any, skipped: bool, options: Any) -> bool:
-    """Leave out what users do not import: private names, and the modules that names come from."""
+    """Leave out private names, and modules that users do not import."""
     if what in ("module", "package"):
         return name not in MODULES
     return bool(skipped)
 
 
 def setup(app: Any) -> None:
-    """Register the choice of what the reference shows."""
+    """Register ``skip``, which chooses the contents of the reference."""
     app.connect("autoapi-skip-member", skip)

@@ -88,7 +88,7 @@ def draw_range(axes: Axes, values: np.ndarray, scale: float) -> None:
 
 
 def shares(values: np.ndarray, scale: float) -> tuple[float, float]:
-    """What fp16 flushes to zero, and what it holds with fewer bits, of gradients times a scale."""
+    """The share of scaled gradients that fp16 flushes to zero, and the share that loses bits."""
     counted = exponents({"all": values.astype(np.float32)}, dtype="float16", scale=scale)
     return counted.total.flushed, counted.total.subnormal
 

@@ -75,7 +75,7 @@ def stepped(
 
 
 def by_jit(mesh: jax.sharding.Mesh, specs: Any) -> Step:
-    """A step as for one device: the compiler splits it by where the arrays lie."""
+    """A step written as for one device; the compiler splits it by the arrays' shardings."""
     optimizer = loss_scaled(optax.adam(0.01), POLICY)
 
     def loss(params: Params, images: jax.Array, labels: jax.Array) -> Any:
@@ -109,7 +109,7 @@ def by_shard_map(mesh: jax.sharding.Mesh, specs: Any) -> Step:
 
 
 def placed(mesh: jax.sharding.Mesh, specs: Any) -> Any:
-    """What jit and device_put want in place of specs."""
+    """The shardings that jit and device_put take, from specs."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(steps: int, scaling: bool) -> None:
-    """What each process does; the first one prints."""
+    """Train in one of the processes; the first one prints."""
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = {"dp_degree": 1, "sharding_degree": PROCESSES}
     fleet.init(is_collective=True, strategy=strategy, log_level="ERROR")

@@ -32,7 +32,7 @@ FEATURES = 32
 
 
 class Training(NamedTuple):
-    """What differs from one training to another; ``loss`` takes the step and a batch."""
+    """The parts that differ between the trainings. ``loss`` takes the step and a batch."""
 
     model: nn.Module
     loss: Callable[[int, Tensor], Tensor]

@@ -106,7 +106,7 @@ class StepOutcome:
 
 
 class Observer(Protocol):
-    """An object that a scaler tells of its calls: :class:`gradscaler.diagnose.Monitor`, for one."""
+    """An object that a scaler tells of its calls. A monitor's observer is one."""
 
     def scaled(self, outputs: Any, /) -> None:
         """``scale`` was called with this tensor."""

@@ -21,7 +21,7 @@ from gradscaler.policies import Scalar, State
 
 
 class Result(NamedTuple):
-    """What the sum of all ballots says.
+    """The result of a vote, read from the sum of all ballots.
 
     Attributes:
         found_inf: whether any process found an overflow.

@@ -39,10 +39,10 @@ class Scaling(NamedTuple):
     """The scale of an optimizer's gradients, and the state by which processes decide about them.
 
     Attributes:
-        scale: the one that their loss was multiplied by.
-        state: the scaler's, the same in all processes that decide together.
-        amax_interval: the policy looks at the largest gradient every so many finite steps; 0 for
-            never.
+        scale: the scale that their loss was multiplied by.
+        state: the scaler's state, the same in all processes that decide together.
+        amax_interval: the policy needs the largest gradient every so many finite steps; 0 if it
+            never does.
     """
 
     scale: Tensor
@@ -51,14 +51,14 @@ class Scaling(NamedTuple):
 
 
 class Unscaler(Protocol):
-    """How one optimizer's gradients are divided by the scale, and checked.
+    """Divides one optimizer's gradients by the scale, and checks them.
 
-    An adapter's own calls the methods that users have replaced.
+    An adapter's unscaler calls the methods that users have replaced.
     """
 
     @property
     def is_plain(self) -> bool:
-        """Whether it only divides and checks, so that ``measure`` may do its work.
+        """Whether it only divides and checks, so that ``measure`` may be used instead.
 
         A user's replacement may do more, such as reduce the flags over processes.
         """
@@ -74,12 +74,12 @@ class Unscaler(Protocol):
 
 
 class Gradients:
-    """One optimizer's gradients in one iteration. Their stage moves only here.
+    """One optimizer's gradients in one iteration. Only this class changes their stage.
 
     Attributes:
         optimizer: the owner of their parameters. It is kept alive until the iteration ends, so
             that no other object gets its id.
-        stage: what is true of them.
+        stage: their stage between the backward pass and the step.
         found_inf: the flags of the check; None before it.
         overflowed: the value of ``have_overflowed`` once a step has read it on the host, else None.
         amax: the largest unscaled magnitude; None if the policy does not need it.
@@ -112,7 +112,7 @@ class Gradients:
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
 
-    # What is true of them.
+    # Their state.
 
     def must_allow(self, call: str) -> None:
         """Raise CallOrderError, with the reason, if a user may not make this call now."""
@@ -129,7 +129,7 @@ class Gradients:
 
     @property
     def are_measured(self) -> bool:
-        """Whether the gradients are scaled while their norm and found_inf are known."""
+        """Whether the gradients are still scaled, and their norm and found_inf are known."""
         return self.stage is Stage.MEASURED
 
     @property
@@ -139,9 +139,9 @@ class Gradients:
 
     @property
     def await_step(self) -> bool:
-        """Whether they wait for the step that clips them.
+        """Whether ``update`` must wait for the step that clips the gradients.
 
-        After an error, or if another loss was scaled, ``update`` no longer insists on that step.
+        It need not after an error, or if another loss was scaled.
         """
         is_clipped = self._standing is Standing.CLIPPED and self.clip_coefficient is not None
         return is_clipped and not self.is_over
@@ -153,13 +153,13 @@ class Gradients:
 
     @property
     def are_replaced(self) -> bool:
-        """Whether none of the gradients that became UNKNOWN is left."""
+        """Whether new gradients have replaced all those that became UNKNOWN."""
         current = self._operations.current_gradients(self.optimizer)
         return self._operations.are_new(current, self._stale or [])
 
     @property
     def framework_stage(self) -> str:
-        """The stage under its name in frameworks, which may set it: READY, UNSCALED or STEPPED."""
+        """The stage under frameworks' names: READY, UNSCALED or STEPPED. Frameworks may set it."""
         if self.is_scaled:
             return "READY"
         return "STEPPED" if self.stage is Stage.STEPPED else "UNSCALED"
@@ -168,14 +168,14 @@ class Gradients:
     def framework_stage(self, name: str) -> None:
         self.stage = _FRAMEWORK_STAGES[name]
 
-    # What is done with them.
+    # Operations on them.
 
     def move(self, event: str) -> None:
         """Move to the stage that follows an event."""
         self.stage = STAGE_AFTER[self.stage, event]
 
     def unscale(self, scaling: Scaling, unscaler: Unscaler, deciders: Deciders) -> None:
-        """Divide them by the scale, in place, and check them."""
+        """Divide the gradients by the scale, in place, and check them."""
         try:
             self.scale, inverse = self._operations.inverse(scaling.scale)
             found_inf = unscaler.unscale_(inverse)
@@ -183,7 +183,7 @@ class Gradients:
                 self.settle(found_inf, scaling, deciders)
             self._inverse = None  # the clip coefficient stays
             self.move("unscaled")
-        except GradientsRefusedError:  # before any has changed
+        except GradientsRefusedError:  # raised before any gradient has changed
             raise
         except BaseException:
             self.interrupt()
@@ -195,21 +195,22 @@ class Gradients:
         self.settle(unscaler.check(), scaling, deciders, scale=scale)
 
     def measure(self, scaling: Scaling, parts: Parts, deciders: Deciders) -> Tensor | None:
-        """The norm that the gradients will have once unscaled; checks them in the same reading.
+        """The norm that the gradients will have once unscaled; checks them in the same pass.
 
-        None where one reading is not enough; then nothing is recorded.
+        None if one pass is not enough; then nothing is recorded.
         """
         norms, found_infs = [], []
         for part in parts.parts:
             measured = self._operations.measure(part, scaling.scale)
-            if measured is None:  # another process may go on: unscaling has the same collectives
+            # If another process goes on, that is right: unscaling runs the same collectives.
+            if measured is None:
                 return None
             norm, scale, inverse, found_inf = measured
             norms.append(norm)
             found_infs.append(found_inf)
         # The flags of one part stay by their devices; those of several are merged into one.
         found_inf = found_infs[0] if len(found_infs) == 1 else self._operations.merge(found_infs)
-        # All decide before their norms are added up, as they do where unscaling comes first.
+        # Processes decide before their norms are added up, as they do if gradients are unscaled.
         self.settle(found_inf, scaling, deciders, scale=scaling.scale)
         self.scale, self._inverse = scale, inverse
         self.move("measured")
@@ -243,7 +244,7 @@ class Gradients:
         self.found_inf, self.amax = deciders.agree(scaling.state, found_inf, amax)
 
     def amax_is_due(self, found_inf: FoundInf, scaling: Scaling) -> bool:
-        """Whether the policy looks at the largest gradient of this step."""
+        """Whether the policy needs the largest gradient of this step."""
         if not scaling.amax_interval:
             return False
         steps = self._operations.finite_steps(scaling.state)
@@ -315,7 +316,7 @@ class Gradients:
         assert self.scale is not None
         return StepOutcome(self.scale, flag, reason)
 
-    # What happens to them.
+    # Events.
 
     def interrupt(self) -> None:
         """Note that a call was interrupted, so that only some gradients may be unscaled."""
@@ -326,10 +327,10 @@ class Gradients:
     def note_raised(self, error: BaseException) -> None:
         """Note that a call raised. The user may repeat it until another loss is scaled."""
         if self.result:
-            self.stage = Stage.STEPPED  # it came after the optimizer's step
+            self.stage = Stage.STEPPED  # the error came after the optimizer's step
             return
         if self.result is not None and not isinstance(error, Exception):
-            self.interrupt()  # the optimizer may have applied some, or all
+            self.interrupt()  # the optimizer may have applied some gradients, or all
         elif self.stage not in _IS_KNOWN:
             return
         self.overflowed = None
@@ -346,14 +347,15 @@ class Gradients:
             return
         is_known = self._standing is not Standing.CLIPPED and self.stage in _IS_KNOWN
         if is_known or self.stage is Stage.UNKNOWN:
-            self.interrupt()  # with those that were not cleared until now
+            self.interrupt()  # the gradients that are there now are stale
         self._standing = standing_after(self._standing, "another loss")
 
 
 def owner_of(optimizer: Optimizer) -> Optimizer:
-    """The innermost optimizer that owns ``param_groups``. Trainers wrap it, and step either one.
+    """The innermost optimizer with these ``param_groups``.
 
-    A wrapper's ``optimizer`` has the same list of groups.
+    Trainers wrap optimizers, and step the wrapper or the optimizer. A wrapper has the optimizer in
+    its attribute ``optimizer``, and the same list of groups.
     """
     groups = getattr(optimizer, "param_groups", None)
     if groups is None:
@@ -401,7 +403,7 @@ class Iteration(defaultdict[int, Any]):
                 )
             assert self.default_factory is not None
             found = self.default_factory()
-        found.optimizer = owner  # a framework may have made the entry, from the id alone
+        found.optimizer = owner  # a framework may have made the entry, given only the id
         return found
 
     def keep(self, gradients: Gradients) -> None:
@@ -415,11 +417,11 @@ class Iteration(defaultdict[int, Any]):
     def kept(self, gradients: Gradients) -> Gradients:
         """Keep these gradients, or return those that a user's method has already kept."""
         found: Gradients = self.setdefault(id(gradients.optimizer), gradients)
-        found.optimizer = gradients.optimizer  # made from the id alone, they do not know it
+        found.optimizer = gradients.optimizer  # they may have been made, given only the id
         return found
 
     def known(self) -> list[Gradients]:
-        """All gradients in the dict, without a framework's own entries."""
+        """All gradients in the dict, without the entries that a framework has put there."""
         return [each for each in self.values() if isinstance(each, Gradients)]
 
     def found_infs(self) -> list[FoundInf]:
@@ -435,7 +437,7 @@ class Iteration(defaultdict[int, Any]):
             if each.found_inf:
                 found.append(each.found_inf)
             elif each.found_inf is not None or each.stage is Stage.UNKNOWN:
-                were_checked = True  # there were none, or their state is unknown
+                were_checked = True  # the optimizer had none, or their state is unknown
         if not found and not were_checked:
             raise CallOrderError(
                 "No inf checks were recorded prior to update(): call step(optimizer) or "
@@ -444,7 +446,7 @@ class Iteration(defaultdict[int, Any]):
         return found
 
     def amaxes(self, policy: Policy) -> list[Tensor]:
-        """Each optimizer's largest gradient, for a policy that looks at them."""
+        """Each optimizer's largest gradient; empty if the policy does not need them."""
         if not amax_interval(policy):
             return []
         return [each.amax for each in self.known() if each.amax is not None]

@@ -1,4 +1,4 @@
-"""What an eager adapter supplies if gradients are spread over processes, and ``Alone`` if not.
+"""Protocols for gradients that are spread over processes, and ``Alone`` for a single process.
 
 A decision, whether to step and at which scale, is a maximum over all processes that must act alike.
 A norm is a sum over processes that hold different parts. The engine asks for both before any

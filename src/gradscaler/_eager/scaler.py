@@ -130,7 +130,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
         A closure (``step(optimizer, closure)``) zeroes the gradients, computes the loss, calls
         ``scaler.scale(loss).backward()``, and returns the loss, scaled or not. Each evaluation is
-        unscaled and checked before the optimizer sees it, and the optimizer is handed the
+        unscaled and checked before the optimizer sees it, and the optimizer gets the
         unscaled loss. An evaluation that overflows is repeated at a backed-off scale, up to
         ``max_retries`` times; then the step is skipped, and parameters and optimizer state are
         put back. A copy of both is held during such a step. The closure must compute gradients of
@@ -352,7 +352,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """
         return tuple(self._history)
 
-    # What observers and diagnosis need; a training loop does not.
+    # For observers and diagnosis; a training loop does not need these.
 
     def add_observer(self, observer: Observer) -> None:
         """Tell an observer of each call from now on. A copy of the scaler has no observers."""
@@ -665,7 +665,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
 
 def _mapped(scale: Callable[[Any], Any], outputs: Any) -> Any:
-    """The same structure of tensors, each scaled."""
+    """Scale each tensor in a structure; return the same structure."""
     if isinstance(outputs, (str, bytes, Mapping)) or not isinstance(outputs, Iterable):
         raise ValueError(
             f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}"

@@ -6,10 +6,10 @@ from enum import Enum, auto
 
 
 class Stage(Enum):
-    """What was done with an optimizer's gradients."""
+    """The stage of an optimizer's gradients, between the backward pass and the step."""
 
     SCALED = auto()
-    """Nothing: they are as the backward pass left them."""
+    """They are as the backward pass left them."""
     MEASURED = auto()
     """They are still scaled; their norm and found_inf are known."""
     DIVIDED = auto()

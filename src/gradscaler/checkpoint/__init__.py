@@ -146,7 +146,7 @@ def _write(policy: OwnPolicy, state: State, to: str, lossy: bool, lost: list[str
 
 
 def _blind(to: str) -> str:
-    blind = f"{to}'s scaler does not look at how large gradients are"
+    blind = f"{to}'s scaler does not use the size of gradients"
     return f"an AmaxScale's peak and reach ({blind})"
 
 

@@ -117,7 +117,7 @@ class DynamicLossScale:
             if not _is_floating(dtype):
                 warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=3)
         period: Any = self.period
-        if isinstance(period, float) and period.is_integer():  # jmp's own tests have 5.0
+        if isinstance(period, float) and period.is_integer():  # jmp accepts 5.0
             period = int(period)
         object.__setattr__(self, "period", _checks.count("period", period))
         _checks.growth_factor("factor", self.factor)
