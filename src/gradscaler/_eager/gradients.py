@@ -301,7 +301,7 @@ class Gradients:
         return result[0]
 
     def finish(self, reason: Reason | None = None) -> StepOutcome:
-        """End their iteration, when nothing can raise any more, and return its outcome.
+        """End the gradients' iteration, after all calls that may raise, and return its outcome.
 
         ``reason`` is the reason of a skip for which found_inf is not set.
         """

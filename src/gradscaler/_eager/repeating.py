@@ -146,7 +146,8 @@ class Repetition:
         """Yield the number of each run, from 0. The caller runs the body after each.
 
         Args:
-            check: returns the flags of the gradients that the body made, one item an optimizer.
+            check: returns the flags of the gradients that the body made, an item for each
+                optimizer.
             put_back: undoes what the body did; returns False if no lower scale will help.
         """
         self.is_exhausted = False

@@ -397,7 +397,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         return self._state
 
     def _place_before_loss(self, optimizer: Optimizer) -> None:
-        """Place the state before ``scale`` was called, if another process may scale the loss."""
+        """Place the state without a call of ``scale``, if another process may have made it."""
 
     def _state_of_loss(self, state: State) -> State:
         """The state whose scale the latest loss was multiplied by; ``state`` is the scaler's."""

@@ -181,7 +181,8 @@ class TorchProcesses:
     Args:
         operations: the scaler's tensor operations.
         group: the process group that the user named; None to find it by the parameters.
-        overflow: returns whether there was an overflow that gradients may not show, or None.
+        overflow: a callable that returns whether there was an overflow that gradients may not
+            show; or None.
     """
 
     def __init__(

@@ -180,7 +180,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
 
     @property
     def loss_scale(self) -> Tensor:
-        """The current scale, a float32 scalar tensor. It does not change when the scale moves."""
+        """A copy of the current scale, a float32 scalar tensor."""
         return ops.copy(self._scale)
 
     @property

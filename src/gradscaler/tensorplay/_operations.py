@@ -16,8 +16,8 @@ class UnsupportedGradientsError(GradientsRefusedError, NotImplementedError):
 class TensorPlayOperations(TorchLikeOperations):
     """Works around three faults of TensorPlay's kernel.
 
-    The kernel reads any tensor as if it were contiguous. It unscales nothing if the flag is set
-    before. And it divides a buffer twice if two gradients share it, as those of ``a + b`` do.
+    The kernel reads any tensor as if it were contiguous. It unscales nothing if the flag is already
+    set. And it divides a buffer twice if two gradients share it, as those of ``a + b`` do.
     """
 
     def __init__(self) -> None:

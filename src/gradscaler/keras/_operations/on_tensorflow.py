@@ -45,7 +45,7 @@ def apply_if_finite(
     variables: list[Variable],
     amax: Tensor | None,
 ) -> None:
-    """Apply in every replica or in none. Gradients are checked before they are summed."""
+    """Apply if all replicas' gradients are finite. They are checked before they are summed."""
     replica = tf.distribute.get_replica_context()
     if replica is None:
         raise ValueError("apply() must be called in a replica context.")
