@@ -192,7 +192,7 @@ def docs(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "tests/site")
 
 
-# What a person has to do once `make rehearse` has passed.
+# The steps that are left for a person after `make rehearse`.
 TO_DO = """\
 Left for a person:
   1. Write the repository's and the site's addresses where CONTRIBUTING.md says, once they exist.
@@ -205,7 +205,7 @@ Left for a person:
 
 @nox.session(default=False)
 def rehearse(session: nox.Session) -> None:
-    """All of a release but the upload: build, check, install on each Python, the site."""
+    """Rehearse a release without the upload: build, check, install on each Python, the site."""
     install(session, "release")
     found = re.search('^__version__ = "(.*)"$', Path(f"{SOURCES}/__init__.py").read_text(), re.M)
     version = found[1] if found else session.error("gradscaler has no __version__")
@@ -234,7 +234,7 @@ from rattler_build import Stage0Recipe
 
 
 def interpreters() -> dict[str, str]:
-    """The Pythons that are at hand, by version; a stand-in for one that is not installed fails."""
+    """The installed Pythons, by version. A shim of a version that is not installed is left out."""
     found = {f"3.{minor}": shutil.which(f"python3.{minor}") for minor in range(10, 15)}
     return {
         version: python
@@ -244,7 +244,7 @@ def interpreters() -> dict[str, str]:
 
 
 def smoke_test(session: nox.Session, python: str, path: str) -> None:
-    """Install a distribution into an empty environment, and use what needs no framework."""
+    """Install a distribution into an empty environment, and use the parts without frameworks."""
     folder = Path(session.create_tmp()) / "empty"
     session.run(python, "-m", "venv", "--clear", str(folder), external=True)
     inside = str(folder / "bin" / "python")
