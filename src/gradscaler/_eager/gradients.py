@@ -202,7 +202,7 @@ class Gradients:
         norms, found_infs = [], []
         for part in parts.parts:
             measured = self._operations.measure(part, scaling.scale)
-            # If another process goes on, that is right: unscaling runs the same collectives.
+            # Another process may go on to measure, while unscaling here runs the same collectives.
             if measured is None:
                 return None
             norm, scale, inverse, found_inf = measured

@@ -384,7 +384,7 @@ class AttemptLoop:
             repeating.close_loop(keeps_scale=False)
             for each in self._all:
                 each.is_exhausted = True
-        elif attempt or not was_left:  # else nothing shows that the scale had to be lower
+        elif attempt or not was_left:  # else the lower scale is that of a loop that was left early
             repeating.close_loop(keeps_scale=True)
 
     def _check_body(self) -> list[FoundInf]:

@@ -61,7 +61,7 @@ def all_finite(
     """
     flags = [_nonfinite(leaf) for leaf in _gradients(tree)]
     # Not `&` of a flag for each leaf: XLA would repeat the whole chain in each fusion that reads
-    # the flag, so that the code grows with the square of the leaves.
+    # the flag, so that the code would grow with the square of the number of leaves.
     everywhere = (jnp.stack(flags) == 0).all() if flags else jnp.array(True)
     axes = _axes(axis_name, finite_axis)
     return lax.pmin(everywhere.astype(jnp.int32), axes) == 1 if axes else everywhere
