@@ -367,5 +367,40 @@ def test_parameters_that_are_not_used_are_information(missing, those):
     assert those not in later.text
 
 
-def test_a_run_without_a_step_is_not_called_right():
-    assert "step(optimizer) finds no gradients" in judge(Evidence(0, 0)).text
+@pytest.mark.parametrize(
+    ("calls", "kind", "words"),
+    [
+        ({}, "normal", "call monitor.record() after each step"),
+        ({"raised": 1}, "normal", "do what its message says"),
+        ({"idle": 12}, "misuse", "found no gradient in 12 calls"),
+    ],
+)
+def test_a_run_without_a_step_is_told_what_its_calls_say(calls, kind, words):
+    found = judge(Evidence(0, 0, calls=calls))
+    assert found.kind == kind
+    assert words in found.text
+
+
+def test_a_rank_whose_loss_is_anothers_does_not_miss_it():
+    """As in a pipeline, where only the last stage has the loss."""
+    calls = {"lossless": 100}
+    assert judge(Evidence(100, 0, calls=calls)).kind == "misuse"
+    assert judge(Evidence(100, 0, calls=calls, world_size=2)).kind == "normal"
+
+
+def test_a_loss_that_grows_from_0_is_no_divergence():
+    past = tuple(Past(n, 8.0, n % 2 == 0, 0.0) for n in range(1, 41))
+    assert judge(Evidence(40, 20, past=past)).kind != "divergence"
+
+
+@pytest.mark.parametrize(
+    ("operation", "words"),
+    [
+        ("mean", "the mean of no elements is 0 / 0"),
+        ("cross_entropy", "all labels ignored"),
+        ("std", "correction=0"),
+    ],
+)
+def test_a_nan_of_too_few_elements_is_no_overflow(operation, words):
+    located = in_loss(operation, num_inf=0, dtype="float32")
+    assert words in judge(replace(STUCK, located=located, skips=NAN_LOSS)).text

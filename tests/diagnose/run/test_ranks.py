@@ -43,12 +43,12 @@ def sample(skips=(), scales=((1, 8.0),), last=LAST):
     return Sample(last, scales[-1][1], tuple(scales), last, tuple(skips))
 
 
-def stuck(kind, since=21, bad_since=None, until=LAST, earlier=()):
+def stuck(kind, since=21, bad_since=None, until=LAST, earlier=(), loss=None):
     """The lines of a rank that skips with the others from a step on, and of its verdict."""
     bad_since = math.inf if bad_since is None else bad_since
     skips = [Skip(step, 8.0, None, BAD) for step in earlier]
     skips += [
-        Skip(step, 8.0, None, BAD if step >= bad_since else ()) for step in range(since, until + 1)
+        Skip(step, 8.0, loss, BAD if step >= bad_since else ()) for step in range(since, until + 1)
     ]
     return [
         *skips,
@@ -72,6 +72,8 @@ def healthy(skipped=(), bad=True):
         # All at one step, as with DDP: the most severe verdict, then the lowest rank.
         (1, [stuck("nan", bad_since=21), stuck("loss", bad_since=21)]),
         (1, [stuck(kind, bad_since=21) for kind in ("activations", "parameter", "parameter")]),
+        # Those average their gradients, and one has the loss that is not finite.
+        (1, [stuck("data", bad_since=21, loss=2.5), stuck("data", bad_since=21, loss=math.nan)]),
         # What overflowed in the warm-up does not count, nor what no longer does.
         (1, [stuck("elsewhere", earlier=(1, 2, 3)), stuck("floor", bad_since=30)]),
         (1, [stuck("nan", bad_since=22, earlier=(1, 2)), stuck("floor", bad_since=21)]),

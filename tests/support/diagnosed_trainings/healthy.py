@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gradscaler import FixedScale
 from gradscaler.torch import GradScaler
 from tests.support.diagnosed_trainings import Setting, fit, mlp, regression, training
 
@@ -539,3 +540,39 @@ def targets_that_grow(setting: Setting) -> None:
         return nn.functional.mse_loss(model(inputs).float(), targets)
 
     fit(setting, model, loss_of, 1000, optimizer=optimizer)
+
+
+@training("normal", None, "the loss itself was NaN or Inf in step 60")
+def one_loss_of_no_element(setting: Setting) -> None:
+    """It is NaN, and its gradients are 0, so that the step is applied."""
+    model = mlp(16, 32, 1)
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(setting.pick(32, 16, 64), 16)
+        error = model(inputs).float() - inputs.sum(1, keepdim=True)
+        return error.square()[: 0 if step == 60 else None].mean()
+
+    fit(setting, model, loss_of, 300)
+
+
+@training("normal")
+def bfloat16_at_a_scale_that_is_fixed_at_1(setting: Setting) -> None:
+    model = mlp(16, setting.pick(32, 48, 64), 1)
+    scaler = GradScaler("cpu", policy=FixedScale(1.0))
+
+    def loss_of(step: int) -> Tensor:
+        return regression(model, torch.randn(32, 16))
+
+    fit(setting, model, loss_of, 120, scaler=scaler, dtype=torch.bfloat16)
+
+
+@training("normal")
+def a_loss_that_is_0_while_the_scale_settles(setting: Setting) -> None:
+    """A margin is met from the start, but for some batches, which overflow."""
+    model = mlp(16, 32, 1)
+
+    def loss_of(step: int) -> Tensor:
+        loss = regression(model, torch.randn(32, 16))
+        return loss * (setting.pick(1e4, 1e5, 3e4) if step % 3 == 0 and step < 20 else 0.0)
+
+    fit(setting, model, loss_of, 40)

@@ -173,3 +173,17 @@ def an_additive_mask_on_a_whole_row(setting: Setting) -> None:
         return (scores.softmax(-1) @ value(inputs)).float().square().mean()
 
     fit(setting, model, loss_of, 160)
+
+
+@training("data", None, "outliers")
+def outliers_sink_the_scale_until_they_fit(setting: Setting) -> None:
+    """No step is skipped then, and the gradients of all other batches are flushed to 0."""
+    model = mlp(16, 32, 1)
+    share = setting.pick(0.2, 0.3, 0.25)
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(32, 16)
+        size = 1e9 if torch.rand(()) < share else 1.0
+        return nn.functional.mse_loss(model(inputs).float(), inputs.sum(1, keepdim=True) * size)
+
+    fit(setting, model, loss_of, 300, lr=1e-12)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
@@ -155,7 +157,7 @@ def gradients_are_never_zeroed(setting: Setting) -> None:
         scaler.update()
 
 
-@training("dead|normal", None, r"zero_grad\(\)")
+@training("dead|misuse", None, r"zero_grad\(\)")
 def zero_grad_before_the_step(setting: Setting) -> None:
     """Gradients are 0; or there are none, and no step is ever taken."""
     model = mlp(16, 32, 1)
@@ -189,3 +191,47 @@ def a_penalty_on_gradients_that_are_still_scaled(setting: Setting) -> None:
         scaler.scale(loss + setting.pick(10.0, 1.0, 1.0) * penalty).backward()
         scaler.step(optimizer)
         scaler.update()
+
+
+@training("misuse", None, r"scale\(\) once for each loss")
+def the_loss_is_scaled_twice(setting: Setting) -> None:
+    model = mlp(16, setting.pick(32, 48, 64), 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model)
+    for _ in range(250):
+        inputs = torch.randn(32, 16)
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(model, inputs)
+        optimizer.zero_grad()
+        scaler.scale(scaler.scale(loss)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@training("misuse", None, r"scaler\.scale\(loss\)\.backward\(\)")
+def the_loss_is_scaled_in_the_first_step_alone(setting: Setting) -> None:
+    model = mlp(16, setting.pick(32, 48, 64), 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model)
+    for step in range(120):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(model, torch.randn(32, 16))
+        optimizer.zero_grad()
+        (loss if step else scaler.scale(loss)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@training("misuse", None, "parameters of the model")
+def the_optimizer_has_the_parameters_of_a_copy(setting: Setting) -> None:
+    model = mlp(16, setting.pick(32, 48, 64), 1)
+    optimizer = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=1e-2)
+    fit(
+        setting,
+        model,
+        lambda step: regression(model, torch.randn(32, 16)),
+        setting.pick(5, 20, 120),
+        optimizer=optimizer,
+    )

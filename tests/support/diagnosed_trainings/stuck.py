@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from gradscaler import DynamicScale
+from gradscaler import DynamicScale, FixedScale
 from gradscaler.torch import GradScaler
 from tests.support.diagnosed_trainings import Setting, fit, mlp, regression, training
 
@@ -172,7 +172,7 @@ def the_logarithm_of_a_sigmoid(setting: Setting) -> None:
     fit(setting, model, loss_of, 40)
 
 
-@training("silent", None, "division")
+@training("silent", None, "no elements")
 def the_mean_over_no_element(setting: Setting) -> None:
     """The label to ignore is that of all: 0 / 0."""
     model = mlp(8, setting.pick(16, 24, 32), 4)
@@ -381,3 +381,43 @@ def a_ratio_of_probabilities_that_grows(setting: Setting) -> None:
         return -(ratio * 0.5).float().mean()
 
     fit(setting, model, loss_of, 300, lr=setting.pick(3e-3, 1e-2, 1e-3))
+
+
+@training("loss", None, "kept from step to step")
+def averaged_weights_become_inf(setting: Setting) -> None:
+    """They are of another model, and no skip undoes what was written to them."""
+    model, teacher = mlp(16, 32, 4), mlp(16, 32, 4).requires_grad_(False)
+    bad = setting.pick(40, 70, 110)
+
+    def loss_of(step: int) -> Tensor:
+        for mean, now in zip(teacher.parameters(), model.parameters(), strict=True):
+            mean.mul_(0.99).add_(now.detach() * (math.inf if step == bad else 0.01))
+        inputs = torch.randn(32, 16)
+        return nn.functional.mse_loss(model(inputs).float(), teacher(inputs).float())
+
+    fit(setting, model, loss_of, bad + 40)
+
+
+@training("loss", None, "zero_infinity")
+def a_target_that_is_longer_than_its_input(setting: Setting) -> None:
+    model = mlp(16, 32, 5)
+    length = setting.pick(7, 9, 12)
+
+    def loss_of(step: int) -> Tensor:
+        frames = model(torch.randn(6, 4, 16)).float().log_softmax(-1)
+        targets = torch.ones(4, length, dtype=torch.long)
+        lengths = torch.full((4,), 6), torch.full((4,), length)
+        return nn.functional.ctc_loss(frames, targets, *lengths)
+
+    fit(setting, model, loss_of, 40)
+
+
+@training("floor", None, "Allow a lower scale .* DynamicScale")
+def a_fixed_scale_that_is_too_large(setting: Setting) -> None:
+    model = mlp(16, 32, 1)
+    scaler = GradScaler("cpu", policy=FixedScale(setting.pick(2.0**24, 2.0**26, 2.0**22)))
+
+    def loss_of(step: int) -> Tensor:
+        return regression(model, torch.randn(32, 16)) * 100
+
+    fit(setting, model, loss_of, 40, scaler=scaler)

@@ -22,10 +22,11 @@ _Detector = Callable[[Evidence], Finding | None]
 # others would say the same in other words.
 _GROUPS: tuple[tuple[_Detector, ...], ...] = (
     (bad_state,),
+    (calls.unused,),
     (calls.unzeroed,),
     (calls.scaled_in_loss,),
     (calls.clipped_while_scaled,),
-    (calls.updated_too_often,),
+    (calls.updated_too_often, calls.unscaled_loss),
     (over_time.restarted,),
     (over_time.silent, over_time.diverged, over_time.data, over_time.floor),
     (gradient_values.cut_off, gradient_values.dead),
@@ -81,39 +82,33 @@ def _of(evidence: Evidence) -> Callable[[_Detector], Finding | None]:
 
 def _normal(evidence: Evidence) -> Finding:
     if not evidence.steps:
-        return Finding(
-            "normal",
-            "No step was seen yet.",
-            "If a call of the scaler raised an error, do what its message says. If the training "
-            "runs: in JAX, Keras and MindSpore, call monitor.record() after each step; elsewhere, "
-            "step(optimizer) finds no gradients, so look for zero_grad() after the backward pass, "
-            "and for an optimizer of other parameters than the model's.",
+        action = (
+            "In JAX, Keras and MindSpore, call monitor.record() after each step; elsewhere, call "
+            "step(optimizer) of the scaler that is watched."
         )
-    if not evidence.skipped:
-        return Finding("normal", f"None of {evidence.steps} steps was skipped.", _nothing(evidence))
-    were = "was" if evidence.skipped == 1 else "were"
-    text = f"{evidence.skipped} of {evidence.steps} steps {were} skipped"
-    if evidence.world_size > 1 and evidence.is_finite_here:
+        if evidence.calls.get("raised"):
+            action = "A call of the scaler raised an error: do what its message says."
+        return Finding("normal", "No step was seen yet.", action)
+    were = "were" if evidence.skipped > 1 else "was"
+    text = f"{evidence.skipped or 'None'} of {evidence.steps} steps {were} skipped"
+    if evidence.skipped and evidence.world_size > 1 and evidence.is_finite_here:
         text += ", because another rank's gradients overflowed while this one's were finite."
         is_unusual = evidence.has_many_skips or (evidence.scale is not None and evidence.scale < 1)
         if is_unusual:
             return Finding("elsewhere", text, EXPLAIN_ALL, is_certain=False)
         return Finding("normal", text, _nothing(evidence))
-    bad = [step.step for step in evidence.past if step.skipped and step.is_bad]
-    if bad:
+    if bad := [step.step for step in evidence.past if step.is_bad]:
         listed = " and ".join(map(str, bad[-2:]))
         steps = "steps" if len(bad) > 1 else "step"
         return Finding(
             "normal",
-            f"{text}, and in {steps} {listed} that was because the loss itself was NaN or Inf.",
+            f"{text}, and the loss itself was NaN or Inf in {steps} {listed}.",
             "So few batches do no harm; look at them if more follow.",
             steps=tuple(bad[-2:]),
         )
-    return Finding(
-        "normal",
-        f"{text} while the loss scale settled, and a lower scale cured each overflow.",
-        _nothing(evidence),
-    )
+    if evidence.skipped:
+        text += " while the loss scale settled, and a lower scale cured each overflow"
+    return Finding("normal", f"{text}.", _nothing(evidence))
 
 
 def _nothing(evidence: Evidence) -> str:

@@ -26,8 +26,8 @@ _CAST = (
     "too, or lower the numbers before the cast"
 )
 _MASKED = (
-    "a row of the softmax is masked entirely (0 / 0): leave one place unmasked, mask with a large "
-    "finite number, or set such rows to 0 afterwards"
+    "a row of the softmax is masked entirely (0 / 0): leave one place unmasked, or mask with a "
+    "large finite number"
 )
 _SCORES = (
     "the scores leave the range of float16: divide them by the root of their width first, or "
@@ -50,6 +50,15 @@ _NORM = (
 _NEGATIVE_ROOT = (
     "the root of a negative number is NaN, as where a variance is a difference of large squares: "
     "clamp its input at 0, or compute it in float32"
+)
+_EMPTY = (
+    "the mean of no elements is 0 / 0 (an empty mask, all labels ignored): leave such batches out, "
+    "or divide their sum by at least 1"
+)
+_ALONE = "the deviation of one element is 0 / 0: set correction=0, or take more elements"
+_NO_ALIGNMENT = (
+    "a target that is longer than its input has no alignment: set zero_infinity=True, or leave "
+    "such samples out"
 )
 _ANGLE = "rounding takes a cosine or sine beyond 1: clamp it to within -1 and 1 before this"
 _SUM = "the sum is larger than float16 can hold: take it in float32 (dtype=torch.float32)"
@@ -76,7 +85,15 @@ _FORWARD = {
     "asin": _ANGLE,
     "sum": _SUM,
     "mean": _SUM,
+    "ctc_loss": _NO_ALIGNMENT,
 }
+_OF_TOO_FEW = {
+    "mean": _EMPTY,
+    "cross_entropy": _EMPTY,
+    "nll_loss": _EMPTY,
+    "std": _ALONE,
+    "var": _ALONE,
+}  # where they make NaN alone
 _SLOPE = "add a small number under the root, or clamp its input, as its slope at 0 is Inf"
 _BACKWARD = {
     "sqrt": _SLOPE,
@@ -93,8 +110,8 @@ _BACKWARD = {
     "softmax": _MASKED,
 }
 _OF_NAN = (
-    "look in its backward pass for 0 * Inf or 0 / 0, such as the square root or norm of 0 (add a "
-    "small number under the root) or the branch that where() does not take"
+    "look in the backward pass for the root or norm of 0 (add a small number under it), and for "
+    "0 * Inf in the branch that where() does not take"
 )
 _POWERS = "pow", "square"
 _WIDE = "float32", "float64"
@@ -128,6 +145,8 @@ def of_operation(located: Located) -> str | None:
         return f"{_POWER}: {_in_float32(located)}"
     if operation == "to":
         return _CAST
+    if operation in _OF_TOO_FEW and not located.num_inf:
+        return _OF_TOO_FEW[operation]
     return _named(_FORWARD, located)
 
 

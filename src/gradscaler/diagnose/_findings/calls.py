@@ -36,6 +36,35 @@ def unzeroed(evidence: Evidence) -> Finding | None:
     )
 
 
+def unused(evidence: Evidence) -> Finding | None:
+    """Optimizers that have no gradients, and so never step."""
+    count = evidence.calls.get("idle", 0)
+    if evidence.steps or not count:
+        return None
+    return Finding(
+        "misuse",
+        f"step(optimizer) found no gradient in {count} calls, so nothing is trained.",
+        "Give the optimizer the parameters of the model that the loss comes from, not those of a "
+        "copy, and call zero_grad() before the backward pass, not after it.",
+        count=count,
+    )
+
+
+def unscaled_loss(evidence: Evidence) -> Finding | None:
+    """Losses that are not scaled, while their gradients are unscaled."""
+    count, steps = evidence.calls.get("lossless", 0), evidence.steps
+    if evidence.world_size > 1 or count < max(_FEW, _ALMOST_ALL * steps):
+        return None  # the first: another process may have the loss
+    return Finding(
+        "misuse",
+        f"In {count} of {steps} steps, no loss was given to scale(), and step() divided the "
+        "gradients by the loss scale all the same, so the training hardly moves.",
+        "Call scaler.scale(loss).backward() in place of loss.backward().",
+        count=count,
+        is_certain=False,
+    )
+
+
 def clipped_while_scaled(evidence: Evidence) -> Finding | None:
     samples = evidence.measured
     norms = [sample.norm for sample in samples]
@@ -98,11 +127,11 @@ def scaled_in_loss(evidence: Evidence) -> Finding | None:
     """A loss that depends on the loss scale, as a penalty on gradients that are still scaled."""
     # A skip leaves the parameters as they are, so the loss stays about the same.
     falls: list[Past] = []
+    latest: list[Past] = []
     for before, after in pairwise(evidence.past):
-        if not (before.skipped and after.scale < before.scale):
-            falls = falls if len(falls) >= _FEW else []
-        elif _falls(before, after):
-            falls = [*falls, after] if falls and falls[-1] is before else [before, after]
+        is_fall = before.skipped and after.scale < before.scale and _falls(before, after)
+        latest = [*(latest or [before]), after] if is_fall else []
+        falls = max(falls, latest, key=len)
     if len(falls) < _FEW:
         return None
     powers = [
@@ -120,7 +149,7 @@ def scaled_in_loss(evidence: Evidence) -> Finding | None:
         f"{first.step} to {last.loss:g} at {last.scale:g} in step {last.step}, so it holds "
         "something that is multiplied by the scale, as a penalty on gradients does.",
         "Multiply the gradients of autograd.grad(scaler.scale(loss), ...) by 1 / "
-        "scaler.get_scale() before the penalty, or take them of the unscaled loss.",
+        "scaler.get_scale() before the penalty, and call scale() once for each loss.",
         steps=(first.step, last.step),
         count=len(falls),
     )
@@ -152,6 +181,8 @@ def full_precision(evidence: Evidence) -> Finding | None:
     """Backward passes without float16."""
     dtypes = evidence.backward
     if evidence.dtype != "float16" or not dtypes or dtypes & {"float16", "unknown"}:
+        return None
+    if evidence.scale == evidence.min_scale == 1:  # fixed on purpose: it changes nothing
         return None
     if "bfloat16" in dtypes:
         return Finding(

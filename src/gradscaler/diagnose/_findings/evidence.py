@@ -108,6 +108,7 @@ class Evidence:
                 watched=line.located or self.watched,
                 parameter=line.parameter or self.parameter,
                 state=line.state or self.state,
+                calls=Counter(self.calls) + Counter(line.calls),
             )
         if isinstance(line, VerdictLine):
             return self if line.verdict == "normal" else replace(self, earlier=line)

@@ -142,8 +142,8 @@ def too_small(evidence: Evidence) -> Finding | None:
     if evidence.has_many_skips:
         try_ = (
             f"The scale is too small because {evidence.skipped} of {evidence.steps} steps were "
-            "skipped, and each skip lowers it: look at what the skipped steps have in common, such "
-            "as an optimizer, a batch or a parameter, for Inf and NaN that occur at every scale."
+            "skipped, and each skip lowers it: look for what the skipped steps have in common, "
+            "such as an optimizer, a batch or a parameter."
         )
     return Finding(
         "underflow",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
@@ -27,6 +27,11 @@ _CURED = "floor", "nan"  # verdicts that a lower scale proved wrong
 _MOST_SKIPPED = 0.01  # of the steps, once the scale has settled
 _OFTEN = 0.3  # of the latest steps, which a training that diverges skips
 _CLOSE = 2.0**-5  # of the largest number: gradients of one step may be that much larger
+_OUTLIER = 10.0  # times the usual loss
+_FAILS_BACKWARD = (
+    "what fails in the backward pass alone, such as the root or norm of 0 (equal rows), or a rare "
+    "class with a large gradient: locate() on one names it"
+)
 _JUMPED = 4.0  # times the scale of the run before
 
 
@@ -36,14 +41,14 @@ def silent(evidence: Evidence) -> Finding | None:
     is_elsewhere = evidence.world_size > 1 and evidence.is_finite_here
     if is_elsewhere:  # these losses caused no skip: another rank's gradients did
         count, num_caused = count + num_caused, 0
-    if count <= num_caused:
+    if count <= num_caused or not _are_many(count, count, evidence):
         return None
     steps = [step for step in evidence.past if step.is_bad and (is_elsewhere or not step.skipped)]
     loss = steps[-1].loss if steps else math.nan
     so = "no step is skipped for it" if is_elsewhere else "the steps are applied"
     how_often = "each step" if count == evidence.steps else f"{count} of {evidence.steps} steps"
     if count < evidence.steps:
-        how_often += when(steps)
+        how_often += when(steps, evidence)
     found = evidence.watched
     at = at_line(found, ", first seen in")
     advice = None if found is None or found.kind != "forward" else of_operation(found)
@@ -62,7 +67,7 @@ def silent(evidence: Evidence) -> Finding | None:
         )
     return Finding(
         "silent",
-        f"The unscaled loss is {loss:g} in {how_often}{at}, and the gradients are finite, so {so}.",
+        f"The unscaled loss is {loss:g} in {how_often}{at}, and {so}.",
         f"{action[0].upper()}{action[1:]}.",
         found.module if found is not None else None,
         found.line if found is not None else None,
@@ -136,7 +141,7 @@ def explosion(past: Sequence[Past], in_streak: bool) -> tuple[Past, Past] | None
     else:
         latest = sorted(late[-_RECENT // 2 :], key=_size)
         peak = latest[len(latest) // 2]
-    if peak.step <= base.step or _size(peak) < _EXPLODED * max(_size(base), _size(seen[0])):
+    if peak.step <= base.step or _size(peak) <= _EXPLODED * max(_size(base), _size(seen[0])):
         return None
     return base, peak
 
@@ -146,13 +151,14 @@ def data(evidence: Evidence) -> Finding | None:
     if evidence.world_size > 1 and evidence.is_finite_here:
         return None
     bad = [step for step in evidence.past if step.skipped and step.is_bad]
-    if not _are_several(bad, evidence) and not has_settled_and_skips(evidence):
-        return None
     skips = bad or unexplained(evidence)
+    is_often = has_settled_and_skips(evidence) or _are_outliers(skips, evidence)
+    if not _are_several(bad, evidence) and not is_often:
+        return None
     if skips and all(_is_at_floor(step, evidence) for step in skips) and not bad:
         return None
     were = "was" if evidence.skipped == 1 else "were"
-    text = f"{evidence.skipped} of {evidence.steps} steps {were} skipped{when(skips)}"
+    text = f"{evidence.skipped} of {evidence.steps} steps {were} skipped{when(skips, evidence)}"
     describe = _of_bad_losses if bad else _of_bad_gradients
     return describe(evidence, skips, text)
 
@@ -166,7 +172,7 @@ def _of_bad_losses(evidence: Evidence, bad: Sequence[Past], text: str) -> Findin
     )
     if found is not None and found.operation is not None and found.kind != "input":
         of_kind = of_forward if found.kind == "forward" else of_backward
-        action = f"In these batches, {of_kind(found)}."
+        action = _in_batches(of_kind(found), evidence)
     return Finding(
         "data",
         f"{text}, {these} with a loss of {bad[-1].loss:g}{at_line(found, ', first seen in')}.",
@@ -183,38 +189,57 @@ def _of_bad_gradients(evidence: Evidence, skips: Sequence[Past], text: str) -> F
     found, named = evidence.watched, ""
     if found is not None and found.kind == "backward":
         named = at_line(found, ", first seen in the gradient of")
-    settled = f"{text} after the scale had settled{named}"
     now = "" if evidence.scale is None else f"; the loss scale is {evidence.scale:g} now"
-    own = [step.loss for step in skips if step.loss is not None]
-    applied = [step.loss for step in evidence.past if not step.skipped and step.loss is not None]
-    others = [loss for loss in applied if math.isfinite(loss)]
-    usual = f" (elsewhere about {median(others):g})" if others else ""
+    own, others = _usual_losses(skips, evidence)
     if named and found is not None and (advice := of_gradient(found)) is not None:
-        cause = f"{settled}, though their loss is finite."
-        action = f"In these batches, {advice}."
-    elif own and others and median(map(abs, own)) >= 10 * median(map(abs, others)):
-        cause = f"{text}, whose loss is about {median(own):g}{usual}{now}."
+        cause = f"{text}{named}, though their loss is finite."
+        action = _in_batches(advice, evidence)
+    elif own is not None and others is not None and abs(own) >= _OUTLIER * abs(others):
+        cause = f"{text}, whose loss is about {own:g} (elsewhere about {others:g}){now}."
         action = (
             "Look at these batches for outliers in inputs and labels, and leave out, clip or "
             "normalise them; a loss that grows less for large errors (Huber's) helps too."
         )
-    elif own:
-        cause = f"{settled}, though their loss is like that of other steps{usual}{now}."
-        action = (
-            "Look at these batches for what makes the backward pass alone fail, such as the root "
-            "or norm of 0 where two rows are equal, or a rare class or long sequence whose "
-            "gradient is large: locate() on one of them names it."
-        )
+    elif own is not None:
+        cause = f"{text}, though their losses are as usual{now}."
+        action = f"Look in these batches for {_FAILS_BACKWARD}."
     else:
-        cause = f"{settled}{now}, and their losses were not seen."
+        cause = f"{text}{now}, and their losses were not seen."
         action = (
-            "Look at these batches for Inf and NaN in inputs, labels and masks, for outliers, and "
-            "for what makes the backward pass alone fail, such as the root or norm of 0: locate() "
-            "on one of them names it."
+            "Look in these batches for Inf and NaN in inputs, labels and masks, for outliers, and "
+            f"for {_FAILS_BACKWARD}."
         )
     steps = tuple(step.step for step in skips[-_FEW:])
     count = max(len(skips), evidence.skipped)
     return Finding("data", cause, action, *_place_of(found), steps, count, is_certain=False)
+
+
+def _usual_losses(skips: Sequence[Past], evidence: Evidence) -> tuple[float | None, float | None]:
+    """The median loss of some skips, and of the steps that were applied; None if not seen."""
+    applied = (step for step in evidence.past if not step.skipped)
+    own, others = (
+        [step.loss for step in steps if step.loss is not None and math.isfinite(step.loss)]
+        for steps in (skips, applied)
+    )
+    return median(own) if own else None, median(others) if others else None
+
+
+def _are_outliers(skips: Sequence[Past], evidence: Evidence) -> bool:
+    """Whether skips whose losses are much larger than usual are more than an accident.
+
+    They end once they have sunk the scale, which is then too small for all other steps.
+    """
+    own, others = _usual_losses(skips, evidence)
+    if own is None or others is None or not abs(own) >= _OUTLIER * abs(others) > 0:
+        return False
+    return len(skips) > max(_FEW, _MOST_SKIPPED * evidence.steps)
+
+
+def _in_batches(advice: str, evidence: Evidence) -> str:
+    """Advice as a sentence, which says that it is for some batches if most of them are well."""
+    if 2 * evidence.skipped <= evidence.steps:
+        return f"In these batches, {advice}."
+    return f"{advice[0].upper()}{advice[1:]}."
 
 
 def _place_of(found: Located | None) -> tuple[str | None, str | None]:
@@ -227,7 +252,12 @@ def _are_several(bad: Sequence[Past], evidence: Evidence) -> bool:
     if evidence.bad_and_skipped >= max(evidence.steps, _FEW):
         return True
     events = sum(after.step - before.step > 1 for before, after in pairwise(bad)) + bool(bad)
-    is_frequent = evidence.bad_and_skipped > 2 * _MOST_SKIPPED * evidence.steps
+    return _are_many(events, evidence.bad_and_skipped, evidence)
+
+
+def _are_many(events: int, count: int, evidence: Evidence) -> bool:
+    """Whether so many events, of ``count`` steps, are more than an accident."""
+    is_frequent = count > 2 * _MOST_SKIPPED * evidence.steps
     return events >= _FEW or (events == _FEW - 1 and is_frequent)
 
 
@@ -308,9 +338,8 @@ def restarted(evidence: Evidence) -> Finding | None:
     if evidence.calls.get("resumed") and first is not None and first.skipped:
         return Finding(
             "restart",
-            "The optimizer goes on with the state of an earlier run, and the scaler starts anew, "
-            f"from a loss scale of {first.scale:g} that overflows in its first step, so the "
-            "scaler's state was not loaded.",
+            "The optimizer has the state of an earlier run, but the scaler starts from "
+            f"{first.scale:g}, which overflows in its first step: its state was not loaded.",
             load,
             steps=(first.step,),
         )
@@ -361,9 +390,11 @@ def unexplained(evidence: Evidence) -> list[Past]:
     return found
 
 
-def when(skips: Iterable[Past]) -> str:
-    """How steps follow one another, if that has a pattern."""
-    numbers = [step.step for step in skips]
+def when(steps: Sequence[Past], evidence: Evidence) -> str:
+    """How steps follow one another, if they are few enough to have a pattern."""
+    if 2 * len(steps) > evidence.steps:
+        return ""
+    numbers = [step.step for step in steps]
     firsts = [n for i, n in enumerate(numbers) if not i or n - numbers[i - 1] > 1]
     gaps = [after - before for before, after in pairwise(firsts)]
     if len(gaps) < 2:

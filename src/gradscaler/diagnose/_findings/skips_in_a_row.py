@@ -67,7 +67,8 @@ def bad_parameter(evidence: Evidence, so: str) -> Finding | None:
         )
     wrote = "a learning rate that is too large, weights changed without the scaler"
     if evidence.skipped >= evidence.steps:  # no step has written it
-        wrote = "weights that are changed by hand, or were not finite at first"
+        wrote = "weights that optimizer.step() or other code changes without the scaler, or that "
+        wrote += "were not finite at first"
     return Finding(
         "parameter",
         f"{cause}.",
@@ -107,6 +108,16 @@ def _of_forward(evidence: Evidence, skipped: str) -> Finding | None:
                 f"A tensor that {located.made_by} computed outside of the model holds Inf or NaN "
                 f"before the forward pass{seen}, so {skipped}.",
                 f"{_WONT} call locate() with the module that computes it.",
+                line=located.line,
+                count=count,
+            )
+        if evidence.steps > evidence.skipped:  # so many bad batches do not follow good ones
+            return Finding(
+                "loss",
+                f"A tensor that is not the model's holds Inf or NaN before the forward pass{seen}, "
+                f"so {skipped}.",
+                f"{_WONT} if it is kept from step to step (averaged weights, statistics, a queue), "
+                "reset it, as no skip does; else look at the data.",
                 line=located.line,
                 count=count,
             )
@@ -160,7 +171,7 @@ def _of_gradients(evidence: Evidence, skipped: str, fell: str) -> Finding:
     line = found.line if found is not None and is_backward else None
     if name is not None:
         at = at_line(found, ", by the gradient of") if is_backward else ""
-        name_it = "" if at else ", and let anomaly detection name the operation"
+        name_it = "" if at else "; anomaly detection names the operation"
         return Finding(
             "nan",
             f"The gradient of {name} is NaN at every loss scale{at}, though the loss is finite: "
@@ -199,16 +210,18 @@ def _of_gradients(evidence: Evidence, skipped: str, fell: str) -> Finding:
     cause = f"{overflow}{loss} at a loss scale of {last.scale:g}, {limit}: {skipped}{fell}."
     if is_elsewhere:
         return Finding("elsewhere", cause, EXPLAIN_ALL, count=count)
-    lower = "start from a scale below 1" if last.scale <= 1 else "start from a lower scale"
-    if at_floor or is_fixed:
-        lower = "allow a lower scale (min_scale)"
-    divide = f"Divide the loss (a mean in place of a sum, targets in larger units), or {lower}"
-    if not is_large:
-        divide += "; if gradients are Inf at every scale, look for a division by 0"
+    divide = "divide the loss (a mean in place of a sum, targets in larger units)"
+    if last.scale > 1:
+        action = f"Allow a lower scale (min_scale, or DynamicScale if it is fixed), or {divide}"
+    else:
+        lower = "allow a lower scale (min_scale)" if at_floor else "start from a scale below 1"
+        action = f"D{divide[1:]}, or {lower}"
+        if not is_large:
+            action += "; if they are Inf at every scale, look for a division by 0"
     return Finding(
         "floor",
         cause,
-        f"{divide}.",
+        f"{action}.",
         where,
         line,
         count=count,

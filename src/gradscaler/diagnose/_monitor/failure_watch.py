@@ -86,7 +86,8 @@ class FailureWatch:
     def _has_failed(self, step: int) -> bool:
         """Whether a step failed as no scale cures, if that was read already.
 
-        Its loss is not finite, or its gradients hold NaN and no Inf, as an overflow makes.
+        Its loss is not finite; or its gradients hold NaN and no Inf, as an overflow makes, or are
+        not finite at a scale that does not enlarge them.
         """
         latest = next(reversed(self._log.history), None)
         if latest is None or latest.step != step:
@@ -95,7 +96,8 @@ class FailureWatch:
         # If no step was applied, the scale may be far too large.
         was_applied = self._log.num_steps > self._log.counts.num_skipped
         is_nan = bool(found) and not any(each.num_inf for each in found)
-        return latest.has_bad_loss or (is_nan and was_applied)
+        is_hopeless = is_nan or (bool(found) and latest.scale <= 1)
+        return latest.has_bad_loss or (is_hopeless and was_applied)
 
     def keep_located(self) -> None:
         """Keep what was located in the latest step, if it failed and was watched."""

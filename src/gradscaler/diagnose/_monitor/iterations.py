@@ -39,7 +39,8 @@ class Iteration:
         nonfinite = tuple(chain(*found)) if found else None
         is_unzeroed = any(float(held) != 0 for held in self.added_to)
         step = Step(self.number, last.scale, any(skipped.values()), loss, nonfinite)
-        log.add(step, skipped, ["unzeroed"] * is_unzeroed + ["resumed"] * self.is_resumed)
+        calls = {"unzeroed": is_unzeroed, "resumed": self.is_resumed, "lossless": not self.losses}
+        log.add(step, skipped, [name for name, is_one in calls.items() if is_one])
         if self.measured:
             log.add_sample(loss, **fields_of(self.measured.values()))
 

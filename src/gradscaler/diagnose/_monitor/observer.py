@@ -55,6 +55,7 @@ class EagerObserver(StepSource):
 
     def __post_init__(self) -> None:
         self._finish: Callable[[], None] | None = None  # what a close that waits will call
+        self._is_in_step = False  # whether unscale_() or step() began, and no step has ended since
         bases = type(self.scaler).__mro__
         is_torch = any(base.__module__.startswith("gradscaler.torch") for base in bases)
         # Operations of many processes are on parts of tensors, and may be collectives.
@@ -98,6 +99,7 @@ class EagerObserver(StepSource):
     @_call
     def stepping(self, optimizer: Any, scale: Any, /) -> None:
         """Measure the gradients if a sample is due and ``unscaling`` has not measured them."""
+        self._is_in_step = True
         self._watch.end_passes(self._iterations.latest.number)
         self._iterations.note_missed()
         if id(optimizer) in self._iterations.latest.outcomes:
@@ -115,7 +117,10 @@ class EagerObserver(StepSource):
     @_call
     def stepped(self, optimizer: Any, outcome: StepOutcome, /) -> None:
         """Inspect the gradients if they are not finite."""
+        self._is_in_step = False
         if outcome.known_reason == "no_gradients":
+            if not self.log.num_steps:
+                self.log.note_call("idle")
             return
         self._iterations.note(optimizer, outcome)
         self._measure_if_due(optimizer)  # a closure made the gradients
@@ -197,6 +202,8 @@ class EagerObserver(StepSource):
         self._iterations.note_missed()
         self._end()
         self._iterations.read()
+        if self._is_in_step and not self.log.num_steps:
+            self.log.note_call("raised")
         finish()
 
     def _is_busy(self) -> bool:
@@ -221,7 +228,7 @@ class EagerObserver(StepSource):
         if not iteration.outcomes:
             self._iterations.drop()
             if iteration.is_unscaled:
-                self.log.note_unstepped()
+                self.log.note_call("unstepped")
             return
         self.parameters.optimizers = list(iteration.optimizers.values())
         if iteration.backward:

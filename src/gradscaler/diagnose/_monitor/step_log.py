@@ -28,6 +28,7 @@ logger = logging.getLogger("gradscaler")
 
 _MOST_NONFINITE = 10  # gradients that a line lists
 _FEW = 3  # skips in a row that may become too many
+_MANY_CALLS = 10  # that no step came of
 _NONFINITE = "parameter", "state"  # kinds
 _LONGEST_UNWRITTEN = 1.0  # seconds; who reads the file of a killed process misses no more
 
@@ -219,10 +220,12 @@ class StepLog:
         """Remember what lets no gradient through to parameters, by their names."""
         self.counts = self.counts._replace(cut=cut)
 
-    def note_unstepped(self) -> None:
-        """Count an update after gradients were unscaled and not used."""
-        calls = Counter(self.counts.calls) + Counter(["unstepped"])
+    def note_call(self, name: str) -> None:
+        """Count a call that no step came of: see :class:`Sample`."""
+        calls = Counter(self.counts.calls) + Counter([name])
         self.counts = self.counts._replace(calls=calls)
+        if not self.num_steps and calls[name] == _MANY_CALLS:
+            _warn(self._look(is_last=False))
 
     @property
     def evidence(self) -> Evidence:
@@ -231,6 +234,8 @@ class StepLog:
         found = counts.evidence
         if counts.step > counts.sampled:
             found = found.after(self._sample())
+        elif not self.num_steps:
+            found = found.after(self._calls())
         return replace(found, steps=self.num_steps, skipped=counts.num_skipped)
 
     def _sample(self, loss: float | None = None, **measured: Any) -> Sample:
@@ -249,6 +254,10 @@ class StepLog:
             cut=counts.cut,
             **measured,
         )
+
+    def _calls(self) -> Watched:
+        """The calls that no step came of, in a run without one."""
+        return Watched(self.counts.step, calls=dict(self.counts.calls))
 
     def add_watched(self, located: Located | None, dtypes: Mapping[str, str]) -> None:
         """Write what was seen in the last step, once; dtypes only if they changed."""
@@ -273,7 +282,7 @@ class StepLog:
 
     def _look(self, is_last: bool) -> list[Finding]:
         """The findings to warn of; what is not finite, and no gradient, is written."""
-        if self.stuck_streak is not None or not self.num_steps:
+        if self.stuck_streak is not None:
             return []
         findings = self._judge(self).findings
         found = {each.kind: each.where for each in findings if each.kind in _NONFINITE}
@@ -363,6 +372,8 @@ class StepLog:
     def close(self) -> None:
         """Write what is left to write."""
         news = self._look(is_last=True)
+        if not self.num_steps and self.counts.calls:
+            self._write(self._calls())
         self.add_sample()
         writers, self._writers = self._writers, ()  # a call that this interrupts writes no more
         for writer in writers:

@@ -140,7 +140,9 @@ class Sample:
             optimizer followed, after an ``update``, a step of another. ``"unscaled"``: that, and no
             loss was scaled in between. ``"unzeroed"``: a backward pass added to gradients that a
             step had used. ``"resumed"``: before the first step, an optimizer had the state of an
-            earlier run, and the scaler was as new.
+            earlier run, and the scaler was as new. ``"lossless"``: a step of an eager scaler for
+            which no loss was scaled. Before any step, ``"idle"``: ``step`` found no
+            gradient; ``"raised"``: ``step`` or ``unscale_`` raised an error.
         missing: parameters that require a gradient, are an optimizer's, and have none.
         cut: if that was looked for since the last sample: what lets no gradient through to
             parameters, by their names. It is an operation, such as ``"round"``, where the gradient
@@ -232,6 +234,7 @@ class Watched:
         dtypes: the dtype of each module's output, by the module's name; autocast chooses it.
         parameter: the name of a parameter or a buffer that was not finite; None if none was seen.
         state: the name of an optimizer's state that was not finite; None if none was seen.
+        calls: in a run without a step, its calls: see :class:`Sample`.
     """
 
     kind: ClassVar[str] = "watched"
@@ -241,6 +244,7 @@ class Watched:
     dtypes: Mapping[str, str] = field(default_factory=dict)
     parameter: str | None = None
     state: str | None = None
+    calls: Mapping[str, int] = field(default_factory=dict)
 
 
 Line = Start | Sample | Skip | VerdictLine | Watched

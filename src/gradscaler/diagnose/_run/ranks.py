@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -61,11 +62,14 @@ def of_ranks(files: Sequence[tuple[str, Run]]) -> Run:
     return RunOfRanks(run.starts, run.samples, run.skips, run.verdicts, ranks, run.watched)
 
 
-def _order(run: Run) -> tuple[int, float, int, int]:
+def _order(run: Run) -> tuple[int, float, int, int, int]:
     """The rank at fault comes first; see :func:`gradscaler.diagnose.read_run`."""
     kind, start = run.verdict.kind, run.starts[-1]
     severity = _SEVERITY.index(kind) if kind in _SEVERITY else len(_SEVERITY)
-    return _NAMES_NO_CAUSE.get(kind, 0), run.nonfinite_since - start.step, severity, start.rank
+    since = run.nonfinite_since - start.step
+    # Where ranks average their gradients, those are NaN on each; only the culprit's loss is, too.
+    num_finite = sum(skip.loss is None or math.isfinite(skip.loss) for skip in run.skips)
+    return _NAMES_NO_CAUSE.get(kind, 0), since, num_finite, severity, start.rank
 
 
 def _differences(ranks: Mapping[int, Run]) -> str:

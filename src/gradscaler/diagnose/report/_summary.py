@@ -46,7 +46,7 @@ class Content:
 
 def headline_of(run: Run) -> Kind:
     """What is wrong with a run, in a few words."""
-    if run.num_steps == run.starts[-1].step:
+    if run.num_steps == run.starts[-1].step and run.verdict.kind == "normal":
         return Kind("warning", "No step is recorded yet")
     level, headline = kind_of(run.verdict.kind)
     return Kind(level, shown(headline, 60))
