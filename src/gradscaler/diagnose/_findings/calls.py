@@ -184,23 +184,21 @@ def full_precision(evidence: Evidence) -> Finding | None:
         return None
     if evidence.scale == evidence.min_scale == 1:  # fixed on purpose: it changes nothing
         return None
+    so = "so loss scaling has nothing to protect"
+    action = (
+        "Run the forward pass and the loss under torch.autocast(device, dtype=torch.float16), or "
+        "leave the scaler out (enabled=False)."
+    )
     if "bfloat16" in dtypes:
-        return Finding(
-            "misuse",
-            f"The backward pass computes in {_listed(dtypes)} and nothing in float16, and bfloat16 "
-            "has the range of float32: loss scaling gains nothing, and a skip loses a step.",
-            "Leave the scaler out (enabled=False), or run autocast with dtype=torch.float16.",
-            is_certain=False,
+        so = (
+            "and bfloat16 has the range of float32: loss scaling gains nothing, and a skip loses a "
+            "step"
         )
+        action = "Leave the scaler out (enabled=False), or run autocast with dtype=torch.float16."
+    listed = " and ".join(sorted(dtypes))
     return Finding(
         "misuse",
-        f"The backward pass computes in {_listed(dtypes)} and nothing in float16, so loss scaling "
-        "has nothing to protect.",
-        "Run the forward pass and the loss under torch.autocast(device, dtype=torch.float16), or "
-        "leave the scaler out (enabled=False).",
+        f"The backward pass computes in {listed} and nothing in float16, {so}.",
+        action,
         is_certain=False,
     )
-
-
-def _listed(dtypes: frozenset[str]) -> str:
-    return " and ".join(sorted(dtypes))

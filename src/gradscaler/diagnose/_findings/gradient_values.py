@@ -43,28 +43,25 @@ def cut_off(evidence: Evidence) -> Finding | None:
             "a comparison; if it is meant to be cut, call requires_grad_(False) on them.",
             where,
         )
+    whole = "everywhere" if by in STEPS else "for all of its inputs"
+    try_ = (
+        "look at the biases before it and the learning rate, normalise its inputs, or take a "
+        "function with a slope on both sides (leaky_relu, gelu)"
+    )
     if by in STEPS:
-        why = "whose slope is 0 everywhere"
         try_ = (
             "take a smooth function in its place (tanh for sign), or let the gradient pass as if "
             f"it were not there: x + (x.{by}() - x).detach()"
         )
     elif by in SATURATED:
-        why = "whose slope is 0 for all of its inputs"
         try_ = (
             "they are too far from 0 or from each other: normalise them, start from smaller "
             "weights, or lower the learning rate"
         )
-    else:
-        why = "whose slope is 0 for all of its inputs"
-        try_ = (
-            "look at the biases before it and the learning rate, normalise its inputs, or take a "
-            "function with a slope on both sides (leaky_relu, gelu)"
-        )
     return Finding(
         "dead",
         f"The gradients of {whose}, {names[0]} first, are exactly 0, because they pass {by}, "
-        f"{why}.",
+        f"whose slope is 0 {whole}.",
         f"A larger scale would not help: {try_}.",
         where,
     )

@@ -15,7 +15,7 @@ from gradscaler.diagnose._findings.advice import (
     of_gradient,
     of_operation,
 )
-from gradscaler.diagnose._findings.evidence import Evidence, Past
+from gradscaler.diagnose._findings.evidence import Before, Evidence, Past
 from gradscaler.diagnose._findings.finding import Finding
 from gradscaler.diagnose._locate.located import Located
 
@@ -86,16 +86,11 @@ def diverged(evidence: Evidence) -> Finding | None:
         return None  # a loss may grow as its targets do
     grew = []
     if loss is not None:
-        first, last = loss
-        grew.append(
-            f"The loss grew from {first.loss:g} (step {first.step}) to {last.loss:g} "
-            f"(step {last.step})"
-        )
+        first, last = (f"{step.loss:g} (step {step.step})" for step in loss)
+        grew.append(f"loss grew from {first} to {last}")
     if weights is not None:
-        the = "and the" if loss else "The"
-        grew.append(f"{the} weights' norm from {weights[0]:g} to {weights[1]:g}")
-        if not loss:
-            grew = [f"The weights' norm grew from {weights[0]:g} to {weights[1]:g}"]
+        verb = "" if loss else " grew"
+        grew.append(f"weights' norm{verb} from {weights[0]:g} to {weights[1]:g}")
     where, at = evidence.parameter, ""
     if where is None and evidence.located is not None and evidence.located.kind == "forward":
         where = evidence.located.module or where
@@ -106,7 +101,7 @@ def diverged(evidence: Evidence) -> Finding | None:
     first_bad = f" (first in {where}{at})" if where else ""
     return Finding(
         "divergence",
-        f"{' '.join(grew)}, until numbers left float16{first_bad} and {skips}.",
+        f"The {' and the '.join(grew)}, until numbers left float16{first_bad} and {skips}.",
         "It diverges at any scale: go back to an earlier checkpoint, lower the learning rate "
         "or warm it up, and clip the gradients.",
         where,
@@ -267,23 +262,20 @@ def floor(evidence: Evidence) -> Finding | None:
         return None
     earlier = evidence.earlier
     skips = unexplained(evidence)
-    if (
-        has_settled_and_skips(evidence)
-        and skips
-        and not any(step.is_bad for step in skips)
-        and all(_is_at_floor(step, evidence) for step in skips)
-    ):
-        return Finding(
-            "floor",
-            f"{len(skips)} of {evidence.steps} steps were skipped at a loss scale of "
-            f"{skips[-1].scale:g}, the smallest that its policy allows.",
-            "Allow a lower one (min_scale, or a policy that moves it), or make the loss smaller: a "
-            "mean in place of a sum, targets in larger units.",
-            None if earlier is None else earlier.where,
-            steps=tuple(step.step for step in skips[-_FEW:]),
-            count=len(skips),
-        )
-    return None
+    if not skips or not has_settled_and_skips(evidence):
+        return None
+    if any(step.is_bad or not _is_at_floor(step, evidence) for step in skips):
+        return None
+    return Finding(
+        "floor",
+        f"{len(skips)} of {evidence.steps} steps were skipped at a loss scale of "
+        f"{skips[-1].scale:g}, the smallest that its policy allows.",
+        "Allow a lower one (min_scale, or DynamicScale if it is fixed), or divide the loss (a mean "
+        "in place of a sum, targets in larger units).",
+        None if earlier is None else earlier.where,
+        steps=tuple(step.step for step in skips[-_FEW:]),
+        count=len(skips),
+    )
 
 
 def lowered(evidence: Evidence) -> Finding | None:
@@ -331,33 +323,35 @@ def earlier(evidence: Evidence) -> Finding | None:
 def restarted(evidence: Evidence) -> Finding | None:
     """A run that goes on where another ended, at another scale."""
     before, first = evidence.before, evidence.first
-    load = (
-        "Save scaler.state_dict() with the model and the optimizer, and load it where they are "
-        "loaded."
-    )
-    if evidence.calls.get("resumed") and first is not None and first.skipped:
-        return Finding(
-            "restart",
+    if first is None:
+        return None
+    if evidence.calls.get("resumed") and first.skipped:
+        cause = (
             "The optimizer has the state of an earlier run, but the scaler starts from "
-            f"{first.scale:g}, which overflows in its first step: its state was not loaded.",
-            load,
-            steps=(first.step,),
+            f"{first.scale:g}, which overflows in its first step"
         )
-    if before is None or first is None or first.loss is None:
-        return None
-    if not (first.scale >= _JUMPED * before.scale or first.scale * _JUMPED <= before.scale):
-        return None
-    improved = abs(before.first_loss - before.last_loss)
-    if not abs(first.loss - before.last_loss) < improved / 2:  # it is another training
+    elif before is not None and _goes_on(first, before):
+        cause = (
+            f"The run before ended at a loss scale of {before.scale:g}, and this one continues its "
+            f"training from {first.scale:g} in step {first.step}"
+        )
+    else:
         return None
     return Finding(
         "restart",
-        f"The run before ended at a loss scale of {before.scale:g}, and this one continues its "
-        f"training from {first.scale:g} in step {first.step}, so the scaler's state was not "
+        f"{cause}, so the scaler's state was not loaded.",
+        "Save scaler.state_dict() with the model and the optimizer, and load it where they are "
         "loaded.",
-        load,
         steps=(first.step,),
     )
+
+
+def _goes_on(first: Past, before: Before) -> bool:
+    """Whether a first step continues the training of the run before, at another scale."""
+    if first.loss is None or 1 / _JUMPED < first.scale / before.scale < _JUMPED:
+        return False
+    improved = abs(before.first_loss - before.last_loss)
+    return abs(first.loss - before.last_loss) < improved / 2
 
 
 def has_settled_and_skips(evidence: Evidence) -> bool:

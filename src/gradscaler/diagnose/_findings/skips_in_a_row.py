@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from gradscaler.diagnose._findings.advice import at_line, of_backward, of_forward
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.finding import Finding
 from gradscaler.diagnose._findings.over_time import diverged
+from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._run.lines import Skip
 
 EXPLAIN_ALL = (
@@ -21,18 +23,16 @@ _WONT = "No loss scale fixes this:"
 
 def of_skips(evidence: Evidence) -> Finding:
     """What explains too many skips in a row."""
-    first, last = evidence.skips[0], evidence.skips[-1]
     skipped = f"the last {evidence.skips_in_a_row} steps were skipped"
-    highest, fell = first.scale if evidence.first_scale is None else evidence.first_scale, ""
-    if highest != last.scale:
-        fell = f" while the scale fell from {highest:g} to {last.scale:g}"
-    return (
+    finding = (
         (None if evidence.lost_eps is not None else diverged(evidence))
         or bad_parameter(evidence, skipped)
         or _of_forward(evidence, skipped)
         or _of_loss(evidence, skipped)
-        or _of_gradients(evidence, skipped, fell)
+        or _of_nan(evidence, skipped)
+        or _of_overflow(evidence, skipped)
     )
+    return replace(finding, count=evidence.skips_in_a_row)
 
 
 def bad_parameter(evidence: Evidence, so: str) -> Finding | None:
@@ -44,38 +44,28 @@ def bad_parameter(evidence: Evidence, so: str) -> Finding | None:
             whose = f"Another module's ({located.type})"
     if parameter is None:
         return None
-    cause = f"{whose} {parameter} is itself Inf or NaN, so {so}"
-    count = evidence.skips_in_a_row
+    why = ""
     if evidence.lost_eps is not None:
-        return Finding(
-            "parameter",
-            f"{cause}: the optimizer divides by an eps of {evidence.lost_eps:g}, which is 0 in the "
-            "float16 of its parameters.",
+        why = (
+            f": the optimizer divides by an eps of {evidence.lost_eps:g}, which is 0 in the "
+            "float16 of its parameters"
+        )
+        action = (
             "Go back to an earlier checkpoint, and keep the parameters in float32, with the "
-            "forward pass under autocast, or set eps to 1e-4.",
-            parameter,
-            count=count,
+            "forward pass under autocast, or set eps to 1e-4."
         )
-    if parameter.endswith(_STATISTICS):
-        return Finding(
-            "parameter",
-            f"{cause}.",
+    elif parameter.endswith(_STATISTICS):
+        action = (
             f"{_WONT} reset it or go back to an earlier checkpoint, and look for the batch whose "
-            "forward pass wrote Inf or NaN into it: no skip undoes that.",
-            parameter,
-            count=count,
+            "forward pass wrote Inf or NaN into it: no skip undoes that."
         )
-    wrote = "a learning rate that is too large, weights changed without the scaler"
-    if evidence.skipped >= evidence.steps:  # no step has written it
-        wrote = "weights that optimizer.step() or other code changes without the scaler, or that "
-        wrote += "were not finite at first"
-    return Finding(
-        "parameter",
-        f"{cause}.",
-        f"{_WONT} go back to an earlier checkpoint, and look for what wrote it ({wrote}).",
-        parameter,
-        count=count,
-    )
+    else:
+        wrote = "a learning rate that is too large, weights changed without the scaler"
+        if evidence.skipped >= evidence.steps:  # no step has written it
+            wrote = "optimizer.step() without the scaler, or weights that were not finite at first"
+        action = f"{_WONT} go back to an earlier checkpoint, and look for what wrote it ({wrote})."
+    cause = f"{whose} {parameter} is itself Inf or NaN, so {so}{why}."
+    return Finding("parameter", cause, action, parameter)
 
 
 def bad_state(evidence: Evidence) -> Finding | None:
@@ -93,7 +83,8 @@ def bad_state(evidence: Evidence) -> Finding | None:
 
 
 def _of_forward(evidence: Evidence, skipped: str) -> Finding | None:
-    located, count = evidence.located, evidence.skips_in_a_row
+    """What a module, or code outside of the model, makes or is given."""
+    located = evidence.located
     if located is None or located.kind == "backward":
         return None
     loss = evidence.skips[-1].loss
@@ -101,52 +92,55 @@ def _of_forward(evidence: Evidence, skipped: str) -> Finding | None:
     if is_outside and loss is not None and math.isfinite(loss):
         return None  # it reached the gradients, and not by the loss: the user may change them
     if located.kind == "input":
-        seen = at_line(located, ", first seen in")
-        if located.made_by is not None:
-            return Finding(
-                "loss",
-                f"A tensor that {located.made_by} computed outside of the model holds Inf or NaN "
-                f"before the forward pass{seen}, so {skipped}.",
-                f"{_WONT} call locate() with the module that computes it.",
-                line=located.line,
-                count=count,
-            )
-        if evidence.steps > evidence.skipped:  # so many bad batches do not follow good ones
-            return Finding(
-                "loss",
-                f"A tensor that is not the model's holds Inf or NaN before the forward pass{seen}, "
-                f"so {skipped}.",
-                f"{_WONT} if it is kept from step to step (averaged weights, statistics, a queue), "
-                "reset it, as no skip does; else look at the data.",
-                line=located.line,
-                count=count,
-            )
-        return Finding(
-            "data",
-            f"The batch itself holds Inf or NaN before the forward pass{seen}, so {skipped}.",
-            f"{_WONT} look at the data and how they are prepared, such as a division by a "
-            "deviation of 0.",
-            line=located.line,
-            count=count,
-        )
+        return _of_input(evidence, located, skipped)
+    module, kind = located.module, "activations"
+    maker = f"The forward pass of {module or 'the model'}"
+    if module is None:
+        kind = "loss"
+        maker = f"Another module ({located.type})" if located.type else "Code outside of the model"
     counts = (located.num_inf, "Inf"), (located.num_nan, "NaN")
     made = " and ".join(f"{count} {what}" for count, what in counts if count)
-    made += f" in {located.dtype}{at_line(located)}"
     comma = "," if located.operation else ""
-    made += f"{comma} from finite inputs up to {located.largest_input:g}"
+    inputs = f"finite inputs up to {located.largest_input:g}"
     if located.smallest_divisor is not None:
-        made += f", divided by {located.smallest_divisor:g}"
-    action = f"{_WONT} {of_forward(located)}."
-    if located.module is None:
-        maker = f"Another module ({located.type})" if located.type else "Code outside of the model"
-        cause = f"{maker} makes {made}, so {skipped}."
-        return Finding("loss", cause, action, line=located.line, count=count)
-    module = located.module or "the model"
-    cause = f"The forward pass of {module} makes {made}, so {skipped}."
-    return Finding("activations", cause, action, module, located.line, count=count)
+        inputs += f", divided by {located.smallest_divisor:g}"
+    return Finding(
+        kind,
+        f"{maker} makes {made} in {located.dtype}{at_line(located)}{comma} from {inputs}, so "
+        f"{skipped}.",
+        f"{_WONT} {of_forward(located)}.",
+        "the model" if module == "" else module,
+        located.line,
+    )
+
+
+def _of_input(evidence: Evidence, located: Located, skipped: str) -> Finding:
+    """A tensor that was not finite before anything read it."""
+    kind, what = "loss", "A tensor that is not the model's holds"
+    if located.made_by is not None:
+        what = f"A tensor that {located.made_by} computed outside of the model holds"
+        action = "call locate() with the module that computes it"
+    elif evidence.steps > evidence.skipped:  # so many bad batches do not follow good ones
+        action = (
+            "if it is kept from step to step (averaged weights, statistics, a queue), reset it, as "
+            "no skip does; else look at the data"
+        )
+    else:
+        kind, what = "data", "The batch itself holds"
+        action = (
+            "look at the data and how they are prepared, such as a division by a deviation of 0"
+        )
+    seen = at_line(located, ", first seen in")
+    return Finding(
+        kind,
+        f"{what} Inf or NaN before the forward pass{seen}, so {skipped}.",
+        f"{_WONT} {action}.",
+        line=located.line,
+    )
 
 
 def _of_loss(evidence: Evidence, skipped: str) -> Finding | None:
+    """Losses that are not finite, of which nothing else is known."""
     losses = [skip.loss for skip in evidence.skips if skip.loss is not None]
     if not losses or any(map(math.isfinite, losses)):
         return None
@@ -155,78 +149,86 @@ def _of_loss(evidence: Evidence, skipped: str) -> Finding | None:
         f"The unscaled loss is itself {losses[-1]:g}, so {skipped}.",
         f"{_WONT} look for Inf or NaN in the batch, and in the loss for a logarithm (take a loss "
         "of logits), an exponential, a power, or a division by 0: compute it in float32.",
-        count=evidence.skips_in_a_row,
         is_certain=False,
     )
 
 
-def _of_gradients(evidence: Evidence, skipped: str, fell: str) -> Finding:
+def _of_nan(evidence: Evidence, skipped: str) -> Finding | None:
+    """A gradient that no scale makes finite."""
+    if _is_elsewhere(evidence) or _has_large_loss(evidence):
+        return None
+    name, found = _nan_in_all(evidence.skips), evidence.located
+    if name is None:
+        return None
+    if found is not None and found.kind != "backward":
+        found = None
+    at = at_line(found, ", by the gradient of")
+    name_it = "" if at else "; anomaly detection names the operation"
+    return Finding(
+        "nan",
+        f"The gradient of {name} is NaN at every loss scale{at}, though the loss is finite: "
+        f"{skipped}.",
+        f"{_WONT} {of_backward(found if at else None)}{name_it}.",
+        name,
+        None if found is None else found.line,
+    )
+
+
+def _of_overflow(evidence: Evidence, skipped: str) -> Finding:
+    """Gradients that overflow, at a scale that may or may not fall further."""
     first, last = evidence.skips[0], evidence.skips[-1]
-    inspected = [skip.nonfinite for skip in evidence.skips if skip.nonfinite is not None]
-    is_elsewhere = evidence.world_size > 1 and inspected[-1:] == [()]
-    is_large = any(abs(skip.loss or 0.0) > _LARGE_LOSS for skip in evidence.skips)
-    name = None if is_elsewhere or is_large else _nan_in_all(evidence.skips)
-    found, count = evidence.located, evidence.skips_in_a_row
-    is_backward = found is not None and found.kind == "backward"
-    line = found.line if found is not None and is_backward else None
-    if name is not None:
-        at = at_line(found, ", by the gradient of") if is_backward else ""
-        name_it = "" if at else "; anomaly detection names the operation"
-        return Finding(
-            "nan",
-            f"The gradient of {name} is NaN at every loss scale{at}, though the loss is finite: "
-            f"{skipped}.",
-            f"{_WONT} {of_backward(found if at else None)}{name_it}.",
-            name,
-            line,
-            count=count,
-        )
-    nonfinite = last.nonfinite or ()
-    where = next((gradient.name for gradient in nonfinite), None)
-    overflow = f"The gradients overflow in {where}"
-    if is_elsewhere:
-        overflow = "Another rank's gradients, but not this one's, are Inf or NaN"
-    elif where is None:
-        overflow = "The gradients are Inf or NaN"  # not inspected
-    elif not any(gradient.num_inf for gradient in nonfinite):
-        overflow = f"The gradient of {where} is NaN"
+    highest = first.scale if evidence.first_scale is None else evidence.first_scale
+    if highest != last.scale:
+        skipped += f" while the scale fell from {highest:g} to {last.scale:g}"
+    where, overflow = _overflow(evidence)
     at_floor = evidence.min_scale is not None and last.scale <= evidence.min_scale
-    is_fixed = len(evidence.skips) > 1 and first.scale == last.scale
-    if not (at_floor or is_fixed or last.scale <= 1):
+    at_floor = at_floor or (len(evidence.skips) > 1 and first.scale == last.scale)
+    if not at_floor and last.scale > 1:
         return Finding(
             "normal",
-            f"{overflow}, and {skipped}{fell}.",
+            f"{overflow}, and {skipped}.",
             "The scale is still falling, and a lower one may fix this: start from a lower "
             "init_scale to get there sooner.",
             where,
-            count=count,
         )
-    limit = (
-        "which cannot fall further"
-        if at_floor or is_fixed
-        else "which no longer enlarges gradients"
-    )
+    is_large = _has_large_loss(evidence)
     loss = f" (the loss is {last.loss:g})" if is_large else ""
-    cause = f"{overflow}{loss} at a loss scale of {last.scale:g}, {limit}: {skipped}{fell}."
-    if is_elsewhere:
-        return Finding("elsewhere", cause, EXPLAIN_ALL, count=count)
-    divide = "divide the loss (a mean in place of a sum, targets in larger units)"
+    limit = "which cannot fall further" if at_floor else "which no longer enlarges gradients"
+    cause = f"{overflow}{loss} at a loss scale of {last.scale:g}, {limit}: {skipped}."
+    if _is_elsewhere(evidence):
+        return Finding("elsewhere", cause, EXPLAIN_ALL)
+    divide = "ivide the loss (a mean in place of a sum, targets in larger units)"
     if last.scale > 1:
-        action = f"Allow a lower scale (min_scale, or DynamicScale if it is fixed), or {divide}"
+        action = f"Allow a lower scale (min_scale, or DynamicScale if it is fixed), or d{divide}"
     else:
         lower = "allow a lower scale (min_scale)" if at_floor else "start from a scale below 1"
-        action = f"D{divide[1:]}, or {lower}"
+        action = f"D{divide}, or {lower}"
         if not is_large:
             action += "; if they are Inf at every scale, look for a division by 0"
-    return Finding(
-        "floor",
-        cause,
-        f"{action}.",
-        where,
-        line,
-        count=count,
-        is_certain=False,
-    )
+    return Finding("floor", cause, f"{action}.", where, is_certain=False)
+
+
+def _overflow(evidence: Evidence) -> tuple[str | None, str]:
+    """The first gradient that overflows, and a sentence that says so."""
+    if _is_elsewhere(evidence):
+        return None, "Another rank's gradients, but not this one's, are Inf or NaN"
+    nonfinite = evidence.skips[-1].nonfinite
+    if not nonfinite:
+        return None, "The gradients are Inf or NaN"  # not inspected
+    where = nonfinite[0].name
+    if any(gradient.num_inf for gradient in nonfinite):
+        return where, f"The gradients overflow in {where}"
+    return where, f"The gradient of {where} is NaN"
+
+
+def _is_elsewhere(evidence: Evidence) -> bool:
+    """Whether this rank's gradients are finite in the latest skip that was inspected."""
+    inspected = [skip.nonfinite for skip in evidence.skips if skip.nonfinite is not None]
+    return evidence.world_size > 1 and inspected[-1:] == [()]
+
+
+def _has_large_loss(evidence: Evidence) -> bool:
+    return any(abs(skip.loss or 0.0) > _LARGE_LOSS for skip in evidence.skips)
 
 
 def _nan_in_all(skips: tuple[Skip, ...]) -> str | None:
