@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from gradscaler.diagnose._findings import calls, gradient_values, over_time
+from gradscaler.diagnose._findings import calls, gradient_values, losses, over_time
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.finding import Finding, Verdict, verdict_of
 from gradscaler.diagnose._findings.skips_in_a_row import (
@@ -27,8 +27,8 @@ _GROUPS: tuple[tuple[_Detector, ...], ...] = (
     (calls.scaled_in_loss,),
     (calls.clipped_while_scaled,),
     (calls.updated_too_often, calls.unscaled_loss),
-    (over_time.restarted,),
-    (over_time.silent, over_time.diverged, over_time.data, over_time.floor),
+    (calls.restarted,),
+    (losses.silent, losses.diverged, over_time.data, over_time.floor),
     (gradient_values.cut_off, gradient_values.dead),
     (calls.stalled,),
     (calls.full_precision,),
@@ -39,7 +39,7 @@ _GROUPS: tuple[tuple[_Detector, ...], ...] = (
 # that have no slope are not small ones.
 _SAID_BY = {"data": ("underflow", "floor"), "dead": ("underflow",)}
 _BESIDE_SKIPS: tuple[_Detector, ...] = (
-    over_time.restarted,
+    calls.restarted,
     calls.clipped_while_scaled,
     calls.updated_too_often,
     calls.stalled,
@@ -91,7 +91,7 @@ def _normal(evidence: Evidence) -> Finding:
         return Finding("normal", "No step was seen yet.", action)
     were = "were" if evidence.skipped > 1 else "was"
     text = f"{evidence.skipped or 'None'} of {evidence.steps} steps {were} skipped"
-    if evidence.skipped and evidence.world_size > 1 and evidence.is_finite_here:
+    if evidence.skipped and evidence.is_elsewhere:
         text += ", because another rank's gradients overflowed while this one's were finite."
         is_unusual = evidence.has_many_skips or (evidence.scale is not None and evidence.scale < 1)
         if is_unusual:

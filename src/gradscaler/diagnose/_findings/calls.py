@@ -6,7 +6,7 @@ import math
 from itertools import pairwise
 from statistics import median
 
-from gradscaler.diagnose._findings.evidence import Evidence, Past
+from gradscaler.diagnose._findings.evidence import Before, Evidence, Past
 from gradscaler.diagnose._findings.finding import Finding
 
 _FEW = 5
@@ -17,6 +17,7 @@ _FALL = 1.3  # times
 _ALMOST_ALL = 0.9
 _MANY = 0.25
 _SAME = 2e-5  # relative difference of norms that are clipped to one number
+_JUMPED = 4.0  # times the scale of the run before
 _LARGEST_LIMIT = 1e3  # to which gradients are clipped
 
 
@@ -202,3 +203,37 @@ def full_precision(evidence: Evidence) -> Finding | None:
         action,
         is_certain=False,
     )
+
+
+def restarted(evidence: Evidence) -> Finding | None:
+    """A run that goes on where another ended, at another scale."""
+    before, first = evidence.before, evidence.first
+    if first is None:
+        return None
+    if evidence.calls.get("resumed") and first.skipped:
+        cause = (
+            "The optimizer has the state of an earlier run, but the scaler starts from "
+            f"{first.scale:g}, which overflows in its first step"
+        )
+    elif before is not None and _goes_on(first, before):
+        cause = (
+            f"The run before ended at a loss scale of {before.scale:g}, and this one continues its "
+            f"training from {first.scale:g} in step {first.step}"
+        )
+    else:
+        return None
+    return Finding(
+        "restart",
+        f"{cause}, so the scaler's state was not loaded.",
+        "Save scaler.state_dict() with the model and the optimizer, and load it where they are "
+        "loaded.",
+        steps=(first.step,),
+    )
+
+
+def _goes_on(first: Past, before: Before) -> bool:
+    """Whether a first step continues the training of the run before, at another scale."""
+    if first.loss is None or 1 / _JUMPED < first.scale / before.scale < _JUMPED:
+        return False
+    improved = abs(before.first_loss - before.last_loss)
+    return abs(first.loss - before.last_loss) < improved / 2

@@ -88,6 +88,11 @@ class Evidence:
     earlier: VerdictLine | None = None  # on too many skips in a row; others were taken since
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether another rank's gradients alone were not finite."""
+        return self.world_size > 1 and self.is_finite_here
+
+    @property
     def has_many_skips(self) -> bool:
         """Whether more steps were skipped than a loss scale needs to settle."""
         return self.skipped > max(_FEW, self.steps / 10)

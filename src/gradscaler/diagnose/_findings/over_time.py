@@ -1,4 +1,4 @@
-"""What the steps of a run say one after another: their losses, their skips and their scales."""
+"""What the skips of a run say, and its scales, from its first step to its last."""
 
 from __future__ import annotations
 
@@ -13,137 +13,25 @@ from gradscaler.diagnose._findings.advice import (
     of_backward,
     of_forward,
     of_gradient,
-    of_operation,
 )
-from gradscaler.diagnose._findings.evidence import Before, Evidence, Past
+from gradscaler.diagnose._findings.evidence import Evidence, Past
 from gradscaler.diagnose._findings.finding import Finding
 from gradscaler.diagnose._locate.located import Located
 
-_EXPLODED = 50.0  # times the loss before
-_GREW = 10.0  # times the norm of the first weights
-_RECENT = 20  # steps
 _FEW = 3  # skips that prove nothing
 _CURED = "floor", "nan"  # verdicts that a lower scale proved wrong
 _MOST_SKIPPED = 0.01  # of the steps, once the scale has settled
-_OFTEN = 0.3  # of the latest steps, which a training that diverges skips
 _CLOSE = 2.0**-5  # of the largest number: gradients of one step may be that much larger
 _OUTLIER = 10.0  # times the usual loss
 _FAILS_BACKWARD = (
     "what fails in the backward pass alone, such as the root or norm of 0 (equal rows), or a rare "
     "class with a large gradient: locate() on one names it"
 )
-_JUMPED = 4.0  # times the scale of the run before
-
-
-def silent(evidence: Evidence) -> Finding | None:
-    """Losses that are not finite, in more steps that were applied than skipped."""
-    count, num_caused = evidence.bad_and_applied, evidence.bad_and_skipped
-    is_elsewhere = evidence.world_size > 1 and evidence.is_finite_here
-    if is_elsewhere:  # these losses caused no skip: another rank's gradients did
-        count, num_caused = count + num_caused, 0
-    if count <= num_caused or not _are_many(count, count, evidence):
-        return None
-    steps = [step for step in evidence.past if step.is_bad and (is_elsewhere or not step.skipped)]
-    loss = steps[-1].loss if steps else math.nan
-    so = "no step is skipped for it" if is_elsewhere else "the steps are applied"
-    how_often = "each step" if count == evidence.steps else f"{count} of {evidence.steps} steps"
-    if count < evidence.steps:
-        how_often += when(steps, evidence)
-    found = evidence.watched
-    at = at_line(found, ", first seen in")
-    advice = None if found is None or found.kind != "forward" else of_operation(found)
-    if advice is not None:
-        action = advice
-    elif loss is not None and math.isinf(loss):
-        action = (
-            "compute the loss in float32 (outputs.float()) as a mean, and mask a class with a "
-            "large finite number, not -inf: label smoothing takes its logarithm"
-        )
-    else:
-        action = (
-            "look for 0 * Inf and 0 / 0: the logarithm of a target of 0 (use kl_div or xlogy), "
-            "label smoothing on a masked class, or a division by 0 elements (all labels are "
-            "ignored)"
-        )
-    return Finding(
-        "silent",
-        f"The unscaled loss is {loss:g} in {how_often}{at}, and {so}.",
-        f"{action[0].upper()}{action[1:]}.",
-        found.module if found is not None else None,
-        found.line if found is not None else None,
-        tuple(step.step for step in steps[-_FEW:]),
-        count,
-    )
-
-
-def diverged(evidence: Evidence) -> Finding | None:
-    """A loss that explodes, if steps are skipped for it; ``past`` ends with a streak or not."""
-    loss = explosion(evidence.past, in_streak=bool(evidence.skips))
-    weights = evidence.weights if _has_grown(evidence.weights) else None
-    if loss is None and weights is None:
-        return None
-    if not evidence.skips and not _fails_often(evidence.past[-_RECENT:]):
-        return None  # a loss may grow as its targets do
-    grew = []
-    if loss is not None:
-        first, last = (f"{step.loss:g} (step {step.step})" for step in loss)
-        grew.append(f"loss grew from {first} to {last}")
-    if weights is not None:
-        verb = "" if loss else " grew"
-        grew.append(f"weights' norm{verb} from {weights[0]:g} to {weights[1]:g}")
-    where, at = evidence.parameter, ""
-    if where is None and evidence.located is not None and evidence.located.kind == "forward":
-        where = evidence.located.module or where
-        at = at_line(evidence.located)
-    skips = "steps are skipped"
-    if evidence.skips:
-        skips = f"the last {evidence.skips_in_a_row} steps were skipped"
-    first_bad = f" (first in {where}{at})" if where else ""
-    return Finding(
-        "divergence",
-        f"The {' and the '.join(grew)}, until numbers left float16{first_bad} and {skips}.",
-        "It diverges at any scale: go back to an earlier checkpoint, lower the learning rate "
-        "or warm it up, and clip the gradients.",
-        where,
-        count=evidence.skips_in_a_row,
-    )
-
-
-def _fails_often(steps: Sequence[Past]) -> bool:
-    return sum(step.skipped or step.is_bad for step in steps) > _OFTEN * len(steps)
-
-
-def _has_grown(weights: tuple[float, float] | None) -> bool:
-    return weights is not None and 0 < _GREW * weights[0] <= weights[1] < math.inf
-
-
-def explosion(past: Sequence[Past], in_streak: bool) -> tuple[Past, Past] | None:
-    """A step with the usual loss, and one with the exploded loss, if it has exploded.
-
-    In a streak of skips, the losses of skipped steps count too.
-    """
-    end = len(past)
-    while end and in_streak and past[end - 1].skipped:
-        end -= 1
-    seen = [step for step in past[:end] if not step.skipped and _is_finite(step.loss)]
-    late = seen[-_RECENT:] + [step for step in past[end:] if _is_finite(step.loss)]
-    if not seen:
-        return None
-    usual = sorted(seen[: -(len(seen) // 2) or None], key=_size)
-    base = usual[len(usual) // 2]
-    if in_streak:
-        peak = max(late, key=_size)
-    else:
-        latest = sorted(late[-_RECENT // 2 :], key=_size)
-        peak = latest[len(latest) // 2]
-    if peak.step <= base.step or _size(peak) <= _EXPLODED * max(_size(base), _size(seen[0])):
-        return None
-    return base, peak
 
 
 def data(evidence: Evidence) -> Finding | None:
     """Skips that no lower scale cures."""
-    if evidence.world_size > 1 and evidence.is_finite_here:
+    if evidence.is_elsewhere:
         return None
     bad = [step for step in evidence.past if step.skipped and step.is_bad]
     skips = bad or unexplained(evidence)
@@ -172,7 +60,7 @@ def _of_bad_losses(evidence: Evidence, bad: Sequence[Past], text: str) -> Findin
         "data",
         f"{text}, {these} with a loss of {bad[-1].loss:g}{at_line(found, ', first seen in')}.",
         action,
-        *_place_of(found),
+        *place_of(found),
         tuple(step.step for step in bad[-_FEW:]),
         count,
         is_certain=len(bad) >= _FEW,
@@ -206,7 +94,7 @@ def _of_bad_gradients(evidence: Evidence, skips: Sequence[Past], text: str) -> F
         )
     steps = tuple(step.step for step in skips[-_FEW:])
     count = max(len(skips), evidence.skipped)
-    return Finding("data", cause, action, *_place_of(found), steps, count, is_certain=False)
+    return Finding("data", cause, action, *place_of(found), steps, count, is_certain=False)
 
 
 def _usual_losses(skips: Sequence[Past], evidence: Evidence) -> tuple[float | None, float | None]:
@@ -237,7 +125,7 @@ def _in_batches(advice: str, evidence: Evidence) -> str:
     return f"{advice[0].upper()}{advice[1:]}."
 
 
-def _place_of(found: Located | None) -> tuple[str | None, str | None]:
+def place_of(found: Located | None) -> tuple[str | None, str | None]:
     """The module and the line of what a watched step showed."""
     return (None, None) if found is None else (found.module, found.line)
 
@@ -247,10 +135,10 @@ def _are_several(bad: Sequence[Past], evidence: Evidence) -> bool:
     if evidence.bad_and_skipped >= max(evidence.steps, _FEW):
         return True
     events = sum(after.step - before.step > 1 for before, after in pairwise(bad)) + bool(bad)
-    return _are_many(events, evidence.bad_and_skipped, evidence)
+    return are_many(events, evidence.bad_and_skipped, evidence)
 
 
-def _are_many(events: int, count: int, evidence: Evidence) -> bool:
+def are_many(events: int, count: int, evidence: Evidence) -> bool:
     """Whether so many events, of ``count`` steps, are more than an accident."""
     is_frequent = count > 2 * _MOST_SKIPPED * evidence.steps
     return events >= _FEW or (events == _FEW - 1 and is_frequent)
@@ -258,7 +146,7 @@ def _are_many(events: int, count: int, evidence: Evidence) -> bool:
 
 def floor(evidence: Evidence) -> Finding | None:
     """A scale that may not fall further, and at which steps are skipped."""
-    if evidence.world_size > 1 and evidence.is_finite_here:
+    if evidence.is_elsewhere:
         return None
     earlier = evidence.earlier
     skips = unexplained(evidence)
@@ -280,7 +168,7 @@ def floor(evidence: Evidence) -> Finding | None:
 
 def lowered(evidence: Evidence) -> Finding | None:
     """A scale below 1."""
-    if evidence.world_size > 1 and evidence.is_finite_here:
+    if evidence.is_elsewhere:
         return None
     earlier, scale = evidence.earlier, evidence.scale
     if scale is None or scale >= 1 or (earlier is not None and earlier.verdict not in _CURED):
@@ -318,40 +206,6 @@ def earlier(evidence: Evidence) -> Finding | None:
         line.where,
         is_certain=False,
     )
-
-
-def restarted(evidence: Evidence) -> Finding | None:
-    """A run that goes on where another ended, at another scale."""
-    before, first = evidence.before, evidence.first
-    if first is None:
-        return None
-    if evidence.calls.get("resumed") and first.skipped:
-        cause = (
-            "The optimizer has the state of an earlier run, but the scaler starts from "
-            f"{first.scale:g}, which overflows in its first step"
-        )
-    elif before is not None and _goes_on(first, before):
-        cause = (
-            f"The run before ended at a loss scale of {before.scale:g}, and this one continues its "
-            f"training from {first.scale:g} in step {first.step}"
-        )
-    else:
-        return None
-    return Finding(
-        "restart",
-        f"{cause}, so the scaler's state was not loaded.",
-        "Save scaler.state_dict() with the model and the optimizer, and load it where they are "
-        "loaded.",
-        steps=(first.step,),
-    )
-
-
-def _goes_on(first: Past, before: Before) -> bool:
-    """Whether a first step continues the training of the run before, at another scale."""
-    if first.loss is None or 1 / _JUMPED < first.scale / before.scale < _JUMPED:
-        return False
-    improved = abs(before.first_loss - before.last_loss)
-    return abs(first.loss - before.last_loss) < improved / 2
 
 
 def has_settled_and_skips(evidence: Evidence) -> bool:
@@ -399,11 +253,3 @@ def when(steps: Sequence[Past], evidence: Evidence) -> str:
     if gap > 1 and count >= 0.6 * len(gaps):
         return f", {bursts}every {gap} steps (such as {listed})"
     return f", {bursts}at irregular steps (such as {listed})"
-
-
-def _is_finite(loss: float | None) -> bool:
-    return loss is not None and math.isfinite(loss)
-
-
-def _size(step: Past) -> float:
-    return abs(step.loss or 0.0)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from gradscaler.diagnose._findings.advice import at_line, of_backward, of_forward
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.finding import Finding
-from gradscaler.diagnose._findings.over_time import diverged
+from gradscaler.diagnose._findings.losses import diverged
 from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._run.lines import Skip
 

@@ -1,0 +1,134 @@
+"""What losses say: that they are not finite and steps are applied, or that they explode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from gradscaler.diagnose._findings.advice import at_line, of_operation
+from gradscaler.diagnose._findings.evidence import Evidence, Past
+from gradscaler.diagnose._findings.finding import Finding
+from gradscaler.diagnose._findings.over_time import are_many, place_of, when
+
+_EXPLODED = 50.0  # times the loss before
+_GREW = 10.0  # times the norm of the first weights
+_RECENT = 20  # steps
+_FEW = 3  # steps that a finding lists
+_OFTEN = 0.3  # of the latest steps, which a training that diverges skips
+
+
+def silent(evidence: Evidence) -> Finding | None:
+    """Losses that are not finite, in more steps that were applied than skipped."""
+    count, num_caused = evidence.bad_and_applied, evidence.bad_and_skipped
+    if evidence.is_elsewhere:  # these losses caused no skip: another rank's gradients did
+        count, num_caused = count + num_caused, 0
+    if count <= num_caused or not are_many(count, count, evidence):
+        return None
+    steps = [
+        step
+        for step in evidence.past
+        if step.is_bad and (evidence.is_elsewhere or not step.skipped)
+    ]
+    loss = steps[-1].loss if steps else math.nan
+    so = "no step is skipped for it" if evidence.is_elsewhere else "the steps are applied"
+    how_often = "each step" if count == evidence.steps else f"{count} of {evidence.steps} steps"
+    if count < evidence.steps:
+        how_often += when(steps, evidence)
+    found = evidence.watched
+    at = at_line(found, ", first seen in")
+    advice = None if found is None or found.kind != "forward" else of_operation(found)
+    if advice is not None:
+        action = advice
+    elif loss is not None and math.isinf(loss):
+        action = (
+            "compute the loss in float32 (outputs.float()) as a mean, and look for the logarithm "
+            "of 0, as of a masked class under label smoothing: clamp it, or mask with a large "
+            "finite number"
+        )
+    else:
+        action = (
+            "look for 0 * Inf and 0 / 0: the logarithm of a target of 0 (use kl_div or xlogy), "
+            "label smoothing on a masked class, or a division by 0 elements (all labels are "
+            "ignored)"
+        )
+    return Finding(
+        "silent",
+        f"The unscaled loss is {loss:g} in {how_often}{at}, and {so}.",
+        f"{action[0].upper()}{action[1:]}.",
+        *place_of(found),
+        tuple(step.step for step in steps[-_FEW:]),
+        count,
+    )
+
+
+def diverged(evidence: Evidence) -> Finding | None:
+    """A loss that explodes, if steps are skipped for it; ``past`` ends with a streak or not."""
+    loss = explosion(evidence.past, in_streak=bool(evidence.skips))
+    weights = evidence.weights if _has_grown(evidence.weights) else None
+    if loss is None and weights is None:
+        return None
+    if not evidence.skips and not _fails_often(evidence.past[-_RECENT:]):
+        return None  # a loss may grow as its targets do
+    grew = []
+    if loss is not None:
+        first, last = (f"{step.loss:g} (step {step.step})" for step in loss)
+        grew.append(f"loss grew from {first} to {last}")
+    if weights is not None:
+        verb = "" if loss else " grew"
+        grew.append(f"weights' norm{verb} from {weights[0]:g} to {weights[1]:g}")
+    where, at = evidence.parameter, ""
+    if where is None and evidence.located is not None and evidence.located.kind == "forward":
+        where = evidence.located.module or where
+        at = at_line(evidence.located)
+    skips = "steps are skipped"
+    if evidence.skips:
+        skips = f"the last {evidence.skips_in_a_row} steps were skipped"
+    first_bad = f" (first in {where}{at})" if where else ""
+    return Finding(
+        "divergence",
+        f"The {' and the '.join(grew)}, until numbers left float16{first_bad} and {skips}.",
+        "It diverges at any scale: go back to an earlier checkpoint, lower the learning rate "
+        "or warm it up, and clip the gradients.",
+        where,
+        count=evidence.skips_in_a_row,
+    )
+
+
+def _fails_often(steps: Sequence[Past]) -> bool:
+    return sum(step.skipped or step.is_bad for step in steps) > _OFTEN * len(steps)
+
+
+def _has_grown(weights: tuple[float, float] | None) -> bool:
+    return weights is not None and 0 < _GREW * weights[0] <= weights[1] < math.inf
+
+
+def explosion(past: Sequence[Past], in_streak: bool) -> tuple[Past, Past] | None:
+    """A step with the usual loss, and one with the exploded loss, if it has exploded.
+
+    In a streak of skips, the losses of skipped steps count too.
+    """
+    end = len(past)
+    while end and in_streak and past[end - 1].skipped:
+        end -= 1
+    seen = [step for step in past[:end] if not step.skipped and _is_finite(step.loss)]
+    late = seen[-_RECENT:] + [step for step in past[end:] if _is_finite(step.loss)]
+    if not seen:
+        return None
+    usual = sorted(seen[: -(len(seen) // 2) or None], key=_size)
+    base = usual[len(usual) // 2]
+    if in_streak:
+        peak = max(late, key=_size)
+    else:
+        latest = sorted(late[-_RECENT // 2 :], key=_size)
+        peak = latest[len(latest) // 2]
+    if peak.step <= base.step or _size(peak) <= _EXPLODED * max(_size(base), _size(seen[0])):
+        return None
+    return base, peak
+
+
+def _is_finite(loss: float | None) -> bool:
+    return loss is not None and math.isfinite(loss)
+
+
+def _size(step: Past) -> float:
+    return abs(step.loss or 0.0)
