@@ -41,6 +41,7 @@ SOME_INSPECTED = tuple(
         ("normal", "fc1.weight", {}),
         ("loss", None, {"skips": NAN_LOSS}),
         ("loss", None, {"skips": streak(INF, loss=math.inf)}),
+        ("loss", None, {"skips": (*streak(INF)[:9], *streak(INF, loss=math.inf)[9:])}),
         ("normal", "fc1.weight", {"skips": ending(streak(INF, loss=math.inf), 32.0, INF)}),
         # A NaN beside an Inf, or at a scale above 1, may come from overflow.
         ("normal", "fc1.weight", {"skips": streak(INF, NAN)}),
@@ -99,7 +100,7 @@ def in_loss(operation, num_inf=3, largest=6e4, dtype="float16"):
             "255 is too large for float16, and higher powers sooner: compute the loss",
         ),
         (in_loss("square"), "compute the loss in float32 (outputs.float()), or bring outputs"),
-        (in_loss("mul"), "this: compute the loss in float32 (outputs.float()), or bring outputs"),
+        (replace(in_loss("mul"), num_nan=0), "this: compute the loss in float32 (outputs.float()), or bring outputs"),
         (in_loss("pow", largest=0.5), "a negative power of 0 is Inf"),
         (in_loss("pow", num_inf=0), "a fractional power of a negative number NaN"),
         (in_loss("square", largest=1e30, dtype="float32"), "leave the range of float32"),
@@ -399,8 +400,9 @@ def test_a_loss_that_grows_from_0_is_no_divergence():
         ("mean", "the mean of no elements is 0 / 0"),
         ("cross_entropy", "all labels ignored"),
         ("std", "correction=0"),
+        ("mul", "a factor is a constant Inf or NaN"),
     ],
 )
-def test_a_nan_of_too_few_elements_is_no_overflow(operation, words):
+def test_a_nan_that_no_overflow_makes_is_no_overflow(operation, words):
     located = in_loss(operation, num_inf=0, dtype="float32")
     assert words in judge(replace(STUCK, located=located, skips=NAN_LOSS)).text

@@ -14,8 +14,12 @@ _LOSS_IN_FLOAT32 = (
     "compute the loss in float32 (outputs.float()), or bring outputs and targets closer to 1"
 )
 _BEYOND_FLOAT32 = (
-    "its numbers leave the range of float32, too: look for an exponential, a power or a division "
-    "by 0 before it, and clamp what they are of"
+    "its numbers leave the range of float32, too: look for outliers in inputs and labels, and for "
+    "an exponential or a power before it"
+)
+_PRODUCT = (
+    "a product of finite numbers is never NaN, so a factor is a constant Inf or NaN: mask with "
+    "where() or masked_fill() instead"
 )
 _POWER = "the square of more than 255 is too large for float16, and higher powers sooner"
 _BASE = (
@@ -111,7 +115,7 @@ _BACKWARD = {
 }
 _OF_NAN = (
     "look in the backward pass for the root or norm of 0 (add a small number under it), and for "
-    "0 * Inf in the branch that where() does not take"
+    "the branch that where() does not take"
 )
 _POWERS = "pow", "square"
 _WIDE = "float32", "float64"
@@ -145,6 +149,8 @@ def of_operation(located: Located) -> str | None:
         return f"{_POWER}: {_in_float32(located)}"
     if operation == "to":
         return _CAST
+    if operation == "mul" and located.num_nan:
+        return _PRODUCT
     if operation in _OF_TOO_FEW and not located.num_inf:
         return _OF_TOO_FEW[operation]
     return _named(_FORWARD, located)

@@ -140,9 +140,10 @@ def _of_input(evidence: Evidence, located: Located, skipped: str) -> Finding:
 
 
 def _of_loss(evidence: Evidence, skipped: str) -> Finding | None:
-    """Losses that are not finite, of which nothing else is known."""
+    """Losses of which most are not finite, where nothing else is known."""
     losses = [skip.loss for skip in evidence.skips if skip.loss is not None]
-    if not losses or any(map(math.isfinite, losses)):
+    num_finite = sum(map(math.isfinite, losses))
+    if not losses or math.isfinite(losses[-1]) or 2 * num_finite > len(losses):
         return None
     return Finding(
         "loss",
