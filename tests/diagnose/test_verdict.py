@@ -100,7 +100,10 @@ def in_loss(operation, num_inf=3, largest=6e4, dtype="float16"):
             "255 is too large for float16, and higher powers sooner: compute the loss",
         ),
         (in_loss("square"), "compute the loss in float32 (outputs.float()), or bring outputs"),
-        (replace(in_loss("mul"), num_nan=0), "this: compute the loss in float32 (outputs.float()), or bring outputs"),
+        (
+            replace(in_loss("mul"), num_nan=0),
+            "this: compute the loss in float32 (outputs.float()), or bring outputs",
+        ),
         (in_loss("pow", largest=0.5), "a negative power of 0 is Inf"),
         (in_loss("pow", num_inf=0), "a fractional power of a negative number NaN"),
         (in_loss("square", largest=1e30, dtype="float32"), "leave the range of float32"),

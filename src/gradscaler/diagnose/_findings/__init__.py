@@ -28,7 +28,7 @@ _GROUPS: tuple[tuple[_Detector, ...], ...] = (
     (calls.clipped_while_scaled,),
     (calls.updated_too_often, calls.unscaled_loss),
     (calls.restarted,),
-    (losses.silent, losses.diverged, over_time.data, over_time.floor),
+    (losses.silent, losses.diverged, over_time.data),
     (gradient_values.cut_off, gradient_values.dead),
     (calls.stalled,),
     (calls.full_precision,),

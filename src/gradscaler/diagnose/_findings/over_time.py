@@ -23,6 +23,12 @@ _CURED = "floor", "nan"  # verdicts that a lower scale proved wrong
 _MOST_SKIPPED = 0.01  # of the steps, once the scale has settled
 _CLOSE = 2.0**-5  # of the largest number: gradients of one step may be that much larger
 _OUTLIER = 10.0  # times the usual loss
+_IN_INPUTS = "look in these batches for NaN or Inf in inputs and labels"
+_IN_LOSSES = "an empty mask, a fully masked row, or a sum too long for float16"
+_LEAVE_OUT = (
+    "look at these batches for outliers in inputs and labels, and leave out, clip or normalise "
+    "them; a loss that grows less for large errors (Huber's) helps too"
+)
 _FAILS_BACKWARD = (
     "what fails in the backward pass alone, such as the root or norm of 0 (equal rows), or a rare "
     "class with a large gradient: locate() on one names it"
@@ -30,7 +36,7 @@ _FAILS_BACKWARD = (
 
 
 def data(evidence: Evidence) -> Finding | None:
-    """Skips that no lower scale cures."""
+    """Skips that no lower scale cures, or that a scale at its floor does not."""
     if evidence.is_elsewhere:
         return None
     bad = [step for step in evidence.past if step.skipped and step.is_bad]
@@ -38,63 +44,68 @@ def data(evidence: Evidence) -> Finding | None:
     is_often = has_settled_and_skips(evidence) or _are_outliers(skips, evidence)
     if not _are_several(bad, evidence) and not is_often:
         return None
-    if skips and all(_is_at_floor(step, evidence) for step in skips) and not bad:
-        return None
+    if skips and not bad and all(_is_at_floor(step, evidence) for step in skips):
+        return _at_floor(evidence, skips)
+    found, count, now = evidence.watched, max(len(skips), evidence.skipped), ""
+    if bad:
+        count = evidence.bad_and_skipped
+        of_them = "each" if count == evidence.skipped else f"{count} of them"
+        losses, action = f"{of_them} with a loss of {bad[-1].loss:g}", f"{_IN_INPUTS}, {_IN_LOSSES}"
+    else:
+        losses, action = _losses_of(skips, evidence)
+        now = "" if evidence.scale is None else f"; the loss scale is {evidence.scale:g} now"
+    at, advice = _seen_in(found, is_loss=bool(bad))
+    if advice is not None:
+        action = f"in these batches, {advice}" if _are_few(evidence.skipped, evidence) else advice
     were = "was" if evidence.skipped == 1 else "were"
-    text = f"{evidence.skipped} of {evidence.steps} steps {were} skipped{when(skips, evidence)}"
-    describe = _of_bad_losses if bad else _of_bad_gradients
-    return describe(evidence, skips, text)
-
-
-def _of_bad_losses(evidence: Evidence, bad: Sequence[Past], text: str) -> Finding:
-    found, count = evidence.watched, evidence.bad_and_skipped
-    these = "each" if count == evidence.skipped else f"{count} of them"
-    action = (
-        "Look in these batches for NaN or Inf in inputs and labels, an empty mask, a fully masked "
-        "row, or a sum too long for float16."
-    )
-    if found is not None and found.operation is not None and found.kind != "input":
-        of_kind = of_forward if found.kind == "forward" else of_backward
-        action = _in_batches(of_kind(found), evidence)
     return Finding(
         "data",
-        f"{text}, {these} with a loss of {bad[-1].loss:g}{at_line(found, ', first seen in')}.",
-        action,
+        f"{evidence.skipped} of {evidence.steps} steps {were} skipped{when(skips, evidence)}, "
+        f"{losses}{at}{now}.",
+        f"{action[0].upper()}{action[1:]}.",
         *place_of(found),
-        tuple(step.step for step in bad[-_FEW:]),
+        tuple(step.step for step in skips[-_FEW:]),
         count,
         is_certain=len(bad) >= _FEW,
     )
 
 
-def _of_bad_gradients(evidence: Evidence, skips: Sequence[Past], text: str) -> Finding:
-    """Skips whose loss was finite, or was not seen."""
-    found, named = evidence.watched, ""
-    if found is not None and found.kind == "backward":
-        named = at_line(found, ", first seen in the gradient of")
-    now = "" if evidence.scale is None else f"; the loss scale is {evidence.scale:g} now"
+def _losses_of(skips: Sequence[Past], evidence: Evidence) -> tuple[str, str]:
+    """What the losses of skips are like that are finite, or were not seen, and what to try."""
     own, others = _usual_losses(skips, evidence)
-    if named and found is not None and (advice := of_gradient(found)) is not None:
-        cause = f"{text}{named}, though their loss is finite."
-        action = _in_batches(advice, evidence)
-    elif own is not None and others is not None and abs(own) >= _OUTLIER * abs(others):
-        cause = f"{text}, whose loss is about {own:g} (elsewhere about {others:g}){now}."
-        action = (
-            "Look at these batches for outliers in inputs and labels, and leave out, clip or "
-            "normalise them; a loss that grows less for large errors (Huber's) helps too."
-        )
-    elif own is not None:
-        cause = f"{text}, though their losses are as usual{now}."
-        action = f"Look in these batches for {_FAILS_BACKWARD}."
-    else:
-        cause = f"{text}{now}, and their losses were not seen."
-        action = (
-            "Look in these batches for Inf and NaN in inputs, labels and masks, for outliers, and "
-            f"for {_FAILS_BACKWARD}."
-        )
-    steps = tuple(step.step for step in skips[-_FEW:])
-    count = max(len(skips), evidence.skipped)
-    return Finding("data", cause, action, *place_of(found), steps, count, is_certain=False)
+    if own is None:
+        action = f"{_IN_INPUTS}, for outliers, and for {_FAILS_BACKWARD}"
+        return "and with losses that were not seen", action
+    if others is None or abs(own) < _OUTLIER * abs(others):
+        return "with losses as usual", f"look in these batches for {_FAILS_BACKWARD}"
+    return f"whose loss is about {own:g} (elsewhere about {others:g})", _LEAVE_OUT
+
+
+def _seen_in(found: Located | None, is_loss: bool) -> tuple[str, str | None]:
+    """Where a watched step failed, and what to try against that, if it is known."""
+    if found is None or found.operation is None:
+        return "", None
+    if is_loss:
+        of_kind = {"forward": of_forward, "backward": of_backward}.get(found.kind)
+        return at_line(found, ", first seen in"), None if of_kind is None else of_kind(found)
+    if found.kind != "backward" or (advice := of_gradient(found)) is None:
+        return "", None
+    return at_line(found, ", first seen in the gradient of"), advice
+
+
+def _at_floor(evidence: Evidence, skips: Sequence[Past]) -> Finding:
+    """Skips at a scale that may not fall further."""
+    earlier = evidence.earlier
+    return Finding(
+        "floor",
+        f"{len(skips)} of {evidence.steps} steps were skipped at a loss scale of "
+        f"{skips[-1].scale:g}, the smallest that its policy allows.",
+        "Allow a lower one (min_scale, or DynamicScale if it is fixed), or divide the loss (a mean "
+        "in place of a sum, targets in larger units).",
+        None if earlier is None else earlier.where,
+        steps=tuple(step.step for step in skips[-_FEW:]),
+        count=len(skips),
+    )
 
 
 def _usual_losses(skips: Sequence[Past], evidence: Evidence) -> tuple[float | None, float | None]:
@@ -118,11 +129,9 @@ def _are_outliers(skips: Sequence[Past], evidence: Evidence) -> bool:
     return len(skips) > max(_FEW, _MOST_SKIPPED * evidence.steps)
 
 
-def _in_batches(advice: str, evidence: Evidence) -> str:
-    """Advice as a sentence, which says that it is for some batches if most of them are well."""
-    if 2 * evidence.skipped <= evidence.steps:
-        return f"In these batches, {advice}."
-    return f"{advice[0].upper()}{advice[1:]}."
+def _are_few(count: int, evidence: Evidence) -> bool:
+    """Whether steps are few enough to have a pattern, or batches in common."""
+    return 2 * count <= evidence.steps
 
 
 def place_of(found: Located | None) -> tuple[str | None, str | None]:
@@ -142,28 +151,6 @@ def are_many(events: int, count: int, evidence: Evidence) -> bool:
     """Whether so many events, of ``count`` steps, are more than an accident."""
     is_frequent = count > 2 * _MOST_SKIPPED * evidence.steps
     return events >= _FEW or (events == _FEW - 1 and is_frequent)
-
-
-def floor(evidence: Evidence) -> Finding | None:
-    """A scale that may not fall further, and at which steps are skipped."""
-    if evidence.is_elsewhere:
-        return None
-    earlier = evidence.earlier
-    skips = unexplained(evidence)
-    if not skips or not has_settled_and_skips(evidence):
-        return None
-    if any(step.is_bad or not _is_at_floor(step, evidence) for step in skips):
-        return None
-    return Finding(
-        "floor",
-        f"{len(skips)} of {evidence.steps} steps were skipped at a loss scale of "
-        f"{skips[-1].scale:g}, the smallest that its policy allows.",
-        "Allow a lower one (min_scale, or DynamicScale if it is fixed), or divide the loss (a mean "
-        "in place of a sum, targets in larger units).",
-        None if earlier is None else earlier.where,
-        steps=tuple(step.step for step in skips[-_FEW:]),
-        count=len(skips),
-    )
 
 
 def lowered(evidence: Evidence) -> Finding | None:
@@ -240,7 +227,7 @@ def unexplained(evidence: Evidence) -> list[Past]:
 
 def when(steps: Sequence[Past], evidence: Evidence) -> str:
     """How steps follow one another, if they are few enough to have a pattern."""
-    if 2 * len(steps) > evidence.steps:
+    if not _are_few(len(steps), evidence):
         return ""
     numbers = [step.step for step in steps]
     firsts = [n for i, n in enumerate(numbers) if not i or n - numbers[i - 1] > 1]

@@ -205,7 +205,7 @@ def _of_overflow(evidence: Evidence, skipped: str) -> Finding:
         lower = "allow a lower scale (min_scale)" if at_floor else "start from a scale below 1"
         action = f"D{divide}, or {lower}"
         if not is_large:
-            action += "; if they are Inf at every scale, look for a division by 0"
+            action += "; or look for a division by 0"
     return Finding("floor", cause, f"{action}.", where, is_certain=False)
 
 
