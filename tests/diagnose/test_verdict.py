@@ -6,7 +6,7 @@ import pytest
 from gradscaler import NonfiniteGradient
 from gradscaler.diagnose import Located
 from gradscaler.diagnose._findings import Evidence, judge
-from gradscaler.diagnose._findings.evidence import Past
+from gradscaler.diagnose._findings.evidence import Measured, Past
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip
 
 INF = NonfiniteGradient("fc1.weight", (4, 4), "float32", 3, 0, 65504.0)
@@ -390,6 +390,17 @@ def test_a_rank_whose_loss_is_anothers_does_not_miss_it():
     calls = {"lossless": 100}
     assert judge(Evidence(100, 0, calls=calls)).kind == "misuse"
     assert judge(Evidence(100, 0, calls=calls, world_size=2)).kind == "normal"
+
+
+@pytest.mark.parametrize(("kind", "backoff"), [("normal", 0.5), ("data", 1.0)])
+def test_skips_that_do_not_lower_the_scale_are_not_explained_by_large_gradients(kind, backoff):
+    """As of a NaN in each tenth batch, where hysteresis wants two skips in a row."""
+    past, scale = [], 2.0**15
+    for step in range(1, 101):
+        past.append(Past(step, scale, step % 10 == 5))
+        scale *= backoff if past[-1].skipped else 1.0
+    measured = (Measured(100, past[-1].scale, 2.0**20, 2.0**18),)
+    assert judge(Evidence(100, 10, past=tuple(past), measured=measured)).kind == kind
 
 
 def test_a_loss_that_grows_from_0_is_no_divergence():

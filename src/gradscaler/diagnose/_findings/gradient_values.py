@@ -135,7 +135,10 @@ def too_small(evidence: Evidence) -> Finding | None:
         return None
     factor = "" if math.isinf(headroom) else f" by a factor of up to 2**{math.floor(headroom) - 1}"
     worst = sample.worst[0] if sample.worst else None
-    try_ = f"The scale is too small: raise it{factor}, or let it grow sooner (growth_interval)."
+    try_ = (
+        f"The scale is too small: raise it{factor}, or let it grow sooner (growth_interval) or "
+        "further (max_scale)."
+    )
     if evidence.has_many_skips:
         try_ = (
             f"The scale is too small because {evidence.skipped} of {evidence.steps} steps were "

@@ -211,17 +211,22 @@ def unexplained(evidence: Evidence) -> list[Past]:
     """The skips since the first step that was applied, but for those that a scale explains.
 
     Those undo a growth of the scale, or come as gradients grow: the samples show some that are
-    close to the largest number at the scale of the skip.
+    close to the largest number at the scale of the skip. Where the scale does not fall for them, as
+    with hysteresis, it explains only a few.
     """
     past = evidence.past
     first = next((i for i, step in enumerate(past) if not step.skipped), len(past))
     found, growths = [], 0
+    num_close: Counter[float] = Counter()  # by scale
     for before, step in pairwise(past[first:]):
         growths += step.scale > before.scale
         if step.skipped and growths:
             growths -= 1
-        elif step.skipped and (step.is_bad or not evidence.is_close_to_overflow(step, _CLOSE)):
-            found.append(step)
+        elif step.skipped:
+            is_close = not step.is_bad and evidence.is_close_to_overflow(step, _CLOSE)
+            num_close[step.scale] += is_close
+            if not is_close or num_close[step.scale] > _FEW:
+                found.append(step)
     return found
 
 

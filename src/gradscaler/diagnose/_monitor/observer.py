@@ -132,6 +132,7 @@ class EagerObserver(StepSource):
     @_call
     def updating(self) -> None:
         """End the iteration, and give the verdict if there were too many skips."""
+        self._is_in_step = False
         self._watch.stop()  # an interrupt of an operation may not move the scale by half
         self._iterations.note_missed()
         self._end()
