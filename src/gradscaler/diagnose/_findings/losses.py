@@ -88,7 +88,7 @@ def diverged(evidence: Evidence) -> Finding | None:
         "divergence",
         f"The {' and the '.join(grew)}, until numbers left float16{first_bad} and {skips}.",
         "It diverges at any scale: go back to an earlier checkpoint, lower the learning rate "
-        "or warm it up, and clip the gradients.",
+        "or warm it up, and clip gradients.",
         where,
         count=evidence.skips_in_a_row,
     )

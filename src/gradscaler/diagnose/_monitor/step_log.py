@@ -288,7 +288,8 @@ class StepLog:
         found = {each.kind: each.where for each in findings if each.kind in _NONFINITE}
         if found and found != self._nonfinite:
             self._nonfinite = found
-            self._write(Watched(self.counts.step, None, {}, **found))
+            parameter, state = (found.get(kind) for kind in _NONFINITE)
+            self._write(Watched(self.counts.step, parameter=parameter, state=state))
         news = self._news.of(findings, self.counts.step, self.counts.sampled, is_last)
         return news if self._on_stuck != "continue" else []
 
