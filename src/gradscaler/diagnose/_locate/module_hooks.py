@@ -36,6 +36,7 @@ class ModuleHooks:
             they ended; of its first call, and of the first tensor in it.
         model: the model.
         see_output: is given each tensor that a module returns, and the module's name and type.
+        goes_on: is asked at each call of a module whether to see it.
 
     Raises:
         TypeError: ``model`` is not a module of PyTorch or TensorPlay, or a layer of Paddle.
@@ -46,6 +47,7 @@ class ModuleHooks:
         self._framework = framework_of(model)
         self.model = model
         self.see_output: Callable[[Tensor, str, str], None] | None = None
+        self.goes_on: Callable[[], bool] | None = None
         self.dtypes: dict[str, str] = {}
         self._backward = backward
         self._handles: list[Any] = []
@@ -72,13 +74,13 @@ class ModuleHooks:
         self._calls.clear()
 
     @property
-    def _is_evaluating(self) -> bool:
+    def is_evaluating(self) -> bool:
         """Whether this is no training, which a monitor may meet between two steps."""
         is_training = self.model.training or self._framework.is_grad_enabled()
         return not (is_training or self._backward)
 
     def _enter(self, name: str, module: Module, *inputs: Any) -> Any:
-        if self.located or self._is_evaluating:
+        if (self.goes_on is not None and not self.goes_on()) or self.located:
             return None
         call = _Call(self._largest(inputs))  # read now: a module may change its input in place
         self._calls[name].append(call)

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -59,6 +60,7 @@ class OperationWatch:
                     return func(*args, **(kwargs or {}))
                 return watch.call(func, args, kwargs or {}, inspect.currentframe())
 
+        self.goes_on: Callable[[], bool] | None = None  # asked at each operation
         self.mode: Any = Mode()  # type: ignore[no-untyped-call]
         weakref.finalize(self, _leave, self.mode).atexit = False  # a training may drop its monitor
         self._hooks = hooks
@@ -127,7 +129,8 @@ class OperationWatch:
         """Call an operation, and see what it makes of its inputs."""
         from torch import Tensor, is_grad_enabled
 
-        if not self._is_on or os.getpid() != self._process:  # a fork inherits the mode
+        is_fork = os.getpid() != self._process  # it inherits the mode
+        if is_fork or not self._is_on or (self.goes_on is not None and not self.goes_on()):
             return func(*args, **kwargs)
         name = func.name().partition("::")[2].partition(".")[0]
         before = None

@@ -11,8 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from gradscaler.diagnose._findings import Evidence, Finding, Verdict
 from gradscaler.diagnose._locate.located import Located
@@ -68,6 +67,19 @@ class Step(NamedTuple):
         return self.loss is not None and not math.isfinite(self.loss)
 
 
+class Seen(NamedTuple):
+    """What was seen beside losses and gradients; see :class:`Sample` for each of them."""
+
+    calls: tuple[str, ...] = ()
+    backward: frozenset[str] = frozenset()
+    cut: Mapping[str, str] | None = None
+
+    def after(self, other: Seen) -> Seen:
+        """Both, one after the other."""
+        cut = self.cut if other.cut is None else other.cut
+        return Seen(self.calls + other.calls, self.backward | other.backward, cut)
+
+
 class SkipStreak(NamedTuple):
     """A streak of consecutive skipped steps of one optimizer."""
 
@@ -90,9 +102,7 @@ class Counts(NamedTuple):
     num_nonfinite: int = 0  # those in which this process' own gradients were not finite
     evidence: Evidence = Evidence(0, 0)  # from what was written
     optimizer: int | None = None  # the one that alone took the last step
-    backward: frozenset[str] = frozenset()  # since the last sample: see Sample
-    calls: Mapping[str, int] = MappingProxyType({})  # since then
-    cut: Mapping[str, str] | None = None  # since then
+    seen: Seen = Seen()  # since the last sample
 
 
 class StepLog:
@@ -144,15 +154,12 @@ class StepLog:
         return self.counts.step - self._step_before
 
     def add(
-        self,
-        step: Step,
-        optimizers: Mapping[int, bool] | None = None,
-        suspicious: Sequence[str] = (),
+        self, step: Step, optimizers: Mapping[int, bool] | None = None, seen: Seen | None = None
     ) -> None:
         """Add a step, once; :meth:`check_stuck` gives the verdict.
 
         It is skipped if any optimizer skipped it. ``optimizers`` says which did, by id; None stands
-        for a single one. ``suspicious`` are calls to count: see :class:`Sample`.
+        for a single one.
         """
         counts, number = self.counts, step.step
         if number <= counts.step:
@@ -166,9 +173,9 @@ class StepLog:
         skip = Skip(number, step.scale, step.loss, listed, more)
         is_inspected = step.skipped and listed is not None
         last = next(iter(optimizers)) if optimizers and len(optimizers) == 1 else None
+        seen = seen or Seen()
         if last is not None and counts.optimizer not in (None, last):
-            suspicious = [*suspicious, "switched", *["unscaled"] * (step.loss is None)]
-        calls = Counter(counts.calls) + Counter(suspicious) if suspicious else counts.calls
+            seen = seen.after(Seen(("switched", *["unscaled"] * (step.loss is None))))
         has_moved = not counts.scales or counts.scales[-1][1] != step.scale
         after = counts._replace(
             step=number,
@@ -179,7 +186,7 @@ class StepLog:
             scales=(*counts.scales, (number, step.scale)) if has_moved else counts.scales,
             skips=(*counts.skips, number) if step.skipped else counts.skips,
             optimizer=last,
-            calls=calls,
+            seen=counts.seen if seen == Seen() else counts.seen.after(seen),
         )
         if not self.history or self.history[-1].step < number:
             self.history.append(step)
@@ -196,33 +203,14 @@ class StepLog:
         sample = self._sample(loss, **measured)
         self._write(sample)
         self._written_at = monotonic()
-        self.counts = counts._replace(
-            sampled=counts.step,
-            scales=(),
-            skips=(),
-            evidence=counts.evidence.after(sample),
-            backward=frozenset(),
-            calls=MappingProxyType({}),
-            cut=None,
-        )
+        evidence = counts.evidence.after(sample)
+        since = {"sampled": counts.step, "scales": (), "skips": (), "seen": Seen()}
+        self.counts = counts._replace(evidence=evidence, **since)
 
     @property
     def is_write_due(self) -> bool:
         """Whether a file waits, and nothing was written for a second."""
         return bool(self._writers) and monotonic() - self._written_at >= _LONGEST_UNWRITTEN
-
-    def note_backward(self, dtypes: frozenset[str]) -> None:
-        """Remember which dtypes a backward pass computes in."""
-        self.counts = self.counts._replace(backward=self.counts.backward | dtypes)
-
-    def note_cut(self, cut: Mapping[str, str]) -> None:
-        """Remember what lets no gradient through to parameters, by their names."""
-        self.counts = self.counts._replace(cut=cut)
-
-    def note_unstepped(self) -> None:
-        """Count an update after gradients were unscaled and not used."""
-        calls = Counter(self.counts.calls) + Counter(["unstepped"])
-        self.counts = self.counts._replace(calls=calls)
 
     @property
     def evidence(self) -> Evidence:
@@ -244,9 +232,9 @@ class StepLog:
             skips=counts.skips,
             loss=loss,
             losses=self._losses_since(counts.sampled),
-            backward=tuple(sorted(counts.backward)),
-            calls=dict(counts.calls),
-            cut=counts.cut,
+            backward=tuple(sorted(counts.seen.backward)),
+            calls=Counter(counts.seen.calls),
+            cut=counts.seen.cut,
             **measured,
         )
 
@@ -374,6 +362,15 @@ class StepLog:
             writer.write(line)
 
 
+class Addable(Protocol):
+    """A step that a log may not have yet."""
+
+    number: int
+
+    def add_to(self, log: StepLog) -> None:
+        """Add it; waits for the device."""
+
+
 @dataclass(eq=False, repr=False)
 class StepSource:
     """Learns of a scaler's steps, and adds them to a log."""
@@ -386,22 +383,37 @@ class StepSource:
     dtype: str  # the format for samples
     world_size: int  # processes that train together
     parameters: Parameters = field(init=False)  # of the training
+    located: Located | None = field(init=False, default=None)  # in the latest streak of skips
 
     def __post_init__(self) -> None:
         """Note where the scaler stands."""
 
-    def seen(self) -> StepLog:
-        """The log with all steps so far; any thread may ask, and nothing changes."""
+    @property
+    def waiting(self) -> Sequence[Addable]:
+        """The steps that are over, of which the log may not have the latest."""
         raise NotImplementedError
 
-    @property
-    def located(self) -> Located | None:
-        """What made the first Inf or NaN in the latest streak of skips, if that was seen."""
-        return None
+    def read(self) -> None:
+        """Add the steps that wait to the log; waits for the device."""
+        self._add_to(self.log, self.waiting)
+
+    def seen(self) -> StepLog:
+        """The log as :meth:`read` would leave it; any thread may ask, and nothing changes."""
+        waiting = self.waiting  # before the log, which may add some meanwhile
+        log = self.log.copy()
+        self._add_to(log, waiting)
+        return log
+
+    @staticmethod
+    def _add_to(log: StepLog, steps: Sequence[Addable]) -> None:
+        for step in steps:
+            if step.number > log.counts.step:
+                step.add_to(log)
 
     def close(self, finish: Callable[[], None]) -> None:
         """Observe no more, add the steps that wait, and call ``finish``."""
-        raise NotImplementedError
+        self.read()
+        finish()
 
     @property
     def _inspects_next_skip(self) -> bool:
