@@ -144,6 +144,11 @@ def strided_sample(array: Array, limit: int) -> Array:
     return flat[::stride]
 
 
+def sample_of(array: Array, limit: int) -> NDArray[Any]:
+    """What :func:`strided_sample` picks, on the host."""
+    return to_numpy(strided_sample(array, limit))
+
+
 def _is_rows(array: Array) -> bool:
     """Whether it is TensorFlow's ``IndexedSlices`` or MindSpore's ``RowTensor``."""
     return hasattr(array, "indices") and not callable(getattr(array, "values", callable))

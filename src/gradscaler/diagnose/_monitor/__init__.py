@@ -277,28 +277,25 @@ class Monitor:
         self.close()
 
     def _judge(self, log: StepLog) -> Verdict:
-        counts = log.counts
+        streak, parameters = log.stuck_streak, self._source.parameters
         evidence = replace(
             log.evidence,
             dtype=self._dtype,
             world_size=self._world_size,
-            is_finite_here=counts.num_inspected > 0 and not counts.num_nonfinite,
+            is_finite_here=bool(log.counts.is_finite_here),
+            before=self._before,
+            min_scale=min_scale_of(policy_of(self._scaler)),
+            **parameters.of_optimizers(is_stuck=streak is not None),
         )
-        evidence = replace(
-            evidence, before=self._before, min_scale=min_scale_of(policy_of(self._scaler))
-        )
-        if evidence.bad_and_applied or evidence.bad_and_skipped or log.stuck_streak is not None:
-            parameters = self._source.parameters.nonfinite()
-            evidence = replace(evidence, parameter=parameters[0].name if parameters else None)
-        evidence = replace(evidence, state=self._source.parameters.nonfinite_state())
-        if (streak := log.stuck_streak) is not None:
+        if evidence.bad_and_applied or evidence.bad_and_skipped or streak is not None:
+            bad = next(iter(parameters.nonfinite()), None)
+            evidence = replace(evidence, parameter=None if bad is None else bad.name)
+        if streak is not None:
             evidence = replace(
                 evidence,
                 skips_in_a_row=streak.length,
                 first_scale=streak.first_scale,
                 skips=streak.skips,
-                weights=self._source.parameters.norms(),
-                lost_eps=self._source.parameters.lost_eps,
                 located=self._source.located,
             )
         return judge(evidence)

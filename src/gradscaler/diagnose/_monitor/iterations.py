@@ -45,7 +45,9 @@ class Iteration:
         is_unzeroed = any(float(held) != 0 for held in self.added_to)
         step = Step(self.number, last.scale, any(skipped.values()), loss, nonfinite)
         calls = *self.calls, *["unzeroed"] * is_unzeroed
-        log.add(step, skipped, Seen(calls, frozenset(self.backward), self.cut))
+        has_seen = calls or self.backward or self.cut is not None
+        seen = [Seen(calls, frozenset(self.backward), self.cut)] if has_seen else []
+        log.add(step, skipped, *seen)
         if self.measured:
             log.add_sample(loss, **fields_of(self.measured.values()))
 

@@ -247,7 +247,7 @@ class EagerObserver(StepSource):
         return {name: grad for name, p in named.items() if (grad := p.grad) is not None}
 
     def _measure(self, optimizer: Any, scaled_by: Any = None) -> None:
-        """Measure the gradients if they were not yet; ``scaled_by`` is not None if it is in them."""
+        """Measure the gradients, once; ``scaled_by`` is the scale that is still in them, if any."""
         iteration = self._iterations.latest
         if id(optimizer) in iteration.measured or not (gradients := self._gradients(optimizer)):
             return

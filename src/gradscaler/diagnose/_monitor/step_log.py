@@ -10,8 +10,10 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from time import monotonic
-from typing import Any, Literal, NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from gradscaler.diagnose._findings import Evidence, Finding, Verdict
 from gradscaler.diagnose._locate.located import Located
@@ -80,6 +82,9 @@ class Seen(NamedTuple):
         return Seen(self.calls + other.calls, self.backward | other.backward, cut)
 
 
+_NOTHING = Seen()
+
+
 class SkipStreak(NamedTuple):
     """A streak of consecutive skipped steps of one optimizer."""
 
@@ -93,16 +98,13 @@ class Counts(NamedTuple):
     """What a log has counted; one assignment replaces it, so an interrupt leaves it whole."""
 
     step: int  # the number of the last step
-    num_skipped: int
-    streaks: Mapping[int, SkipStreak]  # by optimizer
     sampled: int  # the step of the last sample
-    scales: tuple[tuple[int, float], ...] = ()  # since then: each step with a new scale, and that
-    skips: tuple[int, ...] = ()  # since then: the steps that were skipped
-    num_inspected: int = 0  # skipped steps that were
-    num_nonfinite: int = 0  # those in which this process' own gradients were not finite
+    num_skipped: int = 0
+    streaks: Mapping[int, SkipStreak] = MappingProxyType({})  # by optimizer
+    is_finite_here: bool | None = None  # this process' part in the skips that were inspected
     evidence: Evidence = Evidence(0, 0)  # from what was written
     optimizer: int | None = None  # the one that alone took the last step
-    seen: Seen = Seen()  # since the last sample
+    seen: Seen = _NOTHING  # since the last sample
 
 
 class StepLog:
@@ -126,13 +128,12 @@ class StepLog:
         judge: Callable[[StepLog], Verdict],
     ) -> None:
         self.history: deque[Step] = deque(maxlen=HISTORY_LENGTH)
-        self._writers = writers
-        self._is_copy = False
+        self._writers: Sequence[RunFile | EventFile] | None = writers  # a copy has None
         self._step_before = step
         self._on_stuck = on_stuck
         self._stuck_after = stuck_after
         self._judge = judge
-        self.counts = Counts(step, 0, {}, step)
+        self.counts = Counts(step, sampled=step)
         self._written_at = monotonic()  # the last sample
         self._watched = step  # the last step that add_watched was called for
         self._dtypes: Mapping[str, str] = {}
@@ -142,7 +143,7 @@ class StepLog:
     def copy(self) -> StepLog:
         """A log that goes on from here without writing anything; any thread may make one."""
         twin = copying.copy(self)
-        twin._writers, twin._is_copy = (), True
+        twin._writers = None
         twin.counts = self.counts  # first: the history may grow meanwhile
         kept = (step for step in tuple(self.history) if step.step <= twin.counts.step)
         twin.history = deque(kept, maxlen=HISTORY_LENGTH)
@@ -154,7 +155,7 @@ class StepLog:
         return self.counts.step - self._step_before
 
     def add(
-        self, step: Step, optimizers: Mapping[int, bool] | None = None, seen: Seen | None = None
+        self, step: Step, optimizers: Mapping[int, bool] | None = None, seen: Seen = _NOTHING
     ) -> None:
         """Add a step, once; :meth:`check_stuck` gives the verdict.
 
@@ -168,31 +169,26 @@ class StepLog:
             self.add_sample()
             counts = self.counts
         found = step.nonfinite or ()
-        more = max(len(found) - _MOST_NONFINITE, 0)
         listed = None if step.nonfinite is None else found[:_MOST_NONFINITE]
-        skip = Skip(number, step.scale, step.loss, listed, more)
+        skip = Skip(number, step.scale, step.loss, listed, len(found[_MOST_NONFINITE:]))
         is_inspected = step.skipped and listed is not None
+        is_finite_here = counts.is_finite_here
+        if is_inspected:
+            is_finite_here = is_finite_here is not False and not found
         last = next(iter(optimizers)) if optimizers and len(optimizers) == 1 else None
-        seen = seen or Seen()
         if last is not None and counts.optimizer not in (None, last):
             seen = seen.after(Seen(("switched", *["unscaled"] * (step.loss is None))))
-        has_moved = not counts.scales or counts.scales[-1][1] != step.scale
-        after = counts._replace(
-            step=number,
-            num_skipped=counts.num_skipped + step.skipped,
-            num_inspected=counts.num_inspected + is_inspected,
-            num_nonfinite=counts.num_nonfinite + bool(found),
-            streaks=self._continued(counts.streaks, skip, optimizers or {0: step.skipped}),
-            scales=(*counts.scales, (number, step.scale)) if has_moved else counts.scales,
-            skips=(*counts.skips, number) if step.skipped else counts.skips,
-            optimizer=last,
-            seen=counts.seen if seen == Seen() else counts.seen.after(seen),
-        )
         if not self.history or self.history[-1].step < number:
             self.history.append(step)
-        self.counts = after
-        if is_inspected and not self._is_copy:
-            logger.info("%s", _in_one_line(skip))
+        self.counts = counts._replace(
+            step=number,
+            num_skipped=counts.num_skipped + step.skipped,
+            streaks=self._continued(counts.streaks, skip, optimizers or {0: step.skipped}),
+            is_finite_here=is_finite_here,
+            optimizer=last,
+            seen=counts.seen if seen is _NOTHING else counts.seen.after(seen),
+        )
+        if is_inspected:
             self._write(skip)
 
     def add_sample(self, loss: float | None = None, **measured: Any) -> None:
@@ -204,8 +200,7 @@ class StepLog:
         self._write(sample)
         self._written_at = monotonic()
         evidence = counts.evidence.after(sample)
-        since = {"sampled": counts.step, "scales": (), "skips": (), "seen": Seen()}
-        self.counts = counts._replace(evidence=evidence, **since)
+        self.counts = counts._replace(sampled=counts.step, seen=_NOTHING, evidence=evidence)
 
     @property
     def is_write_due(self) -> bool:
@@ -223,18 +218,22 @@ class StepLog:
 
     def _sample(self, loss: float | None = None, **measured: Any) -> Sample:
         """What happened since the last sample."""
-        counts = self.counts
+        counts, seen = self.counts, self.counts.seen
+        steps = [step for step in self.history if step.step > counts.sampled]
+        losses = tuple(step.loss for step in steps)
+        scales = [(step.step, step.scale) for step in steps]
+        moved = (now for before, now in pairwise(scales) if before[1] != now[1])
         return Sample(
             step=counts.step,
-            scale=self.history[-1].scale,
-            scales=counts.scales,
-            steps=counts.step - counts.sampled,
-            skips=counts.skips,
+            scale=steps[-1].scale,
+            scales=(scales[0], *moved),
+            steps=len(steps),
+            skips=tuple(step.step for step in steps if step.skipped),
             loss=loss,
-            losses=self._losses_since(counts.sampled),
-            backward=tuple(sorted(counts.seen.backward)),
-            calls=Counter(counts.seen.calls),
-            cut=counts.seen.cut,
+            losses=() if losses.count(None) == len(losses) else losses,
+            backward=tuple(sorted(seen.backward)),
+            calls=Counter(seen.calls),
+            cut=seen.cut,
             **measured,
         )
 
@@ -306,11 +305,6 @@ class StepLog:
         if self._on_stuck == "warn":
             warnings.warn(StuckWarning(line.text), stacklevel=_levels_to_caller())
 
-    def _losses_since(self, step: int) -> tuple[float | None, ...]:
-        """The loss of each later step; empty if none was seen."""
-        losses = tuple(each.loss for each in self.history if each.step > step)
-        return () if losses.count(None) == len(losses) else losses
-
     @property
     def stuck_streak(self) -> SkipStreak | None:
         """The longest streak of skips, if it is too long."""
@@ -353,22 +347,15 @@ class StepLog:
         news = self._look(is_last=True)
         self.add_sample()
         writers, self._writers = self._writers, ()  # a call that this interrupts writes no more
-        for writer in writers:
+        for writer in writers or ():
             writer.close()
         _warn(news)  # last, as a user may have made warnings errors
 
     def _write(self, line: Line) -> None:
-        for writer in self._writers:
+        if self._writers is not None and isinstance(line, Skip):
+            logger.info("%s", _in_one_line(line))
+        for writer in self._writers or ():
             writer.write(line)
-
-
-class Addable(Protocol):
-    """A step that a log may not have yet."""
-
-    number: int
-
-    def add_to(self, log: StepLog) -> None:
-        """Add it; waits for the device."""
 
 
 @dataclass(eq=False, repr=False)
@@ -389,7 +376,7 @@ class StepSource:
         """Note where the scaler stands."""
 
     @property
-    def waiting(self) -> Sequence[Addable]:
+    def waiting(self) -> Sequence[Any]:
         """The steps that are over, of which the log may not have the latest."""
         raise NotImplementedError
 
@@ -405,7 +392,7 @@ class StepSource:
         return log
 
     @staticmethod
-    def _add_to(log: StepLog, steps: Sequence[Addable]) -> None:
+    def _add_to(log: StepLog, steps: Sequence[Any]) -> None:
         for step in steps:
             if step.number > log.counts.step:
                 step.add_to(log)
