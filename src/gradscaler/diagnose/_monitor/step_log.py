@@ -28,7 +28,6 @@ OnStuck = Literal["warn", "raise", "continue"]
 logger = logging.getLogger("gradscaler")
 
 _MOST_NONFINITE = 10  # gradients that a line lists
-_FEW = 3  # skips in a row that may become too many
 _NONFINITE = "parameter", "state"  # kinds
 _LONGEST_UNWRITTEN = 1.0  # seconds; who reads the file of a killed process misses no more
 
@@ -252,8 +251,7 @@ class StepLog:
     def check(self) -> None:
         """Say what is wrong, as soon as it is known; see :meth:`check_stuck`."""
         self.check_stuck()
-        streak = max((each.length for each in self.counts.streaks.values()), default=0)
-        if streak < _FEW and self._news.is_due(self.counts.step):  # else its verdict comes
+        if self._news.is_due(self.counts.step):
             news = self._look(is_last=False)
             self._news.has_looked()
             _warn(news)
