@@ -136,10 +136,10 @@ def watched_steps(training):
 @pytest.mark.parametrize(
     ("bad", "watched"),
     [
-        # Ten seconds are 5 % of the time from step 202 on, and twenty from step 393 on.
-        ((7, 20, 230, 300, 450), [231, 451]),
-        ((230, 231, 500), [231]),  # located
-        ((20, 60, 100, 140, 180, 220, 260), [220]),  # every 40 steps: the next one that is due
+        # Twenty seconds, as may be, are 5 % of the time from step 401 on, and thirty from 601 on.
+        ((7, 20, 430, 500, 700), [431, 701]),
+        ((430, 431, 700), [431]),  # located
+        (range(20, 501, 40), [420]),  # the next one that is due
     ],
 )
 @pytest.mark.parametrize("flag", ["!", "?"])
@@ -148,7 +148,7 @@ def test_steps_after_a_failure_or_due_to_fail_are_watched_until_one_is_located(
 ):
     training = UnderAutocast(path=path)
     takes_time(training)
-    training.steps(flag if step in bad else "." for step in range(1, 601))
+    training.steps(flag if step in bad else "." for step in range(1, 721))
     assert watched_steps(training) == watched
     located = [step for step, *_ in watched_in(path)]
     assert located == [step for step in watched if step in bad]
@@ -162,7 +162,7 @@ def test_a_budget_allows_watches_in_5_percent_of_the_time(slower, monkeypatch):
     for step in range(1, 10_000):
         now += 1.0
         budget.step_ended(step)
-        left = budget.left(step, 10)
+        left = budget.left(step, failure_watch._WATCHED)
         if left is not None:
             budget.begin(left)
             now += min(slower, left)  # it breaks off
@@ -205,8 +205,8 @@ def test_a_watch_that_takes_longer_than_the_budget_breaks_off(monkeypatch):
         lambda *_: watched.append(torch.nn.modules.module._has_any_global_hook())
     )
     monkeypatch.setattr(failure_watch, "clock", lambda: slow.now)
-    training.steps("!" if step in (30, 60, 150) else "." for step in range(1, 160))
-    assert watched_steps(training) == [31]  # the next one may take at least 200 seconds
+    training.steps("!" if step in (60, 90, 200) else "." for step in range(1, 210))
+    assert watched_steps(training) == [61]  # the next one may take at least 200 seconds
     assert not any(watched)
 
 

@@ -16,7 +16,7 @@ from gradscaler.diagnose._locate.operation_watch import OperationWatch
 from gradscaler.diagnose._monitor.step_log import StepLog
 
 SHARE = 0.05  # of the time that training takes, which watches may take in all
-_WATCHED = 10  # times as long as a mean step, which a watched one may take at first
+_WATCHED = 20  # times as long as a mean step, which a watched one may take at first
 _LOOKED_AT = 2  # times as long, if only its modules are looked at
 _PERIODIC = 3  # failures at equal distances that make the next one expected
 
