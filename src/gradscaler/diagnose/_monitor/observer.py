@@ -124,7 +124,7 @@ class EagerObserver(StepSource):
         if self._used is not None and (held := self._used.before_step(optimizer)) is not None:
             iteration.added_to.append(held)
         if self._cut_off.is_looking:
-            self._cut_off.note(self.parameters.named(optimizer, iteration.place_of(optimizer)))
+            self._cut_off.note(self._named(optimizer))
 
     @_call
     def stepped(self, optimizer: Any, outcome: StepOutcome, /) -> None:
@@ -138,7 +138,7 @@ class EagerObserver(StepSource):
         is_watched = self._watch.step == iteration.number
         is_skip = (self.forensics or is_watched) and outcome.skipped  # may wait for the device
         if is_skip and (is_watched or self._inspects_next_skip):
-            outcome.nonfinite = inspect(self._gradients(optimizer))
+            outcome.nonfinite = inspect(_gradients_of(self._named(optimizer)))
 
     @_call
     def updating(self) -> None:
@@ -231,7 +231,7 @@ class EagerObserver(StepSource):
         if iteration.outcomes:
             self.parameters.optimizers = list(iteration.optimizers.values())
             has_gone = any(measured.has_gone for measured in iteration.measured.values())
-            iteration.cut = self._cut_off.end(has_gone) or iteration.cut
+            iteration.cut = self._cut_off.end(has_gone)
         self._iterations.end()
         iteration.optimizers = {}  # they need not live until the iteration is read
 
@@ -241,15 +241,15 @@ class EagerObserver(StepSource):
         is_new = not observed.last_steps() and observed.state == observed.policy.init()
         return is_new and has_stepped(optimizer)
 
-    def _gradients(self, optimizer: Any) -> dict[str, Any]:
+    def _named(self, optimizer: Any) -> dict[str, Any]:
         place = self._iterations.latest.place_of(optimizer)
-        named = self.parameters.named(optimizer, place)
-        return {name: grad for name, p in named.items() if (grad := p.grad) is not None}
+        return self.parameters.named(optimizer, place)
 
     def _measure(self, optimizer: Any, scaled_by: Any = None) -> None:
         """Measure the gradients, once; ``scaled_by`` is the scale that is still in them, if any."""
-        iteration = self._iterations.latest
-        if id(optimizer) in iteration.measured or not (gradients := self._gradients(optimizer)):
+        measured, named = self._iterations.latest.measured, self._named(optimizer)
+        gradients = _gradients_of(named)
+        if id(optimizer) in measured or not gradients:
             return
         known = None
         if not any(hasattr(gradient, "to_local") for gradient in gradients.values()):
@@ -257,14 +257,17 @@ class EagerObserver(StepSource):
             known = norm if math.isfinite(norm) else None
         is_scaled = scaled_by is not None
         scale = float(scaled_by if is_scaled else self.scaler.observed.state.scale)
-        measured = measure(gradients, self.dtype, scale, is_scaled, known)
-        named = self.parameters.named(optimizer, iteration.place_of(optimizer))
+        found = measure(gradients, self.dtype, scale, is_scaled, known)
         missing = tuple(name for name, p in named.items() if p.grad is None and _is_trained(p))
         unmoved = self.parameters.unmoved(optimizer, named)
-        iteration.measured[id(optimizer)] = replace(measured, missing=missing, unmoved=unmoved)
+        measured[id(optimizer)] = replace(found, missing=missing, unmoved=unmoved)
 
 
 _CALLS = EagerObserver.updated.__code__, OperationWatch.call.__code__  # one of all @_call
+
+
+def _gradients_of(named: dict[str, Any]) -> dict[str, Any]:
+    return {name: p.grad for name, p in named.items() if p.grad is not None}
 
 
 def _is_trained(parameter: Any) -> bool:
