@@ -50,8 +50,6 @@ class EagerObserver(StepSource):
     :class:`Iterations`.
     """
 
-    parameters: OptimizersParameters
-
     def __post_init__(self) -> None:
         """Note where the scaler stands."""
         self._finish: Callable[[], None] | None = None  # what a close that waits will call
@@ -243,7 +241,8 @@ class EagerObserver(StepSource):
 
     def _named(self, optimizer: Any) -> dict[str, Any]:
         place = self._iterations.latest.place_of(optimizer)
-        return self.parameters.named(optimizer, place)
+        named: dict[str, Any] = self.parameters.named(optimizer, place)
+        return named
 
     def _measure(self, optimizer: Any, scaled_by: Any = None) -> None:
         """Measure the gradients, once; ``scaled_by`` is the scale that is still in them, if any."""

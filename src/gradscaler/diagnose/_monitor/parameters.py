@@ -20,19 +20,7 @@ _MOST_ELEMENTS = 2**12  # of one parameter
 _IN_16_BITS = "float16", "bfloat16"
 
 
-class Parameters:
-    """The parameters of a training, and what is wrong with them, where no optimizer is known."""
-
-    def nonfinite(self) -> tuple[NonfiniteGradient, ...]:
-        """The parameters that hold an Inf or a NaN."""
-        raise NotImplementedError
-
-    def of_optimizers(self, is_stuck: bool) -> dict[str, Any]:
-        """What the optimizers say, as fields of evidence; more of them if the run is stuck."""
-        return {}
-
-
-class OptimizersParameters(Parameters):
+class OptimizersParameters:
     """The parameters of a model's optimizers, which an eager scaler steps.
 
     Attributes:

@@ -8,7 +8,6 @@ from typing import Any
 from gradscaler.diagnose._gradients.arrays import named_arrays
 from gradscaler.diagnose._gradients.reading import inspect
 from gradscaler.diagnose._monitor.gradient_sample import fields_of, is_sampled, measure
-from gradscaler.diagnose._monitor.parameters import Parameters
 from gradscaler.diagnose._monitor.step_log import Step, StepLog, StepSource
 from gradscaler.diagnose._monitor.traced_scalers import Reading, number_of, policy_of, read
 from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient
@@ -42,8 +41,6 @@ class Recorder(StepSource):
 
     A step's scale is the one that the scaler had after the step before it.
     """
-
-    parameters: RecordedParameters
 
     def __post_init__(self) -> None:
         """Note where the scaler stands."""
@@ -99,11 +96,15 @@ class Recorder(StepSource):
 
 
 @dataclass
-class RecordedParameters(Parameters):
+class RecordedParameters:
     """The parameters of the latest step, if they are recorded, or else the model's."""
 
     model: Any
     latest: Any = None
+
+    def of_optimizers(self, is_stuck: bool) -> dict[str, Any]:
+        """Nothing is known of these."""
+        return {}
 
     def nonfinite(self) -> tuple[NonfiniteGradient, ...]:
         """The parameters that hold an Inf or a NaN."""

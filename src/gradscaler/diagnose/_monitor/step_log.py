@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 from gradscaler.diagnose._findings import Evidence, Finding, Verdict
 from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._monitor.news import News
-from gradscaler.diagnose._monitor.parameters import Parameters
 from gradscaler.diagnose._run.lines import Line, Sample, Skip, VerdictLine, Watched
 from gradscaler.diagnose._run.writer import EventFile, RunFile
 from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient
@@ -367,7 +366,7 @@ class StepSource:
     forensics: int  # inspect every n-th skipped step; 0 disables
     dtype: str  # the format for samples
     world_size: int  # processes that train together
-    parameters: Parameters = field(init=False)  # of the training
+    parameters: Any = field(init=False)  # of the training: what is not finite, and the optimizers
     located: Located | None = field(init=False, default=None)  # in the latest streak of skips
 
     def __post_init__(self) -> None:
