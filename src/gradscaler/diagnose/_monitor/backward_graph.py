@@ -73,6 +73,7 @@ class CutOff:
     def begin(self, step: int) -> None:
         """Begin a step, before its forward pass."""
         if self._left:
+            self.stop()  # the step before may have broken off
             self.is_looking = self._watch.look(step, weakly(self._see_output))
 
     def _see_output(self, output: Any, module: str, _: str) -> None:
@@ -109,9 +110,9 @@ class CutOff:
             What lets no gradient through, by the parameters' names, in all steps of a round; None
             if this step is not the last of one.
         """
-        now, is_seen = self._now, self.is_looking
-        self.stop()
-        if is_seen:
+        if self.is_looking:
+            now = self._now
+            self.stop()
             before = now if self._cut is None else self._cut
             self._cut = {name: by for name, by in now.items() if name in before}
             self._left -= 1

@@ -131,10 +131,12 @@ class FailureWatch:
 
     def _may_fail(self, step: int) -> bool:
         """Whether a step comes after a failure; where they are periodic, when the next is due."""
+        if not self._failures:
+            return False
         gaps = {after - before for before, after in pairwise(self._failures)}
         if len(self._failures) == _PERIODIC and len(gaps) == 1:
             return (step - self._failures[-1]) % gaps.pop() == 0
-        return bool(self._failures) and step == self._failures[-1] + 1
+        return step == self._failures[-1] + 1
 
     def _has_failed(self, step: int) -> bool:
         """Whether a step failed as no scale cures, if that was read already.

@@ -144,7 +144,8 @@ class EagerObserver(StepSource):
         self._update()
 
     def _update(self) -> None:
-        self._watch.stop()  # an interrupt of an operation may not move the scale by half
+        if self._watch.is_on or self._watch.step == self._iterations.latest.number:
+            self._watch.stop()  # an interrupt of an operation may not move the scale by half
         self._end()
         ended = self._iterations.ended
         if ended == self._updated:

@@ -167,11 +167,14 @@ class UsedGradients:
             alive, version, largest = self._used.pop(key)
             if alive() is parameter.grad and parameter.grad._version == version + 1:
                 held = largest
-        groups = getattr(optimizer, "param_groups", ())
-        with suppress(Exception):
-            all_of = (p for group in groups for p in group["params"] if p.grad is not None)
-            if parameter is None or parameter.grad is None:
-                parameter = next(p for p in all_of if p.grad.numel())
+        if parameter is None or parameter.grad is None:
+            groups = getattr(optimizer, "param_groups", ())
+            with suppress(AttributeError):  # where no tensor counts its changes, there is none
+                all_of = (p for group in groups for p in group["params"] if p.grad is not None)
+                parameter = next(
+                    (p for p in all_of if p.grad.numel() and p.grad._version >= 0), None
+                )
+        if parameter is not None:
             self._parameters[key] = weakref.ref(parameter)
         return held
 
