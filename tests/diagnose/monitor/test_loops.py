@@ -90,6 +90,17 @@ def test_an_evaluation_within_a_watched_step_ends_the_watch():
 
 
 @pytest.mark.filterwarnings("ignore::gradscaler.diagnose.FindingWarning")
+def test_what_a_watch_saw_before_it_broke_off_is_not_blamed():
+    loop = Loop()
+    loop.steps("..!")
+    kept = torch.zeros(1) / 0.0  # in code between the steps, and it does no harm
+    loop.evaluate()
+    loop.steps("!")
+    assert kept.isnan().all()
+    assert loop.monitor._source.located is None
+
+
+@pytest.mark.filterwarnings("ignore::gradscaler.diagnose.FindingWarning")
 def test_nothing_is_hooked_between_a_step_and_its_update():
     loop = Loop()
     loop.steps("..!")

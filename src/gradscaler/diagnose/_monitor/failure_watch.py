@@ -47,6 +47,7 @@ class FailureWatch:
         self._next: float | None = None  # how long a watch of the next step may take, if wanted
         self._has_seen_streak = False
         self._failures: deque[int] = deque(maxlen=_PERIODIC)
+        self._is_whole = True  # whether the latest watch did not break off
         self.step = 0
         self.located: Located | None = None
 
@@ -74,7 +75,7 @@ class FailureWatch:
             self._budget.begin(seconds)
             for each in self._parts:
                 each.start()
-            self.step = step
+            self.step, self._is_whole = step, True
 
     def look(self, step: int, see_output: Callable[[Any, str, str], None]) -> bool:
         """Give the outputs of a step's modules to ``see_output``; whether the budget allows it."""
@@ -100,13 +101,14 @@ class FailureWatch:
 
     def _goes_on(self) -> bool:
         """Whether to watch a module's call."""
-        if self._hooks is not None and self._hooks.is_evaluating:
-            self.stop()
-        return self._is_within_budget()
+        is_evaluating = self._hooks is not None and self._hooks.is_evaluating
+        return self._is_within_budget(is_evaluating)
 
-    def _is_within_budget(self) -> bool:
-        if self._budget.is_used_up:
+    def _is_within_budget(self, is_over: bool = False) -> bool:
+        """Whether to watch an operation; else the watch breaks off."""
+        if is_over or self._budget.is_used_up:
             self.stop()
+            self._is_whole = False
         return self.is_on
 
     def step_ended(self, step: int, is_verdict_late: bool) -> None:
@@ -157,7 +159,7 @@ class FailureWatch:
         latest = self._log.history[-1] if self._log.history else None
         if latest is None or not (latest.skipped or latest.has_bad_loss):
             self.located = None
-        elif self.step == latest.step and self._parts:
+        elif self.step == latest.step and self._is_whole and self._parts:
             # Of what a lower scale cures, nothing is told before there is a verdict.
             is_told = self._has_failed(latest.step) or self._log.stuck_streak is not None
             found = self._parts[-1].located if is_told else None
