@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from gradscaler.diagnose import Monitor, read_run
 from gradscaler.diagnose._locate.operation_watch import OperationWatch
 from gradscaler.diagnose._monitor import failure_watch
-from gradscaler.diagnose.report._summary import origin_tables_of
+from gradscaler.diagnose.report._content import content_of
 from gradscaler.torch import GradScaler
 
 LINES = Path(__file__).read_text(encoding="utf-8").splitlines()
@@ -226,7 +226,7 @@ def test_a_closure_is_watched_on_the_batch_that_failed(path):
 def test_the_report_tells_where(path):
     training = UnderAutocast(path=path).steps(".!!")
     training.monitor.close()
-    (table,) = origin_tables_of(read_run(path))
+    (table, *_) = content_of(read_run(path)).first
     ((where, step),) = table.rows
     assert step == "3"
     assert where.startswith(
