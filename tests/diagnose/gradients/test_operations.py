@@ -440,6 +440,28 @@ class Counting(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+def test_what_is_logged_and_is_not_in_the_loss_is_not_named():
+    def loss(h):
+        ratio = (h / 0).mean().item()
+        assert not math.isfinite(ratio)
+        return exp_of_a_large_number(h)
+
+    found = locate(*trained(loss))
+    assert (found.operation, found.line) == ("exp", line_of(exp_of_a_large_number))
+
+
+def test_without_a_backward_pass_the_result_is_what_the_closure_returns():
+    model = nn.Linear(4, 4)
+
+    def closure(returned):
+        hidden = model(torch.ones(2, 4))
+        results = {"good": hidden, "bad": hidden / 0}
+        return results[returned]
+
+    assert locate(model, lambda: closure("good")) is None
+    assert locate(model, lambda: closure("bad")).operation == "div"
+
+
 def test_a_mode_of_the_user_s_is_left_alone():
     model, closure = trained(log_of_0)
     with Counting() as mode:

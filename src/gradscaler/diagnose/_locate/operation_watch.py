@@ -11,19 +11,12 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from gradscaler.diagnose._gradients.reading import Reading, floating, memory_of, read
-from gradscaler.diagnose._locate.call_site import called, caller_of
+from gradscaler.diagnose._gradients.reading import Reading, floating, read
+from gradscaler.diagnose._locate.call_site import Caller, called, caller_of
 from gradscaler.diagnose._locate.located import Located, Site
-from gradscaler.diagnose._locate.module_hooks import ModuleHooks, weakly
-from gradscaler.diagnose._locate.value_watch import (
-    Module,
-    NodeWatch,
-    Operation,
-    Tensor,
-    ValueWatch,
-    operation_of,
-    source_of,
-)
+from gradscaler.diagnose._locate.module_hooks import Module, ModuleHooks, Tensor
+from gradscaler.diagnose._locate.node_watch import NodeWatch
+from gradscaler.diagnose._locate.value_watch import Operation, ValueWatch
 
 _OVERWRITES = ("copy_", "fill_", "normal_", "uniform_", "zero_")  # whatever was there before
 _LEAVES_UNWRITTEN = re.compile("empty|resize")
@@ -33,19 +26,21 @@ class OperationWatch:
     """Watches every operation of PyTorch between ``start()`` and ``stop()``.
 
     Each output of an operation and each gradient is read once, which waits for the device. A
-    dispatch mode sees what the thread of ``start()`` calls, below autograd and autocast. Hooks on
-    the nodes of the graph see the backward pass. Nothing is changed, and an error in watching never
-    reaches the training.
+    dispatch mode sees what the thread of ``start()`` calls, below autograd and autocast. Each Inf
+    and NaN is followed from the operation that made it to the loss. Hooks on the nodes of the graph
+    see the backward pass. Nothing is changed, and an error in watching never reaches the training.
 
-    Compiled code is one block, of which the operations are not seen.
+    PyTorch compiles nothing, and runs nothing compiled, while a mode is active.
 
     Args:
         hooks: of the model, if there is one.
-        reads_evaluation: whether to read operations without gradients too while the model is not in
-            training mode. A monitor does not: it may watch until the next step.
+
+    Attributes:
+        mode: the dispatch mode.
+        values: follows what the operations make.
     """
 
-    def __init__(self, hooks: ModuleHooks | None, reads_evaluation: bool = False) -> None:
+    def __init__(self, hooks: ModuleHooks | None) -> None:
         from torch.utils._python_dispatch import TorchDispatchMode
 
         own = weakref.ref(self)
@@ -62,7 +57,6 @@ class OperationWatch:
         self.mode: Any = Mode()  # type: ignore[no-untyped-call]
         weakref.finalize(self, _leave, self.mode).atexit = False  # a training may drop its monitor
         self._hooks = hooks
-        self._reads_evaluation = reads_evaluation
         self._is_on = False
         self._clear()
 
@@ -71,33 +65,26 @@ class OperationWatch:
         from torch.utils.weak import WeakIdKeyDictionary
 
         model = None if self._hooks is None else self._hooks.model
-        # In a cycle it would watch until the collector runs.
-        self._values = ValueWatch(model, weakly(self._maker_of))
-        self._nodes = NodeWatch(self._values)
+        named = {} if model is None else dict(model.named_modules())
+        self._names = {each: n for n, each in named.items() if not isinstance(each, ScriptModule)}
+        self.values = ValueWatch(model)
+        self._nodes = NodeWatch(self.values)
         self._sites: Any = WeakIdKeyDictionary()  # by an output whose node is not known yet
-        self._unread: Any = WeakIdKeyDictionary()  # what made a tensor and was not read
         self._lines: dict[tuple[str | None, str], str | None] = {}  # by module and operation
-        named = () if model is None else model.named_modules()
-        self._names = {each: name for name, each in named if not isinstance(each, ScriptModule)}
         self._thread, self._process = threading.get_ident(), os.getpid()
 
     @property
     def located(self) -> Located | None:
         """The first operation since ``start()`` whose Inf or NaN reached a result, or None.
 
-        Where no operation can be seen, as in a compiled module, it is the module, from the hooks.
+        Where no operation can be seen, as in code that was compiled, it is the module, from the
+        hooks.
         """
-        events = [event.located for event in self._values.events if event.does_harm]
+        harmful = self.values.harmful
         # What it was called for before the start has no line.
-        found = next((event for event in events if event.line), events[0] if events else None)
-        if self._hooks is None or (found is not None and found.kind != "input"):
-            return found
-        of_module = self._hooks.located
-        if of_module is None:
-            return found
-        inside = f"{of_module.module}." if of_module.module else ""
-        seen = (f"{module}." for module, _ in self._lines if module is not None)
-        return found if any(module.startswith(inside) for module in seen) else of_module
+        found = next((each for each in harmful if each.line), next(iter(harmful), None))
+        is_unseen = found is not None and found.made_by is not None
+        return (self._hooks.located if is_unseen and self._hooks else None) or found
 
     def start(self) -> None:
         """Begin to watch, unless another dispatch mode is active."""
@@ -105,12 +92,9 @@ class OperationWatch:
 
         self.stop()
         self._clear()
-        if is_in_torch_dispatch_mode():
-            return
-        if self._hooks is not None:
-            self._hooks.see_output = weakly(self._see_node)  # the hooks may outlive the watch
-        self._is_on = True
-        self.mode.__enter__()
+        if not is_in_torch_dispatch_mode():
+            self._is_on = True
+            self.mode.__enter__()
 
     def stop(self) -> None:
         """Watch no more. A mode under another one stays where it is, and does nothing."""
@@ -125,16 +109,16 @@ class OperationWatch:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None
     ) -> Any:
         """Call an operation, and see what it makes of its inputs."""
-        from torch import Tensor, is_grad_enabled
+        from torch import Tensor
 
         if not self._is_on or os.getpid() != self._process:  # a fork inherits the mode
             return func(*args, **kwargs)
         name = func.name().partition("::")[2].partition(".")[0]
+        is_read = self._hooks is None or not self._hooks.is_evaluating
+        given = [value for key, value in kwargs.items() if key != "out"]
+        inputs = list(floating(Tensor, (args[name in _OVERWRITES :], given)))
         before = None
-        inputs = list(floating(Tensor, (args, kwargs)))
-        is_training = self._hooks is None or self._hooks.model.training
-        is_read = is_training or self._reads_evaluation or is_grad_enabled()
-        if is_read and (name.endswith("_") or "out" in kwargs or "batch_norm" in name):
+        if is_read and (func._schema.is_mutable or "batch_norm" in name):
             before = [read(tensor) for tensor in inputs]  # it changes them
         outputs = func(*args, **kwargs)
         with suppress(Exception):
@@ -142,7 +126,7 @@ class OperationWatch:
             if is_read:
                 self._see(func, name, inputs, before, made, frame)
             else:
-                self._unread.update(dict.fromkeys(made, called(name)))
+                self.values.note_unread(made, called(name))
         return outputs
 
     def _see(
@@ -154,34 +138,28 @@ class OperationWatch:
         outputs: list[Tensor],
         frame: FrameType | None,
     ) -> None:
-        found = self._site(name, inputs, outputs, frame)
-        site = Site() if found is None else found[0]
+        caller = caller_of(frame and frame.f_back, self._thread)
+        found = None if caller is None else self._site(caller, name, inputs, outputs)
+        site = None if found is None else found[0]
         for tensor in inputs:
-            self._see_node(tensor, site.module, site.type)
-        if found is not None:
+            self._see_node(tensor, site)
+        if site is not None:
             self._sites.update(dict.fromkeys(outputs, site))
         if before is None:
-            of_inputs = {memory_of(tensor): tensor for tensor in inputs}
-            views = {tensor for tensor in outputs if memory_of(tensor) in of_inputs}
-            for tensor in views:
-                if (made_by := self._unread.get(of_inputs[memory_of(tensor)])) is not None:
-                    self._unread[tensor] = made_by
-            outputs = [tensor for tensor in outputs if tensor not in views]
-            for tensor in outputs:
-                self._values.forget(tensor)
-        if found is None or not outputs or _LEAVES_UNWRITTEN.search(name):
+            outputs = self.values.new_among(outputs, inputs)
+        if caller is None:  # gradscaler's
+            self.values.pass_on(inputs, outputs)
+        if found is None or _LEAVES_UNWRITTEN.search(name):
             return
         after = [read(tensor) for tensor in outputs]
-        if self._values.is_empty and not any(reading.bad for reading in after):
-            return
-        before = [read(tensor) for tensor in inputs] if before is None else before
-        is_elementwise = any(tag.name == "pointwise" for tag in func.tags)
-        overwrites = name in _OVERWRITES
-        operation = Operation(*found, name, is_elementwise, inputs, before, outputs, overwrites)
-        self._values.see(operation, after)
+        if any(reading.bad for reading in after):
+            before = [read(tensor) for tensor in inputs] if before is None else before
+            is_elementwise = any(tag.name == "pointwise" for tag in func.tags)
+            tensors = inputs, before, outputs, after
+            self.values.follow(Operation(name, is_elementwise, *found, *tensors))
 
     def _site(
-        self, name: str, inputs: list[Tensor], outputs: list[Tensor], frame: FrameType | None
+        self, caller: Caller, name: str, inputs: list[Tensor], outputs: list[Tensor]
     ) -> tuple[Site, Module | None] | None:
         """Where an operation of a forward pass was called; None if it belongs to none.
 
@@ -189,13 +167,11 @@ class OperationWatch:
         """
         from torch import is_grad_enabled
 
-        caller = caller_of(frame and frame.f_back, self._thread)
-        if caller is None:
+        if caller.within and not caller.line and name == "ones_like":
+            self.values.end_in(inputs)
             return None
-        if caller.within == "backward" and not caller.line and name == "ones_like":
-            self._values.begin_backward(inputs[0])
-            return None
-        if caller.within and not is_grad_enabled():
+        runs_again = caller.within == "backward" and caller.modules  # in a checkpoint
+        if caller.within and not is_grad_enabled() and not runs_again:
             if caller.line and not self._nodes.line and not any(read(t).bad for t in inputs):
                 is_bad = any(read(tensor).bad for tensor in outputs)
                 self._nodes.line = caller.line if is_bad else None
@@ -206,7 +182,7 @@ class OperationWatch:
         running = next(iter(named or reversed(others)), None)
         module = self._names.get(running)
         operation, line = caller.function or called(name), caller.line
-        if caller.within == "backward":  # a checkpoint runs a forward pass again
+        if caller.within == "backward":  # of a checkpoint
             line = line or self._lines.get((module, operation))
         elif caller.within == "grad":
             line = line or caller.outer
@@ -214,19 +190,14 @@ class OperationWatch:
         type_ = "" if running is None else type(running).__name__
         return Site(operation, line, module, type_), running if module is None else None
 
-    def _see_node(self, tensor: Tensor, module: str | None, type_: str) -> None:
-        """Watch the node that a tensor comes from, in a module if no operation was seen."""
+    def _see_node(self, tensor: Tensor, reader: Site | None) -> None:
+        """Watch the node that a tensor comes from, in its reader's module if it was not seen."""
         node = getattr(tensor, "grad_fn", None)
-        if node is not None and node not in self._nodes:
-            self._nodes.add(node, self._sites.pop(tensor, Site(module=module, type=type_)))
-
-    def _maker_of(self, tensor: Tensor) -> str | None:
-        """The operation that computed a tensor unread, if anything says that one did."""
-        node = source_of(tensor.grad_fn)
-        if node is None or hasattr(node, "variable"):
-            made_by: str | None = self._unread.get(tensor)
-            return made_by
-        return operation_of(node)
+        if node is None or node in self._nodes:
+            return
+        unseen = reader and Site(module=reader.module, type=reader.type)
+        if (site := self._sites.pop(tensor, unseen)) is not None:
+            self._nodes.add(node, site)
 
 
 def _leave_on(thread: int, mode: Any) -> None:

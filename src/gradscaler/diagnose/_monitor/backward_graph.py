@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from gradscaler.diagnose._locate.call_site import differentiated
 from gradscaler.diagnose._locate.module_hooks import (
     add_hooks,
     own_parameters_of,
-    quiet,
+    quietly,
     remove_all,
 )
 
@@ -83,8 +82,7 @@ class CutOff:
             return
         if self._model is not None:
             framework: Any = sys.modules["torch"]
-            note = quiet(partial(_note_call, self._called, framework))
-            add_hooks(self._handles, framework, self._model, note)
+            add_hooks(self._handles, framework, self._model, quietly(self._note_call))
 
     def see(self, loss: Any) -> None:
         """Watch the backward pass of a loss."""
@@ -93,7 +91,7 @@ class CutOff:
         for node in _nodes_from([getattr(loss, "grad_fn", None)]):
             operation = differentiated(node.name())
             if operation in (*STEPS, *SATURATED, *ENDED):
-                note = partial(_note_slope, self._flat, node, operation)
+                note = partial(quietly(self._note_slope), node, operation)
                 self._handles.append(node.register_hook(note))
 
     def note(self, parameters: Mapping[str, Any]) -> None:
@@ -143,28 +141,21 @@ class CutOff:
             found += own
         return []  # none has another gradient
 
+    def _note_call(self, name: str, module: Any, _: Any, output: Any) -> None:
+        """Note whether the output of a module that trains takes part in the graph."""
+        if any(p.requires_grad for _, p in own_parameters_of(module)):
+            tensor: Any = sys.modules["torch"].Tensor
+            is_in_graph = any(t.requires_grad for t in floating(tensor, output))
+            self._called[name] = self._called.get(name, False) or is_in_graph
 
-# A hook that held its owner would keep it alive, as no collector sees into the graph.
-
-
-def _note_call(
-    called: dict[str, bool], framework: Any, name: str, module: Any, *inputs_and_output: Any
-) -> None:
-    """Note in ``called`` whether the output of a module that trains takes part in the graph."""
-    if any(p.requires_grad for _, p in own_parameters_of(module)):
-        output = inputs_and_output[-1]
-        is_in_graph = any(t.requires_grad for t in floating(framework.Tensor, output))
-        called[name] = called.get(name, False) or is_in_graph
-
-
-def _note_slope(
-    flat: dict[Any, str], node: Any, operation: str, inputs: Iterable[Any], outputs: Iterable[Any]
-) -> None:
-    with suppress(Exception):
+    def _note_slope(
+        self, node: Any, operation: str, inputs: Iterable[Any], outputs: Iterable[Any]
+    ) -> None:
+        """Note an operation that lets no gradient through, though it is given one."""
         before = largest_of(largest(grad) for grad in outputs if grad is not None)
         after = [largest(grad) for grad in inputs if grad is not None]
         if before >= _LARGE and after and not any(after):
-            flat[node] = operation
+            self._flat[node] = operation
 
 
 def _nodes_from(waiting: list[Any]) -> Iterator[Any]:
