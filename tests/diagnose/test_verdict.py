@@ -103,7 +103,7 @@ def in_loss(operation, num_inf=3, largest=6e4, dtype="float16"):
         (in_loss("pow", largest=0.5), "a negative power of 0 is Inf"),
         (in_loss("pow", num_inf=0), "a fractional power of a negative number NaN"),
         (in_loss("square", largest=1e30, dtype="float32"), "leave the range of float32"),
-        (in_loss("to"), "in float16, by a cast at train.py:7, from finite inputs"),
+        (in_loss("to"), "in float16, by casting at train.py:7, from finite inputs"),
         (replace(LOCATED, operation="pow"), "sooner: run this module in bfloat16 or float32"),
         (replace(LOCATED, operation="to"), "becomes Inf when it is cast to float16"),
         (replace(LOCATED, operation="topk"), "run this module in bfloat16 or float32"),
@@ -121,7 +121,7 @@ def test_a_divergence_speaks_of_a_cast():
     located = replace(LOCATED, operation="to", line="model.py:3")
     found = judge(replace(STUCK, past=past, located=located))
     assert found.kind == "divergence"
-    assert "(first in encoder.3, by a cast at model.py:3)" in found.text
+    assert "(first in encoder.3, by casting at model.py:3)" in found.text
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ _OF_NAN = (
 )
 _POWERS = "pow", "square"
 _WIDE = "float32", "float64"
-_SPOKEN = {"to": "a cast"}  # operations whose names are no nouns
+_SPOKEN = {"to": "casting"}  # operations whose names say nothing
 
 
 def of_forward(located: Located) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from itertools import chain
 
@@ -67,9 +66,7 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
         raise ValueError("model has lazy modules: call it once before, so that they get a shape")
     context = copy_context()  # an interrupt leaves nothing set in the caller's
     context.run(is_locating.set, True)
-    is_compiling = is_torch and "torch._dynamo" in sys.modules
-    eagerly = framework.compiler.set_stance("force_eager") if is_compiling else nullcontext()
-    with eagerly, _left_as_it_was(model):
+    with _left_as_it_was(model):
         try:
             hooks.start()
             if watch is not None:

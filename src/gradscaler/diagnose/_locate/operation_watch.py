@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import sys
 import threading
 import weakref
 from contextlib import suppress
@@ -30,7 +31,8 @@ class OperationWatch:
     and NaN is followed from the operation that made it to the loss. Hooks on the nodes of the graph
     see the backward pass. Nothing is changed, and an error in watching never reaches the training.
 
-    PyTorch compiles nothing, and runs nothing compiled, while a mode is active.
+    Compiled code is run as it was written. Under a mode alone, PyTorch would never run it compiled
+    again.
 
     Args:
         hooks: of the model, if there is one.
@@ -55,9 +57,12 @@ class OperationWatch:
                 return watch.call(func, args, kwargs or {}, inspect.currentframe())
 
         self.mode: Any = Mode()  # type: ignore[no-untyped-call]
-        weakref.finalize(self, _leave, self.mode).atexit = False  # a training may drop its monitor
+        self._stances: list[Any] = []  # the user's, of PyTorch's compiler, to put back
+        # A training may drop its monitor.
+        weakref.finalize(self, _leave, self.mode).atexit = False
+        weakref.finalize(self, _put_back, self._stances).atexit = False
         self._hooks = hooks
-        self._is_on = False
+        self._is_on = self._was_on = False
         self._clear()
 
     def _clear(self) -> None:
@@ -77,14 +82,13 @@ class OperationWatch:
     def located(self) -> Located | None:
         """The first operation since ``start()`` whose Inf or NaN reached a result, or None.
 
-        Where no operation can be seen, as in code that was compiled, it is the module, from the
-        hooks.
+        Where another dispatch mode kept this from watching, it is the module, from the hooks.
         """
+        if not self._was_on:
+            return None if self._hooks is None else self._hooks.located
         harmful = self.values.harmful
         # What it was called for before the start has no line.
-        found = next((each for each in harmful if each.line), next(iter(harmful), None))
-        is_unseen = found is not None and found.made_by is not None
-        return (self._hooks.located if is_unseen and self._hooks else None) or found
+        return next((each for each in harmful if each.line), next(iter(harmful), None))
 
     def start(self) -> None:
         """Begin to watch, unless another dispatch mode is active."""
@@ -92,8 +96,14 @@ class OperationWatch:
 
         self.stop()
         self._clear()
-        if not is_in_torch_dispatch_mode():
+        self._was_on = not is_in_torch_dispatch_mode()
+        if self._was_on:
             self._is_on = True
+            if "torch._dynamo" in sys.modules:  # else nothing is compiled
+                compiler: Any = sys.modules["torch.compiler"]
+                # Which remembers the user's: an interrupt before the next line leaves no stance.
+                self._stances.append(compiler.set_stance("default"))
+                compiler.set_stance("force_eager")
             self.mode.__enter__()
 
     def stop(self) -> None:
@@ -103,6 +113,7 @@ class OperationWatch:
             _leave(self.mode)
         elif was_on:
             _leave_on(self._thread, self.mode)
+        _put_back(self._stances)
         self._nodes.stop()
 
     def call(
@@ -215,6 +226,11 @@ def _leave_on(thread: int, mode: Any) -> None:
 
     if any(other.ident == thread for other in threading.enumerate()):
         handle = register_module_forward_pre_hook(leave)
+
+
+def _put_back(stances: list[Any]) -> None:
+    while stances:
+        stances.pop().__exit__(None, None, None)
 
 
 def _leave(mode: Any) -> None:
