@@ -21,7 +21,9 @@ _CALLED = {
     "linalg_vector_norm": "norm",
     "to_copy": "to",
 }
-_INNER = re.compile(r"^_|_$|^(native|cudnn|miopen|mkldnn|safe|fused)_|_forward$|_for_cpu$")
+_INNER = re.compile(
+    r"^_|_$|^(native|cudnn|miopen|mkldnn|safe|fused)_|_(forward|for_cpu|interface)$"
+)
 _REFLECTED = re.compile(r"^__r(?=\w+__)|(?<=\w)__$")  # 1 / x is x.__rdiv__(1)
 _FRAMEWORKS = "torch", "tensorplay", "paddle", "jax"
 _FUNCTIONS = "functional.py", str(Path("nn", "functional.py")), "_tensor.py"

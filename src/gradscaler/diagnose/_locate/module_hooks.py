@@ -146,18 +146,17 @@ def add_hooks(
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
 
-def quietly(method: Callable[..., Any]) -> Callable[..., None]:
+def quietly(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method whose errors never end a training, and that does not keep its object alive.
 
     No collector sees into PyTorch's graph, so a hook there would keep it for ever.
     """
     own = weakref.WeakMethod(method)
 
-    def call(*args: Any) -> None:
+    def call(*args: Any) -> Any:
         bound = own()
         with suppress(Exception):
-            if bound is not None:
-                bound(*args)
+            return None if bound is None else bound(*args)
 
     return call
 

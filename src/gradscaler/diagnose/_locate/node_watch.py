@@ -8,8 +8,8 @@ from typing import Any
 
 from gradscaler.diagnose._gradients.reading import largest_finite, memory_of, read
 from gradscaler.diagnose._locate.call_site import Node, operation_of, source_of
-from gradscaler.diagnose._locate.located import Located, Site, located_at
-from gradscaler.diagnose._locate.module_hooks import Tensor, quietly, remove_all
+from gradscaler.diagnose._locate.located import Site, located_at
+from gradscaler.diagnose._locate.module_hooks import quietly, remove_all
 from gradscaler.diagnose._locate.value_watch import Event, ValueWatch
 
 
@@ -20,7 +20,8 @@ class NodeWatch:
         values: gets the events, and knows whose parameters are.
 
     Attributes:
-        line: what ran in the backward method of a custom function and made an Inf or a NaN.
+        line: what ran in a custom function's backward method, or in a hook, and made an Inf or a
+            NaN.
     """
 
     def __init__(self, values: ValueWatch) -> None:
@@ -53,23 +54,27 @@ class NodeWatch:
             return
         event = self._reached.get(node)
         if event is None:
-            if any(read(grad).bad for grad in outputs):
+            is_given = any(read(grad).bad for grad in outputs)
+            if is_given and line is None:
                 return  # a sum of finite gradients overflowed, or what was not watched
-            event = Event(self._located(node, bad[0], inputs[bad[0]], outputs, line))
+            leaf = getattr(source_of(node.next_functions[bad[0]][0]), "variable", None)
+            _, parameter = self._values.owners.get(memory_of(leaf), (None, None))
+            site = self._site_of(node, line)
+            if is_given:  # by a hook
+                site, parameter = Site("hook", line), None
+            what = inputs[bad[0]], largest_finite(outputs)
+            event = Event(located_at(site, "backward", *what, parameter=parameter))
             self._values.events.append(event)
         for n in bad:
             before = node.next_functions[n][0]
             event.counts |= hasattr(before, "variable")
             self._reached.setdefault(before, event)
 
-    def _located(
-        self, node: Node, place: int, grad: Tensor, outputs: tuple[Any, ...], line: str | None
-    ) -> Located:
+    def _site_of(self, node: Node, line: str | None) -> Site:
+        """Where the operation of a node was called, or what ran in its own backward method."""
         site = self._sites[node]
         is_custom = not node.name()[-1].isdigit()
         if is_custom or site.operation is None:
             line = line if is_custom and line else site.line
             site = site._replace(operation=operation_of(node), line=line)
-        leaf = getattr(source_of(node.next_functions[place][0]), "variable", None)
-        _, parameter = self._values.owners.get(memory_of(leaf), (None, None))
-        return located_at(site, "backward", grad, largest_finite(outputs), parameter=parameter)
+        return site

@@ -8,18 +8,18 @@ import re
 import sys
 import threading
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from gradscaler.diagnose._gradients.reading import Reading, floating, read
+from gradscaler.diagnose._gradients.reading import floating, read
 from gradscaler.diagnose._locate.call_site import Caller, called, caller_of
 from gradscaler.diagnose._locate.located import Located, Site
-from gradscaler.diagnose._locate.module_hooks import Module, ModuleHooks, Tensor
+from gradscaler.diagnose._locate.module_hooks import ModuleHooks, Tensor
 from gradscaler.diagnose._locate.node_watch import NodeWatch
 from gradscaler.diagnose._locate.value_watch import Operation, ValueWatch
 
-_OVERWRITES = ("copy_", "fill_", "normal_", "uniform_", "zero_")  # whatever was there before
 _LEAVES_UNWRITTEN = re.compile("empty|resize")
 
 
@@ -58,9 +58,8 @@ class OperationWatch:
 
         self.mode: Any = Mode()  # type: ignore[no-untyped-call]
         self._stances: list[Any] = []  # the user's, of PyTorch's compiler, to put back
-        # A training may drop its monitor.
-        weakref.finalize(self, _leave, self.mode).atexit = False
-        weakref.finalize(self, _put_back, self._stances).atexit = False
+        self._entered = self.mode, self._stances
+        weakref.finalize(self, _leave, *self._entered).atexit = False  # a training may drop this
         self._hooks = hooks
         self._is_on = self._was_on = False
         self._clear()
@@ -99,21 +98,20 @@ class OperationWatch:
         self._was_on = not is_in_torch_dispatch_mode()
         if self._was_on:
             self._is_on = True
+            self.mode.__enter__()
             if "torch._dynamo" in sys.modules:  # else nothing is compiled
                 compiler: Any = sys.modules["torch.compiler"]
-                # Which remembers the user's: an interrupt before the next line leaves no stance.
+                # It remembers the user's stance, and an interrupt before the next line leaves none.
                 self._stances.append(compiler.set_stance("default"))
                 compiler.set_stance("force_eager")
-            self.mode.__enter__()
 
     def stop(self) -> None:
         """Watch no more. A mode under another one stays where it is, and does nothing."""
         was_on, self._is_on = self._is_on, False
         if threading.get_ident() == self._thread:
-            _leave(self.mode)
+            _leave(*self._entered)
         elif was_on:
-            _leave_on(self._thread, self.mode)
-        _put_back(self._stances)
+            _leave_on(self._thread, *self._entered)
         self._nodes.stop()
 
     def call(
@@ -124,82 +122,64 @@ class OperationWatch:
 
         if not self._is_on or os.getpid() != self._process:  # a fork inherits the mode
             return func(*args, **kwargs)
-        name = func.name().partition("::")[2].partition(".")[0]
+        operation = Operation(func, args, kwargs)
         is_read = self._hooks is None or not self._hooks.is_evaluating
-        given = [value for key, value in kwargs.items() if key != "out"]
-        inputs = list(floating(Tensor, (args[name in _OVERWRITES :], given)))
-        before = None
-        if is_read and (func._schema.is_mutable or "batch_norm" in name):
-            before = [read(tensor) for tensor in inputs]  # it changes them
+        if is_read and operation.changes_inputs:
+            operation.before = list(map(read, operation.inputs))
         outputs = func(*args, **kwargs)
         with suppress(Exception):
-            made = list(floating(Tensor, outputs))
+            operation.outputs = list(floating(Tensor, outputs))
             if is_read:
-                self._see(func, name, inputs, before, made, frame)
+                self._see(operation, frame)
             else:
-                self.values.note_unread(made, called(name))
+                self.values.note_unread(operation)
         return outputs
 
-    def _see(
-        self,
-        func: Any,
-        name: str,
-        inputs: list[Tensor],
-        before: list[Reading] | None,
-        outputs: list[Tensor],
-        frame: FrameType | None,
-    ) -> None:
+    def _see(self, operation: Operation, frame: FrameType | None) -> None:
         caller = caller_of(frame and frame.f_back, self._thread)
-        found = None if caller is None else self._site(caller, name, inputs, outputs)
-        site = None if found is None else found[0]
-        for tensor in inputs:
-            self._see_node(tensor, site)
-        if site is not None:
-            self._sites.update(dict.fromkeys(outputs, site))
-        if before is None:
-            outputs = self.values.new_among(outputs, inputs)
+        is_located = caller is not None and self._locate(operation, caller)
+        for tensor in operation.inputs:
+            self._see_node(tensor, operation.site if is_located else None)
+        if is_located:
+            self._sites.update(dict.fromkeys(operation.outputs, operation.site))
+        if operation.before is None:
+            self.values.leave_views_out(operation)
         if caller is None:  # gradscaler's
-            self.values.pass_on(inputs, outputs)
-        if found is None or _LEAVES_UNWRITTEN.search(name):
+            self.values.pass_on(operation)
+        if not is_located or _LEAVES_UNWRITTEN.search(operation.name):
             return
-        after = [read(tensor) for tensor in outputs]
-        if any(reading.bad for reading in after):
-            before = [read(tensor) for tensor in inputs] if before is None else before
-            is_elementwise = any(tag.name == "pointwise" for tag in func.tags)
-            tensors = inputs, before, outputs, after
-            self.values.follow(Operation(name, is_elementwise, *found, *tensors))
+        operation.after = list(map(read, operation.outputs))
+        if any(found.bad for found in operation.after):
+            operation.before = operation.before or list(map(read, operation.inputs))
+            self.values.follow(operation)
 
-    def _site(
-        self, caller: Caller, name: str, inputs: list[Tensor], outputs: list[Tensor]
-    ) -> tuple[Site, Module | None] | None:
-        """Where an operation of a forward pass was called; None if it belongs to none.
-
-        With it, the outermost module that ran if none of the model did.
-        """
+    def _locate(self, operation: Operation, caller: Caller) -> bool:
+        """Note where an operation of a forward pass was called; whether it belongs to one."""
         from torch import is_grad_enabled
 
-        if caller.within and not caller.line and name == "ones_like":
-            self.values.end_in(inputs)
-            return None
+        if caller.within and not caller.line and operation.name == "ones_like":
+            self.values.end_in(operation.inputs)
+            return False
         runs_again = caller.within == "backward" and caller.modules  # in a checkpoint
         if caller.within and not is_grad_enabled() and not runs_again:
-            if caller.line and not self._nodes.line and not any(read(t).bad for t in inputs):
-                is_bad = any(read(tensor).bad for tensor in outputs)
-                self._nodes.line = caller.line if is_bad else None
-            return None
+            if caller.line and not self._nodes.line and not _any_bad(operation.inputs):
+                self._nodes.line = caller.line if _any_bad(operation.outputs) else None
+            return False
         named = [each for each in caller.modules if each in self._names]
         # PyTorch's compiler puts a module of its own around another.
         others = [m for m in caller.modules if not type(m).__module__.startswith("torch._")]
         running = next(iter(named or reversed(others)), None)
         module = self._names.get(running)
-        operation, line = caller.function or called(name), caller.line
+        name, line = caller.function or called(operation.name), caller.line
         if caller.within == "backward":  # of a checkpoint
-            line = line or self._lines.get((module, operation))
+            line = line or self._lines.get((module, name))
         elif caller.within == "grad":
             line = line or caller.outer
-        self._lines.setdefault((module, operation), line)
+        self._lines.setdefault((module, name), line)
         type_ = "" if running is None else type(running).__name__
-        return Site(operation, line, module, type_), running if module is None else None
+        operation.site = Site(name, line, module, type_)
+        operation.outer = running if module is None else None
+        return True
 
     def _see_node(self, tensor: Tensor, reader: Site | None) -> None:
         """Watch the node that a tensor comes from, in its reader's module if it was not seen."""
@@ -211,7 +191,11 @@ class OperationWatch:
             self._nodes.add(node, site)
 
 
-def _leave_on(thread: int, mode: Any) -> None:
+def _any_bad(tensors: Iterable[Tensor]) -> bool:
+    return any(read(tensor).bad for tensor in tensors)
+
+
+def _leave_on(thread: int, mode: Any, stances: list[Any]) -> None:
     """Leave a mode on the thread that entered it, when that calls a module next.
 
     Each thread has its own stack of modes, which no other can change. Until then the mode does
@@ -221,22 +205,19 @@ def _leave_on(thread: int, mode: Any) -> None:
 
     def leave(*_: Any) -> None:
         if threading.get_ident() == thread:
-            _leave(mode)
+            _leave(mode, stances)
             handle.remove()
 
     if any(other.ident == thread for other in threading.enumerate()):
         handle = register_module_forward_pre_hook(leave)
 
 
-def _put_back(stances: list[Any]) -> None:
-    while stances:
-        stances.pop().__exit__(None, None, None)
-
-
-def _leave(mode: Any) -> None:
-    """Leave a dispatch mode if it is the innermost one."""
+def _leave(mode: Any, stances: list[Any]) -> None:
+    """Leave a dispatch mode if it is the innermost one, and put the user's stance back."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     current: Any = _get_current_dispatch_mode()
     if current is mode:
         mode.__exit__(None, None, None)
+        while stances:
+            stances.pop().__exit__(None, None, None)

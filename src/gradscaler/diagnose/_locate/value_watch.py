@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from gradscaler.diagnose._gradients.reading import (
@@ -16,7 +16,7 @@ from gradscaler.diagnose._gradients.reading import (
     memory_of,
     read,
 )
-from gradscaler.diagnose._locate.call_site import operation_of, source_of
+from gradscaler.diagnose._locate.call_site import called, operation_of, source_of
 from gradscaler.diagnose._locate.located import Located, Site, located_at
 from gradscaler.diagnose._locate.module_hooks import Module, Tensor
 
@@ -25,6 +25,7 @@ Source = TypeVar("Source")
 _TAKES_MASKS = re.compile("softmax|logsumexp|attention")
 _FILLS = re.compile("fill|where|scatter|index_put")  # with -inf that is meant to mask
 _CASTS = re.compile("copy|_to$")
+_OVERWRITES = ("copy_", "fill_", "normal_", "uniform_", "zero_")  # whatever was there before
 _DIVIDES = re.compile("div|reciprocal|rsqrt")
 
 
@@ -82,28 +83,42 @@ class Event:
     counts: bool = False
 
 
-class Operation(NamedTuple):
-    """An operation that was called.
+class Operation:
+    """An operation of PyTorch that is called.
 
     Attributes:
         name: PyTorch's own.
-        is_elementwise: whether it is.
-        site: where.
-        outer: the outermost module that ran, if none of the model's did.
-        inputs: the floating-point tensors that it read.
-        before: what they held.
-        outputs: those that it made or changed.
+        inputs: the floating-point tensors that it reads.
+        before: what they hold.
+        outputs: those that it makes or changes.
         after: what they hold.
+        site: where it is called.
+        outer: the outermost module that runs, if none of the model's does.
     """
 
-    name: str
-    is_elementwise: bool
-    site: Site
-    outer: Module | None
-    inputs: Sequence[Tensor]
-    before: Sequence[Reading]
-    outputs: Sequence[Tensor]
-    after: Sequence[Reading]
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        from torch import Tensor
+
+        self.name: str = func.name().partition("::")[2].partition(".")[0]
+        given = [value for key, value in kwargs.items() if key != "out"]
+        self.inputs = list(floating(Tensor, (args[self.name in _OVERWRITES :], given)))
+        self.before: list[Reading] | None = None
+        self.outputs: list[Tensor] = []
+        self.after: list[Reading] = []
+        self.site = Site()
+        self.outer: Module | None = None
+        self._func, self._args = func, args
+
+    @property
+    def changes_inputs(self) -> bool:
+        """Whether it may change what it reads."""
+        return bool(self._func._schema.is_mutable) or "batch_norm" in self.name
+
+    @property
+    def makes_masks(self) -> bool:
+        """Whether -inf in its outputs may be meant to mask."""
+        is_elementwise = any(tag.name == "pointwise" for tag in self._func.tags)
+        return is_elementwise or bool(_CASTS.search(self.name))
 
     @property
     def bad(self) -> Tensor:
@@ -113,14 +128,18 @@ class Operation(NamedTuple):
     @property
     def largest_input(self) -> float:
         """The largest magnitude that went in."""
-        return largest_of(found.largest for found in self.before)
+        return largest_of(found.largest for found in self.before or ())
 
     @property
     def smallest_divisor(self) -> float | None:
-        """The smallest magnitude that it divided by, if it divided by a tensor that is there."""
+        """The smallest magnitude that it divided by, if it is a division, and that is there."""
+        if not _DIVIDES.search(self.name):
+            return None
         divisors = self.inputs[1:] if "div" in self.name else self.inputs
-        is_there = divisors and not any(divisors[-1] is tensor for tensor in self.outputs)
-        if not is_there or not _DIVIDES.search(self.name):
+        if not divisors:
+            numbers = (each for each in self._args if isinstance(each, (int, float)))
+            return next((abs(float(number)) for number in numbers), None)
+        if any(divisors[-1] is tensor for tensor in self.outputs):  # it was replaced
             return None
         return float(divisors[-1].detach().abs().min())
 
@@ -151,14 +170,15 @@ class ValueWatch:
         """What reached a result, if there was one; else all."""
         return [e.located for e in self.events if e.counts or not self._has_ended]
 
-    def note_unread(self, outputs: Iterable[Tensor], operation: str) -> None:
-        """Note which operation made tensors that are not read."""
-        self._unread.update(dict.fromkeys(outputs, operation))
+    def note_unread(self, operation: Operation) -> None:
+        """Note an operation whose outputs are not read."""
+        self._unread.update(dict.fromkeys(operation.outputs, called(operation.name)))
 
-    def pass_on(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
+    def pass_on(self, operation: Operation) -> None:
         """Note that outputs hold what inputs hold, as where gradscaler scales a loss."""
-        sources = [self._sources.get(memory_of(tensor)) for tensor in inputs]
-        self._sources |= {memory_of(t): s for t in outputs for s in sources if s is not None}
+        sources = [self._sources.get(memory_of(tensor)) for tensor in operation.inputs]
+        made = map(memory_of, operation.outputs)
+        self._sources |= {memory: s for memory in made for s in sources if s is not None}
 
     def end_in(self, results: Any) -> None:
         """Note that tensors are results: an Inf or NaN that does not reach one does no harm."""
@@ -170,41 +190,38 @@ class ValueWatch:
             if source is not None and read(tensor).bad:
                 source.counts = True
 
-    def new_among(self, outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-        """The outputs that are no views of inputs, whose memory was another tensor's before."""
-        of_inputs = {memory_of(tensor): tensor for tensor in inputs}
-        new = []
+    def leave_views_out(self, operation: Operation) -> None:
+        """Keep the outputs in memory that was another tensor's before: no views of inputs."""
+        of_inputs = {memory_of(tensor): tensor for tensor in operation.inputs}
+        outputs, operation.outputs = operation.outputs, []
         for tensor in outputs:
             viewed = of_inputs.get(memory_of(tensor))
             if viewed is None:
-                new.append(tensor)
+                operation.outputs.append(tensor)
                 self._sources.pop(memory_of(tensor), None)
             elif (made_by := self._unread.get(viewed)) is not None:
                 self._unread[tensor] = made_by
-        return new
 
     def follow(self, operation: Operation) -> None:
         """Note whose the Inf, NaN and -inf are in what an operation made."""
-        name = operation.name
-        makes_masks = operation.is_elementwise or bool(_CASTS.search(name))
-
-        @cache
-        def made() -> Event:
-            largest, divisor = operation.largest_input, operation.smallest_divisor
-            site, bad = operation.site, operation.bad
-            return Event(located_at(site, "forward", bad, largest, smallest_divisor=divisor))
-
-        of_inputs = zip(operation.inputs, operation.before, strict=True)
+        made = cache(partial(self._made, operation))
+        of_inputs = zip(operation.inputs, operation.before or (), strict=True)
         values = [self._value(operation, tensor, found) for tensor, found in of_inputs]
-        is_meant = _FILLS.search(name) and not any(value.source for value in values)
+        is_meant = _FILLS.search(operation.name) and not any(value.source for value in values)
         for tensor, found in zip(operation.outputs, operation.after, strict=True):
             if found.state == "mask" and is_meant:
                 continue
-            value = result(found, tensor.ndim == 0, values, makes_masks, made)
+            value = result(found, tensor.ndim == 0, values, operation.makes_masks, made)
             if value.source is not None:
                 self._sources[memory_of(tensor)] = value.source
                 if value.found.state == "bad" and value.source not in self.events:
                     self.events.append(value.source)
+
+    def _made(self, operation: Operation) -> Event:
+        """What an operation made of finite inputs."""
+        largest, divisor = operation.largest_input, operation.smallest_divisor
+        at = operation.site
+        return Event(located_at(at, "forward", operation.bad, largest, smallest_divisor=divisor))
 
     def _value(self, operation: Operation, tensor: Tensor, found: Reading) -> Value[Event]:
         """What an input held, and what made that."""
@@ -219,6 +236,9 @@ class ValueWatch:
         """What no operation made: a parameter or a buffer of a module, or an input."""
         site, outer, memory = operation.site, operation.outer, memory_of(tensor)
         own, others = self.owners.get(memory), {} if outer is None else _owners_in(outer)
+        writes = _FILLS.search(operation.name) or operation.name == "copy_"
+        if own is None and writes and not tensor.ndim:  # a number
+            return self._made(operation)
         if own is None and memory not in others:
             largest, made_by = largest_finite([tensor]), self._maker_of(tensor)
             return Event(located_at(site, "input", tensor, largest, made_by=made_by))

@@ -32,8 +32,6 @@ class FailureWatch:
         with suppress(TypeError):  # there may be no model
             self._hooks = ModuleHooks(model)
         self._operations = OperationWatch(self._hooks) if sees_operations else None
-        both = self._hooks, self._operations
-        self._watches = [watch for watch in both if watch is not None]
         self._budget = WatchBudget()
         self._is_next_wanted = False
         self.step = 0
@@ -51,8 +49,9 @@ class FailureWatch:
 
     def start(self, step: int) -> None:
         """Watch a step from here on."""
-        for watch in self._watches:
-            watch.start()
+        for each in (self._hooks, self._operations):
+            if each is not None:
+                each.start()
         self.step = step
 
     def start_if_wanted(self, step: int) -> None:
@@ -67,8 +66,9 @@ class FailureWatch:
 
     def stop(self) -> None:
         """Watch no more."""
-        for watch in self._watches:
-            watch.stop()
+        for each in (self._hooks, self._operations):
+            if each is not None:
+                each.stop()
 
     def step_ended(self, step: int, is_verdict_late: bool) -> None:
         """Note what an ended step shows, and whether to watch the next one.
@@ -103,7 +103,8 @@ class FailureWatch:
         if latest is None or not (latest.skipped or latest.has_bad_loss):
             self.located = None
         elif self.step == latest.step:
-            found = self._watches[-1].located if self._watches else None
+            source = self._hooks if self._operations is None else self._operations
+            found = None if source is None else source.located
             self.located = found or self.located
             self._log.add_watched(found, {} if self._hooks is None else self._hooks.dtypes)
 
