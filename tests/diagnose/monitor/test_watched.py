@@ -215,7 +215,7 @@ def test_a_compiled_model_is_run_as_it_was_written_in_watched_steps_alone():
 
         return run
 
-    training = Training()
+    training = UnderAutocast()
     compiled = torch.compile(training.model, backend=backend)
     training.model = lambda inputs: calls.append(0) or compiled(inputs)
     training.steps("..!...")

@@ -15,8 +15,12 @@ _LOSS_IN_FLOAT32 = (
     "compute the loss in float32 (outputs.float()), or bring outputs and targets closer to 1"
 )
 _BEYOND_FLOAT32 = (
-    "its numbers leave the range of float32, too: look for an exponential, a power or a division "
-    "by 0 before it, and clamp what they are of"
+    "its numbers leave the range of float32, too: look for outliers in inputs and labels, and for "
+    "an exponential or a power before it"
+)
+_PRODUCT = (
+    "a product of finite numbers is never NaN, so a factor is a constant Inf or NaN: mask with "
+    "where() or masked_fill() instead"
 )
 _POWER = "the square of more than 255 is too large for float16, and higher powers sooner"
 _BASE = (
@@ -27,8 +31,8 @@ _CAST = (
     "too, or lower the numbers before the cast"
 )
 _MASKED = (
-    "a row of the softmax is masked entirely (0 / 0): leave one place unmasked, mask with a large "
-    "finite number, or set such rows to 0 afterwards"
+    "a row of the softmax is masked entirely (0 / 0): leave one place unmasked, or mask with a "
+    "large finite number"
 )
 _SCORES = (
     "the scores leave the range of float16: divide them by the root of their width first, or "
@@ -57,6 +61,15 @@ _NEGATIVE_ROOT = (
     "the root of a negative number is NaN, as where a variance is a difference of large squares: "
     "clamp its input at 0, or compute it in float32"
 )
+_EMPTY = (
+    "the mean of no elements is 0 / 0 (an empty mask, all labels ignored): leave such batches out, "
+    "or divide their sum by at least 1"
+)
+_ALONE = "the deviation of one element is 0 / 0: set correction=0, or take more elements"
+_NO_ALIGNMENT = (
+    "a target that is longer than its input has no alignment: set zero_infinity=True, or leave "
+    "such samples out"
+)
 _ANGLE = "rounding takes a cosine or sine beyond 1: clamp it to within -1 and 1 before this"
 _END = "it is Inf at 1 and -1, and NaN beyond: clamp its input to less than that"
 _SUM = "the sum is larger than float16 can hold: take it in float32 (dtype=torch.float32)"
@@ -64,12 +77,7 @@ _PRODUCTS = (
     "a sum of products leaves float16: divide an input first (queries by the root of their "
     "width), or multiply in float32, under autocast(enabled=False)"
 )
-_DEVIATION = "one element has no deviation (0 / 0): take more, or correction=0"
-_LABELS = (
-    "the mean over no labels is 0 / 0 (all ignored, or of weight 0), and a class masked with -inf "
-    "costs Inf: divide by max(count, 1), and mask with a large finite number"
-)
-_ALIGNMENT = "a target is longer than its input allows: leave it out, or pass zero_infinity=True"
+_MASKED_CLASS = "a class masked with -inf costs Inf: mask with a large finite number"
 _WRITTEN = "the code writes Inf there: write a large finite number"
 _NAN = (
     "compute this module in float32 to see whether it is 0 / 0, Inf - Inf, a logarithm or root of "
@@ -106,16 +114,21 @@ _FORWARD = {
     "mean": _SUM,
     "matmul": _PRODUCTS,
     "einsum": _PRODUCTS,
-    "var": _DEVIATION,
-    "std": _DEVIATION,
-    "cross_entropy": _LABELS,
-    "nll_loss": _LABELS,
-    "ctc_loss": _ALIGNMENT,
+    "cross_entropy": _MASKED_CLASS,
+    "nll_loss": _MASKED_CLASS,
+    "ctc_loss": _NO_ALIGNMENT,
     "copy": _WRITTEN,
     "fill": _WRITTEN,
     "masked_fill": _WRITTEN,
     "index_put": _WRITTEN,
 }
+_OF_TOO_FEW = {
+    "mean": _EMPTY,
+    "cross_entropy": _EMPTY,
+    "nll_loss": _EMPTY,
+    "std": _ALONE,
+    "var": _ALONE,
+}  # where they make NaN alone
 _IN_FLOAT16 = _NORM, _SUM, _PRODUCTS  # advice against an overflow of float16
 _SLOPE = "add a small number under the root, or clamp its input, as its slope at 0 is Inf"
 _LOG_SLOPE = "clamp what the logarithm is of, as its slope at 0 is Inf"
@@ -140,8 +153,8 @@ _BACKWARD = {
 }
 _AT_0 = _DIVISION, _RSQRT, _SLOPE, _LOG_SLOPE, _POWER_SLOPE
 _OF_NAN = (
-    "look in its backward pass for 0 * Inf or 0 / 0, such as the square root or norm of 0 (add a "
-    "small number under the root) or the branch that where() does not take"
+    "look in the backward pass for the root or norm of 0 (add a small number under it), and for "
+    "the branch that where() does not take"
 )
 _POWERS = "pow", "square"
 _WIDE = "bfloat16", "float32", "float64", "complex64", "complex128"  # of float32's range at least
@@ -150,35 +163,43 @@ _SPOKEN = {"to": "casting", "hook": "what a hook changed"}  # operations whose n
 
 def of_forward(located: Located) -> str:
     """What to try against an Inf or NaN of the forward pass."""
-    advice = of_operation(located)
+    advice = of_operation(located) or _of_nan(located)
     if advice is not None:
         return advice
-    in_float32 = _in_float32(located)
-    is_nan = located.num_nan > 0 and located.num_inf == 0
-    if is_nan and any(name in located.type.lower() for name in _SOFTMAXES):
-        return f"either {_MASKED}; or {_SCORES}"
-    if is_nan and (located.operation is None or located.dtype in _WIDE):
-        return _NAN_IN_FLOAT32 if located.dtype in _WIDE else _NAN
     may_exponentiate = located.num_inf and located.largest_input < math.log(65504)
-    if located.operation is None and may_exponentiate and located.dtype not in _WIDE:
-        return f"{in_float32}; if it exponentiates, {_EXP}"
-    return in_float32
+    if may_exponentiate and located.dtype not in _WIDE:
+        return f"{_in_float32(located)}; if it exponentiates, {_EXP}"
+    return _in_float32(located)
 
 
 def of_operation(located: Located) -> str | None:
-    """What to try against what one operation of the forward pass makes; None if that is open."""
-    operation = (located.operation or "").strip("_")
-    if operation in _POWERS and (not located.num_inf or located.largest_input <= 1):
-        return _BASE
-    if operation in _POWERS and located.dtype not in _WIDE:
-        return f"{_POWER}: {_in_float32(located)}"
-    if operation == "to" or (operation == "copy" and located.largest_input):
-        return _CAST
-    if operation == "div" and (located.smallest_divisor or 0.0) >= _TINY:
-        return _QUOTIENT
-    if operation == "matmul" and located.type == "Linear":  # PyTorch's own: it divides nothing
+    """What to try against what one operation of the forward pass makes; None if none is known."""
+    if located.operation is None:
         return None
-    return _named(_FORWARD, located)
+    operation, has_inf = located.operation.strip("_"), located.num_inf > 0
+    is_power, is_wide = operation in _POWERS, located.dtype in _WIDE
+    cases = {
+        _BASE: is_power and (not has_inf or located.largest_input <= 1),
+        f"{_POWER}: {_in_float32(located)}": is_power and not is_wide,
+        _CAST: operation == "to" or (operation == "copy" and located.largest_input > 0),
+        _PRODUCT: operation == "mul" and located.num_nan > 0,
+        _QUOTIENT: operation == "div" and (located.smallest_divisor or 0.0) >= _TINY,
+        # PyTorch's own layer divides nothing.
+        _IN_FLOAT32: operation == "matmul" and located.type == "Linear" and not is_wide,
+        _OF_TOO_FEW.get(operation, ""): operation in _OF_TOO_FEW and not has_inf,
+    }
+    special = next((advice for advice, holds in cases.items() if holds), None)
+    return special or _named(_FORWARD, located) or _of_nan(located) or _in_float32(located)
+
+
+def _of_nan(located: Located) -> str | None:
+    if located.num_inf or not located.num_nan:
+        return None
+    if any(name in located.type.lower() for name in _SOFTMAXES):
+        return f"either {_MASKED}; or {_SCORES}"
+    if located.dtype in _WIDE:
+        return _NAN_IN_FLOAT32
+    return _NAN if located.operation is None else None
 
 
 def _in_float32(located: Located) -> str:
@@ -205,8 +226,7 @@ def _named(table: dict[str, str], located: Located, hidden: str = "") -> str | N
     if longest is None:
         return None
     advice, is_in_float16 = table[longest], located.dtype == "float16"
-    is_other = advice == _DEVIATION and located.num_inf
-    if is_other or (not is_in_float16 and advice in _IN_FLOAT16):
+    if not is_in_float16 and advice in _IN_FLOAT16:
         return None
     if not is_in_float16 and advice == _EXP:
         return _EXP_IN_FLOAT32

@@ -13,6 +13,7 @@ from gradscaler.diagnose._findings.advice import (
     of_backward,
     of_forward,
     of_gradient,
+    of_operation,
 )
 from gradscaler.diagnose._findings.evidence import Evidence, Past
 from gradscaler.diagnose._findings.finding import Finding
@@ -45,8 +46,9 @@ def silent(evidence: Evidence) -> Finding | None:
         how_often += when(steps)
     found = evidence.watched
     at = at_line(found, ", first seen in")
-    if found is not None and found.kind == "forward" and found.operation is not None:
-        action = of_forward(found)
+    advice = None if found is None or found.kind != "forward" else of_operation(found)
+    if advice is not None:
+        action = advice
     elif loss is not None and math.isinf(loss):
         action = (
             "compute the loss in float32 (outputs.float()) as a mean, and mask a class with a "
