@@ -78,7 +78,7 @@ _PRODUCTS = (
     "width), or multiply in float32, under autocast(enabled=False)"
 )
 _MASKED_CLASS = "a class masked with -inf costs Inf: mask with a large finite number"
-_WRITTEN = "the code writes Inf there: write a large finite number"
+_WRITTEN = "the code writes Inf or NaN there: write a finite number"
 _NAN = (
     "compute this module in float32 to see whether it is 0 / 0, Inf - Inf, a logarithm or root of "
     "a negative number, or a softmax row that is masked entirely"

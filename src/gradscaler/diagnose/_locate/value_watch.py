@@ -94,6 +94,7 @@ class Operation:
         after: what they hold.
         site: where it is called.
         outer: the outermost module that runs, if none of the model's does.
+        changes_inputs: whether it may change what it reads.
     """
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -107,12 +108,9 @@ class Operation:
         self.after: list[Reading] = []
         self.site = Site()
         self.outer: Module | None = None
+        self.changes_inputs = self.name.endswith("_") or "out" in kwargs
+        self.changes_inputs |= "batch_norm" in self.name  # its statistics
         self._func, self._args = func, args
-
-    @property
-    def changes_inputs(self) -> bool:
-        """Whether it may change what it reads."""
-        return bool(self._func._schema.is_mutable) or "batch_norm" in self.name
 
     @property
     def makes_masks(self) -> bool:
