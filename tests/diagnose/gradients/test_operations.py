@@ -289,6 +289,12 @@ def weight_norm_of_zeros(h):
     return (h @ torch._weight_norm(directions, torch.ones(4, 1))).sum()  # HERE
 
 
+@fails("forward", "log")
+def operator_of_higher_order(h):
+    chosen = torch.cond(h.sum() < INF, torch.zeros_like, torch.ones_like, (h.detach(),))
+    return (chosen.log() + h).sum()  # HERE
+
+
 @fails("input", "mul")
 def given_nan(h):
     factors = torch.tensor([1.0, math.nan, 1.0, 1.0])

@@ -48,6 +48,8 @@ class OperationWatch:
         own = weakref.ref(self)
 
         class Mode(TorchDispatchMode):
+            supports_higher_order_operators = True  # such as flex_attention; else they raise
+
             def __torch_dispatch__(
                 self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
             ) -> Any:
@@ -122,17 +124,20 @@ class OperationWatch:
 
         if not self._is_on or os.getpid() != self._process:  # a fork inherits the mode
             return func(*args, **kwargs)
-        operation = Operation(func, args, kwargs)
         is_read = self._hooks is None or not self._hooks.is_evaluating
-        if is_read and operation.changes_inputs:
-            operation.before = list(map(read, operation.inputs))
+        operation = None
+        with suppress(Exception):
+            operation = Operation(func, args, kwargs)
+            if is_read and operation.changes_inputs:
+                operation.before = list(map(read, operation.inputs))
         outputs = func(*args, **kwargs)
         with suppress(Exception):
-            operation.outputs = list(floating(Tensor, outputs))
-            if is_read:
-                self._see(operation, frame)
-            else:
-                self.values.note_unread(operation)
+            if operation is not None:
+                operation.outputs = list(floating(Tensor, outputs))
+                if is_read:
+                    self._see(operation, frame)
+                else:
+                    self.values.note_unread(operation)
         return outputs
 
     def _see(self, operation: Operation, frame: FrameType | None) -> None:

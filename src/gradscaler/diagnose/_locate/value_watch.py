@@ -110,12 +110,13 @@ class Operation:
         self.outer: Module | None = None
         self.changes_inputs = self.name.endswith("_") or "out" in kwargs
         self.changes_inputs |= "batch_norm" in self.name  # its statistics
-        self._func, self._args = func, args
+        self._tags = getattr(func, "tags", ())  # operators of higher order have none
+        self._args = args
 
     @property
     def makes_masks(self) -> bool:
         """Whether -inf in its outputs may be meant to mask."""
-        is_elementwise = any(tag.name == "pointwise" for tag in self._func.tags)
+        is_elementwise = any(tag.name == "pointwise" for tag in self._tags)
         return is_elementwise or bool(_CASTS.search(self.name))
 
     @property
