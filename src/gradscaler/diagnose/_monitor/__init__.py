@@ -45,11 +45,11 @@ class Monitor:
     The step after the first that fails is watched, and the last of ``stuck_after`` skips. A step
     fails if its loss is not finite, or its gradients hold NaN and no Inf. A closure that fails is
     watched when it is called again, on the same batch. In PyTorch, that finds the operation and the
-    user's line that made the first Inf or NaN, as :func:`locate` does, except in compiled code; in
-    TensorPlay and Paddle, and where several processes train together, the module by its output. The
-    run file says it, and the dtype of each module's output, which autocast chooses. A step that is
-    watched takes several times as long, and changes nothing. The other steps of a small model take
-    6 to 10 % longer.
+    user's line that made the first Inf or NaN, as :func:`locate` does; in TensorPlay
+    and Paddle, and where several processes train together, the module by its output. The run file
+    says it, and the dtype of each module's output, which autocast chooses. A step that is watched
+    takes several times as long, runs compiled code as it was written, and changes nothing. The
+    other steps of a small model take 6 to 10 % longer.
 
     With ``forensics``, PyTorch's later steps are watched too, until one names the operation: they
     take at most 5 % of the time that training takes, and half a second. Where such failures come at
