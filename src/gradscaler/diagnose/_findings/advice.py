@@ -47,10 +47,10 @@ _EXP_IN_FLOAT32 = (
     "first, clamp it (a ratio of probabilities), or stay in logarithms (logsumexp)"
 )
 _LOG = (
-    "the logarithm of 0 is -Inf, and of a negative number NaN: clamp its input, or take a loss of "
-    "logits (cross_entropy), log_softmax or logsigmoid"
+    "the logarithm of 0 is -Inf, of a negative number NaN: clamp its input, or take logits "
+    "(cross_entropy, log_softmax, logsigmoid)"
 )
-_LOST_EPS = "an eps below 3e-8 is 0 in float16: add 1e-5"
+_LOST_EPS = "an eps below 3e-8 is 0: add 1e-5"  # in float16
 _DIVISION = "clamp the divisor (an empty mask, a deviation or norm of 0)"
 _QUOTIENT = "divide by a larger number, or compute the quotient in float32"
 _RSQRT = "1 / sqrt of 0 is Inf, and of a negative number NaN"
