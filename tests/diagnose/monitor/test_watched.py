@@ -264,6 +264,24 @@ def test_an_update_is_not_watched_so_an_interrupt_cannot_move_the_scale_twice(cl
     assert watched == []
 
 
+def test_a_compiled_model_is_run_as_it_was_written_in_watched_steps_alone():
+    calls = []
+
+    def backend(graph, _):
+        def run(*args):
+            calls[-1] += 1
+            return graph(*args)
+
+        return run
+
+    training = UnderAutocast()
+    compiled = torch.compile(training.model, backend=backend)
+    training.model = lambda inputs: calls.append(0) or compiled(inputs)
+    training.steps("..!...")
+    assert training.watched == [False, False, False, True, False, False]
+    assert [bool(count) for count in calls] == [not watched for watched in training.watched]
+
+
 def test_a_closed_monitor_watches_no_more():
     training = UnderAutocast().steps("!")
     assert is_in_torch_dispatch_mode()

@@ -172,7 +172,7 @@ def the_logarithm_of_a_sigmoid(setting: Setting) -> None:
     fit(setting, model, loss_of, 40)
 
 
-@training("silent", None, "division")
+@training("silent", None, "no elements")
 def the_mean_over_no_element(setting: Setting) -> None:
     """The label to ignore is that of all: 0 / 0."""
     model = mlp(8, setting.pick(16, 24, 32), 4)

@@ -196,6 +196,9 @@ def _of_gradients(evidence: Evidence, skipped: str, fell: str) -> Finding:
         else "which no longer enlarges gradients"
     )
     loss = f" (the loss is {last.loss:g})" if is_large else ""
+    is_shown = is_backward and not (is_elsewhere or is_large)
+    at = at_line(found if is_shown else None, ", first in the gradient of")
+    overflow += at and f"{at},"
     cause = f"{overflow}{loss} at a loss scale of {last.scale:g}, {limit}: {skipped}{fell}."
     if is_elsewhere:
         return Finding("elsewhere", cause, EXPLAIN_ALL, count=count)
@@ -204,7 +207,8 @@ def _of_gradients(evidence: Evidence, skipped: str, fell: str) -> Finding:
         lower = "allow a lower scale (min_scale)"
     divide = f"Divide the loss (a mean in place of a sum, targets in larger units), or {lower}"
     if not is_large:
-        divide += "; if gradients are Inf at every scale, look for a division by 0"
+        look = "look there" if at else "look"
+        divide += f"; if gradients are Inf at every scale, {look} for a division by 0"
     return Finding(
         "floor",
         cause,

@@ -43,11 +43,11 @@ class Monitor:
     for more.
 
     It watches some steps for what makes the first Inf or NaN: in PyTorch the operation and the
-    user's line, as :func:`locate` does, except in compiled code; in TensorPlay and Paddle, and
-    where several processes train together, the module by its output. The run file says it, and
-    the dtype of each module's output, which autocast chooses. A watch changes nothing, and breaks
-    off where the model is evaluated in between. All of them take at most 5 % of the time that
-    training takes, but for the first one of the last of ``stuck_after`` skips.
+    user's line, as :func:`locate` does; in TensorPlay and Paddle, and where several processes train
+    together, the module by its output. The run file says it, and the dtype of each module's output,
+    which autocast chooses. A watch changes nothing, runs compiled code as it was written, and
+    breaks off where the model is evaluated in between. All of them take at most 5 % of the time
+    that training takes, but for the first one of the last of ``stuck_after`` skips.
 
     - With ``forensics`` and PyTorch, a step is watched after one that fails, or where failures
       come at equal distances, when the next one is due, until one is located. A step fails if its
