@@ -9,7 +9,7 @@ import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradscaler._eager.operations import FoundInf, Optimizer
-from gradscaler._on_torch import shortcuts
+from gradscaler._on_torch import shortcuts, widening
 from gradscaler._on_torch.compile import is_compiling
 from gradscaler._on_torch.flat import side_by_side
 from gradscaler._on_torch.processes import placed, to_local
@@ -64,6 +64,30 @@ class TorchOperations(TorchLikeOperations):
         if not _are_contiguous(to_local(grads)):
             grads = _values(optimizer, coalesce=True)
         return to_local(placed(optimizer, grads))
+
+    def unscale_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor | None = None,
+        allow_fp16: bool = True,
+    ) -> dict[torch.device, torch.Tensor]:
+        """The same; gradients that an optimizer of ours widens in its step are widened before."""
+        widening.widen_gradients(optimizer)
+        return super().unscale_(optimizer, inv_scale, found_inf, allow_fp16)
+
+    def multiply_gradients_(self, optimizer: Optimizer, factor: torch.Tensor) -> None:
+        """The same, and as in ``unscale_``."""
+        widening.widen_gradients(optimizer)
+        super().multiply_gradients_(optimizer, factor)
+
+    def measure(
+        self, optimizer: Optimizer, scale: torch.Tensor
+    ) -> tuple[torch.Tensor, Any, torch.Tensor, FoundInf] | None:
+        """The same; gradients that an optimizer widens in its step are measured in float32."""
+        if not widening.widens(optimizer):
+            return super().measure(optimizer, scale)
+        return widening.measure(self, self.gradients_to_measure(optimizer), scale)
 
     def needs_no_unset_flag(self, optimizer: Optimizer) -> bool:
         """Whether a finite step may leave out the optimizer's flag.

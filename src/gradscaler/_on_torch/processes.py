@@ -477,6 +477,7 @@ class Part(NamedTuple):
     """Some of an optimizer's parameters, in the form that operations on optimizers take."""
 
     param_groups: list[dict[str, list[torch.Tensor]]]
+    widens: bool = False  # as the optimizer does: see gradscaler._on_torch.widening
 
 
 class PartsOfGroups:
@@ -540,7 +541,8 @@ def split_by(
         if shards is not None and (is_flat or not any(flattened)):
             groups = (shards, *groups)
         split.setdefault(groups, []).append(parameter)
-    return {groups: Part([{"params": members}]) for groups, members in split.items()}
+    widens = hasattr(optimizer, "widen_gradients_")
+    return {groups: Part([{"params": members}], widens) for groups, members in split.items()}
 
 
 def _check_apart(shards: Group, optimizer: Optimizer) -> None:
