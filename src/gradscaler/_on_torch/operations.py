@@ -89,6 +89,13 @@ class TorchOperations(TorchLikeOperations):
             return super().measure(optimizer, scale)
         return widening.measure(self, self.gradients_to_measure(optimizer), scale)
 
+    def total_norm(self, optimizer: Optimizer, norm_type: float) -> torch.Tensor:
+        """The same, and as in ``measure``."""
+        if widening.widens(optimizer):
+            return widening.total_norm(self.gradients_to_measure(optimizer), norm_type)
+        norm: torch.Tensor = super().total_norm(optimizer, norm_type)
+        return norm
+
     def needs_no_unset_flag(self, optimizer: Optimizer) -> bool:
         """Whether a finite step may leave out the optimizer's flag.
 

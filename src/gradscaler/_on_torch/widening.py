@@ -14,7 +14,7 @@ import torch
 from gradscaler._eager.operations import FoundInf
 from gradscaler._torch_like.operations import TorchLikeOperations
 
-_REAL = torch.float32, torch.float16, torch.bfloat16
+_NARROW = torch.float16, torch.bfloat16
 _ON_CPU = 2**20  # elements that are widened at once, which fit into a cache
 _ELSEWHERE = 2**25
 
@@ -38,7 +38,9 @@ def measure(
 
     A few are copied at a time, and none changes.
     """
-    if not all(grad.device == scale.device and grad.dtype in _REAL for grad in grads):
+    if not all(
+        grad.device == scale.device and grad.dtype in (*_NARROW, torch.float32) for grad in grads
+    ):
         return None
     used, inverse = operations.inverse(scale)
     if operations.on_host(scale) and used < 1:  # squares of scaled gradients might underflow
@@ -55,6 +57,20 @@ def measure(
     return (norm * inverse).float(), used, inverse, found_inf
 
 
+def total_norm(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The norm of gradients, those of 16 bits as their float32 copies have it."""
+    sized = [grad.detach() for grad in grads if grad.numel()]
+    if not sized:
+        return torch.tensor(0.0)
+    norms = [
+        norm.to(sized[0].device)
+        for copies in _copies(sized, _ON_CPU if sized[0].is_cpu else _ELSEWHERE)
+        for norm in (torch.linalg.vector_norm(copy, norm_type) for copy in copies)
+    ]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return norm
+
+
 def _copies(grads: list[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
     """All gradients in float32, in lists of no more than ``size`` elements, or of one gradient."""
     copies: list[torch.Tensor] = []
@@ -63,6 +79,6 @@ def _copies(grads: list[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]
         if copies and total + grad.numel() > size:
             yield copies
             copies, total = [], 0
-        copies.append(grad.float())
+        copies.append(grad.float() if grad.dtype in _NARROW else grad)
         total += grad.numel()
     yield copies

@@ -153,9 +153,9 @@ class ByAttributes:
         if not gradients.is_scaled:
             return getattr(optimizer, "grad_scale", None)
         grad_scale = gradients.scale = scaling.scale.clone()
-        if gradients.clip_coefficient is not None:
-            if not hasattr(optimizer, "clip_coefficient"):  # else it takes that by itself
-                grad_scale = grad_scale / gradients.clip_coefficient
+        takes_both = hasattr(optimizer, "clip_coefficient")
+        if gradients.clip_coefficient is not None and not takes_both:
+            grad_scale = grad_scale / gradients.clip_coefficient
         if hasattr(optimizer, "grad_scale"):
             grad_scale = grad_scale * optimizer.grad_scale
         return grad_scale
@@ -191,10 +191,10 @@ def _step_with(
             optimizer.clip_coefficient = gradients.clip_coefficient
         result = gradients.apply(optimizer.step, args, kwargs)
         del optimizer.grad_scale, optimizer.found_inf
-        vars(optimizer).pop("clip_coefficient", None)
+        optimizer.__dict__.pop("clip_coefficient", None)
     except BaseException:
         for name in ("grad_scale", "found_inf", "clip_coefficient"):
-            vars(optimizer).pop(name, None)
+            optimizer.__dict__.pop(name, None)
         raise
     return result
 

@@ -31,6 +31,7 @@ from gradscaler.torch._wrapped import (
 
 _ON_CPU = 2**20  # elements of a chunk, which with Adam's state fit into a cache
 _ELSEWHERE = 2**25
+_HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 _OPERATIONS = TorchOperations()
 
 
@@ -388,7 +389,7 @@ def _copied(key: str, entry: torch.Tensor, parameter: torch.Tensor) -> torch.Ten
 
 
 def _must_have_grad_dtype(what: str) -> None:
-    if not hasattr(torch.Tensor, "grad_dtype"):
+    if not _HAS_GRAD_DTYPE:
         raise Fp16GradientsError(
             f"{what} needs float32 gradients of 16-bit parameters, which PyTorch "
             f"{torch.__version__} does not have: leave it out, and clip by "
