@@ -42,11 +42,9 @@ def cast(
         for parameter in [*own, *parameters]
         if parameter.dtype is torch.float32 and id(parameter) not in kept
     }
-    if any(map(is_flattened, cast_parameters)):
-        raise ParameterError(
-            "FullyShardedDataParallel has flattened these parameters, and they cannot be cast any "
-            "more: cast the model before it is wrapped, and leave out dtype (dtype=None)"
-        )
+    in_model = {id(each) for each in own}
+    for parameter in cast_parameters:
+        _must_be_castable(parameter, id(parameter) in in_model)
     if model is not None:
         chosen = {id(each) for each in cast_parameters}
         chosen |= {id(each.grad) for each in cast_parameters if each.grad is not None}
@@ -58,8 +56,8 @@ def cast(
 
         model._apply(to_narrow)  # as model.half() does, so that each module knows of it
     for parameter in cast_parameters:
-        if parameter.dtype is torch.float32:
-            _cast_alone(parameter, dtype)
+        if id(parameter) not in in_model:
+            parameter.data = parameter.data.to(dtype)
     return {p: wide for p, wide in cast_parameters.items() if p.requires_grad}
 
 
@@ -93,14 +91,18 @@ def _kept(model: torch.nn.Module | None, keep_fp32: Kept) -> set[int]:
     return kept
 
 
-def _cast_alone(parameter: torch.Tensor, dtype: torch.dtype) -> None:
-    if is_dtensor(parameter):
+def _must_be_castable(parameter: torch.Tensor, is_in_model: bool) -> None:
+    if is_flattened(parameter):
+        raise ParameterError(
+            "FullyShardedDataParallel has flattened a parameter, which cannot be cast any more: "
+            "cast the model before it is wrapped, and give dtype=None"
+        )
+    if is_dtensor(parameter) and not is_in_model:
         raise ParameterError(
             "a sharded parameter can only be cast with its module: give the model, too, as in "
             "MasterWeights(torch.optim.AdamW, groups, model=model)"
         )
-    if parameter.grad is not None:
+    if parameter.grad is not None and not is_in_model:
         raise ParameterError(
             "a parameter that has a gradient cannot be cast: call zero_grad() before"
         )
-    parameter.data = parameter.data.to(dtype)

@@ -33,9 +33,10 @@ def split(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round float32 values to 16 bits, and keep the distance in an int16 tensor.
 
-    ``narrow`` is the nearest value, of float16 below 2**-17 to within 2**-40. Of two that are equally near it is the one with an even
-    mantissa, as in a cast, unless only the other's distance fits into 16 bits. That is so for a
-    bfloat16 whose mantissa's last bit the cast would leave at 0, and for a float16 below 2**-15.
+    ``narrow`` is the nearest value, of float16 below 2**-17 to within 2**-40. Of two that are
+    equally near it is the one with an even mantissa, as in a cast, unless only the other's distance
+    fits into 16 bits. That is so for a bfloat16 whose mantissa's last bit the cast would leave at
+    0, and for some float16 below 2**-15.
 
     Args:
         wide: float32, of any shape.

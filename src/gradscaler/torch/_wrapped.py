@@ -52,11 +52,13 @@ class Wrapped:
 
     def first_state(self, *groups: Group) -> dict[torch.Tensor, dict[str, Any]]:
         """The state that it begins with, of its first groups and of these; some make it then."""
-        for group in groups:
-            self._optimizer.add_param_group(group)
-        state: dict[torch.Tensor, dict[str, Any]] = self._optimizer.state
-        self._clear()
-        return state
+        try:
+            for group in groups:
+                self._optimizer.add_param_group(group)
+            state: dict[torch.Tensor, dict[str, Any]] = self._optimizer.state
+            return state
+        finally:
+            self._clear()
 
     def step(
         self,
@@ -140,6 +142,8 @@ def check(optimizer_class: object, kwargs: Mapping[str, Any]) -> None:
             "MasterWeights takes the class of an optimizer and its arguments, as in "
             f"MasterWeights(torch.optim.AdamW, model, lr=1e-3), got {optimizer_class!r}"
         )
+    if hasattr(optimizer_class, "widen_gradients_"):
+        raise ParameterError("MasterWeights cannot wrap itself: give the class of its optimizer")
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ParameterError(
@@ -151,9 +155,9 @@ def check(optimizer_class: object, kwargs: Mapping[str, Any]) -> None:
         raise ParameterError("MasterWeights cannot be differentiated: leave out differentiable")
 
 
-def first_stands(parameters: list[torch.Tensor], wide: Stand) -> Stand:
-    """What stands in for parameters while the optimizer is made: ``wide``, if there."""
-    return {p: wide[p] if p in wide else _as_stepped(p.detach()) for p in parameters}
+def first_stands(parameters: list[torch.Tensor]) -> Stand:
+    """What stands in for parameters while the optimizer is made."""
+    return {p: _as_stepped(p.detach()) for p in parameters}
 
 
 def groups_of(params: Any) -> list[Group]:
@@ -161,7 +165,7 @@ def groups_of(params: Any) -> list[Group]:
     if isinstance(params, torch.Tensor):
         raise TypeError("params must be an iterable of parameters or groups, got a tensor")
     given = list(params)
-    if not given or not isinstance(given[0], dict):
+    if given and not isinstance(given[0], dict):
         given = [{"params": given}]
     groups = []
     for group in given:

@@ -132,10 +132,10 @@ class MasterWeights(torch.optim.Optimizer):
         self._fp32_gradients = fp32_gradients
         self._entries = Entries(STORES[store], seed)
         groups = groups_of(params)
-        wide = self._cast(groups, model, keep_fp32)
-        stands = first_stands(parameters_in(groups), wide)
+        stands = first_stands(parameters_in(groups))
         wrapped = Wrapped(optimizer_class, in_place_of(groups, stands), kwargs)
         super().__init__(groups, wrapped.defaults)
+        wide = self._cast(stands, model, keep_fp32)  # once nothing else can be refused
         self._wrapped = wrapped
         self._begin(stands, wide, wrapped.first_state())
 
@@ -151,10 +151,10 @@ class MasterWeights(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         groups = groups_of([param_group])
-        wide = self._cast(groups, None, ())
-        stands = first_stands(parameters_in(groups), wide)
+        stands = first_stands(parameters_in(groups))
+        state = self._wrapped.first_state(*in_place_of(groups, stands))
         super().add_param_group(groups[0])
-        self._begin(stands, wide, self._wrapped.first_state(*in_place_of(groups, stands)))
+        self._begin(stands, self._cast(stands, None, ()), state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -342,10 +342,9 @@ class MasterWeights(torch.optim.Optimizer):
     # How it begins.
 
     def _cast(
-        self, groups: list[Group], model: torch.nn.Module | None, keep_fp32: Kept
+        self, parameters: Iterable[torch.Tensor], model: torch.nn.Module | None, keep_fp32: Kept
     ) -> dict[torch.Tensor, torch.Tensor]:
         """Cast parameters; the float32 values of those that take gradients."""
-        parameters = parameters_in(groups)
         if self._fp32_gradients:
             _must_have_grad_dtype("fp32_gradients")
             if any(map(is_dtensor, parameters)):
