@@ -260,9 +260,7 @@ def test_channels_last_parameters_are_stepped_in_their_order_of_memory():
             model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
             reference = nn.Conv2d(3, 4, 3)
             reference.load_state_dict(model.state_dict())
-            optimizer = MasterWeights(
-                torch.optim.AdamW, model, store=store, lr=0.1, fused=fused
-            )
+            optimizer = MasterWeights(torch.optim.AdamW, model, store=store, lr=0.1, fused=fused)
             native = torch.optim.AdamW(reference.parameters(), lr=0.1, fused=fused)
             for seed in range(3):
                 set_gradients(model.parameters(), seed)

@@ -180,6 +180,7 @@ def test_hooks_see_and_change_what_is_saved_and_loaded():
     assert state["more"] == 1
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("flatten", [True, False])
 def test_distributed_checkpoints_resume_with_the_same_bits(store, flatten, tmp_path, exact):
@@ -192,13 +193,13 @@ def test_distributed_checkpoints_resume_with_the_same_bits(store, flatten, tmp_p
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     if flatten:
         states["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
-    dcp.save(states, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save(states, checkpoint_id=tmp_path)
     resumed = make(store)
     empty = {
         "model": resumed[0].state_dict(),
         "optimizer": get_optimizer_state_dict(*resumed, options=options),
     }
-    dcp.load(empty, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load(empty, checkpoint_id=tmp_path)
     if flatten:
         resumed[0].load_state_dict(empty["model"])
         set_optimizer_state_dict(*resumed, empty["optimizer"], options=options)
