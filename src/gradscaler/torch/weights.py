@@ -19,7 +19,6 @@ from gradscaler.torch._entries import Entries, like
 from gradscaler.torch._rounding import DTYPES
 from gradscaler.torch._stores import KEYS, STORES
 from gradscaler.torch._wrapped import (
-    Group,
     Stand,
     Wrapped,
     check,

@@ -164,7 +164,7 @@ def test_a_state_of_other_groups_is_refused_and_changes_nothing(exact):
 
 
 def test_hooks_see_and_change_what_is_saved_and_loaded():
-    model, optimizer = make("remainder16")
+    _, optimizer = make("remainder16")
     seen = []
 
     def saved(_, state_dict):
