@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import eager
 import paired
@@ -49,7 +50,7 @@ class Training:
     def __init__(self, store: str, workload: eager.Workload, fused: bool, clip: bool) -> None:
         self.clip = clip
         self.loss = torch.ones(())
-        options = {"lr": 1e-4, "fused": fused, "foreach": not fused}
+        options: dict[str, Any] = {"lr": 1e-4, "fused": fused, "foreach": not fused}
         parameters = [torch.nn.Parameter(torch.rand(shape)) for shape in workload.shapes]
         self.optimizer: torch.optim.Optimizer
         self.scaler: torch.amp.GradScaler

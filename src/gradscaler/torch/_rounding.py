@@ -28,9 +28,7 @@ _FORMATS = {
 DTYPES = tuple(_FORMATS)
 
 
-def split(
-    wide: torch.Tensor, dtype: torch.dtype, narrow: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def split(wide: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Round float32 values to 16 bits, and keep the distance in an int16 tensor.
 
     ``narrow`` is the nearest value, of float16 below 2**-17 to within 2**-40. Of two that are
@@ -38,33 +36,36 @@ def split(
     fits into 16 bits. That is so for a bfloat16 whose mantissa's last bit the cast would leave at
     0, and for some float16 below 2**-15.
 
-    Args:
-        wide: float32, of any shape.
-        dtype: float16 or bfloat16.
-        narrow: a tensor of ``dtype`` to write to; None for a new one.
-
     Returns:
         ``narrow``, and the remainder. :func:`join` gives back all bits of a value that ``dtype``
         holds as a finite one, for float16 down to magnitudes of 2**-17. Below that it is off by at
         most 2**-41, where float16 itself is off by 2**-25. A zero comes back from float16 without
         its sign.
     """
-    narrow = torch.empty_like(wide, dtype=dtype) if narrow is None else narrow
-    narrow.copy_(wide)
-    if dtype is torch.bfloat16:
+    narrow = wide.to(dtype)
+    return narrow, split_(wide, narrow, narrow.float()).to(torch.int16)
+
+
+def split_(wide: torch.Tensor, narrow: torch.Tensor, near: torch.Tensor) -> torch.Tensor:
+    """The same, where the values were cast to ``narrow``, and that to ``near``, a float32 tensor.
+
+    Both may change. The distances come back in the memory of ``near``, as numbers to cast to int16:
+    float32, or int32 for bfloat16.
+    """
+    if narrow.dtype is torch.bfloat16:
         # Adjacent floats have adjacent integers, so the distance is one of integers.
-        distance = wide.view(torch.int32) - narrow.float().view(torch.int32)
+        bits = near.view(torch.int32)
+        distance = torch.sub(wide.view(torch.int32), bits, out=bits)
         narrow.view(torch.int16).add_(distance == 32768)
-        return narrow, distance.to(torch.int16)  # 32768 becomes -32768, from the next float
-    near = narrow.float()
+        return distance  # as int16, 32768 becomes -32768, from the next float
     unit = _unit(near)
     # An Inf or NaN has no distance, and whatever is stored for it, join() gives it back.
     steps = torch.sub(wide, near, out=near).div_(unit).mul_(2.0**24).round_()
-    is_beyond = steps > 32767
-    if not is_beyond.is_cpu or is_beyond.any():
+    if not (steps.is_cpu and steps.numel() and steps.amax() <= 32767):
+        is_beyond = steps > 32767
         narrow.add_(is_beyond, alpha=2.0**-24)
         steps.add_(is_beyond, alpha=-65536)
-    return narrow, steps.to(torch.int16)
+    return steps
 
 
 def join(narrow: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:

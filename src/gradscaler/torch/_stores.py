@@ -13,7 +13,7 @@ import torch
 
 from gradscaler._on_torch.processes import is_dtensor
 from gradscaler.torch._chunks import Piece
-from gradscaler.torch._rounding import join, join_, random_bits, round_at_random, split
+from gradscaler.torch._rounding import join, join_, random_bits, round_at_random, split, split_
 
 
 class Store(Protocol):
@@ -82,9 +82,12 @@ class Remainders:
     def close(self, piece: Piece, entries: list[torch.Tensor]) -> None:
         assert piece.wide is not None
         assert piece.narrow is not None
-        _, remainder = split(piece.wide, piece.dtype, piece.narrow.view(piece.dtype))
+        assert piece.gradients is not None
+        narrow = piece.narrow.view(piece.dtype).copy_(piece.wide)
+        near = piece.gradients.copy_(narrow)  # the gradients are used up
+        distances = split_(piece.wide, narrow, near)
         torch._foreach_copy_(piece.locals, piece.rounded_views)
-        piece.narrow.copy_(remainder)
+        piece.narrow.copy_(distances)
         torch._foreach_copy_(entries, piece.narrow_views)
 
 

@@ -28,7 +28,7 @@ from gradscaler.torch._wrapped import (
     parameters_in,
 )
 
-_ON_CPU = 2**20  # elements of a chunk, which with Adam's state fit into a cache
+_ON_CPU = 2**18  # elements of a chunk, which with Adam's state fit into a cache
 _ELSEWHERE = 2**25
 _HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 _OPERATIONS = TorchOperations()
@@ -77,7 +77,7 @@ class MasterWeights(torch.optim.Optimizer):
             PyTorch that has ``Tensor.grad_dtype``.
         seed: of the random numbers of "stochastic".
         chunk_elements: how many elements are widened at once; one parameter is never split. By
-            default 2**20 on a CPU, 2**25 elsewhere; and all at once where the class is not
+            default 2**18 on a CPU, 2**25 elsewhere; and all at once where the class is not
             PyTorch's own, as it may compare parameters with one another.
         kwargs: for ``optimizer_class``: ``lr``, ``foreach``, ``fused`` and so on.
 

@@ -105,6 +105,8 @@ class OptimizersParameters:
     def _lost_eps(self) -> float | None:
         """An optimizer's eps that is 0 in its parameters' float16."""
         for optimizer in self.optimizers:
+            if _steps_in_float32(optimizer):
+                continue
             for group in getattr(optimizer, "param_groups", ()):
                 eps = group.get("eps")
                 is_lost = isinstance(eps, float) and eps and not np.float16(eps)
@@ -116,8 +118,11 @@ class OptimizersParameters:
         """The share of 16-bit elements that have not moved since the sample before, if it is known.
 
         An update of less than half of the distance to the next number is lost in rounding, at each
-        step again. Elements without a gradient do not count.
+        step again. Elements without a gradient do not count, and none does where what rounding
+        loses is kept elsewhere.
         """
+        if _steps_in_float32(optimizer):
+            return None
         before, now = self._parts.get(id(optimizer), {}), dict[str, NDArray[Any]]()
         self._parts[id(optimizer)] = now
         if not any(group.get("lr") for group in getattr(optimizer, "param_groups", ())):
@@ -186,6 +191,11 @@ def has_stepped(optimizer: Any) -> bool:
         with suppress(Exception):  # a step may be anything
             return float(kept["step"]) > 0 if "step" in kept else "momentum_buffer" in kept
     return False
+
+
+def _steps_in_float32(optimizer: Any) -> bool:
+    """Whether it is a ``gradscaler.torch.MasterWeights``, by what that alone has."""
+    return hasattr(optimizer, "widen_gradients_")
 
 
 def _items(mapping: Any) -> Iterable[tuple[Any, Any]]:
