@@ -21,6 +21,7 @@ import torch.distributed as dist
 from gradscaler._eager.decision import Order, ballot, bounds, check_same, result
 from gradscaler._eager.operations import FoundInf, Optimizer
 from gradscaler._eager.processes import ALONE, Deciders, OnePart, Parts
+from gradscaler._on_torch import widening
 from gradscaler._torch_like.operations import TorchLikeOperations, parameters_of
 from gradscaler.errors import ParameterError
 from gradscaler.policies import State
@@ -541,7 +542,7 @@ def split_by(
         if shards is not None and (is_flat or not any(flattened)):
             groups = (shards, *groups)
         split.setdefault(groups, []).append(parameter)
-    widens = hasattr(optimizer, "widen_gradients_")
+    widens = widening.widens(optimizer)
     return {groups: Part([{"params": members}], widens) for groups, members in split.items()}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gradscaler._eager.gradients import owner_of
 from gradscaler._eager.operations import FoundInf
 from gradscaler._torch_like.operations import TorchLikeOperations
 
@@ -20,13 +21,13 @@ _ELSEWHERE = 2**25
 
 
 def widens(optimizer: Any) -> bool:
-    """Whether it is such an optimizer, or a part of one."""
-    return hasattr(optimizer, "widen_gradients_") or getattr(optimizer, "widens", False)
+    """Whether it is such an optimizer, a part of one, or a trainer's wrapper around one."""
+    return hasattr(owner_of(optimizer), "widen_gradients_") or getattr(optimizer, "widens", False)
 
 
 def widen_gradients(optimizer: Any) -> None:
     """Turn the gradients into float32 ones, if the optimizer can."""
-    widen = getattr(optimizer, "widen_gradients_", None)
+    widen = getattr(owner_of(optimizer), "widen_gradients_", None)
     if widen is not None:
         widen()
 

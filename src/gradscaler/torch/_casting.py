@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from gradscaler._on_torch.processes import is_dtensor, is_flattened
 from gradscaler.errors import ParameterError
@@ -45,6 +46,8 @@ def cast(
     in_model = {id(each) for each in own}
     for parameter in cast_parameters:
         _must_be_castable(parameter, id(parameter) in in_model)
+    if model is not None and cast_parameters:
+        _must_not_be_replicated(model)
     if model is not None:
         chosen = {id(each) for each in cast_parameters}
         chosen |= {id(each.grad) for each in cast_parameters if each.grad is not None}
@@ -105,4 +108,12 @@ def _must_be_castable(parameter: torch.Tensor, is_in_model: bool) -> None:
     if parameter.grad is not None and not is_in_model:
         raise ParameterError(
             "a parameter that has a gradient cannot be cast: call zero_grad() before"
+        )
+
+
+def _must_not_be_replicated(model: torch.nn.Module) -> None:
+    if any(isinstance(each, DistributedDataParallel) for each in model.modules()):
+        raise ParameterError(
+            "DistributedDataParallel has laid out gradients for float32 parameters: call "
+            "MasterWeights with the model before it is wrapped"
         )

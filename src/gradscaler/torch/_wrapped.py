@@ -32,7 +32,8 @@ class Wrapped:
         defaults: the optimizer's.
         takes_scaled: whether it takes ``grad_scale`` and ``found_inf``.
         skips_on_device: whether nothing need read that flag before.
-        compares_parameters: whether it may, so that its step must see all at once.
+        is_pytorch_s: whether its class is; another may compare parameters, so that its step must
+            see all at once, and may want a flag that is not set.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Wrapped:
         self.skips_on_device = self.takes_scaled and not isinstance(
             self._optimizer, torch.optim.SGD
         )
-        self.compares_parameters = not optimizer_class.__module__.startswith("torch.optim.")
+        self.is_pytorch_s = optimizer_class.__module__.startswith("torch.optim.")
 
     def first_state(self, *groups: Group) -> dict[torch.Tensor, dict[str, Any]]:
         """The state that it begins with, of its first groups and of these; some make it then."""

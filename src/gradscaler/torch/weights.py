@@ -176,7 +176,8 @@ class MasterWeights(torch.optim.Optimizer):
         if found_inf is not None and not self._may_skip_on_device(found_inf):
             if found_inf:
                 return loss
-            found_inf = None
+            if self._wrapped.is_pytorch_s or not self._wrapped.takes_scaled:
+                found_inf = None
         factor = coefficient
         if scale is not None and self._wrapped.takes_scaled:
             scale, factor = scale if coefficient is None else scale / coefficient, None
@@ -332,7 +333,7 @@ class MasterWeights(torch.optim.Optimizer):
         key = [(id(p), p.dtype, p.device, p.shape, p.stride()) for p in parameters]
         if self._chunks is None or self._chunks[0] != key:
             size = self._chunk_elements
-            if size is None and not self._wrapped.compares_parameters:
+            if size is None and self._wrapped.is_pytorch_s:
                 size = _ON_CPU if parameters[0].is_cpu else _ELSEWHERE
             chunks = Chunks(parameters, size, not self._entries.store.has_values)
             self._chunks = key, chunks

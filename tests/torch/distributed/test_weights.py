@@ -33,16 +33,17 @@ def mesh_of(world):
 
 
 class Model(torch.nn.Module):
-    """Three outputs, so that FSDP gives ranks parts of different sizes."""
+    """Three outputs and one gain: FSDP gives ranks parts of different sizes, and an empty one."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.up = torch.nn.Linear(4, 8)
         self.down = torch.nn.Linear(8, 3)
+        self.gain = torch.nn.Parameter(torch.full((1,), 0.7))
 
     def forward(self, x):
-        return self.down(self.up(x).relu())
+        return self.down(self.up(x).relu()) * self.gain
 
 
 def batch(step):
@@ -214,6 +215,21 @@ def test_ranks_resume_from_a_distributed_checkpoint_with_the_same_bits(
         resumed_from_a_distributed_checkpoint, kind, store, str(tmp_path)
     ):
         assert resumed == expected
+
+
+def refused_after_the_wrapper():
+    model = DistributedDataParallel(Model())
+    try:
+        MasterWeights(torch.optim.AdamW, model, lr=1e-3)
+    except ValueError as error:
+        return str(error), str(next(model.parameters()).dtype)
+    return "", ""
+
+
+def test_a_model_that_ddp_has_wrapped_is_refused(ranks):
+    for message, dtype in ranks(2).run(refused_after_the_wrapper):
+        assert "call MasterWeights with the model before it is wrapped" in message
+        assert dtype == "torch.float32"
 
 
 def refused_without_the_model():

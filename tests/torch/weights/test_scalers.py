@@ -345,3 +345,41 @@ def test_a_disabled_scaler_clips_bfloat16_in_float32():
     scaler.step(optimizer)
     moved = (before - optimizer.wide(model.weight)).double()
     torch.testing.assert_close(moved, true / true.norm(), rtol=1e-4, atol=1e-7)
+
+
+def test_an_optimizer_that_unscales_by_itself_is_handed_scale_and_flag(asking_optimizer):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1, bias=False)
+    optimizer = MasterWeights(asking_optimizer, model, lr=1.0)
+    before = optimizer.wide(model.weight)
+    scaler = GradScaler(init_scale=SCALE)
+    backward(scaler, model, 0.5)
+    scaler.step(optimizer)
+    assert torch.equal(optimizer.wide(model.weight), before - 0.5)
+    ((scale, flag),) = optimizer._wrapped._optimizer.seen
+    assert (scale, flag) == (SCALE, 0.0)
+
+
+class Wrapper:
+    """As trainers make them."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def step(self, *args):
+        return self.optimizer.step(*args)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_trainer_s_wrapper_is_stepped_by_float32_gradients(clips):
+    model, optimizer = linear()
+    wrapper = Wrapper(optimizer)
+    scaler = GradScaler(init_scale=SCALE)
+    before = optimizer.wide(model.weight)
+    optimizer.param_groups[0]["lr"] = 2.0**12
+    backward(scaler, model, TINY * 64)
+    if clips:
+        scaler.clip_grad_norm_(wrapper, 1.0)
+    scaler.step(wrapper)
+    assert torch.equal(optimizer.wide(model.weight), before - 2.0**12 * TINY * 64)
