@@ -56,6 +56,9 @@ class Entries:
     def close(self, piece: Piece) -> None:
         """Round the float32 values, which were stepped, to the parameters."""
         self.store.close(piece, piece.entries)
+        if self._fresh:  # until now, as a step that raises may be undone with the whole state
+            for parameter in piece.parameters:
+                self._fresh.pop(parameter, None)
         if self.store.has_values:
             versions = map(_version, piece.locals)
             self._written.update(zip(piece.parameters, versions, strict=True))
@@ -92,7 +95,7 @@ class Entries:
                 self.add(parameter, self.wide(parameter, state), index)
             for other in KEYS:
                 of_parameter.pop(other, None)
-            of_parameter[key] = self._fresh.pop(parameter)
+            of_parameter[key] = self._fresh[parameter]
         entry: torch.Tensor = of_parameter[key]
         return entry
 

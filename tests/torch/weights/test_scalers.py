@@ -274,7 +274,10 @@ def test_a_closure_is_evaluated_once():
     assert torch.equal(optimizer.wide(model.weight), before - 0.5)
 
 
-def test_a_step_that_raises_in_a_closure_s_step_is_undone(exact):
+@pytest.mark.parametrize(
+    ("store", "steps"), [("float32", 1), ("remainder16", 1), ("remainder16", 0)]
+)
+def test_a_step_that_raises_in_a_closure_s_step_is_undone(store, steps, exact):
     class Broken(torch.optim.SGD):
         breaks = False
 
@@ -285,7 +288,7 @@ def test_a_step_that_raises_in_a_closure_s_step_is_undone(exact):
 
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1, bias=False)
-    optimizer = MasterWeights(Broken, model, lr=0.5, momentum=0.9, store="float32")
+    optimizer = MasterWeights(Broken, model, lr=0.5, momentum=0.9, store=store)
     scaler = GradScaler(init_scale=SCALE)
 
     def closure():
@@ -294,8 +297,9 @@ def test_a_step_that_raises_in_a_closure_s_step_is_undone(exact):
         scaler.scale(loss).backward()
         return loss
 
-    scaler.step(optimizer, closure)
-    scaler.update()
+    for _ in range(steps):
+        scaler.step(optimizer, closure)
+        scaler.update()
     before = exact([optimizer.state_dict(), model.state_dict()])
     Broken.breaks = True
     with pytest.raises(KeyboardInterrupt):
