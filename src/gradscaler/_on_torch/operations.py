@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import SupportsFloat, TypeGuard
 
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
@@ -72,25 +72,25 @@ class TorchOperations(TorchLikeOperations):
         found_inf: torch.Tensor | None = None,
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
-        """The same; gradients that an optimizer of ours widens in its step are widened before."""
+        """Unscale the gradients, in float32 if the optimizer would widen them in its step."""
         widening.widen_gradients(optimizer)
         return super().unscale_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def multiply_gradients_(self, optimizer: Optimizer, factor: torch.Tensor) -> None:
-        """The same, and as in ``unscale_``."""
+        """Multiply the gradients, in float32 as in ``unscale_``."""
         widening.widen_gradients(optimizer)
         super().multiply_gradients_(optimizer, factor)
 
     def measure(
         self, optimizer: Optimizer, scale: torch.Tensor
-    ) -> tuple[torch.Tensor, Any, torch.Tensor, FoundInf] | None:
-        """The same; gradients that an optimizer widens in its step are measured in float32."""
+    ) -> tuple[torch.Tensor, SupportsFloat, torch.Tensor, FoundInf] | None:
+        """Measure the norm, in float32 if the optimizer widens its gradients."""
         if not widening.widens(optimizer):
             return super().measure(optimizer, scale)
         return widening.measure(self, self.gradients_to_measure(optimizer), scale)
 
     def total_norm(self, optimizer: Optimizer, norm_type: float) -> torch.Tensor:
-        """The same, and as in ``measure``."""
+        """The norm of the gradients as they are, in float32 as in ``measure``."""
         if widening.widens(optimizer):
             return widening.total_norm(self.gradients_to_measure(optimizer), norm_type)
         norm: torch.Tensor = super().total_norm(optimizer, norm_type)

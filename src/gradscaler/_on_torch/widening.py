@@ -7,7 +7,7 @@ an attribute ``clip_coefficient``, by which its step multiplies beside 1/scale.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 
@@ -34,7 +34,7 @@ def widen_gradients(optimizer: Any) -> None:
 
 def measure(
     operations: TorchLikeOperations, grads: list[torch.Tensor], scale: torch.Tensor
-) -> tuple[torch.Tensor, Any, torch.Tensor, FoundInf] | None:
+) -> tuple[torch.Tensor, SupportsFloat, torch.Tensor, FoundInf] | None:
     """What ``Operations.measure`` gives, of 16-bit gradients as their float32 copies have it.
 
     A few are copied at a time, and none changes.
@@ -44,7 +44,7 @@ def measure(
     ):
         return None
     used, inverse = operations.inverse(scale)
-    if operations.on_host(scale) and used < 1:  # squares of scaled gradients might underflow
+    if operations.on_host(scale) and float(used) < 1:  # squares of scaled gradients might underflow
         return None
     norms, flags = [], []
     for copies in _copies(grads, _ON_CPU if operations.on_host(scale) else _ELSEWHERE):

@@ -159,6 +159,9 @@ def _shard_of(parameter: torch.Tensor) -> tuple[int, ...]:
     """Where this process' part of a DTensor is among the other parts; the same for its copies."""
     if not is_dtensor(parameter):
         return ()
-    on_mesh: tuple[int, ...] = parameter.device_mesh.get_coordinate()  # type: ignore[attr-defined]
-    placements = parameter.placements  # type: ignore[attr-defined]
-    return tuple(i for i, each in zip(on_mesh, placements, strict=True) if not each.is_replicate())
+    on_mesh = parameter.device_mesh.get_coordinate() or ()
+    return tuple(
+        i
+        for i, placement in zip(on_mesh, parameter.placements, strict=True)
+        if not placement.is_replicate()
+    )
