@@ -1,32 +1,22 @@
 """DeepSpeed's engine with gradscaler's scalers, beside the same engine with its own."""
 
 from contextlib import nullcontext
+from itertools import pairwise
 
 import pytest
 import torch.distributed as dist
 
 from gradscaler.torch import GradScaler, install
 from gradscaler.torch.deepspeed import DynamicLossScaler, LossScaler
-from tests.support.engines import batches, deepspeed_engine, deepspeed_weights
+from tests.support.engines import batches, deepspeed_engine, deepspeed_weights, zero
 
 OVERFLOWS = [False, True, True, False, False, False]
-FP16 = {
-    "enabled": True,
-    "initial_scale_power": 10,
-    "hysteresis": 2,
-    "loss_scale_window": 2,
-    "min_loss_scale": 1,
-}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "fp16"}}
 STAGES = [1, 2, 3]
 
 
 def whose(ours, name="deepspeed"):
     return install(name) if ours else nullcontext()
-
-
-def zero(stage, **fp16):
-    return deepspeed_engine(zero_optimization={"stage": stage}, fp16=FP16 | fp16)
 
 
 def steps(engine, overflows, first=0, rank_that_overflows=0):
@@ -95,6 +85,27 @@ def test_a_checkpoint_of_either_goes_on_in_either(ranks, tmp_path, stage, saves,
     assert [rows for _, rows in resumed] == [rows for _, rows in uninterrupted]
 
 
+def ratio_of_two_updates(stage, fixed_scale):
+    with install("deepspeed"):
+        engine = zero(stage, loss_scale=fixed_scale, loss_scale_window=1)
+    (batch,) = batches([False], 0)
+    biases = [deepspeed_weights(engine)[-1][0]]  # whose gradient is always 2
+    for _ in range(2):
+        engine.backward(engine(batch.half()).float().sum())
+        engine.step()
+        biases.append(deepspeed_weights(engine)[-1][0])
+    first, second = (after - before for before, after in pairwise(biases))
+    assert engine.optimizer.cur_scale == (fixed_scale or 2048.0)
+    return second / first
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("fixed", "ratio"), [(0.0, 0.5), (1024.0, 1.0)])
+def test_deepspeed_halves_the_update_of_a_step_that_doubles_the_scale(ranks, stage, fixed, ratio):
+    """docs/engines.md says so: once DeepSpeed changes it, this fails."""
+    assert ranks(1).run(ratio_of_two_updates, stage, fixed) == [pytest.approx(ratio, abs=0.01)]
+
+
 def train_at_a_fixed_scale():
     with install("deepspeed"):
         engine = zero(1, loss_scale=128.0)
@@ -155,3 +166,26 @@ def test_autocast_with_zero_never_lowers_the_scale(ranks, stage, ours):
     ((made_ours, rows),) = ranks(1).run(train_with_autocast, stage, ours)
     assert made_ours is ours
     assert [scale for scale, _ in rows] == [65536.0] * 3
+
+
+def first_update_with_autocast(stage, **settings):
+    with install():
+        engine = deepspeed_engine(zero_optimization={"stage": stage}, **AUTOCAST, **settings)
+    before = deepspeed_weights(engine)[-1][0]
+    (batch,) = batches([False], 0)
+    engine.backward(engine(batch * 0.1).float().sum() / 4)  # no overflow at 65536
+    engine.step()
+    return abs(deepspeed_weights(engine)[-1][0] - before)
+
+
+def clipped_and_not(stage):
+    clipped = first_update_with_autocast(stage, gradient_clipping=1.0)
+    return clipped, first_update_with_autocast(stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_autocast_with_zero_clips_gradients_that_are_still_scaled(ranks, stage):
+    """docs/engines.md says so: once DeepSpeed changes it, this fails."""
+    ((clipped, not_clipped),) = ranks(1).run(clipped_and_not, stage)
+    assert not_clipped == pytest.approx(0.05, rel=0.01)
+    assert clipped < 1e-4

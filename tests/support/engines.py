@@ -4,6 +4,7 @@ What stands in for a GPU is here, and nothing of the loss scaling is.
 """
 
 import os
+import sys
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -11,6 +12,15 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 INPUTS = 4
+FP16 = {
+    "enabled": True,
+    "initial_scale_power": 10,
+    "hysteresis": 2,
+    "loss_scale_window": 2,
+    "min_loss_scale": 1,
+}
+# The same rule for Megatron.
+MEGATRON_S_FP16 = {"initial_loss_scale": 1024.0, "loss_scale_window": 2, "hysteresis": 2}
 
 
 def batches(overflows, rank, overflowing_rank=0):
@@ -22,31 +32,37 @@ def batches(overflows, rank, overflowing_rank=0):
 
 
 def network():
+    """The same weights in each rank."""
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(INPUTS, 3), torch.nn.Linear(3, 1))
 
 
 def deepspeed_engine(**settings):
-    """An engine of DeepSpeed's for the network, of which fp16 is true of any CPU."""
+    """An engine of DeepSpeed's for the network; whose scaler it makes is up to the caller."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(DS_ACCELERATOR="cpu", RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world)
     import deepspeed
-    import deepspeed.comm.torch
     from deepspeed.accelerator import get_accelerator
 
     deepspeed.logger.setLevel("ERROR")
     type(get_accelerator()).is_fp16_supported = lambda self: True  # not only where it is fast
-    deepspeed.comm.torch.build_shm_op = lambda: None  # which would need a compiler
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # which needs a compiler
     model = network()
     config = {
         "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         **settings,
     }
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine
+
+
+def zero(stage, **fp16):
+    """An engine with ZeRO, and fp16 with a rule of which a few steps show all."""
+    return deepspeed_engine(zero_optimization={"stage": stage}, fp16=FP16 | fp16)
 
 
 def deepspeed_weights(engine):
@@ -83,3 +99,21 @@ def megatron():
         stack.callback(parallel_state.destroy_model_parallel)
         stack.enter_context(_OnTheCPU())
         yield
+
+
+def megatron_parts(sharded, **settings):
+    """A model, and its optimizer: Megatron's, sharded over the ranks or not."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer import MegatronModule, TransformerConfig
+
+    half = {"fp16": True, "params_dtype": torch.float16}
+    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, **half)
+    module = MegatronModule(config)
+    module.network = network().half()
+    module.forward = module.network.forward
+    data_parallel = DistributedDataParallelConfig(use_distributed_optimizer=sharded)
+    model = DistributedDataParallel(config, data_parallel, module)
+    settings = {"optimizer": "adam", "lr": 0.1, "min_loss_scale": 1.0, **settings}
+    optimizer_config = OptimizerConfig(use_distributed_optimizer=sharded, **settings, **half)
+    return model, get_megatron_optimizer(optimizer_config, [model])
