@@ -196,7 +196,7 @@ assert type(torch.amp.GradScaler("cpu")) is torch.amp.GradScaler
 
 @pytest.mark.parametrize("call", [install, uninstall])
 def test_another_name_raises_and_names_the_three(call):
-    with pytest.raises(ValueError, match="'torch', 'deepspeed' and 'megatron', not 'apex'"):
+    with pytest.raises(ValueError, match="'torch', 'deepspeed' or 'megatron', not 'apex'"):
         call("apex")
 
 
@@ -206,6 +206,6 @@ def test_another_name_raises_and_names_the_three(call):
 @pytest.mark.parametrize("call", [install, uninstall])
 def test_a_missing_engine_raises_and_names_its_package(call, engine, package, monkeypatch):
     monkeypatch.setitem(sys.modules, engine, None)
-    message = rf"install\('{engine}'\) needs {package}, and {engine} cannot be imported"
+    message = rf"install\('{engine}'\) needs {package}, and {engine}[\w.]* is not installed"
     with pytest.raises(ModuleNotFoundError, match=message):
         call(engine)
