@@ -37,8 +37,8 @@ def network():
     return torch.nn.Sequential(torch.nn.Linear(INPUTS, 3), torch.nn.Linear(3, 1))
 
 
-def deepspeed_engine(**settings):
-    """An engine of DeepSpeed's for the network; whose scaler it makes is up to the caller."""
+def deepspeed_config(**settings):
+    """A configuration, in a rank where DeepSpeed then works on the CPU."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(DS_ACCELERATOR="cpu", RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world)
     import deepspeed
@@ -47,22 +47,34 @@ def deepspeed_engine(**settings):
     deepspeed.logger.setLevel("ERROR")
     type(get_accelerator()).is_fp16_supported = lambda self: True  # not only where it is fast
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # which needs a compiler
-    model = network()
-    config = {
+    return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         **settings,
     }
+
+
+def zero_with_fp16(stage, **fp16):
+    """Settings of ZeRO, and of fp16 with a rule of which a few steps show all."""
+    return {"zero_optimization": {"stage": stage}, "fp16": FP16 | fp16}
+
+
+def deepspeed_engine(**settings):
+    """An engine of DeepSpeed's for the network."""
+    config = deepspeed_config(**settings)
+    import deepspeed
+
+    model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine
 
 
 def zero(stage, **fp16):
-    """An engine with ZeRO, and fp16 with a rule of which a few steps show all."""
-    return deepspeed_engine(zero_optimization={"stage": stage}, fp16=FP16 | fp16)
+    """An engine with ZeRO and fp16."""
+    return deepspeed_engine(**zero_with_fp16(stage, **fp16))
 
 
 def deepspeed_weights(engine):
