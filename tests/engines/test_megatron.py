@@ -138,3 +138,19 @@ def without_install():
 
 def test_megatron_makes_its_own_without_install(ranks):
     assert ranks(1).run(without_install) == ["megatron.core.optimizer.grad_scaler"]
+
+
+def saved_and_loaded():
+    with megatron(), install("megatron"):
+        model, optimizer = megatron_parts(True, **MEGATRON_S_FP16)
+        steps(model, optimizer, OVERFLOWS[:4])
+        saved = optimizer.state_dict()
+        _, resumed = megatron_parts(True, **MEGATRON_S_FP16)
+        resumed.load_state_dict(saved)
+    states = scaler_of(optimizer).state_dict(), scaler_of(resumed).state_dict()
+    return [{name: int(value) for name, value in state.items()} for state in states]
+
+
+def test_a_sharded_optimizer_s_state_dict_holds_the_scale_and_counts(ranks):
+    state = {"scale": 512, "growth_tracker": 1, "hysteresis_tracker": 0}
+    assert ranks(2).run(saved_and_loaded) == [[state, state]] * 2
