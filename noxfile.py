@@ -174,6 +174,13 @@ def test_integrations(session: nox.Session) -> None:
     )
 
 
+@nox.session(name="test-engines")
+def test_engines(session: nox.Session) -> None:
+    """DeepSpeed's and Megatron's own code with gradscaler's scalers, on the CPU."""
+    install(session, "engines")
+    session.run("python", "-m", "pytest", *(session.posargs or ["tests/engines"]))
+
+
 @nox.session(name="test-package")
 def test_package(session: nox.Session) -> None:
     """Test the sdist, the wheel in an empty environment, and the core without a framework."""
@@ -257,7 +264,7 @@ def smoke_test(session: nox.Session, python: str, path: str) -> None:
 TESTS = ["lint", *(f"test-{framework}" for framework in ENVIRONMENT_OF)]
 
 
-@task("test", *TESTS, "test-integrations", "test-package", "docs")
+@task("test", *TESTS, "test-integrations", "test-engines", "test-package", "docs")
 def test(session: nox.Session) -> None:
     """Run the linter and all tests, with every framework, and build the site."""
 
@@ -353,8 +360,8 @@ def pictures(session: nox.Session) -> None:
 
 
 RESULTS = Path("benchmarks/results")
-# The first has a session of its own, and the second only prints a table.
-NOT_IN_BENCH = "torch_gpu", "jax_compiled"
+# The first has a session of its own, and the others have no table among those pages yet.
+NOT_IN_BENCH = "torch_gpu", "jax_compiled", "torch_master_weights"
 
 
 def run_benchmark(session: nox.Session, environment: str, name: str, *options: str) -> None:
@@ -397,7 +404,7 @@ def bench_gpu(session: nox.Session) -> None:
 @nox.session(default=False, venv_backend="none")
 def lock(session: nox.Session) -> None:
     """Write the versions in each environment into its lock; ``-- NAME`` writes one lock."""
-    folders = {"package": "test-package", "integrations": "test-integrations"}
+    folders = {name: f"test-{name}" for name in ("package", "integrations", "engines")}
     for name in session.posargs or [*ENVIRONMENTS, "docs", *folders]:
         python = f".venv/{folders.get(name, name)}/bin/python"
         freeze = ["-m", "pip", "freeze", "--exclude-editable"]

@@ -14,11 +14,14 @@ import os
 import platform
 import re
 import statistics
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,19 @@ def machine() -> dict[str, Any]:
     }
     if hasattr(os, "getloadavg"):  # not on Windows
         described["load"] = round(os.getloadavg()[0], 2)
-    return described
+    return {**described, "call": duration(call_time()), "reading": f"{reading_speed():.3g} GB/s"}
+
+
+def call_time(calls: int = 10_000) -> float:
+    """Seconds of one call of a library's function from Python: of NumPy, on one element."""
+    one = np.ones(1, np.float32)
+    return min(timeit.repeat(lambda: np.multiply(one, 1.0, out=one), number=calls)) / calls
+
+
+def reading_speed(elements: int = 2**25) -> float:
+    """How many GB a second are read where a reduction reads memory that no cache holds."""
+    values = np.ones(elements, np.float32)
+    return values.nbytes / min(timeit.repeat(values.max, number=1)) / 1e9
 
 
 def _platform() -> str:

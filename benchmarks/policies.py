@@ -30,7 +30,7 @@ from torch import nn
 from gradscaler import AmaxScale, DynamicScale, FixedScale, Policy
 from gradscaler.diagnose.report._picture import picture_of
 from gradscaler.diagnose.simulate import Trace, replay
-from gradscaler.diagnose.simulate._show import HEADINGS, content_of_replays, rows_of
+from gradscaler.diagnose.simulate._command import HEADINGS, content_of_replays, rows_of
 from gradscaler.torch import GradScaler
 
 HERE = Path(__file__).parent

@@ -142,6 +142,17 @@ IMPORTS = """\
 For an import, "native" is the framework and the module of its own scaler, and "ours" is both of
 these and the adapter.
 """
+ELSEWHERE = """
+## On another machine
+
+A ratio is a figure of one machine. Rows of GPT-2 small and of other large tensors measure how fast
+memory is read. They change little where memory and processor slow down together.
+
+Rows of one layer and of many small tensors measure calls from Python, and so does a constructor.
+They get better where a call is slow and gradscaler makes fewer calls than native, and worse where
+it makes more. Each page says what one call (`call`, of NumPy on one element) and one reading
+(`reading`, of memory that no cache holds) cost where its figures were made.
+"""
 NOT_RUN = """
 ## GPU
 
@@ -322,7 +333,7 @@ def first_page(results: Results) -> str:
     text += "## All measurements\n\n"
     for framework, name in NAMES.items():
         text += f"- [{name}](../docs/benchmarks/{framework}.md)\n"
-    return text + ("" if "torch_gpu" in results else NOT_RUN)
+    return text + ELSEWHERE + ("" if "torch_gpu" in results else NOT_RUN)
 
 
 def _imports(results: Results) -> list[paired.Comparison]:

@@ -21,6 +21,14 @@ from torch_scaler import fused_adamw
 
 import gradscaler.torch
 
+SHOWN = [
+    ("what is shown", "how"),
+    ("no step waits for the device", "any wait raises an error, with clipping and without"),
+    ("a step in a CUDA graph", "replays give the scales and parameters of plain steps, to the bit"),
+    ("kernel launches of a step", "counted by the profiler, ours beside PyTorch's"),
+    ("time of a step", "paired with PyTorch's scaler, for each workload, with an interval"),
+]
+
 DEVICE = "cuda"
 SHAPES: list[eager.Shape] = [(256, 256), (64, 64), (64,)]  # small and large are checked differently
 CLIPPING = {False: "scaling", True: "scaling and clipping"}
@@ -150,7 +158,8 @@ def main() -> None:
         argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     )
     if not torch.cuda.is_available():
-        print("There is no CUDA device here, so nothing runs.")
+        print("There is no CUDA device here, so nothing runs. On one, this shows:\n")
+        print(paired.aligned(SHOWN))
         return
     for clip, what in CLIPPING.items():
         check_that_nothing_waits(clip)

@@ -27,6 +27,7 @@ from gradscaler.diagnose import FindingWarning, Monitor, StuckError, Verdict
 from gradscaler.torch import GradScaler
 
 STEPS = 100
+MANY_STEPS = 800  # so many that there is time to watch some of them
 BATCH = 64
 FEATURES = 32
 
@@ -39,6 +40,7 @@ class Training(NamedTuple):
     scaler: GradScaler
     lr: float = 1e-3
     optimizer: torch.optim.Optimizer | None = None  # SGD if it is left out
+    steps: int = STEPS
 
 
 def normal() -> Training:
@@ -130,7 +132,7 @@ def data() -> Training:
             inputs[5, 7] = torch.nan
         return nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
 
-    return Training(model, squares, GradScaler())
+    return Training(model, squares, GradScaler(), steps=MANY_STEPS)
 
 
 def silent() -> Training:
@@ -142,7 +144,7 @@ def silent() -> Training:
         guess = nn.functional.logsigmoid(torch.cat([model(inputs), -model(inputs)], 1).float())
         return (target * (target.log() - guess)).sum(1).mean()
 
-    return Training(model, kl_divergence, GradScaler())
+    return Training(model, kl_divergence, GradScaler(), steps=MANY_STEPS)
 
 
 def dead() -> Training:
@@ -150,7 +152,12 @@ def dead() -> Training:
     model = network()
     with torch.no_grad():
         model.get_parameter("hidden.bias").fill_(-100.0)
-    return Training(model, lambda step, inputs: model(inputs).float().square().mean(), GradScaler())
+
+    def squares(step: int, inputs: Tensor) -> Tensor:
+        outputs: Tensor = model(inputs)
+        return outputs.float().square().mean()
+
+    return Training(model, squares, GradScaler(), steps=MANY_STEPS)
 
 
 def underflow() -> Training:
@@ -247,12 +254,12 @@ def main(argv: list[str] | None = None) -> None:
 def train(make: Callable[[], Training], path: Path) -> tuple[int, Verdict]:
     """Train to the end or until stuck; return the number of steps and the verdict."""
     torch.manual_seed(0)
-    model, loss_of, scaler, lr, optimizer = make()
+    model, loss_of, scaler, lr, optimizer, steps = make()
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=lr)
     warnings.simplefilter("ignore", FindingWarning)  # the verdict says the same
     with Monitor(scaler, model, every=10, path=path, on_stuck="raise") as monitor:
         try:
-            for step in range(STEPS):
+            for step in range(steps):
                 with torch.autocast("cpu", torch.float16):
                     loss = loss_of(step, torch.randn(BATCH, FEATURES))
                 optimizer.zero_grad()

@@ -37,8 +37,6 @@ def command(*arguments, **options):
         ["doctor"],
         ["explain", "RUN"],
         ["simulate", "RUN"],
-        ["watch", "RUN"],
-        ["watch", "RUN", "--once"],
     ],
     ids=" ".join,
 )

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs" / "contributing.md").read_text()
 TABLE = re.findall(r"^\| `(.+?)` \| (?:.+: `(.+?)`|.+?) \|$", GUIDE, re.MULTILINE)
 # Environments without a framework.
-TOOLS = {"test", "nox", "lint", "mutants", "integrations", "package", "docs", "release"}
+TOOLS = {"test", "nox", "lint", "mutants", "integrations", "engines", "package", "docs", "release"}
 # What can be compared with the guide: not results, nor what the tests write.
 SOURCES = [
     path
@@ -92,7 +92,8 @@ def test_every_format_has_a_layout_and_every_layout_is_of_a_format():
 
 def test_every_adapter_and_every_folder_of_tests_is_of_a_framework():
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/conftest.py")}
-    shared = {"conformance", "diagnose", "distributed", "eager", "integrations", "keras_like"}
+    several = {"conformance", "device", "distributed", "eager", "keras_like"}
+    shared = several | {"diagnose", "engines", "integrations"}
     assert folders - shared == set(FRAMEWORKS)
     packages = {path.parent.name for path in (ROOT / "src/gradscaler").glob("[!_]*/__init__.py")}
     assert packages - {"policies", "checkpoint", "diagnose", "demo", "simulate"} == set(FRAMEWORKS)

@@ -57,7 +57,6 @@ PRIVATE = {
     "policies._spelling": EVERYONE,
     "checkpoint._files": {"__main__"},
     "diagnose.report._content": {"__main__"},
-    "diagnose.report._differences": {"__main__"},
     "diagnose.report._picture": {"demo"},
     "diagnose.report._terminal": {"__main__"},
     "diagnose.report._watch": {"__main__"},

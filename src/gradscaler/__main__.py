@@ -125,9 +125,9 @@ def _parser() -> argparse.ArgumentParser:
         help="draw a run, and say what is wrong with it",
         description="Read the file that a gradscaler.diagnose.Monitor wrote, or the files of "
         "several ranks of one run. Write a self-contained page (.html), or a picture (.png), with "
-        "a verdict in two sentences, the loss scale and the gradients over time, the gradients "
-        "against their format's range, and the loss scales that fit them. With several ranks, the "
-        "gradients are those of the rank at fault.",
+        "the verdict, where the first Inf or NaN was made, the loss scale, the skips and the "
+        "gradients over time, and the loss scales that fit, if another may help. With several "
+        "ranks, the gradients are those of the rank at fault.",
     )
     report.add_argument("sources", type=Path, nargs="+", metavar="RUN", help=_RUNS)
     report.add_argument("-o", "--output", type=Path, required=True, help="the file to write")
@@ -145,9 +145,9 @@ def _parser() -> argparse.ArgumentParser:
     compare = commands.add_parser(
         "compare",
         help="print the differences between runs",
-        description="Read the files of several runs. Print their differences first, then what they "
-        "have in common, and the loss scales and losses side by side. With -o, also draw the "
-        "scales, the skipped steps and the losses of all runs on the same axes.",
+        description="Read the files of several runs. Print their differences first, then the loss "
+        "scales, losses and skips side by side, and last what they have in common. With -o, also "
+        "draw the scales, the skips and the losses of all runs on the same axes.",
     )
     compare.add_argument("sources", type=Path, nargs="+", metavar="RUN", help="the files to read")
     compare.add_argument(
@@ -168,11 +168,9 @@ def _parser() -> argparse.ArgumentParser:
         help="show a run in the terminal while it trains",
         description="Show the latest verdict, the loss scale, the loss and the skipped steps in "
         "the file that a gradscaler.diagnose.Monitor is writing. Redraw them as the file grows, "
-        "until Ctrl-C. If the file does not exist yet, say so and wait for it. If the output is "
-        "not a terminal, print this only once, when the monitor has closed the file.",
+        "until Ctrl-C. If the file does not exist yet, say so and wait for it.",
     )
     watch.add_argument("source", type=Path, metavar="RUN", help="the file to read")
-    watch.add_argument("--once", action="store_true", help="print the present state, and end")
     watch.set_defaults(run=_watch)
 
     simulate = commands.add_parser(
@@ -258,9 +256,10 @@ def _report(parsed: argparse.Namespace) -> None:
 
 def _explain(parsed: argparse.Namespace) -> None:
     try:
-        from gradscaler.diagnose.report._terminal import Explained, console_of
+        from gradscaler.diagnose.report._content import content_of
+        from gradscaler.diagnose.report._terminal import Printed, console_of
 
-        console_of(sys.stdout).print(Explained(read_run(*parsed.sources)))
+        console_of(sys.stdout).print(Printed(content_of(read_run(*parsed.sources))))
     except (ImportError, OSError, ValueError) as error:
         raise _failed(error) from None
 
@@ -271,14 +270,14 @@ def _compare(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> Non
     place = None
     try:
         from gradscaler.diagnose import report
-        from gradscaler.diagnose.report._differences import read_each
-        from gradscaler.diagnose.report._terminal import Compared, console_of
+        from gradscaler.diagnose.report._content import content_of_runs, read_each
+        from gradscaler.diagnose.report._terminal import Printed, console_of
 
-        runs = read_each(parsed.sources)
-        console_of(sys.stdout).print(Compared(runs))
+        content = content_of_runs(read_each(parsed.sources))
+        console_of(sys.stdout).print(Printed(content))
         if parsed.output is not None:
             place = parsed.output
-            report.write(runs, place)
+            report.write(content, place)
             _say(f"wrote {place}")
     except (ImportError, OSError, ValueError) as error:
         raise _failed(error, place) from None
@@ -302,15 +301,15 @@ def _watch(parsed: argparse.Namespace) -> None:
         from gradscaler.diagnose.report._terminal import console_of
         from gradscaler.diagnose.report._watch import watch
 
-        watch(parsed.source, console_of(sys.stdout), parsed.once, _say)
+        watch(parsed.source, console_of(sys.stdout))
     except (ImportError, OSError, ValueError) as error:
         raise _failed(error) from None
 
 
 def _simulate(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
     from gradscaler.diagnose.simulate import Trace, replay
+    from gradscaler.diagnose.simulate._command import content_of_replays, policy_of
     from gradscaler.diagnose.simulate._replay import at_scales
-    from gradscaler.diagnose.simulate._spelled import policy_of
     from gradscaler.diagnose.simulate._trace import scales_of
 
     try:
@@ -319,11 +318,8 @@ def _simulate(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> No
         parser.error(f"argument --policy: {error}")
     place = None
     try:
-        from rich.text import Text
-
-        from gradscaler.diagnose.report._content import save
-        from gradscaler.diagnose.report._terminal import console_of, drawn_table
-        from gradscaler.diagnose.simulate import _show as show
+        from gradscaler.diagnose import report
+        from gradscaler.diagnose.report._terminal import Printed, console_of
 
         run = read_run(parsed.source)
         try:
@@ -332,11 +328,9 @@ def _simulate(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> No
             raise ValueError(f"{parsed.source}: {error}") from None
         replays = {"the run itself": at_scales(scales_of(run), trace)}
         replays |= {text: replay(policy, trace) for text, policy in policies.items()}
-        console, table = console_of(sys.stdout), show.table_of(replays)
+        content, console = content_of_replays(replays), console_of(sys.stdout)
         console.width = max(console.width, 80)  # rich leaves out what does not fit
-        headings = tuple(heading.replace(" ", "\n") for heading in table.headings)
-        console.print(drawn_table(table._replace(headings=headings)))
-        console.print("", Text(show.words_on(replays), "dim"), sep="\n")
+        console.print(Printed(content))
         known = {sample.step for sample in run.samples if sample.histogram} | set(run.skipped)
         if len(known) < run.num_steps:
             _say(
@@ -346,7 +340,7 @@ def _simulate(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> No
             )
         if parsed.output is not None:
             place = parsed.output
-            save(show.content_of_replays(replays), place)
+            report.write(content, place)
             _say(f"wrote {place}")
     except (ImportError, OSError, ValueError) as error:
         raise _failed(error, place) from None

@@ -17,7 +17,6 @@ ALLOWED = {
     "_get_tensor_from_selected_rows",
     "_python_dispatch",  # PyTorch's documented module of dispatch modes
     "_get_current_dispatch_mode",  # without it, leaving ours might leave the user's
-    "_global_forward_hooks_with_kwargs",  # from which PyTorch's handles forget to remove
     "_current_frames",  # documented in sys, in spite of its underscore
     "_version",  # PyTorch's count of changes in place, which has no public name
     "_checks",  # modules of ours that every package uses

@@ -107,10 +107,34 @@ def in_loss(operation, num_inf=3, largest=6e4, dtype="float16"):
         (in_loss("pow", largest=0.5), "a negative power of 0 is Inf"),
         (in_loss("pow", num_inf=0), "a fractional power of a negative number NaN"),
         (in_loss("square", largest=1e30, dtype="float32"), "leave the range of float32"),
-        (in_loss("to"), "in float16, by a cast at train.py:7, from finite inputs"),
+        (in_loss("to"), "in float16, by casting at train.py:7, from finite inputs"),
         (replace(LOCATED, operation="pow"), "sooner: run this module in bfloat16 or float32"),
         (replace(LOCATED, operation="to"), "becomes Inf when it is cast to float16"),
         (replace(LOCATED, operation="topk"), "run this module in bfloat16 or float32"),
+        (in_loss("square", largest=1e30, dtype="bfloat16"), "leave the range of float32"),
+        (in_loss("exp"), "exponential of more than 11 leaves float16"),
+        (in_loss("exp", dtype="float32"), "exponential of more than 88 leaves float32"),
+        (in_loss("log"), "logsigmoid); an eps below 3e-8 is 0: add"),
+        (in_loss("log", dtype="float32"), "log_softmax, logsigmoid)."),
+        (in_loss("div"), "clamp the divisor (an empty mask, a deviation or norm of 0); an eps"),
+        (in_loss("div", dtype="complex64"), "clamp the divisor (an empty mask, a deviation or"),
+        (replace(in_loss("div"), smallest_divisor=0.01), "divide by a larger number"),
+        (in_loss("matmul"), "queries by the root of their width"),
+        (in_loss("matmul", dtype="float32"), "leave the range of float32"),
+        (replace(LOCATED, operation="matmul", type="Linear"), "run this module in bfloat16"),
+        (in_loss("norm"), "its squares leave the range of float16 beyond 255"),
+        (in_loss("norm", largest=1e30, dtype="float32"), "leave the range of float32"),
+        (in_loss("std", num_inf=0), "the deviation of one element is 0 / 0"),
+        (in_loss("std"), "compute the loss in float32"),
+        (in_loss("cross_entropy", num_inf=0), "the mean of no elements is 0 / 0"),
+        (in_loss("cross_entropy"), "a class masked with -inf costs Inf"),
+        (in_loss("ctc_loss"), "zero_infinity=True"),
+        (in_loss("atanh"), "it is Inf at 1 and -1"),
+        (in_loss("mul", num_inf=0), "a factor is a constant Inf or NaN"),
+        (in_loss("index_put"), "the code writes Inf or NaN there"),
+        (in_loss("copy", largest=0.0), "the code writes Inf or NaN there"),
+        (in_loss("copy", largest=7e4), "becomes Inf when it is cast to float16"),
+        (in_loss("batch_norm", num_inf=0, dtype="float32"), "a variance below 0"),
     ],
 )
 def test_advice_fits_the_operation_and_the_place(located, words):
@@ -120,12 +144,48 @@ def test_advice_fits_the_operation_and_the_place(located, words):
     assert found.text.count(". ") == 1
 
 
+def slope_of(operation, dtype="float16"):
+    return replace(in_loss(operation, dtype=dtype), kind="backward")
+
+
+@pytest.mark.parametrize(
+    ("located", "words"),
+    [
+        (slope_of("sqrt"), "Inf, also in where()'s other branch; an eps below 3e-8 is 0"),
+        (slope_of("sqrt", "float32"), "its slope at 0 is Inf, also in where()'s other branch."),
+        (slope_of("linalg_svd"), "where singular values are equal or 0."),
+        (slope_of("hook"), "by the gradient of what a hook changed at train.py:7"),
+    ],
+)
+def test_advice_on_a_gradient_fits_the_operation(located, words):
+    assert words in judge(replace(STUCK, located=located, skips=NAN_AT_1)).text
+
+
+def test_gradients_that_overflow_at_the_smallest_scale_name_the_operation():
+    found = judge(replace(STUCK, located=slope_of("Clip"), skips=streak(INF, NAN, first=1.0)))
+    assert found.kind == "floor"
+    assert "in fc1.weight, first in the gradient of Clip at train.py:7, at a loss" in found.text
+    assert "look there for a division by 0" in found.text
+
+
+@pytest.mark.parametrize(
+    ("operation", "words"),
+    [("matmul", "A sum of products leaves float16"), ("gelu", "Compute the loss in float32 (out")],
+)
+def test_a_loss_that_no_step_is_skipped_for_has_its_operation_s_advice(operation, words):
+    past = tuple(Past(n, 8.0, False, math.inf) for n in range(1, 9))
+    evidence = Evidence(8, 0, past=past, bad_and_applied=8, watched=in_loss(operation))
+    found = judge(evidence)
+    assert found.kind == "silent"
+    assert words in found.text
+
+
 def test_a_divergence_speaks_of_a_cast():
     past = tuple(Past(n, 8.0, n > 99, 10.0 ** (n // 20)) for n in range(1, 119))
     located = replace(LOCATED, operation="to", line="model.py:3")
     found = judge(replace(STUCK, past=past, located=located))
     assert found.kind == "divergence"
-    assert "(first in encoder.3, by a cast at model.py:3)" in found.text
+    assert "(first in encoder.3, by casting at model.py:3)" in found.text
 
 
 @pytest.mark.parametrize(

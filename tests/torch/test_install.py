@@ -192,3 +192,20 @@ assert type(torch.amp.GradScaler("cpu")) is torch.amp.GradScaler
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("call", [install, uninstall])
+def test_another_name_raises_and_names_the_three(call):
+    with pytest.raises(ValueError, match="'torch', 'deepspeed' or 'megatron', not 'apex'"):
+        call("apex")
+
+
+@pytest.mark.parametrize(
+    ("engine", "package"), [("deepspeed", "deepspeed"), ("megatron", "megatron.core")]
+)
+@pytest.mark.parametrize("call", [install, uninstall])
+def test_a_missing_engine_raises_and_names_its_package(call, engine, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, engine, None)
+    message = rf"install\('{engine}'\) needs {package}, and {engine}[\w.]* is not installed"
+    with pytest.raises(ModuleNotFoundError, match=message):
+        call(engine)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import SupportsFloat, TypeGuard
 
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from gradscaler._eager.operations import FoundInf, Optimizer
-from gradscaler._on_torch import shortcuts
+from gradscaler._on_torch import shortcuts, widening
 from gradscaler._on_torch.compile import is_compiling
 from gradscaler._on_torch.flat import side_by_side
 from gradscaler._on_torch.processes import placed, to_local
@@ -64,6 +64,37 @@ class TorchOperations(TorchLikeOperations):
         if not _are_contiguous(to_local(grads)):
             grads = _values(optimizer, coalesce=True)
         return to_local(placed(optimizer, grads))
+
+    def unscale_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor | None = None,
+        allow_fp16: bool = True,
+    ) -> dict[torch.device, torch.Tensor]:
+        """Unscale the gradients, in float32 if the optimizer would widen them in its step."""
+        widening.widen_gradients(optimizer)
+        return super().unscale_(optimizer, inv_scale, found_inf, allow_fp16)
+
+    def multiply_gradients_(self, optimizer: Optimizer, factor: torch.Tensor) -> None:
+        """Multiply the gradients, in float32 as in ``unscale_``."""
+        widening.widen_gradients(optimizer)
+        super().multiply_gradients_(optimizer, factor)
+
+    def measure(
+        self, optimizer: Optimizer, scale: torch.Tensor
+    ) -> tuple[torch.Tensor, SupportsFloat, torch.Tensor, FoundInf] | None:
+        """Measure the norm, in float32 if the optimizer widens its gradients."""
+        if not widening.widens(optimizer):
+            return super().measure(optimizer, scale)
+        return widening.measure(self, self.gradients_to_measure(optimizer), scale)
+
+    def total_norm(self, optimizer: Optimizer, norm_type: float) -> torch.Tensor:
+        """The norm of the gradients as they are, in float32 as in ``measure``."""
+        if widening.widens(optimizer):
+            return widening.total_norm(self.gradients_to_measure(optimizer), norm_type)
+        norm: torch.Tensor = super().total_norm(optimizer, norm_type)
+        return norm
 
     def needs_no_unset_flag(self, optimizer: Optimizer) -> bool:
         """Whether a finite step may leave out the optimizer's flag.

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from gradscaler._eager.decision import Order, ballot, bounds, check_same, result
 from gradscaler._eager.operations import FoundInf, Optimizer
 from gradscaler._eager.processes import ALONE, Deciders, OnePart, Parts
+from gradscaler._on_torch import widening
 from gradscaler._torch_like.operations import TorchLikeOperations, parameters_of
 from gradscaler.errors import ParameterError
 from gradscaler.policies import State
@@ -477,6 +478,7 @@ class Part(NamedTuple):
     """Some of an optimizer's parameters, in the form that operations on optimizers take."""
 
     param_groups: list[dict[str, list[torch.Tensor]]]
+    widens: bool = False  # as the optimizer does: see gradscaler._on_torch.widening
 
 
 class PartsOfGroups:
@@ -540,7 +542,8 @@ def split_by(
         if shards is not None and (is_flat or not any(flattened)):
             groups = (shards, *groups)
         split.setdefault(groups, []).append(parameter)
-    return {groups: Part([{"params": members}]) for groups, members in split.items()}
+    widens = widening.widens(optimizer)
+    return {groups: Part([{"params": members}], widens) for groups, members in split.items()}
 
 
 def _check_apart(shards: Group, optimizer: Optimizer) -> None:

@@ -90,6 +90,9 @@ class ByArgument:
 class ByAttributes:
     """Steps an optimizer that reads the scale and the flag from two attributes of its own.
 
+    It hands over ``clip_coefficient``, too, if the optimizer has such an attribute, which then
+    multiplies as ``unscale_`` would.
+
     This waits for the device only in a first step that the optimizer must not skip by itself.
     """
 
@@ -113,8 +116,7 @@ class ByAttributes:
         if operations.on_host(scaling.scale):  # on a device, reading the flag would wait
             gradients.overflowed = gradients.have_overflowed
         if gradients.overflowed and gradients.are_measured:
-            scaler.unscale_(optimizer)  # the optimizer will skip, and would leave them scaled
-            gradients.clip_coefficient = None
+            self._unscale_skipped(optimizer, gradients)
         grad_scale = self._grad_scale(optimizer, gradients, scaling)
         is_finite = gradients.overflowed is False
         if not gradients.found_inf or (
@@ -138,6 +140,12 @@ class ByAttributes:
                 gradients.interrupt()  # the kernel may have unscaled some
             raise
 
+    def _unscale_skipped(self, optimizer: Optimizer, gradients: Gradients) -> None:
+        """Unscale, as the optimizer will skip; not where that would make wider gradients."""
+        if not hasattr(optimizer, "widen_gradients_"):
+            self._scaler.unscale_(optimizer)
+        gradients.clip_coefficient = None
+
     def _grad_scale(
         self, optimizer: Optimizer, gradients: Gradients, scaling: Scaling
     ) -> Tensor | None:
@@ -145,7 +153,8 @@ class ByAttributes:
         if not gradients.is_scaled:
             return getattr(optimizer, "grad_scale", None)
         grad_scale = gradients.scale = scaling.scale.clone()
-        if gradients.clip_coefficient is not None:
+        takes_both = hasattr(optimizer, "clip_coefficient")
+        if gradients.clip_coefficient is not None and not takes_both:
             grad_scale = grad_scale / gradients.clip_coefficient
         if hasattr(optimizer, "grad_scale"):
             grad_scale = grad_scale * optimizer.grad_scale
@@ -174,16 +183,18 @@ def _step_with(
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
-    """Call ``optimizer.step`` with the two attributes set, and delete them whatever happens."""
+    """Call ``optimizer.step`` with the attributes set, and delete them whatever happens."""
     try:
         optimizer.grad_scale = grad_scale
         optimizer.found_inf = found_inf
+        if hasattr(optimizer, "clip_coefficient"):
+            optimizer.clip_coefficient = gradients.clip_coefficient
         result = gradients.apply(optimizer.step, args, kwargs)
         del optimizer.grad_scale, optimizer.found_inf
+        optimizer.__dict__.pop("clip_coefficient", None)
     except BaseException:
-        for name in ("grad_scale", "found_inf"):
-            if hasattr(optimizer, name):
-                delattr(optimizer, name)
+        for name in ("grad_scale", "found_inf", "clip_coefficient"):
+            optimizer.__dict__.pop(name, None)
         raise
     return result
 

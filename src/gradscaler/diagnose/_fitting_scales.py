@@ -40,17 +40,15 @@ class Fit:
     """The loss scales that fit a run: all gradients as one, and each parameter's."""
 
     last: int  # the step of the latest sample that counts
-    num_samples: int
     own: float  # the scale that the last one used
     whole: Range
     parameters: Mapping[str, Range | None]  # None: no gradient is finite and nonzero
-    common: Range  # that of all parameters
+    common: Range  # that of all parameters; `unflushed` is that of `highest`
     lowest: str  # the parameter that sets `common.low`; empty if there is no name
     highest: str  # the one that sets `common.high`
     lost: float  # of the gradients of `lowest` at 2**common.high: flushed or subnormal
     left_out: tuple[str, ...]  # parameters that do not fit, and hold few of the gradients
     gone: tuple[str, ...]  # parameters that are flushed to 0, and out of reach of any scale
-    nonfinite: tuple[str, ...]  # parameters whose gradients hold an Inf or a NaN, and else only 0
 
     @property
     def is_empty(self) -> bool:
@@ -99,29 +97,11 @@ def fit_of(samples: Sequence[Sample], dtype: str) -> Fit | None:
     left_out = misfits if are_few and highest not in misfits else ()
     counted = {name: each for name, each in found.items() if name not in left_out}
     lowest = max(counted, key=lambda name: counted[name].low)
-    unflushed = max(each.unflushed for each in counted.values())
-    common = found[highest]._replace(unflushed=unflushed, low=found[lowest].low)
+    common = found[highest]._replace(low=found[lowest].low)
     lost = _share_below(*parts[lowest], form.min_exponent - common.high)
-    nonfinite = tuple(
-        name
-        for name, each in ranges.items()
-        if each is None
-        and any(name in s.parameters and s.parameters[name].nonfinite for s in samples)
-    )
-    return Fit(
-        max(each.step for each in samples),
-        len(samples),
-        samples[-1].scale,
-        range_of_whole,
-        ranges,
-        common,
-        lowest,
-        highest,
-        lost,
-        left_out,
-        gone,
-        nonfinite,
-    )
+    last = samples[-1]
+    bounds = common, lowest, highest
+    return Fit(last.step, last.scale, range_of_whole, ranges, *bounds, lost, left_out, gone)
 
 
 def _gone(sample: Sample, parts: Mapping[str, _Counts], edge: int) -> tuple[str, ...]:
@@ -132,9 +112,7 @@ def _gone(sample: Sample, parts: Mapping[str, _Counts], edge: int) -> tuple[str,
     """
     parameters = sample.parameters
     gone = tuple(n for n, found in parameters.items() if found.zero == 1 and n not in parts)
-    if not (gone and parts and 0 < sample.scale < math.inf):
-        return ()
-    if not (sample.scale < 1 or any(map(fades, parameters.values()))):
+    if not (gone and parts and (sample.scale < 1 or any(map(fades, parameters.values())))):
         return ()
     ends = [exponent for first, counts in parts.values() for exponent in _ends(first, counts)]
     span = max(ends) + 1 - min(ends)

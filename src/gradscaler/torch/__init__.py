@@ -3,7 +3,8 @@
 :class:`~gradscaler.torch.sharded.ShardedGradScaler` replaces the class of that name in
 ``torch.distributed.fsdp``. :func:`install` gives ours to packages that construct torch's scaler
 themselves. :func:`flat_gradients` keeps gradients side by side in memory, so that a scaler takes
-them as one tensor. ``OptState`` is torch's own.
+them as one tensor. :class:`MasterWeights` is an optimizer for 16-bit parameters. ``OptState`` is
+torch's own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from gradscaler._on_torch.compile import keep_out_of_graphs
 from gradscaler._on_torch.flat import FlatGradients, flat_gradients
 from gradscaler.torch._install import install, uninstall
 from gradscaler.torch.scaler import GradScaler
+from gradscaler.torch.weights import MasterWeights
 
 if TYPE_CHECKING:
     from gradscaler.torch.sharded import ShardedGradScaler
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FlatGradients",
     "GradScaler",
+    "MasterWeights",
     "OptState",
     "ShardedGradScaler",
     "flat_gradients",

@@ -11,8 +11,8 @@ from gradscaler.diagnose import exponents, inspect
 from gradscaler.diagnose._gradients.arrays import (
     dtype_name,
     named_arrays,
+    sample_of,
     shape_of,
-    strided_sample,
     to_numpy,
 )
 
@@ -132,7 +132,7 @@ def test_a_number_is_an_array():
 @given(shape=st.lists(st.integers(0, 40), min_size=0, max_size=3), limit=st.integers(1, 200))
 def test_a_sample_is_evenly_strided_and_no_larger_than_asked(shape, limit):
     array = np.arange(math.prod(shape)).reshape(shape)
-    sample = strided_sample(array, limit)
+    sample = sample_of(array, limit)
     if array.size <= limit:
         assert sample is array
         return
@@ -145,4 +145,4 @@ def test_a_sample_is_evenly_strided_and_no_larger_than_asked(shape, limit):
 
 def test_a_sample_of_a_matrix_is_not_of_a_few_columns():
     matrix = np.broadcast_to(np.arange(1024), (1024, 1024))
-    assert len(set(strided_sample(matrix, 4096).tolist())) == 1024
+    assert len(set(sample_of(matrix, 4096).tolist())) == 1024

@@ -130,9 +130,6 @@ FORWARD = {  # the first whose output is not finite although its inputs are
     "the innermost": ("0.0.1", seq(seq(seq(Times(), Times(INF))))),
     "a container": ("1", seq(Times(), OVERFLOWS)),
     "the model": ("", Calls(lambda self, x: self.a(x=x * INF), a=Keyword())),
-    "a sequence": ("bad", one(lambda self, x: (None, [x * INF]))),
-    "a mapping": ("bad", one(lambda self, x: {"a": 3, "b": {"c": x * INF}})),
-    "a dataclass": ("bad", one(lambda self, x: Located(x * INF, *[None] * 8))),
     "before a backward overflow": ("0", seq(Times(INF), Times(1, INF))),
     "beside a mask": ("layer", MASKED, ones(2, 3, 4)),
     "of a sparse input": ("times", SPARSE, torch.eye(4).to_sparse().requires_grad_()),
@@ -376,6 +373,23 @@ def test_hooks_locate_from_their_start_to_their_stop():
     hooks.start()
     model(ones())
     assert hooks.located is None  # of what was located before
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda self, x: (None, [x * INF]),
+        lambda self, x: {"a": 3, "b": {"c": x * INF}},
+        lambda self, x: Located(x * INF, *[None] * 8),
+    ],
+    ids=["a sequence", "a mapping", "a dataclass"],
+)
+def test_hooks_see_the_tensors_in_any_structure(function):
+    model = one(function)
+    hooks = ModuleHooks(model)
+    hooks.start()
+    model(ones())
+    assert named(hooks.located) == ("forward", "bad")
 
 
 def test_hooks_hand_every_tensor_on_as_it_is():

@@ -255,6 +255,46 @@ def gradient_penalty(h):
     return grad.square().sum() + h.sum()
 
 
+@fails("backward", "hook")
+def hook_that_divides_by_0(h):
+    def normalize(grad):
+        return grad / (grad - grad).norm()  # HERE
+
+    h.register_hook(normalize)
+    return h.sum()
+
+
+@fails("forward", "cross_entropy")
+def label_smoothing_of_a_masked_class(h):
+    logits = h.masked_fill(torch.tensor([False, True, False, False]), -INF)
+    return F.cross_entropy(logits, torch.zeros(8, dtype=torch.long), label_smoothing=0.1)  # HERE
+
+
+@fails("forward", "copy")
+def a_number_that_is_written(h):
+    costs = h * 1.0
+    costs[0, 0] = INF  # HERE
+    return costs.sum()
+
+
+@fails("forward", "to")
+def a_mask_of_a_cast_in_a_sum(h):
+    penalty = torch.full((4,), -1e9).half()  # HERE
+    return (h + penalty).sum()
+
+
+@fails("forward", "weight_norm")
+def weight_norm_of_zeros(h):
+    directions = torch.zeros(4, 4)
+    return (h @ torch._weight_norm(directions, torch.ones(4, 1))).sum()  # HERE
+
+
+@fails("forward", "log")
+def operator_of_higher_order(h):
+    chosen = torch.cond(h.sum() < INF, torch.zeros_like, torch.ones_like, (h.detach(),))
+    return (chosen.log() + h).sum()  # HERE
+
+
 @fails("input", "mul")
 def given_nan(h):
     factors = torch.tensor([1.0, math.nan, 1.0, 1.0])
@@ -329,6 +369,11 @@ def test_a_norm_whose_eps_is_0_in_float16_is_located(function, operation, diviso
     found = locate(model, closure)
     assert (found.kind, found.operation, found.dtype) == ("forward", operation, "float16")
     assert (found.line, found.smallest_divisor) == (line_of(function), divisor)
+
+
+def test_a_division_by_a_number_says_it():
+    model, closure = trained(lambda h: ((h.half() * 0 + 10) / 1e-4).float().sum())
+    assert locate(model, closure).smallest_divisor == 1e-4
 
 
 def test_a_division_says_the_smallest_of_its_divisors():
@@ -438,6 +483,28 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.calls += 1
         return func(*args, **kwargs or {})
+
+
+def test_what_is_logged_and_is_not_in_the_loss_is_not_named():
+    def loss(h):
+        ratio = (h / 0).mean().item()
+        assert not math.isfinite(ratio)
+        return exp_of_a_large_number(h)
+
+    found = locate(*trained(loss))
+    assert (found.operation, found.line) == ("exp", line_of(exp_of_a_large_number))
+
+
+def test_without_a_backward_pass_the_result_is_what_the_closure_returns():
+    model = nn.Linear(4, 4)
+
+    def closure(returned):
+        hidden = model(torch.ones(2, 4))
+        results = {"good": hidden, "bad": hidden / 0}
+        return results[returned]
+
+    assert locate(model, lambda: closure("good")) is None
+    assert locate(model, lambda: closure("bad")).operation == "div"
 
 
 def test_a_mode_of_the_user_s_is_left_alone():

@@ -168,7 +168,7 @@ class CallsAgain:
 def known(training, without=None):
     """All that a monitor and its file know, without what an interrupted step may lack."""
     run, monitor = read_run(training.path), training.monitor
-    steps, scales = run.scales
+    steps, scales = map(list, zip(*run.scales.items(), strict=True))
     found = {
         "steps": [(step.step, step.scale, step.skipped) for step in monitor.history],
         "other steps": [step for step in monitor.history if step.step != without],

@@ -88,7 +88,7 @@ def test_a_step_without_a_loss_keeps_the_others_in_their_places(path):
     assert run.samples[1].losses == ()
 
 
-def test_losses_of_older_files_come_from_samples_and_skips():
+def test_a_loss_that_no_list_of_losses_holds_comes_from_its_sample_or_skip():
     samples = Sample(10, 8.0, (), 10, (7,), 0.5), Sample(20, 8.0, (), 10, ())
     run = Run((START,), samples, (Skip(7, 8.0, 0.7), Skip(8, 8.0)), ())
     assert list(run.losses.items()) == [(7, 0.7), (10, 0.5)]

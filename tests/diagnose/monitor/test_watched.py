@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from gradscaler.diagnose import Monitor, read_run
 from gradscaler.diagnose._locate.operation_watch import OperationWatch
 from gradscaler.diagnose._monitor import failure_watch
-from gradscaler.diagnose.report._summary import origin_tables_of
+from gradscaler.diagnose.report._content import content_of
 from gradscaler.torch import GradScaler
 
 LINES = Path(__file__).read_text(encoding="utf-8").splitlines()
@@ -111,44 +111,103 @@ def test_a_verdict_names_the_operation_in_the_file_as_in_the_monitor(kind, flags
 
 
 @pytest.fixture
-def each_step_takes_a_second(monkeypatch):
-    """A watched one takes ten."""
+def takes_time(monkeypatch):
+    """Each step of a training takes a second; one that is watched takes ten, or what is given."""
 
-    def add(training):
-        now = 0.0
+    def add(training, slower=10.0):
+        now, seen = 0.0, 0
 
         def clock():
-            nonlocal now
-            now += 10.0 if training.watched and training.watched[-1] else 1.0
+            nonlocal now, seen
+            new, seen = training.watched[seen:], len(training.watched)
+            now += sum(slower if was else 1.0 for was in new)
             return now
 
         monkeypatch.setattr(failure_watch, "clock", clock)
-        monkeypatch.setattr(failure_watch, "_ALLOWANCE", 25.0)
+        return clock
 
     return add
+
+
+def watched_steps(training):
+    return [step for step, was in enumerate(training.watched, 1) if was]
 
 
 @pytest.mark.parametrize(
     ("bad", "watched"),
     [
-        # The steps after the first failures while 25 s last; others when 30 s are 5 % of the time.
-        ((7, 20), [8, 21, 585]),
-        ((7, 20, 585, 590), [8, 21, 585]),  # located
-        # Every 40 steps: the first that is due.
-        ((20, 60, 100, 140, 180), [21, 61, 140]),
+        # Twenty seconds, as may be, are 5 % of the time from step 401 on, and thirty from 601 on.
+        ((7, 20, 430, 500, 700), [431, 701]),
+        ((430, 431, 700), [431]),  # located
+        (range(20, 501, 40), [420]),  # the next one that is due
     ],
 )
 @pytest.mark.parametrize("flag", ["!", "?"])
-def test_later_steps_are_watched_in_5_percent_of_the_time_until_one_is_located(
-    bad, watched, flag, each_step_takes_a_second, path
+def test_steps_after_a_failure_or_due_to_fail_are_watched_until_one_is_located(
+    bad, watched, flag, takes_time, path
 ):
     training = UnderAutocast(path=path)
-    each_step_takes_a_second(training)
-    training.steps(flag if step in bad else "." for step in range(1, 601))
-    found = [step for step, was in enumerate(training.watched, 1) if was]
-    assert found == watched
+    takes_time(training)
+    training.steps(flag if step in bad else "." for step in range(1, 721))
+    assert watched_steps(training) == watched
     located = [step for step, *_ in watched_in(path)]
     assert located == [step for step in watched if step in bad]
+
+
+@pytest.mark.parametrize("slower", [3.0, 10.0, 40.0])
+def test_a_budget_allows_watches_in_5_percent_of_the_time(slower, monkeypatch):
+    now, spent = 0.0, 0.0
+    monkeypatch.setattr(failure_watch, "clock", lambda: now)
+    budget = failure_watch.Budget()
+    for step in range(1, 10_000):
+        now += 1.0
+        budget.step_ended(step)
+        left = budget.left(step, failure_watch._WATCHED)
+        if left is not None:
+            budget.begin(left)
+            now += min(slower, left)  # it breaks off
+            spent += min(slower, left)
+            budget.end()
+        assert spent <= 0.05 * now
+    assert spent > 0.04 * now
+
+
+@pytest.mark.parametrize("period", [2, 5])
+def test_failures_are_watched_within_the_budget_however_often_batches_fail(
+    period, takes_time, monkeypatch
+):
+    monkeypatch.setattr(failure_watch, "SHARE", 0.4)
+    training = UnderAutocast()
+    clock = takes_time(training)
+    for step in range(1, 121):
+        is_bad = step % period == 0 and step % (3 * period) != 0  # not periodic, nor in a row
+        training.steps("!" if is_bad else ".")
+        assert 10.0 * sum(training.watched) <= 0.4 * clock()
+    assert sum(training.watched) > 1
+
+
+class Slow(torch.nn.Module):
+    """Takes a second, or a hundred while it is watched."""
+
+    now = 0.0
+
+    def forward(self, inputs):
+        self.now += 100.0 if is_in_torch_dispatch_mode() else 1.0
+        return inputs
+
+
+def test_a_watch_that_takes_longer_than_the_budget_breaks_off(monkeypatch):
+    monkeypatch.setattr(failure_watch, "SHARE", 0.5)
+    training = UnderAutocast()
+    slow, watched = Slow(), []
+    training.model.insert(1, slow)
+    training.model[-1].register_forward_hook(
+        lambda *_: watched.append(torch.nn.modules.module._has_any_global_hook())
+    )
+    monkeypatch.setattr(failure_watch, "clock", lambda: slow.now)
+    training.steps("!" if step in (60, 90, 200) else "." for step in range(1, 210))
+    assert watched_steps(training) == [61]  # the next one may take at least 200 seconds
+    assert not any(watched)
 
 
 def test_a_skip_at_a_scale_that_is_too_large_is_not_watched(path):
@@ -167,7 +226,7 @@ def test_a_closure_is_watched_on_the_batch_that_failed(path):
 def test_the_report_tells_where(path):
     training = UnderAutocast(path=path).steps(".!!")
     training.monitor.close()
-    (table,) = origin_tables_of(read_run(path))
+    (table, *_) = content_of(read_run(path)).first
     ((where, step),) = table.rows
     assert step == "3"
     assert where.startswith(
@@ -203,6 +262,24 @@ def test_an_update_is_not_watched_so_an_interrupt_cannot_move_the_scale_twice(cl
     training.steps(".!..!!!..", closure)
     assert any(training.watched)
     assert watched == []
+
+
+def test_a_compiled_model_is_run_as_it_was_written_in_watched_steps_alone():
+    calls = []
+
+    def backend(graph, _):
+        def run(*args):
+            calls[-1] += 1
+            return graph(*args)
+
+        return run
+
+    training = UnderAutocast()
+    compiled = torch.compile(training.model, backend=backend)
+    training.model = lambda inputs: calls.append(0) or compiled(inputs)
+    training.steps("..!...")
+    assert training.watched == [False, False, False, True, False, False]
+    assert [bool(count) for count in calls] == [not watched for watched in training.watched]
 
 
 def test_a_closed_monitor_watches_no_more():

@@ -12,12 +12,13 @@ pytest.importorskip("matplotlib", reason="the figures are drawn with it")
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
+from matplotlib.legend import Legend
 
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Start
 from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._content import content_of
+from gradscaler.diagnose.report._figures import COLOURS, drawing_settings
 from gradscaler.diagnose.report._picture import draw
-from gradscaler.diagnose.report._style import COLOURS, SHADE, drawing_settings
 
 STEPS = 40
 SHARES = Shares(zero=0.2, flushed=0.1, subnormal=0.2, normal=0.3, overflow=0.05, nonfinite=0.15)
@@ -85,7 +86,7 @@ class Drawn:
 
     def legend(self):
         """The pixel in the middle of each handle."""
-        legend = self.axes("What ").get_legend()
+        legend, *_ = self.figure.findobj(Legend)
         names = [text.get_text().partition(",")[0] for text in legend.get_texts()]
         boxes = [handle.get_window_extent() for handle in legend.legend_handles]
         return {
@@ -110,26 +111,6 @@ def test_each_class_is_stacked_in_the_colour_of_the_legend(skips):
         below += 100 * shares[name]
         pixels = {drawn.at(axes, step, middle) for step in range(1, STEPS + 1)}
         assert pixels == {colour}, name
-
-
-@pytest.mark.parametrize("title", ["Loss scale", "Loss, unscaled", "Norm of the gradients"])
-def test_skips_are_shaded_where_they_are_and_only_there(title):
-    drawn = Drawn(run_of_every_class(SKIPPED["most"]))
-    axes = drawn.axes(title)
-    low, high = axes.get_ylim()
-    before, within = (drawn.at(axes, step, low + 0.3 * (high - low)) for step in (4, 25.5))
-    assert (before, within) == ((255, 255, 255), as_pixel(SHADE))
-
-
-# Where things are.
-
-
-def test_the_marks_of_skips_are_below_the_scale(made_up_run):
-    drawn = Drawn(made_up_run(samples=3, stuck=150))
-    scale, marks = drawn.axes("Loss scale").lines
-    lowest = scale.get_transform().transform(scale.get_xydata())[:, 1].min()
-    (height,) = set(marks.get_transform().transform(marks.get_xydata())[:, 1])
-    assert height + marks.get_markersize() / 2 * drawn.figure.dpi / 72 < lowest
 
 
 # How linear sRGB looks to them: Machado, Oliveira and Fernandes 2009, at severity 1.

@@ -5,13 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gradscaler import NonfiniteGradient
 from gradscaler.diagnose._findings.finding import KINDS
 from gradscaler.diagnose._fitting_scales import range_of
 from gradscaler.diagnose._gradients.formats import format_named, histograms_of
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip, Start
 from gradscaler.diagnose._run.run import Run
-from gradscaler.diagnose.report._summary import headline_of
+from gradscaler.diagnose.report._content import headline_of
 from gradscaler.diagnose.report._words import sentence_of
 
 FORMATS = "float16", "bfloat16", "float8_e5m2", "float8_e4m3"
@@ -78,32 +77,10 @@ def test_the_scales_that_fit_are_those_that_fit_every_parameter():
     assert (fit.common.low, fit.common.high) == (6, 15)
 
 
-@pytest.mark.parametrize(
-    ("scale", "place"),
-    [
-        (2.0**5, "32, is smaller"),
-        (2.0**6, "64, is one of them"),
-        (2.0**15, "32,768, is one of them"),
-        (2.0**16, "65,536, leaves less room"),
-        (2.0**17, "131,072, leaves less room"),
-        (2.0**18, "262,144, is larger"),
-    ],
-)
-def test_the_sentence_says_where_the_runs_own_scale_is(scale, place):
-    run = run_of({"a": np.full(4, 2.0**-20), "b": np.full(4, 2.0**-2)}, scale=scale)
-    text = f"Loss scales from 2⁶ to 2¹⁵ fit every parameter. The run's own, {place}."
+def test_the_sentence_gives_the_scales_that_fit_and_the_runs_own():
+    run = run_of({"a": np.full(4, 2.0**-20), "b": np.full(4, 2.0**-2)}, scale=2.0**5)
+    text = "Loss scales from 2⁶ to 2¹⁵ fit every parameter. The run's own is 32."
     assert sentence_of(run.fit) == text
-
-
-def test_the_sentence_says_where_a_skip_contradicts_the_samples():
-    run = run_of({"a": np.full(4, 2.0**-20), "b": np.full(4, 2.0**-2)}, scale=2.0**6)
-    inf = NonfiniteGradient("b", (4,), "float16", 1, 0, 1.0)
-    skipped = replace(run, skips=(Skip(2, 2.0**10, 1.0, (inf,)), Skip(3, 2.0**9, 1.0, (inf,))))
-    assert sentence_of(run.fit, skipped.lowest_overflow).endswith(
-        "But gradients overflowed at 512: those of some steps are larger than the samples show."
-    )
-    of_loss = replace(run, skips=(Skip(2, 2.0**10, np.inf, (inf,)),))
-    assert "But" not in sentence_of(run.fit, of_loss.lowest_overflow)
 
 
 def test_a_parameter_whose_gradients_vanish_is_no_matter_of_the_scale():
@@ -111,27 +88,12 @@ def test_a_parameter_whose_gradients_vanish_is_no_matter_of_the_scale():
     assert run_of(vanished, scale=2.0**100).verdict.kind != "range"
 
 
-def test_where_no_scale_fits_the_sentence_names_both_parameters_and_what_is_lost():
+def test_where_no_scale_fits_the_sentence_names_both_parameters():
     small = np.array([2.0**-40] * 3 + [2.0**-10])
     run = run_of({"small": small, "large": np.ones(4), "unused": np.zeros(4)})
     assert sentence_of(run.fit) == (
         "No loss scale fits every parameter: small needs at least 2²⁶, and large at most 2¹³. "
-        "At 2¹³, 75.0% of the nonzero gradients of small are flushed to zero or subnormal. "
-        "The run's own is 1,024. 1 parameter had no gradient but zero: unused, or flushed already."
-    )
-
-
-def test_parameters_of_nan_are_not_said_to_be_zero():
-    values = {"a": np.full(4, 2.0**-20), "lost": np.full(4, np.nan), "unused": np.zeros(4)}
-    run = run_of(values)
-    (sample,) = run.samples
-    lost = replace(sample.parameters["lost"], nonfinite=1.0)
-    sample = replace(sample, parameters={**sample.parameters, "lost": lost})
-    fit = replace(run, samples=(sample,)).fit
-    assert fit.nonfinite == ("lost",)
-    assert sentence_of(fit).endswith(
-        " 1 parameter had gradients of NaN or Inf, and no others but zero."
-        " 1 parameter had no gradient but zero: unused, or flushed already."
+        "The run's own is 1,024."
     )
 
 
@@ -139,15 +101,13 @@ def test_a_parameter_with_few_of_the_gradients_may_be_left_out():
     large, noise = np.full(96, 2.0**-2), np.full(4, 2.0**-40)
     fit = run_of({"weight": large, "bias": noise}).fit
     assert (fit.common.low, fit.common.high, fit.left_out) == (-12, 15, ("bias",))
-    assert sentence_of(fit).startswith(
-        "Loss scales from 2⁻¹² to 2¹⁵ fit all but bias, with less than 5% of the gradients. The "
-    )
+    assert sentence_of(fit).startswith("Loss scales from 2⁻¹² to 2¹⁵ fit all but bias. The ")
     assert run_of({"weight": large[4:], "bias": np.tile(noise, 2)}).fit.is_empty
 
 
 def test_a_parameter_can_set_both_bounds():
     run = run_of({"wide": np.array([2.0**-40, 1.0])})
-    assert "wide needs at least 2²⁶, and at most 2¹³." in sentence_of(run.fit)
+    assert "wide needs at least 2²⁶, and wide at most 2¹³." in sentence_of(run.fit)
 
 
 def test_the_latest_ten_samples_count_together():
@@ -155,7 +115,7 @@ def test_the_latest_ten_samples_count_together():
     samples[1] = {"w": np.full(4, 2.0**10)}  # long ago
     samples[5] = {"w": np.full(4, 2.0**-4)}  # one batch
     fit = run_of(*samples).fit
-    assert (fit.last, fit.num_samples) == (12, 10)
+    assert fit.last == 12
     assert fit.common.edge == 16 - (-4 + 1)
 
 

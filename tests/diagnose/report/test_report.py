@@ -28,7 +28,7 @@ pytest.importorskip("matplotlib", reason="the report is drawn with it")
 from gradscaler.__main__ import main
 from gradscaler.diagnose import report
 from gradscaler.diagnose._findings.finding import KINDS
-from gradscaler.diagnose.report import _content, _page
+from gradscaler.diagnose.report import _figures, _page
 from gradscaler.diagnose.report._words import number, percent
 
 HOSTILE = ["<script>alert(1)</script>", "$x_{", r"$\bad{$ & <b>", "name\n\x00\u202e", "w" * 300]
@@ -49,6 +49,11 @@ class Page(HTMLParser):
 
     def handle_data(self, text):
         self.texts.append(text.strip())
+
+    @property
+    def facts(self):
+        """What is said at a glance."""
+        return next(text for text in self.texts if ". Policy: " in text)
 
     def values(self, *names):
         """The values of all attributes of these names."""
@@ -73,8 +78,9 @@ def size_of_png(data):
 def test_the_command_writes_a_page_from_a_file(tmp_path, save, made_up_run, capsys):
     source, target = save(made_up_run(stuck=37, verdict=VERDICT)), tmp_path / "report.html"
     assert main(["report", source, "-o", str(target)]) == 0
-    texts = Page(target.read_text(encoding="utf-8")).texts
-    assert {KINDS["nan"].headline, VERDICT[1], VERDICT[2]} <= set(texts)
+    page = Page(target.read_text(encoding="utf-8"))
+    assert {KINDS["nan"].headline, VERDICT[1]} <= set(page.texts)
+    assert page.facts.startswith(f"Look at: {VERDICT[2]}. Steps: 1,037. Skipped: 45 (4.3%). ")
     assert capsys.readouterr() == ("", f"wrote {target}\n")
 
 
@@ -95,7 +101,8 @@ def test_the_page_of_several_ranks_is_that_of_the_rank_at_fault_with_a_row_each(
     page = Page(target.read_text(encoding="utf-8"))
     assert page.tags.count("h1") == 1
     assert {KINDS["floor"].headline, "rank 1: What happened. What to try."} <= set(page.texts)
-    assert {"Rank", "1 (of 4)", "elsewhere", "Own Inf or NaN"} <= set(page.texts)
+    assert {"Rank", "elsewhere", "Own skips"} <= set(page.texts)
+    assert "Rank: 1 (of 4)." in page.facts
     assert main(["report", *paths, "-o", str(target.with_suffix(".png"))]) == 0
 
 
@@ -141,19 +148,22 @@ def test_a_page_is_the_same_each_time(page_of, made_up_run):
 def test_every_name_is_escaped(page_of, made_up_run):
     kind, text, where = "floor", "<img src=x onerror=alert(1)> & so on.", "<svg onload=alert(1)>"
     page = page_of(made_up_run(names=HOSTILE, stuck=2, verdict=(kind, text, where)))
-    assert {text, where} <= set(page.texts)
+    assert text in page.texts
+    assert where in page.facts
     assert f"{HOSTILE[0]}: 12 Inf, 1 NaN of 64x64 (float16); 7 more" in page.texts
-    assert {"$x_{", r"$\bad{$ & <b>"} <= set(page_of(made_up_run(names=HOSTILE)).texts)
+    assert {"$x_{", r"$\bad{$ & <b>"} <= set(page.texts)
     assert not [name for name, _ in page.attributes if name.startswith("on")]
     assert "img" not in page.tags
     assert not {"\x00", "\u202e"} & set(page.source)
 
 
-def test_an_unknown_verdict_and_framework_are_escaped_too(page_of, made_up_run):
+def test_an_unknown_verdict_and_policy_are_escaped_too(page_of, made_up_run):
     run = made_up_run(samples=1, verdict=("<b>new</b>", "Text.", None))
-    run = replace(run, starts=(replace(run.starts[0], framework="<i>x</i>"),))
+    policy = {"name": "<i>x</i>"}
+    run = replace(run, starts=(replace(run.starts[0], policy=policy),))
     page = page_of(run)
-    assert {"<b>new</b>", "<i>x</i>", "float16"} <= set(page.texts)
+    assert "<b>new</b>" in page.texts
+    assert "<i>x</i>" in page.facts
     assert not {"b", "i"} & set(page.tags)
 
 
@@ -163,6 +173,18 @@ def test_the_tables_hold_the_numbers(page_of, made_up_run):
     assert {f"{held}; 8 more", "1,001 → 1,012", "12", "NaN", "Skipped steps"} <= set(page.texts)
     assert {held, "98 → 999", "8", "1.5"} <= set(page.texts)
     assert page.tags.count("tr") == 3  # skips that are alike have one row
+
+
+def test_of_several_runs_in_a_file_the_figure_shows_all_and_the_rest_the_latest(
+    page_of, made_up_run
+):
+    run = made_up_run(stuck=12, verdict=VERDICT)
+    page = page_of(replace(run, starts=(*run.starts, replace(run.starts[0], step=900))))
+    assert "Steps: 112, from 901 on. Skipped: 14 (12.5%)." in page.facts
+    assert "998 → 999" in page.texts
+    assert {"98 → 999", "1,012"}.isdisjoint(page.texts)
+    assert any(text.startswith("The file holds 2 runs") for text in page.texts)
+    assert "200" in page.texts  # on the axis of steps
 
 
 def test_where_the_first_inf_was_made_comes_first(page_of, made_up_run):
@@ -178,30 +200,27 @@ def test_where_the_first_inf_was_made_comes_first(page_of, made_up_run):
 
 def test_of_the_parameter_that_decided_a_verdict_the_shares_are_shown(page_of, made_up_run):
     name = "encoder.5.weight"
-    texts = page_of(made_up_run(verdict=("underflow", "What. Why.", name))).texts
+    facts = page_of(made_up_run(verdict=("underflow", "What. Why.", name))).facts
     share = percent(made_up_run().samples[-1].parameters[name].subnormal)
-    assert f"{name} at step 1,000" in texts
-    assert any(f"{share} subnormal" in text for text in texts)
-    others = page_of(made_up_run(stuck=3, verdict=("nan", "What. Why.", name))).texts
-    assert not any("subnormal," in text for text in others)
-
-
-def test_of_the_module_that_decided_a_verdict_the_dtype_is_shown(page_of, made_up_run):
-    run = made_up_run(stuck=3, verdict=("activations", "What. Why.", "fc"))
-    texts = page_of(replace(run, watched=(Watched(2, dtypes={"fc": "float16"}),))).texts
-    assert texts[texts.index("fc computes in") :][:2] == ["fc computes in", "float16"]
+    assert f"{name} at step 1,000: " in facts
+    assert f"{share} subnormal, " in facts
+    others = page_of(made_up_run(stuck=3, verdict=("nan", "What. Why.", name))).facts
+    assert "subnormal" not in others
 
 
 def test_which_scale_fits_is_shown_only_where_a_scale_may_help(page_of, made_up_run):
     title = "Which loss scale fits"
-    assert title in page_of(made_up_run()).texts
+    verdict = ("underflow", "What. Why.", None)
+    assert title in page_of(made_up_run(verdict=verdict)).texts
+    assert title not in page_of(made_up_run()).texts
     assert title not in page_of(made_up_run(stuck=3, verdict=VERDICT)).texts
 
 
 def test_the_picture_grows_with_the_names_it_shows(path, made_up_run):
     heights, picture = [], path.with_suffix(".png")
     for parameters in (3, 30, 300):
-        report.write(made_up_run(samples=2, parameters=parameters), picture)
+        verdict = ("underflow", "What. Why.", None)
+        report.write(made_up_run(samples=2, parameters=parameters, verdict=verdict), picture)
         heights.append(size_of_png(picture.read_bytes())[1])
     assert heights[0] <= heights[1] <= heights[2] < 3000
 
@@ -216,18 +235,18 @@ def test_any_number_of_samples_can_be_drawn(tmp_path, made_up_run, samples, suff
 
 @pytest.mark.parametrize("suffix", [".html", ".png"])
 def test_whatever_a_run_file_may_hold_can_be_drawn(tmp_path, suffix):
-    largest, count = 1.7976931348623157e308, 2**63 - 1
+    largest, count, last = 1.7976931348623157e308, 2**63 - 1, 10**11
     shares, bins = Shares(*[1.0] * 6), Bins(-1100, (count,) * 2200)
     nonfinite = NonfiniteGradient("", (count,) * 8, "", count, count, math.nan)
     parameters = {"": ParameterSample(0.0, 0.0, 0.0, 0.0, Bins(1100, ()))}
     samples = (
-        Sample(count - 3, 5e-324, ((1, 0.0), (2, -1.0), (3, math.nan)), 0, (), largest, -1.0),
-        Sample(count, math.inf, (), 3, (count - 1, count), -largest, math.inf, shares, bins),
-        Sample(5, largest, (), 1, (0,), 0.0, 0.0, shares, bins, parameters, ("", "gone")),
+        Sample(last - 3, 2.0**-149, ((1, 1.0), (2, 2.0**127)), 0, (), largest, 0.0),
+        Sample(last, 2.0**127, (), 3, (last - 1, last), -largest, math.inf, shares, bins),
+        Sample(5, 1.0, (), 1, (1,), 0.0, 0.0, shares, bins, parameters, ("", "gone")),
     )
     start = Start("", "float16", 0, 0, {}, "")
-    skips = (Skip(count, -math.inf, math.nan, (nonfinite,), count), Skip(0, 0.0))
-    run = Run((start, start), samples, skips, (VerdictLine(0, "", "", ""),))
+    skips = (Skip(last, 1.0, math.nan, (nonfinite,), count), Skip(1, 1.0))
+    run = Run((start, start), samples, skips, (VerdictLine(0, "range", "", ""),))
     report.write(run, tmp_path / f"report{suffix}")
 
 
@@ -243,7 +262,7 @@ def test_drawing_leaves_the_settings_of_matplotlib_alone(tmp_path, made_up_run):
     before = dict(matplotlib.rcParams)
     report.write(made_up_run(samples=1), tmp_path / "report.html")
     assert dict(matplotlib.rcParams) == before
-    assert "matplotlib.pyplot" not in vars(_content)
+    assert "matplotlib.pyplot" not in vars(_figures)
 
 
 FILES = {
@@ -305,7 +324,7 @@ def test_without_matplotlib_the_command_says_what_to_install(
     tmp_path, capsys, save, made_up_run, monkeypatch
 ):
     source = save(made_up_run(samples=1))
-    for name in ("_content", "_page", "_picture"):
+    for name in ("_page", "_picture", "_figures", "_which_scale"):
         monkeypatch.delitem(sys.modules, f"gradscaler.diagnose.report.{name}")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["report", source, "-o", str(tmp_path / "report.html")]) == 1
@@ -338,13 +357,3 @@ def test_numbers_are_short(value, text):
 )
 def test_only_zero_is_shown_as_0_percent(share, text):
     assert percent(share) == text
-
-
-def test_the_longest_streak_of_skips_is_the_latest_of_equals(made_up_run):
-    def longest(*steps):
-        skips = tuple(Skip(step, 1.0) for step in steps)
-        return replace(made_up_run(samples=0), skips=skips).longest_skips
-
-    assert longest() == (0, -1)
-    assert longest(7) == (7, 7)
-    assert longest(1, 2, 3, 5, 8, 9, 10, 12) == (8, 10)

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from io import StringIO
 
+import numpy as np
 import pytest
 
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip
@@ -17,13 +18,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from gradscaler.__main__ import main
-from gradscaler.diagnose.report._terminal import Explained
+from gradscaler.diagnose.report._content import content_of
+from gradscaler.diagnose.report._terminal import Printed, curve
 from gradscaler.outcome import NonfiniteGradient
 
 
 def explained(run, width=80, **console):
     file = StringIO()
-    Console(file=file, width=width, highlight=False, **console).print(Explained(run))
+    Console(file=file, width=width, highlight=False, **console).print(Printed(content_of(run)))
     return file.getvalue()
 
 
@@ -36,12 +38,12 @@ def test_the_verdict_comes_first(made_up_run):
     text = explained(run)
     assert "A gradient is NaN at every scale" in text.splitlines()[0]
     assert "What happened. What to try." in text.splitlines()[1]
-    assert "Look at encoder.0.weight" in text.splitlines()[2]
+    assert "Look at: encoder.0.weight" in text.splitlines()[3]
 
 
 def test_it_shows_the_numbers(made_up_run):
     text = explained(made_up_run(stuck=37))
-    assert "Skipped: 45 (4.3%)   Most in a row: 37" in text
+    assert "Skipped: 45 (4.3%)" in text
     assert line_of(text, "loss scale").split()[-3:] == ["65,536", "→", "2⁻²²"]
     assert line_of(text, "gradient norm").split()[-3:] == ["2.7", "→", "1.046"]
     assert "encoder.0.weight: 12 Inf" in text
@@ -115,15 +117,16 @@ def tuples(elements, max_size):
 
 
 numbers = st.floats() | st.sampled_from([0.0, 1.0, 65536.0, 5e-324, float("nan"), float("inf")])
-steps = st.integers(0, 50) | st.integers(0, 2**63 - 1)
+scales = st.floats(2.0**-149, 2.0**127)
+steps = st.integers(1, 50) | st.integers(1, 10**11)
 share = st.floats(0, 1)
 bins = st.builds(Bins, st.integers(-1100, 1100), tuples(st.integers(0, 2**63 - 1), 60))
 parameter_samples = st.builds(ParameterSample, share, share, share, share, bins)
 samples = st.builds(
     Sample,
     steps,
-    numbers,
-    tuples(st.tuples(steps, numbers), 3),
+    scales,
+    tuples(st.tuples(st.just(1), scales), 1),
     steps,
     tuples(steps, 3),
     st.none() | numbers,
@@ -136,10 +139,25 @@ samples = st.builds(
 shapes = st.just((2, 3))
 nonfinite = st.builds(NonfiniteGradient, st.text(), shapes, st.text(), steps, steps, numbers)
 found = st.none() | tuples(nonfinite, 2)
-skips = st.builds(Skip, steps, numbers, st.none() | numbers, found, steps)
+skips = st.builds(Skip, steps, scales, st.none() | numbers, found, steps)
 
 
 @given(st.lists(samples, max_size=4), st.lists(skips, max_size=4))
 def test_whatever_a_file_may_hold_can_be_explained(made_up_run, made_up_samples, made_up_skips):
     run = made_up_run(samples=0, verdict=("normal", "Text.", None))
     assert explained(replace(run, samples=tuple(made_up_samples), skips=tuple(made_up_skips)))
+
+
+def test_a_curve_marks_nan_and_shows_the_latest_number_of_a_column():
+    columns, heights = np.arange(4), np.array([0.0, 1.0, np.nan, 0.5])
+    assert curve(columns, heights, 4, "12345678") == "18!5"
+    assert curve(columns // 2, heights, 2, "12345678") == "8!"
+    assert curve(columns[1:2], heights[3:], 4, "12345678") == " 555"
+
+
+def test_numbers_of_very_different_sizes_are_drawn_by_their_logarithms(made_up_run):
+    losses = tuple(Skip(step, 1.0, loss) for step, loss in enumerate((1.0, 10.0, 1e4), 1))
+    text = explained(replace(made_up_run(samples=0), skips=losses))
+    assert line_of(text, "loss  ").split()[1] == "▁▃█"
+    text = explained(replace(made_up_run(samples=0), skips=losses[:2]))
+    assert line_of(text, "loss  ").split()[1] == "▁█"

@@ -61,7 +61,6 @@ COMMANDS = {
     "picture": ["report", "RUN", "-o", "OUT.png"],
     "comparison": ["compare", "RUN", "OTHER", "-o", "OUT.html"],
     "ranks": ["explain", "RANK", "OTHER"],
-    "watch": ["watch", "--once", "RUN"],
     "simulate": ["simulate", "RUN", "-o", "OUT.png"],
 }
 

@@ -15,8 +15,7 @@ from gradscaler import AmaxScale, DynamicScale
 from gradscaler.__main__ import main
 from gradscaler.diagnose import Monitor, read_run
 from gradscaler.diagnose.simulate import Trace, replay
-from gradscaler.diagnose.simulate._show import words_on
-from gradscaler.diagnose.simulate._spelled import NAMES, policy_of
+from gradscaler.diagnose.simulate._command import NAMES, content_of_replays, policy_of
 from gradscaler.torch import GradScaler
 
 STEPS = 40
@@ -54,10 +53,7 @@ def test_the_run_s_own_policy_does_in_the_replay_what_it_did(record):
     run = read_run(record)
     found = replay(DynamicScale(2.0**14, growth_interval=15), Trace.of_run(run))
     assert (np.flatnonzero(found.skipped) + 1).tolist() == list(run.skipped)
-    assert (
-        dict(zip(*run.scales, strict=True)).items()
-        <= dict(enumerate(found.scales.tolist(), 1)).items()
-    )
+    assert run.scales.items() <= dict(enumerate(found.scales.tolist(), 1)).items()
 
 
 def test_steps_between_samples_count_as_the_latest_before_them(tmp_path, record):
@@ -119,7 +115,7 @@ def test_the_command_prints_a_row_for_each_policy_and_draws_a_picture(record, tm
     for name in ("the run itself", "paddle", "AmaxScale(margin=10)"):
         assert f"\n{name}" in printed
     counts = "Bad batches, non-finite at any scale: 1. Spikes of large gradients: 0."
-    assert f"Steps: {STEPS}. {counts}" in " ".join(printed.split())
+    assert f"Steps: {STEPS}. {counts}" in " ".join(printed.replace("│", " ").split())
     data = picture.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert min(struct.unpack(">II", data[16:24])) > 800
@@ -140,8 +136,17 @@ def test_a_stretch_of_bad_batches_is_a_spike_only_if_a_finite_step_is_too():
     extreme = np.ones(60)
     extreme[[10, 11, 50]] = math.inf  # two stretches
     extreme[[30, 51]] = 2.0**9
-    words = words_on({"torch": replay(DynamicScale(), Trace(np.ones(60), extreme))})
+    replayed = {"torch": replay(DynamicScale(), Trace(np.ones(60), extreme))}
+    words = content_of_replays(replayed).text
     assert "Bad batches, non-finite at any scale: 3. Spikes of large gradients: 2." in words
+
+
+def test_a_course_holds_the_steps_at_which_the_scale_moves():
+    trace = Trace(np.ones(100), np.where(np.arange(100) == 40, math.inf, 1.0))
+    content = content_of_replays({"torch": replay(DynamicScale(2.0**8), trace)})
+    course = content.courses["torch"]
+    assert course.scales == {1: 256.0, 41: 256.0, 42: 128.0, 100: 128.0}
+    assert (course.num_steps, course.skipped) == (100, [41])
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -152,11 +157,11 @@ def test_the_table_has_all_its_columns_in_a_terminal_of_any_width(
     long = "DynamicScale(growth_tiers=((1.0, 100), (8.0, 400)))"
     assert main(["simulate", str(record), "--policy", "FixedScale(1024.0)", "--policy", long]) == 0
     lines = capsys.readouterr().out.splitlines()
-    (row,) = (line for line in lines if line.startswith("FixedScale(1024.0)"))
+    row = next(line for line in lines if line.startswith("FixedScale(1024.0)"))
     assert len(row.split()) == 8
     assert row.endswith(" 1,024")
     assert len(row) <= max(80, width)
-    assert lines[2].split()[0] == "policy"
+    assert [line for line in lines if line.startswith("policy ")]
 
 
 @pytest.mark.parametrize(
@@ -184,9 +189,7 @@ def test_a_wrong_call_says_what_to_write(record, capsys, arguments, message):
         ("DynamicScale.paddle()", DynamicScale.paddle()),
         ("DynamicScale.megatron(hysteresis=3)", DynamicScale.megatron(hysteresis=3)),
         ("AmaxScale(margin=10)", AmaxScale(margin=10)),
-        ("DynamicScale(2**4, growth_factor=2.0**0.5)", DynamicScale(16, growth_factor=2.0**0.5)),
-        ("DynamicScale(growth_interval=10**2)", DynamicScale(growth_interval=100)),
-        ("DynamicScale(min_scale=2**-3)", DynamicScale(min_scale=0.125)),
+        ("DynamicScale(16, growth_factor=1.5)", DynamicScale(16, growth_factor=1.5)),
         ("DynamicScale(growth_tiers=((1.0, 9),))", DynamicScale(growth_tiers=((1.0, 9),))),
         ("megatron(hysteresis=3)", DynamicScale.megatron(hysteresis=3)),
     ],
@@ -218,7 +221,6 @@ def test_every_name_is_a_policy_s():
         "AmaxScale(*[1])",
         "AmaxScale(**{'margin': 9})",
         "torch(2**10**10)",
-        "torch(2**-0x10000000000)",
         "torch(nothing=1)",
         "lambda: 0",
         "torch(" * 90 + ")" * 90,
@@ -232,8 +234,8 @@ def test_what_is_no_policy_is_refused_and_not_run(text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("AmaxScale(2**9999)", r"AmaxScale\(2\*\*9999\): 2 \*\* 9999 is out of range$"),
-        ("AmaxScale(**{'margin': 9})", "is not a policy: write one of"),
+        ("AmaxScale(2**4)", r"'AmaxScale\(2\*\*4\)' is not a policy: write .* with numbers"),
+        ("torch(nothing=1)", "torch.nothing=1.: .*nothing"),
     ],
 )
 def test_what_is_wrong_with_a_policy_is_said_in_words(text, message):

@@ -7,7 +7,7 @@ import math
 from gradscaler.diagnose._locate.located import Located
 
 _SOFTMAXES = "softmax", "attention", "transformer"
-_LARGE = 1e3  # inputs that a sum of products may take beyond 65504
+_TINY = 2.0**-14  # the smallest normal number of float16
 
 _IN_FLOAT32 = "run this module in bfloat16 or float32, or lower its inputs"
 _LOSS_IN_FLOAT32 = (
@@ -41,12 +41,17 @@ _EXP = (
     "the exponential of more than 11 leaves float16: raise the temperature, subtract the "
     "largest exponent first, clamp it (a ratio of probabilities), or compute it in float32"
 )
-_LOG = (
-    "the logarithm of 0 is -Inf, and of a negative number NaN: clamp its input, or take a loss of "
-    "logits (cross_entropy), log_softmax or logsigmoid"
+_EXP_IN_FLOAT32 = (
+    "the exponential of more than 88 leaves float32 and bfloat16: subtract the largest exponent "
+    "first, clamp it (a ratio of probabilities), or stay in logarithms (logsumexp)"
 )
-_TINY = "an eps below 3e-8 is 0 in float16: add 1e-5"
+_LOG = (
+    "the logarithm of 0 is -Inf, of a negative number NaN: clamp its input, or take logits "
+    "(cross_entropy, log_softmax, logsigmoid)"
+)
+_LOST_EPS = "an eps below 3e-8 is 0: add 1e-5"  # in float16
 _DIVISION = "clamp the divisor (an empty mask, a deviation or norm of 0)"
+_QUOTIENT = "divide by a larger number, or compute the quotient in float32"
 _RSQRT = "1 / sqrt of 0 is Inf, and of a negative number NaN"
 _NORM = (
     "its squares leave the range of float16 beyond 255: take it in float32 (dtype=torch.float32)"
@@ -65,10 +70,21 @@ _NO_ALIGNMENT = (
     "such samples out"
 )
 _ANGLE = "rounding takes a cosine or sine beyond 1: clamp it to within -1 and 1 before this"
+_END = "it is Inf at 1 and -1, and NaN beyond: clamp its input to less than that"
 _SUM = "the sum is larger than float16 can hold: take it in float32 (dtype=torch.float32)"
+_PRODUCTS = (
+    "a sum of products leaves float16: divide an input first (queries by the root of their "
+    "width), or multiply in float32, under autocast(enabled=False)"
+)
+_MASKED_CLASS = "a class masked with -inf costs Inf: mask with a large finite number"
+_WRITTEN = "the code writes Inf or NaN there: write a finite number"
 _NAN = (
     "compute this module in float32 to see whether it is 0 / 0, Inf - Inf, a logarithm or root of "
     "a negative number, or a softmax row that is masked entirely"
+)
+_NAN_IN_FLOAT32 = (
+    "look in it for 0 / 0, Inf - Inf, a root or logarithm of a negative number (a variance below "
+    "0), or a softmax row that is masked entirely"
 )
 _FORWARD = {
     "softmax": _MASKED,
@@ -80,6 +96,7 @@ _FORWARD = {
     "div": _DIVISION,
     "reciprocal": _DIVISION,
     "normalize": _DIVISION,
+    "weight_norm": _DIVISION,
     "rsqrt": _RSQRT,
     "sqrt": _NEGATIVE_ROOT,
     "norm": _NORM,
@@ -87,9 +104,22 @@ _FORWARD = {
     "cdist": _NORM,
     "acos": _ANGLE,
     "asin": _ANGLE,
+    "atanh": _END,
+    "erfinv": _END,
     "sum": _SUM,
+    "cumsum": _SUM,
+    "index_add": _SUM,
+    "scatter_add": _SUM,
     "mean": _SUM,
+    "matmul": _PRODUCTS,
+    "einsum": _PRODUCTS,
+    "cross_entropy": _MASKED_CLASS,
+    "nll_loss": _MASKED_CLASS,
     "ctc_loss": _NO_ALIGNMENT,
+    "copy": _WRITTEN,
+    "fill": _WRITTEN,
+    "masked_fill": _WRITTEN,
+    "index_put": _WRITTEN,
 }
 _OF_TOO_FEW = {
     "mean": _EMPTY,
@@ -98,7 +128,11 @@ _OF_TOO_FEW = {
     "std": _ALONE,
     "var": _ALONE,
 }  # where they make NaN alone
+_IN_FLOAT16 = _NORM, _SUM, _PRODUCTS  # advice against an overflow of float16
 _SLOPE = "add a small number under the root, or clamp its input, as its slope at 0 is Inf"
+_LOG_SLOPE = "clamp what the logarithm is of, as its slope at 0 is Inf"
+_POWER_SLOPE = "clamp the base, as the slope of a power below 1 is Inf at 0"
+_ANGLE_SLOPE = "clamp its input to within -1 and 1, where its slope is Inf"
 _BACKWARD = {
     "sqrt": _SLOPE,
     "rsqrt": _RSQRT,
@@ -106,54 +140,65 @@ _BACKWARD = {
     "linalg_vector_norm": _SLOPE,
     "cdist": _SLOPE,
     "div": _DIVISION,
-    "log": "clamp what the logarithm is of, as its slope at 0 is Inf",
-    "pow": "clamp the base, as the slope of a power below 1 is Inf at 0",
-    "acos": "clamp its input to within -1 and 1, where its slope is Inf",
-    "asin": "clamp its input to within -1 and 1, where its slope is Inf",
+    "log": _LOG_SLOPE,
+    "pow": _POWER_SLOPE,
+    "acos": _ANGLE_SLOPE,
+    "asin": _ANGLE_SLOPE,
     "exp": _EXP,
     "softmax": _MASKED,
+    "hook": "look there for a division by 0, such as by the norm of a gradient of 0",
+    "linalg_svd": "its vectors have no slope where singular values are equal or 0",
+    "linalg_eigh": "its vectors have no slope where eigenvalues are equal",
 }
+_AT_0 = _DIVISION, _RSQRT, _SLOPE, _LOG_SLOPE, _POWER_SLOPE
 _OF_NAN = (
     "look in the backward pass for the root or norm of 0 (add a small number under it), and for "
     "the branch that where() does not take"
 )
 _POWERS = "pow", "square"
-_WIDE = "float32", "float64"
-_SPOKEN = {"to": "a cast"}  # operations whose names are no nouns
+_WIDE = "bfloat16", "float32", "float64", "complex64", "complex128"  # of float32's range at least
+_SPOKEN = {"to": "casting", "hook": "what a hook changed"}  # operations whose names say less
 
 
 def of_forward(located: Located) -> str:
     """What to try against an Inf or NaN of the forward pass."""
-    advice = of_operation(located)
+    advice = of_operation(located) or _of_nan(located)
     if advice is not None:
         return advice
-    in_float32 = _in_float32(located)
-    is_nan = located.num_nan > 0 and located.num_inf == 0
-    if is_nan and any(name in located.type.lower() for name in _SOFTMAXES):
-        return f"either {_MASKED}; or {_SCORES}"
-    if located.operation or (located.num_inf and located.largest_input >= _LARGE):
-        return in_float32
-    if is_nan:
-        return _NAN
-    if located.num_inf and located.largest_input < math.log(65504):
-        return f"{in_float32}; if it exponentiates, {_EXP}"
-    return in_float32
+    may_exponentiate = located.num_inf and located.largest_input < math.log(65504)
+    if may_exponentiate and located.dtype not in _WIDE:
+        return f"{_in_float32(located)}; if it exponentiates, {_EXP}"
+    return _in_float32(located)
 
 
 def of_operation(located: Located) -> str | None:
-    """What to try against what one operation of the forward pass makes; None if that is open."""
-    operation = (located.operation or "").strip("_")
-    if operation in _POWERS and (not located.num_inf or located.largest_input <= 1):
-        return _BASE
-    if operation in _POWERS and located.dtype not in _WIDE:
-        return f"{_POWER}: {_in_float32(located)}"
-    if operation == "to":
-        return _CAST
-    if operation == "mul" and located.num_nan:
-        return _PRODUCT
-    if operation in _OF_TOO_FEW and not located.num_inf:
-        return _OF_TOO_FEW[operation]
-    return _named(_FORWARD, located)
+    """What to try against what one operation of the forward pass makes; None if none is known."""
+    if located.operation is None:
+        return None
+    operation, has_inf = located.operation.strip("_"), located.num_inf > 0
+    is_power, is_wide = operation in _POWERS, located.dtype in _WIDE
+    cases = {
+        _BASE: is_power and (not has_inf or located.largest_input <= 1),
+        f"{_POWER}: {_in_float32(located)}": is_power and not is_wide,
+        _CAST: operation == "to" or (operation == "copy" and located.largest_input > 0),
+        _PRODUCT: operation == "mul" and located.num_nan > 0,
+        _QUOTIENT: operation == "div" and (located.smallest_divisor or 0.0) >= _TINY,
+        # PyTorch's own layer divides nothing.
+        _IN_FLOAT32: operation == "matmul" and located.type == "Linear" and not is_wide,
+        _OF_TOO_FEW.get(operation, ""): operation in _OF_TOO_FEW and not has_inf,
+    }
+    special = next((advice for advice, holds in cases.items() if holds), None)
+    return special or _named(_FORWARD, located) or _of_nan(located) or _in_float32(located)
+
+
+def _of_nan(located: Located) -> str | None:
+    if located.num_inf or not located.num_nan:
+        return None
+    if any(name in located.type.lower() for name in _SOFTMAXES):
+        return f"either {_MASKED}; or {_SCORES}"
+    if located.dtype in _WIDE:
+        return _NAN_IN_FLOAT32
+    return _NAN if located.operation is None else None
 
 
 def _in_float32(located: Located) -> str:
@@ -170,18 +215,23 @@ def of_backward(located: Located | None) -> str:
 
 def of_gradient(located: Located) -> str | None:
     """What to try against what the gradient of one operation makes; None if that is open."""
-    advice = _named(_BACKWARD, located)
-    return None if advice is None else f"{advice}, also in where()'s other branch"
+    return _named(_BACKWARD, located, ", also in where()'s other branch")
 
 
-def _named(table: dict[str, str], located: Located) -> str | None:
+def _named(table: dict[str, str], located: Located, hidden: str = "") -> str | None:
+    """The advice of a table; ``hidden`` follows what a branch may hide that is not taken."""
     operation = (located.operation or "").strip("_")
     longest = max(filter(operation.startswith, table), key=len, default=None)
     if longest is None:
         return None
-    advice = table[longest]
-    may_lose_eps = advice in (_DIVISION, _RSQRT) and located.dtype not in _WIDE
-    return f"{advice}; {_TINY}" if may_lose_eps else advice
+    advice, is_in_float16 = table[longest], located.dtype == "float16"
+    if not is_in_float16 and advice in _IN_FLOAT16:
+        return None
+    if not is_in_float16 and advice == _EXP:
+        return _EXP_IN_FLOAT32
+    where = hidden if advice in (*_AT_0, _ANGLE_SLOPE) else ""
+    lost_eps = f"; {_LOST_EPS}" if is_in_float16 and advice in (*_AT_0, _LOG) else ""
+    return f"{advice}{where}{lost_eps}"
 
 
 def at_line(found: Located | None, before: str = ", by") -> str:

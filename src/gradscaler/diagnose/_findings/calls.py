@@ -173,8 +173,8 @@ def stalled(evidence: Evidence) -> Finding | None:
         "stalled",
         f"{shares[-1]:.0%} of the 16-bit parameters did not move between two samples, though they "
         "have gradients: their updates are below half an ulp, and are rounded away.",
-        "Keep the parameters in float32, with the forward pass under autocast, or a copy of them "
-        "in float32 that the optimizer updates; a larger learning rate only hides it.",
+        "Keep the parameters in float32, with the forward pass under autocast, or step them by "
+        "gradscaler.torch.MasterWeights; a larger learning rate only hides it.",
         is_certain=False,
     )
 

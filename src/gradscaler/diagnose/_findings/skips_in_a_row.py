@@ -195,6 +195,12 @@ def _of_overflow(evidence: Evidence, skipped: str) -> Finding:
     is_large = _has_large_loss(evidence)
     loss = f" (the loss is {last.loss:g})" if is_large else ""
     limit = "which cannot fall further" if at_floor else "which no longer enlarges gradients"
+    found = evidence.located
+    is_shown = found is not None and found.kind == "backward"
+    if not is_shown or is_large or _is_elsewhere(evidence):
+        found = None
+    at = at_line(found, ", first in the gradient of")
+    overflow += at and f"{at},"
     cause = f"{overflow}{loss} at a loss scale of {last.scale:g}, {limit}: {skipped}."
     if _is_elsewhere(evidence):
         return Finding("elsewhere", cause, EXPLAIN_ALL)
@@ -205,8 +211,9 @@ def _of_overflow(evidence: Evidence, skipped: str) -> Finding:
         lower = "allow a lower scale (min_scale)" if at_floor else "start from a scale below 1"
         action = f"D{divide}, or {lower}"
         if not is_large:
-            action += "; or look for a division by 0"
-    return Finding("floor", cause, f"{action}.", where, is_certain=False)
+            action += f"; or look {'there ' if at else ''}for a division by 0"
+    line = None if found is None else found.line
+    return Finding("floor", cause, f"{action}.", where, line, is_certain=False)
 
 
 def _overflow(evidence: Evidence) -> tuple[str | None, str]:

@@ -127,21 +127,21 @@ def dense(array: Array) -> Array:
     return array.coalesce().values() if is_sparse else array
 
 
-def strided_sample(array: Array, limit: int) -> Array:
-    """An array's elements, or at most ``limit`` of them, evenly strided.
+def sample_of(array: Array, limit: int) -> NDArray[Any]:
+    """An array's elements on the host, or at most ``limit`` of them, evenly strided.
 
-    They are picked in the array's own framework, so that only they are copied to the host.
+    They are picked in the array's own framework, so that only they are copied.
     """
     array = dense(array)
     size = math.prod(shape_of(array))
     if size <= limit:
-        return array
+        return to_numpy(array)
     if hasattr(array, "reshape"):
         flat = array.reshape(-1)
     else:
         flat = sys.modules["tensorflow"].reshape(array, [-1])
     stride = -(-size // limit) | 1  # odd: a divisor of the row length picks few columns
-    return flat[::stride]
+    return to_numpy(flat[::stride])
 
 
 def _is_rows(array: Array) -> bool:

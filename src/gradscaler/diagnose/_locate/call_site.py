@@ -21,9 +21,21 @@ _CALLED = {
     "linalg_vector_norm": "norm",
     "to_copy": "to",
 }
-_INNER = re.compile(r"^_|_$|^(native|cudnn|miopen|mkldnn|safe|fused)_|_forward$|_for_cpu$")
+_INNER = re.compile(
+    r"^_|_$|^(native|cudnn|miopen|mkldnn|safe|fused)_|_(forward|for_cpu|interface)$"
+)
 _REFLECTED = re.compile(r"^__r(?=\w+__)|(?<=\w)__$")  # 1 / x is x.__rdiv__(1)
+_FRAMEWORKS = "torch", "tensorplay", "paddle", "jax"
+_FUNCTIONS = "functional.py", str(Path("nn", "functional.py")), "_tensor.py"
 _NOT_NAMED = ("wrapped", "multi_head_attention_forward")  # say less than the operation in them
+# Nodes whose output is their input in another form.
+_FORMS = re.compile(
+    r"(T|Transpose|Permute|View|UnsafeView|Reshape\w*|Expand|ToCopy|Clone|Slice|Select|Alias"
+    r"|Squeeze|Unsqueeze)Backward\d"
+)
+_MOST_FORMS = 8
+
+Node = Any
 
 
 @dataclass
@@ -88,13 +100,10 @@ def caller_of(  # noqa: C901 # a case for each kind of frame
     return found
 
 
-def users_line(frames: Iterable[tuple[str, int]], framework: Any) -> str | None:
+def users_line(frames: Iterable[tuple[str, int]]) -> str | None:
     """The first line of files and numbers that is neither a framework's nor gradscaler's."""
-    packages = Path(framework.__file__).parent, Path(gradscaler.__file__).parent
-    for filename, number in frames:
-        if not any(package in Path(filename).parents for package in packages):
-            return shown_line(filename, number)
-    return None
+    lines = (shown_line(*frame) for frame in frames if _whose(frame[0]) == "user")
+    return next(lines, None)
 
 
 def called(own: str) -> str:
@@ -119,19 +128,33 @@ def differentiated(node: str) -> str:
     return called(words.lower())
 
 
+def source_of(node: Node) -> Node:
+    """The node of PyTorch's graph that a node's output is the output of, in whatever form."""
+    for _ in range(_MOST_FORMS):
+        if node is None or not _FORMS.fullmatch(node.name()):
+            break
+        node = node.next_functions[0][0]
+    return node
+
+
+def operation_of(node: Node) -> str:
+    """The operation of the forward pass that a node is the gradient of."""
+    name: str = node.name()
+    return differentiated(name) if name[-1].isdigit() else name.removesuffix("Backward")
+
+
 @cache
-def _whose(filename: str) -> Literal["user", "functions", "torch", "gradscaler"]:
+def _whose(filename: str) -> Literal["user", "functions", "framework", "gradscaler"]:
     """Whose a file is; ``"functions"`` are PyTorch's that are written in Python."""
-    path = Path(filename)
-    torch: Any = sys.modules["torch"]
-    package, own = Path(torch.__file__).parent, Path(gradscaler.__file__).parent
-    functions = "functional.py", "nn/functional.py", "_tensor.py"
-    if path in [package / name for name in functions]:
-        return "functions"
-    if package in path.parents or filename.startswith(("<frozen ", "<eval_with_key>")):
-        return "torch"
-    is_own = own in path.parents and own / "demo" not in path.parents
-    return "gradscaler" if is_own else "user"
+    path, own = Path(filename), Path(gradscaler.__file__).parent
+    if own in path.parents:
+        return "user" if own / "demo" in path.parents else "gradscaler"
+    loaded = (sys.modules[name] for name in _FRAMEWORKS if name in sys.modules)
+    packages = {Path(str(framework.__file__)).parent for framework in loaded}
+    for package in packages.intersection(path.parents):
+        is_function = str(path.relative_to(package)) in _FUNCTIONS
+        return "functions" if package.name == "torch" and is_function else "framework"
+    return "framework" if filename.startswith(("<frozen ", "<eval_with_key>")) else "user"
 
 
 def shown_line(filename: str, number: int) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +12,7 @@ from gradscaler.diagnose._gradients.arrays import dtype_name
 from gradscaler.diagnose._gradients.reading import Reading, largest_finite, largest_of, read
 from gradscaler.diagnose._locate.call_site import users_line
 from gradscaler.diagnose._locate.located import Located, Site, located_at
+from gradscaler.diagnose._locate.value_watch import Value, result
 
 Array = Any
 Jaxpr = Any
@@ -22,11 +23,10 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2")
 
 
 class _Value(NamedTuple):
-    """A value in a computation."""
+    """An array in a computation, and what it holds."""
 
     array: Array
-    found: Reading
-    source: Located | None = None  # what made its Inf, NaN or -inf
+    value: Value[Located]
 
 
 class _Place(NamedTuple):
@@ -84,8 +84,8 @@ def locate_jax(fn: Callable[..., Any], *args: Any) -> Located | None:
     leaves = jax.tree_util.tree_leaves_with_path(args)
     inputs = [_given(array, f"args{jax.tree_util.keystr(path)}") for path, array in leaves]
     place = _Place(None, "forward", [True] * len(closed.jaxpr.outvars))
-    results = _run(closed, inputs, place)
-    return next((result.source for result in results if result.found.state == "bad"), None)
+    outputs = [output.value for output in _run(closed, inputs, place)]
+    return next((value.source for value in outputs if value.found.state == "bad"), None)
 
 
 def _run(closed: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
@@ -153,16 +153,15 @@ def _scan(params: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
     sequences, steps = inputs[num_consts + num_carry :], list[list[_Value]]()
     order = slice(None, None, -1 if params["reverse"] else 1)
     for index in range(params["length"])[order]:
-        arrays = [(value.array[index], value.source) for value in sequences]
-        items = [_Value(array, _read(array), source) for array, source in arrays]
+        items = [_with_source(each.array[index], each.value.source) for each in sequences]
         results = _run(params["jaxpr"], [*consts, *carry, *items], place)
         carry = results[:num_carry]
         steps.append(results[num_carry:])
     stacked = []
     for outputs in zip(*steps[order], strict=True):
         array = stack([output.array for output in outputs])
-        sources = (output.source for output in outputs if output.found.bad)
-        stacked.append(_Value(array, _read(array), next(sources, None)))
+        sources = (output.value.source for output in outputs if output.value.found.bad)
+        stacked.append(_with_source(array, next(sources, None)))
     return [*carry, *stacked]
 
 
@@ -179,36 +178,27 @@ def _while(params: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]
 
 def _given(array: Array, name: str | None = None) -> _Value:
     """A value that no primitive made."""
-    found = _read(array)
-    if found.state != "bad":
-        return _Value(array, found)
-    source = located_at(Site(), "input", array, largest_finite([array]), parameter=name)
-    return _Value(array, found, source)
+    found, source = _read(array), None
+    if found.state == "bad":
+        source = located_at(Site(), "input", array, largest_finite([array]), parameter=name)
+    return _Value(array, Value(found, source))
 
 
 def _made(name: str, array: Array, inputs: Sequence[_Value], place: _Place) -> _Value:
     """A value that a primitive of this name made."""
-    found = _read(array)
-    if not found.bad:
-        return _Value(array, found)
-    bad = [value for value in inputs if value.found.state == "bad"]
-    masks = [value for value in inputs if value.found.state == "mask"]
-    if found.state == "mask":
-        source = next((value.source for value in masks), None)
-        if masks and (source is None or array.ndim):
-            return _Value(array, found, source)
-        if not array.ndim or name in _ADDS_UP:
-            found = Reading("bad")
-    if bad:
-        source = bad[0].source
-        if source is not None and source.kind == "input" and source.operation is None:
-            source = replace(source, operation=name, line=place.line)
-        return _Value(array, found, source)
-    source = next((value.source for value in masks if value.source is not None), None)
-    if source is None:
-        largest = largest_of(value.found.largest for value in inputs)
-        source = located_at(Site(name, place.line), place.kind, array, largest)
-    return _Value(array, found, source)
+    values = [each.value for each in inputs]
+    largest = largest_of(value.found.largest for value in values)
+    made = partial(located_at, Site(name, place.line), place.kind, array, largest)
+    value = result(_read(array), not array.ndim, values, name not in _ADDS_UP, made)
+    source = value.source
+    if source is not None and source.kind == "input" and source.operation is None:
+        value = Value(value.found, replace(source, operation=name, line=place.line))
+    return _Value(array, value)
+
+
+def _with_source(array: Array, source: Located | None) -> _Value:
+    """A value that is part of others, or made up of them."""
+    return _Value(array, Value(_read(array), source))
 
 
 def _read(array: Array) -> Reading:
@@ -221,4 +211,4 @@ def _line_of(equation: Equation) -> str | None:
     """The innermost line that is neither JAX's nor gradscaler's."""
     traceback = equation.source_info.traceback
     frames = () if traceback is None else traceback.frames
-    return users_line(((each.file_name, each.line_num) for each in frames), sys.modules["jax"])
+    return users_line((each.file_name, each.line_num) for each in frames)

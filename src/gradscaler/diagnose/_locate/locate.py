@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from itertools import chain
-from typing import Any
 
 from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._locate.module_hooks import (
@@ -38,17 +35,18 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
     Not seen is what runs in a thread of its own, as in ``DataParallel``. A sum of finite gradients
     that overflows is not found.
 
-    In TensorPlay it is a module, with the line that called it: the innermost whose output, or the
-    gradient of whose input, is the first that is not finite. In Paddle it is a layer
-    by its output, and the backward pass is not checked. In both, -inf counts as finite as an input,
-    and as an output of a module without parameters of its own. For JAX, see :func:`locate_jax`.
+    In TensorPlay and Paddle it is a module, with the line that called it: the innermost whose
+    output is the first that is not finite. The backward pass is not checked. -inf counts as finite
+    as an input, and as an output of a module without parameters of its own. For JAX, see
+    :func:`locate_jax`.
 
     The model's gradients and buffers, and the framework's random state, are left as they were.
 
     Args:
         model: a module of PyTorch or TensorPlay, or a layer of Paddle.
-        closure: computes the loss, and its gradients too if the backward pass should be checked.
-            Use the loss scale that overflows: ``scaler.scale(loss).backward()``.
+        closure: computes the loss, and its gradients too if the backward pass should be checked:
+            use the loss scale that overflows, ``scaler.scale(loss).backward()``. Without a backward
+            pass, what it returns is the result.
 
     Returns:
         None if all that matters is finite, or if only multiplying the loss by its scale overflows.
@@ -59,46 +57,28 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
         ValueError: the model has lazy modules that were not called yet. The closure would change
             them permanently.
     """
-    name = framework_of(model).__name__
-    hooks = ModuleHooks(model, backward=name == "tensorplay")
-    watch = OperationWatch(hooks, reads_evaluation=True) if name == "torch" else None
-    is_lazy = getattr(getattr(framework_of(model).nn, "parameter", None), "is_lazy", None)
-    if is_lazy and any(map(is_lazy, chain(model.parameters(), model.buffers()))):
+    framework = framework_of(model)
+    hooks = ModuleHooks(model, reads_evaluation=True)
+    is_torch = framework.__name__ == "torch"
+    watch = OperationWatch(hooks) if is_torch else None
+    is_lazy = framework.nn.parameter.is_lazy if is_torch else lambda _: False
+    if any(map(is_lazy, chain(model.parameters(), model.buffers()))):
         raise ValueError("model has lazy modules: call it once before, so that they get a shape")
     context = copy_context()  # an interrupt leaves nothing set in the caller's
     context.run(is_locating.set, True)
-    with _left_as_it_was(model), _run_eagerly():
+    with _left_as_it_was(model):
         try:
             hooks.start()
             if watch is not None:
                 watch.start()
-            context.run(closure)
+            results = context.run(closure)
+            if watch is not None:
+                watch.values.end_in(results)
         finally:
             if watch is not None:
                 watch.stop()
             hooks.stop()
     return hooks.located if watch is None else watch.located
-
-
-@contextmanager
-def _run_eagerly() -> Iterator[None]:
-    """Run what PyTorch has compiled as it was written."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled
-        yield
-        return
-    compiler: Any = sys.modules["torch.compiler"]
-
-    def here() -> None:
-        """Lives as long as this call; PyTorch's own context leaves its stance at an interrupt."""
-
-    before = compiler.set_stance("default")  # which remembers the stance of the user
-    put_back = weakref.finalize(here, before.__exit__, None, None, None)
-    put_back.atexit = False
-    try:
-        compiler.set_stance("force_eager")
-        yield
-    finally:
-        put_back()
 
 
 @contextmanager

@@ -31,8 +31,9 @@ class Located:
         parameter: in a forward pass, the name within the module of a parameter that is itself not
             finite; in a backward pass, of the parameter whose gradient this is; else None.
         operation: the operation that made it, such as ``"exp"``; in a backward pass, the operation
-            of the forward pass whose gradient this is; for an ``"input"``, the first that read it.
-            None if it is not known, or if a parameter is itself not finite.
+            of the forward pass whose gradient this is, or ``"hook"`` if a tensor's hook made it;
+            for an ``"input"``, the first that read it. None if it is not known, or if a parameter
+            is itself not finite.
         line: the line that called the operation in the forward pass, such as ``"train.py:12"``:
             the innermost that is neither the framework's nor gradscaler's. Without an operation,
             the line that called the module. None if it is not known.
@@ -40,7 +41,7 @@ class Located:
             that it is the result of. That ran unwatched, as in another thread, and may have passed
             the Inf or NaN on. None if nothing says that it was computed.
         smallest_divisor: the smallest magnitude that a division of a forward pass divided by; None
-            if it is another operation, or divided by a number.
+            if it is another operation, or replaced its divisor.
     """
 
     module: str | None

@@ -8,10 +8,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from functools import partial
 from traceback import walk_stack
-from types import SimpleNamespace
 from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import dtype_name
@@ -24,11 +21,10 @@ Tensor = Any
 
 
 class ModuleHooks:
-    """Hooks on every module of a model: :func:`locate` for a training that runs anyway.
+    """Hooks on every module of a model that find the first whose output is not finite.
 
     Between ``start()`` and ``stop()``, every input and output of every module is read once, which
-    waits for the device. ``backward`` checks backward passes too. Without, an error in a hook never
-    ends a training.
+    waits for the device. An error in a hook never ends a training.
 
     Attributes:
         located: the first module that made an Inf or a NaN since ``start()``, or None.
@@ -36,31 +32,36 @@ class ModuleHooks:
             they ended; of its first call, and of the first tensor in it.
         model: the model.
         see_output: is given each tensor that a module returns, and the module's name and type.
+        goes_on: is asked at each call of a module whether to see it.
+
+    Args:
+        model: the model.
+        reads_evaluation: whether to read passes without gradients too while the model is not in
+            training mode. A monitor does not: it may watch until the next step.
 
     Raises:
         TypeError: ``model`` is not a module of PyTorch or TensorPlay, or a layer of Paddle.
     """
 
-    def __init__(self, model: Module, backward: bool = False) -> None:
+    def __init__(self, model: Module, reads_evaluation: bool = False) -> None:
         self.located: Located | None = None
         self._framework = framework_of(model)
         self.model = model
         self.see_output: Callable[[Tensor, str, str], None] | None = None
+        self.goes_on: Callable[[], bool] | None = None
         self.dtypes: dict[str, str] = {}
-        self._backward = backward
+        self._reads_evaluation = reads_evaluation
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
-        self._calls: defaultdict[str, list[_Call]] = defaultdict(list)  # those that run
+        self._inputs: defaultdict[str, list[float]] = defaultdict(list)  # the largest, of each call
 
     def start(self) -> None:
         """Add the hooks, all or none."""
         self.stop()
         self.located = None
         self.dtypes.clear()
-        enter, leave = weakly(self._enter), weakly(self._leave)
-        if not self._backward:
-            enter, leave = quiet(enter), quiet(leave)
         try:
+            enter, leave = weakly(self._enter), weakly(self._leave)
             add_hooks(self._handles, self._framework, self.model, leave, enter)
         except BaseException:
             self.stop()
@@ -69,103 +70,56 @@ class ModuleHooks:
     def stop(self) -> None:
         """Remove the hooks."""
         remove_all(self._handles)
-        self._calls.clear()
+        self._inputs.clear()
 
     @property
-    def _is_evaluating(self) -> bool:
+    def is_evaluating(self) -> bool:
         """Whether this is no training, which a monitor may meet between two steps."""
         is_training = self.model.training or self._framework.is_grad_enabled()
-        return not (is_training or self._backward)
+        return not (is_training or self._reads_evaluation)
 
-    def _enter(self, name: str, module: Module, *inputs: Any) -> Any:
-        if self.located or self._is_evaluating:
-            return None
-        call = _Call(self._largest(inputs))  # read now: a module may change its input in place
-        self._calls[name].append(call)
-        if not self._backward:
-            return None
-        # A tensor's gradient is the sum of what all its uses contribute; an alias has one use.
-        aliases: dict[int, Tensor] = {}
+    def _enter(self, name: str, _: Module, *inputs: Any) -> None:
+        is_seen = self.goes_on() if self.goes_on is not None else not self.is_evaluating
+        if is_seen and not self.located:
+            # Read now, as a module may change its input in place.
+            self._inputs[name].append(self._largest(inputs))
 
-        def aliased(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {key: aliased(item) for key, item in value.items()}
-            if isinstance(value, tuple) and not hasattr(value, "_fields"):
-                return tuple(map(aliased, value))
-            if not isinstance(value, self._framework.Tensor) or not value.requires_grad:
-                return value
-            if not self._framework.is_grad_enabled() or value.is_sparse:
-                return value
-            if id(value) not in aliases:
-                alias = aliases[id(value)] = value.view_as(value)
-                hook = partial(self._input_gradient, name, module, call)
-                self._handles.append(alias.register_hook(hook))
-            return aliases[id(value)]
-
-        return aliased(inputs)
-
-    def _leave(self, name: str, module: Module, args: Any, *kwargs_and_output: Any) -> None:
-        *kwargs, output = kwargs_and_output
+    def _leave(self, name: str, module: Module, _: Any, output: Any) -> None:
         outputs = list(floating(self._framework.Tensor, output))
         for tensor in outputs:
             self.dtypes.setdefault(name, dtype_name(tensor))
             if self.see_output is not None:
                 self.see_output(tensor, name, type(module).__name__)
-        if self.located or not self._calls[name]:
+        if self.located or not self._inputs[name]:
             return
-        call = self._calls[name].pop()
-        # Of all modules' hooks, PyTorch gives kwargs only to this one.
-        call.input = largest_of([call.input, self._largest(kwargs)])
+        largest_input = self._inputs[name].pop()
         own = list(own_parameters_of(module))
-        for tensor in outputs if math.isfinite(call.input) else ():
-            if not math.isfinite(largest(tensor, masks=not own)):
-                bad = (key for key, parameter in own if not math.isfinite(largest(parameter)))
-                frames = ((frame.f_code.co_filename, number) for frame, number in walk_stack(None))
-                line = users_line(frames, self._framework)
-                site = Site(None, line, name, type(module).__name__)
-                parameter = next(bad, None)
-                self.located = located_at(site, "forward", tensor, call.input, parameter=parameter)
-                return
-            if self._backward and tensor.requires_grad:
-                self._handles.append(tensor.register_hook(call.see_gradient))
+        bad = (t for t in outputs if not math.isfinite(largest(t, masks=not own)))
+        if math.isfinite(largest_input) and (tensor := next(bad, None)) is not None:
+            frames = ((frame.f_code.co_filename, number) for frame, number in walk_stack(None))
+            site = Site(None, users_line(frames), name, type(module).__name__)
+            given = (key for key, each in own if not math.isfinite(largest(each)))
+            parameter = next(given, None)
+            self.located = located_at(site, "forward", tensor, largest_input, parameter=parameter)
 
     def _largest(self, value: Any) -> float:
         """The largest magnitude in a structure, in which -inf does not count."""
         tensors = floating(self._framework.Tensor, value)
         return largest_of(largest(tensor, masks=True) for tensor in tensors)
 
-    def _input_gradient(self, name: str, module: Module, call: _Call, grad: Tensor) -> None:
-        if self.located or call.gradient is None or not math.isfinite(call.gradient):
-            return
-        if not math.isfinite(largest(grad)):
-            site = Site(module=name, type=type(module).__name__)
-            self.located = located_at(site, "backward", grad, call.gradient)
-
-
-@dataclass
-class _Call:
-    """One call of a module."""
-
-    input: float  # the largest magnitude that went in
-    gradient: float | None = None  # the largest of its outputs' gradients, once there are any
-
-    def see_gradient(self, grad: Tensor) -> None:
-        self.gradient = largest_of([self.gradient or 0.0, largest(grad)])
-
 
 class Hook:
-    """A hook of modules that have names, which their copies and pickles do not have.
+    """A hook of a module that has a name, which a copy or a pickle of the module does not have.
 
     In its place they have a function of the standard library that takes anything and does nothing.
     """
 
-    def __init__(self, function: Callable[..., Any], names: dict[Module, str]) -> None:
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
         self._function = function
-        self._names = names
+        self._name = name
 
-    def __call__(self, module: Module, *args: Any) -> Any:
-        name = self._names.get(module)
-        return None if name is None else self._function(name, module, *args)
+    def __call__(self, module: Module, *args: Any) -> None:
+        self._function(self._name, module, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")
@@ -175,58 +129,41 @@ def add_hooks(
     handles: list[Any],
     framework: Any,
     model: Module,
-    leave: Callable[..., Any],
-    enter: Callable[..., Any] | None = None,
+    leave: Callable[..., None],
+    enter: Callable[..., None] | None = None,
 ) -> None:
     """Call functions with the name of each module of a model when it is entered and left.
-
-    PyTorch has hooks of all modules that there are. With these, a model has no hook of its own, and
-    is saved, copied and scripted as ever. They are not for compiled modules, which warn of them.
 
     Args:
         handles: gets the handle of each hook.
         framework: the model's.
         model: whose modules, but for scripted ones.
-        leave: called with the name, the module, its arguments, and its output last.
-        enter: called with the name, the module and its arguments; TensorPlay's it may replace.
+        leave: called with the name, the module, its positional arguments, and its output.
+        enter: called with the name, the module, and its arguments of both kinds.
     """
     scripted: Any = getattr(getattr(framework, "jit", None), "ScriptModule", ())
-    names = {module: name for name, module in modules_of(model) if not isinstance(module, scripted)}
-    is_compiling = "torch._dynamo" in sys.modules
-    if framework.__name__ != "torch" or is_compiling:
-        disable = framework.compiler.disable if is_compiling else lambda hook: hook
-        for module in names:
-            handles.append(module.register_forward_hook(Hook(disable(leave), names)))
-            if enter is not None:
-                hook = Hook(disable(enter), names)
-                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        return
-    every = framework.nn.modules.module
-    handle = every.register_module_forward_hook(Hook(leave, names), with_kwargs=True)
-    # PyTorch 2.13 notes that the hook takes kwargs, and its handle does not take that back.
-    with_kwargs = getattr(every, "_global_forward_hooks_with_kwargs", {})
-    handles += handle, SimpleNamespace(remove=partial(with_kwargs.pop, handle.id, None))
-    if enter is not None:
-        handles.append(every.register_module_forward_pre_hook(Hook(enter, names)))
-
-
-def quiet(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose errors never end a training."""
-
-    def call(*args: Any) -> Any:
-        with suppress(Exception):
-            return function(*args)
-
-    return call
+    is_compiling = "torch._dynamo" in sys.modules and framework.__name__ == "torch"
+    disable = framework.compiler.disable if is_compiling else lambda function: function
+    for name, module in modules_of(model):
+        if isinstance(module, scripted):
+            continue
+        handles.append(module.register_forward_hook(Hook(disable(leave), name)))
+        if enter is not None:
+            hook = Hook(disable(enter), name)
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that does not keep its object alive, and does nothing once that is gone."""
+    """A method whose errors never end a training, and that does not keep its object alive.
+
+    No collector sees into PyTorch's graph, so a hook there would keep it for ever.
+    """
     own = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:
         bound = own()
-        return None if bound is None else bound(*args)
+        with suppress(Exception):
+            return None if bound is None else bound(*args)
 
     return call
 

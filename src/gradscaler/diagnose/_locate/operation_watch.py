@@ -5,27 +5,21 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import sys
 import threading
 import weakref
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from gradscaler.diagnose._gradients.reading import Reading, floating, memory_of, read
-from gradscaler.diagnose._locate.call_site import called, caller_of
+from gradscaler.diagnose._gradients.reading import floating, read
+from gradscaler.diagnose._locate.call_site import Caller, called, caller_of
 from gradscaler.diagnose._locate.located import Located, Site
-from gradscaler.diagnose._locate.module_hooks import ModuleHooks, weakly
-from gradscaler.diagnose._locate.value_watch import (
-    Module,
-    NodeWatch,
-    Operation,
-    Tensor,
-    ValueWatch,
-    operation_of,
-    source_of,
-)
+from gradscaler.diagnose._locate.module_hooks import ModuleHooks, Tensor
+from gradscaler.diagnose._locate.node_watch import NodeWatch
+from gradscaler.diagnose._locate.value_watch import Operation, ValueWatch
 
-_OVERWRITES = ("copy_", "fill_", "normal_", "uniform_", "zero_")  # whatever was there before
 _LEAVES_UNWRITTEN = re.compile("empty|resize")
 
 
@@ -33,24 +27,29 @@ class OperationWatch:
     """Watches every operation of PyTorch between ``start()`` and ``stop()``.
 
     Each output of an operation and each gradient is read once, which waits for the device. A
-    dispatch mode sees what the thread of ``start()`` calls, below autograd and autocast. Hooks on
-    the nodes of the graph see the backward pass. Nothing is changed, and an error in watching never
-    reaches the training.
+    dispatch mode sees what the thread of ``start()`` calls, below autograd and autocast. Each Inf
+    and NaN is followed from the operation that made it to the loss. Hooks on the nodes of the graph
+    see the backward pass. Nothing is changed, and an error in watching never reaches the training.
 
-    Compiled code is one block, of which the operations are not seen.
+    Compiled code is run as it was written. Under a mode alone, PyTorch would never run it compiled
+    again.
 
     Args:
         hooks: of the model, if there is one.
-        reads_evaluation: whether to read operations without gradients too while the model is not in
-            training mode. A monitor does not: it may watch until the next step.
+
+    Attributes:
+        mode: the dispatch mode.
+        values: follows what the operations make.
     """
 
-    def __init__(self, hooks: ModuleHooks | None, reads_evaluation: bool = False) -> None:
+    def __init__(self, hooks: ModuleHooks | None) -> None:
         from torch.utils._python_dispatch import TorchDispatchMode
 
         own = weakref.ref(self)
 
         class Mode(TorchDispatchMode):
+            supports_higher_order_operators = True  # such as flex_attention; else they raise
+
             def __torch_dispatch__(
                 self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
             ) -> Any:
@@ -59,11 +58,13 @@ class OperationWatch:
                     return func(*args, **(kwargs or {}))
                 return watch.call(func, args, kwargs or {}, inspect.currentframe())
 
+        self.goes_on: Callable[[], bool] | None = None  # asked at each operation
         self.mode: Any = Mode()  # type: ignore[no-untyped-call]
-        weakref.finalize(self, _leave, self.mode).atexit = False  # a training may drop its monitor
+        self._stances: list[Any] = []  # the user's, of PyTorch's compiler, to put back
+        self._entered = self.mode, self._stances
+        weakref.finalize(self, _leave, *self._entered).atexit = False  # a training may drop this
         self._hooks = hooks
-        self._reads_evaluation = reads_evaluation
-        self._is_on = False
+        self._is_on = self._was_on = False
         self._clear()
 
     def _clear(self) -> None:
@@ -71,33 +72,25 @@ class OperationWatch:
         from torch.utils.weak import WeakIdKeyDictionary
 
         model = None if self._hooks is None else self._hooks.model
-        # In a cycle it would watch until the collector runs.
-        self._values = ValueWatch(model, weakly(self._maker_of))
-        self._nodes = NodeWatch(self._values)
+        named = {} if model is None else dict(model.named_modules())
+        self._names = {each: n for n, each in named.items() if not isinstance(each, ScriptModule)}
+        self.values = ValueWatch(model)
+        self._nodes = NodeWatch(self.values)
         self._sites: Any = WeakIdKeyDictionary()  # by an output whose node is not known yet
-        self._unread: Any = WeakIdKeyDictionary()  # what made a tensor and was not read
         self._lines: dict[tuple[str | None, str], str | None] = {}  # by module and operation
-        named = () if model is None else model.named_modules()
-        self._names = {each: name for name, each in named if not isinstance(each, ScriptModule)}
         self._thread, self._process = threading.get_ident(), os.getpid()
 
     @property
     def located(self) -> Located | None:
         """The first operation since ``start()`` whose Inf or NaN reached a result, or None.
 
-        Where no operation can be seen, as in a compiled module, it is the module, from the hooks.
+        Where another dispatch mode kept this from watching, it is the module, from the hooks.
         """
-        events = [event.located for event in self._values.events if event.does_harm]
+        if not self._was_on:
+            return None if self._hooks is None else self._hooks.located
+        harmful = self.values.harmful
         # What it was called for before the start has no line.
-        found = next((event for event in events if event.line), events[0] if events else None)
-        if self._hooks is None or (found is not None and found.kind != "input"):
-            return found
-        of_module = self._hooks.located
-        if of_module is None:
-            return found
-        inside = f"{of_module.module}." if of_module.module else ""
-        seen = (f"{module}." for module, _ in self._lines if module is not None)
-        return found if any(module.startswith(inside) for module in seen) else of_module
+        return next((each for each in harmful if each.line), next(iter(harmful), None))
 
     def start(self) -> None:
         """Begin to watch, unless another dispatch mode is active."""
@@ -105,131 +98,111 @@ class OperationWatch:
 
         self.stop()
         self._clear()
-        if is_in_torch_dispatch_mode():
-            return
-        if self._hooks is not None:
-            self._hooks.see_output = weakly(self._see_node)  # the hooks may outlive the watch
-        self._is_on = True
-        self.mode.__enter__()
+        self._was_on = not is_in_torch_dispatch_mode()
+        if self._was_on:
+            self._is_on = True
+            self.mode.__enter__()
+            if "torch._dynamo" in sys.modules:  # else nothing is compiled
+                compiler: Any = sys.modules["torch.compiler"]
+                # It remembers the user's stance, and an interrupt before the next line leaves none.
+                self._stances.append(compiler.set_stance("default"))
+                compiler.set_stance("force_eager")
 
     def stop(self) -> None:
         """Watch no more. A mode under another one stays where it is, and does nothing."""
         was_on, self._is_on = self._is_on, False
         if threading.get_ident() == self._thread:
-            _leave(self.mode)
+            _leave(*self._entered)
         elif was_on:
-            _leave_on(self._thread, self.mode)
+            _leave_on(self._thread, *self._entered)
         self._nodes.stop()
 
     def call(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None
     ) -> Any:
         """Call an operation, and see what it makes of its inputs."""
-        from torch import Tensor, is_grad_enabled
+        from torch import Tensor
 
-        if not self._is_on or os.getpid() != self._process:  # a fork inherits the mode
+        is_fork = os.getpid() != self._process  # it inherits the mode
+        if is_fork or not self._is_on or (self.goes_on is not None and not self.goes_on()):
             return func(*args, **kwargs)
-        name = func.name().partition("::")[2].partition(".")[0]
-        before = None
-        inputs = list(floating(Tensor, (args, kwargs)))
-        is_training = self._hooks is None or self._hooks.model.training
-        is_read = is_training or self._reads_evaluation or is_grad_enabled()
-        if is_read and (name.endswith("_") or "out" in kwargs or "batch_norm" in name):
-            before = [read(tensor) for tensor in inputs]  # it changes them
+        is_read = self._hooks is None or not self._hooks.is_evaluating
+        operation = None
+        with suppress(Exception):
+            operation = Operation(func, args, kwargs)
+            if is_read and operation.changes_inputs:
+                operation.before = list(map(read, operation.inputs))
         outputs = func(*args, **kwargs)
         with suppress(Exception):
-            made = list(floating(Tensor, outputs))
-            if is_read:
-                self._see(func, name, inputs, before, made, frame)
-            else:
-                self._unread.update(dict.fromkeys(made, called(name)))
+            if operation is not None:
+                operation.outputs = list(floating(Tensor, outputs))
+                if is_read:
+                    self._see(operation, frame)
+                else:
+                    self.values.note_unread(operation)
         return outputs
 
-    def _see(
-        self,
-        func: Any,
-        name: str,
-        inputs: list[Tensor],
-        before: list[Reading] | None,
-        outputs: list[Tensor],
-        frame: FrameType | None,
-    ) -> None:
-        found = self._site(name, inputs, outputs, frame)
-        site = Site() if found is None else found[0]
-        for tensor in inputs:
-            self._see_node(tensor, site.module, site.type)
-        if found is not None:
-            self._sites.update(dict.fromkeys(outputs, site))
-        if before is None:
-            of_inputs = {memory_of(tensor): tensor for tensor in inputs}
-            views = {tensor for tensor in outputs if memory_of(tensor) in of_inputs}
-            for tensor in views:
-                if (made_by := self._unread.get(of_inputs[memory_of(tensor)])) is not None:
-                    self._unread[tensor] = made_by
-            outputs = [tensor for tensor in outputs if tensor not in views]
-            for tensor in outputs:
-                self._values.forget(tensor)
-        if found is None or not outputs or _LEAVES_UNWRITTEN.search(name):
+    def _see(self, operation: Operation, frame: FrameType | None) -> None:
+        caller = caller_of(frame and frame.f_back, self._thread)
+        is_located = caller is not None and self._locate(operation, caller)
+        for tensor in operation.inputs:
+            self._see_node(tensor, operation.site if is_located else None)
+        if is_located:
+            self._sites.update(dict.fromkeys(operation.outputs, operation.site))
+        if operation.before is None:
+            self.values.leave_views_out(operation)
+        if caller is None:  # gradscaler's
+            self.values.pass_on(operation)
+        if not is_located or _LEAVES_UNWRITTEN.search(operation.name):
             return
-        after = [read(tensor) for tensor in outputs]
-        if self._values.is_empty and not any(reading.bad for reading in after):
-            return
-        before = [read(tensor) for tensor in inputs] if before is None else before
-        is_elementwise = any(tag.name == "pointwise" for tag in func.tags)
-        overwrites = name in _OVERWRITES
-        operation = Operation(*found, name, is_elementwise, inputs, before, outputs, overwrites)
-        self._values.see(operation, after)
+        operation.after = list(map(read, operation.outputs))
+        if any(found.bad for found in operation.after):
+            operation.before = operation.before or list(map(read, operation.inputs))
+            self.values.follow(operation)
 
-    def _site(
-        self, name: str, inputs: list[Tensor], outputs: list[Tensor], frame: FrameType | None
-    ) -> tuple[Site, Module | None] | None:
-        """Where an operation of a forward pass was called; None if it belongs to none.
-
-        With it, the outermost module that ran if none of the model did.
-        """
+    def _locate(self, operation: Operation, caller: Caller) -> bool:
+        """Note where an operation of a forward pass was called; whether it belongs to one."""
         from torch import is_grad_enabled
 
-        caller = caller_of(frame and frame.f_back, self._thread)
-        if caller is None:
-            return None
-        if caller.within == "backward" and not caller.line and name == "ones_like":
-            self._values.begin_backward(inputs[0])
-            return None
-        if caller.within and not is_grad_enabled():
-            if caller.line and not self._nodes.line and not any(read(t).bad for t in inputs):
-                is_bad = any(read(tensor).bad for tensor in outputs)
-                self._nodes.line = caller.line if is_bad else None
-            return None
+        if caller.within and not caller.line and operation.name == "ones_like":
+            self.values.end_in(operation.inputs)
+            return False
+        runs_again = caller.within == "backward" and caller.modules  # in a checkpoint
+        if caller.within and not is_grad_enabled() and not runs_again:
+            if caller.line and not self._nodes.line and not _any_bad(operation.inputs):
+                self._nodes.line = caller.line if _any_bad(operation.outputs) else None
+            return False
         named = [each for each in caller.modules if each in self._names]
         # PyTorch's compiler puts a module of its own around another.
         others = [m for m in caller.modules if not type(m).__module__.startswith("torch._")]
         running = next(iter(named or reversed(others)), None)
         module = self._names.get(running)
-        operation, line = caller.function or called(name), caller.line
-        if caller.within == "backward":  # a checkpoint runs a forward pass again
-            line = line or self._lines.get((module, operation))
+        name, line = caller.function or called(operation.name), caller.line
+        if caller.within == "backward":  # of a checkpoint
+            line = line or self._lines.get((module, name))
         elif caller.within == "grad":
             line = line or caller.outer
-        self._lines.setdefault((module, operation), line)
+        self._lines.setdefault((module, name), line)
         type_ = "" if running is None else type(running).__name__
-        return Site(operation, line, module, type_), running if module is None else None
+        operation.site = Site(name, line, module, type_)
+        operation.outer = running if module is None else None
+        return True
 
-    def _see_node(self, tensor: Tensor, module: str | None, type_: str) -> None:
-        """Watch the node that a tensor comes from, in a module if no operation was seen."""
+    def _see_node(self, tensor: Tensor, reader: Site | None) -> None:
+        """Watch the node that a tensor comes from, in its reader's module if it was not seen."""
         node = getattr(tensor, "grad_fn", None)
-        if node is not None and node not in self._nodes:
-            self._nodes.add(node, self._sites.pop(tensor, Site(module=module, type=type_)))
-
-    def _maker_of(self, tensor: Tensor) -> str | None:
-        """The operation that computed a tensor unread, if anything says that one did."""
-        node = source_of(tensor.grad_fn)
-        if node is None or hasattr(node, "variable"):
-            made_by: str | None = self._unread.get(tensor)
-            return made_by
-        return operation_of(node)
+        if node is None or node in self._nodes:
+            return
+        unseen = reader and Site(module=reader.module, type=reader.type)
+        if (site := self._sites.pop(tensor, unseen)) is not None:
+            self._nodes.add(node, site)
 
 
-def _leave_on(thread: int, mode: Any) -> None:
+def _any_bad(tensors: Iterable[Tensor]) -> bool:
+    return any(read(tensor).bad for tensor in tensors)
+
+
+def _leave_on(thread: int, mode: Any, stances: list[Any]) -> None:
     """Leave a mode on the thread that entered it, when that calls a module next.
 
     Each thread has its own stack of modes, which no other can change. Until then the mode does
@@ -239,17 +212,19 @@ def _leave_on(thread: int, mode: Any) -> None:
 
     def leave(*_: Any) -> None:
         if threading.get_ident() == thread:
-            _leave(mode)
+            _leave(mode, stances)
             handle.remove()
 
     if any(other.ident == thread for other in threading.enumerate()):
         handle = register_module_forward_pre_hook(leave)
 
 
-def _leave(mode: Any) -> None:
-    """Leave a dispatch mode if it is the innermost one."""
+def _leave(mode: Any, stances: list[Any]) -> None:
+    """Leave a dispatch mode if it is the innermost one, and put the user's stance back."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     current: Any = _get_current_dispatch_mode()
     if current is mode:
         mode.__exit__(None, None, None)
+        while stances:
+            stances.pop().__exit__(None, None, None)

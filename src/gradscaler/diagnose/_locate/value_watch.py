@@ -1,319 +1,267 @@
-"""Where an Inf or a NaN comes from: in values of the forward pass, or in gradients."""
+"""Whose an Inf or a NaN is, among the values that operations make of one another."""
 
 from __future__ import annotations
 
 import re
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from gradscaler.diagnose._gradients.reading import (
     Reading,
+    floating,
     largest_finite,
     largest_of,
     memory_of,
     read,
 )
-from gradscaler.diagnose._locate.call_site import differentiated
+from gradscaler.diagnose._locate.call_site import called, operation_of, source_of
 from gradscaler.diagnose._locate.located import Located, Site, located_at
-from gradscaler.diagnose._locate.module_hooks import remove_all, weakly
+from gradscaler.diagnose._locate.module_hooks import Module, Tensor
 
-Module = Any
-Node = Any
-Tensor = Any
+Source = TypeVar("Source")
 
 _TAKES_MASKS = re.compile("softmax|logsumexp|attention")
-_MAKES_MASKS = re.compile("fill|where|scatter|index_put|copy|_to$")  # and all elementwise ones
+_FILLS = re.compile("fill|where|scatter|index_put")  # with -inf that is meant to mask
+_CASTS = re.compile("copy|_to$")
+_OVERWRITES = ("copy_", "fill_", "normal_", "uniform_", "zero_")  # whatever was there before
 _DIVIDES = re.compile("div|reciprocal|rsqrt")
-# Nodes whose output is their input in another form.
-_FORMS = re.compile(
-    r"(T|Transpose|Permute|View|UnsafeView|Reshape\w*|Expand|ToCopy|Clone|Slice|Select|Alias"
-    r"|Squeeze|Unsqueeze)Backward\d"
-)
-_MOST_FORMS = 8
 
 
-class Operation(NamedTuple):
-    """An operation that was called.
+class Value(NamedTuple, Generic[Source]):
+    """What an array holds, and what made its Inf, NaN or -inf; None for a mask that was given."""
 
-    Attributes:
-        site: where.
-        outer: the outermost module that ran, if it ran outside of the model's modules.
-        name: PyTorch's own.
-        is_elementwise: whether it is.
-        inputs: the floating-point tensors that it read.
-        before: what they held.
-        outputs: the floating-point tensors that it made or changed.
-        overwrites: whether it replaces the first of its inputs.
+    found: Reading
+    source: Source | None = None
+
+
+def result(
+    found: Reading,
+    is_scalar: bool,
+    inputs: Sequence[Value[Source]],
+    makes_masks: bool,
+    made: Callable[[], Source],
+) -> Value[Source]:
+    """The result of an operation, by what it holds and by the operation's inputs.
+
+    An Inf or NaN comes from the first input that holds one; else the operation made it. -inf is
+    what a mask holds, so it does no harm until an operation turns it into +Inf or NaN. Then it is
+    whose -inf that was; or the operation's, if the mask was given. -inf is no mask if it is a
+    scalar, or is made of finite numbers by an operation that makes no masks.
+
+    Args:
+        found: what the result holds.
+        is_scalar: whether it is one number.
+        inputs: of the operation.
+        makes_masks: whether -inf in its result may be meant to mask.
+        made: what the operation is as a source.
     """
-
-    site: Site
-    outer: Module | None
-    name: str
-    is_elementwise: bool
-    inputs: Sequence[Tensor]
-    before: Sequence[Reading]
-    outputs: Sequence[Tensor]
-    overwrites: bool
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether -inf went in."""
-        return any(found.state == "mask" for found in self.before)
-
-    @property
-    def largest_input(self) -> float:
-        """The largest magnitude that went in."""
-        return largest_of(found.largest for found in self.before)
-
-    @property
-    def smallest_divisor(self) -> float | None:
-        """The smallest magnitude that it divided by, if it divided by a tensor that is there."""
-        divisors = self.inputs[1:] if "div" in self.name else self.inputs
-        is_there = divisors and not any(divisors[-1] is tensor for tensor in self.outputs)
-        if not is_there or not _DIVIDES.search(self.name):
-            return None
-        return float(divisors[-1].detach().abs().min())
+    if not found.bad:
+        return Value(found)
+    bad = [value for value in inputs if value.found.state == "bad"]
+    masks = [value for value in inputs if value.found.state == "mask"]
+    source = next((value.source for value in bad or masks if value.source is not None), None)
+    if found.state == "mask" and not bad:
+        if source is None and (masks or not inputs):  # it was given
+            return Value(found)
+        if is_scalar or not (masks or makes_masks):
+            found = Reading("bad")
+    return Value(found, made() if source is None else source)
 
 
 @dataclass(eq=False)
 class Event:
-    """An Inf or a NaN that was made of finite numbers, or that no operation made.
-
-    Many do no harm, as ``where`` or a softmax leaves them out.
+    """An Inf or a NaN, and what made it. Many do no harm, as ``where`` leaves them out.
 
     Attributes:
         located: what made it.
         counts: whether a backward pass began at it, or it reached the gradient of a leaf.
-        marks: the tensors that it reached and that no operation made finite since.
     """
 
     located: Located
     counts: bool = False
-    marks: set[_Mark] = field(default_factory=set)
+
+
+class Operation:
+    """An operation of PyTorch that is called.
+
+    Attributes:
+        name: PyTorch's own.
+        inputs: the floating-point tensors that it reads.
+        before: what they hold.
+        outputs: those that it makes or changes.
+        after: what they hold.
+        site: where it is called.
+        outer: the outermost module that runs, if none of the model's does.
+        changes_inputs: whether it may change what it reads.
+    """
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        from torch import Tensor
+
+        self.name: str = func.name().partition("::")[2].partition(".")[0]
+        given = [value for key, value in kwargs.items() if key != "out"]
+        self.inputs = list(floating(Tensor, (args[self.name in _OVERWRITES :], given)))
+        self.before: list[Reading] | None = None
+        self.outputs: list[Tensor] = []
+        self.after: list[Reading] = []
+        self.site = Site()
+        self.outer: Module | None = None
+        self.changes_inputs = self.name.endswith("_") or "out" in kwargs
+        self.changes_inputs |= "batch_norm" in self.name  # its statistics
+        self._tags = getattr(func, "tags", ())  # operators of higher order have none
+        self._args = args
 
     @property
-    def does_harm(self) -> bool:
-        """Whether it reached a result."""
-        return self.counts or bool(self.marks)
+    def makes_masks(self) -> bool:
+        """Whether -inf in its outputs may be meant to mask."""
+        is_elementwise = any(tag.name == "pointwise" for tag in self._tags)
+        return is_elementwise or bool(_CASTS.search(self.name))
 
+    @property
+    def bad(self) -> Tensor:
+        """The first output that is not finite."""
+        return next(t for t, found in zip(self.outputs, self.after, strict=True) if found.bad)
 
-@dataclass(eq=False)
-class _Mark:
-    """A tensor that an event reached."""
+    @property
+    def largest_input(self) -> float:
+        """The largest magnitude that went in."""
+        return largest_of(found.largest for found in self.before or ())
 
-    event: Event
+    @property
+    def smallest_divisor(self) -> float | None:
+        """The smallest magnitude that it divided by, if it is a division, and that is there."""
+        if not _DIVIDES.search(self.name):
+            return None
+        divisors = self.inputs[1:] if "div" in self.name else self.inputs
+        if not divisors:
+            numbers = (each for each in self._args if isinstance(each, (int, float)))
+            return next((abs(float(number)) for number in numbers), None)
+        if any(divisors[-1] is tensor for tensor in self.outputs):  # it was replaced
+            return None
+        return float(divisors[-1].detach().abs().min())
 
 
 class ValueWatch:
-    """Follows each Inf and NaN from the operation that made it.
-
-    -inf is what a mask holds. So it counts as finite if it goes in; and if an elementwise
-    operation makes it, unless another one turns it into NaN or +Inf. A softmax is made for masks:
-    if it returns NaN, as for a row that is masked altogether, it is itself to blame.
+    """Follows each Inf and NaN in PyTorch's tensors from the operation that made it to the loss.
 
     Args:
-        model: names the memory of its parameters and buffers; None if there is no model.
-        made_by: names the operation that made a tensor without being watched; else returns None.
-    """
-
-    def __init__(self, model: Module | None, made_by: Any) -> None:
-        self.events: list[Event] = []
-        self._marks: dict[int, _Mark] = {}  # by memory that holds an Inf or a NaN
-        self._masks: dict[int, Event] = {}  # by memory in which an operation made -inf
-        self._own = {} if model is None else dict(_memory_of(model))
-        self._made_by = made_by
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether all that was seen is finite."""
-        return not self._marks and not self._masks
-
-    def parameter_of(self, node: Node) -> str | None:
-        """The name within its module of the parameter that a node's output is a form of."""
-        memory = memory_of(getattr(source_of(node), "variable", None))
-        return self._own[memory][1] if memory in self._own else None
-
-    def forget(self, tensor: Tensor) -> None:
-        """Forget what a tensor's memory held: it is another tensor's now."""
-        self._marks.pop(memory_of(tensor), None)
-        self._masks.pop(memory_of(tensor), None)
-
-    def begin_backward(self, tensor: Tensor) -> None:
-        """Note that a backward pass begins at a tensor."""
-        mark = self._marks.get(memory_of(tensor))
-        if mark is not None and read(tensor).bad:
-            mark.event.counts = True
-
-    def see(self, operation: Operation, after: Sequence[Reading]) -> None:
-        """See what an operation made of its inputs; ``after`` is what its outputs hold."""
-        results = list(zip(operation.outputs, after, strict=True))
-        bad = [tensor for tensor, found in results if found.bad]
-        event = self._event_of_inputs(operation, [*bad, *operation.inputs])
-        mask = self._mask_of_inputs(operation)
-        for tensor, found in results:
-            if found.state == "mask" and event is None and _may_be_mask(operation, tensor, mask):
-                if mask is None and not operation.has_mask and operation.inputs:
-                    mask = self._made(operation, tensor)
-                if mask is not None:
-                    self._masks[memory_of(tensor)] = mask
-            elif found.bad:
-                if event is None:
-                    takes_masks = _TAKES_MASKS.search(operation.name)
-                    event = self._made(operation, tensor) if mask is None or takes_masks else mask
-                if event not in self.events:
-                    self.events.append(event)
-                self._mark(tensor, event)
-
-    def _made(self, operation: Operation, tensor: Tensor) -> Event:
-        """What an operation made of finite inputs."""
-        largest, divisor = operation.largest_input, operation.smallest_divisor
-        found = located_at(operation.site, "forward", tensor, largest, smallest_divisor=divisor)
-        return Event(found)
-
-    def _event_of_inputs(self, operation: Operation, shown: Sequence[Tensor]) -> Event | None:
-        """The event that made the first input that is not finite. The operation has read it."""
-        event = None
-        for n, (tensor, found) in enumerate(zip(operation.inputs, operation.before, strict=True)):
-            if found.state != "bad":
-                continue
-            mark = self._marks.get(memory_of(tensor))
-            is_overwritten = n == 0 and operation.overwrites
-            if mark is None and not is_overwritten:
-                self.events.append(self._given(operation, tensor, shown[0]))
-                mark = self._mark(tensor, self.events[-1])
-            if mark is not None:
-                mark.event.marks.discard(mark)
-                event = event or (None if is_overwritten else mark.event)
-        return event
-
-    def _mask_of_inputs(self, operation: Operation) -> Event | None:
-        """The event that made -inf in an input."""
-        masks = (
-            self._masks.get(memory_of(tensor))
-            for tensor, found in zip(operation.inputs, operation.before, strict=True)
-            if found.state == "mask"
-        )
-        return next((mask for mask in masks if mask is not None), None)
-
-    def _given(self, operation: Operation, tensor: Tensor, shown: Tensor) -> Event:
-        """What no operation made: a parameter or a buffer of a module, or an input."""
-        site, outer, memory = operation.site, operation.outer, memory_of(tensor)
-        others = {} if outer is None else _tensors_of(outer)
-        if memory in self._own or memory in others:
-            owner, parameter = self._own.get(memory) or (site, others[memory])
-            site = owner._replace(operation=None, line=site.line)
-            largest = operation.largest_input
-            return Event(located_at(site, "forward", shown, largest, parameter=parameter))
-        largest, made_by = largest_finite([tensor]), self._made_by(tensor)
-        return Event(located_at(site, "input", tensor, largest, made_by=made_by))
-
-    def _mark(self, tensor: Tensor, event: Event) -> _Mark:
-        mark = self._marks[memory_of(tensor)] = _Mark(event)
-        event.marks.add(mark)
-        return mark
-
-
-class NodeWatch:
-    """Hooks on nodes that find the first whose input's gradient is not finite, but its output's is.
-
-    An event counts if its Inf or NaN reaches the gradient of a leaf: ``where`` may leave it out.
+        model: names its parameters and buffers; None if there is no model.
 
     Attributes:
-        line: what ran in the backward method of a custom function and made an Inf or a NaN.
+        events: what was made, in this order.
+        owners: by the memory of each parameter and buffer, the site of its module, and its own
+            name.
     """
 
-    def __init__(self, values: ValueWatch) -> None:
-        self.line: str | None = None
-        self._values = values
-        self._sites: dict[Node, Site] = {}
-        self._reached: dict[Node, Event] = {}
-        self._handles: list[Any] = []
-        weakref.finalize(self, remove_all, self._handles).atexit = False
+    def __init__(self, model: Module | None) -> None:
+        from torch.utils.weak import WeakIdKeyDictionary
 
-    def __contains__(self, node: Node) -> bool:
-        return node in self._sites
+        self.events: list[Event] = []
+        self.owners = {} if model is None else _owners_in(model)
+        self._has_ended = False  # in a loss, or another result
+        self._sources: dict[int, Event] = {}  # of the Inf, NaN and -inf in memory
+        self._unread: Any = WeakIdKeyDictionary()  # what made a tensor and was not read
 
-    def add(self, node: Node, site: Site) -> None:
-        """Watch a node, which comes from an operation at ``site``."""
-        self._sites[node] = site
-        # A hook that held its watch would never be collected, as no collector sees into the graph.
-        self._handles.append(node.register_hook(partial(weakly(self._after), node)))
+    @property
+    def harmful(self) -> list[Located]:
+        """What reached a result, if there was one; else all."""
+        return [e.located for e in self.events if e.counts or not self._has_ended]
 
-    def stop(self) -> None:
-        """Remove the hooks."""
-        remove_all(self._handles)
-        self._sites.clear()
-        self._reached.clear()
+    def note_unread(self, operation: Operation) -> None:
+        """Note an operation whose outputs are not read."""
+        self._unread.update(dict.fromkeys(operation.outputs, called(operation.name)))
 
-    def _after(self, node: Node, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
-        """See the gradients of an operation's inputs, made of those of its outputs."""
-        line, self.line = self.line, None
-        with suppress(Exception):
-            bad = [n for n, grad in enumerate(inputs) if read(grad).bad]
-            if not bad:
-                return
-            event = self._reached.get(node)
-            if event is None:
-                if any(read(grad).bad for grad in outputs):
-                    return  # a sum of finite gradients overflowed, or what was not watched
-                event = self._event(node, bad[0], inputs[bad[0]], outputs, line)
-                self._values.events.append(event)
-            for n in bad:
-                before = node.next_functions[n][0]
-                event.counts |= hasattr(before, "variable")
-                self._reached.setdefault(before, event)
+    def pass_on(self, operation: Operation) -> None:
+        """Note that outputs hold what inputs hold, as where gradscaler scales a loss."""
+        sources = [self._sources.get(memory_of(tensor)) for tensor in operation.inputs]
+        made = map(memory_of, operation.outputs)
+        self._sources |= {memory: s for memory in made for s in sources if s is not None}
 
-    def _event(
-        self, node: Node, place: int, grad: Tensor, outputs: tuple[Any, ...], line: str | None
-    ) -> Event:
-        site = self._sites[node]
-        is_custom = not node.name()[-1].isdigit()
-        if is_custom or site.operation is None:
-            line = line if is_custom and line else site.line
-            site = site._replace(operation=operation_of(node), line=line)
-        parameter = self._values.parameter_of(node.next_functions[place][0])
-        largest = largest_finite(outputs)
-        return Event(located_at(site, "backward", grad, largest, parameter=parameter))
+    def end_in(self, results: Any) -> None:
+        """Note that tensors are results: an Inf or NaN that does not reach one does no harm."""
+        from torch import Tensor
+
+        for tensor in floating(Tensor, results):
+            self._has_ended = True
+            source = self._sources.get(memory_of(tensor))
+            if source is not None and read(tensor).bad:
+                source.counts = True
+
+    def leave_views_out(self, operation: Operation) -> None:
+        """Keep the outputs in memory that was another tensor's before: no views of inputs."""
+        of_inputs = {memory_of(tensor): tensor for tensor in operation.inputs}
+        outputs, operation.outputs = operation.outputs, []
+        for tensor in outputs:
+            viewed = of_inputs.get(memory_of(tensor))
+            if viewed is None:
+                operation.outputs.append(tensor)
+                self._sources.pop(memory_of(tensor), None)
+            elif (made_by := self._unread.get(viewed)) is not None:
+                self._unread[tensor] = made_by
+
+    def follow(self, operation: Operation) -> None:
+        """Note whose the Inf, NaN and -inf are in what an operation made."""
+        made = cache(partial(self._made, operation))
+        of_inputs = zip(operation.inputs, operation.before or (), strict=True)
+        values = [self._value(operation, tensor, found) for tensor, found in of_inputs]
+        is_meant = _FILLS.search(operation.name) and not any(value.source for value in values)
+        for tensor, found in zip(operation.outputs, operation.after, strict=True):
+            if found.state == "mask" and is_meant:
+                continue
+            value = result(found, tensor.ndim == 0, values, operation.makes_masks, made)
+            if value.source is not None:
+                self._sources[memory_of(tensor)] = value.source
+                if value.found.state == "bad" and value.source not in self.events:
+                    self.events.append(value.source)
+
+    def _made(self, operation: Operation) -> Event:
+        """What an operation made of finite inputs."""
+        largest, divisor = operation.largest_input, operation.smallest_divisor
+        at = operation.site
+        return Event(located_at(at, "forward", operation.bad, largest, smallest_divisor=divisor))
+
+    def _value(self, operation: Operation, tensor: Tensor, found: Reading) -> Value[Event]:
+        """What an input held, and what made that."""
+        source = self._sources.get(memory_of(tensor)) if found.bad else None
+        if found.state == "bad" and source is None:
+            source = self._sources[memory_of(tensor)] = self._given(operation, tensor)
+        if found.state == "mask" and _TAKES_MASKS.search(operation.name):
+            source = None  # it is made for masks: if it returns NaN, it is itself to blame
+        return Value(found, source)
+
+    def _given(self, operation: Operation, tensor: Tensor) -> Event:
+        """What no operation made: a parameter or a buffer of a module, or an input."""
+        site, outer, memory = operation.site, operation.outer, memory_of(tensor)
+        own, others = self.owners.get(memory), {} if outer is None else _owners_in(outer)
+        writes = _FILLS.search(operation.name) or operation.name == "copy_"
+        if own is None and writes and not tensor.ndim:  # a number
+            return self._made(operation)
+        if own is None and memory not in others:
+            largest, made_by = largest_finite([tensor]), self._maker_of(tensor)
+            return Event(located_at(site, "input", tensor, largest, made_by=made_by))
+        if own is None:
+            owner, name = others[memory]
+            own = site, f"{owner.module}.{name}".lstrip(".")
+        owner, name = own
+        at, largest = owner._replace(operation=None, line=site.line), operation.largest_input
+        return Event(located_at(at, "forward", operation.bad, largest, parameter=name))
+
+    def _maker_of(self, tensor: Tensor) -> str | None:
+        """The operation that computed a tensor unread, if anything says that one did."""
+        node = source_of(tensor.grad_fn)
+        if node is None or hasattr(node, "variable"):
+            made_by: str | None = self._unread.get(tensor)
+            return made_by
+        return operation_of(node)
 
 
-def source_of(node: Node) -> Node:
-    """The node of PyTorch's graph that a node's output is the output of, in whatever form."""
-    for _ in range(_MOST_FORMS):
-        if node is None or not _FORMS.fullmatch(node.name()):
-            break
-        node = node.next_functions[0][0]
-    return node
-
-
-def operation_of(node: Node) -> str:
-    """The operation of the forward pass that a node is the gradient of."""
-    name: str = node.name()
-    return differentiated(name) if name[-1].isdigit() else name.removesuffix("Backward")
-
-
-def _may_be_mask(operation: Operation, tensor: Tensor, mask: Event | None) -> bool:
-    """Whether -inf in an output may be meant to mask."""
-    if not operation.inputs:  # a constant
-        return True
-    if tensor.ndim == 0:
-        return mask is None and operation.has_mask
-    makes_masks = operation.is_elementwise or _MAKES_MASKS.search(operation.name)
-    return bool(makes_masks) or operation.has_mask
-
-
-def _memory_of(model: Module) -> Iterator[tuple[int, tuple[Site, str]]]:
-    """The memory of each parameter and buffer, with the site of its module, and its own name."""
+def _owners_in(model: Module) -> dict[int, tuple[Site, str]]:
+    """By the memory of each parameter and buffer, the site of its module, and its own name."""
+    found: dict[int, tuple[Site, str]] = {}
     for name, module in model.named_modules():
         site = Site(module=name, type=type(module).__name__)
-        for memory, key in _tensors_of(module, recurse=False).items():
-            yield memory, (site, key)
-
-
-def _tensors_of(module: Module, recurse: bool = True) -> dict[int, str]:
-    """The names of a module's parameters and buffers, by their memory."""
-    own = (*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse))
-    return {memory_of(tensor): name for name, tensor in own}
+        for own in (module.named_parameters, module.named_buffers):
+            found |= {memory_of(tensor): (site, key) for key, tensor in own(recurse=False)}
+    return found

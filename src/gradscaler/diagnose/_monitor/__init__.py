@@ -42,21 +42,19 @@ class Monitor:
     the model's parameters and activations. While a lower scale may still cure the skips, it waits
     for more.
 
-    The step after the first that fails is watched, and the last of ``stuck_after`` skips. A step
-    fails if its loss is not finite, or its gradients hold NaN and no Inf. A closure that fails is
-    watched when it is called again, on the same batch. In PyTorch, that finds the operation and the
-    user's line that made the first Inf or NaN, as :func:`locate` does, except in compiled code; in
-    TensorPlay and Paddle, and where several processes train together, the module by its output. The
-    run file says it, and the dtype of each module's output, which autocast chooses. A step that is
-    watched takes several times as long, and changes nothing. The other steps of a small model take
-    6 to 10 % longer.
+    It watches some steps for what makes the first Inf or NaN: in PyTorch the operation and the
+    user's line, as :func:`locate` does; in TensorPlay and Paddle, and where several processes train
+    together, the module by its output. The run file says it, and the dtype of each module's output,
+    which autocast chooses. A watch changes nothing, runs compiled code as it was written, and
+    breaks off where the model is evaluated in between. All of them take at most 5 % of the time
+    that training takes, but for the first one of the last of ``stuck_after`` skips.
 
-    With ``forensics``, PyTorch's later steps are watched too, until one names the operation: they
-    take at most 5 % of the time that training takes, and half a second. Where such failures come at
-    equal distances, the step when the next one is due is watched.
-
-    After a sample in which a parameter's gradient is all 0 or missing, at most four times in a run,
-    three steps of PyTorch are looked at for what lets none through. Each takes about twice as long.
+    - With ``forensics`` and PyTorch, a step is watched after one that fails, or where failures
+      come at equal distances, when the next one is due, until one is located. A step fails if its
+      loss is not finite, or its gradients hold NaN and no Inf. A closure that fails is watched
+      when it is called again, on the same batch.
+    - After a sample in which a parameter's gradient is all 0 or missing, at most four times in a
+      run, three steps of PyTorch are looked at for what lets none through.
 
     What may be on a device is read only at samples, once a second for a file, and when asked for,
     so nothing else waits for the device. But with ``forensics`` each step's flag is read at once,
@@ -277,28 +275,25 @@ class Monitor:
         self.close()
 
     def _judge(self, log: StepLog) -> Verdict:
-        counts = log.counts
+        streak, parameters = log.stuck_streak, self._source.parameters
         evidence = replace(
             log.evidence,
             dtype=self._dtype,
             world_size=self._world_size,
-            is_finite_here=counts.num_inspected > 0 and not counts.num_nonfinite,
+            is_finite_here=bool(log.counts.is_finite_here),
+            before=self._before,
+            min_scale=min_scale_of(policy_of(self._scaler)),
+            **parameters.of_optimizers(is_stuck=streak is not None),
         )
-        evidence = replace(
-            evidence, before=self._before, min_scale=min_scale_of(policy_of(self._scaler))
-        )
-        if evidence.bad_and_applied or evidence.bad_and_skipped or log.stuck_streak is not None:
-            parameters = self._source.parameters.nonfinite()
-            evidence = replace(evidence, parameter=parameters[0].name if parameters else None)
-        evidence = replace(evidence, state=self._source.parameters.nonfinite_state())
-        if (streak := log.stuck_streak) is not None:
+        if evidence.bad_and_applied or evidence.bad_and_skipped or streak is not None:
+            bad = next(iter(parameters.nonfinite()), None)
+            evidence = replace(evidence, parameter=None if bad is None else bad.name)
+        if streak is not None:
             evidence = replace(
                 evidence,
                 skips_in_a_row=streak.length,
                 first_scale=streak.first_scale,
                 skips=streak.skips,
-                weights=self._source.parameters.norms(),
-                lost_eps=self._source.parameters.lost_eps,
                 located=self._source.located,
             )
         return judge(evidence)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -10,14 +9,10 @@ from functools import partial
 from typing import Any
 
 from gradscaler.diagnose._findings.gradient_values import CUT, ENDED, SATURATED, STEPS
-from gradscaler.diagnose._gradients.reading import floating, largest, largest_of
+from gradscaler.diagnose._gradients.reading import largest, largest_of
 from gradscaler.diagnose._locate.call_site import differentiated
-from gradscaler.diagnose._locate.module_hooks import (
-    add_hooks,
-    own_parameters_of,
-    quiet,
-    remove_all,
-)
+from gradscaler.diagnose._locate.module_hooks import remove_all, weakly
+from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 
 _MOST_NODES = 10_000
 _OPAQUE = "CompiledFunction", "CheckpointFunction"  # nodes that hide a graph of their own
@@ -56,48 +51,46 @@ class CutOff:
     graph: a head that is not used is not among them, nor what runs under ``no_grad``.
 
     Args:
-        model: whose modules run, or None.
+        watch: looks at the model's modules.
         is_on: whether to look at all.
+
+    Attributes:
+        is_looking: whether this step is looked at.
     """
 
-    def __init__(self, model: Any, is_on: bool) -> None:
-        self._model = model
+    def __init__(self, watch: FailureWatch, is_on: bool) -> None:
+        self._watch = watch
         self._left = 0  # steps to look at in this round
         self._rounds = _MOST_ROUNDS if is_on else 0  # that are left
         self._cut: dict[str, str] | None = None  # in all steps of this round
-        self._now: dict[str, str] = {}  # in this step
+        self.is_looking = False
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
         self._called: dict[str, bool] = {}  # whether a module's output takes part in the graph
         self._flat: dict[Any, str] = {}  # the operations of nodes that let nothing through
+        self._now: dict[str, str] = {}  # what this step shows
 
-    @property
-    def is_looking(self) -> bool:
-        """Whether this step is one of those that are looked at."""
-        return bool(self._left)
-
-    def begin(self) -> None:
+    def begin(self, step: int) -> None:
         """Begin a step, before its forward pass."""
-        self.stop()
-        if not self._left:
-            return
-        if self._model is not None:
-            framework: Any = sys.modules["torch"]
-            note = quiet(partial(_note_call, self._called, framework))
-            add_hooks(self._handles, framework, self._model, note)
+        if self._left:
+            self.stop()  # the step before may have broken off
+            self.is_looking = self._watch.look(step, weakly(self._see_output))
+
+    def _see_output(self, output: Any, module: str, _: str) -> None:
+        self._called[module] = self._called.get(module, False) or output.requires_grad
 
     def see(self, loss: Any) -> None:
         """Watch the backward pass of a loss."""
-        if not self._left:
-            return
-        for node in _nodes_from([getattr(loss, "grad_fn", None)]):
+        for node in _nodes_from([loss.grad_fn]):
             operation = differentiated(node.name())
             if operation in (*STEPS, *SATURATED, *ENDED):
+                # A hook that held its owner would keep it alive: no collector sees into the graph.
                 note = partial(_note_slope, self._flat, node, operation)
                 self._handles.append(node.register_hook(note))
 
     def note(self, parameters: Mapping[str, Any]) -> None:
         """Note what lets no gradient through to parameters, by their names, before they step."""
+        self.is_looking = self._watch.is_on  # it may have broken off
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         missing = {name for name, p in trained.items() if p.grad is None}
         zero = {n for n, p in trained.items() if p.grad is not None and not largest(p.grad)}
@@ -117,20 +110,21 @@ class CutOff:
             What lets no gradient through, by the parameters' names, in all steps of a round; None
             if this step is not the last of one.
         """
-        now = self._now
-        self.stop()
-        if self._left:
+        if self.is_looking:
+            now = self._now
+            self.stop()
             before = now if self._cut is None else self._cut
             self._cut = {name: by for name, by in now.items() if name in before}
             self._left -= 1
             return None if self._left else self._cut
-        if has_gone and self._rounds:
+        if has_gone and self._rounds and not self._left:
             self._left, self._cut, self._rounds = _LOOKS, None, self._rounds - 1
         return None
 
     def stop(self) -> None:
         """Watch no more."""
         remove_all(self._handles)
+        self.is_looking = False
         self._called, self._flat, self._now = {}, {}, {}
 
     def _first_called(self, trained: Iterable[str], among: set[str]) -> list[str]:
@@ -138,23 +132,10 @@ class CutOff:
         found: list[str] = []
         for module, is_in_graph in self._called.items():
             own = [name for name in trained if name.rpartition(".")[0] == module]
-            if not is_in_graph or not among.issuperset(own):
+            if own and not (is_in_graph and among.issuperset(own)):
                 return found
             found += own
         return []  # none has another gradient
-
-
-# A hook that held its owner would keep it alive, as no collector sees into the graph.
-
-
-def _note_call(
-    called: dict[str, bool], framework: Any, name: str, module: Any, *inputs_and_output: Any
-) -> None:
-    """Note in ``called`` whether the output of a module that trains takes part in the graph."""
-    if any(p.requires_grad for _, p in own_parameters_of(module)):
-        output = inputs_and_output[-1]
-        is_in_graph = any(t.requires_grad for t in floating(framework.Tensor, output))
-        called[name] = called.get(name, False) or is_in_graph
 
 
 def _note_slope(

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from time import perf_counter as clock
 from typing import Any
 
 from gradscaler.diagnose._locate.located import Located
-from gradscaler.diagnose._locate.module_hooks import ModuleHooks
+from gradscaler.diagnose._locate.module_hooks import ModuleHooks, weakly
 from gradscaler.diagnose._locate.operation_watch import OperationWatch
 from gradscaler.diagnose._monitor.step_log import StepLog
 
-SHARE = 0.05  # of the time that training takes, which such steps may take in all
-_ALLOWANCE = 0.5  # seconds beyond that, in the steps in which a failure is likely
+SHARE = 0.05  # of the time that training takes, which watches may take in all
+_WATCHED = 20  # times as long as a mean step, which a watched one may take at first
+_LOOKED_AT = 2  # times as long, if only its modules are looked at
 _PERIODIC = 3  # failures at equal distances that make the next one expected
 
 
 class FailureWatch:
     """Watches a model's modules and, in PyTorch, each operation, in the steps that may fail.
+
+    A watch begins after the step before, if the budget allows it, and ends with the step's passes.
+    It breaks off where the model is evaluated in between, or the budget is used up.
 
     Attributes:
         step: the latest step that is watched, or was.
@@ -31,33 +37,56 @@ class FailureWatch:
         self._hooks: ModuleHooks | None = None
         with suppress(TypeError):  # there may be no model
             self._hooks = ModuleHooks(model)
-        self._operations = OperationWatch(self._hooks) if sees_operations else None
-        self._budget = WatchBudget()
-        self._is_next_wanted = False
+            self._hooks.goes_on = weakly(self._goes_on)
+        self._operations: OperationWatch | None = None
+        if sees_operations:
+            self._operations = OperationWatch(self._hooks)
+            self._operations.goes_on = weakly(self._is_within_budget)
+        self._parts = [each for each in (self._hooks, self._operations) if each is not None]
+        self._budget = Budget()
+        self._next: float | None = None  # how long a watch of the next step may take, if wanted
+        self._has_seen_streak = False
+        self._failures: deque[int] = deque(maxlen=_PERIODIC)
+        self._is_whole = True  # whether the latest watch did not break off
         self.step = 0
         self.located: Located | None = None
-
-    @property
-    def model(self) -> Any:
-        """The model, if its modules can be watched."""
-        return None if self._hooks is None else self._hooks.model
 
     @property
     def owners(self) -> tuple[Any, ...]:
         """The objects whose methods run while it watches an operation."""
         return () if self._operations is None else (self._operations, self._operations.mode)
 
-    def start(self, step: int) -> None:
-        """Watch a step from here on."""
-        for each in (self._hooks, self._operations):
-            if each is not None:
-                each.start()
-        self.step = step
+    @property
+    def is_on(self) -> bool:
+        """Whether a step is watched or looked at now."""
+        return self._budget.is_running
 
     def start_if_wanted(self, step: int) -> None:
         """Watch a step, if the one before has made that likely to help."""
-        if self._is_next_wanted:
-            self.start(step)
+        self._start(step, self._next)
+
+    def start_again(self, step: int) -> None:
+        """Watch a closure that is called again on a batch that failed."""
+        if self.step != step and self._may_locate:
+            self._start(step, self._budget.left(step, _WATCHED))
+
+    def _start(self, step: int, seconds: float | None) -> None:
+        if seconds is not None:
+            self._budget.begin(seconds)
+            for each in self._parts:
+                each.start()
+            self.step, self._is_whole = step, True
+
+    def look(self, step: int, see_output: Callable[[Any, str, str], None]) -> bool:
+        """Give the outputs of a step's modules to ``see_output``; whether the budget allows it."""
+        seconds = self._budget.left(step, _LOOKED_AT)
+        if self.is_on or seconds is None:
+            return False
+        self._budget.begin(seconds)
+        if self._hooks is not None:
+            self._hooks.see_output = see_output
+            self._hooks.start()
+        return True
 
     def end_passes(self, step: int) -> None:
         """Watch no more operations, as the step's forward and backward passes are over."""
@@ -66,22 +95,50 @@ class FailureWatch:
 
     def stop(self) -> None:
         """Watch no more."""
-        for each in (self._hooks, self._operations):
-            if each is not None:
-                each.stop()
+        self._budget.end()
+        for each in self._parts:
+            each.stop()
+
+    def _goes_on(self) -> bool:
+        """Whether to watch a module's call."""
+        is_evaluating = self._hooks is not None and self._hooks.is_evaluating
+        return self._is_within_budget(is_evaluating)
+
+    def _is_within_budget(self, is_over: bool = False) -> bool:
+        """Whether to watch an operation; else the watch breaks off."""
+        if is_over or self._budget.is_used_up:
+            self.stop()
+            self._is_whole = False
+        return self.is_on
 
     def step_ended(self, step: int, is_verdict_late: bool) -> None:
         """Note what an ended step shows, and whether to watch the next one.
 
         ``is_verdict_late`` says that a verdict waits for it.
         """
-        self._budget.step_ended(step, self.step == step, self._has_failed(step))
-        may_see_more = self._operations is not None and self._log.counts.evidence.watched is None
-        self._is_next_wanted = (
-            self._log.is_nearly_stuck
-            or is_verdict_late
-            or (may_see_more and self._budget.allows(step + 1))
-        )
+        self._budget.step_ended(step)
+        if self._has_failed(step) and step not in self._failures:
+            self._failures.append(step)
+        self._next = None
+        is_stuck = is_verdict_late or self._log.is_nearly_stuck
+        if is_stuck or (self._may_locate and self._may_fail(step + 1)):
+            self._next = self._budget.left(step, _WATCHED)
+        if is_stuck and not self._has_seen_streak:  # it takes what it takes: the step is lost
+            self._next, self._has_seen_streak = math.inf, True
+
+    @property
+    def _may_locate(self) -> bool:
+        """Whether an operation can be located, and none is."""
+        return self._operations is not None and self._log.counts.evidence.watched is None
+
+    def _may_fail(self, step: int) -> bool:
+        """Whether a step comes after a failure; where they are periodic, when the next is due."""
+        if not self._failures:
+            return False
+        gaps = {after - before for before, after in pairwise(self._failures)}
+        if len(self._failures) == _PERIODIC and len(gaps) == 1:
+            return (step - self._failures[-1]) % gaps.pop() == 0
+        return step == self._failures[-1] + 1
 
     def _has_failed(self, step: int) -> bool:
         """Whether a step failed as no scale cures, if that was read already.
@@ -89,7 +146,7 @@ class FailureWatch:
         Its loss is not finite; or its gradients hold NaN and no Inf, as an overflow makes, or are
         not finite at a scale that does not enlarge them.
         """
-        latest = next(reversed(self._log.history), None)
+        latest = self._log.history[-1] if self._log.history else None
         if latest is None or latest.step != step:
             return False
         found = latest.nonfinite or ()
@@ -104,50 +161,64 @@ class FailureWatch:
         latest = self._log.history[-1] if self._log.history else None
         if latest is None or not (latest.skipped or latest.has_bad_loss):
             self.located = None
-        elif self.step == latest.step:
-            source = self._hooks if self._operations is None else self._operations
-            found = None if source is None else source.located
+        elif self.step == latest.step and self._is_whole and self._parts:
+            # Of what a lower scale cures, nothing is told before there is a verdict.
+            is_told = self._has_failed(latest.step) or self._log.stuck_streak is not None
+            found = self._parts[-1].located if is_told else None
             self.located = found or self.located
             self._log.add_watched(found, {} if self._hooks is None else self._hooks.dtypes)
 
 
-class WatchBudget:
-    """Looks for failures that come now and then, in as much time as there is.
-
-    A watched step counts with all of its time, from the end of the step before to its own. The
-    next one may take as long as the latest. The first failure is worth a watch whatever that takes,
-    and later ones, or the step when one is due, what is left of half a second.
-    """
+class Budget:
+    """Keeps the time of all watches within a share of the time that training takes."""
 
     def __init__(self) -> None:
-        self._begin: float | None = None  # the end of the first step
-        self._end = 0.0  # the end of the latest step
-        self._spent = 0.0  # in steps that were watched
-        self._latest = 0.0  # in the latest of them
-        self._count = 0  # of them
-        self._failures: deque[int] = deque(maxlen=_PERIODIC)
+        self._first: tuple[int, float] | None = None  # the first step, and when it ended
+        self._began: float | None = None  # the watch that goes on
+        self._may_take = 0.0  # seconds
+        self._spent = 0.0
+        self._longest = 0.0
 
-    def step_ended(self, step: int, watched: bool, failed: bool) -> None:
-        """Note how long a step took; ``failed`` if it is one of those to be located."""
-        now = clock()
-        if self._begin is None:
-            self._begin = now
-        elif watched:
-            self._latest = now - self._end
-            self._spent += self._latest
-            self._count += 1
-        self._end = now
-        if failed and step not in self._failures:
-            self._failures.append(step)
+    def step_ended(self, step: int) -> None:
+        """Note the end of a step, if it is the first."""
+        if self._first is None:
+            self._first = step, clock()
 
-    def allows(self, step: int) -> bool:
-        """Whether to watch a step after a failure; where they are periodic, the next one alone."""
-        if not self._failures or self._begin is None:
-            return False
-        gaps = {after - before for before, after in pairwise(self._failures)}
-        is_periodic = len(self._failures) == _PERIODIC and len(gaps) == 1
-        if is_periodic and (step - self._failures[-1]) % gaps.pop():
-            return False
-        spent, share = self._spent + self._latest, SHARE * (self._end - self._begin)
-        is_likely = is_periodic or step == self._failures[-1] + 1
-        return spent < share or (is_likely and (not self._count or spent < _ALLOWANCE + share))
+    def left(self, step: int, factor: int) -> float | None:
+        """The seconds that a watch may take after a step; None if they are not enough for it.
+
+        They are if it may take ``factor`` times as long as the mean step, and as the longest that
+        was watched before.
+        """
+        if self._first is None:
+            return None
+        first, began = self._first
+        total = clock() - began
+        left = SHARE * total - self._spent
+        expected = factor * total / max(step - first, 1)
+        if factor == _WATCHED:
+            expected = max(expected, self._longest)
+        return left if expected <= left else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a watch goes on."""
+        return self._began is not None
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the watch that goes on takes longer than it may."""
+        return self._began is not None and clock() - self._began > self._may_take
+
+    def begin(self, seconds: float) -> None:
+        """Begin a watch that may take some seconds."""
+        self.end()
+        self._began, self._may_take = clock(), seconds
+
+    def end(self) -> None:
+        """End the watch that goes on; one that was cut off would take longer."""
+        if self._began is not None:
+            took = clock() - self._began
+            self._spent += took
+            self._longest = max(self._longest, 2 * took if took > self._may_take else took)
+            self._began = None

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from gradscaler.diagnose._gradients.arrays import local, shape_of, strided_sample, to_numpy
+from gradscaler.diagnose._gradients.arrays import sample_of, shape_of, to_numpy
 from gradscaler.diagnose._gradients.formats import (
     Histogram,
     format_named,
     histograms_of,
     sum_of_bins,
 )
+from gradscaler.diagnose._gradients.reading import largest
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Shares
 
 _MOST_ELEMENTS = 2**14  # of one parameter
@@ -78,12 +79,16 @@ def measure(
     divisor = scale if scaled else 1.0
     if norm is None:
         norm = math.hypot(*map(_norm_of, gradients.values()))
-    parts = {name: _part(array) / np.float32(divisor) for name, array in gradients.items()}
+    parts = {name: sample_of(array, _MOST_ELEMENTS) for name, array in gradients.items()}
+    parts = {
+        n: part.astype(np.result_type(part, np.float32)) / np.float32(divisor)
+        for n, part in parts.items()
+    }
     sizes = {name: math.prod(shape_of(array)) for name, array in gradients.items()}
     histograms = histograms_of(parts, format_named(dtype), scale)
     # A part of zeros proves nothing: of an embedding, few rows have a gradient.
     zeros = {name for name, h in histograms.items() if h.num_zero == h.size < sizes[name]}
-    unseen = frozenset(name for name in zeros if _norm_of(gradients[name]))
+    unseen = frozenset(name for name in zeros if largest(gradients[name]))
     return GradientSample(norm / divisor, sizes, histograms, unseen)
 
 
@@ -130,12 +135,6 @@ def fields_of(measured: Iterable[GradientSample]) -> dict[str, Any]:
     }
 
 
-def _part(array: Any) -> np.ndarray[Any, Any]:
-    """A sample of an array, in float32 at least."""
-    values = to_numpy(strided_sample(array, _MOST_ELEMENTS))
-    return values.astype(np.result_type(values, np.float32), copy=False)
-
-
 def _worst(parameters: Mapping[str, ParameterSample], small: float) -> tuple[str, ...]:
     """The worst parameters first.
 
@@ -152,14 +151,8 @@ def _worst(parameters: Mapping[str, ParameterSample], small: float) -> tuple[str
 
 
 def _norm_of(array: Any) -> float:
-    """The 2-norm of one array: of JAX's and of PyTorch's distributed ones where the array is."""
+    """The 2-norm of one array; of JAX's, where the array is."""
     jax: Any = sys.modules.get("jax")
     if jax is not None and isinstance(array, jax.Array):
         return float(jax.numpy.linalg.norm(array.astype("float32").ravel()))
-    if hasattr(array, "to_local") and not array.is_complex():
-        torch: Any = sys.modules["torch"]
-        return float(torch.linalg.vector_norm(local(array).detach(), dtype=torch.float64))
-    flat = to_numpy(array).ravel()
-    with np.errstate(over="ignore"):  # squares of finite numbers may overflow
-        norm = float(np.linalg.norm(flat if flat.dtype.itemsize > 2 else flat.astype(np.float32)))
-    return norm if math.isfinite(norm) else float(np.linalg.norm(flat.astype(np.float64)))
+    return float(np.linalg.norm(to_numpy(array).ravel().astype(np.float64)))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of
-from gradscaler.diagnose._monitor.step_log import Step, StepLog
+from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of, is_sampled
+from gradscaler.diagnose._monitor.step_log import Seen, Step, StepLog
 from gradscaler.outcome import StepOutcome
 
 
@@ -17,13 +18,17 @@ class Iteration:
     """What is known of an iteration; optimizers are given by their ids."""
 
     number: int  # of its step, if an optimizer has gradients
+    is_first: bool  # of those that are observed
+    is_sampled: bool
+    calls: list[str]  # those that suggest misuse
     optimizers: dict[int, Any] = field(default_factory=dict)  # those that stepped
     outcomes: dict[int, StepOutcome] = field(default_factory=dict)
     losses: list[Any] = field(default_factory=list)  # those that were scaled, without their graphs
     measured: dict[int, GradientSample] = field(default_factory=dict)
     backward: set[str] = field(default_factory=set)  # dtypes, in the first iteration and samples
+    cut: Mapping[str, str] | None = None  # see Sample
+    begun: set[int] = field(default_factory=set)  # optimizers that are about to step, or did
     is_unscaled: bool = False  # whether gradients were
-    is_resumed: bool = False  # whether an optimizer had a state before the scaler's first step
     added_to: list[Any] = field(default_factory=list)  # what used gradients held; see UsedGradients
 
     def place_of(self, optimizer: Any) -> int:
@@ -39,8 +44,10 @@ class Iteration:
         nonfinite = tuple(chain(*found)) if found else None
         is_unzeroed = any(float(held) != 0 for held in self.added_to)
         step = Step(self.number, last.scale, any(skipped.values()), loss, nonfinite)
-        calls = {"unzeroed": is_unzeroed, "resumed": self.is_resumed, "lossless": not self.losses}
-        log.add(step, skipped, [name for name, is_one in calls.items() if is_one])
+        calls = *self.calls, *["unzeroed"] * is_unzeroed, *["lossless"] * (not self.losses)
+        has_seen = calls or self.backward or self.cut is not None
+        seen = [Seen(calls, frozenset(self.backward), self.cut)] if has_seen else []
+        log.add(step, skipped, *seen)
         if self.measured:
             log.add_sample(loss, **fields_of(self.measured.values()))
 
@@ -57,17 +64,18 @@ class Iterations:
     An interrupt may come anywhere. So each change is one assignment that can be made twice: an
     iteration ends when the next one is appended, the log adds each number once, and a step that was
     not announced is found in the scaler.
-
-    Attributes:
-        first: the number of the first one.
     """
 
-    def __init__(self, scaler: Any, log: StepLog) -> None:
-        self._scaler, self._log = scaler, log
-        self.first = log.counts.step + 1
-        self._all = [Iteration(self.first)]  # each change is a new list; other threads may read it
+    def __init__(self, scaler: Any, log: StepLog, every: int) -> None:
+        self._scaler, self._log, self._every = scaler, log, every
+        self._first = log.counts.step + 1
+        self._all = [self._new(self._first)]  # each change is a new list; other threads may read it
         latest = scaler.observed.last_steps()
         self._noted = {id(optimizer): outcome for optimizer, outcome in latest}
+
+    def _new(self, number: int, *calls: str) -> Iteration:
+        is_due = is_sampled(number, self._every)
+        return Iteration(number, number == self._first, is_due, list(calls))
 
     @property
     def latest(self) -> Iteration:
@@ -98,28 +106,20 @@ class Iterations:
                 self.note(optimizer, outcome)
         self._noted = {id(optimizer): outcome for optimizer, outcome in latest}
 
-    def drop(self) -> None:
-        """Forget what is known of the latest iteration, in which no optimizer stepped."""
-        self._all = [*self.waiting, Iteration(self.latest.number)]
+    def note_call(self, name: str) -> None:
+        """Note a call that no step came of, if there was no step before; see ``Sample``."""
+        if self.latest.is_first:
+            self.latest.calls.append(name)
+            self._log.note_calls(self.latest.calls)
 
     def end(self) -> None:
-        """End the latest iteration."""
-        unread = [each for each in self._all if each.number > self._log.counts.step]
-        self._all = [*unread, Iteration(self.latest.number + 1)]
-
-    def read(self) -> None:
-        """Add those that ended to the log."""
-        self._add_to(self._log, self.waiting)
-
-    def seen(self) -> StepLog:
-        """The log as :meth:`read` would leave it; any thread may ask, and nothing changes."""
-        waiting = self.waiting  # before the log, which may add some meanwhile
-        log = self._log.copy()
-        self._add_to(log, waiting)
-        return log
-
-    @staticmethod
-    def _add_to(log: StepLog, iterations: list[Iteration]) -> None:
-        for iteration in iterations:
-            if iteration.number > log.counts.step:
-                iteration.add_to(log)
+        """End the latest iteration; one in which no optimizer stepped is none."""
+        latest = self.latest
+        unread = [each for each in self.waiting if each.number > self._log.counts.step]
+        if latest.outcomes:
+            self._all = [*unread, latest, self._new(latest.number + 1)]
+        else:
+            unstepped = ["unstepped"] * latest.is_unscaled
+            self._all = [*unread, self._new(latest.number, *latest.calls, *unstepped)]
+            if unstepped and latest.is_first:
+                self._log.note_calls(self.latest.calls)

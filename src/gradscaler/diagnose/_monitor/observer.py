@@ -13,14 +13,13 @@ from typing import Any, TypeVar
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import inspect
 from gradscaler.diagnose._locate.locate import is_locating
-from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._locate.operation_watch import OperationWatch
 from gradscaler.diagnose._monitor.backward_graph import CutOff, listen
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
-from gradscaler.diagnose._monitor.gradient_sample import is_sampled, measure
-from gradscaler.diagnose._monitor.iterations import Iterations
+from gradscaler.diagnose._monitor.gradient_sample import measure
+from gradscaler.diagnose._monitor.iterations import Iteration, Iterations
 from gradscaler.diagnose._monitor.parameters import OptimizersParameters, UsedGradients, has_stepped
-from gradscaler.diagnose._monitor.step_log import StepLog, StepSource, StuckError
+from gradscaler.diagnose._monitor.step_log import StepSource, StuckError
 from gradscaler.outcome import HISTORY_LENGTH, StepOutcome
 
 MethodT = TypeVar("MethodT", bound=Callable[..., None])
@@ -51,21 +50,25 @@ class EagerObserver(StepSource):
     :class:`Iterations`.
     """
 
-    parameters: OptimizersParameters
-
     def __post_init__(self) -> None:
+        """Note where the scaler stands."""
         self._finish: Callable[[], None] | None = None  # what a close that waits will call
         self._is_in_step = False  # whether unscale_() or step() began, and no step has ended since
         bases = type(self.scaler).__mro__
         is_torch = any(base.__module__.startswith("gradscaler.torch") for base in bases)
         # Operations of many processes are on parts of tensors, and may be collectives.
         sees_operations = is_torch and self.world_size == 1
-        self._iterations = Iterations(self.scaler, self.log)
+        self._iterations = Iterations(self.scaler, self.log, self.every)
         self._watch = FailureWatch(self.model, self.log, sees_operations)
-        self._cut_off = CutOff(self._watch.model, sees_operations)
+        self._cut_off = CutOff(self._watch, sees_operations)
         self._used = UsedGradients() if sees_operations else None
         self.parameters = OptimizersParameters(self.model)
         self._updated = self.log.counts.step  # the last step whose `updating` ended
+
+    @property
+    def waiting(self) -> list[Iteration]:
+        """The iterations that are over, of which the log may not have the latest."""
+        return self._iterations.waiting
 
     @_call
     def scaled(self, outputs: Any, /) -> None:
@@ -73,68 +76,81 @@ class EagerObserver(StepSource):
         if is_locating.get():
             return
         iteration = self._iterations.latest
-        if iteration.number == self._iterations.first or is_sampled(iteration.number, self.every):
+        if iteration.is_first or iteration.is_sampled:
             listen(outputs, iteration.backward)
-        self._cut_off.see(outputs)
+        if self._cut_off.is_looking:
+            self._cut_off.see(outputs)
         if self._used is not None and not iteration.losses:
             self._used.before_backward()
         loss = local(outputs).detach()
         if 0 in loss.shape:  # as this process' part may be
             return
         is_repeated = iteration.losses and self.scaler.observed.is_in_closure
-        if is_repeated and self._watch.step != iteration.number:
-            # Its gradients were read already; if they overflow again, the same batch follows.
-            if math.isfinite(iteration.losses[-1].item()):
-                self._watch.stop()
-            else:
-                self._watch.start(iteration.number)
+        # Its gradients were read already; if they overflow again, the same batch follows.
+        if is_repeated and not math.isfinite(iteration.losses[-1].item()):
+            self._watch.start_again(iteration.number)
         iteration.losses.append(loss if loss.ndim == 0 else loss.mean())
 
     @_call
     def unscaling(self, optimizer: Any, scale: Any, /) -> None:
         """Measure the gradients if a sample is due, before anything clips them."""
-        self.stepping(optimizer, scale)
+        self._before_step(optimizer, scale)
         self._iterations.latest.is_unscaled = True
 
     @_call
     def stepping(self, optimizer: Any, scale: Any, /) -> None:
         """Measure the gradients if a sample is due and ``unscaling`` has not measured them."""
-        self._is_in_step = True
-        self._watch.end_passes(self._iterations.latest.number)
-        self._iterations.note_missed()
-        if id(optimizer) in self._iterations.latest.outcomes:
-            self.updating()
+        self._before_step(optimizer, scale)
+
+    def _before_step(self, optimizer: Any, scale: Any) -> None:
         iteration = self._iterations.latest
-        if iteration.number == self._iterations.first:
+        if id(optimizer) in iteration.outcomes:
+            self._update()
+            iteration = self._iterations.latest
+        self._is_in_step = True
+        if id(optimizer) not in iteration.begun:
+            self._watch.end_passes(iteration.number)
+            self._see_before_step(iteration, optimizer)
+            iteration.begun.add(id(optimizer))
+        if iteration.is_sampled:
+            self._measure(optimizer, scale)
+
+    def _see_before_step(self, iteration: Iteration, optimizer: Any) -> None:
+        """See what an optimizer's parameters and their gradients say, once they are there."""
+        if iteration.is_first:
             self.parameters.note_norms(optimizer)
-            iteration.is_resumed = iteration.is_resumed or self._is_resumed(optimizer)
+            if self._is_resumed(optimizer) and "resumed" not in iteration.calls:
+                iteration.calls.append("resumed")
         if self._used is not None and (held := self._used.before_step(optimizer)) is not None:
             iteration.added_to.append(held)
         if self._cut_off.is_looking:
-            self._cut_off.note(self.parameters.named(optimizer, iteration.place_of(optimizer)))
-        self._measure_if_due(optimizer, scale)
+            self._cut_off.note(self._named(optimizer))
 
     @_call
     def stepped(self, optimizer: Any, outcome: StepOutcome, /) -> None:
         """Inspect the gradients if they are not finite."""
         self._is_in_step = False
         if outcome.known_reason == "no_gradients":
-            if not self.log.num_steps:
-                self.log.note_call("idle")
+            self._iterations.note_call("idle")
             return
+        iteration = self._iterations.latest
         self._iterations.note(optimizer, outcome)
-        self._measure_if_due(optimizer)  # a closure made the gradients
-        is_watched = self._watch.step == self._iterations.latest.number
+        if iteration.is_sampled:
+            self._measure(optimizer)  # a closure made the gradients
+        is_watched = self._watch.step == iteration.number
         is_skip = (self.forensics or is_watched) and outcome.skipped  # may wait for the device
         if is_skip and (is_watched or self._inspects_next_skip):
-            outcome.nonfinite = inspect(self._gradients(optimizer))
+            outcome.nonfinite = inspect(_gradients_of(self._named(optimizer)))
 
     @_call
     def updating(self) -> None:
         """End the iteration, and give the verdict if there were too many skips."""
         self._is_in_step = False
-        self._watch.stop()  # an interrupt of an operation may not move the scale by half
-        self._iterations.note_missed()
+        self._update()
+
+    def _update(self) -> None:
+        if self._watch.is_on or self._watch.step == self._iterations.latest.number:
+            self._watch.stop()  # an interrupt of an operation may not move the scale by half
         self._end()
         ended = self._iterations.ended
         if ended == self._updated:
@@ -150,15 +166,16 @@ class EagerObserver(StepSource):
 
     def _judge(self, ended: int) -> None:
         """Read what ended, if it is time, and say what is wrong."""
-        waiting = self._iterations.waiting
+        waiting = self.waiting
         was_watched = self._watch.step == ended
         is_due = len(waiting) >= HISTORY_LENGTH or bool(waiting and waiting[-1].measured)
         is_write_due = self.log.is_write_due
         if self.forensics or was_watched or is_due or is_write_due:
-            self._iterations.read()
+            self.read()
         if is_write_due:
             self.log.add_sample()
         self._watch.keep_located()
+        self.located = self._watch.located
         streak = self.log.stuck_streak
         is_unseen = streak is not None and streak.skips[-1].nonfinite is None and not was_watched
         is_late = is_unseen and self.log.needs_verdict  # flags were read after the step
@@ -169,18 +186,9 @@ class EagerObserver(StepSource):
     @_call
     def updated(self) -> None:
         """Begin to watch the next iteration, if that is wanted: the scale has moved."""
-        self._cut_off.begin()
         if self._updated == self._iterations.ended:
             self._watch.start_if_wanted(self._updated + 1)
-
-    def seen(self) -> StepLog:
-        """The log with all steps so far; any thread may ask, and nothing changes."""
-        return self._iterations.seen()
-
-    @property
-    def located(self) -> Located | None:
-        """What made the first Inf or NaN in the latest streak of skips, if that was seen."""
-        return self._watch.located
+        self._cut_off.begin(self._updated)
 
     def close(self, finish: Callable[[], None]) -> None:
         """Observe no more, add the iterations that wait, and call ``finish``.
@@ -200,11 +208,10 @@ class EagerObserver(StepSource):
         self.scaler.remove_observer(self)
         self._watch.stop()
         self._cut_off.stop()
-        self._iterations.note_missed()
         self._end()
-        self._iterations.read()
-        if self._is_in_step and not self.log.num_steps:
-            self.log.note_call("raised")
+        if self._is_in_step:
+            self._iterations.note_call("raised")
+        self.read()
         finish()
 
     def _is_busy(self) -> bool:
@@ -224,20 +231,14 @@ class EagerObserver(StepSource):
         return False
 
     def _end(self) -> None:
-        """End the iteration if there were steps in it; else forget it."""
+        """End the iteration."""
+        self._iterations.note_missed()
         iteration = self._iterations.latest
-        if not iteration.outcomes:
-            self._iterations.drop()
-            if iteration.is_unscaled:
-                self.log.note_call("unstepped")
-            return
-        self.parameters.optimizers = list(iteration.optimizers.values())
-        if iteration.backward:
-            self.log.note_backward(frozenset(iteration.backward))
+        if iteration.outcomes:
+            self.parameters.optimizers = list(iteration.optimizers.values())
+            has_gone = any(measured.has_gone for measured in iteration.measured.values())
+            iteration.cut = self._cut_off.end(has_gone)
         self._iterations.end()
-        has_gone = any(measured.has_gone for measured in iteration.measured.values())
-        if (cut := self._cut_off.end(has_gone)) is not None:
-            self.log.note_cut(cut)
         iteration.optimizers = {}  # they need not live until the iteration is read
 
     def _is_resumed(self, optimizer: Any) -> bool:
@@ -246,22 +247,16 @@ class EagerObserver(StepSource):
         is_new = not observed.last_steps() and observed.state == observed.policy.init()
         return is_new and has_stepped(optimizer)
 
-    def _gradients(self, optimizer: Any) -> dict[str, Any]:
+    def _named(self, optimizer: Any) -> dict[str, Any]:
         place = self._iterations.latest.place_of(optimizer)
-        named = self.parameters.named(optimizer, place)
-        return {name: grad for name, p in named.items() if (grad := p.grad) is not None}
+        named: dict[str, Any] = self.parameters.named(optimizer, place)
+        return named
 
-    def _measure_if_due(self, optimizer: Any, scaled_by: Any = None) -> None:
-        """Measure the gradients if a sample is due and they were not measured yet.
-
-        ``scaled_by`` is the scale that they are still multiplied by, if they are.
-        """
-        iteration = self._iterations.latest
-        is_due = is_sampled(iteration.number, self.every)
-        if not is_due or id(optimizer) in iteration.measured:
-            return
-        gradients = self._gradients(optimizer)
-        if not gradients:
+    def _measure(self, optimizer: Any, scaled_by: Any = None) -> None:
+        """Measure the gradients, once; ``scaled_by`` is the scale that is still in them, if any."""
+        measured, named = self._iterations.latest.measured, self._named(optimizer)
+        gradients = _gradients_of(named)
+        if id(optimizer) in measured or not gradients:
             return
         known = None
         if not any(hasattr(gradient, "to_local") for gradient in gradients.values()):
@@ -269,14 +264,17 @@ class EagerObserver(StepSource):
             known = norm if math.isfinite(norm) else None
         is_scaled = scaled_by is not None
         scale = float(scaled_by if is_scaled else self.scaler.observed.state.scale)
-        measured = measure(gradients, self.dtype, scale, is_scaled, known)
-        named = self.parameters.named(optimizer, iteration.place_of(optimizer))
+        found = measure(gradients, self.dtype, scale, is_scaled, known)
         missing = tuple(name for name, p in named.items() if p.grad is None and _is_trained(p))
         unmoved = self.parameters.unmoved(optimizer, named)
-        iteration.measured[id(optimizer)] = replace(measured, missing=missing, unmoved=unmoved)
+        measured[id(optimizer)] = replace(found, missing=missing, unmoved=unmoved)
 
 
 _CALLS = EagerObserver.updated.__code__, OperationWatch.call.__code__  # one of all @_call
+
+
+def _gradients_of(named: dict[str, Any]) -> dict[str, Any]:
+    return {name: p.grad for name, p in named.items() if p.grad is not None}
 
 
 def _is_trained(parameter: Any) -> bool:

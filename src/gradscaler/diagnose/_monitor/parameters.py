@@ -6,43 +6,21 @@ import math
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradscaler.diagnose._gradients.arrays import dtype_name, local, strided_sample, to_numpy
-from gradscaler.diagnose._gradients.reading import inspect
+from gradscaler.diagnose._gradients.arrays import dtype_name, local, sample_of
+from gradscaler.diagnose._gradients.reading import inspect, read
 from gradscaler.outcome import NonfiniteGradient
 
 _MOST_ELEMENTS = 2**12  # of one parameter
 _IN_16_BITS = "float16", "bfloat16"
 
 
-class Parameters:
-    """The parameters of a training, and what is wrong with them, where no optimizer is known."""
-
-    def nonfinite(self) -> tuple[NonfiniteGradient, ...]:
-        """The parameters that hold an Inf or a NaN."""
-        raise NotImplementedError
-
-    def nonfinite_state(self) -> str | None:
-        """The first state of an optimizer that holds an Inf or a NaN, by name."""
-        return None
-
-    def norms(self) -> tuple[float, float] | None:
-        """The norm of the parameters before the first step, and now; None if it is not known."""
-        return None
-
-    @property
-    def lost_eps(self) -> float | None:
-        """The eps of an optimizer that is 0 in its parameters' float16, or None."""
-        return None
-
-
-class OptimizersParameters(Parameters):
+class OptimizersParameters:
     """The parameters of a model's optimizers, which an eager scaler steps.
 
     Attributes:
@@ -52,8 +30,8 @@ class OptimizersParameters(Parameters):
     def __init__(self, model: Any) -> None:
         self._model = model
         self.optimizers: list[Any] = []
-        self._before: dict[int, list[Any]] = {}  # norms, by optimizer; may be on a device
-        self._unmoved: dict[int, UnmovedWeights] = {}  # by optimizer
+        self._norms: dict[int, list[Any]] = {}  # at first, by optimizer; may be on a device
+        self._parts: dict[int, dict[str, NDArray[Any]]] = {}  # at the latest sample
 
     def named(self, optimizer: Any, place: int = 0) -> dict[str, Any]:
         """The parameters of an iteration's first, second... optimizer, by name or by place."""
@@ -86,27 +64,33 @@ class OptimizersParameters(Parameters):
         found = inspect({name: array for name, array in rest.items() if name not in trained})
         return inspect(trained) + tuple(array for array in found if array.num_nan)
 
-    def nonfinite_state(self) -> str | None:
-        """The first state of the latest optimizers that is not finite: ``"exp_avg of fc.bias"``."""
+    def of_optimizers(self, is_stuck: bool) -> dict[str, Any]:
+        """What the optimizers say, as fields of evidence; more of them if the run is stuck."""
+        found: dict[str, Any] = {"state": self._nonfinite_state()}
+        if is_stuck:
+            found |= {"weights": self._growth(), "lost_eps": self._lost_eps()}
+        return found
+
+    def _nonfinite_state(self) -> str | None:
+        """The first state that is not finite, such as ``"exp_avg of fc.bias"``."""
         for place, optimizer in enumerate(self.optimizers):
             names = {id(p): name for name, p in self.named(optimizer, place).items()}
             for parameter, values in _items(getattr(optimizer, "state", None)):
                 for key, value in _items(values):
-                    with suppress(Exception):  # no tensor, or one without numbers
-                        if not np.isfinite(to_numpy(local(value))).all():
-                            name = names.get(id(parameter))
-                            return f"{key} of {name}" if name else str(key)
+                    if read(value).bad:
+                        name = names.get(id(parameter))
+                        return f"{key} of {name}" if name else str(key)
         return None
 
     def note_norms(self, optimizer: Any) -> None:
         """Note the norms of an optimizer's parameters before its first step, once."""
-        if id(optimizer) not in self._before:
-            self._before[id(optimizer)] = self._norms_of(optimizer)
+        if id(optimizer) not in self._norms:
+            self._norms[id(optimizer)] = self._norms_of(optimizer)
 
-    def norms(self) -> tuple[float, float] | None:
+    def _growth(self) -> tuple[float, float] | None:
         """The norm of the parameters before the first step, and now; None if it is not known."""
         now = [norm for optimizer in self.optimizers for norm in self._norms_of(optimizer)]
-        before = [self._before.get(id(optimizer)) for optimizer in self.optimizers]
+        before = [self._norms.get(id(optimizer)) for optimizer in self.optimizers]
         if None in before or not now:
             return None
         first = [norm for norms in before for norm in norms or ()]
@@ -118,59 +102,41 @@ class OptimizersParameters(Parameters):
             return [local(p).detach().norm() for p in self.named(optimizer).values()]
         return []
 
-    def unmoved(self, optimizer: Any, named: Mapping[str, Any]) -> float | None:
-        """The share of an optimizer's elements that have not moved since the sample before."""
-        return self._unmoved.setdefault(id(optimizer), UnmovedWeights()).share(named, optimizer)
-
-    @property
-    def lost_eps(self) -> float | None:
-        """The eps of one of the latest optimizers that is 0 in its parameters' float16, or None."""
+    def _lost_eps(self) -> float | None:
+        """An optimizer's eps that is 0 in its parameters' float16."""
         for optimizer in self.optimizers:
+            if _steps_in_float32(optimizer):
+                continue
             for group in getattr(optimizer, "param_groups", ()):
                 eps = group.get("eps")
-                if not isinstance(eps, float) or not eps or np.float16(eps):
-                    continue
-                if any(dtype_name(p) == "float16" for p in group["params"]):
-                    return eps
+                is_lost = isinstance(eps, float) and eps and not np.float16(eps)
+                if is_lost and any(dtype_name(p) == "float16" for p in group["params"]):
+                    return float(eps)
         return None
 
+    def unmoved(self, optimizer: Any, parameters: Mapping[str, Any]) -> float | None:
+        """The share of 16-bit elements that have not moved since the sample before, if it is known.
 
-class UnmovedWeights:
-    """Compares parameters of 16 bits at one sample with what they were at the sample before.
-
-    An update of less than half of the distance to the next number is lost in rounding, at each step
-    anew. Elements without a gradient do not count.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[str, NDArray[Any]] = {}
-
-    def share(self, parameters: Mapping[str, Any], optimizer: Any) -> float | None:
-        """The share of their elements that have not moved since; None if it is not known."""
-        before, self._before = self._before, {}
-        rates = [group.get("lr") for group in getattr(optimizer, "param_groups", ())]
-        if not any(rates):
+        An update of less than half of the distance to the next number is lost in rounding, at each
+        step again. Elements without a gradient do not count, and none does where what rounding
+        loses is kept elsewhere.
+        """
+        if _steps_in_float32(optimizer):
+            return None
+        before, now = self._parts.get(id(optimizer), {}), dict[str, NDArray[Any]]()
+        self._parts[id(optimizer)] = now
+        if not any(group.get("lr") for group in getattr(optimizer, "param_groups", ())):
             return None
         num_unmoved = num_seen = 0
         for name, parameter in parameters.items():
             if parameter.grad is None or dtype_name(parameter) not in _IN_16_BITS:
                 continue
-            now = self._before[name] = _part(parameter)
-            if name in before and before[name].size == now.size:
-                has_gradient = _part(parameter.grad) != 0
+            now[name] = np.array(sample_of(parameter, _MOST_ELEMENTS))
+            if name in before and before[name].size == now[name].size:
+                has_gradient = sample_of(parameter.grad, _MOST_ELEMENTS) != 0
                 num_seen += int(has_gradient.sum())
-                num_unmoved += int((has_gradient & (now == before[name])).sum())
+                num_unmoved += int((has_gradient & (now[name] == before[name])).sum())
         return num_unmoved / num_seen if num_seen else None
-
-
-@dataclass
-class _Mark:
-    """One parameter of an optimizer, and its gradient before a backward pass."""
-
-    parameter: Any  # a weak reference
-    gradient: Any = None  # a weak reference, if there is one
-    version: int = 0
-    largest: Any = None  # its largest magnitude, which may be on a device
 
 
 class UsedGradients:
@@ -178,39 +144,44 @@ class UsedGradients:
 
     It compares one gradient of each optimizer before the backward pass and after. PyTorch counts
     the changes of a tensor: a backward pass that adds to a gradient is one,
-    ``zero_grad(set_to_none=False)`` another, and ``zero_grad()`` leaves no tensor. Elsewhere there
-    is no such count, and nothing is found. It waits for no device.
+    ``zero_grad(set_to_none=False)`` another, and ``zero_grad()`` leaves no tensor. It waits for no
+    device.
     """
 
     def __init__(self) -> None:
-        self._marks: dict[int, _Mark] = {}
+        self._parameters: dict[int, Any] = {}  # one of each optimizer that has stepped
+        self._used: dict[int, tuple[Any, int, Any]] = {}  # its gradient, version, largest magnitude
 
     def before_backward(self) -> None:
         """Note the gradients that steps have left."""
-        for mark in self._marks.values():
-            parameter = mark.parameter()
-            gradient = None if parameter is None else parameter.grad
-            mark.gradient = None
-            if gradient is None or gradient.layout != parameter.layout:  # it is sparse
-                continue
-            mark.gradient = weakref.ref(gradient)
-            mark.version, mark.largest = gradient._version, gradient.detach().abs().amax()
+        self._used = {}
+        for key, alive in self._parameters.items():
+            gradient = getattr(parameter := alive(), "grad", None)
+            if gradient is not None and gradient.layout == parameter.layout:  # it is not sparse
+                largest = gradient.detach().abs().amax()
+                self._used[key] = weakref.ref(gradient), gradient._version, largest
 
     def before_step(self, optimizer: Any) -> Any:
         """What the gradient held if a backward pass has only added to it, else None.
 
         That is its largest magnitude: where it is 0, someone set it to 0.
         """
-        mark = self._marks.pop(id(optimizer), None)
-        gradient = None if mark is None or mark.gradient is None else mark.gradient()
-        groups = getattr(optimizer, "param_groups", ())
-        with suppress(Exception):
-            used = (p for g in groups for p in g["params"] if hasattr(p.grad, "_version"))
-            if (parameter := next(used, None)) is not None and parameter.grad.numel():
-                self._marks[id(optimizer)] = _Mark(weakref.ref(parameter))
-        if mark is None or gradient is None or mark.parameter().grad is not gradient:
-            return None
-        return mark.largest if gradient._version == mark.version + 1 else None
+        key, held = id(optimizer), None
+        parameter = self._parameters.pop(key, lambda: None)()
+        if parameter is not None and parameter.grad is not None and key in self._used:
+            alive, version, largest = self._used.pop(key)
+            if alive() is parameter.grad and parameter.grad._version == version + 1:
+                held = largest
+        if parameter is None or parameter.grad is None:
+            groups = getattr(optimizer, "param_groups", ())
+            with suppress(AttributeError):  # where no tensor counts its changes, there is none
+                all_of = (p for group in groups for p in group["params"] if p.grad is not None)
+                parameter = next(
+                    (p for p in all_of if p.grad.numel() and p.grad._version >= 0), None
+                )
+        if parameter is not None:
+            self._parameters[key] = weakref.ref(parameter)
+        return held
 
 
 def has_stepped(optimizer: Any) -> bool:
@@ -222,9 +193,10 @@ def has_stepped(optimizer: Any) -> bool:
     return False
 
 
+def _steps_in_float32(optimizer: Any) -> bool:
+    """Whether it is a ``gradscaler.torch.MasterWeights``, by what that alone has."""
+    return hasattr(optimizer, "widen_gradients_")
+
+
 def _items(mapping: Any) -> Iterable[tuple[Any, Any]]:
     return mapping.items() if isinstance(mapping, Mapping) else ()
-
-
-def _part(array: Any) -> NDArray[Any]:
-    return np.array(to_numpy(strided_sample(array, _MOST_ELEMENTS)))

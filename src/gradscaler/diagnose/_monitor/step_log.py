@@ -10,6 +10,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from time import monotonic
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -17,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 from gradscaler.diagnose._findings import Evidence, Finding, Verdict
 from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._monitor.news import News
-from gradscaler.diagnose._monitor.parameters import Parameters
 from gradscaler.diagnose._run.lines import Line, Sample, Skip, VerdictLine, Watched
 from gradscaler.diagnose._run.writer import EventFile, RunFile
 from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient
@@ -27,7 +27,6 @@ OnStuck = Literal["warn", "raise", "continue"]
 logger = logging.getLogger("gradscaler")
 
 _MOST_NONFINITE = 10  # gradients that a line lists
-_FEW = 3  # skips in a row that may become too many
 _MANY_CALLS = 10  # that no step came of
 _NONFINITE = "parameter", "state"  # kinds
 _LONGEST_UNWRITTEN = 1.0  # seconds; who reads the file of a killed process misses no more
@@ -69,6 +68,22 @@ class Step(NamedTuple):
         return self.loss is not None and not math.isfinite(self.loss)
 
 
+class Seen(NamedTuple):
+    """What was seen beside losses and gradients; see :class:`Sample` for each of them."""
+
+    calls: tuple[str, ...] = ()
+    backward: frozenset[str] = frozenset()
+    cut: Mapping[str, str] | None = None
+
+    def after(self, other: Seen) -> Seen:
+        """Both, one after the other."""
+        cut = self.cut if other.cut is None else other.cut
+        return Seen(self.calls + other.calls, self.backward | other.backward, cut)
+
+
+_NOTHING = Seen()
+
+
 class SkipStreak(NamedTuple):
     """A streak of consecutive skipped steps of one optimizer."""
 
@@ -82,18 +97,13 @@ class Counts(NamedTuple):
     """What a log has counted; one assignment replaces it, so an interrupt leaves it whole."""
 
     step: int  # the number of the last step
-    num_skipped: int
-    streaks: Mapping[int, SkipStreak]  # by optimizer
     sampled: int  # the step of the last sample
-    scales: tuple[tuple[int, float], ...] = ()  # since then: each step with a new scale, and that
-    skips: tuple[int, ...] = ()  # since then: the steps that were skipped
-    num_inspected: int = 0  # skipped steps that were
-    num_nonfinite: int = 0  # those in which this process' own gradients were not finite
+    num_skipped: int = 0
+    streaks: Mapping[int, SkipStreak] = MappingProxyType({})  # by optimizer
+    is_finite_here: bool | None = None  # this process' part in the skips that were inspected
     evidence: Evidence = Evidence(0, 0)  # from what was written
     optimizer: int | None = None  # the one that alone took the last step
-    backward: frozenset[str] = frozenset()  # since the last sample: see Sample
-    calls: Mapping[str, int] = MappingProxyType({})  # since then
-    cut: Mapping[str, str] | None = None  # since then
+    seen: Seen = _NOTHING  # since the last sample
 
 
 class StepLog:
@@ -117,13 +127,12 @@ class StepLog:
         judge: Callable[[StepLog], Verdict],
     ) -> None:
         self.history: deque[Step] = deque(maxlen=HISTORY_LENGTH)
-        self._writers = writers
-        self._is_copy = False
+        self._writers: Sequence[RunFile | EventFile] | None = writers  # a copy has None
         self._step_before = step
         self._on_stuck = on_stuck
         self._stuck_after = stuck_after
         self._judge = judge
-        self.counts = Counts(step, 0, {}, step)
+        self.counts = Counts(step, sampled=step)
         self._written_at = monotonic()  # the last sample
         self._watched = step  # the last step that add_watched was called for
         self._dtypes: Mapping[str, str] = {}
@@ -133,7 +142,7 @@ class StepLog:
     def copy(self) -> StepLog:
         """A log that goes on from here without writing anything; any thread may make one."""
         twin = copying.copy(self)
-        twin._writers, twin._is_copy = (), True
+        twin._writers = None
         twin.counts = self.counts  # first: the history may grow meanwhile
         kept = (step for step in tuple(self.history) if step.step <= twin.counts.step)
         twin.history = deque(kept, maxlen=HISTORY_LENGTH)
@@ -145,15 +154,12 @@ class StepLog:
         return self.counts.step - self._step_before
 
     def add(
-        self,
-        step: Step,
-        optimizers: Mapping[int, bool] | None = None,
-        suspicious: Sequence[str] = (),
+        self, step: Step, optimizers: Mapping[int, bool] | None = None, seen: Seen = _NOTHING
     ) -> None:
         """Add a step, once; :meth:`check_stuck` gives the verdict.
 
         It is skipped if any optimizer skipped it. ``optimizers`` says which did, by id; None stands
-        for a single one. ``suspicious`` are calls to count: see :class:`Sample`.
+        for a single one.
         """
         counts, number = self.counts, step.step
         if number <= counts.step:
@@ -162,31 +168,27 @@ class StepLog:
             self.add_sample()
             counts = self.counts
         found = step.nonfinite or ()
-        more = max(len(found) - _MOST_NONFINITE, 0)
         listed = None if step.nonfinite is None else found[:_MOST_NONFINITE]
-        skip = Skip(number, step.scale, step.loss, listed, more)
+        skip = Skip(number, step.scale, step.loss, listed, len(found[_MOST_NONFINITE:]))
         is_inspected = step.skipped and listed is not None
+        is_finite_here = counts.is_finite_here
+        if is_inspected:
+            is_finite_here = is_finite_here is not False and not found
         last = next(iter(optimizers)) if optimizers and len(optimizers) == 1 else None
         if last is not None and counts.optimizer not in (None, last):
-            suspicious = [*suspicious, "switched", *["unscaled"] * (step.loss is None)]
-        calls = Counter(counts.calls) + Counter(suspicious) if suspicious else counts.calls
-        has_moved = not counts.scales or counts.scales[-1][1] != step.scale
-        after = counts._replace(
-            step=number,
-            num_skipped=counts.num_skipped + step.skipped,
-            num_inspected=counts.num_inspected + is_inspected,
-            num_nonfinite=counts.num_nonfinite + bool(found),
-            streaks=self._continued(counts.streaks, skip, optimizers or {0: step.skipped}),
-            scales=(*counts.scales, (number, step.scale)) if has_moved else counts.scales,
-            skips=(*counts.skips, number) if step.skipped else counts.skips,
-            optimizer=last,
-            calls=calls,
-        )
+            seen = seen.after(Seen(("switched", *["unscaled"] * (step.loss is None))))
+        before = counts.seen if self.num_steps else _NOTHING  # else the step has those calls, too
         if not self.history or self.history[-1].step < number:
             self.history.append(step)
-        self.counts = after
-        if is_inspected and not self._is_copy:
-            logger.info("%s", _in_one_line(skip))
+        self.counts = counts._replace(
+            step=number,
+            num_skipped=counts.num_skipped + step.skipped,
+            streaks=self._continued(counts.streaks, skip, optimizers or {0: step.skipped}),
+            is_finite_here=is_finite_here,
+            optimizer=last,
+            seen=before if seen is _NOTHING else before.after(seen),
+        )
+        if is_inspected:
             self._write(skip)
 
     def add_sample(self, loss: float | None = None, **measured: Any) -> None:
@@ -197,34 +199,20 @@ class StepLog:
         sample = self._sample(loss, **measured)
         self._write(sample)
         self._written_at = monotonic()
-        self.counts = counts._replace(
-            sampled=counts.step,
-            scales=(),
-            skips=(),
-            evidence=counts.evidence.after(sample),
-            backward=frozenset(),
-            calls=MappingProxyType({}),
-            cut=None,
-        )
+        evidence = counts.evidence.after(sample)
+        self.counts = counts._replace(sampled=counts.step, seen=_NOTHING, evidence=evidence)
 
     @property
     def is_write_due(self) -> bool:
         """Whether a file waits, and nothing was written for a second."""
         return bool(self._writers) and monotonic() - self._written_at >= _LONGEST_UNWRITTEN
 
-    def note_backward(self, dtypes: frozenset[str]) -> None:
-        """Remember which dtypes a backward pass computes in."""
-        self.counts = self.counts._replace(backward=self.counts.backward | dtypes)
-
-    def note_cut(self, cut: Mapping[str, str]) -> None:
-        """Remember what lets no gradient through to parameters, by their names."""
-        self.counts = self.counts._replace(cut=cut)
-
-    def note_call(self, name: str) -> None:
-        """Count a call that no step came of: see :class:`Sample`."""
-        calls = Counter(self.counts.calls) + Counter([name])
-        self.counts = self.counts._replace(calls=calls)
-        if not self.num_steps and calls[name] == _MANY_CALLS:
+    def note_calls(self, calls: Sequence[str]) -> None:
+        """Note the calls so far of a run without a step, the latest last: see :class:`Sample`."""
+        if self.num_steps:
+            return
+        self.counts = self.counts._replace(seen=Seen(tuple(calls)))
+        if calls.count(calls[-1]) == _MANY_CALLS:
             _warn(self._look(is_last=False))
 
     @property
@@ -240,24 +228,28 @@ class StepLog:
 
     def _sample(self, loss: float | None = None, **measured: Any) -> Sample:
         """What happened since the last sample."""
-        counts = self.counts
+        counts, seen = self.counts, self.counts.seen
+        steps = [step for step in self.history if step.step > counts.sampled]
+        losses = tuple(step.loss for step in steps)
+        scales = [(step.step, step.scale) for step in steps]
+        moved = (now for before, now in pairwise(scales) if before[1] != now[1])
         return Sample(
             step=counts.step,
-            scale=self.history[-1].scale,
-            scales=counts.scales,
-            steps=counts.step - counts.sampled,
-            skips=counts.skips,
+            scale=steps[-1].scale,
+            scales=(scales[0], *moved),
+            steps=len(steps),
+            skips=tuple(step.step for step in steps if step.skipped),
             loss=loss,
-            losses=self._losses_since(counts.sampled),
-            backward=tuple(sorted(counts.backward)),
-            calls=dict(counts.calls),
-            cut=counts.cut,
+            losses=() if losses.count(None) == len(losses) else losses,
+            backward=tuple(sorted(seen.backward)),
+            calls=Counter(seen.calls),
+            cut=seen.cut,
             **measured,
         )
 
     def _calls(self) -> Watched:
         """The calls that no step came of, in a run without one."""
-        return Watched(self.counts.step, calls=dict(self.counts.calls))
+        return Watched(self.counts.step, calls=Counter(self.counts.seen.calls))
 
     def add_watched(self, located: Located | None, dtypes: Mapping[str, str]) -> None:
         """Write what was seen in the last step, once; dtypes only if they changed."""
@@ -274,8 +266,7 @@ class StepLog:
     def check(self) -> None:
         """Say what is wrong, as soon as it is known; see :meth:`check_stuck`."""
         self.check_stuck()
-        streak = max((each.length for each in self.counts.streaks.values()), default=0)
-        if streak < _FEW and self._news.is_due(self.counts.step):  # else its verdict comes
+        if self._news.is_due(self.counts.step):
             news = self._look(is_last=False)
             self._news.has_looked()
             _warn(news)
@@ -328,11 +319,6 @@ class StepLog:
         if self._on_stuck == "warn":
             warnings.warn(StuckWarning(line.text), stacklevel=_levels_to_caller())
 
-    def _losses_since(self, step: int) -> tuple[float | None, ...]:
-        """The loss of each later step; empty if none was seen."""
-        losses = tuple(each.loss for each in self.history if each.step > step)
-        return () if losses.count(None) == len(losses) else losses
-
     @property
     def stuck_streak(self) -> SkipStreak | None:
         """The longest streak of skips, if it is too long."""
@@ -373,16 +359,18 @@ class StepLog:
     def close(self) -> None:
         """Write what is left to write."""
         news = self._look(is_last=True)
-        if not self.num_steps and self.counts.calls:
+        if not self.num_steps and self.counts.seen.calls:
             self._write(self._calls())
         self.add_sample()
         writers, self._writers = self._writers, ()  # a call that this interrupts writes no more
-        for writer in writers:
+        for writer in writers or ():
             writer.close()
         _warn(news)  # last, as a user may have made warnings errors
 
     def _write(self, line: Line) -> None:
-        for writer in self._writers:
+        if self._writers is not None and isinstance(line, Skip):
+            logger.info("%s", _in_one_line(line))
+        for writer in self._writers or ():
             writer.write(line)
 
 
@@ -397,23 +385,38 @@ class StepSource:
     forensics: int  # inspect every n-th skipped step; 0 disables
     dtype: str  # the format for samples
     world_size: int  # processes that train together
-    parameters: Parameters = field(init=False)  # of the training
+    parameters: Any = field(init=False)  # of the training: what is not finite, and the optimizers
+    located: Located | None = field(init=False, default=None)  # in the latest streak of skips
 
     def __post_init__(self) -> None:
         """Note where the scaler stands."""
 
-    def seen(self) -> StepLog:
-        """The log with all steps so far; any thread may ask, and nothing changes."""
+    @property
+    def waiting(self) -> Sequence[Any]:
+        """The steps that are over, of which the log may not have the latest."""
         raise NotImplementedError
 
-    @property
-    def located(self) -> Located | None:
-        """What made the first Inf or NaN in the latest streak of skips, if that was seen."""
-        return None
+    def read(self) -> None:
+        """Add the steps that wait to the log; waits for the device."""
+        self._add_to(self.log, self.waiting)
+
+    def seen(self) -> StepLog:
+        """The log as :meth:`read` would leave it; any thread may ask, and nothing changes."""
+        waiting = self.waiting  # before the log, which may add some meanwhile
+        log = self.log.copy()
+        self._add_to(log, waiting)
+        return log
+
+    @staticmethod
+    def _add_to(log: StepLog, steps: Sequence[Any]) -> None:
+        for step in steps:
+            if step.number > log.counts.step:
+                step.add_to(log)
 
     def close(self, finish: Callable[[], None]) -> None:
         """Observe no more, add the steps that wait, and call ``finish``."""
-        raise NotImplementedError
+        self.read()
+        finish()
 
     @property
     def _inspects_next_skip(self) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import to_numpy
 
 
-class Reading(NamedTuple):
+@dataclass(frozen=True)
+class Reading:
     """The state of a scaler, in scalars that may be on a device and will not change."""
 
     scale: Any
@@ -17,24 +19,21 @@ class Reading(NamedTuple):
     finite: Any = None  # whether the latest step's gradients were, if the scaler knows
     applied: Any = None  # how many steps its optimizer took, if the scaler knows
 
-    def on_host(self) -> Reading:
-        """The same as Python numbers; waits for the device."""
-        return Reading(*(None if value is None else number(value) for value in self))
-
     def was_finite(self, before: Reading, growth_interval: float) -> bool:
-        """Whether the step since ``before`` had finite gradients; both are on the host.
+        """Whether the step since ``before`` had finite gradients; waits for the device.
 
         A fixed scale gives no evidence; the step is assumed to be finite.
         """
         if self.finite is not None:
-            return bool(self.finite)
+            return bool(number_of(self.finite))
         if self.applied is not None and before.applied is not None:
-            return bool(self.applied != before.applied)
+            return number_of(self.applied) != number_of(before.applied)
         if self.finite_steps is None or before.finite_steps is None:
             return True
-        grew = self.scale > before.scale
-        at_its_largest = self.scale == before.scale and before.finite_steps + 1 >= growth_interval
-        return bool(self.finite_steps > 0 or grew or at_its_largest)
+        scale, scale_before = number_of(self.scale), number_of(before.scale)
+        is_full = number_of(before.finite_steps) + 1 >= growth_interval
+        is_at_largest = scale == scale_before and is_full
+        return number_of(self.finite_steps) > 0 or scale > scale_before or is_at_largest
 
 
 def read(scaler: Any) -> Reading:
@@ -59,7 +58,7 @@ def policy_of(scaler: Any) -> Any:
     return scaler
 
 
-def number(scalar: Any) -> float:
+def number_of(scalar: Any) -> float:
     """A scalar of any framework, or the mean of an array, as a Python number."""
     return float(to_numpy(scalar).mean())
 
@@ -77,7 +76,7 @@ def _parts(scaler: Any) -> Iterator[Any]:
 
 
 def _of_optax(state: Any) -> Reading:
-    return read(state.scaler)._replace(finite=state.grads_finite + 0)
+    return replace(read(state.scaler), finite=state.grads_finite + 0)
 
 
 def _of_jax(scaler: Any) -> Reading:

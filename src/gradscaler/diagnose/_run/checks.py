@@ -8,10 +8,9 @@ import math
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING
+from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
-from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from gradscaler.diagnose._gradients.formats import FORMATS, format_named
@@ -63,79 +62,52 @@ def value_as(kind: Any, value: Any) -> Any:
 @lru_cache
 def _reader_of(kind: Any) -> Callable[[Any], Any]:  # noqa: PLR0911 # a case for each kind of type
     """What makes an instance of a type from a JSON value; a file holds millions of some."""
-    arguments = get_args(kind)
-    if get_origin(kind) is Annotated:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
         return arguments[1]  # type: ignore[no-any-return]
     if kind in _CHECKS:
         return _CHECKS[kind]
-    if get_origin(kind) is Literal:
-        return partial(_one_of, arguments)
-    if NoneType in arguments:
-        return partial(_optional, _reader_of(arguments[0]))
-    if get_origin(kind) is Mapping:
-        return partial(_mapping, _reader_of(arguments[1]))
-    if arguments and arguments[-1] is ...:
-        return partial(_tuple, _reader_of(arguments[0]))
-    if arguments:
-        return partial(_tuple_of, tuple(map(_reader_of, arguments)))
-    readers = {key: _reader_of(type_) for key, type_ in _types_of(kind).items()}
-    if issubclass(kind, tuple):
-        return partial(_named_tuple, kind, tuple(readers.values()))
-    return partial(_line, kind, readers)
+    if origin is Literal:
+        return lambda value: _checked(value in arguments, value, f"one of {', '.join(arguments)}")
+    if is_dataclass(kind):
+        return partial(_instance, kind, _readers_of(kind))
+    if hasattr(kind, "_fields"):  # a named tuple
+        readers = [*_readers_of(kind).values()]
+        return lambda value: kind(*_each(readers, value))
+    if origin is tuple and arguments[-1] is not ...:
+        readers = [*map(_reader_of, arguments)]
+        return lambda value: tuple(_each(readers, value))
+    of = _reader_of(arguments[origin is Mapping])
+    if origin is tuple:
+        return lambda value: tuple(map(of, _array(value)))
+    if origin is Mapping:
+        return lambda value: {key: _field(key, of, item) for key, item in _object(value).items()}
+    return lambda value: None if value is None else of(value)
 
 
-def _flag(value: Any) -> bool:
-    return bool(_checked(isinstance(value, bool), value, "true or false"))
+def _readers_of(kind: Any) -> dict[str, Callable[[Any], Any]]:
+    """What makes each field of a dataclass or of a named tuple, by its name."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: _reader_of(hints[name]) for name in kind.__match_args__}
 
 
-def _one_of(choices: tuple[str, ...], value: Any) -> Any:
-    return _checked(value in choices, value, f"one of {', '.join(choices)}")
-
-
-def _optional(reader: Callable[[Any], Any], value: Any) -> Any:
-    return None if value is None else reader(value)
-
-
-def _mapping(reader: Callable[[Any], Any], value: Any) -> dict[str, Any]:
-    return {key: _field(key, reader, item) for key, item in _object(value).items()}
-
-
-def _tuple(reader: Callable[[Any], Any], value: Any) -> tuple[Any, ...]:
-    return tuple(map(reader, _array(value)))
-
-
-def _tuple_of(readers: Sequence[Callable[[Any], Any]], value: Any) -> tuple[Any, ...]:
+def _each(readers: Sequence[Callable[[Any], Any]], value: Any) -> list[Any]:
+    """The items of an array that has as many as there are readers."""
     items = _array(value, len(readers))
-    return tuple(reader(item) for reader, item in zip(readers, items, strict=True))
+    return [reader(item) for reader, item in zip(readers, items, strict=True)]
 
 
-def _named_tuple(kind: Any, readers: Sequence[Callable[[Any], Any]], value: Any) -> Any:
-    return kind(*_tuple_of(readers, value))
-
-
-def _line(kind: Any, readers: Mapping[str, Callable[[Any], Any]], value: Any) -> Any:
+def _instance(kind: Any, readers: Mapping[str, Callable[[Any], Any]], value: Any) -> Any:
+    """A line, or another dataclass; a field with a default may be missing."""
     found = _object(value)
-    for key in readers:
-        if key not in found and not _has_default(kind, key):  # older files lack some
-            raise ValueError(f"{key} is missing")
-    given = {key: reader for key, reader in readers.items() if key in found}
-    line = kind(**{key: _field(key, reader, found[key]) for key, reader in given.items()})
+    for field in fields(kind):
+        if field.name not in found and field.default is field.default_factory is MISSING:
+            raise ValueError(f"{field.name} is missing")
+    given = {key: _field(key, read, found[key]) for key, read in readers.items() if key in found}
+    line = kind(**given)
     if hasattr(line, "check"):
         line.check()
     return line
-
-
-@lru_cache
-def _has_default(kind: Any, key: str) -> bool:
-    """Whether a field of a class has a default, or what makes one."""
-    field = getattr(kind, "__dataclass_fields__", {}).get(key)
-    return hasattr(kind, key) or (field is not None and field.default_factory is not MISSING)
-
-
-def _types_of(kind: Any) -> dict[str, Any]:
-    """The types of a class' fields, by their names."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {name: hints[name] for name in getattr(kind, "_fields", kind.__match_args__)}
 
 
 def number(value: Any) -> float:
@@ -148,32 +120,24 @@ def number(value: Any) -> float:
     return float(_checked(is_finite, value, "a number"))
 
 
-def share(value: Any) -> float:
-    """From 0 to 1."""
+def _number_that(is_valid: Callable[[float], bool], what: str, value: Any) -> float:
     checked = number(value)
-    _checked(0 <= checked <= 1, value, "a share from 0 to 1")
+    _checked(is_valid(checked), value, what)
     return checked
 
 
-def scale(value: Any) -> float:
-    """A loss scale, which is kept in float32."""
-    checked = number(value)
-    _checked(_SMALLEST_SCALE <= checked <= LARGEST_SCALE, value, "positive and finite in float32")
-    return checked
+share = partial(_number_that, lambda share: 0 <= share <= 1, "a share from 0 to 1")
 
+scale = partial(
+    _number_that,
+    lambda scale: _SMALLEST_SCALE <= scale <= LARGEST_SCALE,
+    "positive and finite in float32",
+)
 
-def magnitude(value: Any) -> float:
-    """From 0 to Inf, or NaN."""
-    checked = number(value)
-    _checked(not checked < 0, value, "a magnitude")
-    return checked
+magnitude = partial(_number_that, lambda size: not size < 0, "a magnitude")
+"""From 0 to Inf, or NaN."""
 
-
-def finite_magnitude(value: Any) -> float:
-    """From 0 to below Inf."""
-    checked = number(value)
-    _checked(0 <= checked < math.inf, value, "a finite magnitude")
-    return checked
+finite_magnitude = partial(_number_that, lambda size: 0 <= size < math.inf, "a finite magnitude")
 
 
 def _integer(least: int, most: int, value: Any) -> int:
@@ -231,7 +195,7 @@ def _plain(value: Any) -> Any:
 
 
 _CHECKS: dict[Any, Callable[[Any], Any]] = {
-    bool: _flag,
+    bool: lambda value: _checked(isinstance(value, bool), value, "true or false"),
     int: count,
     float: number,
     str: _text,

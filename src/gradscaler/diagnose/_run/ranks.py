@@ -107,7 +107,7 @@ class _Course:
     def __init__(self, run: Run) -> None:
         self.start = start = run.starts[-1].step
         self.length = max((sample.step for sample in run.samples), default=start) - start
-        self.scales = {step - start: s for step, s in zip(*run.scales, strict=True) if step > start}
+        self.scales = {step - start: s for step, s in run.scales.items() if step > start}
         self.skipped = {step - start for step in run.skipped if step > start}
 
     def other_scale(self, other: _Course) -> tuple[int, float, float] | None:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, starmap
+from operator import le
 from statistics import median
 from typing import TypeVar
 
@@ -58,33 +59,15 @@ class Run:
         return tuple(sorted(seen | {skip.step for skip in self.skips}))
 
     @cached_property
-    def streaks(self) -> tuple[tuple[int, int], ...]:
-        """The first and the last step of each streak of skips."""
-        found: list[tuple[int, int]] = []
-        for step in self.skipped:
-            if found and step == found[-1][1] + 1:
-                found[-1] = found[-1][0], step
-            else:
-                found.append((step, step))
-        return tuple(found)
-
-    @cached_property
-    def longest_skips(self) -> tuple[int, int]:
-        """The first and the last step of the longest streak of skips, the latest of them.
-
-        (0, -1) if there are no skips.
-        """
-        longest = max(self.streaks, key=lambda s: (s[1] - s[0], s[1]), default=None)
-        return (0, -1) if longest is None else longest
-
-    @cached_property
     def nonfinite_since(self) -> float:
         """The step since which this rank's own gradients hold an Inf or a NaN.
 
         In the latest streak of skips, up to its last step that was inspected; Inf if they do not.
         """
-        first, _ = self.streaks[-1] if self.streaks else (0, 0)
-        since = math.inf
+        since, skipped = math.inf, set(self.skipped)
+        first = max(skipped, default=0)
+        while first - 1 in skipped:
+            first -= 1
         for skip in reversed(self.skips):
             if skip.step < first or not skip.nonfinite:
                 break
@@ -96,15 +79,12 @@ class Run:
         """The unscaled loss by step, where it was seen."""
         found: dict[int, float] = {}
         for sample in self.samples:
-            first = sample.step + 1 - len(sample.losses)
-            losses = enumerate(sample.losses, first)
-            found |= {step: loss for step, loss in losses if loss is not None}
-            if sample.loss is not None:
-                found[sample.step] = sample.loss
+            losses = sample.losses or (sample.loss,)
+            steps = enumerate(losses, sample.step + 1 - len(losses))
+            found |= {step: loss for step, loss in steps if loss is not None}
         found |= {skip.step: skip.loss for skip in self.skips if skip.loss is not None}
-        if all(before < after for before, after in pairwise(found)):  # as in most files
-            return found
-        return dict(sorted(found.items()))
+        is_sorted = all(starmap(le, pairwise(found)))  # as in most files, of which some are long
+        return found if is_sorted else dict(sorted(found.items()))
 
     @cached_property
     def norms(self) -> dict[int, float]:
@@ -117,24 +97,12 @@ class Run:
         return {sample.step: sample.shares for sample in self.samples if sample.shares is not None}
 
     @cached_property
-    def scales(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Steps, and the scale that was used at each of them and until the next."""
+    def scales(self) -> dict[int, float]:
+        """The scale that was used at some steps, each until the next of them."""
         used = {step: scale for sample in self.samples for step, scale in sample.scales}
         used |= {sample.step: sample.scale for sample in self.samples}
         used |= {skip.step: skip.scale for skip in self.skips}
-        steps = sorted(used)
-        return tuple(steps), tuple(used[step] for step in steps)
-
-    @cached_property
-    def lowest_overflow(self) -> float | None:
-        """The lowest scale at which a gradient was Inf though its loss was finite, if any was."""
-        found = [
-            skip.scale
-            for skip in self.skips
-            if any(gradient.num_inf for gradient in skip.nonfinite or ())
-            and (skip.loss is None or math.isfinite(skip.loss))
-        ]
-        return min(found, default=None)
+        return {step: used[step] for step in sorted(used)}
 
     @cached_property
     def fit(self) -> Fit | None:
@@ -149,14 +117,14 @@ class Run:
         the samples say. In a file that was continued, it is on the steps since then, and says so.
         """
         start = self.starts[-1]
-        num_runs = len({start.step for start in self.starts})  # one without a step is none
-        if num_runs > 1:
-            latest = self._since(start).verdict
+        if self.latest is not self:
+            verdict = self.latest.verdict
+            num_runs = len({start.step for start in self.starts})  # one without a step is none
             text = (
                 f"The file holds {num_runs:,} runs, one after another; this is on the "
-                f"latest, from step {start.step + 1:,} on. {latest.text}"
+                f"latest, from step {start.step + 1:,} on. {verdict.text}"
             )
-            return replace(latest, text=text)
+            return replace(verdict, text=text)
         if self.verdicts and not self._has_stepped_since(self.verdicts[-1].step):
             return self.verdicts[-1].in_full
         evidence = Evidence(
@@ -179,15 +147,19 @@ class Run:
         """How the latest of the runs in the file ended; None if its losses were not seen."""
         latest = self._from(self.starts[-1].step, self.num_steps)
         losses = [loss for loss in latest.losses.values() if math.isfinite(loss)]
-        _, scales = latest.scales
-        if not losses or not scales:
+        if not losses or not latest.scales:
             return None
-        return Before(scales[-1], median(losses[:_FEW]), median(losses[-_FEW:]))
+        scale = latest.scales[max(latest.scales)]
+        return Before(scale, median(losses[:_FEW]), median(losses[-_FEW:]))
 
-    def _since(self, start: Start) -> Run:
-        """The run without what came before one of its starts, but for how that ended."""
+    @cached_property
+    def latest(self) -> Run:
+        """The run without those before it in the same file, but for how the last one ended."""
+        start = self.starts[-1]
         previous = [each.step for each in self.starts if each.step < start.step]
-        before = self._from(previous[-1], start.step).ended if previous else None
+        if not previous:
+            return self
+        before = self._from(previous[-1], start.step).ended
         return replace(self._from(start.step, self.num_steps), starts=(start,), before=before)
 
     def _from(self, first: int, last: int) -> Run:
@@ -201,29 +173,17 @@ class Run:
         return Run(starts, *lines, {}, within(self.watched))
 
     def _whole_samples(self) -> list[Sample]:
-        """The samples, with the losses and steps that only the lines of skips tell of.
-
-        These are the losses in an older file, and the skips since the last sample of a process that
-        was killed.
-        """
-        samples = list(self.samples)
-        last = samples[-1].step if samples else self.starts[0].step
-        if late := [skip for skip in self.skips if skip.step > last]:
-            scales = (last + 1, late[0].scale), *((skip.step, skip.scale) for skip in late)
-            step, scale = late[-1].step, late[-1].scale
-            samples.append(Sample(step, scale, scales, step - last, ()))
-        skips = {skip.step: skip.loss for skip in self.skips}
-        for place, sample in enumerate(samples):
-            first = sample.step + 1 - min(sample.steps, HISTORY_LENGTH)
-            if own := [step for step in range(first, sample.step + 1) if step in skips]:
-                losses = dict(enumerate(sample.losses, sample.step + 1 - len(sample.losses)))
-                losses |= {step: skips[step] for step in own if skips[step] is not None}
-                samples[place] = replace(
-                    sample,
-                    skips=tuple(sorted({*sample.skips, *own})),
-                    losses=tuple(losses.get(step) for step in range(first, sample.step + 1)),
-                )
-        return samples
+        """The samples; one more if lines of skips follow, as where a process was killed."""
+        last = self.samples[-1].step if self.samples else self.starts[0].step
+        late = {skip.step: skip for skip in self.skips if skip.step > last}
+        if not late:
+            return [*self.samples]
+        end = max(late)
+        scales = {last + 1: late[min(late)].scale, **{n: skip.scale for n, skip in late.items()}}
+        steps = range(max(last, end - HISTORY_LENGTH) + 1, end + 1)
+        losses = tuple(late[step].loss if step in late else None for step in steps)
+        ending = Sample(end, scales[end], (*scales.items(),), end - last, (*late,), losses=losses)
+        return [*self.samples, ending]
 
     def _has_stepped_since(self, step: int) -> bool:
         """Whether a sample counts a later step that was not skipped."""

@@ -126,25 +126,6 @@ def _lock(file: FileIO) -> None:
         warnings.warn(RuntimeWarning(what), stacklevel=4)
 
 
-def has_writer(path: Path) -> bool | None:
-    """Whether a monitor has the file open to write; None where files are not locked.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
-    if _fcntl is None:
-        return None
-    with path.open("rb") as file:  # closing it gives the lock back
-        try:
-            # A writer that starts in this instant tries a second time.
-            _fcntl.flock(file, _fcntl.LOCK_SH | _fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return None
-    return False
-
-
 def _close_in_child() -> None:
     """Leave the files, and their locks, to the process that was forked."""
     for file in _open_files:

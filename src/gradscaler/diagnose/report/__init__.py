@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from gradscaler._atomic import replacing
 from gradscaler.diagnose._run.run import Run
+from gradscaler.diagnose.report._content import Content, content_of, content_of_runs
 
 
-def write(run: Run | Mapping[str, Run], path: str | Path) -> None:
+def write(run: Run | Mapping[str, Run] | Content, path: str | Path) -> None:
     """Write the report of a run, or of several side by side, whole or not at all.
 
     Args:
-        run: from :func:`gradscaler.diagnose.read_run`; or at least one by its name, to compare.
+        run: from :func:`gradscaler.diagnose.read_run`; or at least one by its name, to compare; or
+            what a report on something else says.
         path: ends in ``.html``, for a page that needs no other file, or in ``.png``.
 
     Raises:
@@ -20,6 +23,15 @@ def write(run: Run | Mapping[str, Run], path: str | Path) -> None:
         ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    from gradscaler.diagnose.report._content import content_of, content_of_runs, save
+    from gradscaler.diagnose.report._page import page_of
+    from gradscaler.diagnose.report._picture import picture_of
 
-    save(content_of(run) if isinstance(run, Run) else content_of_runs(run), Path(path))
+    path, makers = Path(path), {".html": page_of, ".png": picture_of}
+    make = makers.get(path.suffix.lower())
+    if make is None:
+        raise ValueError(f"{path}: the name must end in {' or '.join(makers)}")
+    if isinstance(run, Run):
+        run = content_of(run)
+    data = make(run if isinstance(run, Content) else content_of_runs(run))
+    with replacing(path) as file:
+        file.write(data)

@@ -1,67 +1,286 @@
-"""What a report holds, of one run or of several, for the page and for the picture."""
+"""What a report says of a run, or of several: the page, the picture and the terminal show it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from gradscaler._atomic import replacing
+from gradscaler.diagnose._findings.finding import Kind, Level, kind_of
+from gradscaler.diagnose._fitting_scales import Fit
+from gradscaler.diagnose._run.lines import Shares, Skip, Watched
+from gradscaler.diagnose._run.reader import read_run
 from gradscaler.diagnose._run.run import Run
-from gradscaler.diagnose.report._comparison import drawing_of
-from gradscaler.diagnose.report._differences import alike, difference_tables, headline_of_runs
-from gradscaler.diagnose.report._over_time import over_time
-from gradscaler.diagnose.report._page import page_of
-from gradscaler.diagnose.report._picture import picture_of
-from gradscaler.diagnose.report._style import Course
-from gradscaler.diagnose.report._summary import (
-    Content,
-    facts_of,
-    headline_of,
-    origin_tables_of,
-    tables_of,
-)
-from gradscaler.diagnose.report._which_scale import which_scale
+from gradscaler.diagnose.report._words import ends, number, percent, shown
+
+LEVELS: tuple[Level, ...] = ("bad", "warning", "good")
+_MOST_ROWS = 10
+_MOST_RANKS = 20
+_SCALE_DECIDES = {"underflow", "range", "floor"}
+
+CLASSES: dict[str, Callable[[Shares], float]] = {
+    "flushed": lambda share: share.flushed,
+    "subnormal": lambda share: share.subnormal,
+    "overflow, Inf, NaN": lambda share: share.overflow + share.nonfinite,
+    "zero": lambda share: share.zero,
+    "normal": lambda share: share.normal,
+}
+"""What a format makes of gradients, and the share of each."""
 
 
-def save(content: Content, path: Path) -> None:
-    """Write a report; see :func:`gradscaler.diagnose.report.write`."""
-    makers = {".html": page_of, ".png": picture_of}
-    make = makers.get(path.suffix.lower())
-    if make is None:
-        raise ValueError(f"{path}: the name must end in {' or '.join(makers)}")
-    data = make(content)
-    with replacing(path) as file:
-        file.write(data)
+class Table(NamedTuple):
+    """Texts in rows. The column ``names`` holds names, the others numbers."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    names: int
+
+
+class Course(NamedTuple):
+    """What a run did step by step, or a replay of one."""
+
+    num_steps: int
+    scales: Mapping[int, float]  # as in `Run`
+    skipped: Sequence[int]
+    curves: Mapping[str, Mapping[int, float]]  # such as the losses by step, by what they are
+    shares: Mapping[int, Shares]
+    dtype: str  # that the shares refer to
+
+
+@dataclass(frozen=True)
+class Content:
+    """The headline, its text, and the evidence, in their order."""
+
+    headline: Kind
+    text: str
+    first: Sequence[Table]  # what explains the headline
+    facts: str  # what to know at a glance
+    courses: Mapping[str, Course]  # by the runs' names
+    fit: Fit | None  # where another scale may help
+    tables: Sequence[Table]
 
 
 def content_of(run: Run) -> Content:
     """The report on one run."""
-    verdict = run.verdict
-    drawings = (over_time(run), which_scale(run)) if run.num_steps else ()
+    verdict, latest = run.verdict, run.latest
+    kinds = {verdict.kind, *(finding.kind for finding in verdict.findings)}
+    norms = {"Gradient norm": run.norms}
     return Content(
         headline_of(run),
         verdict.text,
-        verdict.where,
-        origin_tables_of(run),
-        facts_of(run),
-        [drawing for drawing in drawings if drawing is not None],
-        tables_of(run),
+        _with_rows(_origins(latest)),
+        _facts_of(latest),
+        {"": _course_of(run, norms, run.shares)} if run.scales else {},
+        latest.fit if kinds & _SCALE_DECIDES else None,
+        _with_rows(_skips(latest), _ranks(run)),
     )
 
 
 def content_of_runs(runs: Mapping[str, Run]) -> Content:
-    """The report on several runs, by their names, side by side."""
-    courses = {
-        name: Course(run.num_steps, run.scales, run.skipped, run.losses)
-        for name, run in runs.items()
-    }
-    verdicts = [f"{name}: {headline_of(run).headline}." for name, run in runs.items()]
+    """The report on several runs, by their names: in what they differ comes first."""
+    levels = {headline_of(run).level for run in runs.values()}
+    worst = next(level for level in LEVELS if level in levels)
+    cells = _cells(runs)
+    differing = [(name, *row) for name, row in cells.items() if len(set(row)) > 1]
+    alike = [(name, row[0]) for name, row in cells.items() if len(set(row)) == 1 and row[0]]
+    names = "", *(shown(name, 40) for name in runs)
     return Content(
-        headline_of_runs(runs),
-        " ".join([*verdicts, alike(runs)]),
+        Kind(worst, f"{len(runs)} runs side by side"),
+        "",
+        _with_rows(Table("What differs", names, differing, names=0)),
+        "",
+        {name: _course_of(run, {}, {}) for name, run in runs.items() if run.scales},
         None,
-        difference_tables(runs),
-        {},
-        [drawing_of(courses, "loss", "Loss, unscaled")],
-        [],
+        _with_rows(Table("What is alike", ("", "all"), alike, names=0)),
     )
+
+
+def read_each(paths: Iterable[Path]) -> dict[str, Run]:
+    """Runs to compare by their names: their files' own, or their paths where two are the same.
+
+    Raises:
+        ValueError, OSError: as :func:`~gradscaler.diagnose.read_run` does; or a file is given
+            twice.
+    """
+    paths = list(paths)
+    names = [path.stem for path in paths]
+    if len(set(names)) < len(names):
+        names = list(map(str, paths))
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name}: is given twice; give each run to compare once")
+    return {name: read_run(path) for name, path in zip(names, paths, strict=True)}
+
+
+def headline_of(run: Run) -> Kind:
+    """What is wrong with a run, in a few words."""
+    if run.num_steps == run.starts[-1].step and run.verdict.kind == "normal":
+        return Kind("warning", "No step is recorded yet")
+    level, headline = kind_of(run.verdict.kind)
+    return Kind(level, shown(headline, 60))
+
+
+def _facts_of(run: Run) -> str:
+    """What to know about a run at a glance."""
+    start, where = run.starts[-1], run.verdict.where
+    facts = {} if where is None else {"Look at": shown(where)}
+    if where is not None and run.verdict.kind in ("underflow", "range"):
+        facts |= _shares_of(where, run)
+    facts |= {"Steps": _steps(run), "Skipped": _skipped(run)}
+    if run.scales:
+        facts["Loss scale"] = ends(list(map(number, run.scales.values())))
+    if start.world_size > 1:
+        facts["Rank"] = f"{start.rank:,} (of {start.world_size:,})"
+    facts["Policy"] = shown(str(start.policy.get("name", "unknown")), 40)
+    return ". ".join(f"{name}: {fact}" for name, fact in facts.items()) + "."
+
+
+def _shares_of(where: str, run: Run) -> dict[str, str]:
+    """What became of a parameter's gradients in the latest sample that has it."""
+    for sample in reversed(run.samples):
+        if where in sample.parameters:
+            found = sample.parameters[where]
+            shares = {"flushed": found.flushed, "subnormal": found.subnormal, "zero": found.zero}
+            text = ", ".join(f"{percent(share)} {name}" for name, share in shares.items())
+            return {f"{shown(where, 40)} at step {sample.step:,}": text}
+    return {}
+
+
+def _course_of(
+    run: Run, curves: Mapping[str, Mapping[int, float]], shares: Mapping[int, Shares]
+) -> Course:
+    dtype = shown(run.starts[-1].dtype, 20)
+    seen = {name: points for name, points in {"Loss": run.losses, **curves}.items() if points}
+    return Course(run.num_steps, run.scales, run.skipped, seen, shares, dtype)
+
+
+def _with_rows(*tables: Table) -> list[Table]:
+    return [table for table in tables if table.rows]
+
+
+def _origins(run: Run) -> Table:
+    """Where the latest Inf or NaN were made, the latest first."""
+    groups: dict[object, list[Watched]] = {}
+    for watched in run.watched:
+        if (found := watched.located) is not None:
+            place = (found.operation, found.line) if found.operation else found.module
+            groups.setdefault(place, []).append(watched)
+    rows = [
+        (shown(str(alike[-1].located)), ends([f"{each.step:,}" for each in alike]))
+        for alike in _latest_first(groups.values())
+    ]
+    return Table("Where the first Inf or NaN was made", ("Where", "Steps"), rows, names=0)
+
+
+def _skips(run: Run) -> Table:
+    """The skipped steps that were inspected, those that are alike in one row, the latest first."""
+    groups: dict[object, list[Skip]] = {}
+    for skip in run.skips:
+        found = skip.nonfinite and skip.nonfinite[0]
+        kind = found and (found.name, found.num_inf > 0, found.num_nan > 0)
+        loss = None if skip.loss is None or math.isfinite(skip.loss) else number(skip.loss)
+        groups.setdefault((kind, loss), []).append(skip)
+    rows = [_row(alike, run.starts[-1].world_size > 1) for alike in _latest_first(groups.values())]
+    title = "Skipped steps"
+    if len(run.skips) < len(run.skipped):
+        title += f": the {len(run.skips):,} of {len(run.skipped):,} that were inspected"
+    if len(groups) > _MOST_ROWS:
+        title += f", the latest {_MOST_ROWS} kinds of {len(groups):,}"
+    headings = "Steps", "Skips", "Gradients with Inf or NaN", "Loss", "Scale"
+    return Table(title, headings, rows, names=2)
+
+
+def _latest_first(groups: Iterable[list[Any]]) -> list[list[Any]]:
+    """Some of the groups of lines, by the last step of each."""
+    return sorted(groups, key=lambda alike: alike[-1].step, reverse=True)[:_MOST_ROWS]
+
+
+def _row(alike: Sequence[Skip], are_of_ranks: bool) -> tuple[str, ...]:
+    """A row on skips that are alike: their ends, and what the gradients of the last one held."""
+    steps = ends([f"{skip.step:,}" for skip in alike])
+    losses = ends(["" if skip.loss is None else number(skip.loss) for skip in alike])
+    scales = ends([number(skip.scale) for skip in alike])
+    gradients, last = "", alike[-1]
+    if are_of_ranks and last.nonfinite == ():
+        gradients = "another rank's"
+    if last.nonfinite:
+        first, others = last.nonfinite[0], len(last.nonfinite) - 1 + last.more
+        counts = {"Inf": first.num_inf, "NaN": first.num_nan}
+        held = ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
+        shape = shown("x".join(map(str, first.shape)), 60)
+        gradients = f"{shown(first.name)}: {held} of {shape} ({shown(first.dtype, 20)})"
+        gradients += f"; {others:,} more" if others else ""
+    return steps, f"{len(alike):,}", gradients, losses, scales
+
+
+def _ranks(run: Run) -> Table:
+    """What each rank says of itself, if several ranks' files were read; the one at fault first.
+
+    A rank's own skips are those in which its own gradients held an Inf or a NaN.
+    """
+    rows = []
+    for rank, own in islice(run.ranks.items(), _MOST_RANKS):
+        bad = [skip.step for skip in own.skips if skip.nonfinite]
+        counts = f"{own.num_steps:,}", f"{len(own.skipped):,}", f"{len(bad):,}"
+        first = f"{bad[0]:,}" if bad else ""
+        rows.append((f"{rank:,}", shown(own.verdict.kind, 40), *counts, first, _last_scale(own)))
+    headings = "Rank", "Verdict", "Steps", "Skipped", "Own skips", "First own", "Last scale"
+    title = f"Ranks: the files of {len(run.ranks):,} of {run.starts[-1].world_size:,}"
+    return Table(title, headings, rows, names=1)
+
+
+def _cells(runs: Mapping[str, Run]) -> dict[str, list[str]]:
+    """The verdict on each run, what it was told, and what became of it, by name."""
+    each = [run.latest for run in runs.values()]
+    starts = [run.starts[-1] for run in each]
+    policies = [start.policy for start in starts]
+    keys = dict.fromkeys(key for policy in policies for key in policy if key != "name")
+    cells = {
+        "verdict": [headline_of(run).headline for run in each],
+        "policy": [str(policy.get("name", "unknown")) for policy in policies],
+        **{key: [_value(policy.get(key)) for policy in policies] for key in keys},
+        "measured against": [start.dtype for start in starts],
+        "framework": [start.framework for start in starts],
+        "steps": list(map(_steps, each)),
+        "skipped": list(map(_skipped, each)),
+        "last scale": list(map(_last_scale, each)),
+        "last finite loss": list(map(_last_loss, each)),
+        "flushed": [_latest_share(run, "flushed") for run in each],
+        "subnormal": [_latest_share(run, "subnormal") for run in each],
+    }
+    return {shown(name, 40): [shown(cell, 60) for cell in row] for name, row in cells.items()}
+
+
+def _steps(run: Run) -> str:
+    start = run.starts[-1].step
+    return f"{run.num_steps - start:,}" + (f", from {start + 1:,} on" if start else "")
+
+
+def _skipped(run: Run) -> str:
+    share = len(run.skipped) / max(1, run.num_steps - run.starts[-1].step)
+    return f"{len(run.skipped):,} ({percent(share)})"
+
+
+def _last_scale(run: Run) -> str:
+    return number(run.scales[max(run.scales)]) if run.scales else ""
+
+
+def _latest_share(run: Run, name: str) -> str:
+    """A share in the latest sample with gradients."""
+    return percent(getattr(run.shares[max(run.shares)], name)) if run.shares else ""
+
+
+def _last_loss(run: Run) -> str:
+    finite = (loss for loss in reversed(run.losses.values()) if math.isfinite(loss))
+    return next(map(number, finite), "")
+
+
+def _value(value: object) -> str:
+    """A parameter of a policy."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return number(float(value))
+    return "" if value is None else str(value)

@@ -10,8 +10,9 @@ from string import Template
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from gradscaler.diagnose.report._style import LEVELS, WIDTH, Drawing, drawing_settings
-from gradscaler.diagnose.report._summary import Content, Table
+from gradscaler.diagnose.report._content import Content, Table
+from gradscaler.diagnose.report._figures import LEVELS, WIDTH, Drawing, drawing_settings
+from gradscaler.diagnose.report._picture import drawings_of
 from gradscaler.diagnose.report._words import shown
 
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -20,21 +21,15 @@ _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 @drawing_settings()
 def page_of(content: Content) -> bytes:
     """A page that needs no other file: the verdict, the figures and the tables."""
-    headline = content.headline
-    where = content.where and f"<p>Look at <code>{escape(shown(content.where))}</code></p>"
-    facts = (
-        f"<div><dt>{escape(name)}</dt><dd>{escape(fact)}</dd></div>\n"
-        for name, fact in content.facts.items()
-    )
+    level, headline = content.headline
     page = _PAGE.substitute(
         **LEVELS,
-        level=headline.level,
-        headline=escape(headline.headline),
+        level=level,
+        headline=escape(headline),
         text=escape(shown(content.text, 1000)),
-        where=where or "",
         first="".join(map(_table, content.first)),
-        facts="".join(facts),
-        figures="".join(map(_figure, content.drawings)),
+        facts=escape(content.facts),
+        figures="".join(map(_figure, drawings_of(content))),
         tables="".join(map(_table, content.tables)),
     )
     return page.encode()
@@ -118,15 +113,11 @@ header { overflow-wrap: anywhere; }
 h1 { color: var(--level); font-size: 1.75rem; line-height: 1.2; margin: 0; }
 h2 { font-size: 1.15rem; margin: 0 0 .5rem; }
 header p { margin: .5rem 0 0; }
-code { border: 1px solid var(--rule); border-radius: .2rem; padding: .1rem .3rem; }
-dl { display: flex; flex-wrap: wrap; gap: .5rem 2rem; margin: 1.25rem 0 0; }
-dt { color: var(--dim); font-size: .85rem; }
-dd { margin: 0; font-weight: 600; font-variant-numeric: tabular-nums; }
 section { break-inside: avoid; min-width: 0; padding-top: 1.5rem; }
 figure { margin: 0; }
 svg { display: block; width: 100%; height: auto; }
 svg text { font-family: system-ui, sans-serif !important; }
-figcaption { color: var(--dim); font-size: .85rem; }
+.dim, figcaption { color: var(--dim); font-size: .85rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid var(--rule); padding: .3rem .7rem .3rem 0; text-align: right; }
@@ -143,11 +134,9 @@ th, td { border-bottom: 1px solid var(--rule); padding: .3rem .7rem .3rem 0; tex
 <header class="$level">
 <h1>$headline</h1>
 <p>$text</p>
-$where
 </header>
 $first
-<dl>
-$facts</dl>
+<p class="dim">$facts</p>
 <div class="figures">
 $figures</div>
 $tables

@@ -10,10 +10,16 @@ from textwrap import fill
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.text import Text
 
-from gradscaler.diagnose._findings.finding import Kind
-from gradscaler.diagnose.report._style import LEVELS, WIDTH, Drawing, drawing_settings
-from gradscaler.diagnose.report._summary import Content, Table, in_lines
+from gradscaler.diagnose.report._content import Content, Table
+from gradscaler.diagnose.report._figures import LEVELS, WIDTH, Drawing, drawing_settings, over_time
+from gradscaler.diagnose.report._which_scale import which_scale
 from gradscaler.diagnose.report._words import shown
+
+
+def drawings_of(content: Content) -> list[Drawing]:
+    """The figures of a report."""
+    drawings = [over_time(content.courses)] if content.courses else []
+    return drawings if content.fit is None else [*drawings, which_scale(content.fit)]
 
 
 @drawing_settings()
@@ -33,19 +39,15 @@ def png_of(figure: Figure, dpi: float | str = "figure") -> bytes:
 
 def draw(content: Content) -> Figure:
     """One figure of everything: the verdict, the drawings and the tables."""
-    text = fill(shown(content.text, 1000), 120)
-    facts = in_lines(content.facts, 130)
+    text = "\n\n".join(
+        fill(text, 120) for text in (shown(content.text, 1000), content.facts) if text
+    )
+    heading = partial(_write_heading, content=content, text=text)
     rows: list[tuple[float, Callable[[FigureBase], None]]] = [
-        (
-            0.9 + 0.17 * (text.count("\n") + facts.count("\n")),
-            partial(_write_verdict, headline=content.headline, text=text, facts=facts),
-        )
+        (0.7 + 0.17 * text.count("\n"), heading)
     ]
     rows += map(_row_of_table, content.first)
-    if content.drawings:
-        tallest = max(drawing.height for drawing in content.drawings)
-        draw = partial(_draw_columns, drawings=content.drawings, tallest=tallest)
-        rows.append((tallest, draw))
+    rows += [(drawing.height, drawing.draw) for drawing in drawings_of(content)]
     rows += map(_row_of_table, content.tables)
     heights = [height for height, _ in rows]
     whole = Figure(figsize=(2 * WIDTH + 1, sum(heights)), layout="constrained")
@@ -55,21 +57,11 @@ def draw(content: Content) -> Figure:
     return whole
 
 
-def _draw_columns(part: FigureBase, drawings: list[Drawing], tallest: float) -> None:
-    """The drawings beside each other, with empty space below all but the tallest."""
-    sides = part.subfigures(1, len(drawings), squeeze=False)[0]
-    for side, drawing in zip(sides, drawings, strict=True):
-        heights = drawing.height, tallest + 0.01 - drawing.height
-        drawing.draw(side.subfigures(2, height_ratios=heights)[0])
-
-
-def _write_verdict(part: FigureBase, headline: Kind, text: str, facts: str) -> None:
-    colour = LEVELS[headline.level]
-    part.suptitle(
-        headline.headline, x=0.02, ha="left", color=colour, fontsize=17, fontweight="bold"
-    )
-    part.text(0.02, 0.5, text, fontsize=10, va="center")
-    part.text(0.02, 0.02, facts, color="#555555", va="bottom")
+def _write_heading(part: FigureBase, content: Content, text: str) -> None:
+    level, headline = content.headline
+    colour = LEVELS[level]
+    part.suptitle(headline, x=0.02, ha="left", color=colour, fontsize=17, fontweight="bold")
+    part.text(0.02, 0.02, text, fontsize=9.5, va="bottom")
 
 
 def _row_of_table(table: Table) -> tuple[float, Callable[[FigureBase], None]]:

@@ -1,51 +1,26 @@
-"""A run in the terminal, or several side by side, as rich draws them."""
+"""A report in the terminal, as rich draws it, with charts out of letters."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import TextIOWrapper
-from typing import TextIO
+from typing import Any, NamedTuple, TextIO
 
+import numpy as np
+from numpy.typing import NDArray
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from gradscaler.diagnose._run.run import Run
-from gradscaler.diagnose.report._charts import (
-    BLOCKS,
-    PLAIN_BLOCKS,
-    column_of,
-    curve,
-    density,
-    spread,
-)
-from gradscaler.diagnose.report._differences import alike, difference_tables
-from gradscaler.diagnose.report._summary import Table as SummaryTable
-from gradscaler.diagnose.report._summary import (
-    ends_of,
-    exponents_of,
-    facts_of,
-    headline_of,
-    in_lines,
-    origin_tables_of,
-    tables_of,
-)
-from gradscaler.diagnose.report._words import (
-    CLASSES,
-    fit_to_show,
-    no_gradients,
-    no_points,
-    percent,
-    sentence_of,
-    shown,
-)
+from gradscaler.diagnose.report._content import CLASSES, Content, Course
+from gradscaler.diagnose.report._content import Table as ContentTable
+from gradscaler.diagnose.report._words import ends, number, percent, sentence_of, shown
 
-LEVELS = {"good": "green", "warning": "yellow", "bad": "red"}
-
+BLOCKS, _PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", ".:-=+*#@"
+_STYLES = {"good": "green", "warning": "yellow", "bad": "red"}
 _BESIDE = 44  # columns of a chart's name and numbers
 _NARROWEST, _WIDEST = 8, 80  # of the charts
 _LEAST = 24  # columns of a table that hold words
@@ -59,118 +34,34 @@ def console_of(output: TextIO) -> Console:
 
 
 @dataclass(frozen=True)
-class Explained:
-    """What is wrong with a run, and the evidence."""
+class Printed:
+    """A report on one run, or on several."""
 
-    run: Run
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The verdict, where the first Inf or NaN was made, the charts and the tables."""
-        run = self.run
-        headline, verdict = headline_of(run), run.verdict
-        text = Text(shown(verdict.text, 1000))
-        if verdict.where:
-            text.append("\nLook at ").append(shown(verdict.where), "bold")
-        title, style = Text(headline.headline, "bold"), LEVELS[headline.level]
-        yield Panel(text, title=title, title_align="left", border_style=style)
-        for table in origin_tables_of(run):
-            yield drawn_table(table)
-            yield ""
-        yield Text(in_lines(facts_of(run), options.max_width).replace("\xa0", " "), "dim")
-        yield ""
-        yield _over_time(run, options)
-        for words in _words(run):
-            yield ""
-            yield Text(words)
-        for table in tables_of(run):
-            yield ""
-            yield drawn_table(table)
-
-
-@dataclass(frozen=True)
-class Compared:
-    """In what several runs, by their names, differ; and their scales and losses."""
-
-    runs: Mapping[str, Run]
+    content: Content
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """What differs, what is alike, and the charts."""
-        for table in difference_tables(self.runs):
+        """The headline and its text, what explains them, the charts and the other tables."""
+        content = self.content
+        level, headline = content.headline
+        if content.text:
+            text, title = Text(shown(content.text, 1000)), Text(headline, "bold")
+            yield Panel(text, title=title, title_align="left", border_style=_STYLES[level])
+        for table in content.first:
             yield drawn_table(table)
             yield ""
-        yield Text(alike(self.runs), "dim")
-        runs = self.runs.values()
-        scales = [dict(zip(*run.scales, strict=True)) for run in runs]
-        losses = [run.losses for run in runs]
-        last_step = max(run.num_steps for run in runs)
-        for title, drawn, printed in (
-            ("loss scale", [exponents_of(run) for run in runs], scales),
-            ("loss", spread(*losses), losses),
-        ):
-            finite = [value for each in drawn for value in each.values() if math.isfinite(value)]
-            limits = min(finite, default=0.0), max(finite, default=0.0)
-            chart = Table.grid(padding=(0, 2))
-            for (name, run), points, ends in zip(self.runs.items(), drawn, printed, strict=True):
-                line = _line(points, last_step, options, limits)
-                end = column_of(run.num_steps, last_step, len(line)) + 1
-                chart.add_row(Text(shown(name, 20)), line[:end], ends_of(ends))
+        if content.facts:
+            yield Text(content.facts, "dim")
             yield ""
-            yield Text(title, "bold")
-            yield chart
+        yield _over_time(content.courses, options)
+        if content.fit is not None:
+            yield ""
+            yield Text(sentence_of(content.fit))
+        for table in content.tables:
+            yield ""
+            yield drawn_table(table)
 
 
-def _words(run: Run) -> list[str]:
-    """Which scales fit; and what has no chart."""
-    if not run.num_steps:
-        return []
-    fit = fit_to_show(run)
-    scales = "" if fit is None else sentence_of(fit, run.lowest_overflow)
-    found = no_points("loss", run.losses), no_gradients(run), scales
-    return [words for words in found if words]
-
-
-def _over_time(run: Run, options: ConsoleOptions) -> Table:
-    """A line for each quantity that the run has, from its first step to its last."""
-    chart = Table.grid(padding=(0, 2))
-    for name, points, ends in (
-        ("loss scale", exponents_of(run), ends_of(dict(zip(*run.scales, strict=True)))),
-        ("loss", spread(run.losses)[0], ends_of(run.losses)),
-        ("gradient norm", spread(run.norms)[0], ends_of(run.norms)),
-    ):
-        if points:
-            chart.add_row(name, _line(points, run.num_steps, options), ends)
-    for name, share in CLASSES.items():
-        shares = {step: share(found) for step, found in run.shares.items()}
-        if any(shares.values()):
-            line = _line(shares, run.num_steps, options, limits=(0.0, 1.0))
-            chart.add_row(name, line, ends_of(shares, percent))
-    if run.skipped:
-        skips = density(run.skipped, run.num_steps, _width(options), _blocks(options))
-        chart.add_row("skipped", Text(skips, "red"), f"{len(run.skipped):,} steps")
-    return chart
-
-
-def _line(
-    points: Mapping[int, float],
-    last_step: int,
-    options: ConsoleOptions,
-    limits: tuple[float, float] | None = None,
-) -> Text:
-    line = Text(curve(points, last_step, _width(options), _blocks(options), limits))
-    line.stylize("blue")
-    line.highlight_regex("!+", "bold red")
-    return line
-
-
-def _width(options: ConsoleOptions) -> int:
-    return min(max(options.max_width - _BESIDE, _NARROWEST), _WIDEST)
-
-
-def _blocks(options: ConsoleOptions) -> str:
-    return PLAIN_BLOCKS if options.ascii_only else BLOCKS
-
-
-def drawn_table(table: SummaryTable) -> Table:
+def drawn_table(table: ContentTable) -> Table:
     """A table, whose names are folded if the terminal is narrow."""
     drawn = Table(
         title=table.title,
@@ -186,7 +77,100 @@ def drawn_table(table: SummaryTable) -> Table:
         if column == table.names:
             drawn.add_column(heading, overflow="fold", min_width=min(longest, _LEAST))
         else:
-            drawn.add_column(heading, justify="right", no_wrap=longest < _LEAST)
+            no_wrap = longest < _LEAST
+            drawn.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=no_wrap)
     for row in table.rows:
         drawn.add_row(*map(Text, row))
     return drawn
+
+
+class _Quantity(NamedTuple):
+    """A number that runs have in some of their steps."""
+
+    name: str
+    points: Sequence[Mapping[int, float]]  # of each run
+    limits: tuple[float, float] | None = None  # of the charts; by default those of the numbers
+    show: Callable[[float], str] = number
+
+
+def _quantities(runs: Sequence[Course]) -> Iterator[_Quantity]:
+    yield _Quantity("loss scale", [run.scales for run in runs])
+    for name in dict.fromkeys(name for run in runs for name in run.curves):
+        yield _Quantity(name.lower(), [run.curves.get(name, {}) for run in runs])
+    for name, share in CLASSES.items():
+        points = [{step: share(found) for step, found in run.shares.items()} for run in runs]
+        if any(any(each.values()) for each in points):
+            yield _Quantity(name, points, (0.0, 1.0), percent)
+
+
+def _over_time(courses: Mapping[str, Course], options: ConsoleOptions) -> Table:
+    """A line for each quantity of each run, from the first step to the last."""
+    runs = list(courses.values())
+    last_step = max((run.num_steps for run in runs), default=0)
+    width = min(max(options.max_width - _BESIDE, _NARROWEST), _WIDEST, max(1, last_step))
+    blocks = _PLAIN_BLOCKS if options.ascii_only else BLOCKS
+    chart = Table.grid(padding=(0, 2))
+
+    def add(title: str, rows: Iterable[tuple[Text, str]]) -> None:
+        """A row of a chart and words for each run, by its name if there are several."""
+        if len(runs) > 1:
+            chart.add_row(Text(title, "bold"))
+        for name, row in zip(courses, rows, strict=True):
+            chart.add_row(Text(shown(name, 20) if len(runs) > 1 else title), *row)
+
+    for quantity in _quantities(runs):
+        rows = []
+        for run, points, heights in zip(runs, quantity.points, _heights(quantity), strict=True):
+            columns, (end,) = (
+                columns_of(each, last_step, width) for each in (points, [run.num_steps])
+            )
+            line = Text(curve(columns, heights, int(end) + 1, blocks), "blue")
+            line.highlight_regex("!+", "bold red")
+            values = list(points.values())
+            rows.append((line, ends([quantity.show(each) for each in values[:1] + values[-1:]])))
+        add(quantity.name, rows)
+    if any(run.skipped for run in runs):
+        skips = [columns_of(run.skipped, last_step, width) for run in runs]
+        lines = [Text(density(columns, width, blocks), "red") for columns in skips]
+        counts = [f"{len(run.skipped):,} steps" for run in runs]
+        add("skipped", zip(lines, counts, strict=True))
+    return chart
+
+
+def _heights(quantity: _Quantity) -> list[NDArray[Any]]:
+    """The numbers of each run from 0 to 1, on a logarithmic axis if that shows more."""
+    values = [np.fromiter(points.values(), float) for points in quantity.points]
+    finite = [each[np.isfinite(each)] for each in values]
+    ends = [end for each in finite if each.size for end in (each.min(), each.max())] or [0.0]
+    low, high = quantity.limits or (min(ends), max(ends))
+    with np.errstate(invalid="ignore"):
+        if 0 < low < high / 100:
+            low, high, *values = map(np.log, (low, high, *values))
+        # Halves, so that their range is finite.
+        return [(each / 2 - low / 2) / ((high / 2 - low / 2) or 1.0) for each in values]
+
+
+def curve(columns: NDArray[Any], heights: NDArray[Any], width: int, blocks: str) -> str:
+    """The latest height in each column as a block; "!" where one is Inf or NaN."""
+    latest = np.zeros(width)
+    latest[columns] = heights  # the last of those with the same column stays
+    latest[columns[~np.isfinite(heights)]] = np.nan
+    line = [" "] * width
+    for column in np.flatnonzero(np.bincount(columns, minlength=width)).tolist():
+        height = latest[column]
+        block = "!" if np.isnan(height) else blocks[min(7, round(7 * height))]
+        line[column:] = [block] * (width - column)
+    return "".join(line)
+
+
+def columns_of(steps: Iterable[int], last_step: int, width: int) -> NDArray[np.int64]:
+    """The column of each step in a chart."""
+    places = (np.fromiter(steps, np.int64) - 1) * width // max(1, last_step)
+    return places.clip(0, width - 1)
+
+
+def density(columns: NDArray[Any], width: int, blocks: str) -> str:
+    """How many steps are in each column, as a block; a space for none."""
+    counts = np.bincount(columns, minlength=width)
+    heights = np.ceil(8 * counts / max(1, counts.max())).astype(int)
+    return "".join((" " + blocks)[height] for height in heights)

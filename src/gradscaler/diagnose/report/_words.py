@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 
-from gradscaler.diagnose._fitting_scales import FEW, FLUSHED, ROOM, SMALL, Fit
-from gradscaler.diagnose._run.lines import Shares
-from gradscaler.diagnose._run.run import Run
+from gradscaler.diagnose._fitting_scales import FLUSHED, ROOM, SMALL, Fit
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+RULE = (
+    f"A scale fits if no gradient overflows even when it is {2**ROOM} times as large, and if of "
+    f"each parameter's nonzero gradients at most {FLUSHED:.0%} are flushed to zero, and at most "
+    f"{SMALL:.0%} that or subnormal"
+)
 
 
 def number(value: float) -> str:
@@ -40,107 +44,27 @@ def shown(name: str, longest: int = 200) -> str:
     return f"{plain[: longest // 3]}…{plain[-(longest - 1 - longest // 3) :]}"
 
 
-def no_points(name: str, points: Mapping[int, float]) -> str:
-    """Why a curve has no point; empty if it has one."""
-    if not points:
-        return f"No {name} was recorded."
-    if any(map(math.isfinite, points.values())):
-        return ""
-    where = f"all {len(points):,} steps" if len(points) > 1 else "the one step"
-    return f"The {name} is NaN or Inf at {where} where it was seen."
+def ends(texts: Sequence[str]) -> str:
+    """The first and the last, or the one if they are the same; empty if there is none."""
+    return " → ".join(dict.fromkeys([texts[0], texts[-1]])) if texts else ""
 
 
-CLASSES: dict[str, Callable[[Shares], float]] = {
-    "flushed": lambda share: share.flushed,
-    "subnormal": lambda share: share.subnormal,
-    "overflow, Inf, NaN": lambda share: share.overflow + share.nonfinite,
-    "zero": lambda share: share.zero,
-    "normal": lambda share: share.normal,
-}
-"""What a format makes of gradients, and the share of each."""
-
-
-def no_gradients(run: Run) -> str:
-    """Why no share of the gradients is known; empty if one is."""
-    return "" if run.shares else f"No gradients were sampled in {run.num_steps:,} steps."
-
-
-RULE = (
-    f"A scale fits if no gradient overflows even when it is {2**ROOM} times as large, and if of "
-    f"each parameter's nonzero gradients at most {FLUSHED:.0%} are flushed to zero, and at most "
-    f"{SMALL:.0%} that or subnormal"
-)
-
-
-def fit_to_show(run: Run) -> Fit | None:
-    """Which scales fit a run; None if none can be told, or if no scale cures what is wrong."""
-    return None if run.verdict.kind in _NO_CURE else run.fit
-
-
-_NO_CURE = "parameter", "activations", "loss", "nan", "divergence", "data", "silent", "dead"
-
-
-def sentence_of(fit: Fit, lowest_overflow: float | None = None) -> str:
-    """Which scales fit, where the run's own is, and whether a skip shows that they do not."""
-    text = _sentence_of(fit)
-    if lowest_overflow is None or not 0 < lowest_overflow <= 2.0**fit.common.high:
-        return text
-    return (
-        f"{text} But gradients overflowed at {number(lowest_overflow)}: those of some steps are "
-        "larger than the samples show."
-    )
-
-
-def _sentence_of(fit: Fit) -> str:
+def sentence_of(fit: Fit) -> str:
+    """Which scales fit, and the run's own."""
     low, high, own = power(2, fit.common.low), power(2, fit.common.high), number(fit.own)
     lowest, highest = (shown(name, 60) or "one" for name in (fit.lowest, fit.highest))
     if fit.gone:
-        gone = _listed(fit.gone)
         return (
-            f"No loss scale fits every parameter: {gone} had no gradient but zero at {own}, the "
-            f"run's own, and are flushed at any scale up to {high}, the largest that fits "
-            f"{highest}."
-        ).replace("are flushed", "is flushed" if len(fit.gone) == 1 else "are flushed")
-    fits = f"Loss scales from {low} to {high} fit {_which(fit)}. The {_place(fit)}."
-    if fit.is_empty:
-        limits = f"{lowest} needs at least {low}, and {highest} at most {high}"
-        if fit.lowest == fit.highest:
-            limits = f"{lowest} needs at least {low}, and at most {high}"
-        which = "No loss scale fits every parameter"
-        if not fit.is_hopeless:
-            which = f"{high} fits best"
-        fits = (
-            f"{which}: {limits}. At {high}, {percent(fit.lost)} of "
-            f"the nonzero gradients of {lowest} are flushed to zero or subnormal. "
-            f"The run's own is {own}."
+            f"No loss scale fits every parameter: at the run's own, {own}, {_listed(fit.gone)} had "
+            f"no gradient but zero, and {highest} needs one of at most {high}."
         )
-    nonfinite = len(fit.nonfinite)
-    zero = list(fit.parameters.values()).count(None) - nonfinite
-    if nonfinite:
-        fits += f" {nonfinite:,} parameters had gradients of NaN or Inf, and no others but zero."
-    if zero:
-        fits += f" {zero:,} parameters had no gradient but zero: unused, or flushed already."
-    return fits.replace(" 1 parameters ", " 1 parameter ")
+    if not fit.is_empty:
+        which = f"all but {_listed(fit.left_out)}" if fit.left_out else "every parameter"
+        return f"Loss scales from {low} to {high} fit {which}. The run's own is {own}."
+    needs = f"{lowest} needs at least {low}, and {highest} at most {high}"
+    verdict = "No loss scale fits every parameter" if fit.is_hopeless else f"{high} fits best"
+    return f"{verdict}: {needs}. The run's own is {own}."
 
 
-def _which(fit: Fit) -> str:
-    if not fit.left_out:
-        return "every parameter"
-    return f"all but {_listed(fit.left_out)}, with less than {FEW:.0%} of the gradients"
-
-
-def _listed(names: tuple[str, ...]) -> str:
+def _listed(names: Sequence[str]) -> str:
     return shown(names[0], 60) + f" and {len(names) - 1:,} more" * (len(names) > 1)
-
-
-def _place(fit: Fit) -> str:
-    """Where the run's own scale is, if some scales fit."""
-    exponent = math.log2(fit.own) if 0 < fit.own < math.inf else math.nan
-    where = "is one of them"
-    if exponent < fit.common.low:
-        where = "is smaller"
-    elif exponent > fit.common.edge:
-        where = "is larger"
-    elif exponent > fit.common.high:
-        where = "leaves less room"
-    return f"run's own, {number(fit.own)}, {where}"

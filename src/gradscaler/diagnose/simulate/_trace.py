@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -27,7 +26,6 @@ _TYPICAL = 100  # steps
 _CHUNK = 2**14  # steps
 
 
-@dataclass(frozen=True, eq=False)
 class Trace:
     """The gradients of each step, unscaled: all that a loss scale in float16 depends on.
 
@@ -51,12 +49,6 @@ class Trace:
     >>> trace.num_steps, trace.is_bad.tolist()
     (3, [False, True, False])
     """
-
-    largest: NDArray[np.float64]
-    extreme: NDArray[np.float64]
-    first: int
-    rows: NDArray[np.float64] | None
-    row_of: NDArray[np.intp]
 
     def __init__(
         self,
@@ -82,9 +74,8 @@ class Trace:
             or not np.all(bins >= 0)
         ):
             raise ValueError("counts must be one row of counts for each step")
-        values = {"largest": sizes, "extreme": extremes, "first": int(first), "rows": bins}
-        for name, value in {**values, "row_of": places}.items():
-            object.__setattr__(self, name, value)
+        self.largest, self.extreme = sizes, extremes
+        self.first, self.rows, self.row_of = int(first), bins, places
 
     @property
     def counts(self) -> NDArray[np.float64] | None:
@@ -195,8 +186,7 @@ def _rows(histograms: Sequence[Bins]) -> tuple[int, NDArray[np.float64]]:
 
 def scales_of(run: Run) -> NDArray[np.float64]:
     """The scale that each step of a run used."""
-    changed, scales = run.scales
     steps = np.arange(1, run.num_steps + 1)
-    latest = np.searchsorted(changed, steps, side="right").clip(1) - 1
-    used: NDArray[np.float64] = np.array(scales, np.float64)[latest]
+    latest = np.searchsorted([*run.scales], steps, side="right").clip(1) - 1
+    used: NDArray[np.float64] = np.array([*run.scales.values()], np.float64)[latest]
     return used

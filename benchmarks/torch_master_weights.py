@@ -1,0 +1,170 @@
+"""What a step of 16-bit parameters takes beside one of float32 parameters: time and memory.
+
+    python benchmarks/torch_master_weights.py
+
+"Ours" is gradscaler's scaler and MasterWeights around AdamW, on float16 parameters and gradients.
+"Native" is PyTorch's scaler and the same AdamW on float32 ones, as autocast leaves them: it does
+not count the casts of the forward pass, which float16 parameters do without. Both scale, check,
+unscale, step and update. Gradients are made outside the measured time.
+
+Memory is that of a process of its own for each kind: the resident set after the steps, and its
+highest point, less what it had before there were parameters. It holds parameters, gradients and
+all state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import eager
+import paired
+import torch
+
+from gradscaler.torch import GradScaler, MasterWeights
+
+STORES = "float32", "remainder16", "stochastic"
+NATIVE = "native"
+IN_MEMORY = eager.Workload("16 million parameters, 64 tensors", [(512, 512)] * 64, calls=1)
+STEPS = 3
+
+
+class Training:
+    """Parameters with gradients, their optimizer and its scaler.
+
+    Args:
+        store: of MasterWeights; or "native" for float32 parameters.
+        workload: what parameters there are.
+        fused: whether AdamW is fused, rather than foreach.
+        clip: whether gradients are clipped, to a norm of inf.
+    """
+
+    def __init__(self, store: str, workload: eager.Workload, fused: bool, clip: bool) -> None:
+        self.clip = clip
+        self.loss = torch.ones(())
+        options: dict[str, Any] = {"lr": 1e-4, "fused": fused, "foreach": not fused}
+        parameters = [torch.nn.Parameter(torch.rand(shape)) for shape in workload.shapes]
+        self.optimizer: torch.optim.Optimizer
+        self.scaler: torch.amp.GradScaler
+        if store == NATIVE:
+            self.optimizer = torch.optim.AdamW(parameters, **options)
+            self.scaler = torch.amp.GradScaler("cpu", eager.SCALE, growth_interval=eager.NEVER)
+        else:
+            self.optimizer = MasterWeights(torch.optim.AdamW, parameters, store=store, **options)
+            self.scaler = GradScaler("cpu", eager.SCALE, growth_interval=eager.NEVER)
+        self.parameters = parameters
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        self.make_gradients()
+
+    def make_gradients(self) -> None:
+        """Scaled gradients, all of one value: their values decide nothing about time."""
+        grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        torch._foreach_zero_(grads)
+        torch._foreach_add_(grads, 2.0**-10 * eager.SCALE)
+
+    def step(self) -> None:
+        """What a training loop does after the backward pass."""
+        scaler, optimizer = self.scaler, self.optimizer
+        scaler.scale(self.loss)
+        if self.clip and isinstance(scaler, GradScaler):
+            scaler.clip_grad_norm_(optimizer, math.inf)
+        elif self.clip:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(self.parameters, math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def compare(
+    store: str, fused: bool, clip: bool, workload: eager.Workload, repetitions: int
+) -> paired.Comparison:
+    """Time a step with a store by turns with one of float32 parameters."""
+    torch.manual_seed(0)
+    trainings = {
+        "ours": Training(store, workload, fused, clip),
+        "native": Training(NATIVE, workload, fused, clip),
+    }
+    seconds = paired.interleave(
+        {name: training.step for name, training in trainings.items()},
+        prepare={name: training.make_gradients for name, training in trainings.items()},
+        repetitions=repetitions,
+        calls=workload.calls,
+    )
+    kind = "fused" if fused else "foreach"
+    name = f"{workload.name}, 16 bits by {store}, {kind} AdamW" + ", clipping" * clip
+    return paired.Comparison(name, **seconds)
+
+
+def resident(field: str) -> int:
+    """Bytes of the process in memory, of /proc: ``VmRSS`` now, ``VmHWM`` at the highest point."""
+    status = Path("/proc/self/status").read_text()
+    found = re.search(rf"{field}:\s+(\d+) kB", status)
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def measure_memory(store: str, fused: bool) -> tuple[float, float]:
+    """Bytes per parameter after some steps, and at the highest point of the last one."""
+    trim = ctypes.CDLL(None).malloc_trim
+    small = eager.Workload("small", [(512, 512)] * 2, calls=1)
+    Training(store, small, fused, clip=False).step()  # threads and code are there
+    trim(0)
+    before = resident("VmRSS")
+    training = Training(store, IN_MEMORY, fused, clip=False)
+    for _ in range(STEPS):
+        training.make_gradients()
+        training.step()
+    trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the highest point is now
+    after = resident("VmRSS")
+    training.step()
+    count = sum(parameter.numel() for parameter in training.parameters)
+    return (after - before) / count, (resident("VmHWM") - before) / count
+
+
+def memory_table() -> str:
+    """What each kind takes, each measured in its own process."""
+    rows: list[tuple[str, ...]] = [("bytes per parameter", "after a step", "at the highest point")]
+    for store in (NATIVE, *STORES):
+        for fused in (False, True):
+            command = [sys.executable, __file__, "--memory", store, *["--fused"] * fused]
+            printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            after, highest = map(float, printed.split())
+            kind = "fused" if fused else "foreach"
+            what = "float32 parameters" if store == NATIVE else f"16 bits by {store}"
+            rows.append((f"{what}, {kind} AdamW", f"{after:.1f}", f"{highest:.1f}"))
+    return paired.aligned(rows)
+
+
+def main() -> None:
+    """Time every store with foreach and fused AdamW, and measure the memory of each."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--memory", metavar="STORE", help="only measure the memory of one store")
+    parser.add_argument("--fused", action="store_true", help="with --memory: by fused AdamW")
+    arguments = paired.parse(parser)
+    if arguments.memory:
+        print(*measure_memory(arguments.memory, arguments.fused))
+        return
+    setting = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    comparisons: list[Callable[[eager.Workload, int], paired.Comparison]] = [
+        partial(compare, store, fused, clip)
+        for clip in (False, True)
+        for fused in (False, True)
+        for store in STORES
+    ]
+    eager.run(arguments, setting, comparisons)
+    if Path("/proc/self/clear_refs").exists():  # on Linux alone
+        print(memory_table())
+
+
+if __name__ == "__main__":
+    main()

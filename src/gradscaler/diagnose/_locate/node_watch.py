@@ -1,0 +1,80 @@
+"""Which operation of PyTorch's backward pass made the first Inf or NaN."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+from gradscaler.diagnose._gradients.reading import largest_finite, memory_of, read
+from gradscaler.diagnose._locate.call_site import Node, operation_of, source_of
+from gradscaler.diagnose._locate.located import Site, located_at
+from gradscaler.diagnose._locate.module_hooks import remove_all, weakly
+from gradscaler.diagnose._locate.value_watch import Event, ValueWatch
+
+
+class NodeWatch:
+    """Hooks on nodes that find the first whose input's gradient is not finite, but its output's is.
+
+    Args:
+        values: gets the events, and knows whose parameters are.
+
+    Attributes:
+        line: what ran in a custom function's backward method, or in a hook, and made an Inf or a
+            NaN.
+    """
+
+    def __init__(self, values: ValueWatch) -> None:
+        self.line: str | None = None
+        self._values = values
+        self._sites: dict[Node, Site] = {}
+        self._reached: dict[Node, Event] = {}
+        self._handles: list[Any] = []
+        weakref.finalize(self, remove_all, self._handles).atexit = False
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._sites
+
+    def add(self, node: Node, site: Site) -> None:
+        """Watch a node, which comes from an operation at ``site``."""
+        self._sites[node] = site
+        self._handles.append(node.register_hook(partial(weakly(self._after), node)))
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        remove_all(self._handles)
+        self._sites.clear()
+        self._reached.clear()
+
+    def _after(self, node: Node, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+        """See the gradients of an operation's inputs, made of those of its outputs."""
+        line, self.line = self.line, None
+        bad = [n for n, grad in enumerate(inputs) if read(grad).bad]
+        if not bad:
+            return
+        event = self._reached.get(node)
+        if event is None:
+            is_given = any(read(grad).bad for grad in outputs)
+            if is_given and line is None:
+                return  # a sum of finite gradients overflowed, or what was not watched
+            leaf = getattr(source_of(node.next_functions[bad[0]][0]), "variable", None)
+            _, parameter = self._values.owners.get(memory_of(leaf), (None, None))
+            site = self._site_of(node, line)
+            if is_given:  # by a hook
+                site, parameter = Site("hook", line), None
+            what = inputs[bad[0]], largest_finite(outputs)
+            event = Event(located_at(site, "backward", *what, parameter=parameter))
+            self._values.events.append(event)
+        for n in bad:
+            before = node.next_functions[n][0]
+            event.counts |= hasattr(before, "variable")
+            self._reached.setdefault(before, event)
+
+    def _site_of(self, node: Node, line: str | None) -> Site:
+        """Where the operation of a node was called, or what ran in its own backward method."""
+        site = self._sites[node]
+        is_custom = not node.name()[-1].isdigit()
+        if is_custom or site.operation is None:
+            line = line if is_custom and line else site.line
+            site = site._replace(operation=operation_of(node), line=line)
+        return site

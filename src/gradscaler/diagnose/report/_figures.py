@@ -1,0 +1,215 @@
+"""The figure of what happened over time, and what all figures share."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import FigureBase
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+from gradscaler.diagnose._run.lines import Shares
+from gradscaler.diagnose.report._content import CLASSES, Course
+from gradscaler.diagnose.report._words import power, shown
+
+COLOURS = {
+    "flushed": "#A03200",
+    "subnormal": "#DB9500",
+    "overflow": "#420F50",
+    "zero": "#C6C6C6",
+    "normal": "#3382C0",
+}
+"""The colours of what a format makes of gradients; Inf and NaN have that of ``"overflow"``.
+
+They also differ in grey, and for colour-blind readers. Nothing is drawn over them.
+"""
+INK = "#1B1B1B"
+LEVELS = {"good": "#00664B", "warning": "#8A5A00", "bad": "#A93B00"}  # readable on white
+
+WIDTH = 4.6
+"""The width of a figure in inches. At this width its letters are readable on a phone."""
+
+_RUNS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"
+_STYLES: Any = "-", "--", "-.", ":"  # so that no curve hides another, nor a grey print
+_SETTINGS: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "path.simplify_threshold": 0.5,  # of a pixel; a curve of a million steps has few of them
+    "text.parse_math": False,  # a parameter may be called $x_{
+    "svg.fonttype": "none",
+}
+_MOST_POINTS = 400  # that are distinct in a figure of this width
+_LARGEST = 1e100  # which leaves room for margins
+_SMALLEST = 1e-292  # that matplotlib leaves room below on a logarithmic axis
+
+
+class Drawing(NamedTuple):
+    """A figure to draw, alone or beside others."""
+
+    title: str
+    caption: str  # how to read it
+    height: float  # in inches, at a width of `WIDTH`
+    draw: Callable[[FigureBase], None]  # on an empty figure
+
+
+class _Panel(NamedTuple):
+    """A part of the figure, with the steps as its horizontal axis."""
+
+    title: str
+    height: float  # in inches
+    draw: Callable[[Axes], None]  # on empty axes
+
+
+@contextmanager
+def drawing_settings() -> Iterator[None]:
+    """Matplotlib's settings while figures are made and saved."""
+    with rc_context(_SETTINGS), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # drawn as a box
+        yield
+
+
+def over_time(courses: Mapping[str, Course]) -> Drawing:
+    """The scales, the skips and the curves of runs on the same axes; and the shares of one run."""
+    runs = list(courses.values())
+    panels = [
+        _Panel("Loss scale", 1.6, partial(_draw_scales, runs=runs)),
+        _Panel("Skips", 0.3 + 0.25 * len(runs), partial(_draw_skips, runs=runs)),
+    ]
+    for name in dict.fromkeys(name for run in runs for name in run.curves):
+        curves = [run.curves.get(name, {}) for run in runs]
+        panels.append(_Panel(name, 1.3, partial(_draw_curves, curves=curves)))
+    if len(runs) == 1 and runs[0].shares:
+        title = f"What {runs[0].dtype} makes of the gradients"
+        panels.append(_Panel(title, 1.6, partial(_draw_shares, shares=runs[0].shares)))
+    height = sum(panel.height for panel in panels) + 0.9 + 0.1 * len(runs)
+    caption = (
+        "The loss scale that each step used; the skipped steps, and how many there are. A mark "
+        "above a curve is a number that is NaN or Inf."
+    )
+    return Drawing("Over time", caption, height, partial(_draw, courses=courses, panels=panels))
+
+
+def _draw(figure: FigureBase, courses: Mapping[str, Course], panels: Sequence[_Panel]) -> None:
+    heights = [panel.height for panel in panels]
+    column = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, panel in zip(column, panels, strict=True):
+        axes.set_title(panel.title)
+        panel.draw(axes)
+        axes.yaxis.grid(color="#D8D8D8")
+        axes.set_axisbelow(True)
+    axes.set_xlim(0.5, max(1, *(run.num_steps for run in courses.values())) + 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    axes.set_xlabel("step")
+    if len(courses) > 1:
+        names = [shown(name, 40) for name in courses]
+        lines = [Line2D([], [], label=name, **_look(place)) for place, name in enumerate(names)]
+        write_legend(figure, lines, columns=2)
+
+
+def write_legend(figure: FigureBase, handles: Iterable[Artist], columns: int) -> None:
+    """A legend below the figure, of handles that have labels."""
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=columns,
+        fontsize=8,
+        frameon=False,
+        handlelength=1.5,
+        columnspacing=1,
+    )
+
+
+def _look(place: int) -> dict[str, Any]:
+    """The colour and the style of a run's lines."""
+    return {"color": _RUNS[place % len(_RUNS)], "linestyle": _STYLES[place % len(_STYLES)]}
+
+
+def _draw_scales(axes: Axes, runs: Sequence[Course]) -> None:
+    for place, run in enumerate(runs):
+        exponents = np.log2([*run.scales.values()])
+        edges = [*(step - 0.5 for step in run.scales), run.num_steps + 0.5]
+        axes.step(edges, [*exponents, *exponents[-1:]], where="post", **_look(place))
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda exponent, _: power(2, exponent)))
+
+
+def _draw_skips(axes: Axes, runs: Sequence[Course]) -> None:
+    """A row of marks for each run, the first on top."""
+    for place, run in enumerate(runs):
+        _mark(axes, run.skipped, place, 1 - (place + 0.5) / len(runs))
+    axes.set_ylim(len(runs), 0)
+    counts = [f"{len(run.skipped):,}" for run in runs]
+    axes.set_yticks([place + 0.5 for place in range(len(runs))], counts)
+    axes.tick_params(axis="y", length=0)
+
+
+def _draw_curves(axes: Axes, curves: Sequence[Mapping[int, float]]) -> None:
+    """The finite numbers by step, and marks for the others; logarithmic if they need it."""
+    seen, num_marked = list[float](), 0
+    for place, points in enumerate(curves):
+        steps, values = np.fromiter(points, int), np.fromiter(points.values(), float)
+        is_finite = np.isfinite(values)
+        finite = values[is_finite].clip(-_LARGEST, _LARGEST)
+        marker = "." if finite.size <= 50 else ""
+        axes.plot(steps[is_finite], finite, marker=marker, linewidth=1.2, **_look(place))
+        if not is_finite.all():
+            _mark(axes, steps[~is_finite], place, 0.97 - 0.07 * num_marked)
+            num_marked += 1
+        seen += [finite.min(), finite.max()] if finite.size else []
+    axes.margins(y=0.05 + 0.08 * num_marked)  # the marks are above the curves
+    low, high = min(seen, default=0.0), max(seen, default=0.0)
+    if _SMALLEST < low < high / 100:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power(10, math.log10(value))))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(4))
+
+
+def _mark(axes: Axes, steps: Iterable[int], place: int, height: float) -> None:
+    """Mark a run's steps at a height of the axes, as many as are distinct."""
+    positions = np.array(sorted(steps))
+    if positions.size:
+        share = (positions - positions[0]) / max(1, positions[-1] - positions[0])
+        _, seen = np.unique(np.round(2 * _MOST_POINTS * share), return_index=True)
+        axes.plot(
+            positions[seen],
+            np.full(seen.size, height),
+            "|",
+            color=_look(place)["color"],
+            markersize=7,
+            transform=axes.get_xaxis_transform(),
+        )
+
+
+def _draw_shares(axes: Axes, shares: Mapping[int, Shares]) -> None:
+    """Stack the shares of each sample, drawn from the sample before it up to its own step."""
+    groups = np.array_split(sorted(shares), min(len(shares), _MOST_POINTS))
+    stack = [
+        [100 * np.mean([share(shares[step]) for step in group]) for group in groups]
+        for share in CLASSES.values()
+    ]
+    axes.stackplot(
+        [0.5, *(group[-1] + 0.5 for group in groups)],
+        [[layer[0], *layer] for layer in stack],
+        step="pre",
+        labels=list(CLASSES),
+        colors=[COLOURS[name.partition(",")[0]] for name in CLASSES],
+    )
+    axes.set_ylim(0, 100)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0f}%"))
+    write_legend(axes.figure, axes.collections, columns=3)

@@ -1,0 +1,119 @@
+"""Casting a model to 16 bits, while the values that its parameters had are still there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from gradscaler._on_torch.processes import is_dtensor, is_flattened
+from gradscaler.errors import ParameterError
+
+Kept = Collection[str | type[torch.nn.Module]]
+
+
+def cast(
+    parameters: Iterable[torch.Tensor],
+    model: torch.nn.Module | None,
+    dtype: torch.dtype,
+    keep_fp32: Kept,
+) -> dict[torch.Tensor, torch.Tensor]:
+    """Cast float32 parameters, and a model's float32 buffers, in place.
+
+    Args:
+        parameters: all are cast, but for those that ``keep_fp32`` names.
+        model: it is cast as a whole, parameters that are not in ``parameters`` included.
+        dtype: to this.
+        keep_fp32: modules by their class, and modules, parameters and buffers by their name in the
+            model; all that a module holds stays as it is.
+
+    Returns:
+        For each parameter that was cast and takes gradients, its float32 values. It is the tensor
+        that was there: nothing is copied.
+
+    Raises:
+        ParameterError: a name is not in the model, or something cannot be cast this way.
+    """
+    kept = _kept(model, keep_fp32)
+    own = [] if model is None else list(model.parameters())
+    cast_parameters = {
+        parameter: parameter.detach()
+        for parameter in [*own, *parameters]
+        if parameter.dtype is torch.float32 and id(parameter) not in kept
+    }
+    in_model = {id(each) for each in own}
+    for parameter in cast_parameters:
+        _must_be_castable(parameter, id(parameter) in in_model)
+    if model is not None and cast_parameters:
+        _must_not_be_replicated(model)
+    if model is not None:
+        chosen = {id(each) for each in cast_parameters}
+        chosen |= {id(each.grad) for each in cast_parameters if each.grad is not None}
+        chosen |= {id(each) for each in model.buffers() if id(each) not in kept}
+
+        def to_narrow(tensor: torch.Tensor) -> torch.Tensor:
+            is_chosen = id(tensor) in chosen and tensor.dtype is torch.float32
+            return tensor.to(dtype) if is_chosen else tensor
+
+        model._apply(to_narrow)  # as model.half() does, so that each module knows of it
+    for parameter in cast_parameters:
+        if id(parameter) not in in_model:
+            parameter.data = parameter.data.to(dtype)
+    return {p: wide for p, wide in cast_parameters.items() if p.requires_grad}
+
+
+def _kept(model: torch.nn.Module | None, keep_fp32: Kept) -> set[int]:
+    """The ids of all parameters and buffers that stay as they are."""
+    names = {name for name in keep_fp32 if isinstance(name, str)}
+    types = tuple(kind for kind in keep_fp32 if not isinstance(kind, str))
+    if model is None:
+        if names:
+            raise ParameterError(
+                f"keep_fp32 has the names {sorted(names)}, and parameters alone have none: give "
+                "the model, too, as in MasterWeights(torch.optim.AdamW, groups, model=model)"
+            )
+        return set()
+    kept: set[int] = set()
+    known: set[str] = set()
+    for name, module in model.named_modules():
+        known.add(name)
+        if name in names or isinstance(module, types):
+            kept |= {id(each) for each in (*module.parameters(), *module.buffers())}
+    named: list[tuple[str, Any]] = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    known |= {name for name, _ in named}
+    kept |= {id(tensor) for name, tensor in named if name in names}
+    if unknown := sorted(names - known):
+        raise ParameterError(
+            f"keep_fp32 names {unknown}, and the model has no such module, parameter or buffer"
+        )
+    return kept
+
+
+def _must_be_castable(parameter: torch.Tensor, is_in_model: bool) -> None:
+    if is_flattened(parameter):
+        raise ParameterError(
+            "FullyShardedDataParallel has flattened a parameter, which cannot be cast any more: "
+            "cast the model before it is wrapped, and give dtype=None"
+        )
+    if is_dtensor(parameter) and not is_in_model:
+        raise ParameterError(
+            "a sharded parameter can only be cast with its module: give the model, too, as in "
+            "MasterWeights(torch.optim.AdamW, groups, model=model)"
+        )
+    if parameter.grad is not None and not is_in_model:
+        raise ParameterError(
+            "a parameter that has a gradient cannot be cast: call zero_grad() before"
+        )
+
+
+def _must_not_be_replicated(model: torch.nn.Module) -> None:
+    if any(isinstance(each, DistributedDataParallel) for each in model.modules()):
+        raise ParameterError(
+            "DistributedDataParallel has laid out gradients for float32 parameters: call "
+            "MasterWeights with the model before it is wrapped"
+        )

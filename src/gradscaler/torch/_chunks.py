@@ -1,0 +1,170 @@
+"""Parameters in chunks, and the memory that one chunk after the other is widened in.
+
+The memory is as large as the largest chunk needs, and is only there during a step: afterwards its
+storages shrink to nothing, while all views of them stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
+
+import torch
+
+from gradscaler._on_torch.operations import TorchOperations
+from gradscaler._on_torch.processes import Part, placed, to_local
+from gradscaler.torch._rounding import DTYPES
+
+_OPERATIONS = TorchOperations()
+
+
+class Piece:
+    """The parameters of one device and dtype in a chunk.
+
+    Attributes:
+        parameters: the model's.
+        dtype: theirs.
+        is_narrow: whether that is one of 16 bits, so that they are stepped in float32.
+        locals: this process' parts of them.
+        entries: the same of what a store keeps of them.
+        gradients: a place for the float32 gradients of all; None where those need no widening.
+        gradient_views: the same, in the shape of each.
+        wide: a place for the float32 values of all; None where a store holds them.
+        wide_views: the same, in the shape of each.
+        narrow: a place for 16 bits of each value, as int16; None where ``wide`` is.
+        narrow_views: the same, in the shape of each.
+        rounded_views: the same, as values of ``dtype``.
+    """
+
+    gradients: torch.Tensor | None = None
+    wide: torch.Tensor | None = None
+    narrow: torch.Tensor | None = None
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        self.parameters = parameters
+        self.dtype, self.device = parameters[0].dtype, parameters[0].device
+        self.is_narrow = self.dtype in DTYPES
+        self.takes_float32 = self.is_narrow or self.dtype is torch.float32
+        self.entries: list[torch.Tensor] = []
+        self.gradient_views: list[torch.Tensor] = []
+        self.wide_views: list[torch.Tensor] = []
+        self.narrow_views: list[torch.Tensor] = []
+        self.rounded_views: list[torch.Tensor] = []
+        self.look_up()
+        self.size = sum(local.numel() for local in self.locals)
+
+    def look_up(self) -> None:
+        """Find this process' parts, which FSDP, for one, may have moved."""
+        self.locals = to_local([parameter.detach() for parameter in self.parameters])
+
+    def widened_gradients(self, factor: torch.Tensor | None) -> list[torch.Tensor]:
+        """Gradients in the dtype that is stepped, times ``factor``: this process' parts."""
+        grads = [p.grad.detach() for p in self.parameters if p.grad is not None]
+        parts = to_local(placed(Part([{"params": self.parameters}]), grads))
+        dtype = torch.float32 if self.is_narrow else self.dtype
+        if factor is None and all(part.dtype is dtype for part in parts):
+            return parts
+        if factor is not None:
+            factor = _OPERATIONS.on_device(factor, self.device)
+        if self.gradients is None or any(part.is_sparse for part in parts):
+            wide = [part.to(dtype) for part in parts]
+            return wide if factor is None else [part * factor for part in wide]
+        torch._foreach_copy_(self.gradient_views, parts)
+        if factor is not None:
+            self.gradients.mul_(factor)
+        return self.gradient_views
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a flat tensor in the shape, and the order of memory, of each parameter."""
+        begins = flat.split([local.numel() for local in self.locals])
+        return [
+            begin.as_strided(local.shape, torch.empty_like(local, device="meta").stride())
+            for begin, local in zip(begins, self.locals, strict=True)
+        ]
+
+
+class Chunks:
+    """Chunks of pieces, and their memory.
+
+    Args:
+        parameters: all that have a gradient.
+        size: how many elements a chunk may have, unless one parameter has more; None for all.
+        widens_values: whether the values of narrow parameters need memory, too.
+    """
+
+    def __init__(
+        self, parameters: list[torch.Tensor], size: int | None, widens_values: bool
+    ) -> None:
+        self.chunks = [
+            [Piece(list(alike)) for _, alike in groupby(sorted(chunk, key=_kind), key=_kind)]
+            for chunk in _split(parameters, size)
+        ]
+        self._storages: list[tuple[torch.UntypedStorage, int]] = []
+        for device in {parameter.device for parameter in parameters}:
+            self._place("gradients", device, torch.float32, lambda piece: piece.takes_float32)
+            if widens_values:
+                self._place("wide", device, torch.float32, lambda piece: piece.is_narrow)
+                self._place("narrow", device, torch.int16, lambda piece: piece.is_narrow)
+        for piece in (piece for chunk in self.chunks for piece in chunk):
+            if piece.gradients is not None:
+                piece.gradient_views = piece.views(piece.gradients)
+            if piece.wide is not None and piece.narrow is not None:
+                piece.wide_views = piece.views(piece.wide)
+                piece.narrow_views = piece.views(piece.narrow)
+                piece.rounded_views = [view.view(piece.dtype) for view in piece.narrow_views]
+        self._release()
+
+    @contextmanager
+    def memory(self) -> Iterator[None]:
+        """Hold the memory."""
+        try:
+            for storage, size in self._storages:
+                storage.resize_(size)
+            yield
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        for storage, _ in self._storages:
+            storage.resize_(0)
+
+    def _place(
+        self, name: str, device: torch.device, dtype: torch.dtype, needs: Callable[[Piece], bool]
+    ) -> None:
+        """Give pieces on a device that need it their place in memory that all chunks share."""
+        chunks = [
+            [piece for piece in chunk if piece.device == device and needs(piece)]
+            for chunk in self.chunks
+        ]
+        size = max(sum(piece.size for piece in chunk) for chunk in chunks)
+        memory = torch.empty(size, dtype=dtype, device=device)
+        for chunk in chunks:
+            begin = 0
+            for piece in chunk:
+                setattr(piece, name, memory[begin : begin + piece.size])
+                begin += piece.size
+        storage = memory.untyped_storage()
+        self._storages.append((storage, storage.nbytes()))
+
+
+def _kind(parameter: torch.Tensor) -> tuple[str, str]:
+    return str(parameter.device), str(parameter.dtype)
+
+
+def _split(parameters: list[torch.Tensor], size: int | None) -> Iterator[list[torch.Tensor]]:
+    """Parameters in the same order, as many at once as have no more than ``size`` elements."""
+    if size is None:
+        yield parameters
+        return
+    chunk: list[torch.Tensor] = []
+    total = 0
+    for parameter in parameters:
+        (local,) = to_local([parameter.detach()])
+        if chunk and total + local.numel() > size:
+            yield chunk
+            chunk, total = [], 0
+        chunk.append(parameter)
+        total += local.numel()
+    if chunk:
+        yield chunk

@@ -1,0 +1,167 @@
+"""Where the bits of a parameter's float32 value are kept that its 16 bits have no room for.
+
+For each parameter of 16 bits, a store keeps one tensor in the optimizer's state: its entry.
+"""
+
+from __future__ import annotations
+
+import struct
+from hashlib import blake2b
+from typing import ClassVar, Protocol
+
+import torch
+
+from gradscaler._on_torch.processes import is_dtensor
+from gradscaler.torch._chunks import Piece
+from gradscaler.torch._rounding import join, join_, random_bits, round_at_random, split, split_
+
+
+class Store(Protocol):
+    """One way to keep those bits; all tensors are this process' parts.
+
+    Attributes:
+        key: of an entry in its parameter's state.
+        has_values: whether entries are the float32 values themselves, so that nothing is widened.
+        is_random: whether steps draw random numbers.
+    """
+
+    key: ClassVar[str]
+    has_values: ClassVar[bool]
+    is_random: ClassVar[bool]
+
+    def entry(self, local: torch.Tensor, wide: torch.Tensor, stream: int) -> torch.Tensor:
+        """The entry of a parameter with these float32 values, to which it is rounded once more.
+
+        ``stream`` is a number that no other parameter has.
+        """
+
+    def open(self, piece: Piece, entries: list[torch.Tensor]) -> None:
+        """Fill ``piece.wide`` with the float32 values; not called where the entries are those."""
+
+    def close(self, piece: Piece, entries: list[torch.Tensor]) -> None:
+        """Round the values, which were stepped, to the parameters, and keep what is left."""
+
+
+class Masters:
+    """float32 copies, 4 bytes each."""
+
+    key: ClassVar[str] = "master"
+    has_values: ClassVar[bool] = True
+    is_random: ClassVar[bool] = False
+
+    def entry(self, local: torch.Tensor, wide: torch.Tensor, stream: int) -> torch.Tensor:
+        local.copy_(wide)
+        return wide
+
+    def open(self, piece: Piece, entries: list[torch.Tensor]) -> None:
+        raise NotImplementedError
+
+    def close(self, piece: Piece, entries: list[torch.Tensor]) -> None:
+        torch._foreach_copy_(piece.locals, entries)
+
+
+class Remainders:
+    """The distances from the parameters to their float32 values, 2 bytes each."""
+
+    key: ClassVar[str] = "remainder"
+    has_values: ClassVar[bool] = False
+    is_random: ClassVar[bool] = False
+
+    def entry(self, local: torch.Tensor, wide: torch.Tensor, stream: int) -> torch.Tensor:
+        narrow, remainder = split(wide, local.dtype)
+        local.copy_(narrow)
+        return remainder
+
+    def open(self, piece: Piece, entries: list[torch.Tensor]) -> None:
+        assert piece.wide is not None
+        assert piece.narrow is not None
+        torch._foreach_copy_(piece.wide_views, piece.locals)
+        torch._foreach_copy_(piece.narrow_views, entries)
+        join_(piece.wide, piece.narrow, piece.dtype)
+
+    def close(self, piece: Piece, entries: list[torch.Tensor]) -> None:
+        assert piece.wide is not None
+        assert piece.narrow is not None
+        assert piece.gradients is not None
+        narrow = piece.narrow.view(piece.dtype).copy_(piece.wide)
+        near = piece.gradients.copy_(narrow)  # the gradients are used up
+        distances = split_(piece.wide, narrow, near)
+        torch._foreach_copy_(piece.locals, piece.rounded_views)
+        piece.narrow.copy_(distances)
+        torch._foreach_copy_(entries, piece.narrow_views)
+
+
+class Nothing:
+    """No bits: values are rounded at random. An entry is the stream of random numbers.
+
+    It has two integers: the stream's seed, and how often it was drawn from. So what is drawn
+    depends neither on other parameters nor on how they are split among processes, and the copies
+    of a parameter on several processes are rounded alike.
+    """
+
+    key: ClassVar[str] = "rounding"
+    has_values: ClassVar[bool] = False
+    is_random: ClassVar[bool] = True
+
+    def entry(self, local: torch.Tensor, wide: torch.Tensor, stream: int) -> torch.Tensor:
+        local.copy_(wide)
+        return torch.tensor([stream, 0])
+
+    def open(self, piece: Piece, entries: list[torch.Tensor]) -> None:
+        torch._foreach_copy_(piece.wide_views, piece.locals)
+
+    def close(self, piece: Piece, entries: list[torch.Tensor]) -> None:
+        assert piece.wide is not None
+        assert piece.narrow is not None
+        generator = torch.Generator(piece.device)
+        drawn = []
+        for parameter, local, entry in zip(piece.parameters, piece.locals, entries, strict=True):
+            generator.manual_seed(_mixed(*entry.tolist(), *_shard_of(parameter)))
+            drawn.append(random_bits(local.numel(), generator))
+        rounded = round_at_random(piece.wide, piece.dtype, torch.cat(drawn))
+        piece.narrow.copy_(rounded.view(torch.int16))
+        torch._foreach_copy_(piece.locals, piece.rounded_views)
+        for entry in entries:
+            entry[1] += 1
+
+
+STORES: dict[str, Store] = {
+    "float32": Masters(),
+    "remainder16": Remainders(),
+    "stochastic": Nothing(),
+}
+KEYS = tuple(store.key for store in STORES.values())
+
+
+def wide_values(local: torch.Tensor, entries: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The float32 values of a parameter, whichever store its entry is of; a new tensor.
+
+    The parameter comes first: where someone has set it, an entry adds only what it rounds to it.
+    """
+    if "master" in entries:
+        master = entries["master"]
+        return torch.where(master.to(local.dtype) == local, master, local.float())
+    return join(local, entries["remainder"]) if "remainder" in entries else local.float()
+
+
+def stream_of(seed: int, index: int) -> int:
+    """The seed of one parameter's random numbers."""
+    return _mixed(seed, index)
+
+
+def _mixed(*numbers: int) -> int:
+    """A number of 63 bits that looks random."""
+    digest = blake2b(struct.pack(f"{len(numbers)}q", *numbers), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _shard_of(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Where this process' part of a DTensor is among the other parts; the same for its copies."""
+    if not is_dtensor(parameter):
+        return ()
+    on_mesh = parameter.device_mesh.get_coordinate() or ()
+    return tuple(
+        i
+        for i, placement in zip(on_mesh, parameter.placements, strict=True)
+        if not placement.is_replicate()
+    )

@@ -1,0 +1,193 @@
+"""The optimizer that is wrapped, which sees float32 tensors in place of parameters of 16 bits."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gradscaler.errors import ParameterError
+from gradscaler.torch._rounding import DTYPES
+
+Group = dict[str, Any]
+
+Stand = dict[torch.Tensor, torch.Tensor]
+"""What stands in for each parameter."""
+
+
+class Wrapped:
+    """An optimizer that has neither parameters nor state, but for the time of a call.
+
+    So no float32 tensor is kept alive, and a step may see some parameters of all.
+
+    Args:
+        optimizer_class: of the optimizer.
+        groups: with what stands in for the parameters at first.
+        kwargs: the optimizer's own.
+
+    Attributes:
+        defaults: the optimizer's.
+        takes_scaled: whether it takes ``grad_scale`` and ``found_inf``.
+        skips_on_device: whether nothing need read that flag before.
+        is_pytorch_s: whether its class is; another may compare parameters, so that its step must
+            see all at once, and may want a flag that is not set.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        groups: list[Group],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self._optimizer: Any = optimizer_class(groups, **kwargs)
+        self.defaults: dict[str, Any] = self._optimizer.defaults
+        self.takes_scaled = bool(getattr(self._optimizer, "_step_supports_amp_scaling", False))
+        # SGD leaves momentum without a value if its first step is skipped on a device.
+        self.skips_on_device = self.takes_scaled and not isinstance(
+            self._optimizer, torch.optim.SGD
+        )
+        self.is_pytorch_s = optimizer_class.__module__.startswith("torch.optim.")
+
+    def first_state(self, *groups: Group) -> dict[torch.Tensor, dict[str, Any]]:
+        """The state that it begins with, of its first groups and of these; some make it then."""
+        try:
+            for group in groups:
+                self._optimizer.add_param_group(group)
+            state: dict[torch.Tensor, dict[str, Any]] = self._optimizer.state
+            return state
+        finally:
+            self._clear()
+
+    def step(
+        self,
+        groups: list[Group],
+        stands: Stand,
+        state: dict[torch.Tensor, dict[str, Any]],
+        scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        """Step those tensors, which have gradients.
+
+        Args:
+            groups: of the parameters; numbers that the optimizer keeps in them are taken back.
+            stands: what to step in place of the parameters.
+            state: the optimizer's, by parameter; it changes in place.
+            scale: what the optimizer divides the gradients by, if not None.
+            found_inf: by which it skips, if not None.
+        """
+        optimizer = self._optimizer
+        pairs = []
+        for group in groups:
+            tensors = [stands[p] for p in group["params"] if p in stands]
+            if tensors:
+                pairs.append((group, {**group, "params": tensors}))
+        optimizer.param_groups = [inner for _, inner in pairs]
+        optimizer.state.update((stands[p], state[p]) for p in stands if state.get(p))
+        if scale is not None:
+            optimizer.grad_scale = scale
+        if found_inf is not None:
+            optimizer.found_inf = found_inf
+        try:
+            optimizer.step()
+        finally:
+            state.update((p, optimizer.state[t]) for p, t in stands.items() if t in optimizer.state)
+            for tensor in stands.values():
+                tensor.grad = None
+            self._clear()
+        for group, inner in pairs:
+            group.update((key, value) for key, value in inner.items() if key != "params")
+
+    def load(
+        self, groups: list[Group], state_dict: dict[str, Any]
+    ) -> tuple[list[dict[str, Any]], list[Group]]:
+        """What a state dict makes of the state of each parameter, and of the groups.
+
+        It casts a tensor to the dtype of its parameter, which is to be that of the values stepped.
+        """
+        tensors = [
+            _as_stepped(torch.empty(0, dtype=p.dtype, device=p.device))
+            for group in groups
+            for p in group["params"]
+        ]
+        rest = iter(tensors)
+        self._optimizer.param_groups = [
+            {**group, "params": [next(rest) for _ in group["params"]]} for group in groups
+        ]
+        try:
+            self._optimizer.load_state_dict(state_dict)
+            state = self._optimizer.state
+            return [state.get(tensor, {}) for tensor in tensors], self._optimizer.param_groups
+        finally:
+            self._clear()
+
+    def _clear(self) -> None:
+        self._optimizer.param_groups, self._optimizer.state = [], defaultdict(dict)
+        for name in {"grad_scale", "found_inf"} & vars(self._optimizer).keys():
+            delattr(self._optimizer, name)
+
+
+def check(optimizer_class: object, kwargs: Mapping[str, Any]) -> None:
+    """Refuse what cannot be wrapped.
+
+    Raises:
+        TypeError: it is not the class of an optimizer.
+        ParameterError: it needs to evaluate the loss, or to be differentiated.
+    """
+    if not isinstance(optimizer_class, type) or not issubclass(
+        optimizer_class, torch.optim.Optimizer
+    ):
+        raise TypeError(
+            "MasterWeights takes the class of an optimizer and its arguments, as in "
+            f"MasterWeights(torch.optim.AdamW, model, lr=1e-3), got {optimizer_class!r}"
+        )
+    if hasattr(optimizer_class, "widen_gradients_"):
+        raise ParameterError("MasterWeights cannot wrap itself: give the class of its optimizer")
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ParameterError(
+            f"{optimizer_class.__name__} evaluates a closure repeatedly in each step, and "
+            "MasterWeights steps by gradients that are there: use an optimizer whose step takes no "
+            "closure, or may go without"
+        )
+    if kwargs.get("differentiable"):
+        raise ParameterError("MasterWeights cannot be differentiated: leave out differentiable")
+
+
+def first_stands(parameters: list[torch.Tensor]) -> Stand:
+    """What stands in for parameters while the optimizer is made."""
+    return {p: _as_stepped(p.detach()) for p in parameters}
+
+
+def groups_of(params: Any) -> list[Group]:
+    """Parameters as groups, each with a list of its own."""
+    if isinstance(params, torch.Tensor):
+        raise TypeError("params must be an iterable of parameters or groups, got a tensor")
+    given = list(params)
+    if given and not isinstance(given[0], dict):
+        given = [{"params": given}]
+    groups = []
+    for group in given:
+        inside = group["params"]
+        inside = [inside] if isinstance(inside, torch.Tensor) else list(inside)
+        groups.append({**group, "params": inside})
+    return groups
+
+
+def parameters_in(groups: list[Group]) -> list[torch.Tensor]:
+    """The parameters of groups, which may come with names."""
+    given = (each for group in groups for each in group["params"])
+    return [each[1] if isinstance(each, tuple) else each for each in given]
+
+
+def in_place_of(groups: list[Group], stands: Stand) -> list[Group]:
+    """The same groups, with what stands in for each parameter."""
+    unnamed = ({k: v for k, v in group.items() if k != "param_names"} for group in groups)
+    return [{**group, "params": [stands[p] for p in parameters_in([group])]} for group in unnamed]
+
+
+def _as_stepped(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a parameter's dtype in the dtype that is stepped."""
+    return tensor.float() if tensor.dtype in DTYPES else tensor

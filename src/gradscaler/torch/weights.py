@@ -1,0 +1,396 @@
+""":class:`MasterWeights`: any optimizer of PyTorch for parameters of 16 bits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gradscaler._on_torch.operations import TorchOperations
+from gradscaler._on_torch.processes import is_dtensor
+from gradscaler._torch_like.operations import Fp16GradientsError, parameters_of
+from gradscaler.errors import ParameterError
+from gradscaler.torch._casting import Kept, cast
+from gradscaler.torch._chunks import Chunks, Piece
+from gradscaler.torch._entries import Entries, like
+from gradscaler.torch._rounding import DTYPES
+from gradscaler.torch._stores import KEYS, STORES
+from gradscaler.torch._wrapped import (
+    Stand,
+    Wrapped,
+    check,
+    first_stands,
+    groups_of,
+    in_place_of,
+    parameters_in,
+)
+
+_ON_CPU = 2**18  # elements of a chunk, which with Adam's state fit into a cache
+_ELSEWHERE = 2**25
+_HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+_OPERATIONS = TorchOperations()
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """An optimizer for parameters of 16 bits, which steps their float32 values.
+
+    An update below half a place of a 16-bit parameter is lost when it is added to it; so training
+    stalls where fp32 parameters go on. Here each step takes the float32 values of some parameters
+    after the other, hands them with float32 gradients to the optimizer that it wraps, whose state
+    is float32 too, and rounds what comes back::
+
+        wide = narrow + what the store keeps
+        wide = optimizer's step of wide, by the gradient * 1/scale * clip coefficient
+        narrow = wide rounded; the store keeps the rest
+
+    With the stores "float32" and "remainder16", a float16 model trains as one with float32
+    parameters under autocast does: to the bit, if it holds nothing wider. That is mixed precision
+    with master weights (Micikevicius et al. 2018, section 3.1); the remainder is theirs in a form
+    that takes half the memory.
+
+    It unscales and skips by itself, as fused optimizers do: with a scaler, leave out ``unscale_``,
+    and clip by ``scaler.clip_grad_norm_(optimizer, max_norm)``. Then float16 gradients are never
+    written to. :meth:`widen_gradients_` says what happens otherwise.
+
+    Args:
+        optimizer_class: any optimizer of PyTorch's kind whose step evaluates no closure repeatedly,
+            such as ``torch.optim.AdamW``.
+        params: a model, or parameters, named ones or groups, as every optimizer takes them.
+        model: the model that parameters given by themselves are part of.
+        dtype: float32 parameters of the model are cast to this, float16 or bfloat16, and so are
+            its float32 buffers. Call it with the float32 model: after ``model.half()`` the low bits
+            are gone. Without a model, the parameters alone are cast. None casts nothing. Frozen
+            parameters are cast, too, and have no low bits if they take part later on.
+        store: where the float32 values come from. "float32" keeps copies of them, 4 bytes each;
+            "remainder16" what the 16 bits lack, 2 bytes each, which is exact for bfloat16 and for
+            float16 down to magnitudes of 2**-17, and off by at most 2**-41 below; "stochastic"
+            keeps nothing, and rounds up or down at random, unbiased.
+        keep_fp32: what stays float32: classes of modules, and names of modules, parameters and
+            buffers. By default batch norms, whose running statistics need it and whose kernels take
+            it beside 16-bit inputs on every device. Other norms are cast: their kernels on GPUs
+            want their parameters in the dtype of the input, and the store keeps what they learn.
+        fp32_gradients: let the backward pass add up gradients in float32, so that accumulation over
+            micro-batches is as with float32 parameters; 2 bytes more per parameter. It takes a
+            PyTorch that has ``Tensor.grad_dtype``.
+        seed: of the random numbers of "stochastic".
+        chunk_elements: how many elements are widened at once; one parameter is never split. By
+            default 2**18 on a CPU, 2**25 elsewhere; and all at once where the class is not
+            PyTorch's own, as it may compare parameters with one another.
+        kwargs: for ``optimizer_class``: ``lr``, ``foreach``, ``fused`` and so on.
+
+    Raises:
+        ParameterError: an argument is not what it should be; it is a ValueError.
+        TypeError: ``optimizer_class`` is not the class of an optimizer.
+
+    >>> import torch
+    >>> from gradscaler.torch import GradScaler
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = MasterWeights(torch.optim.AdamW, model, lr=1e-3)
+    >>> model.weight.dtype
+    torch.float16
+    >>> scaler = GradScaler()
+    >>> scaler.scale(model(torch.ones(2, dtype=torch.float16)).sum()).backward()
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    >>> optimizer.wide(model.weight).dtype
+    torch.float32
+    """
+
+    _step_supports_amp_scaling: ClassVar[bool] = True
+    clip_coefficient: torch.Tensor | None = None  # handed to one step by gradscaler's scalers
+    _wrapped: Wrapped | None = None
+    _chunks: tuple[object, Chunks] | None = None
+
+    def __init__(  # noqa: PLR0913 # an optimizer's own parameters come as kwargs
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        params: torch.nn.Module | Iterable[Any],
+        *,
+        model: torch.nn.Module | None = None,
+        dtype: torch.dtype | None = torch.float16,
+        store: str = "remainder16",
+        keep_fp32: Kept = (_BatchNorm,),
+        fp32_gradients: bool = False,
+        seed: int = 0,
+        chunk_elements: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check(optimizer_class, kwargs)
+        if dtype is not None and dtype not in DTYPES:
+            raise ParameterError(f"dtype must be one of {DTYPES} or None, got {dtype!r}")
+        if store not in STORES:
+            raise ParameterError(f"store must be one of {sorted(STORES)}, got {store!r}")
+        if chunk_elements is not None and chunk_elements < 1:
+            raise ParameterError(f"chunk_elements must be at least 1, got {chunk_elements!r}")
+        if isinstance(params, torch.nn.Module):
+            model, params = params, params.parameters()
+        self._dtype, self._chunk_elements = dtype, chunk_elements
+        self._fp32_gradients = fp32_gradients
+        self._entries = Entries(STORES[store], seed)
+        groups = groups_of(params)
+        stands = first_stands(parameters_in(groups))
+        wrapped = Wrapped(optimizer_class, in_place_of(groups, stands), kwargs)
+        super().__init__(groups, wrapped.defaults)
+        wide = self._cast(stands, model, keep_fp32)  # once nothing else can be refused
+        self._wrapped = wrapped
+        self._begin(stands, wide, wrapped.first_state())
+
+    # What every optimizer has.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as ``Optimizer.add_param_group`` does; its float32 parameters are cast.
+
+        Raises:
+            ParameterError: a parameter cannot be cast without its model.
+        """
+        if self._wrapped is None:  # the constructor of the base class adds the first ones
+            super().add_param_group(param_group)
+            return
+        groups = groups_of([param_group])
+        stands = first_stands(parameters_in(groups))
+        state = self._wrapped.first_state(*in_place_of(groups, stands))
+        super().add_param_group(groups[0])
+        self._begin(stands, self._cast(stands, None, ()), state)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the float32 values of all parameters that have gradients, and round them.
+
+        ``closure``, if any, is called once, before. A scaler hands over its flag, scale and clip
+        coefficient in attributes. If the flag is set, nothing changes.
+
+        Returns:
+            What the closure returned.
+        """
+        assert self._wrapped is not None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale = getattr(self, "grad_scale", None)
+        found_inf = getattr(self, "found_inf", None)
+        coefficient = self.clip_coefficient
+        if found_inf is not None and not self._may_skip_on_device(found_inf):
+            if found_inf:
+                return loss
+            if self._wrapped.is_pytorch_s or not self._wrapped.takes_scaled:
+                found_inf = None
+        factor = coefficient
+        if scale is not None and self._wrapped.takes_scaled:
+            scale, factor = scale if coefficient is None else scale / coefficient, None
+        elif scale is not None:
+            inverse = _OPERATIONS.inverse(scale)[1]
+            scale, factor = None, inverse if coefficient is None else coefficient * inverse
+        parameters = [p for p in parameters_of(self) if p.grad is not None]
+        if parameters:
+            chunks = self._chunks_of(parameters)
+            with chunks.memory():
+                for chunk in chunks.chunks:
+                    self._step_chunk(chunk, factor, scale, found_inf)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next steps depend on: the wrapped optimizer's state and the store's.
+
+        A parameter's state holds a "master", a "remainder" or, of "stochastic", a "rounding".
+        """
+        state = self.state
+        self.state = defaultdict(dict, self._entries.saved(state))
+        try:
+            return super().state_dict()
+        finally:
+            self.state = state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict of this class, of any store, or of the wrapped class.
+
+        What another store kept becomes what this one keeps, in a parameter's next step; so the
+        model may be loaded before or after. A parameter of which nothing was kept starts at its 16
+        bits.
+
+        Raises:
+            ValueError: groups or parameters are not as many as here; nothing changes.
+        """
+        assert self._wrapped is not None
+        loaded = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            loaded = hook(self, loaded) or loaded
+        entries: dict[Any, dict[str, torch.Tensor]] = {}
+        rest: dict[Any, Any] = {}
+        for i, state in loaded["state"].items():
+            entries[i] = {key: state[key] for key in KEYS if key in state}
+            rest[i] = {key: value for key, value in state.items() if key not in KEYS}
+        states, groups = self._wrapped.load(self.param_groups, {**loaded, "state": rest})
+        places = [i for group in loaded["param_groups"] for i in group["params"]]
+        self.state = defaultdict(dict)
+        for p, i, state in zip(parameters_of(self), places, states, strict=True):
+            kept = entries.get(i, {})
+            state.update((key, _copied(key, value, p)) for key, value in kept.items())
+            if state:
+                self.state[p] = state
+        for group, new in zip(self.param_groups, groups, strict=True):
+            group.update((key, value) for key, value in new.items() if key != "params")
+        self._entries.forget()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: vars(self)[name] for name in _PICKLED}}
+
+    # What an optimizer of 16-bit parameters has besides.
+
+    @torch.no_grad()
+    def wide(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A parameter's float32 values; those of a parameter that is not of 16 bits are its own.
+
+        Returns:
+            A new tensor, laid out as the parameter is.
+
+        Raises:
+            KeyError: it is not one of this optimizer's parameters.
+        """
+        if not any(parameter is each for each in parameters_of(self)):
+            raise KeyError("the tensor is not one of this optimizer's parameters")
+        if parameter.dtype not in DTYPES:
+            return parameter.detach().clone()
+        return self._entries.wide(parameter, self.state)
+
+    @torch.no_grad()
+    def widen_gradients_(self) -> None:
+        """Turn 16-bit gradients into float32 ones, to unscale them before the step.
+
+        To divide float16 gradients by the loss scale would flush many of them to zero.
+        ``unscale_`` of gradscaler's scalers calls this by itself, so
+        ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` is right after it. That of
+        ``torch.amp.GradScaler`` refuses float16, so call this before. The gradients take 4 bytes
+        per parameter until they are set to None.
+
+        Raises:
+            ValueError: a gradient must have its parameter's dtype, as this PyTorch has no
+                ``Tensor.grad_dtype``.
+        """
+        for parameter in parameters_of(self):
+            grad = parameter.grad
+            if grad is None or grad.dtype not in DTYPES:
+                continue
+            _must_have_grad_dtype("unscale_()")
+            wide = grad.float()
+            parameter.grad = None
+            parameter.grad_dtype = None  # any, so the next backward pass leaves 16 bits again
+            parameter.grad = wide
+
+    # How it steps.
+
+    def _step_chunk(
+        self,
+        chunk: list[Piece],
+        factor: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        """Step the parameters of a chunk.
+
+        Args:
+            chunk: pieces of all kinds.
+            factor: what gradients are multiplied by; None for 1.
+            scale: what the wrapped optimizer divides them by; None for 1.
+            found_inf: by which that skips; None if it does not.
+        """
+        assert self._wrapped is not None
+        stands: Stand = {}
+        for piece in chunk:
+            piece.look_up()
+            if piece.is_narrow:
+                values = self._entries.open(piece, self.state, self.param_groups)
+            else:
+                values = [p.detach() for p in piece.parameters]
+            stands.update(zip(piece.parameters, values, strict=True))
+            for p, grad in zip(piece.parameters, piece.widened_gradients(factor), strict=True):
+                stands[p].grad = like(p, grad)
+        kept = {p: _taken(self.state[p]) for p in stands if p in self.state}
+        try:
+            self._wrapped.step(self.param_groups, stands, self.state, scale, found_inf)
+        finally:
+            for p, entry in kept.items():
+                self.state[p].update(entry)
+        for piece in chunk:
+            if piece.is_narrow:
+                self._entries.close(piece)
+
+    def _may_skip_on_device(self, found_inf: Any) -> bool:
+        """Whether nothing waits for the flag; what is drawn at random is not drawn in a skip."""
+        assert self._wrapped is not None
+        on_device = isinstance(found_inf, torch.Tensor) and not found_inf.is_cpu
+        is_random = self._entries.store.is_random
+        return on_device and self._wrapped.skips_on_device and not is_random
+
+    def _chunks_of(self, parameters: list[torch.Tensor]) -> Chunks:
+        """The chunks of these parameters; mostly they are those of the step before."""
+        assert self._wrapped is not None
+        key = [(id(p), p.dtype, p.device, p.shape, p.stride()) for p in parameters]
+        if self._chunks is None or self._chunks[0] != key:
+            size = self._chunk_elements
+            if size is None and self._wrapped.is_pytorch_s:
+                size = _ON_CPU if parameters[0].is_cpu else _ELSEWHERE
+            chunks = Chunks(parameters, size, not self._entries.store.has_values)
+            self._chunks = key, chunks
+        return self._chunks[1]
+
+    # How it begins.
+
+    def _cast(
+        self, parameters: Iterable[torch.Tensor], model: torch.nn.Module | None, keep_fp32: Kept
+    ) -> dict[torch.Tensor, torch.Tensor]:
+        """Cast parameters; the float32 values of those that take gradients."""
+        if self._fp32_gradients:
+            _must_have_grad_dtype("fp32_gradients")
+            if any(map(is_dtensor, parameters)):
+                raise ParameterError(
+                    "fp32_gradients does not work with sharded parameters, to which FSDP assigns "
+                    "gradients of their own dtype: leave it out"
+                )
+        wide = {}
+        if self._dtype is not None:
+            wide = cast(parameters, model, self._dtype, keep_fp32)
+        for parameter in parameters if self._fp32_gradients else ():
+            if parameter.dtype in DTYPES:
+                parameter.grad_dtype = torch.float32
+        return wide
+
+    @torch.no_grad()
+    def _begin(
+        self,
+        stands: Stand,
+        wide: dict[torch.Tensor, torch.Tensor],
+        state: dict[torch.Tensor, dict[str, Any]],
+    ) -> None:
+        """Take the state of parameters that are new, and keep their float32 values."""
+        self.state.update((p, state[tensor]) for p, tensor in stands.items() if state.get(tensor))
+        for i, parameter in enumerate(parameters_of(self)):
+            if parameter in wide:
+                self._entries.add(parameter, wide.pop(parameter), i)
+
+
+_PICKLED = "_wrapped", "_entries", "_dtype", "_chunk_elements", "_fp32_gradients"
+
+
+def _taken(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What a store keeps in a parameter's state, which is taken out."""
+    return {key: state.pop(key) for key in KEYS if key in state}
+
+
+def _copied(key: str, entry: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """An entry that was loaded, on the parameter's device; counters stay on the host."""
+    return entry.clone() if key == "rounding" else entry.to(parameter.device, copy=True)
+
+
+def _must_have_grad_dtype(what: str) -> None:
+    if not _HAS_GRAD_DTYPE:
+        raise Fp16GradientsError(
+            f"{what} needs float32 gradients of 16-bit parameters, which PyTorch "
+            f"{torch.__version__} does not have: leave it out, and clip by "
+            "scaler.clip_grad_norm_(optimizer, max_norm)"
+        )

@@ -1,0 +1,3 @@
+from tests.support.ranks import ranks
+
+__all__ = ["ranks"]
