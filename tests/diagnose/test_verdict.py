@@ -463,8 +463,9 @@ def test_skips_that_do_not_lower_the_scale_are_not_explained_by_large_gradients(
     assert judge(Evidence(100, 10, past=tuple(past), measured=measured)).kind == kind
 
 
-def test_a_loss_that_grows_from_0_is_no_divergence():
-    past = tuple(Past(n, 8.0, n % 2 == 0, 0.0) for n in range(1, 41))
+@pytest.mark.parametrize("loss", [0.0, 0.5])
+def test_a_loss_that_was_0_is_no_divergence(loss):
+    past = tuple(Past(n, 8.0, n > 20 and n % 4 < 2, loss if n > 20 else 0.0) for n in range(1, 41))
     assert judge(Evidence(40, 20, past=past)).kind != "divergence"
 
 

@@ -121,8 +121,9 @@ def explosion(past: Sequence[Past], in_streak: bool) -> tuple[Past, Past] | None
     else:
         latest = sorted(late[-_RECENT // 2 :], key=_size)
         peak = latest[len(latest) // 2]
-    if peak.step <= base.step or _size(peak) <= _EXPLODED * max(_size(base), _size(seen[0])):
-        return None
+    usually = max(_size(base), _size(seen[0]))
+    if peak.step <= base.step or not 0 < _EXPLODED * usually < _size(peak):
+        return None  # a loss of 0 says nothing of its usual size
     return base, peak
 
 
