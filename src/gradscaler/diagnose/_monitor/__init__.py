@@ -47,7 +47,8 @@ class Monitor:
     together, the module by its output. The run file says it, and the dtype of each module's output,
     which autocast chooses. A watch changes nothing, runs compiled code as it was written, and
     breaks off where the model is evaluated in between. All of them take at most 5 % of the time
-    that training takes, but for the first one of the last of ``stuck_after`` skips.
+    that training takes, but for two steps of a run: the first that is due to fail, and the last of
+    the first ``stuck_after`` skips.
 
     - With ``forensics`` and PyTorch, a step is watched after one that fails, or where failures
       come at equal distances, when the next one is due, until one is located. A step fails if its

@@ -45,7 +45,7 @@ class FailureWatch:
         self._parts = [each for each in (self._hooks, self._operations) if each is not None]
         self._budget = Budget()
         self._next: float | None = None  # how long a watch of the next step may take, if wanted
-        self._has_seen_streak = False
+        self._has_seen_streak = self._has_seen_period = False
         self._failures: deque[int] = deque(maxlen=_PERIODIC)
         self._is_whole = True  # whether the latest watch did not break off
         self.step = 0
@@ -121,10 +121,14 @@ class FailureWatch:
             self._failures.append(step)
         self._next = None
         is_stuck = is_verdict_late or self._log.is_nearly_stuck
-        if is_stuck or (self._may_locate and self._may_fail(step + 1)):
+        may_fail = self._may_locate and self._may_fail(step + 1)
+        if is_stuck or may_fail:
             self._next = self._budget.left(step, _WATCHED)
-        if is_stuck and not self._has_seen_streak:  # it takes what it takes: the step is lost
+        # Two watches of a run take what they take: the step is lost, or will most likely be.
+        if is_stuck and not self._has_seen_streak:
             self._next, self._has_seen_streak = math.inf, True
+        elif may_fail and self._period is not None and not self._has_seen_period:
+            self._next, self._has_seen_period = math.inf, True
 
     @property
     def _may_locate(self) -> bool:
@@ -135,10 +139,14 @@ class FailureWatch:
         """Whether a step comes after a failure; where they are periodic, when the next is due."""
         if not self._failures:
             return False
+        since = step - self._failures[-1]
+        return since == 1 if self._period is None else since % self._period == 0
+
+    @property
+    def _period(self) -> int | None:
+        """The distance of the latest failures, if there are enough at equal ones."""
         gaps = {after - before for before, after in pairwise(self._failures)}
-        if len(self._failures) == _PERIODIC and len(gaps) == 1:
-            return (step - self._failures[-1]) % gaps.pop() == 0
-        return step == self._failures[-1] + 1
+        return gaps.pop() if len(self._failures) == _PERIODIC and len(gaps) == 1 else None
 
     def _has_failed(self, step: int) -> bool:
         """Whether a step failed as no scale cures, if that was read already.
