@@ -769,6 +769,11 @@ def test_arguments_that_cannot_work_are_refused(arguments, error, message):
         master_weights(*arguments)
 
 
+def test_a_cast_that_is_not_a_function_is_refused():
+    with pytest.raises(TypeError, match="cast must be a function of the parameters"):
+        master_weights(optax.sgd(1.0), cast="float16")
+
+
 def test_a_key_without_stochastic_rounding_is_refused():
     with pytest.raises(ValueError, match="key belongs to store='stochastic'"):
         master_weights(optax.sgd(1.0), key=jax.random.key(0))

@@ -132,7 +132,8 @@ def master_weights(
 
     ``optax.apply_updates``, and ``parameter + update``, give exactly the new parameters. The
     updates of 16-bit parameters are instances of :class:`BitUpdate`: they cannot be scaled or
-    measured. ``equinox.apply_updates`` does not take them; pass the arrays of the model to optax's.
+    measured. ``optax.scale_by_schedule`` outside makes them 0, and nothing notices.
+    ``equinox.apply_updates`` does not take them; pass the arrays of the model to optax's.
 
     Args:
         optimizer: any optax transformation. It sees float32 parameters and gradients alone.
@@ -144,7 +145,7 @@ def master_weights(
             same key.
 
     Raises:
-        TypeError: `optimizer` is not an optax transformation.
+        TypeError: `optimizer` is not an optax transformation, or `cast` is not a function.
         ValueError: `store` is not one of the three, or `key` is missing or of no use.
         ValueError: from ``update``, without ``params``, or if a parameter is of 16 bits in ``init``
             alone, or in ``update`` alone.
@@ -171,6 +172,8 @@ def master_weights(
             f"key belongs to store='stochastic': got store={store!r} and key={key!r}. Write "
             "master_weights(optimizer, 'stochastic', key=jax.random.key(0))"
         )
+    if not (cast is None or callable(cast)):
+        raise ParameterTypeError(f"cast must be a function of the parameters, got {cast!r}")
     inner = optax.with_extra_args_support(optimizer)
     rounded, kept_of, completed = _STORES[store]
 

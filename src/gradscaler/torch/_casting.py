@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from gradscaler._on_torch.processes import is_dtensor, is_flattened
@@ -66,13 +67,20 @@ def cast(
 
 def _kept(model: torch.nn.Module | None, keep_fp32: Kept) -> set[int]:
     """The ids of all parameters and buffers that stay as they are."""
+    if isinstance(keep_fp32, (str, type)) or not all(
+        isinstance(each, (str, type)) for each in keep_fp32
+    ):
+        raise ParameterError(
+            "keep_fp32 must be a collection of names and classes of modules, as in "
+            f"keep_fp32=['head', torch.nn.LayerNorm], got {keep_fp32!r}"
+        )
     names = {name for name in keep_fp32 if isinstance(name, str)}
     types = tuple(kind for kind in keep_fp32 if not isinstance(kind, str))
     if model is None:
-        if names:
+        if names or set(types) - {_BatchNorm}:
             raise ParameterError(
-                f"keep_fp32 has the names {sorted(names)}, and parameters alone have none: give "
-                "the model, too, as in MasterWeights(torch.optim.AdamW, groups, model=model)"
+                f"keep_fp32 is {keep_fp32!r}, and parameters alone belong to no module: give the "
+                "model, too, as in MasterWeights(torch.optim.AdamW, groups, model=model)"
             )
         return set()
     kept: set[int] = set()

@@ -146,7 +146,7 @@ def wide_values(local: torch.Tensor, entries: dict[str, torch.Tensor]) -> torch.
 
 def stream_of(seed: int, index: int) -> int:
     """The seed of one parameter's random numbers."""
-    return _mixed(seed, index)
+    return _mixed((seed + 2**63) % 2**64 - 2**63, index)  # 64 bits, as of torch.seed()
 
 
 def _mixed(*numbers: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gradscaler._on_torch.processes import to_local
 from gradscaler.errors import ParameterError
 from gradscaler.torch._rounding import DTYPES
 
@@ -43,6 +44,7 @@ class Wrapped:
         kwargs: Mapping[str, Any],
     ) -> None:
         self._optimizer: Any = optimizer_class(groups, **kwargs)
+        _must_not_hold(self._optimizer, groups)
         self.defaults: dict[str, Any] = self._optimizer.defaults
         self.takes_scaled = bool(getattr(self._optimizer, "_step_supports_amp_scaling", False))
         # SGD leaves momentum without a value if its first step is skipped on a device.
@@ -86,6 +88,7 @@ class Wrapped:
                 pairs.append((group, {**group, "params": tensors}))
         optimizer.param_groups = [inner for _, inner in pairs]
         optimizer.state.update((stands[p], state[p]) for p in stands if state.get(p))
+        optimizer.state.update(_of_no_parameter(state))
         if scale is not None:
             optimizer.grad_scale = scale
         if found_inf is not None:
@@ -93,7 +96,10 @@ class Wrapped:
         try:
             optimizer.step()
         finally:
+            if not self.is_pytorch_s:
+                _own(optimizer.state, stands)
             state.update((p, optimizer.state[t]) for p, t in stands.items() if t in optimizer.state)
+            state.update(_of_no_parameter(optimizer.state))
             for tensor in stands.values():
                 tensor.grad = None
             self._clear()
@@ -102,8 +108,8 @@ class Wrapped:
 
     def load(
         self, groups: list[Group], state_dict: dict[str, Any]
-    ) -> tuple[list[dict[str, Any]], list[Group]]:
-        """What a state dict makes of the state of each parameter, and of the groups.
+    ) -> tuple[list[dict[str, Any]], dict[Any, Any], list[Group]]:
+        """What a state dict makes of the state of each parameter, the rest of it, and the groups.
 
         It casts a tensor to the dtype of its parameter, which is to be that of the values stepped.
         """
@@ -119,7 +125,8 @@ class Wrapped:
         try:
             self._optimizer.load_state_dict(state_dict)
             state = self._optimizer.state
-            return [state.get(tensor, {}) for tensor in tensors], self._optimizer.param_groups
+            states = [state.get(tensor, {}) for tensor in tensors]
+            return states, _of_no_parameter(state), self._optimizer.param_groups
         finally:
             self._clear()
 
@@ -170,7 +177,13 @@ def groups_of(params: Any) -> list[Group]:
         given = [{"params": given}]
     groups = []
     for group in given:
+        if not isinstance(group, dict) or "params" not in group:
+            raise ParameterError(
+                f'a group must be a dict with its parameters under "params", got {group!r}'
+            )
         inside = group["params"]
+        if isinstance(inside, set):
+            raise TypeError("the parameters of a group must have an order, got a set")
         inside = [inside] if isinstance(inside, torch.Tensor) else list(inside)
         groups.append({**group, "params": inside})
     return groups
@@ -179,13 +192,60 @@ def groups_of(params: Any) -> list[Group]:
 def parameters_in(groups: list[Group]) -> list[torch.Tensor]:
     """The parameters of groups, which may come with names."""
     given = (each for group in groups for each in group["params"])
-    return [each[1] if isinstance(each, tuple) else each for each in given]
+    parameters = [each[1] if isinstance(each, tuple) else each for each in given]
+    for each in parameters:
+        if not isinstance(each, torch.Tensor):
+            raise TypeError(f"an optimizer takes tensors, got {type(each).__name__} in params")
+    return parameters
 
 
 def in_place_of(groups: list[Group], stands: Stand) -> list[Group]:
     """The same groups, with what stands in for each parameter."""
     unnamed = ({k: v for k, v in group.items() if k != "param_names"} for group in groups)
     return [{**group, "params": [stands[p] for p in parameters_in([group])]} for group in unnamed]
+
+
+def _of_no_parameter(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What an optimizer keeps in its state beside that of parameters, such as a count of steps."""
+    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+
+
+def _must_not_hold(optimizer: torch.optim.Optimizer, groups: list[Group]) -> None:
+    """ParameterError if an attribute has parameters, which a step would take for the current ones.
+
+    Only lists, tuples and dicts are looked into.
+    """
+    stands = {id(tensor) for group in groups for tensor in group["params"]}
+    for name, value in vars(optimizer).items():
+        if name in ("param_groups", "state", "defaults"):
+            continue
+        inside = list(value.values()) if isinstance(value, dict) else value
+        inside = inside if isinstance(inside, (list, tuple)) else [inside]
+        if any(id(each) in stands for each in inside):
+            raise ParameterError(
+                f"{type(optimizer).__name__} keeps parameters in its attribute {name!r}, and "
+                "MasterWeights hands others to each step: let its step take them from param_groups"
+            )
+
+
+def _own(state: Mapping[Any, Any], stands: Stand) -> None:
+    """Copy what state holds of the memory of parameters and gradients, which is only lent."""
+    lent = {
+        _address(tensor)
+        for stand in stands.values()
+        for tensor in (stand, stand.grad)
+        if tensor is not None
+    } - {None}
+    for stand in stands.values():
+        for key, value in state.get(stand, {}).items():
+            if isinstance(value, torch.Tensor) and _address(value) in lent:
+                state[stand][key] = value.detach().clone()
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """Where a tensor's memory begins; None if it is sparse."""
+    (local,) = to_local([tensor])
+    return None if local.layout is not torch.strided else local.untyped_storage().data_ptr()
 
 
 def _as_stepped(tensor: torch.Tensor) -> torch.Tensor:

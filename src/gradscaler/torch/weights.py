@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -57,7 +57,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     Args:
         optimizer_class: any optimizer of PyTorch's kind whose step evaluates no closure repeatedly,
-            such as ``torch.optim.AdamW``.
+            such as ``torch.optim.AdamW``, and takes parameters from ``param_groups`` each time.
         params: a model, or parameters, named ones or groups, as every optimizer takes them.
         model: the model that parameters given by themselves are part of.
         dtype: float32 parameters of the model are cast to this, float16 or bfloat16, and so are
@@ -103,6 +103,7 @@ class MasterWeights(torch.optim.Optimizer):
     clip_coefficient: torch.Tensor | None = None  # handed to one step by gradscaler's scalers
     _wrapped: Wrapped | None = None
     _chunks: tuple[object, Chunks] | None = None
+    _kept: Sequence[torch.Tensor] = ()  # of the model, float32, so that no group casts them later
 
     def __init__(  # noqa: PLR0913 # an optimizer's own parameters come as kwargs
         self,
@@ -125,7 +126,13 @@ class MasterWeights(torch.optim.Optimizer):
             raise ParameterError(f"store must be one of {sorted(STORES)}, got {store!r}")
         if chunk_elements is not None and chunk_elements < 1:
             raise ParameterError(f"chunk_elements must be at least 1, got {chunk_elements!r}")
+        if not isinstance(seed, int):
+            raise ParameterError(f"seed must be an int, got {seed!r}")
+        if model is not None and not isinstance(model, torch.nn.Module):
+            raise ParameterError(f"model must be a torch.nn.Module, got {model!r}")
         if isinstance(params, torch.nn.Module):
+            if model not in (None, params):
+                raise ParameterError("params is a model, and model is another: give one of them")
             model, params = params, params.parameters()
         self._dtype, self._chunk_elements = dtype, chunk_elements
         self._fp32_gradients = fp32_gradients
@@ -143,8 +150,10 @@ class MasterWeights(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as ``Optimizer.add_param_group`` does; its float32 parameters are cast.
 
+        Those of the model that ``keep_fp32`` named stay float32.
+
         Raises:
-            ParameterError: a parameter cannot be cast without its model.
+            ParameterError: a parameter cannot be cast without its model; nothing changes.
         """
         if self._wrapped is None:  # the constructor of the base class adds the first ones
             super().add_param_group(param_group)
@@ -153,7 +162,12 @@ class MasterWeights(torch.optim.Optimizer):
         stands = first_stands(parameters_in(groups))
         state = self._wrapped.first_state(*in_place_of(groups, stands))
         super().add_param_group(groups[0])
-        self._begin(stands, self._cast(stands, None, ()), state)
+        try:
+            wide = self._cast(stands, None, ())
+        except ParameterError:
+            self.param_groups.pop()
+            raise
+        self._begin(stands, wide, state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -218,14 +232,18 @@ class MasterWeights(torch.optim.Optimizer):
         loaded = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = hook(self, loaded) or loaded
+        # torch.distributed.checkpoint has names in place of numbers
+        places = dict.fromkeys(i for group in loaded["param_groups"] for i in group["params"])
         entries: dict[Any, dict[str, torch.Tensor]] = {}
         rest: dict[Any, Any] = {}
         for i, state in loaded["state"].items():
+            if i not in places:  # of no parameter
+                rest[i] = state
+                continue
             entries[i] = {key: state[key] for key in KEYS if key in state}
             rest[i] = {key: value for key, value in state.items() if key not in KEYS}
-        states, groups = self._wrapped.load(self.param_groups, {**loaded, "state": rest})
-        places = [i for group in loaded["param_groups"] for i in group["params"]]
-        self.state = defaultdict(dict)
+        states, others, groups = self._wrapped.load(self.param_groups, {**loaded, "state": rest})
+        self.state = defaultdict(dict, others)
         for p, i, state in zip(parameters_of(self), places, states, strict=True):
             kept = entries.get(i, {})
             state.update((key, _copied(key, value, p)) for key, value in kept.items())
@@ -238,7 +256,12 @@ class MasterWeights(torch.optim.Optimizer):
             after(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{name: vars(self)[name] for name in _PICKLED}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _PICKLED}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._fp32_gradients:  # which copies of parameters have forgotten
+            _take_float32_gradients(parameters_of(self))
 
     # What an optimizer of 16-bit parameters has besides.
 
@@ -354,10 +377,13 @@ class MasterWeights(torch.optim.Optimizer):
                 )
         wide = {}
         if self._dtype is not None:
+            kept = {id(parameter) for parameter in self._kept}
+            parameters = [parameter for parameter in parameters if id(parameter) not in kept]
             wide = cast(parameters, model, self._dtype, keep_fp32)
-        for parameter in parameters if self._fp32_gradients else ():
-            if parameter.dtype in DTYPES:
-                parameter.grad_dtype = torch.float32
+        if self._dtype is not None and model is not None:
+            self._kept = [p for p in model.parameters() if p.dtype is torch.float32]
+        if self._fp32_gradients:
+            _take_float32_gradients(parameters)
         return wide
 
     @torch.no_grad()
@@ -374,7 +400,7 @@ class MasterWeights(torch.optim.Optimizer):
                 self._entries.add(parameter, wide.pop(parameter), i)
 
 
-_PICKLED = "_wrapped", "_entries", "_dtype", "_chunk_elements", "_fp32_gradients"
+_PICKLED = "_wrapped", "_entries", "_dtype", "_chunk_elements", "_fp32_gradients", "_kept"
 
 
 def _taken(state: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -385,6 +411,12 @@ def _taken(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 def _copied(key: str, entry: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """An entry that was loaded, on the parameter's device; counters stay on the host."""
     return entry.clone() if key == "rounding" else entry.to(parameter.device, copy=True)
+
+
+def _take_float32_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.dtype in DTYPES:
+            parameter.grad_dtype = torch.float32
 
 
 def _must_have_grad_dtype(what: str) -> None:

@@ -1,5 +1,6 @@
 """MasterWeights is an optimizer like any other, around any class, for any parameters."""
 
+import copy
 import inspect
 import math
 
@@ -200,6 +201,24 @@ def test_a_group_that_is_added_later_is_cast_and_stepped(optimizer_class):
     assert torch.equal(optimizer.wide(more.weight), native)
 
 
+def test_a_group_that_is_refused_is_not_added():
+    optimizer = MasterWeights(torch.optim.SGD, small(), lr=0.1)
+    other = nn.Parameter(torch.ones(2))
+    other.grad = torch.ones(2)
+    with pytest.raises(ParameterError, match=r"call zero_grad\(\) before"):
+        optimizer.add_param_group({"params": [other]})
+    assert len(optimizer.param_groups) == 1
+    assert other.dtype is torch.float32
+
+
+def test_what_stays_wide_does_so_in_a_group_that_is_added_later():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    optimizer = MasterWeights(torch.optim.SGD, model[2].parameters(), model=model, lr=0.1)
+    model, optimizer = copy.deepcopy((model, optimizer))
+    optimizer.add_param_group({"params": model[1].parameters()})
+    assert {parameter.dtype for parameter in model[1].parameters()} == {torch.float32}
+
+
 def test_schedulers_move_the_rate_of_each_group():
     parameter = nn.Parameter(torch.ones(2))
     optimizer = MasterWeights(torch.optim.SGD, [parameter], lr=1.0)
@@ -251,6 +270,58 @@ def test_a_class_of_others_sees_all_parameters_at_once():
         set_gradients(model.parameters(), 0)
         optimizer.step()
     assert (optimizer.param_groups[0]["steps"], optimizer.param_groups[0]["seen"]) == (3, 10)
+
+
+class WithLastGradient(torch.optim.Optimizer):
+    """Steps by this gradient and the last, of which it keeps no copy, and counts its steps."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        count = self.state["count"] = self.state.get("count", 0) + 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                gradient = parameter.grad
+                step = gradient + state.get("last", 0) / count
+                state["last"] = gradient
+                parameter.sub_(group["lr"] * step)
+
+
+@pytest.mark.parametrize("resumes", [False, True], ids=["goes on", "resumes"])
+@pytest.mark.parametrize("store", STORES[:2])
+def test_a_class_of_others_may_keep_gradients_and_state_of_no_parameter(store, resumes):
+    reference, model = small(), small()
+    optimizers = [
+        WithLastGradient(reference.parameters(), lr=0.1),
+        MasterWeights(WithLastGradient, model, store=store, lr=0.1),
+    ]
+    for step in range(4):
+        for parameters in (reference.parameters(), model.parameters()):
+            set_gradients(parameters, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if resumes:
+            optimizers[1].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(optimizers[1].wide(parameter), expected, rtol=0, atol=1e-6)
+
+
+def test_a_class_that_keeps_its_parameters_elsewhere_is_refused():
+    class Holding(torch.optim.SGD):
+        """Never looks into its groups again."""
+
+        def __init__(self, params, lr):
+            super().__init__(params, lr)
+            self.all = [each for group in self.param_groups for each in group["params"]]
+
+    model = small()
+    with pytest.raises(ParameterError, match="keeps parameters in its attribute 'all'"):
+        MasterWeights(Holding, model, lr=0.1)
+    assert model[0].weight.dtype is torch.float32
 
 
 def test_channels_last_parameters_are_stepped_in_their_order_of_memory():
@@ -379,6 +450,36 @@ REFUSED = {
         TypeError,
         "params must be an iterable",
     ),
+    "classes without a model": (
+        (torch.optim.SGD, list(small().parameters())),
+        {"keep_fp32": [nn.LayerNorm]},
+        ParameterError,
+        "give the model, too",
+    ),
+    "a name without a list": (
+        (torch.optim.SGD, small()),
+        {"keep_fp32": "0"},
+        ParameterError,
+        "keep_fp32 must be a collection of names and classes",
+    ),
+    "a seed": (
+        (torch.optim.SGD, small()),
+        {"store": "stochastic", "seed": None},
+        ParameterError,
+        "seed must be an int, got None",
+    ),
+    "not a model": (
+        (torch.optim.SGD, small()),
+        {"model": "gpt"},
+        ParameterError,
+        "model must be a torch.nn.Module",
+    ),
+    "two models": (
+        (torch.optim.SGD, small()),
+        {"model": small()},
+        ParameterError,
+        "params is a model, and model is another",
+    ),
     "no parameters": ((torch.optim.SGD, []), {}, ValueError, "empty parameter list"),
     "an option that the class lacks": (
         (torch.optim.SGD, small()),
@@ -396,6 +497,27 @@ def test_what_cannot_be_is_refused_and_casts_nothing(case):
         MasterWeights(optimizer_class, params, **options)
     parameters = params.parameters() if isinstance(params, nn.Module) else params
     assert {parameter.dtype for parameter in parameters} <= {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ([1], TypeError, "takes tensors, got int in params"),
+        ([{"lr": 1.0}], ParameterError, 'with its parameters under "params"'),
+        ([{"params": {nn.Parameter(torch.ones(1))}}], TypeError, "must have an order, got a set"),
+    ],
+)
+def test_what_holds_no_parameters_in_order_is_refused(params, error, message):
+    with pytest.raises(error, match=message):
+        MasterWeights(torch.optim.SGD, params, lr=0.1)
+
+
+def test_a_seed_may_have_64_bits():
+    for seed in (-1, 2**64 - 1):
+        model = small()
+        optimizer = MasterWeights(torch.optim.SGD, model, store="stochastic", seed=seed, lr=0.1)
+        set_gradients(model.parameters(), 0)
+        optimizer.step()
 
 
 def test_a_wrapped_optimizer_is_refused_as_the_class_to_wrap():

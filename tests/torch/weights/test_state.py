@@ -211,6 +211,16 @@ def test_distributed_checkpoints_resume_with_the_same_bits(store, flatten, tmp_p
     assert all_of(*resumed, exact) == all_of(*whole, exact)
 
 
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"]
+)
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="needs Tensor.grad_dtype")
+def test_a_copy_goes_on_with_float32_gradients(copied):
+    model, _ = copied(make("remainder16", fp32_gradients=True))
+    model[0](torch.ones(2, 6, dtype=torch.float16)).sum().backward()
+    assert model[0].weight.grad.dtype is torch.float32
+
+
 def test_a_scaler_and_a_scheduler_resume_with_it(exact):
     def parts():
         model, optimizer = make("remainder16")
