@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -211,21 +211,27 @@ def _of_no_parameter(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _must_not_hold(optimizer: torch.optim.Optimizer, groups: list[Group]) -> None:
-    """ParameterError if an attribute has parameters, which a step would take for the current ones.
-
-    Only lists, tuples and dicts are looked into.
-    """
+    """ParameterError if an attribute has parameters, which a step would take for those of now."""
     stands = {id(tensor) for group in groups for tensor in group["params"]}
     for name, value in vars(optimizer).items():
         if name in ("param_groups", "state", "defaults"):
             continue
-        inside = list(value.values()) if isinstance(value, dict) else value
-        inside = inside if isinstance(inside, (list, tuple)) else [inside]
-        if any(id(each) in stands for each in inside):
+        if any(id(each) in stands for each in _tensors_in(value)):
             raise ParameterError(
                 f"{type(optimizer).__name__} keeps parameters in its attribute {name!r}, and "
                 "MasterWeights hands others to each step: let its step take them from param_groups"
             )
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in lists, tuples and dicts, and the parameters of an optimizer."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, torch.optim.Optimizer):
+        yield from _tensors_in(value.param_groups)
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(each)
 
 
 def _own(state: Mapping[Any, Any], stands: Stand) -> None:

@@ -310,17 +310,27 @@ def test_a_class_of_others_may_keep_gradients_and_state_of_no_parameter(store, r
         assert torch.allclose(optimizers[1].wide(parameter), expected, rtol=0, atol=1e-6)
 
 
-def test_a_class_that_keeps_its_parameters_elsewhere_is_refused():
-    class Holding(torch.optim.SGD):
-        """Never looks into its groups again."""
+class Holding(torch.optim.SGD):
+    """Never looks into its groups again."""
 
-        def __init__(self, params, lr):
-            super().__init__(params, lr)
-            self.all = [each for group in self.param_groups for each in group["params"]]
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.held = [each for group in self.param_groups for each in group["params"]]
 
+
+class Around(torch.optim.SGD):
+    """Steps another optimizer."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.held = torch.optim.SGD(self.param_groups, lr)
+
+
+@pytest.mark.parametrize("optimizer_class", [Holding, Around])
+def test_a_class_that_keeps_its_parameters_elsewhere_is_refused(optimizer_class):
     model = small()
-    with pytest.raises(ParameterError, match="keeps parameters in its attribute 'all'"):
-        MasterWeights(Holding, model, lr=0.1)
+    with pytest.raises(ParameterError, match="keeps parameters in its attribute 'held'"):
+        MasterWeights(optimizer_class, model, lr=0.1)
     assert model[0].weight.dtype is torch.float32
 
 
