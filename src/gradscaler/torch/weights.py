@@ -13,12 +13,12 @@ from gradscaler._on_torch.operations import TorchOperations
 from gradscaler._on_torch.processes import is_dtensor
 from gradscaler._torch_like.operations import Fp16GradientsError, parameters_of
 from gradscaler.errors import ParameterError
-from gradscaler.torch._casting import Kept, cast
-from gradscaler.torch._chunks import Chunks, Piece
-from gradscaler.torch._entries import Entries, like
-from gradscaler.torch._rounding import DTYPES
-from gradscaler.torch._stores import KEYS, STORES
-from gradscaler.torch._wrapped import (
+from gradscaler.torch._weights.casting import Kept, cast
+from gradscaler.torch._weights.chunks import Chunks, Piece
+from gradscaler.torch._weights.entries import Entries, like
+from gradscaler.torch._weights.rounding import DTYPES
+from gradscaler.torch._weights.stores import KEYS, STORES
+from gradscaler.torch._weights.wrapped import (
     Stand,
     Wrapped,
     check,

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradscaler.torch._rounding import join, random_bits, round_at_random, split
+from gradscaler.torch._weights.rounding import join, random_bits, round_at_random, split
 
 DTYPES = [torch.float16, torch.bfloat16]
 EXACT_FROM = {torch.float16: 2.0**-17, torch.bfloat16: 0.0}

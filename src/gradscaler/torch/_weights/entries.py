@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from gradscaler._on_torch.processes import is_dtensor, to_local
-from gradscaler.torch._chunks import Piece
-from gradscaler.torch._stores import KEYS, Store, stream_of, wide_values
+from gradscaler.torch._weights.chunks import Piece
+from gradscaler.torch._weights.stores import KEYS, Store, stream_of, wide_values
 
 State = MutableMapping[torch.Tensor, dict[str, Any]]
 

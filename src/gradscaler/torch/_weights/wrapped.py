@@ -11,7 +11,7 @@ import torch
 
 from gradscaler._on_torch.processes import to_local
 from gradscaler.errors import ParameterError
-from gradscaler.torch._rounding import DTYPES
+from gradscaler.torch._weights.rounding import DTYPES
 
 Group = dict[str, Any]
 

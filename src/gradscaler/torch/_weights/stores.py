@@ -12,8 +12,15 @@ from typing import ClassVar, Protocol
 import torch
 
 from gradscaler._on_torch.processes import is_dtensor
-from gradscaler.torch._chunks import Piece
-from gradscaler.torch._rounding import join, join_, random_bits, round_at_random, split, split_
+from gradscaler.torch._weights.chunks import Piece
+from gradscaler.torch._weights.rounding import (
+    join,
+    join_,
+    random_bits,
+    round_at_random,
+    split,
+    split_,
+)
 
 
 class Store(Protocol):

@@ -14,7 +14,7 @@ import torch
 
 from gradscaler._on_torch.operations import TorchOperations
 from gradscaler._on_torch.processes import Part, placed, to_local
-from gradscaler.torch._rounding import DTYPES
+from gradscaler.torch._weights.rounding import DTYPES
 
 _OPERATIONS = TorchOperations()
 

@@ -1,0 +1,1 @@
+"""The parts of :class:`~gradscaler.torch.MasterWeights`."""
