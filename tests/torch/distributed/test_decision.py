@@ -291,3 +291,25 @@ def test_a_process_without_loss_and_parameters_takes_part(ranks, name):
     first, second = ranks(2).run(without_a_loss, name)
     assert first == second
     assert first[0] == "overflow"
+
+
+def with_an_outside_flag(raised_on, clip):
+    """One step, in which the flag of a rank is raised; all gradients are finite."""
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    scaler = scaler_of("GradScaler", overflow=lambda: dist.get_rank() == raised_on)
+    scaler.scale(parameter.sum()).backward()
+    if clip:
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    reason = scaler.last_step(optimizer).reason
+    return reason, scaler.get_scale(), bool(torch.equal(parameter, torch.ones(4)))
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(
+    ("raised_on", "all_find"), [(1, ("overflow", 512.0, True)), (None, ("finite", 1024.0, False))]
+)
+def test_an_outside_flag_of_one_is_a_vote_for_all(ranks, raised_on, all_find, clip):
+    assert ranks(2).run(with_an_outside_flag, raised_on, clip) == [all_find, all_find]
