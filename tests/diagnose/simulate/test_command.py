@@ -72,7 +72,7 @@ def test_the_command_says_how_many_steps_have_their_gradients_on_record(tmp_path
     thinned = tmp_path / "thinned.jsonl"
     thinned.write_text("\n".join(kept) + "\n")
     assert main(["simulate", str(thinned)]) == 0
-    assert f"only {STEPS - 7} of {STEPS} steps have their gradients" in capsys.readouterr().err
+    assert f"only {STEPS - 7} of {STEPS} steps have recorded gradients" in capsys.readouterr().err
 
 
 def test_a_run_without_histograms_or_in_another_format_is_refused(tmp_path, record, capsys):
