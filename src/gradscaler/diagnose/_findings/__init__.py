@@ -1,4 +1,4 @@
-"""What the evidence says about a run: everything that was found, the gravest first."""
+"""Judge a run: turn its evidence into findings, the gravest first."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["Evidence", "Finding", "Verdict", "judge"]
 
 _Detector = Callable[[Evidence], Finding | None]
 
-# The surest first, and causes before what they lead to. Of a group, only the first is said, as the
-# others would say the same in other words.
+# The most certain findings come first, and causes come before their effects. The detectors of a
+# group overlap, so only the first finding of each group is reported.
 _GROUPS: tuple[tuple[_Detector, ...], ...] = (
     (bad_state,),
     (calls.unused,),
@@ -35,8 +35,8 @@ _GROUPS: tuple[tuple[_Detector, ...], ...] = (
     (gradient_values.too_small,),
     (over_time.lowered, over_time.earlier),
 )
-# A scale that bad batches have sunk is too small, or below 1, for no reason of its own. Gradients
-# that have no slope are not small ones.
+# A finding of the first kind explains findings of the others. Bad batches lower the scale, so it
+# is too small or below 1. Gradients behind a slope of 0 are 0, which is not underflow.
 _SAID_BY = {"data": ("underflow", "floor"), "dead": ("underflow",)}
 _BESIDE_SKIPS: tuple[_Detector, ...] = (
     calls.restarted,
@@ -47,13 +47,13 @@ _BESIDE_SKIPS: tuple[_Detector, ...] = (
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """Everything that the evidence shows, the gravest first; or that nothing is unusual."""
+    """The verdict on the evidence: all findings, the gravest first, or that nothing is unusual."""
     findings = _in_a_streak(evidence) if evidence.skips else _over_a_run(evidence)
     return verdict_of(list(findings) or [_normal(evidence)])
 
 
 def _in_a_streak(evidence: Evidence) -> Iterator[Finding]:
-    """What explains too many skips in a row, and what else was found."""
+    """Yield the findings for a long streak of skips: first its cause, then all others."""
     first = (calls.unzeroed, calls.scaled_in_loss)
     found = [*map(_of(evidence), first), of_skips(evidence), bad_state(evidence)]
     found += map(_of(evidence), _BESIDE_SKIPS)
@@ -112,7 +112,7 @@ def _normal(evidence: Evidence) -> Finding:
 
 
 def _nothing(evidence: Evidence) -> str:
-    """What to do, and which parameters are not trained, as those of a head that is not used."""
+    """The action if nothing is unusual; it names parameters that never had a gradient."""
     if evidence.sample is None:
         return "No gradients were read; skips and losses show nothing that needs fixing."
     if not evidence.missing:
