@@ -1,4 +1,4 @@
-"""What to try, by the operation that made an Inf or a NaN."""
+"""Advice against an Inf or NaN, by the operation that made it."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ _OF_TOO_FEW = {
     "nll_loss": _EMPTY,
     "std": _ALONE,
     "var": _ALONE,
-}  # where they make NaN alone
+}  # if they make NaN but no Inf
 _IN_FLOAT16 = _NORM, _SUM, _PRODUCTS  # advice against an overflow of float16
 _SLOPE = "add a small number under the root, or clamp its input, as its slope at 0 is Inf"
 _LOG_SLOPE = "clamp what the logarithm is of, as its slope at 0 is Inf"
@@ -156,12 +156,12 @@ _OF_NAN = (
     "the branch that where() does not take"
 )
 _POWERS = "pow", "square"
-_WIDE = "bfloat16", "float32", "float64", "complex64", "complex128"  # of float32's range at least
-_SPOKEN = {"to": "casting", "hook": "what a hook changed"}  # operations whose names say less
+_WIDE = "bfloat16", "float32", "float64", "complex64", "complex128"  # with at least float32's range
+_SPOKEN = {"to": "casting", "hook": "what a hook changed"}  # for operations with unclear names
 
 
 def of_forward(located: Located) -> str:
-    """What to try against an Inf or NaN of the forward pass."""
+    """Advice against an Inf or NaN of the forward pass."""
     advice = of_operation(located) or _of_nan(located)
     if advice is not None:
         return advice
@@ -172,7 +172,7 @@ def of_forward(located: Located) -> str:
 
 
 def of_operation(located: Located) -> str | None:
-    """What to try against what one operation of the forward pass makes; None if none is known."""
+    """Advice against an Inf or NaN of a forward operation; None if the operation is unknown."""
     if located.operation is None:
         return None
     operation, has_inf = located.operation.strip("_"), located.num_inf > 0
@@ -183,7 +183,7 @@ def of_operation(located: Located) -> str | None:
         _CAST: operation == "to" or (operation == "copy" and located.largest_input > 0),
         _PRODUCT: operation == "mul" and located.num_nan > 0,
         _QUOTIENT: operation == "div" and (located.smallest_divisor or 0.0) >= _TINY,
-        # PyTorch's own layer divides nothing.
+        # The user cannot divide an input inside PyTorch's own layer.
         _IN_FLOAT32: operation == "matmul" and located.type == "Linear" and not is_wide,
         _OF_TOO_FEW.get(operation, ""): operation in _OF_TOO_FEW and not has_inf,
     }
@@ -202,24 +202,27 @@ def _of_nan(located: Located) -> str | None:
 
 
 def _in_float32(located: Located) -> str:
-    if located.dtype in _WIDE:  # it is computed in that already
+    if located.dtype in _WIDE:  # float32 would not help
         return _BEYOND_FLOAT32
     is_loss = located.module is None and not located.type
     return _LOSS_IN_FLOAT32 if is_loss else _IN_FLOAT32
 
 
 def of_backward(located: Located | None) -> str:
-    """What to try against a gradient that is NaN at every scale, by what it is the gradient of."""
+    """Advice against a gradient that is NaN at every scale, by the operation located, if any."""
     return (None if located is None else of_gradient(located)) or _OF_NAN
 
 
 def of_gradient(located: Located) -> str | None:
-    """What to try against what the gradient of one operation makes; None if that is open."""
+    """Advice against an Inf or NaN that an operation's gradient makes; None if there is none."""
     return _named(_BACKWARD, located, ", also in where()'s other branch")
 
 
 def _named(table: dict[str, str], located: Located, hidden: str = "") -> str | None:
-    """The advice of a table; ``hidden`` follows what a branch may hide that is not taken."""
+    """The advice that a table has for an operation, or None.
+
+    ``hidden`` is appended where the cause may be in a branch of ``where`` that is not taken.
+    """
     operation = (located.operation or "").strip("_")
     longest = max(filter(operation.startswith, table), key=len, default=None)
     if longest is None:
@@ -235,7 +238,7 @@ def _named(table: dict[str, str], located: Located, hidden: str = "") -> str | N
 
 
 def at_line(found: Located | None, before: str = ", by") -> str:
-    """The operation and the line of an Inf or NaN, if they are known."""
+    """A clause with the operation and the line of an Inf or NaN; empty if it is unknown."""
     if found is None or found.operation is None:
         return ""
     line = f" at {found.line}" if found.line else ""
