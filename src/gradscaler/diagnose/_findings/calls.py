@@ -1,4 +1,4 @@
-"""Calls of a scaler that have no error, and do not do what they should."""
+"""Findings of misuse that raises no error, such as wrong calls of a scaler."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from gradscaler.diagnose._findings.finding import Finding
 _FEW = 5
 _FEW_SAMPLES = 2
 _HALF = 0.5
-_EXACTLY = 0.3  # from the power of the scale that a loss is proportional to
-_FALL = 1.3  # times
+_EXACTLY = 0.3  # the largest distance of the power of the scale from 1 or 2
+_FALL = 1.3  # the least factor by which a loss falls
 _ALMOST_ALL = 0.9
 _MANY = 0.25
 _SAME = 2e-5  # relative difference of norms that are clipped to one number
 _JUMPED = 4.0  # times the scale of the run before
-_LARGEST_LIMIT = 1e3  # to which gradients are clipped
+_LARGEST_LIMIT = 1e3  # the largest number that people clip gradients to
 
 
 def unzeroed(evidence: Evidence) -> Finding | None:
-    """Gradients that were not cleared after a step, also after one that was skipped."""
+    """Gradients that were not zeroed after a step, whether it was applied or skipped."""
     count, steps = evidence.calls.get("unzeroed", 0), evidence.steps
     if count < max(_FEW, _MANY * steps):
         return None
@@ -38,7 +38,7 @@ def unzeroed(evidence: Evidence) -> Finding | None:
 
 
 def unused(evidence: Evidence) -> Finding | None:
-    """Optimizers that have no gradients, and so never step."""
+    """Optimizers that never step because they have no gradients."""
     count = evidence.calls.get("idle", 0)
     if evidence.steps or not count:
         return None
@@ -53,10 +53,10 @@ def unused(evidence: Evidence) -> Finding | None:
 
 
 def unscaled_loss(evidence: Evidence) -> Finding | None:
-    """Losses that are not scaled, while their gradients are unscaled."""
+    """Losses that are not scaled although their gradients are unscaled."""
     count, steps = evidence.calls.get("lossless", 0), evidence.steps
     if evidence.world_size > 1 or count < max(_FEW, _ALMOST_ALL * steps):
-        return None  # the first: another process may have the loss
+        return None  # in several processes, another one may scale the loss
     return Finding(
         "misuse",
         f"In {count} of {steps} steps, no loss was given to scale(), and step() divided the "
@@ -77,7 +77,7 @@ def clipped_while_scaled(evidence: Evidence) -> Finding | None:
         what, function = "largest magnitude", "clip_grad_value_"
         limit = _one_limit(largest)
     if limit is None or _one_limit([limit / samples[-1].scale]) is not None:
-        return None  # the second: they are clipped after unscaling, and the scale did not move
+        return None  # clipped after unscaling, at a scale that did not move
     scale = samples[-1].scale
     return Finding(
         "misuse",
@@ -90,7 +90,7 @@ def clipped_while_scaled(evidence: Evidence) -> Finding | None:
 
 
 def _one_limit(values: list[float]) -> float | None:
-    """The number of two digits that all values are, as those that people clip to; else None."""
+    """The two-digit number that all values agree with, such as a clipping limit, or None."""
     if not values or not 0 < min(values) <= max(values) < math.inf:
         return None
     limit = float(f"{values[0]:.2g}")
@@ -126,8 +126,8 @@ def updated_too_often(evidence: Evidence) -> Finding | None:
 
 
 def scaled_in_loss(evidence: Evidence) -> Finding | None:
-    """A loss that depends on the loss scale, as a penalty on gradients that are still scaled."""
-    # A skip leaves the parameters as they are, so the loss stays about the same.
+    """A loss that depends on the loss scale, such as by a penalty on scaled gradients."""
+    # A skip leaves the parameters as they are, so the loss should stay about the same.
     falls: list[Past] = []
     latest: list[Past] = []
     for before, after in pairwise(evidence.past):
@@ -142,7 +142,7 @@ def scaled_in_loss(evidence: Evidence) -> Finding | None:
         if before.loss and after.loss
     ]
     power = median(powers)
-    if min(abs(power - 1), abs(power - 2)) > _EXACTLY:  # as a norm is, and its square
+    if min(abs(power - 1), abs(power - 2)) > _EXACTLY:  # the powers of a norm and its square
         return None
     first, last = falls[0], falls[-1]
     return Finding(
@@ -158,14 +158,14 @@ def scaled_in_loss(evidence: Evidence) -> Finding | None:
 
 
 def _falls(before: Past, after: Past) -> bool:
-    """Whether a loss fell from one step to the next, as far as a scale may have made it."""
+    """Whether a finite loss fell by more than a factor of ``_FALL`` from one step to the next."""
     if not before.loss or not after.loss or before.is_bad or after.is_bad:
         return False
     return before.loss > _FALL * after.loss > 0
 
 
 def stalled(evidence: Evidence) -> Finding | None:
-    """Parameters of 16 bits whose updates are lost in rounding."""
+    """16-bit parameters whose updates are lost in rounding."""
     shares = evidence.unmoved[-_FEW_SAMPLES:]
     if len(shares) < _FEW_SAMPLES or min(shares) < _HALF:
         return None
@@ -180,11 +180,11 @@ def stalled(evidence: Evidence) -> Finding | None:
 
 
 def full_precision(evidence: Evidence) -> Finding | None:
-    """Backward passes without float16."""
+    """Backward passes that compute nothing in float16."""
     dtypes = evidence.backward
     if evidence.dtype != "float16" or not dtypes or dtypes & {"float16", "unknown"}:
         return None
-    if evidence.scale == evidence.min_scale == 1:  # fixed on purpose: it changes nothing
+    if evidence.scale == evidence.min_scale == 1:  # a scale fixed at 1 changes nothing
         return None
     so = "so loss scaling has nothing to protect"
     action = (
@@ -207,7 +207,7 @@ def full_precision(evidence: Evidence) -> Finding | None:
 
 
 def restarted(evidence: Evidence) -> Finding | None:
-    """A run that goes on where another ended, at another scale."""
+    """A run that continues an earlier one without the state of its scaler."""
     before, first = evidence.before, evidence.first
     if first is None:
         return None
@@ -233,7 +233,7 @@ def restarted(evidence: Evidence) -> Finding | None:
 
 
 def _goes_on(first: Past, before: Before) -> bool:
-    """Whether a first step continues the training of the run before, at another scale."""
+    """Whether a first step continues the previous run's training at a different scale."""
     if first.loss is None or 1 / _JUMPED < first.scale / before.scale < _JUMPED:
         return False
     improved = abs(before.first_loss - before.last_loss)
