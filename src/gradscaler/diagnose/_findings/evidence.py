@@ -1,4 +1,4 @@
-"""What is known about a run when it is judged."""
+"""The evidence about a run, from which its verdict is made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradscaler.policies import FixedScale
 
 
 class Past(NamedTuple):
-    """A step that is over."""
+    """A finished step."""
 
     step: int
     scale: float
@@ -27,12 +27,12 @@ class Past(NamedTuple):
 
     @property
     def is_bad(self) -> bool:
-        """Whether the loss is known, and is NaN or Inf."""
+        """Whether the loss is known to be NaN or Inf."""
         return self.loss is not None and not math.isfinite(self.loss)
 
 
 class Before(NamedTuple):
-    """The end of the run that a file held before: its scale, and its first and last loss."""
+    """The previous run in the same file: its last scale, and its usual first and last loss."""
 
     scale: float
     first_loss: float
@@ -40,7 +40,7 @@ class Before(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Of the scaled gradients of a sample: their norm, and their largest finite magnitude."""
+    """The norm and the largest finite magnitude of a sample's scaled gradients."""
 
     step: int
     scale: float
@@ -50,46 +50,46 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known about a run when it is judged.
+    """The evidence about a run, from which its verdict is made.
 
-    Most of it is put together line by line, as a run file holds them: see :meth:`after`. So a
-    monitor and the file that it writes give the same verdict.
+    :meth:`after` collects most of it from the lines of a run file, one by one. So a monitor and
+    the file that it writes give the same verdict.
     """
 
     steps: int
-    skipped: int  # of the steps
-    dtype: str = "float16"  # what the gradients are computed in
-    scale: float | None = None  # the last step's, if known
-    skips_in_a_row: int = 0  # the last steps of an optimizer, if too many
-    first_scale: float | None = None  # of those
-    skips: tuple[Skip, ...] = ()  # the latest of those
+    skipped: int  # how many of the steps
+    dtype: str = "float16"  # the dtype that gradients are computed in
+    scale: float | None = None  # of the last step, if known
+    skips_in_a_row: int = 0  # the length of an optimizer's current streak, if too long
+    first_scale: float | None = None  # at the start of that streak
+    skips: tuple[Skip, ...] = ()  # the latest skips of that streak
     min_scale: float | None = None  # the scale's lower limit, if known
     parameter: str | None = None  # the name of a parameter or a buffer that is not finite
     state: str | None = None  # the name of an optimizer's state that is not finite
-    lost_eps: float | None = None  # an optimizer's, that is 0 in its parameters' float16
-    weights: tuple[float, float] | None = None  # their norm at first and now, if too many skips
-    located: Located | None = None  # where the first Inf or NaN was made, if too many skips
-    watched: Located | None = None  # the latest that was found in a watched step
-    sample: Sample | None = None  # the latest with shares
-    sizes: tuple[Sample, ...] = ()  # the latest that show how large gradients are
-    before: Before | None = None  # the run that this one continues, if its file holds one
+    lost_eps: float | None = None  # an optimizer's eps that rounds to 0 in float16
+    weights: tuple[float, float] | None = None  # their norm at first and now, in such a streak
+    located: Located | None = None  # the first Inf or NaN of that streak
+    watched: Located | None = None  # the latest Inf or NaN found in a watched step
+    sample: Sample | None = None  # the latest sample with shares
+    sizes: tuple[Sample, ...] = ()  # the latest samples with nonzero gradients
+    before: Before | None = None  # the previous run in the same file, if any
     first: Past | None = None  # the first step
-    unmoved: tuple[float, ...] = ()  # of the latest samples: see Sample
+    unmoved: tuple[float, ...] = ()  # Sample.unmoved of the latest samples
     world_size: int = 1  # how many processes train together
-    is_finite_here: bool = False  # this rank's gradients, in all skipped steps that were inspected
+    is_finite_here: bool = False  # whether all inspected skips had finite gradients here
     past: tuple[Past, ...] = ()  # the latest steps
-    bad_and_skipped: int = 0  # steps whose loss was not finite, and that were skipped
-    bad_and_applied: int = 0  # and that were not
+    bad_and_skipped: int = 0  # skipped steps whose loss was not finite
+    bad_and_applied: int = 0  # applied steps whose loss was not finite
     measured: tuple[Measured, ...] = ()  # the latest samples with finite gradients
     backward: frozenset[str] = frozenset()  # the dtypes that backward passes compute in, if known
-    calls: Mapping[str, int] = field(default_factory=dict)  # see Sample
+    calls: Mapping[str, int] = field(default_factory=dict)  # see Sample.calls
     missing: tuple[str, ...] | None = None  # parameters without a gradient in any sample
-    cut: Mapping[str, str] = field(default_factory=dict)  # see Sample
-    earlier: VerdictLine | None = None  # on too many skips in a row; others were taken since
+    cut: Mapping[str, str] = field(default_factory=dict)  # see Sample.cut
+    earlier: VerdictLine | None = None  # the verdict on an earlier streak
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether another rank's gradients alone were not finite."""
+        """Whether only other ranks had gradients that were not finite."""
         return self.world_size > 1 and self.is_finite_here
 
     @property
@@ -98,15 +98,18 @@ class Evidence:
         return self.skipped > max(_FEW, self.steps / 10)
 
     def is_close_to_overflow(self, step: Past, share: float) -> bool:
-        """Whether the nearest sample's gradients reach a share of the largest number at a scale."""
+        """Whether gradients came close to overflow at a step's scale, by the nearest sample.
+
+        They did if the largest reached ``share`` of the dtype's largest number.
+        """
         nearest = min(self.measured, key=lambda each: abs(each.step - step.step), default=None)
-        if nearest is None or not nearest.scale:  # as a run file may say
+        if nearest is None or not nearest.scale:  # a run file may hold 0
             return False
         largest = nearest.norm if nearest.largest is None else nearest.largest
         return largest / nearest.scale * step.scale >= share * format_named(self.dtype).largest
 
     def after(self, line: Sample | VerdictLine | Watched) -> Evidence:
-        """The evidence with one more line."""
+        """The evidence extended by one line."""
         if isinstance(line, Watched):
             return replace(
                 self,
@@ -119,7 +122,7 @@ class Evidence:
             return self if line.verdict == "normal" else replace(self, earlier=line)
         last = self.past[-1].step if self.past else 0
         steps = [step for step in _steps_of(line) if step.step > last]
-        if not steps:  # an interrupt may have let a sample be written twice
+        if not steps:  # after an interrupt, a sample may be written twice
             return self
         measured = self.measured
         if line.norm is not None and 0 < line.norm < math.inf:
@@ -153,14 +156,14 @@ class Evidence:
 
 
 def min_scale_of(policy: Any) -> float | None:
-    """The scale's lower limit, by a policy or by its parameters; None if there is none.
+    """The lower limit of the scale, from a policy or its parameters; None if there is none.
 
     A fixed scale is its own limit.
     """
     is_fixed = isinstance(policy, FixedScale) or (
         isinstance(policy, Mapping) and policy.get("name") == FixedScale.__name__
     )
-    limits = "min_scale", "minimum_scale", "min_loss_scale"  # ours, flax's, jmp's
+    limits = "min_scale", "minimum_scale", "min_loss_scale"  # gradscaler's, flax's, jmp's
     for name in ("scale",) if is_fixed else limits:
         found = policy.get(name) if isinstance(policy, Mapping) else getattr(policy, name, None)
         if isinstance(found, (int, float)):
@@ -169,7 +172,7 @@ def min_scale_of(policy: Any) -> float | None:
 
 
 _LATEST = 10  # samples
-_FEW = 20  # skips that any loss scale may need to settle
+_FEW = 20  # skips that a loss scale may need to settle
 
 
 def _gets_nothing(name: str, sample: Sample) -> bool:
@@ -179,7 +182,7 @@ def _gets_nothing(name: str, sample: Sample) -> bool:
 
 
 def _steps_of(sample: Sample) -> list[Past]:
-    """The steps since the sample before, or the latest of them."""
+    """The latest steps since the previous sample, at most ``HISTORY_LENGTH``."""
     skipped, since = set(sample.skips), [step for step, _ in sample.scales]
     first = max(sample.step - sample.steps, sample.step - HISTORY_LENGTH) + 1
     losses = dict(enumerate(sample.losses, sample.step + 1 - len(sample.losses)))
