@@ -1,4 +1,4 @@
-"""The kinds of findings, one thing that a run shows, and the verdict: all of them."""
+"""The kinds of findings, a single finding, and the verdict that holds them all."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Level = Literal["good", "warning", "bad"]
 
 
 class Kind(NamedTuple):
-    """What a kind of finding is called in a few words, and how bad it is."""
+    """The severity of a kind of finding, and its name in a few words."""
 
     level: Level
     headline: str
 
 
 KINDS: dict[str, Kind] = {
-    # Causes come before what they lead to, and what loses steps before what loses precision.
+    # Causes come before their effects. Lost steps come before lost precision.
     "ranks": Kind("bad", "The ranks do not decide together"),
     "parameter": Kind("bad", "A parameter is NaN or Inf"),
     "divergence": Kind("bad", "The training diverges"),
@@ -37,11 +37,11 @@ KINDS: dict[str, Kind] = {
     "elsewhere": Kind("bad", "Another rank's gradients are Inf or NaN"),
     "normal": Kind("good", "Nothing unusual"),
 }
-"""From the gravest to the most harmless."""
+"""All kinds of findings by name, from the gravest to the most harmless."""
 
 
 def kind_of(name: str) -> Kind:
-    """A kind by its name, which a file may have from a later version."""
+    """A kind by its name. A file from a later version may hold an unknown name."""
     return KINDS.get(name, Kind("bad", name))
 
 
@@ -51,12 +51,12 @@ class Finding:
 
     Attributes:
         kind: as in :class:`Verdict`.
-        cause: what happened, with the evidence; a sentence.
-        action: what to try; a sentence.
+        cause: a sentence that says what happened, with the evidence.
+        action: a sentence that says what to try.
         where: the name of the parameter or the module that caused it, if one did.
         line: the user's line that called the operation, such as ``"train.py:12"``, if it is known.
         steps: the latest of the steps that show it, if they are few.
-        count: how many steps show it; 0 if it is not of single steps.
+        count: how many steps show it; 0 if it does not concern single steps.
         is_certain: whether the evidence leaves no other explanation.
     """
 
@@ -71,12 +71,12 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """The cause, and what to try."""
+        """The cause and the action."""
         return f"{self.cause} {self.action}"
 
     @property
     def in_short(self) -> str:
-        """The headline, and where."""
+        """The headline and the place."""
         at = self.where or self.line
         return kind_of(self.kind).headline + (f" ({at})" if at else "")
 
@@ -89,30 +89,29 @@ class Verdict:
     """What a run shows, and what to try.
 
     Attributes:
-        kind: the gravest finding's. ``"normal"``: overflows that lower scales cure, and nothing
-            else.
+        kind: the kind of the gravest finding. ``"normal"``: lower scales cure all overflows, and
+            nothing else was found.
 
-            All steps are skipped, and no lower scale cures it: ``"parameter"``: a parameter or a
+            If steps keep being skipped at every scale: ``"parameter"``: a parameter or a
             buffer is itself not finite. ``"activations"``: a module makes Inf or NaN from finite
             inputs. ``"loss"``: the unscaled loss is not finite. ``"nan"``: a gradient is NaN at
             every scale, even at 1 or less. ``"floor"``: the gradients are too large for a scale of
-            1, or for the smallest one. ``"divergence"``: the loss had exploded before.
+            1, or for the smallest one. ``"divergence"``: the loss exploded before.
 
-            Some are: ``"data"``: steps are skipped now and then, also after the scale has settled.
+            If some steps are skipped: ``"data"``: skips go on after the scale has settled.
             ``"restart"``: the run was continued without the scaler's state.
 
-            None is: ``"silent"``: the loss is NaN or Inf while the gradients are finite.
-            ``"dead"``: the gradients are exactly 0. ``"underflow"``: the scale is too small.
-            ``"range"``: one parameter's gradients are flushed at any scale at which another's
-            overflow. ``"misuse"``: the scaler is called in a wrong way, or needs no scaler.
+            Even if no step is skipped: ``"silent"``: the loss is NaN or Inf while the gradients are
+            finite. ``"dead"``: the gradients are exactly 0. ``"underflow"``: the scale is too
+            small. ``"range"``: every scale flushes one parameter's gradients or makes another's
+            overflow. ``"misuse"``: the scaler is called in a wrong way, or is not needed.
             ``"state"``: an optimizer's state is not finite. ``"stalled"``: updates are too small
             for the parameters' own dtype.
 
-            With several processes also ``"elsewhere"``: another rank's gradients overflow, and this
-            rank's are finite; and ``"ranks"``: ranks hold different scales, or skipped different
-            steps.
-        text: the gravest finding in full, and the others in a few words each. From the files of
-            several ranks, it also names the rank at fault, and where ranks differ.
+            With several processes: ``"elsewhere"``: another rank's gradients overflow, and this
+            rank's are finite. ``"ranks"``: ranks hold different scales, or skipped different steps.
+        text: the gravest finding in full, and the others in a few words each. For the files of
+            several ranks, it also names the rank at fault, and says where ranks differ.
         where: the name of the parameter or the module that caused it, if one did.
         findings: everything that was found, the gravest first; one of each kind.
     """
@@ -127,7 +126,7 @@ class Verdict:
 
 
 def verdict_of(findings: Sequence[Finding]) -> Verdict:
-    """The verdict that findings make, the first of each kind, in their order."""
+    """The verdict of some findings; it keeps the first of each kind, in their order."""
     kept: dict[str, Finding] = {}
     for finding in findings:
         kept.setdefault(finding.kind, finding)
