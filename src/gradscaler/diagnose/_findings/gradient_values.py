@@ -1,4 +1,4 @@
-"""What the values of gradients say, in the latest sample."""
+"""Findings from the values of gradients in the latest sample."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from gradscaler.diagnose._fitting_scales import Fit, fades, fit_of
 from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._run.lines import ParameterSample, Sample
 
-_LOST = 0.05  # of the gradients: flushed, or so small that many more must be flushed
-_DEAD = 0.9  # of the gradients
+_LOST = 0.05  # the share of gradients that are flushed, or zero beside many small ones
+_DEAD = 0.9  # the share of gradients that are exactly 0
 _HEADROOM = 4.0  # a larger scale fits if the largest gradient can double this often
-_LARGE_SCALE = 2.0**10  # at which it is not the scale that makes all gradients 0
+_LARGE_SCALE = 2.0**10  # at this scale, underflow does not make all gradients 0
 
 STEPS = "sign", "sgn", "round", "floor", "ceil", "trunc"  # their slope is 0 everywhere
-SATURATED = "tanh", "sigmoid", "hardsigmoid", "softmax"  # it may round to 0
-ENDED = "relu", "threshold", "clamp", "clamp_min", "clamp_max", "hardtanh"  # as in a hinge loss
-CUT = ""  # in place of an operation: the graph is cut, as by detach()
+SATURATED = "tanh", "sigmoid", "hardsigmoid", "softmax"  # their slope may round to 0
+ENDED = "relu", "threshold", "clamp", "clamp_min", "clamp_max", "hardtanh"  # 0 beyond an end
+CUT = ""  # stands for an operation where the graph is cut, such as by detach()
 
 
 def cut_off(evidence: Evidence) -> Finding | None:
-    """Some parameters that the model uses, and that no gradient reaches."""
+    """Parameters that the model uses but no gradient reaches."""
     sample, cut = evidence.sample, evidence.cut
     if sample is None or not cut or not sample.parameters.keys() - cut.keys():
         return None
@@ -68,7 +68,7 @@ def cut_off(evidence: Evidence) -> Finding | None:
 
 
 def dead(evidence: Evidence) -> Finding | None:
-    """Gradients that are exactly 0, and not for being small."""
+    """Gradients that are exactly 0 for another reason than underflow."""
     sample = evidence.sample
     if sample is None or sample.shares is None or sample.shares.zero < _DEAD:
         return None
@@ -99,7 +99,7 @@ def dead(evidence: Evidence) -> Finding | None:
 
 
 def _nearest_the_loss(parameters: Mapping[str, ParameterSample]) -> str | None:
-    """The last module in the model whose parameters' gradients are all 0, or None."""
+    """The last module whose own parameters all have gradients of 0, or None."""
     modules: dict[str, bool] = {}
     for name, found in parameters.items():
         module = name.rpartition(".")[0]
@@ -108,17 +108,17 @@ def _nearest_the_loss(parameters: Mapping[str, ParameterSample]) -> str | None:
 
 
 def too_small(evidence: Evidence) -> Finding | None:
-    """Underflow, if a larger scale would fit; else that no scale does."""
+    """Underflow if a larger scale would fit, or a range that no scale fits."""
     sample = evidence.sample
     if sample is None or sample.shares is None or sample.histogram is None:
         return None
-    if not 0 < sample.scale < math.inf:  # as a run file may say
+    if not 0 < sample.scale < math.inf:  # a run file may hold 0 or Inf
         return None
     shares, bins = sample.shares, sample.histogram
     form = format_named(evidence.dtype)
     nonzero = 1 - shares.zero - shares.nonfinite
     small = shares.flushed + shares.subnormal
-    # Zeros prove nothing, as a ReLU makes them too. Together with many small gradients they do.
+    # A ReLU makes zeros too. Only zeros beside many small gradients show underflow.
     lost = shares.flushed >= _LOST or (shares.zero >= _LOST and small > nonzero / 4)
     headroom = math.inf
     if bins.counts:
@@ -156,7 +156,7 @@ def too_small(evidence: Evidence) -> Finding | None:
 
 
 def _has_no_loss(sample: Sample, evidence: Evidence) -> bool:
-    """Whether gradients are 0 as their loss is, as where all rewards of a group are equal."""
+    """Whether gradients are 0 because the loss is 0, such as when all rewards are equal."""
     if sample.loss != 0:
         return False
     fit = fit_of(evidence.sizes, evidence.dtype)
@@ -165,7 +165,7 @@ def _has_no_loss(sample: Sample, evidence: Evidence) -> bool:
 
 
 def _range(fit: Fit) -> Finding:
-    """No scale fits."""
+    """The finding that no scale fits all parameters."""
     where = fit.gone[0] if fit.gone else fit.lowest
     edge = 2.0 ** (fit.common.edge + 1)
     highest = fit.highest or "the model"
