@@ -1,4 +1,4 @@
-"""What losses say: that they are not finite and steps are applied, or that they explode."""
+"""Findings from losses: they are not finite though steps are applied, or they explode."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _EXPLODED = 50.0  # times the loss before
 _GREW = 10.0  # times the norm of the first weights
 _RECENT = 20  # steps
 _FEW = 3  # steps that a finding lists
-_OFTEN = 0.3  # of the latest steps, which a training that diverges skips
+_OFTEN = 0.3  # the share of the latest steps that fail if the training diverges
 
 
 def silent(evidence: Evidence) -> Finding | None:
-    """Losses that are not finite, in more steps that were applied than skipped."""
+    """Losses that are not finite in more applied steps than skipped ones."""
     count, num_caused = evidence.bad_and_applied, evidence.bad_and_skipped
-    if evidence.is_elsewhere:  # these losses caused no skip: another rank's gradients did
+    if evidence.is_elsewhere:  # another rank's gradients caused the skips, not these losses
         count, num_caused = count + num_caused, 0
     if count <= num_caused or not are_many(count, count, evidence):
         return None
@@ -62,13 +62,13 @@ def silent(evidence: Evidence) -> Finding | None:
 
 
 def diverged(evidence: Evidence) -> Finding | None:
-    """A loss that explodes, if steps are skipped for it; ``past`` ends with a streak or not."""
+    """A loss or a norm of the weights that explodes, so that many steps are skipped."""
     loss = explosion(evidence.past, in_streak=bool(evidence.skips))
     weights = evidence.weights if _has_grown(evidence.weights) else None
     if loss is None and weights is None:
         return None
     if not evidence.skips and not _fails_often(evidence.past[-_RECENT:]):
-        return None  # a loss may grow as its targets do
+        return None  # the loss may just follow its targets
     grew = []
     if loss is not None:
         first, last = (f"{step.loss:g} (step {step.step})" for step in loss)
@@ -103,7 +103,7 @@ def _has_grown(weights: tuple[float, float] | None) -> bool:
 
 
 def explosion(past: Sequence[Past], in_streak: bool) -> tuple[Past, Past] | None:
-    """A step with the usual loss, and one with the exploded loss, if it has exploded.
+    """A step with the usual loss and one with the exploded loss; None if no loss exploded.
 
     In a streak of skips, the losses of skipped steps count too.
     """
@@ -123,7 +123,7 @@ def explosion(past: Sequence[Past], in_streak: bool) -> tuple[Past, Past] | None
         peak = latest[len(latest) // 2]
     usually = max(_size(base), _size(seen[0]))
     if peak.step <= base.step or not 0 < _EXPLODED * usually < _size(peak):
-        return None  # a loss of 0 says nothing of its usual size
+        return None  # a usual loss of 0 is nothing to compare with
     return base, peak
 
 
