@@ -1,4 +1,4 @@
-"""What the skips of a run say, and its scales, from its first step to its last."""
+"""Findings from the skips and the scales of a whole run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from gradscaler.diagnose._findings.evidence import Evidence, Past
 from gradscaler.diagnose._findings.finding import Finding
 from gradscaler.diagnose._locate.located import Located
 
-_FEW = 3  # skips that prove nothing
+_FEW = 3  # skips or events; fewer prove nothing
 _CURED = "floor", "nan"  # verdicts that a lower scale proved wrong
-_MOST_SKIPPED = 0.01  # of the steps, once the scale has settled
-_CLOSE = 2.0**-5  # of the largest number: gradients of one step may be that much larger
+_MOST_SKIPPED = 0.01  # the share of steps that may be skipped once the scale has settled
+_CLOSE = 2.0**-5  # of the largest number; gradients may grow by the rest in one step
 _OUTLIER = 10.0  # times the usual loss
 _IN_INPUTS = "look in these batches for NaN or Inf in inputs and labels"
 _IN_LOSSES = "an empty mask, a fully masked row, or a sum too long for float16"
@@ -36,7 +36,7 @@ _FAILS_BACKWARD = (
 
 
 def data(evidence: Evidence) -> Finding | None:
-    """Skips that no lower scale cures, or that a scale at its floor does not."""
+    """Skips that a lower scale does not cure, or that happen at the smallest scale allowed."""
     if evidence.is_elsewhere:
         return None
     bad = [step for step in evidence.past if step.skipped and step.is_bad]
@@ -71,7 +71,7 @@ def data(evidence: Evidence) -> Finding | None:
 
 
 def _losses_of(skips: Sequence[Past], evidence: Evidence) -> tuple[str, str]:
-    """What the losses of skips are like that are finite, or were not seen, and what to try."""
+    """A clause about the losses of skips, which are finite or not seen, and what to try."""
     own, others = _usual_losses(skips, evidence)
     if own is None:
         action = f"{_IN_INPUTS}, for outliers, and for {_FAILS_BACKWARD}"
@@ -82,7 +82,7 @@ def _losses_of(skips: Sequence[Past], evidence: Evidence) -> tuple[str, str]:
 
 
 def _seen_in(found: Located | None, is_loss: bool) -> tuple[str, str | None]:
-    """Where a watched step failed, and what to try against that, if it is known."""
+    """A clause that says where a watched step failed, or ``""``, and what to try, or None."""
     if found is None or found.operation is None:
         return "", None
     if is_loss:
@@ -94,7 +94,7 @@ def _seen_in(found: Located | None, is_loss: bool) -> tuple[str, str | None]:
 
 
 def _at_floor(evidence: Evidence, skips: Sequence[Past]) -> Finding:
-    """Skips at a scale that may not fall further."""
+    """The finding for skips at a scale that cannot fall further."""
     earlier = evidence.earlier
     return Finding(
         "floor",
@@ -109,7 +109,7 @@ def _at_floor(evidence: Evidence, skips: Sequence[Past]) -> Finding:
 
 
 def _usual_losses(skips: Sequence[Past], evidence: Evidence) -> tuple[float | None, float | None]:
-    """The median loss of some skips, and of the steps that were applied; None if not seen."""
+    """The median finite loss of some skips, and of the applied steps; None if not seen."""
     applied = (step for step in evidence.past if not step.skipped)
     own, others = (
         [step.loss for step in steps if step.loss is not None and math.isfinite(step.loss)]
@@ -119,9 +119,9 @@ def _usual_losses(skips: Sequence[Past], evidence: Evidence) -> tuple[float | No
 
 
 def _are_outliers(skips: Sequence[Past], evidence: Evidence) -> bool:
-    """Whether skips whose losses are much larger than usual are more than an accident.
+    """Whether skips with unusually large losses are too many to be an accident.
 
-    They end once they have sunk the scale, which is then too small for all other steps.
+    Such skips stop once the scale has fallen far enough. It is then too small for other steps.
     """
     own, others = _usual_losses(skips, evidence)
     if own is None or others is None or not abs(own) >= _OUTLIER * abs(others) > 0:
@@ -130,17 +130,17 @@ def _are_outliers(skips: Sequence[Past], evidence: Evidence) -> bool:
 
 
 def _are_few(count: int, evidence: Evidence) -> bool:
-    """Whether steps are few enough to have a pattern, or batches in common."""
+    """Whether steps are few enough, at most half of all, to look for a pattern in them."""
     return 2 * count <= evidence.steps
 
 
 def place_of(found: Located | None) -> tuple[str | None, str | None]:
-    """The module and the line of what a watched step showed."""
+    """The module and the line of a located Inf or NaN; each is None if unknown."""
     return (None, None) if found is None else (found.module, found.line)
 
 
 def _are_several(bad: Sequence[Past], evidence: Evidence) -> bool:
-    """Whether batches whose loss is not finite are more than an accident."""
+    """Whether batches whose loss is not finite are too many to be an accident."""
     if evidence.bad_and_skipped >= max(evidence.steps, _FEW):
         return True
     events = sum(after.step - before.step > 1 for before, after in pairwise(bad)) + bool(bad)
@@ -148,19 +148,19 @@ def _are_several(bad: Sequence[Past], evidence: Evidence) -> bool:
 
 
 def are_many(events: int, count: int, evidence: Evidence) -> bool:
-    """Whether so many events, of ``count`` steps, are more than an accident."""
+    """Whether so many events, with ``count`` steps in all, are too many to be an accident."""
     is_frequent = count > 2 * _MOST_SKIPPED * evidence.steps
     return events >= _FEW or (events == _FEW - 1 and is_frequent)
 
 
 def lowered(evidence: Evidence) -> Finding | None:
-    """A scale below 1."""
+    """A loss scale below 1."""
     if evidence.is_elsewhere:
         return None
     earlier, scale = evidence.earlier, evidence.scale
     if scale is None or scale >= 1 or (earlier is not None and earlier.verdict not in _CURED):
         return None
-    if 2 * evidence.bad_and_skipped > evidence.skipped:  # it has sunk for no gradient
+    if 2 * evidence.bad_and_skipped > evidence.skipped:  # bad losses lowered the scale
         return None
     return Finding(
         "floor",
@@ -179,7 +179,7 @@ def _is_at_floor(step: Past, evidence: Evidence) -> bool:
 
 
 def earlier(evidence: Evidence) -> Finding | None:
-    """What was found in an earlier streak of skips."""
+    """The finding of an earlier streak of skips, which has ended."""
     line = evidence.earlier
     if line is None or (
         line.verdict in _CURED and evidence.scale is not None and evidence.scale < 1
@@ -196,23 +196,24 @@ def earlier(evidence: Evidence) -> Finding | None:
 
 
 def has_settled_and_skips(evidence: Evidence) -> bool:
-    """Whether more than 1 % of the latest steps were skipped, and nothing explains it."""
+    """Whether more than 1 % of the latest steps were skipped without an explanation."""
     past = evidence.past
     if not past:
         return evidence.has_many_skips
     late = past[len(past) // 2 :]
     found = {step.step for step in unexplained(evidence)}
-    # Skips in a row are one event: what the gradients are like has changed, and the scale settles.
+    # Skips in a row are one event: the gradients have changed, and the scale settles again.
     count = sum(n >= late[0].step and n - 1 not in found for n in found)
     return count > max(_FEW - 1, _MOST_SKIPPED * len(late))
 
 
 def unexplained(evidence: Evidence) -> list[Past]:
-    """The skips since the first step that was applied, but for those that a scale explains.
+    """The skips since the first applied step that the loss scale does not explain.
 
-    Those undo a growth of the scale, or come as gradients grow: the samples show some that are
-    close to the largest number at the scale of the skip. Where the scale does not fall for them, as
-    with hysteresis, it explains only a few.
+    The scale explains a skip that undoes a growth of the scale. It also explains a skip while
+    gradients are large: at the skip's scale, the nearest sample comes close to overflow. At each
+    scale, it explains only a few skips of the second kind, as the scale should fall after them.
+    Hysteresis delays that.
     """
     past = evidence.past
     first = next((i for i, step in enumerate(past) if not step.skipped), len(past))
@@ -231,7 +232,7 @@ def unexplained(evidence: Evidence) -> list[Past]:
 
 
 def when(steps: Sequence[Past], evidence: Evidence) -> str:
-    """How steps follow one another, if they are few enough to have a pattern."""
+    """A clause that says how steps follow one another; empty if there are too many or too few."""
     if not _are_few(len(steps), evidence):
         return ""
     numbers = [step.step for step in steps]
