@@ -1,4 +1,4 @@
-"""What many skips in a row say, with what was found in the last of their steps."""
+"""The cause of a long streak of skips, from what was found in its last steps."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ EXPLAIN_ALL = (
     'To see which, give each rank\'s monitor a file of its own (path="run.{rank}.jsonl"), and '
     "explain all of them together."
 )
-_LARGE_LOSS = 65504.0  # whose gradients overflow by themselves, which makes NaN of them too
-_STATISTICS = "running_mean", "running_var"  # which forward passes write
+_LARGE_LOSS = 65504.0  # gradients of a larger loss overflow anyway, and may become NaN
+_STATISTICS = "running_mean", "running_var"  # buffers that forward passes write
 _WONT = "No loss scale fixes this:"
 
 
 def of_skips(evidence: Evidence) -> Finding:
-    """What explains too many skips in a row."""
+    """The finding that explains a long streak of skips."""
     skipped = f"the last {evidence.skips_in_a_row} steps were skipped"
     finding = (
         (None if evidence.lost_eps is not None else diverged(evidence))
@@ -40,7 +40,7 @@ def bad_parameter(evidence: Evidence, so: str) -> Finding | None:
     located, parameter, whose = evidence.located, evidence.parameter, "The model's"
     if parameter is None and located is not None and located.kind == "forward":
         parameter = located.parameter and f"{located.module or ''}.{located.parameter}".lstrip(".")
-        if located.module is None:  # as a teacher's
+        if located.module is None:  # such as a teacher
             whose = f"Another module's ({located.type})"
     if parameter is None:
         return None
@@ -61,7 +61,7 @@ def bad_parameter(evidence: Evidence, so: str) -> Finding | None:
         )
     else:
         wrote = "a learning rate that is too large, weights changed without the scaler"
-        if evidence.skipped >= evidence.steps:  # no step has written it
+        if evidence.skipped >= evidence.steps:  # no step was applied that could have written it
             wrote = "optimizer.step() without the scaler, or weights that were not finite at first"
         action = f"{_WONT} go back to an earlier checkpoint, and look for what wrote it ({wrote})."
     cause = f"{whose} {parameter} is itself Inf or NaN, so {so}{why}."
@@ -69,7 +69,7 @@ def bad_parameter(evidence: Evidence, so: str) -> Finding | None:
 
 
 def bad_state(evidence: Evidence) -> Finding | None:
-    """An optimizer's state that is not finite, which no skip repairs."""
+    """An optimizer's state that is not finite. Skipping steps does not repair it."""
     if evidence.state is None:
         return None
     return Finding(
@@ -83,14 +83,14 @@ def bad_state(evidence: Evidence) -> Finding | None:
 
 
 def _of_forward(evidence: Evidence, skipped: str) -> Finding | None:
-    """What a module, or code outside of the model, makes or is given."""
+    """An Inf or NaN that a forward pass makes, in the model or outside, or reads as an input."""
     located = evidence.located
     if located is None or located.kind == "backward":
         return None
     loss = evidence.skips[-1].loss
     is_outside = located.module is None or located.kind == "input"
     if is_outside and loss is not None and math.isfinite(loss):
-        return None  # it reached the gradients, and not by the loss: the user may change them
+        return None  # it did not reach the loss; user code may have changed the gradients
     if located.kind == "input":
         return _of_input(evidence, located, skipped)
     module, kind = located.module, "activations"
@@ -115,12 +115,12 @@ def _of_forward(evidence: Evidence, skipped: str) -> Finding | None:
 
 
 def _of_input(evidence: Evidence, located: Located, skipped: str) -> Finding:
-    """A tensor that was not finite before anything read it."""
+    """A tensor that already held an Inf or NaN when the first operation read it."""
     kind, what = "loss", "A tensor that is not the model's holds"
     if located.made_by is not None:
         what = f"A tensor that {located.made_by} computed outside of the model holds"
         action = "call locate() with the module that computes it"
-    elif evidence.steps > evidence.skipped:  # so many bad batches do not follow good ones
+    elif evidence.steps > evidence.skipped:  # good batches came before
         action = (
             "if it is kept from step to step (averaged weights, statistics, a queue), reset it, as "
             "no skip does; else look at the data"
@@ -140,7 +140,7 @@ def _of_input(evidence: Evidence, located: Located, skipped: str) -> Finding:
 
 
 def _of_loss(evidence: Evidence, skipped: str) -> Finding | None:
-    """Losses of which most are not finite, where nothing else is known."""
+    """Losses that are mostly not finite. No more specific cause is known."""
     losses = [skip.loss for skip in evidence.skips if skip.loss is not None]
     num_finite = sum(map(math.isfinite, losses))
     if not losses or math.isfinite(losses[-1]) or 2 * num_finite > len(losses):
@@ -155,7 +155,7 @@ def _of_loss(evidence: Evidence, skipped: str) -> Finding | None:
 
 
 def _of_nan(evidence: Evidence, skipped: str) -> Finding | None:
-    """A gradient that no scale makes finite."""
+    """A gradient that is NaN at every scale."""
     if _is_elsewhere(evidence) or _has_large_loss(evidence):
         return None
     name, found = _nan_in_all(evidence.skips), evidence.located
@@ -176,7 +176,7 @@ def _of_nan(evidence: Evidence, skipped: str) -> Finding | None:
 
 
 def _of_overflow(evidence: Evidence, skipped: str) -> Finding:
-    """Gradients that overflow, at a scale that may or may not fall further."""
+    """Gradients that overflow. The scale may still fall, or is at its lower limit."""
     first, last = evidence.skips[0], evidence.skips[-1]
     highest = first.scale if evidence.first_scale is None else evidence.first_scale
     if highest != last.scale:
@@ -217,7 +217,7 @@ def _of_overflow(evidence: Evidence, skipped: str) -> Finding:
 
 
 def _overflow(evidence: Evidence) -> tuple[str | None, str]:
-    """The first gradient that overflows, and a sentence that says so."""
+    """The name of the first gradient that is not finite, and a clause that says so."""
     if _is_elsewhere(evidence):
         return None, "Another rank's gradients, but not this one's, are Inf or NaN"
     nonfinite = evidence.skips[-1].nonfinite
@@ -240,10 +240,11 @@ def _has_large_loss(evidence: Evidence) -> bool:
 
 
 def _nan_in_all(skips: tuple[Skip, ...]) -> str | None:
-    """A parameter whose gradient was NaN in all skips that were inspected.
+    """The name of a parameter whose gradient was NaN in all inspected skips, or None.
 
-    None at a scale above 1, or if a gradient holds an Inf. Overflow makes NaN too, as Inf - Inf
-    and 0 * Inf, and far above the right scale it leaves nothing else.
+    It is also None at a scale above 1, or if a gradient of the last inspected skip holds an Inf.
+    Overflow also makes NaN, by Inf - Inf and 0 * Inf. Far above the right scale, it may leave only
+    NaN.
     """
     inspected = [(skip.scale, skip.nonfinite) for skip in skips if skip.nonfinite]
     if not inspected:
