@@ -1,1 +1,1 @@
-"""What made the first Inf or NaN of a forward or backward pass: an operation, or a module."""
+"""Locate the operation or module that made the first Inf or NaN of a step."""
