@@ -1,4 +1,4 @@
-"""Where PyTorch's operations are called: the user's line, and the name that the user knows."""
+"""The call sites of PyTorch's operations: the user's line, and the name that users know."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import gradscaler
 
-# PyTorch's own names of what users call by another.
+# The names that users know, by PyTorch's internal names.
 _CALLED = {
     **dict.fromkeys(("addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv"), "matmul"),
     "convolution": "conv",
@@ -27,8 +27,8 @@ _INNER = re.compile(
 _REFLECTED = re.compile(r"^__r(?=\w+__)|(?<=\w)__$")  # 1 / x is x.__rdiv__(1)
 _FRAMEWORKS = "torch", "tensorplay", "paddle", "jax"
 _FUNCTIONS = "functional.py", str(Path("nn", "functional.py")), "_tensor.py"
-_NOT_NAMED = ("wrapped", "multi_head_attention_forward")  # say less than the operation in them
-# Nodes whose output is their input in another form.
+_NOT_NAMED = ("wrapped", "multi_head_attention_forward")  # less telling than the operation inside
+# Nodes that only reshape, cast, copy or select their input.
 _FORMS = re.compile(
     r"(T|Transpose|Permute|View|UnsafeView|Reshape\w*|Expand|ToCopy|Clone|Slice|Select|Alias"
     r"|Squeeze|Unsqueeze)Backward\d"
@@ -40,16 +40,17 @@ Node = Any
 
 @dataclass
 class Caller:
-    """Who called an operation, by the stack of its thread.
+    """The caller of an operation, from the stack of its thread.
 
     Attributes:
-        within: ``"grad"`` or ``"backward"``: the function of torch.autograd that is running.
-        function: the public function of PyTorch's that is not an operation itself, such as
-            ``cross_entropy``.
+        within: the function of torch.autograd that is running, ``"grad"`` or ``"backward"``; empty
+            if neither is.
+        function: PyTorch's public Python function that called the operation, such as
+            ``cross_entropy``; None if there is none.
         line: the innermost line that is neither PyTorch's nor gradscaler's. In a backward pass,
-            only what that calls: a line of a custom function, or of a checkpointed block.
+            only lines that it calls count: those of a custom function or a checkpointed block.
         outer: the line that called the backward pass, if there is one.
-        modules: those that were running, innermost first; in a backward pass, only what that calls.
+        modules: the running modules, innermost first; in a backward pass, only those it calls.
     """
 
     within: Literal["", "grad", "backward"] = ""
@@ -62,9 +63,9 @@ class Caller:
 def caller_of(  # noqa: C901 # a case for each kind of frame
     frame: FrameType | None, thread: int
 ) -> Caller | None:
-    """Who called the operation in a frame, or None if gradscaler did.
+    """The caller of the operation in a frame, or None if gradscaler called it.
 
-    ``thread`` is where forward passes run.
+    ``thread`` identifies the thread that runs forward passes.
     """
     torch: Any = sys.modules["torch"]
     passes: dict[CodeType, Literal["grad", "backward"]] = {
@@ -101,13 +102,13 @@ def caller_of(  # noqa: C901 # a case for each kind of frame
 
 
 def users_line(frames: Iterable[tuple[str, int]]) -> str | None:
-    """The first line of files and numbers that is neither a framework's nor gradscaler's."""
+    """The first line that is neither a framework's nor gradscaler's; frames are (file, number)."""
     lines = (shown_line(*frame) for frame in frames if _whose(frame[0]) == "user")
     return next(lines, None)
 
 
 def called(own: str) -> str:
-    """An operation as users know it, from PyTorch's own name for it.
+    """The name that users know for an operation, from PyTorch's internal name.
 
     >>> called("_softmax"), called("addmm"), called("native_layer_norm"), called("mul_")
     ('softmax', 'matmul', 'layer_norm', 'mul')
@@ -119,7 +120,7 @@ def called(own: str) -> str:
 
 
 def differentiated(node: str) -> str:
-    """The operation that a node of PyTorch's graph is the gradient of.
+    """The operation whose gradient a node of PyTorch's graph computes, from the node's name.
 
     >>> differentiated("NativeLayerNormBackward0"), differentiated("AddmmBackward0")
     ('layer_norm', 'matmul')
@@ -129,7 +130,7 @@ def differentiated(node: str) -> str:
 
 
 def source_of(node: Node) -> Node:
-    """The node of PyTorch's graph that a node's output is the output of, in whatever form."""
+    """The nearest node, from this one back, that does more than reshape, cast, copy or select."""
     for _ in range(_MOST_FORMS):
         if node is None or not _FORMS.fullmatch(node.name()):
             break
@@ -138,14 +139,14 @@ def source_of(node: Node) -> Node:
 
 
 def operation_of(node: Node) -> str:
-    """The operation of the forward pass that a node is the gradient of."""
+    """The operation of the forward pass whose gradient a node computes."""
     name: str = node.name()
     return differentiated(name) if name[-1].isdigit() else name.removesuffix("Backward")
 
 
 @cache
 def _whose(filename: str) -> Literal["user", "functions", "framework", "gradscaler"]:
-    """Whose a file is; ``"functions"`` are PyTorch's that are written in Python."""
+    """The owner of a file; ``"functions"`` are the files of PyTorch's public Python functions."""
     path, own = Path(filename), Path(gradscaler.__file__).parent
     if own in path.parents:
         return "user" if own / "demo" in path.parents else "gradscaler"
@@ -158,7 +159,7 @@ def _whose(filename: str) -> Literal["user", "functions", "framework", "gradscal
 
 
 def shown_line(filename: str, number: int) -> str:
-    """A line of a file, as seen from the working directory if the file is there."""
+    """A line as ``file:number``; the path is relative if the file is in the working directory."""
     path = Path(filename)
     if path.is_relative_to(Path.cwd()):
         filename = str(path.relative_to(Path.cwd()))
