@@ -1,4 +1,4 @@
-"""What made the first Inf or NaN, in a function of JAX."""
+"""Locate the primitive that makes the first Inf or NaN in a function of JAX."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2")
 
 
 class _Value(NamedTuple):
-    """An array in a computation, and what it holds."""
+    """An array in a computation, with its reading and the source of its Inf or NaN."""
 
     array: Array
     value: Value[Located]
 
 
 class _Place(NamedTuple):
-    """Where a primitive stands.
+    """The place of a primitive: the user's line, and the pass.
 
     Attributes:
-        line: the user's; a primitive within a function of JAX's own has that of the call.
+        line: the user's line; for a primitive inside a function of JAX's own, the line of the call.
         kind: the pass.
-        is_forward: of each of its results, whether the forward pass uses it too. What only the
+        is_forward: for each result, whether the forward pass uses it. A result that only the
             backward pass uses is a derivative, computed ahead.
     """
 
@@ -45,21 +45,23 @@ class _Place(NamedTuple):
 
 
 def locate_jax(fn: Callable[..., Any], *args: Any) -> Located | None:
-    """Call a function of JAX primitive by primitive, and find what makes the first Inf or NaN.
+    """Run a function of JAX primitive by primitive, and locate its first Inf or NaN.
 
-    That is the first primitive, by the order of the computation, whose output is not finite
-    although its inputs are, and whose Inf or NaN reaches a result of the function. To check the
-    backward pass too, give the function that ``jax.value_and_grad`` makes. There, a primitive has
-    the line of the forward pass that it is the gradient of. A derivative that the forward pass
-    computes for the backward pass, such as 0.5 / sqrt(x) for sqrt(x), counts as backward, and so
-    does what ``jax.checkpoint`` recomputes. -inf counts as finite unless it becomes +Inf or NaN, a
-    sum makes it, or it is a scalar.
+    The primitive that makes it is the first, in the order of the computation, whose output is not
+    finite although its inputs are. Its Inf or NaN must also reach a result of the function. -inf
+    counts as finite unless it becomes +Inf or NaN, a sum makes it, or it is a scalar.
+
+    To check the backward pass too, give the function that ``jax.value_and_grad`` makes. A primitive
+    of the backward pass has the line of the forward primitive whose gradient it computes. A
+    derivative that the forward pass computes for the backward pass, such as 0.5 / sqrt(x) for
+    sqrt(x), counts as backward. So does a primitive that ``jax.checkpoint`` runs again.
 
     A primitive in a function of JAX's own, such as ``jnp.linalg.norm``, has the line of the call.
     The primitives in ``jit``, ``remat``, ``custom_jvp``, ``custom_vjp``, ``scan``, ``while_loop``
-    and ``cond`` are seen one by one. Others that hold a computation, such as ``shard_map`` and
-    Pallas kernels, are one. The function is traced as ``jit`` would, so its control flow must not
-    depend on values. What XLA would fuse is rounded here after each primitive.
+    and ``cond`` are checked one by one. Other primitives that hold a computation, such as
+    ``shard_map`` and Pallas kernels, are checked as a whole. The function is traced as under
+    ``jit``, so its control flow must not depend on values. Results are rounded after each
+    primitive, even where XLA would fuse several.
 
     Args:
         fn: the function.
@@ -68,11 +70,11 @@ def locate_jax(fn: Callable[..., Any], *args: Any) -> Located | None:
     Returns:
         ``module`` is None, and ``operation`` is the primitive, such as ``"log"``. If an argument or
         a constant is not finite, the ``kind`` is ``"input"``, and ``parameter`` is the argument's
-        path. None if all results are finite. Before JAX 0.7, which does not record what is a
-        backward pass, all other kinds are ``"forward"``.
+        path. None if all results are finite. JAX before 0.7 does not record which primitives
+        belong to a backward pass, so there all other kinds are ``"forward"``.
 
     Raises:
-        Whatever ``jax.make_jaxpr`` or the function raises.
+        Any error that ``jax.make_jaxpr`` or the function raises.
 
     Example::
 
@@ -89,7 +91,7 @@ def locate_jax(fn: Callable[..., Any], *args: Any) -> Located | None:
 
 
 def _run(closed: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
-    """The results of a computation that stands at a place."""
+    """Run a computation, and return its results; ``place`` is the place of its call."""
     jaxpr = getattr(closed, "jaxpr", closed)
     consts = map(_given, getattr(closed, "consts", ()))
     constant = import_module("jax.extend.core").Literal
@@ -106,14 +108,14 @@ def _run(closed: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
 
 
 def _places_in(jaxpr: Jaxpr, place: _Place) -> list[_Place]:
-    """Where each primitive of a computation stands."""
+    """The place of each primitive of a computation."""
     used = {id(atom) for equation in jaxpr.eqns for atom in equation.invars}
     used |= {id(atom) for atom in jaxpr.outvars}
     results = zip(jaxpr.outvars, place.is_forward, strict=True)
     forward = {id(atom) for atom, is_forward in results if is_forward}
     places = []
     for equation in reversed(jaxpr.eqns):
-        # What nothing uses may be a loss that jax.grad drops.
+        # A result that is never used may be the loss, which jax.grad drops.
         found = [id(atom) in forward or id(atom) not in used for atom in equation.outvars]
         kind = place.kind
         if "transpose(" in str(equation.source_info.name_stack) or not any(found):
@@ -125,7 +127,7 @@ def _places_in(jaxpr: Jaxpr, place: _Place) -> list[_Place]:
 
 
 def _call(equation: Equation, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
-    """The outputs of one primitive, or of the computation that it holds."""
+    """Run one primitive, or the computation that it holds, and return its outputs."""
     name, params = equation.primitive.name, equation.params
     if name == "scan":
         return _scan(params, inputs, place)
@@ -147,7 +149,7 @@ def _call(equation: Equation, inputs: Sequence[_Value], place: _Place) -> list[_
 def _scan(params: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
     num_consts, num_carry = params["num_consts"], params["num_carry"]
     consts, carry = list(inputs[:num_consts]), list(inputs[num_consts : num_consts + num_carry])
-    is_carry_forward = [any(place.is_forward)] * num_carry  # the next iteration uses it
+    is_carry_forward = [any(place.is_forward)] * num_carry  # the next iteration uses them
     place = place._replace(is_forward=[*is_carry_forward, *place.is_forward[num_carry:]])
     stack = import_module("jax.numpy").stack
     sequences, steps = inputs[num_consts + num_carry :], list[list[_Value]]()
@@ -177,7 +179,7 @@ def _while(params: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]
 
 
 def _given(array: Array, name: str | None = None) -> _Value:
-    """A value that no primitive made."""
+    """The value of an argument or a constant, which no primitive made."""
     found, source = _read(array), None
     if found.state == "bad":
         source = located_at(Site(), "input", array, largest_finite([array]), parameter=name)
@@ -185,7 +187,7 @@ def _given(array: Array, name: str | None = None) -> _Value:
 
 
 def _made(name: str, array: Array, inputs: Sequence[_Value], place: _Place) -> _Value:
-    """A value that a primitive of this name made."""
+    """The value that the primitive ``name`` made."""
     values = [each.value for each in inputs]
     largest = largest_of(value.found.largest for value in values)
     made = partial(located_at, Site(name, place.line), place.kind, array, largest)
@@ -197,12 +199,12 @@ def _made(name: str, array: Array, inputs: Sequence[_Value], place: _Place) -> _
 
 
 def _with_source(array: Array, source: Located | None) -> _Value:
-    """A value that is part of others, or made up of them."""
+    """A value that is part of another, or stacked from others, with their source."""
     return _Value(array, Value(_read(array), source))
 
 
 def _read(array: Array) -> Reading:
-    """What an array holds; anything but numbers is finite."""
+    """The reading of an array; arrays of other than floating-point numbers count as finite."""
     is_number = dtype_name(array).startswith(("float", "bfloat", "complex"))
     return read(array) if is_number else Reading("finite")
 
