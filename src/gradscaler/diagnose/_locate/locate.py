@@ -1,4 +1,4 @@
-"""What made the first Inf or NaN, in a model of PyTorch, TensorPlay or Paddle."""
+"""Locate the first Inf or NaN in a model of PyTorch, TensorPlay or Paddle."""
 
 from __future__ import annotations
 
@@ -18,42 +18,44 @@ from gradscaler.diagnose._locate.module_hooks import (
 from gradscaler.diagnose._locate.operation_watch import OperationWatch
 
 is_locating = ContextVar("is_locating", default=False)
-"""Whether a closure of :func:`locate` runs, whose losses belong to no step."""
+"""Whether a closure of :func:`locate` is running. Its losses belong to no step."""
 
 
 def locate(model: Module, closure: Callable[[], object]) -> Located | None:
-    """Run a closure, and find what makes the first Inf or NaN.
+    """Run a closure, and locate the operation or module that makes its first Inf or NaN.
 
-    In PyTorch that is an operation, in a module or outside of all, with the user's line: the first
-    whose output is not finite although its inputs are, and whose Inf or NaN reaches the loss, or
-    another result. If there is none, it is the first in the backward pass whose input's gradient is
-    not finite although its output's is, and whose Inf or NaN reaches the gradient of a leaf; its
-    line is that of the forward pass. What ``where`` or a softmax leaves out does no harm, and
-    neither does -inf, unless it becomes +Inf or NaN.
+    In PyTorch, the result is an operation, inside a module or outside all of them, with the user's
+    line. It is the first operation whose output is not finite although its inputs are, and whose
+    Inf or NaN reaches the loss or another result. If there is none, the backward pass is searched.
+    There, it is the first operation whose input has a gradient that is not finite although its
+    outputs' gradients are, and whose Inf or NaN reaches the gradient of a leaf. Its line is then
+    that of the forward pass. An Inf or NaN that ``where`` or a softmax leaves out does no harm.
+    Neither does -inf, unless it becomes +Inf or NaN.
 
-    That holds with autocast, checkpoints and changes in place. Compiled modules are run eagerly.
-    Not seen is what runs in a thread of its own, as in ``DataParallel``. A sum of finite gradients
-    that overflows is not found.
+    Autocast, checkpoints and in-place operations are supported. Compiled modules run eagerly.
+    Operations in threads of their own, as in ``DataParallel``, are not seen. A sum of finite
+    gradients that overflows is not found.
 
-    In TensorPlay and Paddle it is a module, with the line that called it: the innermost whose
-    output is the first that is not finite. The backward pass is not checked. -inf counts as finite
-    as an input, and as an output of a module without parameters of its own. For JAX, see
-    :func:`locate_jax`.
+    In TensorPlay and Paddle, the result is a module, with the line that called it. It is the
+    innermost module with the first output that is not finite. The backward pass is not checked.
+    -inf counts as finite in inputs, and in outputs of modules without parameters of their own. For
+    JAX, see :func:`locate_jax`.
 
     The model's gradients and buffers, and the framework's random state, are left as they were.
 
     Args:
         model: a module of PyTorch or TensorPlay, or a layer of Paddle.
-        closure: computes the loss, and its gradients too if the backward pass should be checked:
-            use the loss scale that overflows, ``scaler.scale(loss).backward()``. Without a backward
-            pass, what it returns is the result.
+        closure: a function that computes the loss. To check the backward pass too, it also calls
+            ``scaler.scale(loss).backward()``, with the loss scale that overflows. Without a
+            backward pass, the function returns its result, such as the loss.
 
     Returns:
-        None if all that matters is finite, or if only multiplying the loss by its scale overflows.
-        In TensorPlay and Paddle, also if it happens outside of all modules.
+        The first Inf or NaN and its place. None if no Inf or NaN reaches a result or a gradient, or
+        if only the multiplication of the loss by its scale overflows. In TensorPlay and Paddle,
+        also None if it is made outside of all modules.
 
     Raises:
-        TypeError: ``model`` is not such a module.
+        TypeError: ``model`` is not a module of these frameworks.
         ValueError: the model has lazy modules that were not called yet. The closure would change
             them permanently.
     """
@@ -64,7 +66,7 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
     is_lazy = framework.nn.parameter.is_lazy if is_torch else lambda _: False
     if any(map(is_lazy, chain(model.parameters(), model.buffers()))):
         raise ValueError("model has lazy modules: call it once before, so that they get a shape")
-    context = copy_context()  # an interrupt leaves nothing set in the caller's
+    context = copy_context()  # so an interrupt cannot leave it set in the caller's context
     context.run(is_locating.set, True)
     with _left_as_it_was(model):
         try:
@@ -83,7 +85,7 @@ def locate(model: Module, closure: Callable[[], object]) -> Located | None:
 
 @contextmanager
 def _left_as_it_was(model: Module) -> Iterator[None]:
-    """Clear the gradients; afterwards put back gradients, buffers and the random state."""
+    """Clear the gradients; afterwards restore gradients, buffers and the random state."""
     framework = framework_of(model)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [
