@@ -1,4 +1,4 @@
-"""What was located: an Inf or a NaN, and the operation or the module that made it."""
+"""A located Inf or NaN, and the operation or the module that made it."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from gradscaler.diagnose._gradients.reading import count_nonfinite
 
 @dataclass(frozen=True)
 class Located:
-    """Where the first Inf or NaN was made out of finite numbers.
+    """The first Inf or NaN, and where it was made from finite numbers.
 
     Attributes:
-        module: the module's name in the model; empty if that is the model itself, None if it
-            happened outside of all its modules, as in a loss function or in another model.
+        module: the module's name in the model; empty for the model itself; None outside of all its
+            modules, such as in a loss function or in another model.
         kind: ``"forward"`` if an output is not finite; ``"backward"`` if the gradient of an input
-            or of a parameter is not; ``"input"`` if nothing that was watched made it: a batch, or
-            another tensor that is not a parameter, held it before.
-        type: the name of the module's class; outside of the model's modules, of the outermost
-            module that ran, such as a teacher; empty if none did.
-        dtype: of the output, the gradient or the tensor, such as ``"float16"``.
+            or of a parameter is not; ``"input"`` if no watched operation made it, as a batch or
+            another tensor that is not a parameter already held it.
+        type: the name of the module's class. Outside of the model's modules, it is the class of the
+            outermost running module, such as a teacher, or empty if no module was running.
+        dtype: the dtype of the output, the gradient or the tensor, such as ``"float16"``.
         num_inf: how many of its elements are Inf, of either sign.
-        num_nan: how many are NaN.
-        size: how many elements there are.
-        largest_finite: the largest magnitude of the rest; NaN if there is no rest.
-        largest_input: the largest finite magnitude that went in: in a forward pass, of its inputs;
-            in a backward pass, of its outputs' gradients.
+        num_nan: how many of its elements are NaN.
+        size: how many elements it has.
+        largest_finite: the largest magnitude of its finite elements; NaN if it has none.
+        largest_input: in a forward pass, the largest finite magnitude of the inputs; in a backward
+            pass, that of the gradients of the outputs.
         parameter: in a forward pass, the name within the module of a parameter that is itself not
-            finite; in a backward pass, of the parameter whose gradient this is; else None.
-        operation: the operation that made it, such as ``"exp"``; in a backward pass, the operation
-            of the forward pass whose gradient this is, or ``"hook"`` if a tensor's hook made it;
-            for an ``"input"``, the first that read it. None if it is not known, or if a parameter
-            is itself not finite.
-        line: the line that called the operation in the forward pass, such as ``"train.py:12"``:
-            the innermost that is neither the framework's nor gradscaler's. Without an operation,
-            the line that called the module. None if it is not known.
-        made_by: for an ``"input"`` that was computed, and so is not the batch itself, the operation
-            that it is the result of. That ran unwatched, as in another thread, and may have passed
-            the Inf or NaN on. None if nothing says that it was computed.
-        smallest_divisor: the smallest magnitude that a division of a forward pass divided by; None
-            if it is another operation, or replaced its divisor.
+            finite; in a backward pass, the name of the parameter whose gradient this is; else None.
+        operation: the operation that made it, such as ``"exp"``. In a backward pass, the operation
+            of the forward pass whose gradient this is, or ``"hook"`` if a tensor's hook made it.
+            For an ``"input"``, the first operation that read it. None if the operation is not
+            known, or if a parameter is itself not finite.
+        line: the line that called the operation in the forward pass, such as ``"train.py:12"``. It
+            is the innermost line that is neither the framework's nor gradscaler's. Without an
+            operation, it is the line that called the module. None if it is not known.
+        made_by: the operation that computed an ``"input"``, which is then not the batch itself. The
+            operation ran unwatched, such as in another thread, and may have passed the Inf or NaN
+            on. None if no such operation is known.
+        smallest_divisor: the smallest magnitude of the divisor of a division in a forward pass;
+            None if the operation is not a division, or overwrote its divisor.
     """
 
     module: str | None
@@ -84,7 +84,7 @@ class Located:
 
 
 class Site(NamedTuple):
-    """An operation of the forward pass, and where it was called; the fields are Located's."""
+    """The call site of an operation of the forward pass; for the fields, see :class:`Located`."""
 
     operation: str | None = None
     line: str | None = None
@@ -99,8 +99,8 @@ def located_at(
     largest_input: float,
     **fields: Any,
 ) -> Located:
-    """What an operation made, or was given: ``tensor``; ``fields`` are more of Located's."""
-    # FSDP resizes the storage of parameters, which it cannot once NumPy has seen it.
+    """Locate the Inf or NaN in ``tensor`` at ``site``; ``fields`` are further fields of Located."""
+    # FSDP could not resize the storage of a parameter that NumPy has seen, so NumPy sees a copy.
     values = to_numpy(tensor.detach().clone() if hasattr(tensor, "detach") else tensor)
     num_inf, num_nan, largest_finite = count_nonfinite(values)
     return Located(
