@@ -23,21 +23,21 @@ Tensor = Any
 class ModuleHooks:
     """Hooks on every module of a model that find the first whose output is not finite.
 
-    Between ``start()`` and ``stop()``, every input and output of every module is read once, which
-    waits for the device. An error in a hook never ends a training.
+    Between ``start()`` and ``stop()``, the hooks read every input and output of every module once,
+    which waits for the device. An error in a hook never stops the training.
 
     Attributes:
         located: the first module that made an Inf or a NaN since ``start()``, or None.
-        dtypes: the dtype of each module's output, by the module's name, in the order in which
-            they ended; of its first call, and of the first tensor in it.
+        dtypes: the dtype of the first tensor that each module returned, by the module's name, in
+            the order in which the modules returned.
         model: the model.
-        see_output: is given each tensor that a module returns, and the module's name and type.
-        goes_on: is asked at each call of a module whether to see it.
+        see_output: called with each tensor that a module returns, and the module's name and type.
+        goes_on: called at each call of a module; returns whether to read that call.
 
     Args:
         model: the model.
-        reads_evaluation: whether to read passes without gradients too while the model is not in
-            training mode. A monitor does not: it may watch until the next step.
+        reads_evaluation: whether to read evaluation too: passes without gradients of a model that
+            is not in training mode. A monitor does not, as it may still watch between two steps.
 
     Raises:
         TypeError: ``model`` is not a module of PyTorch or TensorPlay, or a layer of Paddle.
@@ -53,10 +53,10 @@ class ModuleHooks:
         self._reads_evaluation = reads_evaluation
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
-        self._inputs: defaultdict[str, list[float]] = defaultdict(list)  # the largest, of each call
+        self._inputs: defaultdict[str, list[float]] = defaultdict(list)  # the largest of each call
 
     def start(self) -> None:
-        """Add the hooks, all or none."""
+        """Add all hooks, or none if adding one fails."""
         self.stop()
         self.located = None
         self.dtypes.clear()
@@ -74,14 +74,14 @@ class ModuleHooks:
 
     @property
     def is_evaluating(self) -> bool:
-        """Whether this is no training, which a monitor may meet between two steps."""
+        """Whether the model is being evaluated and ``reads_evaluation`` is False."""
         is_training = self.model.training or self._framework.is_grad_enabled()
         return not (is_training or self._reads_evaluation)
 
     def _enter(self, name: str, _: Module, *inputs: Any) -> None:
         is_seen = self.goes_on() if self.goes_on is not None else not self.is_evaluating
         if is_seen and not self.located:
-            # Read now, as a module may change its input in place.
+            # The input is read now, as the module may change it in place.
             self._inputs[name].append(self._largest(inputs))
 
     def _leave(self, name: str, module: Module, _: Any, output: Any) -> None:
@@ -103,15 +103,16 @@ class ModuleHooks:
             self.located = located_at(site, "forward", tensor, largest_input, parameter=parameter)
 
     def _largest(self, value: Any) -> float:
-        """The largest magnitude in a structure, in which -inf does not count."""
+        """The largest magnitude in a structure; -inf does not count."""
         tensors = floating(self._framework.Tensor, value)
         return largest_of(largest(tensor, masks=True) for tensor in tensors)
 
 
 class Hook:
-    """A hook of a module that has a name, which a copy or a pickle of the module does not have.
+    """A hook that knows its module's name; copies and pickles of the module leave it out.
 
-    In its place they have a function of the standard library that takes anything and does nothing.
+    They hold a function of the standard library in its place, which takes any arguments and does
+    nothing.
     """
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
@@ -132,12 +133,12 @@ def add_hooks(
     leave: Callable[..., None],
     enter: Callable[..., None] | None = None,
 ) -> None:
-    """Call functions with the name of each module of a model when it is entered and left.
+    """Hook the modules of a model, so that entering and leaving one calls a function.
 
     Args:
-        handles: gets the handle of each hook.
-        framework: the model's.
-        model: whose modules, but for scripted ones.
+        handles: the list to which the handle of each hook is added.
+        framework: the framework of the model.
+        model: the model. Its scripted modules get no hooks.
         leave: called with the name, the module, its positional arguments, and its output.
         enter: called with the name, the module, and its arguments of both kinds.
     """
@@ -154,9 +155,10 @@ def add_hooks(
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method whose errors never end a training, and that does not keep its object alive.
+    """A function that calls a method, suppresses its errors, and does not keep its object alive.
 
-    No collector sees into PyTorch's graph, so a hook there would keep it for ever.
+    Python's garbage collector cannot see into PyTorch's graph, so a hook there that holds the
+    object would keep it alive for ever.
     """
     own = weakref.WeakMethod(method)
 
@@ -169,14 +171,14 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def remove_all(handles: list[Any]) -> None:
-    """Remove the hooks of handles, and forget them."""
+    """Remove the hooks of handles, and clear the list."""
     for handle in handles:
         handle.remove()
     handles.clear()
 
 
 def framework_of(model: Module) -> Any:
-    """The framework that a model is a module of."""
+    """The framework whose module a model is."""
     for name, base in (("torch", "Module"), ("tensorplay", "Module"), ("paddle", "Layer")):
         framework = sys.modules.get(name)
         if framework is not None and isinstance(model, getattr(framework.nn, base)):
@@ -198,7 +200,7 @@ def own_parameters_of(module: Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def buffers_of(module: Module) -> Iterator[tuple[str, Tensor]]:
-    """A module's own buffers; Paddle makes some, such as a running mean, untrained parameters."""
+    """A module's own buffers; in Paddle, untrained parameters too, such as a running mean."""
     yield from module.named_buffers(**_only_own(module))
     if hasattr(module, "named_sublayers"):
         yield from ((name, p) for name, p in own_parameters_of(module) if p.stop_gradient)
