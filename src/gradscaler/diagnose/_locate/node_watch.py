@@ -1,4 +1,4 @@
-"""Which operation of PyTorch's backward pass made the first Inf or NaN."""
+"""Locate the operation whose gradient has the first Inf or NaN of PyTorch's backward pass."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from gradscaler.diagnose._locate.value_watch import Event, ValueWatch
 
 
 class NodeWatch:
-    """Hooks on nodes that find the first whose input's gradient is not finite, but its output's is.
+    """Hooks on the nodes of PyTorch's graph that find the first gradient that is not finite.
+
+    A node made it if a gradient of its operation's inputs is not finite although the gradients of
+    the operation's outputs are.
 
     Args:
-        values: gets the events, and knows whose parameters are.
+        values: collects the events, and knows the names of parameters.
 
     Attributes:
-        line: what ran in a custom function's backward method, or in a hook, and made an Inf or a
-            NaN.
+        line: the user's line that made an Inf or NaN since the last node ran, in the backward
+            method of a custom function or in a hook; None if there is none.
     """
 
     def __init__(self, values: ValueWatch) -> None:
@@ -36,7 +39,7 @@ class NodeWatch:
         return node in self._sites
 
     def add(self, node: Node, site: Site) -> None:
-        """Watch a node, which comes from an operation at ``site``."""
+        """Watch the node of an operation that was called at ``site``."""
         self._sites[node] = site
         self._handles.append(node.register_hook(partial(weakly(self._after), node)))
 
@@ -47,7 +50,7 @@ class NodeWatch:
         self._reached.clear()
 
     def _after(self, node: Node, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
-        """See the gradients of an operation's inputs, made of those of its outputs."""
+        """Check a node's results ``inputs``: the gradients of its operation's inputs."""
         line, self.line = self.line, None
         bad = [n for n, grad in enumerate(inputs) if read(grad).bad]
         if not bad:
@@ -56,11 +59,11 @@ class NodeWatch:
         if event is None:
             is_given = any(read(grad).bad for grad in outputs)
             if is_given and line is None:
-                return  # a sum of finite gradients overflowed, or what was not watched
+                return  # a sum of finite gradients, or something unwatched, made it
             leaf = getattr(source_of(node.next_functions[bad[0]][0]), "variable", None)
             _, parameter = self._values.owners.get(memory_of(leaf), (None, None))
             site = self._site_of(node, line)
-            if is_given:  # by a hook
+            if is_given:  # a hook made it
                 site, parameter = Site("hook", line), None
             what = inputs[bad[0]], largest_finite(outputs)
             event = Event(located_at(site, "backward", *what, parameter=parameter))
@@ -71,7 +74,7 @@ class NodeWatch:
             self._reached.setdefault(before, event)
 
     def _site_of(self, node: Node, line: str | None) -> Site:
-        """Where the operation of a node was called, or what ran in its own backward method."""
+        """The call site of a node's operation; in a custom function, the line in its backward."""
         site = self._sites[node]
         is_custom = not node.name()[-1].isdigit()
         if is_custom or site.operation is None:
