@@ -1,4 +1,4 @@
-"""Which operation of PyTorch made the first Inf or NaN, and at which line of the user's."""
+"""Locate the operation of PyTorch that made the first Inf or NaN, and the user's line."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ class OperationWatch:
     """Watches every operation of PyTorch between ``start()`` and ``stop()``.
 
     Each output of an operation and each gradient is read once, which waits for the device. A
-    dispatch mode sees what the thread of ``start()`` calls, below autograd and autocast. Each Inf
-    and NaN is followed from the operation that made it to the loss. Hooks on the nodes of the graph
-    see the backward pass. Nothing is changed, and an error in watching never reaches the training.
+    dispatch mode sees the operations that the thread of ``start()`` calls, below autograd and
+    autocast. ``values`` follows each Inf and NaN from the operation that made it to the loss. Hooks
+    on the nodes of the graph see the backward pass. Watching changes nothing, and its errors never
+    reach the training.
 
-    Compiled code is run as it was written. Under a mode alone, PyTorch would never run it compiled
-    again.
+    Compiled code runs eagerly, by PyTorch's ``force_eager`` stance. Under the dispatch mode without
+    that stance, PyTorch would never run the code compiled again.
 
     Args:
-        hooks: of the model, if there is one.
+        hooks: the hooks of the model; None if there is no model.
 
     Attributes:
         mode: the dispatch mode.
-        values: follows what the operations make.
+        values: follows each Inf and NaN.
     """
 
     def __init__(self, hooks: ModuleHooks | None) -> None:
@@ -48,7 +49,7 @@ class OperationWatch:
         own = weakref.ref(self)
 
         class Mode(TorchDispatchMode):
-            supports_higher_order_operators = True  # such as flex_attention; else they raise
+            supports_higher_order_operators = True  # without it, flex_attention and such raise
 
             def __torch_dispatch__(
                 self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -58,11 +59,11 @@ class OperationWatch:
                     return func(*args, **(kwargs or {}))
                 return watch.call(func, args, kwargs or {}, inspect.currentframe())
 
-        self.goes_on: Callable[[], bool] | None = None  # asked at each operation
+        self.goes_on: Callable[[], bool] | None = None  # called at each operation
         self.mode: Any = Mode()  # type: ignore[no-untyped-call]
-        self._stances: list[Any] = []  # the user's, of PyTorch's compiler, to put back
+        self._stances: list[Any] = []  # restore the user's stance of PyTorch's compiler
         self._entered = self.mode, self._stances
-        weakref.finalize(self, _leave, *self._entered).atexit = False  # a training may drop this
+        weakref.finalize(self, _leave, *self._entered).atexit = False  # self may be dropped early
         self._hooks = hooks
         self._is_on = self._was_on = False
         self._clear()
@@ -76,7 +77,7 @@ class OperationWatch:
         self._names = {each: n for n, each in named.items() if not isinstance(each, ScriptModule)}
         self.values = ValueWatch(model)
         self._nodes = NodeWatch(self.values)
-        self._sites: Any = WeakIdKeyDictionary()  # by an output whose node is not known yet
+        self._sites: Any = WeakIdKeyDictionary()  # by output, until its node is watched
         self._lines: dict[tuple[str | None, str], str | None] = {}  # by module and operation
         self._thread, self._process = threading.get_ident(), os.getpid()
 
@@ -84,16 +85,16 @@ class OperationWatch:
     def located(self) -> Located | None:
         """The first operation since ``start()`` whose Inf or NaN reached a result, or None.
 
-        Where another dispatch mode kept this from watching, it is the module, from the hooks.
+        If another dispatch mode was active at ``start()``, it is the module that the hooks found.
         """
         if not self._was_on:
             return None if self._hooks is None else self._hooks.located
         harmful = self.values.harmful
-        # What it was called for before the start has no line.
+        # An operation that was called before start() has no line.
         return next((each for each in harmful if each.line), next(iter(harmful), None))
 
     def start(self) -> None:
-        """Begin to watch, unless another dispatch mode is active."""
+        """Start watching, unless another dispatch mode is active."""
         from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
         self.stop()
@@ -102,14 +103,15 @@ class OperationWatch:
         if self._was_on:
             self._is_on = True
             self.mode.__enter__()
-            if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            if "torch._dynamo" in sys.modules:  # without it, nothing is compiled
                 compiler: Any = sys.modules["torch.compiler"]
-                # It remembers the user's stance, and an interrupt before the next line leaves none.
+                # The "default" stance remembers the user's. It comes first, so that an interrupt
+                # before it is kept does not leave "force_eager" on.
                 self._stances.append(compiler.set_stance("default"))
                 compiler.set_stance("force_eager")
 
     def stop(self) -> None:
-        """Watch no more. A mode under another one stays where it is, and does nothing."""
+        """Stop watching. If another mode lies above this one, this one stays, but does nothing."""
         was_on, self._is_on = self._is_on, False
         if threading.get_ident() == self._thread:
             _leave(*self._entered)
@@ -120,10 +122,10 @@ class OperationWatch:
     def call(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None
     ) -> Any:
-        """Call an operation, and see what it makes of its inputs."""
+        """Call an operation, and check its outputs for Inf and NaN."""
         from torch import Tensor
 
-        is_fork = os.getpid() != self._process  # it inherits the mode
+        is_fork = os.getpid() != self._process  # which inherits the mode
         if is_fork or not self._is_on or (self.goes_on is not None and not self.goes_on()):
             return func(*args, **kwargs)
         is_read = self._hooks is None or not self._hooks.is_evaluating
@@ -151,7 +153,7 @@ class OperationWatch:
             self._sites.update(dict.fromkeys(operation.outputs, operation.site))
         if operation.before is None:
             self.values.leave_views_out(operation)
-        if caller is None:  # gradscaler's
+        if caller is None:  # gradscaler called it
             self.values.pass_on(operation)
         if not is_located or _LEAVES_UNWRITTEN.search(operation.name):
             return
@@ -161,7 +163,7 @@ class OperationWatch:
             self.values.follow(operation)
 
     def _locate(self, operation: Operation, caller: Caller) -> bool:
-        """Note where an operation of a forward pass was called; whether it belongs to one."""
+        """Note where an operation was called; return whether a forward pass called it."""
         from torch import is_grad_enabled
 
         if caller.within and not caller.line and operation.name == "ones_like":
@@ -173,7 +175,7 @@ class OperationWatch:
                 self._nodes.line = caller.line if _any_bad(operation.outputs) else None
             return False
         named = [each for each in caller.modules if each in self._names]
-        # PyTorch's compiler puts a module of its own around another.
+        # PyTorch's compiler wraps a module in one of its own.
         others = [m for m in caller.modules if not type(m).__module__.startswith("torch._")]
         running = next(iter(named or reversed(others)), None)
         module = self._names.get(running)
@@ -189,7 +191,7 @@ class OperationWatch:
         return True
 
     def _see_node(self, tensor: Tensor, reader: Site | None) -> None:
-        """Watch the node that a tensor comes from, in its reader's module if it was not seen."""
+        """Watch the node that made a tensor. If it was not seen, use the module of its reader."""
         node = getattr(tensor, "grad_fn", None)
         if node is None or node in self._nodes:
             return
@@ -203,10 +205,10 @@ def _any_bad(tensors: Iterable[Tensor]) -> bool:
 
 
 def _leave_on(thread: int, mode: Any, stances: list[Any]) -> None:
-    """Leave a mode on the thread that entered it, when that calls a module next.
+    """Leave a mode on the thread that entered it, at that thread's next call of a module.
 
-    Each thread has its own stack of modes, which no other can change. Until then the mode does
-    nothing.
+    Each thread has its own stack of modes, which no other thread can change. Until that call, the
+    mode does nothing.
     """
     from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -220,7 +222,7 @@ def _leave_on(thread: int, mode: Any, stances: list[Any]) -> None:
 
 
 def _leave(mode: Any, stances: list[Any]) -> None:
-    """Leave a dispatch mode if it is the innermost one, and put the user's stance back."""
+    """Leave a dispatch mode and restore the user's stance, if the mode is the innermost one."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     current: Any = _get_current_dispatch_mode()
