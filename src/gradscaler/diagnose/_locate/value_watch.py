@@ -1,4 +1,4 @@
-"""Whose an Inf or a NaN is, among the values that operations make of one another."""
+"""Follow each Inf and NaN through operations, from the one that made it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from gradscaler.diagnose._locate.module_hooks import Module, Tensor
 Source = TypeVar("Source")
 
 _TAKES_MASKS = re.compile("softmax|logsumexp|attention")
-_FILLS = re.compile("fill|where|scatter|index_put")  # with -inf that is meant to mask
+_FILLS = re.compile("fill|where|scatter|index_put")  # they may write -inf as a mask
 _CASTS = re.compile("copy|_to$")
-_OVERWRITES = ("copy_", "fill_", "normal_", "uniform_", "zero_")  # whatever was there before
+_OVERWRITES = ("copy_", "fill_", "normal_", "uniform_", "zero_")  # the first argument
 _DIVIDES = re.compile("div|reciprocal|rsqrt")
 
 
 class Value(NamedTuple, Generic[Source]):
-    """What an array holds, and what made its Inf, NaN or -inf; None for a mask that was given."""
+    """An array's reading, and the source of its Inf, NaN or -inf; None for a given mask."""
 
     found: Reading
     source: Source | None = None
@@ -43,19 +43,19 @@ def result(
     makes_masks: bool,
     made: Callable[[], Source],
 ) -> Value[Source]:
-    """The result of an operation, by what it holds and by the operation's inputs.
+    """The value that an operation returns, from its reading and the operation's inputs.
 
-    An Inf or NaN comes from the first input that holds one; else the operation made it. -inf is
-    what a mask holds, so it does no harm until an operation turns it into +Inf or NaN. Then it is
-    whose -inf that was; or the operation's, if the mask was given. -inf is no mask if it is a
-    scalar, or is made of finite numbers by an operation that makes no masks.
+    An Inf or NaN comes from the first input that holds one. If none does, the operation made it.
+    -inf may be a mask, so it does no harm until an operation turns it into +Inf or NaN. The source
+    is then that of the -inf, or the operation itself if the mask was given. -inf is not a mask if
+    it is a scalar, or if an operation that makes no masks makes it from finite numbers.
 
     Args:
-        found: what the result holds.
-        is_scalar: whether it is one number.
-        inputs: of the operation.
-        makes_masks: whether -inf in its result may be meant to mask.
-        made: what the operation is as a source.
+        found: the reading of the result.
+        is_scalar: whether the result is a single number.
+        inputs: the values of the operation's inputs.
+        makes_masks: whether -inf in the result may be meant as a mask.
+        made: returns the source that stands for the operation.
     """
     if not found.bad:
         return Value(found)
@@ -63,7 +63,7 @@ def result(
     masks = [value for value in inputs if value.found.state == "mask"]
     source = next((value.source for value in bad or masks if value.source is not None), None)
     if found.state == "mask" and not bad:
-        if source is None and (masks or not inputs):  # it was given
+        if source is None and (masks or not inputs):  # the mask was given
             return Value(found)
         if is_scalar or not (masks or makes_masks):
             found = Reading("bad")
@@ -72,11 +72,11 @@ def result(
 
 @dataclass(eq=False)
 class Event:
-    """An Inf or a NaN, and what made it. Many do no harm, as ``where`` leaves them out.
+    """An Inf or a NaN, and where it was made. It may do no harm: ``where`` can leave it out.
 
     Attributes:
-        located: what made it.
-        counts: whether a backward pass began at it, or it reached the gradient of a leaf.
+        located: where it was made.
+        counts: whether it reached a result, such as a loss, or the gradient of a leaf.
     """
 
     located: Located
@@ -84,17 +84,17 @@ class Event:
 
 
 class Operation:
-    """An operation of PyTorch that is called.
+    """A call of an operation of PyTorch.
 
     Attributes:
-        name: PyTorch's own.
+        name: PyTorch's internal name of the operation.
         inputs: the floating-point tensors that it reads.
-        before: what they hold.
-        outputs: those that it makes or changes.
-        after: what they hold.
+        before: the readings of ``inputs`` before the call; None if they were not read.
+        outputs: the floating-point tensors that it makes or changes.
+        after: the readings of ``outputs``.
         site: where it is called.
-        outer: the outermost module that runs, if none of the model's does.
-        changes_inputs: whether it may change what it reads.
+        outer: the outermost running module, if no module of the model is running.
+        changes_inputs: whether it may change its inputs.
     """
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -109,13 +109,13 @@ class Operation:
         self.site = Site()
         self.outer: Module | None = None
         self.changes_inputs = self.name.endswith("_") or "out" in kwargs
-        self.changes_inputs |= "batch_norm" in self.name  # its statistics
-        self._tags = getattr(func, "tags", ())  # operators of higher order have none
+        self.changes_inputs |= "batch_norm" in self.name  # it updates statistics
+        self._tags = getattr(func, "tags", ())  # higher-order operators have none
         self._args = args
 
     @property
     def makes_masks(self) -> bool:
-        """Whether -inf in its outputs may be meant to mask."""
+        """Whether -inf in its outputs may be meant as a mask."""
         is_elementwise = any(tag.name == "pointwise" for tag in self._tags)
         return is_elementwise or bool(_CASTS.search(self.name))
 
@@ -126,19 +126,19 @@ class Operation:
 
     @property
     def largest_input(self) -> float:
-        """The largest magnitude that went in."""
+        """The largest magnitude in its inputs."""
         return largest_of(found.largest for found in self.before or ())
 
     @property
     def smallest_divisor(self) -> float | None:
-        """The smallest magnitude that it divided by, if it is a division, and that is there."""
+        """The smallest magnitude of its divisor; None if it has none, or overwrote it."""
         if not _DIVIDES.search(self.name):
             return None
         divisors = self.inputs[1:] if "div" in self.name else self.inputs
         if not divisors:
             numbers = (each for each in self._args if isinstance(each, (int, float)))
             return next((abs(float(number)) for number in numbers), None)
-        if any(divisors[-1] is tensor for tensor in self.outputs):  # it was replaced
+        if any(divisors[-1] is tensor for tensor in self.outputs):  # it was overwritten
             return None
         return float(divisors[-1].detach().abs().min())
 
@@ -147,12 +147,11 @@ class ValueWatch:
     """Follows each Inf and NaN in PyTorch's tensors from the operation that made it to the loss.
 
     Args:
-        model: names its parameters and buffers; None if there is no model.
+        model: the model that gives parameters and buffers their names; None if there is none.
 
     Attributes:
-        events: what was made, in this order.
-        owners: by the memory of each parameter and buffer, the site of its module, and its own
-            name.
+        events: each Inf and NaN that was made, in order.
+        owners: the module's site and the own name of each parameter and buffer, by its memory.
     """
 
     def __init__(self, model: Module | None) -> None:
@@ -160,27 +159,27 @@ class ValueWatch:
 
         self.events: list[Event] = []
         self.owners = {} if model is None else _owners_in(model)
-        self._has_ended = False  # in a loss, or another result
-        self._sources: dict[int, Event] = {}  # of the Inf, NaN and -inf in memory
-        self._unread: Any = WeakIdKeyDictionary()  # what made a tensor and was not read
+        self._has_ended = False  # whether a loss or another result was seen
+        self._sources: dict[int, Event] = {}  # of Inf, NaN and -inf, by memory
+        self._unread: Any = WeakIdKeyDictionary()  # by tensor, its unread operation
 
     @property
     def harmful(self) -> list[Located]:
-        """What reached a result, if there was one; else all."""
+        """The events that reached a result or a leaf; all events if no result was seen."""
         return [e.located for e in self.events if e.counts or not self._has_ended]
 
     def note_unread(self, operation: Operation) -> None:
-        """Note an operation whose outputs are not read."""
+        """Note an operation whose outputs are not checked."""
         self._unread.update(dict.fromkeys(operation.outputs, called(operation.name)))
 
     def pass_on(self, operation: Operation) -> None:
-        """Note that outputs hold what inputs hold, as where gradscaler scales a loss."""
+        """Give the outputs the sources of the inputs, such as where gradscaler scales a loss."""
         sources = [self._sources.get(memory_of(tensor)) for tensor in operation.inputs]
         made = map(memory_of, operation.outputs)
         self._sources |= {memory: s for memory in made for s in sources if s is not None}
 
     def end_in(self, results: Any) -> None:
-        """Note that tensors are results: an Inf or NaN that does not reach one does no harm."""
+        """Note the results of a pass. An Inf or NaN that reaches none of them does no harm."""
         from torch import Tensor
 
         for tensor in floating(Tensor, results):
@@ -190,7 +189,7 @@ class ValueWatch:
                 source.counts = True
 
     def leave_views_out(self, operation: Operation) -> None:
-        """Keep the outputs in memory that was another tensor's before: no views of inputs."""
+        """Drop outputs that are views of inputs, and old sources of the others' memory."""
         of_inputs = {memory_of(tensor): tensor for tensor in operation.inputs}
         outputs, operation.outputs = operation.outputs, []
         for tensor in outputs:
@@ -202,7 +201,7 @@ class ValueWatch:
                 self._unread[tensor] = made_by
 
     def follow(self, operation: Operation) -> None:
-        """Note whose the Inf, NaN and -inf are in what an operation made."""
+        """Note the source of each Inf, NaN and -inf in an operation's outputs."""
         made = cache(partial(self._made, operation))
         of_inputs = zip(operation.inputs, operation.before or (), strict=True)
         values = [self._value(operation, tensor, found) for tensor, found in of_inputs]
@@ -217,26 +216,26 @@ class ValueWatch:
                     self.events.append(value.source)
 
     def _made(self, operation: Operation) -> Event:
-        """What an operation made of finite inputs."""
+        """The event that an operation made an Inf or NaN from finite inputs."""
         largest, divisor = operation.largest_input, operation.smallest_divisor
         at = operation.site
         return Event(located_at(at, "forward", operation.bad, largest, smallest_divisor=divisor))
 
     def _value(self, operation: Operation, tensor: Tensor, found: Reading) -> Value[Event]:
-        """What an input held, and what made that."""
+        """The value of an input: its reading, and the source of its Inf, NaN or -inf."""
         source = self._sources.get(memory_of(tensor)) if found.bad else None
         if found.state == "bad" and source is None:
             source = self._sources[memory_of(tensor)] = self._given(operation, tensor)
         if found.state == "mask" and _TAKES_MASKS.search(operation.name):
-            source = None  # it is made for masks: if it returns NaN, it is itself to blame
+            source = None  # it takes masks, so a NaN in its output is its own
         return Value(found, source)
 
     def _given(self, operation: Operation, tensor: Tensor) -> Event:
-        """What no operation made: a parameter or a buffer of a module, or an input."""
+        """The event that a parameter, a buffer or an input held an Inf or NaN from the start."""
         site, outer, memory = operation.site, operation.outer, memory_of(tensor)
         own, others = self.owners.get(memory), {} if outer is None else _owners_in(outer)
         writes = _FILLS.search(operation.name) or operation.name == "copy_"
-        if own is None and writes and not tensor.ndim:  # a number
+        if own is None and writes and not tensor.ndim:  # a number in the code
             return self._made(operation)
         if own is None and memory not in others:
             largest, made_by = largest_finite([tensor]), self._maker_of(tensor)
@@ -249,7 +248,7 @@ class ValueWatch:
         return Event(located_at(at, "forward", operation.bad, largest, parameter=name))
 
     def _maker_of(self, tensor: Tensor) -> str | None:
-        """The operation that computed a tensor unread, if anything says that one did."""
+        """The unwatched operation that computed a tensor; None if none is known."""
         node = source_of(tensor.grad_fn)
         if node is None or hasattr(node, "variable"):
             made_by: str | None = self._unread.get(tensor)
@@ -258,7 +257,7 @@ class ValueWatch:
 
 
 def _owners_in(model: Module) -> dict[int, tuple[Site, str]]:
-    """By the memory of each parameter and buffer, the site of its module, and its own name."""
+    """The module's site and the own name of each parameter and buffer, by its memory."""
     found: dict[int, tuple[Site, str]] = {}
     for name, module in model.named_modules():
         site = Site(module=name, type=type(module).__name__)
