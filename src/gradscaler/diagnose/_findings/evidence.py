@@ -57,7 +57,7 @@ class Evidence:
     """
 
     steps: int
-    skipped: int  # how many of the steps
+    skipped: int  # how many of the steps were skipped
     dtype: str = "float16"  # the dtype that gradients are computed in
     scale: float | None = None  # of the last step, if known
     skips_in_a_row: int = 0  # the length of an optimizer's current streak, if too long
