@@ -86,34 +86,35 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run shows, and what to try.
+    """The verdict on a run: its findings, and what to try.
 
     Attributes:
         kind: the kind of the gravest finding. ``"normal"``: lower scales cure all overflows, and
             nothing else was found.
 
-            If steps keep being skipped at every scale: ``"parameter"``: a parameter or a
+            Kinds for steps that are skipped at every scale. ``"parameter"``: a parameter or a
             buffer is itself not finite. ``"activations"``: a module makes Inf or NaN from finite
             inputs. ``"loss"``: the unscaled loss is not finite. ``"nan"``: a gradient is NaN at
             every scale, even at 1 or less. ``"floor"``: the gradients are too large for a scale of
             1, or for the smallest one. ``"divergence"``: the loss exploded before.
 
-            If some steps are skipped: ``"data"``: skips go on after the scale has settled.
-            ``"restart"``: the run was continued without the scaler's state.
+            Kinds for steps that are skipped now and then. ``"data"``: skips go on after the scale
+            has settled. ``"restart"``: the run was continued without the scaler's state.
 
-            Even if no step is skipped: ``"silent"``: the loss is NaN or Inf while the gradients are
+            Kinds that need no skip. ``"silent"``: the loss is NaN or Inf while the gradients are
             finite. ``"dead"``: the gradients are exactly 0. ``"underflow"``: the scale is too
             small. ``"range"``: every scale flushes one parameter's gradients or makes another's
             overflow. ``"misuse"``: the scaler is called in a wrong way, or is not needed.
             ``"state"``: an optimizer's state is not finite. ``"stalled"``: updates are too small
             for the parameters' own dtype.
 
-            With several processes: ``"elsewhere"``: another rank's gradients overflow, and this
-            rank's are finite. ``"ranks"``: ranks hold different scales, or skipped different steps.
+            Kinds with several processes. ``"elsewhere"``: another rank's gradients overflow, and
+            this rank's are finite. ``"ranks"``: ranks hold different scales, or skipped different
+            steps.
         text: the gravest finding in full, and the others in a few words each. For the files of
             several ranks, it also names the rank at fault, and says where ranks differ.
         where: the name of the parameter or the module that caused it, if one did.
-        findings: everything that was found, the gravest first; one of each kind.
+        findings: all findings, the gravest first; at most one of each kind.
     """
 
     kind: str
