@@ -19,7 +19,7 @@ _LARGE_SCALE = 2.0**10  # at this scale, underflow does not make all gradients 0
 
 STEPS = "sign", "sgn", "round", "floor", "ceil", "trunc"  # their slope is 0 everywhere
 SATURATED = "tanh", "sigmoid", "hardsigmoid", "softmax"  # their slope may round to 0
-ENDED = "relu", "threshold", "clamp", "clamp_min", "clamp_max", "hardtanh"  # 0 beyond an end
+ENDED = "relu", "threshold", "clamp", "clamp_min", "clamp_max", "hardtanh"  # slope 0 at an end
 CUT = ""  # stands for an operation where the graph is cut, such as by detach()
 
 
