@@ -211,9 +211,8 @@ def unexplained(evidence: Evidence) -> list[Past]:
     """The skips since the first applied step that the loss scale does not explain.
 
     The scale explains a skip that undoes a growth of the scale. It also explains a skip while
-    gradients are large: at the skip's scale, the nearest sample comes close to overflow. At each
-    scale, it explains only a few skips of the second kind, as the scale should fall after them.
-    Hysteresis delays that.
+    gradients are large: at the skip's scale, the nearest sample comes close to overflow. If the
+    scale does not fall after such skips, as under hysteresis, it explains only a few of them.
     """
     past = evidence.past
     first = next((i for i, step in enumerate(past) if not step.skipped), len(past))
