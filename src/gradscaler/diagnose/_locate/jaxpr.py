@@ -199,7 +199,7 @@ def _made(name: str, array: Array, inputs: Sequence[_Value], place: _Place) -> _
 
 
 def _with_source(array: Array, source: Located | None) -> _Value:
-    """A value that is part of another, or stacked from others, with their source."""
+    """A value that is part of another, or stacked from others, with its source."""
     return _Value(array, Value(_read(array), source))
 
 
