@@ -25,7 +25,7 @@ Source = TypeVar("Source")
 _TAKES_MASKS = re.compile("softmax|logsumexp|attention")
 _FILLS = re.compile("fill|where|scatter|index_put")  # they may write -inf as a mask
 _CASTS = re.compile("copy|_to$")
-_OVERWRITES = ("copy_", "fill_", "normal_", "uniform_", "zero_")  # the first argument
+_OVERWRITES = ("copy_", "fill_", "normal_", "uniform_", "zero_")  # their first argument
 _DIVIDES = re.compile("div|reciprocal|rsqrt")
 
 
@@ -161,7 +161,7 @@ class ValueWatch:
         self.owners = {} if model is None else _owners_in(model)
         self._has_ended = False  # whether a loss or another result was seen
         self._sources: dict[int, Event] = {}  # of Inf, NaN and -inf, by memory
-        self._unread: Any = WeakIdKeyDictionary()  # by tensor, its unread operation
+        self._unread: Any = WeakIdKeyDictionary()  # by tensor, the unchecked operation that made it
 
     @property
     def harmful(self) -> list[Located]:
@@ -216,7 +216,7 @@ class ValueWatch:
                     self.events.append(value.source)
 
     def _made(self, operation: Operation) -> Event:
-        """The event that an operation made an Inf or NaN from finite inputs."""
+        """The event for an Inf or NaN that an operation made from finite inputs."""
         largest, divisor = operation.largest_input, operation.smallest_divisor
         at = operation.site
         return Event(located_at(at, "forward", operation.bad, largest, smallest_divisor=divisor))
@@ -231,7 +231,7 @@ class ValueWatch:
         return Value(found, source)
 
     def _given(self, operation: Operation, tensor: Tensor) -> Event:
-        """The event that a parameter, a buffer or an input held an Inf or NaN from the start."""
+        """The event for an Inf or NaN that a parameter, a buffer or an input already held."""
         site, outer, memory = operation.site, operation.outer, memory_of(tensor)
         own, others = self.owners.get(memory), {} if outer is None else _owners_in(outer)
         writes = _FILLS.search(operation.name) or operation.name == "copy_"
