@@ -27,76 +27,79 @@ _open_monitors: WeakSet[Monitor] = WeakSet()
 
 
 class Monitor:
-    """Watches a scaler: records what happens, inspects skips, and says what is wrong.
+    """Watches a scaler: records its steps, inspects skips, and says what is wrong.
 
-    The scalers of PyTorch, TensorPlay and Paddle announce their steps, and the training loop stays
-    as it is. For JAX, Keras, tf-keras and MindSpore call :meth:`record` after each step, or give
-    ``model.fit`` the :meth:`callback`.
+    The scalers of PyTorch, TensorPlay and Paddle announce their steps, so the training loop stays
+    as it is. For JAX, Keras, tf-keras and MindSpore, call :meth:`record` after each step, or pass
+    the :meth:`callback` to ``model.fit``.
 
-    At one of each ``every`` steps it takes a sample: the norm of the unscaled gradients; what
-    gradients times scale become in ``dtype``, from at most 16,384 elements of each; the worst
-    parameters. It keeps the loss of every step. Of each kind of finding it warns once it is sure
-    (:class:`~gradscaler.diagnose.FindingWarning`), and again when ten times as many steps show it;
-    looking for them takes at most 1 % of the time. After ``stuck_after`` skips in a row it gives
-    its verdict, from the losses, from the skipped gradients and, in the last of these steps, from
-    the model's parameters and activations. While a lower scale may still cure the skips, it waits
-    for more.
+    The monitor samples one step of every ``every``. A sample holds the norm of the unscaled
+    gradients, a histogram of ``gradients * scale`` in ``dtype`` (from at most 16,384 elements of
+    each gradient), and the worst parameters. The loss of every step is kept.
 
-    It watches some steps for what makes the first Inf or NaN: in PyTorch the operation and the
-    user's line, as :func:`locate` does; in TensorPlay and Paddle, and where several processes train
-    together, the module by its output. The run file says it, and the dtype of each module's output,
-    which autocast chooses. A watch changes nothing, runs compiled code as it was written, and
-    breaks off where the model is evaluated in between. All of them take at most 5 % of the time
-    that training takes, but for two steps of a run: the first that is due to fail, and the last of
-    the first ``stuck_after`` skips.
+    The monitor warns of each kind of finding once it is sure
+    (:class:`~gradscaler.diagnose.FindingWarning`), and again when ten times as many steps show it.
+    Looking for findings takes at most 1 % of the time. After ``stuck_after`` skips in a row, the
+    monitor gives a verdict. The verdict rests on the losses, the skipped gradients and, in the last
+    of these steps, the model's parameters and activations. While a lower scale may still end the
+    skips, the monitor waits for more of them.
 
-    - With ``forensics`` and PyTorch, a step is watched after one that fails, or where failures
-      come at equal distances, when the next one is due, until one is located. A step fails if its
-      loss is not finite, or its gradients hold NaN and no Inf. A closure that fails is watched
-      when it is called again, on the same batch.
-    - After a sample in which a parameter's gradient is all 0 or missing, at most four times in a
-      run, three steps of PyTorch are looked at for what lets none through.
+    The monitor watches some steps to find the origin of the first Inf or NaN. In PyTorch it finds
+    the operation and the user's line, as :func:`locate` does. In TensorPlay and Paddle, and where
+    several processes train together, it finds the module by its output. The run file records the
+    origin, and the dtype of each module's output, which autocast chooses. A watch changes nothing,
+    runs compiled code uncompiled, and breaks off if the model is evaluated meanwhile. All watches
+    together take at most 5 % of the training time. Two steps of a run are exempt: the first step
+    at which a periodic failure is due, and the last of the first ``stuck_after`` skips.
 
-    What may be on a device is read only at samples, once a second for a file, and when asked for,
-    so nothing else waits for the device. But with ``forensics`` each step's flag is read at once,
-    if there are gradients to inspect. Without, a verdict waits until then; a scaler that announces
-    its steps is then inspected for one more step.
+    - With ``forensics`` and PyTorch, the monitor watches the step after each failed step until it
+      locates a failure. If failures come at equal distances, it watches the steps at which the next
+      one is due. A step fails if its loss is not finite, or if its gradients hold NaN but no Inf.
+      If a closure fails, its next call is watched, which is on the same batch.
+    - In PyTorch, if a parameter's gradient is all 0 or missing in a sample, the monitor examines
+      three steps to find the operation that blocks the gradient. It does so at most four times in
+      a run.
 
-    With several processes, each monitor reads and reports its own process' part of losses,
-    gradients, parameters and activations, and waits for no other: any ranks may have one. All ranks
-    skip a step that overflows on one; with a file of each rank, ``python -m gradscaler explain``
-    names that one.
+    Values that may be on a device are read only at samples, once a second if there is a file, and
+    on request. Nothing else waits for the device. With ``forensics``, each step's flag is also read
+    at once if there are gradients to inspect. Without it, a verdict waits for the next reading; if
+    the scaler announces its steps, the monitor then inspects one more step before the verdict.
 
-    An interrupt (Ctrl-C) costs at most the sample of its step. Do not repeat a :meth:`record` that
-    was interrupted: it may have counted the step.
+    With several processes, each monitor reads and reports its own process' part of the losses,
+    gradients, parameters and activations. It waits for no other process, so any of the ranks may
+    have a monitor. All ranks skip a step that overflows on one rank. Given a file from each rank,
+    ``python -m gradscaler explain`` names the rank that overflowed.
+
+    An interrupt (Ctrl-C) loses at most the sample of its step. Do not repeat an interrupted
+    :meth:`record`: it may have counted the step.
 
     Args:
-        scaler: any scaler of gradscaler's. For JAX, the one before the first step, or an optax
-            state that holds one; for MindSpore, a manager, a functional scaler or a train step.
-        model: gives the parameters their names. In PyTorch, TensorPlay and Paddle, its activations
-            are inspected in the steps that are watched.
-        every: steps from one sample to the next, on average. Which one of each ``every`` is
-            sampled varies by a fixed rule, so that batches in a periodic order are all seen.
-        path: a run file to create or append to; see :mod:`gradscaler.diagnose._run.lines`. It
-            holds each step within a second of the next one, and all of them when the process exits.
-            One monitor at a time may write to a file. A file that holds a run is continued, with a
-            line in the log "gradscaler", and the verdict is on what is new. ``{rank}`` in it
-            becomes the process' rank: that of torch.distributed, else of the environment variable
-            ``RANK``, else 0.
+        scaler: a scaler from gradscaler. For JAX, the scaler before the first step, or an optax
+            state that holds one. For MindSpore, a manager, a functional scaler or a train step.
+        model: the source of the parameters' names. In PyTorch, TensorPlay and Paddle, its
+            activations are inspected in watched steps.
+        every: the mean number of steps from one sample to the next. The sampled step of each
+            ``every`` varies by a fixed rule, so that batches in a periodic order are all seen.
+        path: a run file to create or append to; see :mod:`gradscaler.diagnose._run.lines`. Training
+            writes its new steps to the file at least once a second, and the rest when the process
+            exits. Only one monitor at a time may write to a file. If the file already holds a run,
+            the monitor continues it, says so in the log "gradscaler", and bases the verdict on the
+            new steps. ``{rank}`` in the path becomes the process' rank, from torch.distributed,
+            else from the environment variable ``RANK``, else 0.
         forensics: inspect every n-th skipped step; 0 disables.
         on_stuck: ``"warn"`` warns once in a streak of skips. ``"raise"`` raises before the scale
             moves, and the next ``update()`` continues. ``"continue"`` only writes the verdict, and
-            warns of no other finding either.
-            Each process decides for itself: one that raises may leave the others waiting for it
-            until the launcher ends them.
-        stuck_after: how many skips in a row of one optimizer are too many. 1 leaves no step in
-            which activations can be inspected.
-        dtype: what gradients are computed in: ``"float16"``, ``"bfloat16"``, ``"float8_e4m3"`` or
-            ``"float8_e5m2"``.
-        tensorboard: a directory for scalars that TensorBoard shows.
+            suppresses the warnings of other findings too.
+            Each process decides for itself. If one raises, the others may wait for it until the
+            launcher ends them.
+        stuck_after: the number of consecutive skips of one optimizer that calls for a verdict. With
+            1, there is no step in which activations can be inspected.
+        dtype: the format that gradients are computed in: ``"float16"``, ``"bfloat16"``,
+            ``"float8_e4m3"`` or ``"float8_e5m2"``.
+        tensorboard: a directory for TensorBoard scalars.
 
     Raises:
-        TypeError, ValueError: an argument cannot work; or ``path`` is not a run file, or another
+        TypeError, ValueError: an argument is invalid, ``path`` is not a run file, or another
             monitor is writing to it.
         ImportError: TensorBoard is not installed.
         OSError: a file cannot be written.
@@ -163,10 +166,10 @@ class Monitor:
             self._process: int | None = os.getpid()
             _open_monitors.add(self)
             atexit.unregister(_close_all)
-            atexit.register(_close_all)  # the latest comes first: the framework is still up
-            if is_eager:  # last: an interrupt before leaves no observer
+            atexit.register(_close_all)  # runs first at exit: the framework is still up
+            if is_eager:  # last, so an interrupt leaves no observer behind
                 scaler.add_observer(self._source)
-        except BaseException:  # the next monitor may write to the file
+        except BaseException:  # free the file for the next monitor
             self._process = None
             if file is not None:
                 file.close()
@@ -181,22 +184,23 @@ class Monitor:
         loss: Any = None,
         parameters: Any = None,
     ) -> None:
-        """Record a step after it is done and the scale has moved: for JAX, Keras and MindSpore.
+        """Record a step of JAX, Keras or MindSpore once it is done and the scale has moved.
 
         Args:
             scaler: the new scaler or optax state, if the framework makes a new one at each step.
-            finite: whether the gradients were finite, a boolean scalar. If left out, it is known
-                from the steps that Keras' inner optimizer took, or else from the scale and its
-                counter, which say nothing if the scale is fixed.
-            gradients: unscaled, in any structure; for a list, the model gives the names. Without
-                them, gradients are neither sampled nor inspected. With them and ``forensics``,
-                each call waits for the device.
-            loss: unscaled.
-            parameters: of the model after the step, in any structure. They are inspected only for
-                a verdict on too many skips in a row. If left out, the model's are.
+            finite: a boolean scalar, whether the gradients were finite. If left out, it is inferred
+                from the number of steps that Keras' inner optimizer took, else from the scale and
+                its counter. A fixed scale gives no evidence; the step is assumed to be finite.
+            gradients: the unscaled gradients, in any structure. A list takes its names from the
+                model. If left out, gradients are neither sampled nor inspected. If given, and
+                with ``forensics``, each call waits for the device.
+            loss: the unscaled loss.
+            parameters: the model's parameters after the step, in any structure. They are inspected
+                only if the run is stuck or a loss was not finite. If left out, the parameters of
+                ``model`` are inspected.
 
         Raises:
-            TypeError: the scaler announces its steps by itself; ``scaler`` is not a scaler; or
+            TypeError: the scaler announces its steps itself; ``scaler`` is not a scaler; or
                 ``gradients`` or ``parameters`` hold something that is not an array.
             StuckError: the run is stuck, and ``on_stuck`` is ``"raise"``.
         """
@@ -208,12 +212,12 @@ class Monitor:
     def callback(self) -> Any:
         """A callback for ``model.fit`` that records each training step, without its gradients.
 
-        Keras reports the mean loss of the epoch so far, so the loss is left out. A verdict then
-        knows only the model's parameters and the scale: for a NaN in the loss, an activation or a
-        gradient, it says that gradients are Inf or NaN.
+        Keras reports only the mean loss of the epoch so far, so the loss is left out. A verdict
+        then rests on the model's parameters and the scale alone. It cannot tell a NaN in the loss
+        or an activation from one in a gradient, and says that gradients are Inf or NaN.
 
         Raises:
-            TypeError: the scaler is neither Keras' nor tf-keras'.
+            TypeError: the scaler is not for Keras or tf-keras.
         """
         if self._framework not in ("keras", "tf_keras"):
             raise TypeError(f"callback() is for Keras, but this is a scaler for {self._framework}")
@@ -231,13 +235,13 @@ class Monitor:
     def history(self) -> tuple[Step, ...]:
         """The latest 1,000 steps. Waits for the device if some were not read yet.
 
-        Another thread, or a signal handler, may ask for it at any time, and for the verdict.
+        Another thread or a signal handler may read the history and the verdict at any time.
         """
         return tuple(self._source.seen().history)
 
     @property
     def verdict(self) -> Verdict:
-        """What the steps so far say: see :class:`~gradscaler.diagnose.Verdict`."""
+        """The verdict on the steps so far; see :class:`~gradscaler.diagnose.Verdict`."""
         log = self._source.seen()
         streak = log.stuck_streak
         if streak is not None and streak.verdict is not None:
@@ -247,8 +251,8 @@ class Monitor:
     def close(self) -> None:
         """Stop watching, write what is left, and close the files.
 
-        A signal handler, or another thread, may call it, too: while the scaler is in a call, it
-        takes effect at the end of that call, or of the next.
+        A signal handler or another thread may call this method too. If the scaler is in a call, the
+        monitor closes at the end of that call or the next one.
         """
         if self._is_open:
             self._source.close(self._finish)
@@ -256,16 +260,16 @@ class Monitor:
     def _finish(self) -> None:
         try:
             self._log.close()
-        finally:  # a warning may be an error
+        finally:  # closing may raise where warnings are errors
             self._is_open = False
             _open_monitors.discard(self)
 
     def __del__(self) -> None:
-        with suppress(Warning):  # where warnings are errors, nobody could catch one from here
+        with suppress(Warning):  # may be an error, which nobody could catch here
             self._close_if_own()
 
     def _close_if_own(self) -> None:
-        """Write what is left, but not in a process that was forked."""
+        """Close the monitor, unless this process is a fork of the one that opened it."""
         if getattr(self, "_process", None) == os.getpid():
             self.close()
 
@@ -301,7 +305,7 @@ class Monitor:
 
 
 def _close_all() -> None:
-    """At exit, as many scripts never close their monitor."""
+    """Close all open monitors at exit, as many scripts never close theirs."""
     for monitor in list(_open_monitors):
         monitor._close_if_own()
 
@@ -316,7 +320,7 @@ def _check(scaler: Any, model: Any, is_eager: bool) -> None:
 
 
 def _describe(policy: Any) -> dict[str, Any]:
-    """A policy by its name and its parameters."""
+    """The name and the parameters of a policy."""
     names = [field.name for field in fields(policy)] if is_dataclass(policy) else []
     values = {name: getattr(policy, name) for name in names if not name.startswith("_")}
     plain = {name: value for name, value in values.items() if isinstance(value, (int, float, str))}
@@ -328,7 +332,7 @@ def _framework_of(scaler: Any) -> str:
     for base in type(scaler).__mro__:
         package, _, rest = base.__module__.partition(".")
         framework = rest.partition(".")[0]
-        if package == "gradscaler" and not framework.startswith("_"):  # as what adapters share
+        if package == "gradscaler" and not framework.startswith("_"):  # shared by adapters
             return framework
     return "jax"  # the state of an optax optimizer
 

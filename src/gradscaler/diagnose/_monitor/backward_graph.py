@@ -1,4 +1,4 @@
-"""What the graph of a loss shows: dtypes that it computes in, and what lets no gradient through."""
+"""The dtypes of the gradients in a loss' graph, and the operations that block gradients."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 
 _MOST_NODES = 10_000
 _OPAQUE = "CompiledFunction", "CheckpointFunction"  # nodes that hide a graph of their own
-_LARGE = 2.0**-10  # a gradient that no slope of 2**-14 flushes in float16
-_LOOKS = 3  # steps in a row that are looked at
-_MOST_ROUNDS = 4  # of such looks: each may have modules compiled again
+_LARGE = 2.0**-10  # times a slope of 2**-14, it is not flushed in float16
+_LOOKS = 3  # consecutive steps that a round examines
+_MOST_ROUNDS = 4  # each may make PyTorch compile modules again
 
 
 def listen(loss: Any, dtypes: set[str]) -> None:
-    """Add the dtypes of the gradients in a loss' next backward pass to ``dtypes``, by name.
+    """Add the names of the gradients' dtypes in a loss' next backward pass to ``dtypes``.
 
-    ``"unknown"`` is one of them if the graph is too large, or hides a part of itself. Nothing is
-    computed, and no device waited for. Nothing happens where a framework's graph has no such
-    hooks, as only PyTorch's does.
+    If the graph is too large or hides a part of itself, ``"unknown"`` is added too. The call
+    computes nothing and waits for no device. It does nothing outside PyTorch, because no other
+    framework's graph has the hooks.
     """
     for number, node in enumerate(_nodes_from([getattr(loss, "grad_fn", None)])):
         name = node.name()
@@ -43,37 +43,38 @@ def _note(dtypes: set[str], gradients: tuple[Any, ...]) -> None:
 
 
 class CutOff:
-    """Looks at some steps of PyTorch after a sample in which gradients are all 0 or missing.
+    """Finds what blocks gradients in PyTorch, after a sample with gradients all 0 or missing.
 
-    A gradient that is 0 counts if an operation makes it of one that is not small, and whose slope
-    may be 0 by itself: no product, as with the weight of a loss that is switched off. One that is
-    missing counts if the modules that run first have none, though their outputs take part in the
-    graph: a head that is not used is not among them, nor what runs under ``no_grad``.
+    A zero gradient counts if an operation made it from a gradient that is not small, and if the
+    slope of that operation can be 0 by itself. A product does not count: one factor may be the
+    weight of a loss that is switched off. A missing gradient counts if the modules that run first
+    have none, although their outputs are part of the graph. An unused head does not count, and
+    neither does a module that runs under ``no_grad``.
 
     Args:
-        watch: looks at the model's modules.
-        is_on: whether to look at all.
+        watch: gives the outputs of the model's modules.
+        is_on: whether to examine any step.
 
     Attributes:
-        is_looking: whether this step is looked at.
+        is_looking: whether the present step is examined.
     """
 
     def __init__(self, watch: FailureWatch, is_on: bool) -> None:
         self._watch = watch
-        self._left = 0  # steps to look at in this round
-        self._rounds = _MOST_ROUNDS if is_on else 0  # that are left
-        self._cut: dict[str, str] | None = None  # in all steps of this round
+        self._left = 0  # steps to examine in this round
+        self._rounds = _MOST_ROUNDS if is_on else 0  # rounds left
+        self._cut: dict[str, str] | None = None  # blocked in all steps of this round
         self.is_looking = False
         self._handles: list[Any] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
-        self._called: dict[str, bool] = {}  # whether a module's output takes part in the graph
-        self._flat: dict[Any, str] = {}  # the operations of nodes that let nothing through
-        self._now: dict[str, str] = {}  # what this step shows
+        self._called: dict[str, bool] = {}  # whether a module's output is in the graph
+        self._flat: dict[Any, str] = {}  # operations by node, of nodes that block gradients
+        self._now: dict[str, str] = {}  # blocked in this step
 
     def begin(self, step: int) -> None:
         """Begin a step, before its forward pass."""
         if self._left:
-            self.stop()  # the step before may have broken off
+            self.stop()  # the step before may have raised an error
             self.is_looking = self._watch.look(step, weakly(self._see_output))
 
     def _see_output(self, output: Any, module: str, _: str) -> None:
@@ -84,13 +85,14 @@ class CutOff:
         for node in _nodes_from([loss.grad_fn]):
             operation = differentiated(node.name())
             if operation in (*STEPS, *SATURATED, *ENDED):
-                # A hook that held its owner would keep it alive: no collector sees into the graph.
+                # The hook must not refer to this object. The garbage collector does not see into
+                # the graph, so the object would never be freed.
                 note = partial(_note_slope, self._flat, node, operation)
                 self._handles.append(node.register_hook(note))
 
     def note(self, parameters: Mapping[str, Any]) -> None:
-        """Note what lets no gradient through to parameters, by their names, before they step."""
-        self.is_looking = self._watch.is_on  # it may have broken off
+        """Note what blocks the gradients of named parameters, before their optimizer steps."""
+        self.is_looking = self._watch.is_on  # the watch may have broken off
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         missing = {name for name, p in trained.items() if p.grad is None}
         zero = {n for n, p in trained.items() if p.grad is not None and not largest(p.grad)}
@@ -104,11 +106,15 @@ class CutOff:
                 self._now |= dict.fromkeys((n for n in trained if n in reached), operation)
 
     def end(self, has_gone: bool) -> dict[str, str] | None:
-        """End a step; ``has_gone`` if it was sampled, and gradients are all 0 or missing.
+        """End a step.
+
+        Args:
+            has_gone: whether the step was sampled, and a gradient was all 0 or missing.
 
         Returns:
-            What lets no gradient through, by the parameters' names, in all steps of a round; None
-            if this step is not the last of one.
+            At the last step of a round, the operation that blocked a parameter's gradient in every
+            step of the round, by the parameter's name; else None. The operation is empty if the
+            graph is cut.
         """
         if self.is_looking:
             now = self._now
@@ -122,20 +128,24 @@ class CutOff:
         return None
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop examining the step."""
         remove_all(self._handles)
         self.is_looking = False
         self._called, self._flat, self._now = {}, {}, {}
 
     def _first_called(self, trained: Iterable[str], among: set[str]) -> list[str]:
-        """The parameters of the modules that were called first, as long as all are ``among``."""
+        """The parameters of the modules that were called first, up to a module that differs.
+
+        A module differs if it has a parameter that is not in ``among``, or if its output is not in
+        the graph. If no module differs, the list is empty.
+        """
         found: list[str] = []
         for module, is_in_graph in self._called.items():
             own = [name for name in trained if name.rpartition(".")[0] == module]
             if own and not (is_in_graph and among.issuperset(own)):
                 return found
             found += own
-        return []  # none has another gradient
+        return []  # no parameter has another gradient
 
 
 def _note_slope(
@@ -149,7 +159,7 @@ def _note_slope(
 
 
 def _nodes_from(waiting: list[Any]) -> Iterator[Any]:
-    """The nodes of PyTorch's graph that nodes lead to, and these themselves."""
+    """The given nodes of PyTorch's graph, and all nodes that they lead to."""
     seen: set[Any] = set()
     while waiting:
         node = waiting.pop()
