@@ -1,4 +1,4 @@
-"""Which steps a monitor watches for what makes them fail, and what it finds."""
+"""A watch of steps that may fail, which locates the first Inf or NaN."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from gradscaler.diagnose._locate.module_hooks import ModuleHooks, weakly
 from gradscaler.diagnose._locate.operation_watch import OperationWatch
 from gradscaler.diagnose._monitor.step_log import StepLog
 
-SHARE = 0.05  # of the time that training takes, which watches may take in all
-_WATCHED = 20  # times as long as a mean step, which a watched one may take at first
-_LOOKED_AT = 2  # times as long, if only its modules are looked at
-_PERIODIC = 3  # failures at equal distances that make the next one expected
+SHARE = 0.05  # of the training time, for all watches together
+_WATCHED = 20  # mean step times that a watch must be able to take
+_LOOKED_AT = 2  # the same, if only the modules are watched
+_PERIODIC = 3  # failures at equal distances after which the next one is expected
 
 
 class FailureWatch:
     """Watches a model's modules and, in PyTorch, each operation, in the steps that may fail.
 
-    A watch begins after the step before, if the budget allows it, and ends with the step's passes.
-    It breaks off where the model is evaluated in between, or the budget is used up.
+    A watch begins after the step before, if the budget allows it. Operations are watched until the
+    step's passes are over, and modules until ``update``. The watch breaks off if the model is
+    evaluated meanwhile, or if the budget is used up.
 
     Attributes:
-        step: the latest step that is watched, or was.
-        located: what made the first Inf or NaN in the latest streak of skips, if that was seen.
+        step: the latest watched step.
+        located: the origin of the first Inf or NaN in the latest streak of skips; None if unknown.
     """
 
     def __init__(self, model: Any, log: StepLog, sees_operations: bool) -> None:
@@ -44,29 +45,29 @@ class FailureWatch:
             self._operations.goes_on = weakly(self._is_within_budget)
         self._parts = [each for each in (self._hooks, self._operations) if each is not None]
         self._budget = Budget()
-        self._next: float | None = None  # how long a watch of the next step may take, if wanted
+        self._next: float | None = None  # seconds for a watch of the next step, if wanted
         self._has_seen_streak = self._has_seen_period = False
         self._failures: deque[int] = deque(maxlen=_PERIODIC)
-        self._is_whole = True  # whether the latest watch did not break off
+        self._is_whole = True  # False if the latest watch broke off
         self.step = 0
         self.located: Located | None = None
 
     @property
     def owners(self) -> tuple[Any, ...]:
-        """The objects whose methods run while it watches an operation."""
+        """The objects whose methods run while an operation is watched."""
         return () if self._operations is None else (self._operations, self._operations.mode)
 
     @property
     def is_on(self) -> bool:
-        """Whether a step is watched or looked at now."""
+        """Whether a watch is running."""
         return self._budget.is_running
 
     def start_if_wanted(self, step: int) -> None:
-        """Watch a step, if the one before has made that likely to help."""
+        """Watch a step if :meth:`step_ended` found that worthwhile after the step before."""
         self._start(step, self._next)
 
     def start_again(self, step: int) -> None:
-        """Watch a closure that is called again on a batch that failed."""
+        """Watch the next call of a closure, on a batch that failed."""
         if self.step != step and self._may_locate:
             self._start(step, self._budget.left(step, _WATCHED))
 
@@ -78,7 +79,11 @@ class FailureWatch:
             self.step, self._is_whole = step, True
 
     def look(self, step: int, see_output: Callable[[Any, str, str], None]) -> bool:
-        """Give the outputs of a step's modules to ``see_output``; whether the budget allows it."""
+        """Give the outputs of a step's modules to ``see_output``.
+
+        Returns:
+            False if another watch is running, or if the budget does not allow this one.
+        """
         seconds = self._budget.left(step, _LOOKED_AT)
         if self.is_on or seconds is None:
             return False
@@ -89,32 +94,32 @@ class FailureWatch:
         return True
 
     def end_passes(self, step: int) -> None:
-        """Watch no more operations, as the step's forward and backward passes are over."""
+        """Stop watching operations, as the step's forward and backward passes are over."""
         if self._operations is not None and self.step == step:
             self._operations.stop()
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._budget.end()
         for each in self._parts:
             each.stop()
 
     def _goes_on(self) -> bool:
-        """Whether to watch a module's call."""
+        """Whether to go on watching at a module's call."""
         is_evaluating = self._hooks is not None and self._hooks.is_evaluating
         return self._is_within_budget(is_evaluating)
 
     def _is_within_budget(self, is_over: bool = False) -> bool:
-        """Whether to watch an operation; else the watch breaks off."""
+        """Whether to go on watching; breaks the watch off if not."""
         if is_over or self._budget.is_used_up:
             self.stop()
             self._is_whole = False
         return self.is_on
 
     def step_ended(self, step: int, is_verdict_late: bool) -> None:
-        """Note what an ended step shows, and whether to watch the next one.
+        """Note whether a step failed, and decide whether to watch the next one.
 
-        ``is_verdict_late`` says that a verdict waits for it.
+        ``is_verdict_late`` says that a verdict waits for the next step.
         """
         self._budget.step_ended(step)
         if self._has_failed(step) and step not in self._failures:
@@ -124,7 +129,7 @@ class FailureWatch:
         may_fail = self._may_locate and self._may_fail(step + 1)
         if is_stuck or may_fail:
             self._next = self._budget.left(step, _WATCHED)
-        # Two watches of a run take what they take: the step is lost, or will most likely be.
+        # Two watches of a run have no time limit: their steps are most likely lost anyway.
         if is_stuck and not self._has_seen_streak:
             self._next, self._has_seen_streak = math.inf, True
         elif may_fail and self._period is not None and not self._has_seen_period:
@@ -132,11 +137,11 @@ class FailureWatch:
 
     @property
     def _may_locate(self) -> bool:
-        """Whether an operation can be located, and none is."""
+        """Whether operations can be watched, and none was located yet."""
         return self._operations is not None and self._log.counts.evidence.watched is None
 
     def _may_fail(self, step: int) -> bool:
-        """Whether a step comes after a failure; where they are periodic, when the next is due."""
+        """Whether a step follows a failure or, if failures are periodic, the next one is due."""
         if not self._failures:
             return False
         since = step - self._failures[-1]
@@ -144,15 +149,15 @@ class FailureWatch:
 
     @property
     def _period(self) -> int | None:
-        """The distance of the latest failures, if there are enough at equal ones."""
+        """The distance between the latest failures; None if they are too few, or not periodic."""
         gaps = {after - before for before, after in pairwise(self._failures)}
         return gaps.pop() if len(self._failures) == _PERIODIC and len(gaps) == 1 else None
 
     def _has_failed(self, step: int) -> bool:
-        """Whether a step failed as no scale cures, if that was read already.
+        """Whether a step failed in a way that no loss scale fixes; False if it is not read yet.
 
-        Its loss is not finite; or its gradients hold NaN and no Inf, as an overflow makes, or are
-        not finite at a scale that does not enlarge them.
+        The step's loss is not finite; or its gradients hold NaN but no Inf, which an overflow would
+        make; or its gradients are not finite at a scale of at most 1.
         """
         latest = self._log.history[-1] if self._log.history else None
         if latest is None or latest.step != step:
@@ -165,12 +170,12 @@ class FailureWatch:
         return latest.has_bad_loss or (is_hopeless and was_applied)
 
     def keep_located(self) -> None:
-        """Keep what was located in the latest step, if it failed and was watched."""
+        """Keep the origin located in the latest step, if that step failed and was watched."""
         latest = self._log.history[-1] if self._log.history else None
         if latest is None or not (latest.skipped or latest.has_bad_loss):
             self.located = None
         elif self.step == latest.step and self._is_whole and self._parts:
-            # Of what a lower scale cures, nothing is told before there is a verdict.
+            # A failure that a lower scale may fix is not reported before there is a verdict.
             is_told = self._has_failed(latest.step) or self._log.stuck_streak is not None
             found = self._parts[-1].located if is_told else None
             self.located = found or self.located
@@ -178,25 +183,25 @@ class FailureWatch:
 
 
 class Budget:
-    """Keeps the time of all watches within a share of the time that training takes."""
+    """Limits the time of all watches to a share of the training time."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None  # the first step, and when it ended
-        self._began: float | None = None  # the watch that goes on
-        self._may_take = 0.0  # seconds
+        self._began: float | None = None  # the start of the running watch
+        self._may_take = 0.0  # seconds for the running watch
         self._spent = 0.0
         self._longest = 0.0
 
     def step_ended(self, step: int) -> None:
-        """Note the end of a step, if it is the first."""
+        """Note the time if this is the end of the first step."""
         if self._first is None:
             self._first = step, clock()
 
     def left(self, step: int, factor: int) -> float | None:
-        """The seconds that a watch may take after a step; None if they are not enough for it.
+        """The seconds that are left for a watch after a step; None if they are not enough.
 
-        They are if it may take ``factor`` times as long as the mean step, and as the longest that
-        was watched before.
+        A watch must be able to take ``factor`` times the mean step time. If operations are watched
+        too (``_WATCHED``), it must be able to take as long as the longest watch so far.
         """
         if self._first is None:
             return None
@@ -210,21 +215,24 @@ class Budget:
 
     @property
     def is_running(self) -> bool:
-        """Whether a watch goes on."""
+        """Whether a watch is running."""
         return self._began is not None
 
     @property
     def is_used_up(self) -> bool:
-        """Whether the watch that goes on takes longer than it may."""
+        """Whether the running watch has exceeded its time."""
         return self._began is not None and clock() - self._began > self._may_take
 
     def begin(self, seconds: float) -> None:
-        """Begin a watch that may take some seconds."""
+        """Begin a watch that may take ``seconds``."""
         self.end()
         self._began, self._may_take = clock(), seconds
 
     def end(self) -> None:
-        """End the watch that goes on; one that was cut off would take longer."""
+        """End the running watch.
+
+        A watch that exceeded its time was cut off. A complete one is assumed to take twice as long.
+        """
         if self._began is not None:
             took = clock() - self._began
             self._spent += took
