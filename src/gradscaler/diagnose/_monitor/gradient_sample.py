@@ -1,4 +1,4 @@
-"""A sample of some steps' gradients: their norm, and what the scale makes of a part of them."""
+"""Samples of gradients: their norm, and histograms of a part of them at the loss scale."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from gradscaler.diagnose._gradients.formats import (
 from gradscaler.diagnose._gradients.reading import largest
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Shares
 
-_MOST_ELEMENTS = 2**14  # of one parameter
+_MOST_ELEMENTS = 2**14  # of one gradient
 _MOST_WORST = 5
-_SMALL = 0.05  # of the gradients
-_GOLDEN = 0x9E3779B97F4A7C15  # of 2**64, the golden ratio: the farthest from any fraction
+_SMALL = 0.05  # share of all gradients
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, which fractions approximate worst of all
 _WHOLE = 2**64
 
 
 def is_sampled(step: int, every: int) -> bool:
-    """Whether a step, counted from 1, is sampled: one of each ``every`` steps is.
+    """Whether a step, counted from 1, is sampled: one step of every ``every``.
 
     The sample of window ``k``, the steps from ``k * every + 1`` to ``(k + 1) * every``, is
     ``floor(every * frac(k * golden_ratio))`` steps before the window's last step. So the first
-    window's is its last step, and the others' move evenly through their windows. A fixed stride
-    would see one batch alone where batches repeat with a period that divides it; this sequence
-    sees each of them equally often, whatever the period. It is the same in every run and draws no
-    random numbers.
+    window's sample is its last step, and later samples are spread evenly over their windows. If
+    batches repeat with a period that divides a fixed stride, that stride sees only one batch. This
+    sequence sees each batch equally often, whatever the period. The sequence is the same in every
+    run and draws no random numbers.
 
     >>> [step for step in range(1, 51) if is_sampled(step, every=10)]
     [10, 14, 28, 32, 46]
@@ -48,14 +48,14 @@ def is_sampled(step: int, every: int) -> bool:
 
 @dataclass(frozen=True)
 class GradientSample:
-    """What was measured of one optimizer's gradients in one step, by the parameters' names."""
+    """The measurements of one optimizer's gradients in one step, by the parameters' names."""
 
-    norm: float  # of all of them, unscaled
-    sizes: Mapping[str, int]  # how many elements each has
-    histograms: Mapping[str, Histogram]  # of a part of each
-    unseen: frozenset[str] = frozenset()  # those whose part is all 0, and that are not
-    missing: tuple[str, ...] = ()  # parameters without a gradient that require one
-    unmoved: float | None = None  # the share of 16-bit elements that later steps did not move
+    norm: float  # of all gradients, unscaled
+    sizes: Mapping[str, int]  # the number of elements of each gradient
+    histograms: Mapping[str, Histogram]  # of a part of each gradient
+    unseen: frozenset[str] = frozenset()  # gradients that are not all 0, but whose part is
+    missing: tuple[str, ...] = ()  # parameters that require a gradient and have none
+    unmoved: float | None = None  # share of 16-bit elements unchanged since the sample before
 
     @property
     def has_gone(self) -> bool:
@@ -73,8 +73,8 @@ def measure(
 ) -> GradientSample:
     """Measure gradients, given by the parameters' names.
 
-    The shares refer to the range of ``dtype``. ``scaled`` gradients are still multiplied by the
-    loss scale; ``norm`` is that of all of them as they are, if it is known.
+    The histograms refer to the range of ``dtype``. ``scaled`` says whether the gradients are still
+    multiplied by the loss scale. ``norm`` is the norm of all gradients as given, if it is known.
     """
     divisor = scale if scaled else 1.0
     if norm is None:
@@ -86,14 +86,14 @@ def measure(
     }
     sizes = {name: math.prod(shape_of(array)) for name, array in gradients.items()}
     histograms = histograms_of(parts, format_named(dtype), scale)
-    # A part of zeros proves nothing: of an embedding, few rows have a gradient.
+    # A part that is all 0 proves nothing: in an embedding, few rows have a gradient.
     zeros = {name for name, h in histograms.items() if h.num_zero == h.size < sizes[name]}
     unseen = frozenset(name for name in zeros if largest(gradients[name]))
     return GradientSample(norm / divisor, sizes, histograms, unseen)
 
 
 def fields_of(measured: Iterable[GradientSample]) -> dict[str, Any]:
-    """The fields of a :class:`~gradscaler.diagnose._run.lines.Sample`, of all optimizers."""
+    """The fields of a :class:`~gradscaler.diagnose._run.lines.Sample` over all optimizers."""
     norm, sizes, histograms = 0.0, dict[str, int](), dict[str, Histogram]()
     unseen, missing, unmoved = set[str](), list[str](), list[float]()
     for one in measured:
@@ -136,10 +136,10 @@ def fields_of(measured: Iterable[GradientSample]) -> dict[str, Any]:
 
 
 def _worst(parameters: Mapping[str, ParameterSample], small: float) -> tuple[str, ...]:
-    """The worst parameters first.
+    """The names of the worst parameters, the worst first.
 
-    If few of all gradients are ``small``, that is, flushed or subnormal, all-zero parameters count
-    as unused and come last; else they count as flushed.
+    ``small`` is the share of all gradients that are flushed or subnormal. If it is low, a parameter
+    whose gradient is all 0 counts as unused and comes last; else its zeros count as flushed.
     """
 
     def badness(name: str) -> tuple[bool, float, float]:
@@ -151,7 +151,7 @@ def _worst(parameters: Mapping[str, ParameterSample], small: float) -> tuple[str
 
 
 def _norm_of(array: Any) -> float:
-    """The 2-norm of one array; of JAX's, where the array is."""
+    """The 2-norm of one array; JAX computes it on the array's device."""
     jax: Any = sys.modules.get("jax")
     if jax is not None and isinstance(array, jax.Array):
         return float(jax.numpy.linalg.norm(array.astype("float32").ravel()))
