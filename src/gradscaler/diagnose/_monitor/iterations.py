@@ -15,28 +15,28 @@ from gradscaler.outcome import StepOutcome
 
 @dataclass
 class Iteration:
-    """What is known of an iteration; optimizers are given by their ids."""
+    """One iteration of the training loop; optimizers are given by their ids."""
 
-    number: int  # of its step, if an optimizer has gradients
-    is_first: bool  # of those that are observed
+    number: int  # of the iteration's step, if an optimizer steps
+    is_first: bool  # whether this is the first observed iteration
     is_sampled: bool
-    calls: list[str]  # those that suggest misuse
-    optimizers: dict[int, Any] = field(default_factory=dict)  # those that stepped
+    calls: list[str]  # calls that suggest misuse; see Sample
+    optimizers: dict[int, Any] = field(default_factory=dict)  # optimizers that stepped
     outcomes: dict[int, StepOutcome] = field(default_factory=dict)
-    losses: list[Any] = field(default_factory=list)  # those that were scaled, without their graphs
+    losses: list[Any] = field(default_factory=list)  # given to scale(), without their graphs
     measured: dict[int, GradientSample] = field(default_factory=dict)
-    backward: set[str] = field(default_factory=set)  # dtypes, in the first iteration and samples
+    backward: set[str] = field(default_factory=set)  # dtypes, if first or sampled
     cut: Mapping[str, str] | None = None  # see Sample
-    begun: set[int] = field(default_factory=set)  # optimizers that are about to step, or did
-    is_unscaled: bool = False  # whether gradients were
-    added_to: list[Any] = field(default_factory=list)  # what used gradients held; see UsedGradients
+    begun: set[int] = field(default_factory=set)  # optimizers that unscaled or began a step
+    is_unscaled: bool = False  # whether any gradients were unscaled
+    added_to: list[Any] = field(default_factory=list)  # magnitudes from UsedGradients
 
     def place_of(self, optimizer: Any) -> int:
-        """How many other optimizers have stepped before one."""
+        """The number of other optimizers that have stepped so far."""
         return len(self.optimizers.keys() - {id(optimizer)})
 
     def add_to(self, log: StepLog) -> None:
-        """Add the iteration to a log, and its sample, if one was due; waits for the device."""
+        """Add the iteration, and its sample if one was due, to a log; waits for the device."""
         skipped = {key: outcome.skipped for key, outcome in self.outcomes.items()}
         loss = self._loss()
         *_, last = self.outcomes.values()
@@ -52,24 +52,24 @@ class Iteration:
             log.add_sample(loss, **fields_of(self.measured.values()))
 
     def _loss(self) -> float | None:
-        """The latest loss, or the first that is not finite."""
+        """The first loss that is not finite, else the latest loss."""
         values = [float(loss.item()) for loss in self.losses]
         nonfinite = (value for value in values if not math.isfinite(value))
         return next(nonfinite, values[-1] if values else None)
 
 
 class Iterations:
-    """The iteration that goes on, and those that ended and are not in the log yet.
+    """The present iteration, and the ended iterations that are not in the log yet.
 
-    An interrupt may come anywhere. So each change is one assignment that can be made twice: an
-    iteration ends when the next one is appended, the log adds each number once, and a step that was
-    not announced is found in the scaler.
+    An interrupt may come anywhere, so each change is a single assignment that may be repeated. An
+    iteration ends when the next one is appended. The log adds each number once. If an interrupt
+    kept the scaler from announcing a step, the step is found in the scaler.
     """
 
     def __init__(self, scaler: Any, log: StepLog, every: int) -> None:
         self._scaler, self._log, self._every = scaler, log, every
         self._first = log.counts.step + 1
-        self._all = [self._new(self._first)]  # each change is a new list; other threads may read it
+        self._all = [self._new(self._first)]  # replaced, not changed: other threads read it
         latest = scaler.observed.last_steps()
         self._noted = {id(optimizer): outcome for optimizer, outcome in latest}
 
@@ -79,17 +79,17 @@ class Iterations:
 
     @property
     def latest(self) -> Iteration:
-        """The one that goes on."""
+        """The present iteration."""
         return self._all[-1]
 
     @property
     def ended(self) -> int:
-        """The number of the latest that ended."""
+        """The number of the latest iteration that ended."""
         return self._all[-1].number - 1
 
     @property
     def waiting(self) -> list[Iteration]:
-        """Those that ended and may not be in the log yet."""
+        """The iterations that ended and may not be in the log yet."""
         return self._all[:-1]
 
     def note(self, optimizer: Any, outcome: StepOutcome) -> None:
@@ -107,13 +107,13 @@ class Iterations:
         self._noted = {id(optimizer): outcome for optimizer, outcome in latest}
 
     def note_call(self, name: str) -> None:
-        """Note a call that no step came of, if there was no step before; see ``Sample``."""
+        """Note a call that led to no step, if no step came before it; see ``Sample``."""
         if self.latest.is_first:
             self.latest.calls.append(name)
             self._log.note_calls(self.latest.calls)
 
     def end(self) -> None:
-        """End the latest iteration; one in which no optimizer stepped is none."""
+        """End the latest iteration; if no optimizer stepped, the next one takes its number."""
         latest = self.latest
         unread = [each for each in self.waiting if each.number > self._log.counts.step]
         if latest.outcomes:
