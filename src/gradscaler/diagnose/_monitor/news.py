@@ -1,4 +1,4 @@
-"""Which findings a user is told of while a run goes on, and when the evidence is looked at."""
+"""The choice of the findings to report during a run, and of when to look for them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from time import perf_counter as clock
 from gradscaler.diagnose._findings import Finding
 
 _LEAST_NEW = 10  # steps from one look to the next
-_SHARE = 0.01  # of the time, which looks may take
-_WORSE = 10  # times as many steps
-_FEWEST = 50  # steps, of which an uncertain finding may be
-_OF_SAMPLES = "misuse", "underflow", "range", "dead", "stalled"  # which later ones may disprove
+_SHARE = 0.01  # of the training time, for looks
+_WORSE = 10  # times as many steps, for a second report
+_FEWEST = 50  # steps of a run that make an uncertain finding worth a report at its end
+_OF_SAMPLES = "misuse", "underflow", "range", "dead", "stalled"  # a later sample may disprove them
 
 
 class News:
-    """Findings that are told once for each kind, and again when they get worse.
+    """Reports each kind of finding once, and again when it gets worse.
 
-    One that is not certain is told if a later look finds it again, or if the run has ended.
+    An uncertain finding is reported if a later look finds it again, or at the end of a long run.
     """
 
     def __init__(self, step: int) -> None:
         self._first = self._looked_at = step
         self._next = 0.0  # the earliest time of the next look
-        self._told: dict[str, int] = {}  # kinds, and how many steps showed them
-        self._found: dict[str, int] = {}  # kinds, and the sample before they were found
+        self._told: dict[str, int] = {}  # by kind: the steps that showed it when reported
+        self._found: dict[str, int] = {}  # by kind: the latest sample when it was first found
 
     def is_due(self, step: int) -> bool:
-        """Whether to look at the evidence after a step; looking has begun then."""
+        """Whether to look at the evidence after a step; if so, the time of the look starts."""
         now = clock()
         if step - self._looked_at < _LEAST_NEW or now < self._next:
             return False
@@ -35,19 +35,19 @@ class News:
         return True
 
     def has_looked(self) -> None:
-        """Note how long a look took, which puts off the next one."""
+        """Note the end of a look; the longer it took, the later the next one is due."""
         now = clock()
         self._next = now + (now - self._began) / _SHARE
 
     def of(
         self, findings: Sequence[Finding], step: int, sampled: int, is_last: bool
     ) -> list[Finding]:
-        """Those to tell of.
+        """The findings to report.
 
         Args:
-            findings: all that the evidence shows now.
-            step: the latest.
-            sampled: that of the latest sample.
+            findings: all findings that the evidence shows now.
+            step: the latest step.
+            sampled: the step of the latest sample.
             is_last: whether the run has ended.
         """
         before = self._found
@@ -65,5 +65,5 @@ class News:
         return news
 
     def note(self, kind: str, count: int) -> None:
-        """Note that a user was told of a kind in another way."""
+        """Note that a kind was reported in another way."""
         self._told[kind] = count
