@@ -1,4 +1,4 @@
-"""Steps of an eager scaler, which announces its calls."""
+"""The observer of an eager scaler, which announces its calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MethodT = TypeVar("MethodT", bound=Callable[..., None])
 
 
 def _call(method: MethodT) -> MethodT:
-    """A call of an observer, which may be asked to close while it is on its way."""
+    """Make an observer's method close the observer at its end, if it was asked to close."""
 
     @wraps(method)
     def call(self: EagerObserver, *args: Any) -> None:
@@ -40,23 +40,24 @@ def _call(method: MethodT) -> MethodT:
 
 
 class EagerObserver(StepSource):
-    """Satisfies :class:`gradscaler.outcome.Observer`; the caller adds it to the scaler.
+    """Records an eager scaler's steps, as its :class:`gradscaler.outcome.Observer`.
 
-    An iteration ends with ``update``, or when an optimizer steps again without one. Flags, scales
-    and losses that may be on a device are read at once only if skips are inspected; else when a
-    sample is due, or at :meth:`read`.
+    The caller adds the observer to the scaler. An iteration ends with ``update``, or when an
+    optimizer steps again without one. Flags, scales and losses that may be on a device are read at
+    once only if skips are inspected. Else they are read when a sample or a write to a file is due,
+    or by :meth:`read`.
 
-    An interrupt may come anywhere, and the user may repeat the call that it stopped: see
+    An interrupt may come anywhere, and the user may repeat the interrupted call: see
     :class:`Iterations`.
     """
 
     def __post_init__(self) -> None:
-        """Note where the scaler stands."""
-        self._finish: Callable[[], None] | None = None  # what a close that waits will call
+        """Note the scaler's present state."""
+        self._finish: Callable[[], None] | None = None  # to call when a delayed close happens
         self._is_in_step = False  # whether unscale_() or step() began, and no step has ended since
         bases = type(self.scaler).__mro__
         is_torch = any(base.__module__.startswith("gradscaler.torch") for base in bases)
-        # Operations of many processes are on parts of tensors, and may be collectives.
+        # With several processes, operations see parts of tensors, and may be collectives.
         sees_operations = is_torch and self.world_size == 1
         self._iterations = Iterations(self.scaler, self.log, self.every)
         self._watch = FailureWatch(self.model, self.log, sees_operations)
@@ -67,7 +68,7 @@ class EagerObserver(StepSource):
 
     @property
     def waiting(self) -> list[Iteration]:
-        """The iterations that are over, of which the log may not have the latest."""
+        """The iterations that ended and may not be in the log yet."""
         return self._iterations.waiting
 
     @_call
@@ -83,10 +84,11 @@ class EagerObserver(StepSource):
         if self._used is not None and not iteration.losses:
             self._used.before_backward()
         loss = local(outputs).detach()
-        if 0 in loss.shape:  # as this process' part may be
+        if 0 in loss.shape:  # this process' part may be empty
             return
         is_repeated = iteration.losses and self.scaler.observed.is_in_closure
-        # Its gradients were read already; if they overflow again, the same batch follows.
+        # The closure's gradients were read already, so item() waits for nothing more. After an
+        # overflow, the scaler calls the closure again on the same batch.
         if is_repeated and not math.isfinite(iteration.losses[-1].item()):
             self._watch.start_again(iteration.number)
         iteration.losses.append(loss if loss.ndim == 0 else loss.mean())
@@ -116,7 +118,7 @@ class EagerObserver(StepSource):
             self._measure(optimizer, scale)
 
     def _see_before_step(self, iteration: Iteration, optimizer: Any) -> None:
-        """See what an optimizer's parameters and their gradients say, once they are there."""
+        """Note what an optimizer's parameters and gradients show before its step."""
         if iteration.is_first:
             self.parameters.note_norms(optimizer)
             if self._is_resumed(optimizer) and "resumed" not in iteration.calls:
@@ -136,7 +138,7 @@ class EagerObserver(StepSource):
         iteration = self._iterations.latest
         self._iterations.note(optimizer, outcome)
         if iteration.is_sampled:
-            self._measure(optimizer)  # a closure made the gradients
+            self._measure(optimizer)  # if a closure made the gradients
         is_watched = self._watch.step == iteration.number
         is_skip = (self.forensics or is_watched) and outcome.skipped  # may wait for the device
         if is_skip and (is_watched or self._inspects_next_skip):
@@ -144,20 +146,20 @@ class EagerObserver(StepSource):
 
     @_call
     def updating(self) -> None:
-        """End the iteration, and give the verdict if there were too many skips."""
+        """End the iteration, and report what is wrong, such as too many skips."""
         self._is_in_step = False
         self._update()
 
     def _update(self) -> None:
         if self._watch.is_on or self._watch.step == self._iterations.latest.number:
-            self._watch.stop()  # an interrupt of an operation may not move the scale by half
+            self._watch.stop()  # else an interrupt could leave the scale half moved
         self._end()
         ended = self._iterations.ended
         if ended == self._updated:
             return
         try:
             self._judge(ended)
-        except Exception as error:  # the next call continues; after an interrupt it tries again
+        except Exception as error:  # the next call goes on; after an interrupt, it judges again
             self._updated = ended
             if isinstance(error, StuckError):
                 raise StuckError(f"{error} To go on all the same, call update() again.") from None
@@ -165,7 +167,7 @@ class EagerObserver(StepSource):
         self._updated = ended
 
     def _judge(self, ended: int) -> None:
-        """Read what ended, if it is time, and say what is wrong."""
+        """Read the iterations that ended, if a reading is due, and report what is wrong."""
         waiting = self.waiting
         was_watched = self._watch.step == ended
         is_due = len(waiting) >= HISTORY_LENGTH or bool(waiting and waiting[-1].measured)
@@ -178,24 +180,24 @@ class EagerObserver(StepSource):
         self.located = self._watch.located
         streak = self.log.stuck_streak
         is_unseen = streak is not None and streak.skips[-1].nonfinite is None and not was_watched
-        is_late = is_unseen and self.log.needs_verdict  # flags were read after the step
+        is_late = is_unseen and self.log.needs_verdict  # the flag was read too late to inspect
         self._watch.step_ended(ended, is_late)
         if not is_late:
             self.log.check()
 
     @_call
     def updated(self) -> None:
-        """Begin to watch the next iteration, if that is wanted: the scale has moved."""
+        """Begin to watch the next iteration if that is wanted, now that the scale has moved."""
         if self._updated == self._iterations.ended:
             self._watch.start_if_wanted(self._updated + 1)
         self._cut_off.begin(self._updated)
 
     def close(self, finish: Callable[[], None]) -> None:
-        """Observe no more, add the iterations that wait, and call ``finish``.
+        """Stop observing, add the waiting iterations to the log, and call ``finish``.
 
-        A signal handler, or another thread, may ask for it while a call of this observer, or an
-        operation that it watches, is on its way. Then it comes at the end of the call or of the
-        next one.
+        A signal handler or another thread may call this while a method of this observer, or an
+        operation that it watches, is running. Then the observer closes at the end of that method or
+        of the next one.
         """
         self._finish = finish
         if not self._is_busy():
@@ -215,9 +217,10 @@ class EagerObserver(StepSource):
         finish()
 
     def _is_busy(self) -> bool:
-        """Whether any thread is in a call. An interrupt could leave a flag wrong, but no frame.
+        """Whether a thread's frames show a call of this observer, or of an operation it watches.
 
-        A mode that sees an operation is off PyTorch's stack meanwhile, and cannot be left.
+        A flag in place of the frames could be left wrong by an interrupt. While a dispatch mode
+        handles an operation, PyTorch takes the mode off its stack, so the mode cannot be exited.
         """
         own = self, *self._watch.owners
         for frame in sys._current_frames().values():
@@ -231,7 +234,7 @@ class EagerObserver(StepSource):
         return False
 
     def _end(self) -> None:
-        """End the iteration."""
+        """End the latest iteration."""
         self._iterations.note_missed()
         iteration = self._iterations.latest
         if iteration.outcomes:
@@ -239,10 +242,10 @@ class EagerObserver(StepSource):
             has_gone = any(measured.has_gone for measured in iteration.measured.values())
             iteration.cut = self._cut_off.end(has_gone)
         self._iterations.end()
-        iteration.optimizers = {}  # they need not live until the iteration is read
+        iteration.optimizers = {}  # the iteration, if unread, must not keep them alive
 
     def _is_resumed(self, optimizer: Any) -> bool:
-        """Whether an optimizer has the state of an earlier run, and the scaler is as new."""
+        """Whether an optimizer has an earlier run's state, but the scaler has its initial one."""
         observed = self.scaler.observed
         is_new = not observed.last_steps() and observed.state == observed.policy.init()
         return is_new and has_stepped(optimizer)
@@ -253,7 +256,10 @@ class EagerObserver(StepSource):
         return named
 
     def _measure(self, optimizer: Any, scaled_by: Any = None) -> None:
-        """Measure the gradients, once; ``scaled_by`` is the scale that is still in them, if any."""
+        """Measure an optimizer's gradients, once in an iteration.
+
+        ``scaled_by`` is the scale that they are still multiplied by; None if they are unscaled.
+        """
         measured, named = self._iterations.latest.measured, self._named(optimizer)
         gradients = _gradients_of(named)
         if id(optimizer) in measured or not gradients:
@@ -270,7 +276,8 @@ class EagerObserver(StepSource):
         measured[id(optimizer)] = replace(found, missing=missing, unmoved=unmoved)
 
 
-_CALLS = EagerObserver.updated.__code__, OperationWatch.call.__code__  # one of all @_call
+# All methods under @_call share one code object, that of its wrapper.
+_CALLS = EagerObserver.updated.__code__, OperationWatch.call.__code__
 
 
 def _gradients_of(named: dict[str, Any]) -> dict[str, Any]:
