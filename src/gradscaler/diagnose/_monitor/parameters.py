@@ -1,4 +1,4 @@
-"""What a monitor reads of parameters and of optimizers' states, beside their gradients."""
+"""The parameters and the optimizer states that a monitor reads."""
 
 from __future__ import annotations
 
@@ -21,24 +21,27 @@ _IN_16_BITS = "float16", "bfloat16"
 
 
 class OptimizersParameters:
-    """The parameters of a model's optimizers, which an eager scaler steps.
+    """The parameters of the optimizers that an eager scaler steps.
 
     Attributes:
-        optimizers: those of the latest iteration that ended.
+        optimizers: the optimizers of the latest iteration that ended.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self.optimizers: list[Any] = []
-        self._norms: dict[int, list[Any]] = {}  # at first, by optimizer; may be on a device
+        self._norms: dict[int, list[Any]] = {}  # before the first step; may be on a device
         self._parts: dict[int, dict[str, NDArray[Any]]] = {}  # at the latest sample
 
     def named(self, optimizer: Any, place: int = 0) -> dict[str, Any]:
-        """The parameters of an iteration's first, second... optimizer, by name or by place."""
+        """An optimizer's parameters, by the names in the model, else by group and index.
+
+        ``place`` is the index of the optimizer in its iteration.
+        """
         groups = getattr(optimizer, "param_groups", None) or getattr(
             optimizer, "_param_groups", None
         )
-        if not groups or not isinstance(groups[0], dict):  # Paddle's without groups
+        if not groups or not isinstance(groups[0], dict):  # a Paddle optimizer without groups
             groups = [{"params": optimizer._parameter_list or ()}]
         names = {}
         if self._model is not None:
@@ -53,7 +56,7 @@ class OptimizersParameters:
     def nonfinite(self) -> tuple[NonfiniteGradient, ...]:
         """The parameters of the latest optimizers, and of the model, that are not finite.
 
-        In a buffer, or in what is not trained, NaN counts but Inf does not: a mask may hold it.
+        In buffers and in parameters that no optimizer steps, only NaN counts: a mask may hold Inf.
         """
         each = (self.named(optimizer, o) for o, optimizer in enumerate(self.optimizers))
         trained = dict(chain.from_iterable(named.items() for named in each))
@@ -65,14 +68,14 @@ class OptimizersParameters:
         return inspect(trained) + tuple(array for array in found if array.num_nan)
 
     def of_optimizers(self, is_stuck: bool) -> dict[str, Any]:
-        """What the optimizers say, as fields of evidence; more of them if the run is stuck."""
+        """The fields of evidence that the optimizers give; more fields if the run is stuck."""
         found: dict[str, Any] = {"state": self._nonfinite_state()}
         if is_stuck:
             found |= {"weights": self._growth(), "lost_eps": self._lost_eps()}
         return found
 
     def _nonfinite_state(self) -> str | None:
-        """The first state that is not finite, such as ``"exp_avg of fc.bias"``."""
+        """The first state that is not finite, such as ``"exp_avg of fc.bias"``; else None."""
         for place, optimizer in enumerate(self.optimizers):
             names = {id(p): name for name, p in self.named(optimizer, place).items()}
             for parameter, values in _items(getattr(optimizer, "state", None)):
@@ -83,12 +86,12 @@ class OptimizersParameters:
         return None
 
     def note_norms(self, optimizer: Any) -> None:
-        """Note the norms of an optimizer's parameters before its first step, once."""
+        """Note the norms of an optimizer's parameters, once, before its first step."""
         if id(optimizer) not in self._norms:
             self._norms[id(optimizer)] = self._norms_of(optimizer)
 
     def _growth(self) -> tuple[float, float] | None:
-        """The norm of the parameters before the first step, and now; None if it is not known."""
+        """The norm of all parameters before the first step, and the norm now; None if unknown."""
         now = [norm for optimizer in self.optimizers for norm in self._norms_of(optimizer)]
         before = [self._norms.get(id(optimizer)) for optimizer in self.optimizers]
         if None in before or not now:
@@ -97,13 +100,13 @@ class OptimizersParameters:
         return math.hypot(*map(float, first)), math.hypot(*map(float, now))
 
     def _norms_of(self, optimizer: Any) -> list[Any]:
-        """The norm of each parameter, which may be on a device; empty if they have none."""
+        """The norm of each parameter, which may be on a device; empty if they cannot be taken."""
         with suppress(Exception):
             return [local(p).detach().norm() for p in self.named(optimizer).values()]
         return []
 
     def _lost_eps(self) -> float | None:
-        """An optimizer's eps that is 0 in its parameters' float16."""
+        """An optimizer's eps that rounds to 0 in its parameters' float16; None if there is none."""
         for optimizer in self.optimizers:
             if _steps_in_float32(optimizer):
                 continue
@@ -115,11 +118,11 @@ class OptimizersParameters:
         return None
 
     def unmoved(self, optimizer: Any, parameters: Mapping[str, Any]) -> float | None:
-        """The share of 16-bit elements that have not moved since the sample before, if it is known.
+        """The share of 16-bit elements unchanged since the sample before; None if unknown.
 
-        An update of less than half of the distance to the next number is lost in rounding, at each
-        step again. Elements without a gradient do not count, and none does where what rounding
-        loses is kept elsewhere.
+        An update smaller than half the distance to the next number is lost in rounding, at every
+        step. Elements whose gradient is 0 do not count. The share is None if the optimizer steps
+        float32 copies, which keep such updates.
         """
         if _steps_in_float32(optimizer):
             return None
@@ -140,31 +143,32 @@ class OptimizersParameters:
 
 
 class UsedGradients:
-    """Sees whether a backward pass adds to gradients that a step has used.
+    """Detects a backward pass that adds to gradients that a step has used.
 
-    It compares one gradient of each optimizer before the backward pass and after. PyTorch counts
-    the changes of a tensor: a backward pass that adds to a gradient is one,
-    ``zero_grad(set_to_none=False)`` another, and ``zero_grad()`` leaves no tensor. It waits for no
-    device.
+    It compares one gradient of each optimizer before and after the backward pass. PyTorch counts
+    the changes of a tensor. A backward pass that adds to a gradient makes one change,
+    ``zero_grad(set_to_none=False)`` makes another, and ``zero_grad()`` leaves no tensor. The
+    comparison waits for no device.
     """
 
     def __init__(self) -> None:
-        self._parameters: dict[int, Any] = {}  # one of each optimizer that has stepped
+        self._parameters: dict[int, Any] = {}  # one of each optimizer that stepped
         self._used: dict[int, tuple[Any, int, Any]] = {}  # its gradient, version, largest magnitude
 
     def before_backward(self) -> None:
-        """Note the gradients that steps have left."""
+        """Note the gradients that earlier steps left."""
         self._used = {}
         for key, alive in self._parameters.items():
             gradient = getattr(parameter := alive(), "grad", None)
-            if gradient is not None and gradient.layout == parameter.layout:  # it is not sparse
+            if gradient is not None and gradient.layout == parameter.layout:  # not sparse
                 largest = gradient.detach().abs().amax()
                 self._used[key] = weakref.ref(gradient), gradient._version, largest
 
     def before_step(self, optimizer: Any) -> Any:
-        """What the gradient held if a backward pass has only added to it, else None.
+        """The largest magnitude that was in the gradient before a backward pass added to it.
 
-        That is its largest magnitude: where it is 0, someone set it to 0.
+        None if something else changed the gradient, or nothing did. A magnitude of 0 means that the
+        gradient was zeroed in place before the backward pass.
         """
         key, held = id(optimizer), None
         parameter = self._parameters.pop(key, lambda: None)()
@@ -174,7 +178,7 @@ class UsedGradients:
                 held = largest
         if parameter is None or parameter.grad is None:
             groups = getattr(optimizer, "param_groups", ())
-            with suppress(AttributeError):  # where no tensor counts its changes, there is none
+            with suppress(AttributeError):  # not every tensor counts its changes
                 all_of = (p for group in groups for p in group["params"] if p.grad is not None)
                 parameter = next(
                     (p for p in all_of if p.grad.numel() and p.grad._version >= 0), None
@@ -185,16 +189,16 @@ class UsedGradients:
 
 
 def has_stepped(optimizer: Any) -> bool:
-    """Whether an optimizer's state says that it has stepped before; False if it does not say."""
+    """Whether an optimizer's state shows that it has stepped before; False if unknown."""
     for _, values in _items(getattr(optimizer, "state", None)):
         kept = dict(_items(values))
-        with suppress(Exception):  # a step may be anything
+        with suppress(Exception):  # "step" may hold anything
             return float(kept["step"]) > 0 if "step" in kept else "momentum_buffer" in kept
     return False
 
 
 def _steps_in_float32(optimizer: Any) -> bool:
-    """Whether it is a ``gradscaler.torch.MasterWeights``, by what that alone has."""
+    """Whether an optimizer is a ``gradscaler.torch.MasterWeights``, which alone has the method."""
     return hasattr(optimizer, "widen_gradients_")
 
 
