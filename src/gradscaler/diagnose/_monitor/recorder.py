@@ -1,4 +1,4 @@
-"""Steps that the user records, of a scaler that announces nothing."""
+"""The steps of a scaler that announces nothing, which the user records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RecordedStep:
 
     @property
     def is_skipped(self) -> bool:
-        """Whether its gradients held an Inf or a NaN; waits for the device."""
+        """Whether the step's gradients held an Inf or a NaN; waits for the device."""
         return not self.after.was_finite(self.before, self.growth_interval)
 
     def add_to(self, log: StepLog) -> None:
@@ -39,26 +39,26 @@ class RecordedStep:
 class Recorder(StepSource):
     """Records the steps of a scaler of JAX, Keras, tf-keras or MindSpore.
 
-    A step's scale is the one that the scaler had after the step before it.
+    The scale of a step is the scale that the scaler had after the step before.
     """
 
     def __post_init__(self) -> None:
-        """Note where the scaler stands."""
+        """Note the scaler's present state."""
         policy, first = policy_of(self.scaler), read(self.scaler)
         self._growth_interval = getattr(policy, "growth_interval", getattr(policy, "period", 1))
         self.parameters = RecordedParameters(self.model)
-        # The log has the first, or it is the start. Each change is a new list, which other threads
-        # may read.
+        # The first item is in the log already, or stands for the start. The list is replaced, not
+        # changed, because other threads may read it.
         self._steps = [RecordedStep(self.log.counts.step, first, first)]
 
     @property
     def waiting(self) -> list[RecordedStep]:
-        """The steps that are over, of which the log may not have the latest."""
+        """The steps that are over; the latest may not be in the log yet."""
         return self._steps
 
     def record(self, scaler: Any, finite: Any, gradients: Any, loss: Any, parameters: Any) -> None:
         """Record one step; see :meth:`gradscaler.diagnose.Monitor.record`."""
-        if self.parameters.latest is None:  # refuse what cannot be read at once, not when needed
+        if self.parameters.latest is None:  # refuse a bad structure now, not when it is needed
             named_arrays(parameters)
         reading = read(self.scaler if scaler is None else scaler)
         if finite is not None:
@@ -69,7 +69,7 @@ class Recorder(StepSource):
         inspects = self.forensics > 0 and gradients is not None
         named = self._named(gradients) if gradients is not None and (is_due or inspects) else None
         self.parameters.latest = parameters
-        # The step counts from here on, whatever interrupts the rest.
+        # From here on the step counts, even if an interrupt stops the rest.
         unread = (each for each in self._steps if each.number > self.log.counts.step)
         self._steps = [*unread, step]
         is_late = self.log.is_write_due or len(self._steps) > HISTORY_LENGTH
@@ -88,7 +88,7 @@ class Recorder(StepSource):
         self.log.check()
 
     def _named(self, gradients: Any) -> dict[str, Any]:
-        """The gradients by name: the model's names, for a list as long as its parameters."""
+        """The gradients by name; a list as long as the model's parameters takes their names."""
         names = list(parameters_of(self.model))
         if isinstance(gradients, (list, tuple)) and len(names) == len(gradients):
             return named_arrays(zip(names, gradients, strict=True))
@@ -97,13 +97,13 @@ class Recorder(StepSource):
 
 @dataclass
 class RecordedParameters:
-    """The parameters of the latest step, if they are recorded, or else the model's."""
+    """The parameters recorded with the latest step, else the model's."""
 
     model: Any
     latest: Any = None
 
     def of_optimizers(self, is_stuck: bool) -> dict[str, Any]:
-        """Nothing is known of these."""
+        """No fields: a recorded step gives no optimizer."""
         return {}
 
     def nonfinite(self) -> tuple[NonfiniteGradient, ...]:
@@ -116,7 +116,7 @@ class RecordedParameters:
 
 
 def parameters_of(model: Any) -> dict[str, Any]:
-    """The parameters that a model of Keras, tf-keras or MindSpore trains, by their names."""
+    """The trained parameters of a Keras, tf-keras or MindSpore model, by their names."""
     if model is None:
         return {}
     if hasattr(model, "trainable_params"):  # MindSpore's
