@@ -15,8 +15,8 @@ class Reading:
     """The state of a scaler, in scalars that may be on a device and will not change."""
 
     scale: Any
-    finite_steps: Any = None  # in a row; None if the scale does not move
-    finite: Any = None  # whether the latest step's gradients were, if the scaler knows
+    finite_steps: Any = None  # in a row; None if the scale is fixed
+    finite: Any = None  # whether the latest step's gradients were finite, if the scaler knows
     applied: Any = None  # how many steps its optimizer took, if the scaler knows
 
     def was_finite(self, before: Reading, growth_interval: float) -> bool:
@@ -49,7 +49,7 @@ def read(scaler: Any) -> Reading:
 
 
 def policy_of(scaler: Any) -> Any:
-    """The rule by which a scaler moves; the scaler itself if it holds no policy."""
+    """The policy of a scaler; the scaler itself if it holds no policy."""
     for part in _parts(scaler):
         part = getattr(part, "scaler", part)
         part = getattr(part, "loss_scaling_manager", None) or part
@@ -64,7 +64,7 @@ def number_of(scalar: Any) -> float:
 
 
 def _parts(scaler: Any) -> Iterator[Any]:
-    """A scaler, or each part of an optax state, which may hold one."""
+    """The scaler itself, or each part of an optax state that may hold one."""
     if isinstance(scaler, (tuple, list, Mapping)) and not hasattr(scaler, "grads_finite"):
         for item in scaler.values() if isinstance(scaler, Mapping) else scaler:
             yield from _parts(item)
@@ -72,7 +72,7 @@ def _parts(scaler: Any) -> Iterator[Any]:
         yield scaler
 
 
-# Adding 0 copies what may change later, or what JAX may delete when it is donated.
+# Adding 0 copies a value that may change later, or that JAX may delete when it is donated.
 
 
 def _of_optax(state: Any) -> Reading:
@@ -87,13 +87,13 @@ def _of_jax(scaler: Any) -> Reading:
 
 def _of_keras(optimizer: Any) -> Reading:
     counter = optimizer.dynamic_counter
-    is_keras_3 = hasattr(optimizer, "dynamic_scale")  # tf-keras also counts the steps it skips
+    is_keras_3 = hasattr(optimizer, "dynamic_scale")  # tf-keras counts skipped steps too
     applied = optimizer.inner_optimizer.iterations + 0 if is_keras_3 else None
     return Reading(optimizer.loss_scale, None if counter is None else counter + 0, None, applied)
 
 
 def _of_mindspore(scaler: Any) -> Reading:
-    """A manager, or a train step that may hold one."""
+    """The state of a manager, or of a train step that may hold one."""
     manager = getattr(scaler, "loss_scaling_manager", scaler)
     last = getattr(manager, "last_overflow_iter", None)
     scale = scaler.scale_sense + 0 if hasattr(scaler, "scale_sense") else scaler.get_loss_scale()
@@ -101,7 +101,7 @@ def _of_mindspore(scaler: Any) -> Reading:
 
 
 def _of_counter(scale: str, counter: str, scaler: Any) -> Reading:
-    """A scaler whose scale and counter have these names; a fixed one has no counter."""
+    """The state of a scaler with these attributes; a fixed scaler has no counter."""
     steps = getattr(scaler, counter, None)
     return Reading(getattr(scaler, scale) + 0, None if steps is None else steps + 0)
 
@@ -116,4 +116,4 @@ _READERS: dict[str, Callable[[Any], Reading]] = {
     "update_loss_scale": _of_mindspore,
     "adjust": partial(_of_counter, "loss_scale", "counter"),
 }
-"""Each kind of scaler by an attribute that none of the kinds after it has."""
+"""A reader for each kind of scaler, by an attribute that no later kind has."""
