@@ -1,4 +1,4 @@
-"""The steps that a monitor has seen, and when it says that a run is stuck."""
+"""The log of the steps that a monitor has seen, and the decision that a run is stuck."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ OnStuck = Literal["warn", "raise", "continue"]
 logger = logging.getLogger("gradscaler")
 
 _MOST_NONFINITE = 10  # gradients that a line lists
-_MANY_CALLS = 10  # that no step came of
-_NONFINITE = "parameter", "state"  # kinds
-_LONGEST_UNWRITTEN = 1.0  # seconds; who reads the file of a killed process misses no more
+_MANY_CALLS = 10  # calls without a step that are worth a look
+_NONFINITE = "parameter", "state"  # kinds of findings
+_LONGEST_UNWRITTEN = 1.0  # seconds of training that the file of a killed process may lack
 
 
 class FindingWarning(RuntimeWarning):
@@ -69,14 +69,14 @@ class Step(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What was seen beside losses and gradients; see :class:`Sample` for each of them."""
+    """Observations other than losses and gradients; :class:`Sample` describes each field."""
 
     calls: tuple[str, ...] = ()
     backward: frozenset[str] = frozenset()
     cut: Mapping[str, str] | None = None
 
     def after(self, other: Seen) -> Seen:
-        """Both, one after the other."""
+        """These observations, followed by those of ``other``."""
         cut = self.cut if other.cut is None else other.cut
         return Seen(self.calls + other.calls, self.backward | other.backward, cut)
 
@@ -88,34 +88,34 @@ class SkipStreak(NamedTuple):
     """A streak of consecutive skipped steps of one optimizer."""
 
     length: int
-    first_scale: float  # of the first step
-    skips: tuple[Skip, ...]  # the latest of them
-    verdict: VerdictLine | None = None  # the latest on them
+    first_scale: float  # of the first skipped step
+    skips: tuple[Skip, ...]  # the latest skips
+    verdict: VerdictLine | None = None  # the latest verdict on this streak
 
 
 class Counts(NamedTuple):
-    """What a log has counted; one assignment replaces it, so an interrupt leaves it whole."""
+    """The counts of a log. One assignment replaces them all, so no interrupt can split them."""
 
     step: int  # the number of the last step
     sampled: int  # the step of the last sample
     num_skipped: int = 0
     streaks: Mapping[int, SkipStreak] = MappingProxyType({})  # by optimizer
-    is_finite_here: bool | None = None  # this process' part in the skips that were inspected
-    evidence: Evidence = Evidence(0, 0)  # from what was written
-    optimizer: int | None = None  # the one that alone took the last step
+    is_finite_here: bool | None = None  # this process' gradients in all inspected skips
+    evidence: Evidence = Evidence(0, 0)  # from the lines written so far
+    optimizer: int | None = None  # the only one in the last step; None if there were several
     seen: Seen = _NOTHING  # since the last sample
 
 
 class StepLog:
-    """Steps, in their order.
+    """A log of steps, in order.
 
-    There were ``step`` steps before. ``on_stuck`` says what to do after ``stuck_after`` skips in a
-    row. An interrupt may stop any method. The same call again continues from there, and counts
-    nothing twice.
+    ``step`` is the number of steps before this log. ``on_stuck`` says what to do after
+    ``stuck_after`` skips in a row. An interrupt may stop any method. Repeating the call continues
+    from there, and counts nothing twice.
 
     Attributes:
         history: the latest steps.
-        counts: what was counted.
+        counts: the counts so far.
     """
 
     def __init__(
@@ -133,38 +133,38 @@ class StepLog:
         self._stuck_after = stuck_after
         self._judge = judge
         self.counts = Counts(step, sampled=step)
-        self._written_at = monotonic()  # the last sample
+        self._written_at = monotonic()  # the time of the last sample
         self._watched = step  # the last step that add_watched was called for
         self._dtypes: Mapping[str, str] = {}
         self._news = News(step)
-        self._nonfinite: dict[str, str | None] = {}  # the names that were written
+        self._nonfinite: dict[str, str | None] = {}  # the names last written
 
     def copy(self) -> StepLog:
-        """A log that goes on from here without writing anything; any thread may make one."""
+        """A copy of the log that writes nothing; any thread may make one."""
         twin = copying.copy(self)
         twin._writers = None
-        twin.counts = self.counts  # first: the history may grow meanwhile
+        twin.counts = self.counts  # before the history, which may grow meanwhile
         kept = (step for step in tuple(self.history) if step.step <= twin.counts.step)
         twin.history = deque(kept, maxlen=HISTORY_LENGTH)
         return twin
 
     @property
     def num_steps(self) -> int:
-        """How many steps were added."""
+        """The number of steps added to this log."""
         return self.counts.step - self._step_before
 
     def add(
         self, step: Step, optimizers: Mapping[int, bool] | None = None, seen: Seen = _NOTHING
     ) -> None:
-        """Add a step, once; :meth:`check_stuck` gives the verdict.
+        """Add a step, unless it was added before; :meth:`check_stuck` gives the verdict.
 
-        It is skipped if any optimizer skipped it. ``optimizers`` says which did, by id; None stands
-        for a single one.
+        A step counts as skipped if any optimizer skipped it. ``optimizers`` says for each
+        optimizer, by id, whether it skipped. None stands for a single optimizer.
         """
         counts, number = self.counts, step.step
         if number <= counts.step:
             return
-        if counts.step - counts.sampled >= HISTORY_LENGTH:  # older losses leave the history
+        if counts.step - counts.sampled >= HISTORY_LENGTH:  # else older losses are lost
             self.add_sample()
             counts = self.counts
         found = step.nonfinite or ()
@@ -177,7 +177,7 @@ class StepLog:
         last = next(iter(optimizers)) if optimizers and len(optimizers) == 1 else None
         if last is not None and counts.optimizer not in (None, last):
             seen = seen.after(Seen(("switched", *["unscaled"] * (step.loss is None))))
-        before = counts.seen if self.num_steps else _NOTHING  # else the step has those calls, too
+        before = counts.seen if self.num_steps else _NOTHING  # the first step has them too
         if not self.history or self.history[-1].step < number:
             self.history.append(step)
         self.counts = counts._replace(
@@ -192,7 +192,7 @@ class StepLog:
             self._write(skip)
 
     def add_sample(self, loss: float | None = None, **measured: Any) -> None:
-        """Write what happened since the last sample, and what was measured at the last step."""
+        """Write a sample: the steps since the last one, and the measurements of the last step."""
         counts = self.counts
         if counts.step == counts.sampled:
             return
@@ -204,11 +204,11 @@ class StepLog:
 
     @property
     def is_write_due(self) -> bool:
-        """Whether a file waits, and nothing was written for a second."""
+        """Whether there is a file to write to, and no sample was written for a second."""
         return bool(self._writers) and monotonic() - self._written_at >= _LONGEST_UNWRITTEN
 
     def note_calls(self, calls: Sequence[str]) -> None:
-        """Note the calls so far of a run without a step, the latest last: see :class:`Sample`."""
+        """Note the calls before a run's first step, the latest last; see :class:`Sample`."""
         if self.num_steps:
             return
         self.counts = self.counts._replace(seen=Seen(tuple(calls)))
@@ -217,7 +217,7 @@ class StepLog:
 
     @property
     def evidence(self) -> Evidence:
-        """What the steps so far say, as their file does when it is closed now."""
+        """The evidence of the steps so far, as their file would give it if closed now."""
         counts = self.counts
         found = counts.evidence
         if counts.step > counts.sampled:
@@ -227,7 +227,7 @@ class StepLog:
         return replace(found, steps=self.num_steps, skipped=counts.num_skipped)
 
     def _sample(self, loss: float | None = None, **measured: Any) -> Sample:
-        """What happened since the last sample."""
+        """The sample of the steps since the last one."""
         counts, seen = self.counts, self.counts.seen
         steps = [step for step in self.history if step.step > counts.sampled]
         losses = tuple(step.loss for step in steps)
@@ -248,11 +248,11 @@ class StepLog:
         )
 
     def _calls(self) -> Watched:
-        """The calls that no step came of, in a run without one."""
+        """The line with the calls of a run that has made no step."""
         return Watched(self.counts.step, calls=Counter(self.counts.seen.calls))
 
     def add_watched(self, located: Located | None, dtypes: Mapping[str, str]) -> None:
-        """Write what was seen in the last step, once; dtypes only if they changed."""
+        """Write what a watch saw in the last step, once; dtypes only if they changed."""
         step = self.counts.step
         if self._watched == step:
             return
@@ -264,7 +264,7 @@ class StepLog:
         self._watched, self._dtypes = step, dict(dtypes)
 
     def check(self) -> None:
-        """Say what is wrong, as soon as it is known; see :meth:`check_stuck`."""
+        """Report a stuck run (see :meth:`check_stuck`) and, if a look is due, other findings."""
         self.check_stuck()
         if self._news.is_due(self.counts.step):
             news = self._look(is_last=False)
@@ -272,7 +272,7 @@ class StepLog:
             _warn(news)
 
     def _look(self, is_last: bool) -> list[Finding]:
-        """The findings to warn of; what is not finite, and no gradient, is written."""
+        """The findings to warn of; writes which parameter or optimizer state is not finite."""
         if self.stuck_streak is not None:
             return []
         findings = self._judge(self).findings
@@ -287,11 +287,12 @@ class StepLog:
     def check_stuck(self) -> None:
         """Give the verdict if ``stuck_after`` steps in a row were skipped, once in that streak.
 
-        While a lower scale may cure them, nothing is said, and each further skip is judged again.
-        A second call after the same step repeats what an interrupt may have kept from the user.
+        While a lower scale may end the skips, nothing is reported, and each further skip is judged
+        again. A second call after the same step repeats the report, because an interrupt may have
+        stopped the first one.
 
         Raises:
-            StuckError: if that was asked for.
+            StuckError: the run is stuck, and ``on_stuck`` is ``"raise"``.
         """
         streak = self.stuck_streak
         if streak is None or not self.needs_verdict:
@@ -321,13 +322,13 @@ class StepLog:
 
     @property
     def stuck_streak(self) -> SkipStreak | None:
-        """The longest streak of skips, if it is too long."""
+        """The longest streak of skips if it has at least ``stuck_after`` skips, else None."""
         streak = max(self.counts.streaks.values(), key=lambda streak: streak.length, default=None)
         return streak if streak is not None and streak.length >= self._stuck_after else None
 
     @property
     def needs_verdict(self) -> bool:
-        """Whether a streak is too long, and no earlier verdict on it is final."""
+        """Whether there is a :attr:`stuck_streak` without a final verdict from an earlier step."""
         streak = self.stuck_streak
         line = None if streak is None else streak.verdict
         is_final = line is not None and line.verdict != "normal" and line.step < self.counts.step
@@ -335,14 +336,18 @@ class StepLog:
 
     @property
     def is_nearly_stuck(self) -> bool:
-        """Whether one more skip makes a streak too long."""
+        """Whether one more skip makes a :attr:`stuck_streak`."""
         streaks = self.counts.streaks.values()
         return any(0 < streak.length == self._stuck_after - 1 for streak in streaks)
 
     def _continued(
         self, streaks: Mapping[int, SkipStreak], skip: Skip, optimizers: Mapping[int, bool]
     ) -> dict[int, SkipStreak]:
-        """Lengthen streaks; end those of optimizers that stepped, or that were unused for long."""
+        """The streaks after a step of ``optimizers``.
+
+        A skip lengthens its optimizer's streak. A streak ends if its optimizer applies a step, or
+        if its latest skip is more than ``stuck_after`` steps ago.
+        """
         kept = {
             optimizer: streak
             for optimizer, streak in streaks.items()
@@ -357,15 +362,15 @@ class StepLog:
         return kept
 
     def close(self) -> None:
-        """Write what is left to write."""
+        """Write what is left, close the files, and warn of the last findings."""
         news = self._look(is_last=True)
         if not self.num_steps and self.counts.seen.calls:
             self._write(self._calls())
         self.add_sample()
-        writers, self._writers = self._writers, ()  # a call that this interrupts writes no more
+        writers, self._writers = self._writers, ()  # an interrupted call writes no more
         for writer in writers or ():
             writer.close()
-        _warn(news)  # last, as a user may have made warnings errors
+        _warn(news)  # last, as warnings may be errors
 
     def _write(self, line: Line) -> None:
         if self._writers is not None and isinstance(line, Skip):
@@ -376,33 +381,33 @@ class StepLog:
 
 @dataclass(eq=False, repr=False)
 class StepSource:
-    """Learns of a scaler's steps, and adds them to a log."""
+    """The base class of objects that add a scaler's steps to a log."""
 
-    scaler: Any  # as it is before the first step
+    scaler: Any  # in its state before the first step
     model: Any  # gives the parameters their names, or None
     log: StepLog
     every: int  # steps from one sample to the next
     forensics: int  # inspect every n-th skipped step; 0 disables
     dtype: str  # the format for samples
     world_size: int  # processes that train together
-    parameters: Any = field(init=False)  # of the training: what is not finite, and the optimizers
+    parameters: Any = field(init=False)  # OptimizersParameters or RecordedParameters
     located: Located | None = field(init=False, default=None)  # in the latest streak of skips
 
     def __post_init__(self) -> None:
-        """Note where the scaler stands."""
+        """Note the scaler's present state."""
 
     @property
     def waiting(self) -> Sequence[Any]:
-        """The steps that are over, of which the log may not have the latest."""
+        """The steps that are over; the latest may not be in the log yet."""
         raise NotImplementedError
 
     def read(self) -> None:
-        """Add the steps that wait to the log; waits for the device."""
+        """Add the waiting steps to the log; waits for the device."""
         self._add_to(self.log, self.waiting)
 
     def seen(self) -> StepLog:
-        """The log as :meth:`read` would leave it; any thread may ask, and nothing changes."""
-        waiting = self.waiting  # before the log, which may add some meanwhile
+        """A copy of the log as :meth:`read` would leave it; any thread may call this."""
+        waiting = self.waiting  # before the copy, as the log may add some meanwhile
         log = self.log.copy()
         self._add_to(log, waiting)
         return log
@@ -414,7 +419,7 @@ class StepSource:
                 step.add_to(log)
 
     def close(self, finish: Callable[[], None]) -> None:
-        """Observe no more, add the steps that wait, and call ``finish``."""
+        """Stop observing, add the waiting steps to the log, and call ``finish``."""
         self.read()
         finish()
 
@@ -429,7 +434,7 @@ def _warn(findings: Sequence[Finding]) -> None:
 
 
 def _levels_to_caller() -> int:
-    """How many calls above the caller of this the first is that is not gradscaler's."""
+    """The stack frames to the first caller outside gradscaler (``stacklevel``)."""
     frame, levels = inspect.currentframe(), 0
     while frame is not None and frame.f_globals.get("__name__", "").startswith("gradscaler."):
         frame, levels = frame.f_back, levels + 1
@@ -437,7 +442,7 @@ def _levels_to_caller() -> int:
 
 
 def _in_one_line(skip: Skip) -> str:
-    """A skipped step, for the log."""
+    """One line on a skipped step, for the log."""
     listed = "; ".join(
         f"{g.name} ({'x'.join(map(str, g.shape)) or 'scalar'} {g.dtype}): {g.num_inf} Inf, "
         f"{g.num_nan} NaN"
