@@ -1,4 +1,4 @@
-"""Gradients of any framework: their names, their dtypes, their elements in NumPy.
+"""The names, dtypes and elements (as NumPy arrays) of gradients of any framework.
 
 Each framework is recognized by the methods of its arrays. No framework is imported.
 """
@@ -24,12 +24,16 @@ _OVERWRITTEN = "_overwrite_with_gradient"  # flax's collection, or its NNX type 
 
 
 def named_arrays(gradients: Any) -> dict[str, Array]:
-    """The arrays in what :func:`~gradscaler.diagnose.exponents` takes, each with its name.
+    """The arrays in a structure of gradients, by name.
 
-    The name is the path to the array, joined with dots. If several share a name, the second becomes
-    ``"name (2)"``, and so on. ``None`` is left out, and what JAX gives for the gradient of an
-    integer, and what flax's fp8 layers mark to be overwritten: new values, no gradients. Anything
-    else is a TypeError.
+    The structure is any that :func:`~gradscaler.diagnose.exponents` takes. A name is the path to
+    the array, joined with dots. If several arrays share a name, the second becomes ``"name (2)"``,
+    and so on. Three kinds of leaves are left out: ``None``; the placeholder that JAX gives as the
+    gradient of an integer; and the values that flax's fp8 layers mark to be overwritten, which are
+    not gradients.
+
+    Raises:
+        TypeError: the structure holds something that is not an array.
 
     >>> list(named_arrays({"layer": {"weight": np.ones(3), "bias": None}, "rest": [np.ones(1)]}))
     ['layer.weight', 'rest.0']
@@ -55,9 +59,10 @@ def dtype_name(array: Array) -> str:
 
 
 def shape_of(array: Array) -> tuple[int, ...]:
-    """An array's shape; that of its rows, if it is made of rows of a table of unknown size.
+    """An array's shape.
 
-    That of this process' part, if the array is distributed.
+    For rows of a table of unknown size, it is the shape of the rows. For a distributed array, it is
+    the shape of this process' part.
     """
     array = local(array)
     shape = getattr(array, "dense_shape", None)
@@ -69,9 +74,11 @@ def shape_of(array: Array) -> tuple[int, ...]:
 def to_numpy(array: Array) -> NDArray[Any]:
     """An array's elements on the host, without a copy where possible.
 
-    A sparse array becomes its values, with the rows of one index summed. A complex array gets one
-    more dimension, for real and imaginary parts. A dtype that NumPy lacks becomes float32. An array
-    on the meta device, or whose elements are not numbers, is a TypeError.
+    A sparse array becomes its values, after rows of the same index are summed. A complex array gets
+    one more dimension, for real and imaginary parts. A dtype that NumPy lacks becomes float32.
+
+    Raises:
+        TypeError: the array is on the meta device, or its elements are not numbers.
 
     >>> to_numpy(np.array([1 + 2j]))
     array([[1., 2.]])
@@ -79,7 +86,7 @@ def to_numpy(array: Array) -> NDArray[Any]:
     array = dense(array)
     if getattr(array, "is_meta", False):
         raise TypeError("a tensor on the meta device holds no elements")
-    if hasattr(array, "detach"):  # PyTorch and those after its model
+    if hasattr(array, "detach"):  # PyTorch, TensorPlay and Paddle
         if dtype_name(array).startswith(_UNKNOWN_TO_NUMPY):
             array = array.float()
         if hasattr(array, "resolve_conj"):
@@ -99,15 +106,18 @@ def to_numpy(array: Array) -> NDArray[Any]:
 
 
 def local(array: Array) -> Array:
-    """Of PyTorch's distributed tensor, this process' part; any other array as it is.
+    """The local part of a distributed tensor of PyTorch; any other array as it is.
 
-    An operation on a distributed tensor may be a collective, in which other processes do not join.
+    An operation on a distributed tensor may be a collective, which the other processes do not join.
     """
     return array.to_local() if hasattr(array, "to_local") else array
 
 
 def dense(array: Array) -> Array:
-    """The detached array of all elements; a NumPy array if they are rows, else its framework's."""
+    """A dense, detached array of an array's elements.
+
+    Rows of a table become a NumPy array. Any other array stays in its framework.
+    """
     keras: Any = sys.modules.get("keras")
     variable: Any = getattr(keras, "Variable", ())
     if isinstance(array, variable):
@@ -128,9 +138,9 @@ def dense(array: Array) -> Array:
 
 
 def sample_of(array: Array, limit: int) -> NDArray[Any]:
-    """An array's elements on the host, or at most ``limit`` of them, evenly strided.
+    """At most ``limit`` of an array's elements, evenly strided, on the host.
 
-    They are picked in the array's own framework, so that only they are copied.
+    The array's own framework picks the elements, so that no others are copied.
     """
     array = dense(array)
     size = math.prod(shape_of(array))
@@ -140,17 +150,17 @@ def sample_of(array: Array, limit: int) -> NDArray[Any]:
         flat = array.reshape(-1)
     else:
         flat = sys.modules["tensorflow"].reshape(array, [-1])
-    stride = -(-size // limit) | 1  # odd: a divisor of the row length picks few columns
+    stride = -(-size // limit) | 1  # odd: a stride that divides the row length sees few columns
     return to_numpy(flat[::stride])
 
 
 def _is_rows(array: Array) -> bool:
-    """Whether it is TensorFlow's ``IndexedSlices`` or MindSpore's ``RowTensor``."""
+    """Whether an array is TensorFlow's ``IndexedSlices`` or MindSpore's ``RowTensor``."""
     return hasattr(array, "indices") and not callable(getattr(array, "values", callable))
 
 
 def _summed(indices: Any, rows: NDArray[Any]) -> NDArray[Any]:
-    """The rows, with those of one index added up."""
+    """The rows, after those of the same index are summed."""
     unique, places = np.unique(indices, return_inverse=True)
     if len(unique) == len(rows):
         return rows
@@ -175,7 +185,7 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Array]]:
 
 
 def _items(name: str, value: Any) -> Iterable[tuple[Any, Any]]:
-    """What a container holds, each with its key or place."""
+    """The items of a container, each with its key or index."""
     if isinstance(value, Mapping):
         return value.items()
     if hasattr(value, "_fields"):
