@@ -1,4 +1,4 @@
-"""How large gradients are, and what a narrow format makes of them at a loss scale."""
+"""The exponents of gradients, and their fate in a narrow format at a loss scale."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from gradscaler.policies._checks import loss_scale
 
 @dataclass(frozen=True, eq=False)
 class Exponents:
-    """What :func:`exponents` found.
+    """The result of :func:`exponents`.
 
     Attributes:
         dtype: the format's name.
-        scale: what the gradients are multiplied by before they are rounded to it.
-        total: all gradients together.
-        parameters: each array by itself, by its name.
+        scale: the factor that multiplies the gradients before they are rounded to the format.
+        total: the histogram of all gradients together.
+        parameters: the histogram of each array, by the array's name.
     """
 
     dtype: str
@@ -35,8 +35,9 @@ class Exponents:
     def largest_scale(self, headroom: int = 1) -> float:
         """The largest power of two that the finite gradients can be multiplied by.
 
-        With it, ``largest * scale * 2**headroom`` is at most the format's largest number. It is
-        at most ``2**127``, the largest that float32 holds, and Inf if all finite gradients are 0.
+        With this scale, ``largest * scale * 2**headroom`` is at most the format's largest number.
+        The scale is at most ``2**127``, the largest power of two in float32. It is Inf if all
+        finite gradients are 0.
 
         Args:
             headroom: how many times the gradients can double before they overflow.
@@ -64,7 +65,7 @@ class Exponents:
         return "\n".join(lines)
 
     def _doubt(self) -> str:
-        """What may be wrong with the call if most gradients overflow; else an empty text."""
+        """A note on the likely mistake in the call if most gradients overflow; else empty."""
         total = self.total
         finite = total.num_flushed + total.num_subnormal + total.num_normal + total.num_overflow
         if self.scale <= 1 or 2 * total.num_overflow <= finite:
@@ -78,29 +79,29 @@ class Exponents:
 
 
 def exponents(gradients: Any, dtype: str = "float16", scale: float = 1.0) -> Exponents:
-    """The exponents of gradients, and what ``gradients * scale`` becomes in a format.
+    """Count gradients by exponent, and by what ``gradients * scale`` becomes in a format.
 
     Each product is rounded once, to the nearest number of the format, ties to even.
 
     Args:
-        gradients: arrays of any framework. An array (its name is empty); a mapping, a sequence or
-            another iterable of arrays; an iterable of pairs of a name and an array; a pytree,
-            where JAX is imported; all of these nested at will. A module that has
-            ``named_parameters`` stands for their gradients that are not None.
+        gradients: arrays of any framework: an array (its name is empty); a mapping, a sequence or
+            another iterable of arrays; an iterable of pairs of a name and an array; a pytree, if
+            JAX is imported; or any nesting of these. A module that has ``named_parameters`` stands
+            for the gradients of its parameters that are not None.
         dtype: ``"float16"``, ``"bfloat16"``, ``"float8_e4m3"`` (OCP's, which has no infinities:
             numbers beyond 464 become NaN) or ``"float8_e5m2"``.
-        scale: a loss scale. Gradients of a scaled loss are already multiplied by theirs: pass 1.0
+        scale: the loss scale. Gradients of a scaled loss are already multiplied by it: pass 1.0
             for them, or unscale them first.
 
     Returns:
-        The histograms, of each array and of all.
+        The histogram of each array, and of all arrays together.
 
     Warns:
-        UserWarning: most of the gradients overflow at this scale, as they do if they are
+        UserWarning: most of the gradients overflow at this scale, which happens if they are
             multiplied by it twice.
 
     Raises:
-        ValueError: ``dtype`` is not one of these, or ``scale`` cannot be a loss scale.
+        ValueError: ``dtype`` is not one of the formats above, or ``scale`` cannot be a loss scale.
         TypeError: ``scale`` is not a number, or ``gradients`` holds something that is not an
             array.
 
