@@ -1,4 +1,4 @@
-"""The formats that gradients are computed in, and histograms of what becomes of them there."""
+"""The formats that gradients are computed in, and histograms of gradients rounded to them."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class Format(NamedTuple):
     (65504.0, 6.103515625e-05, 5.960464477539063e-08)
     """
 
-    name: str  # as frameworks call it
+    name: str  # in the frameworks
     min_exponent: int  # of the smallest normal number
-    mantissa_bits: int  # those that are stored
-    largest: float  # finite number
+    mantissa_bits: int  # without the implicit leading bit
+    largest: float  # the largest finite number
 
     @property
     def smallest_normal(self) -> float:
-        """Smaller numbers are subnormal: the smaller they are, the fewer bits they keep."""
+        """The smallest normal number; smaller ones are subnormal and have fewer bits."""
         return 2.0**self.min_exponent
 
     @property
     def smallest_subnormal(self) -> float:
-        """Numbers of at most half of it are flushed to 0."""
+        """The smallest subnormal number; numbers of at most half of it are flushed to 0."""
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
 
@@ -46,14 +46,14 @@ FORMATS = {
     for form in (
         Format("float16", -14, 10, 65504.0),
         Format("bfloat16", -126, 7, 2.0**128 - 2.0**120),
-        Format("float8_e4m3", -6, 3, 448.0),  # OCP's has no infinities, and reaches further
+        Format("float8_e4m3", -6, 3, 448.0),  # OCP's: it has no Inf, and larger numbers instead
         Format("float8_e5m2", -14, 2, 57344.0),
     )
 }
 
 
 def format_named(name: str) -> Format:
-    """A format by its name; PyTorch and JAX call ``float8_e4m3`` ``"float8_e4m3fn"``."""
+    """The format of a name; ``"float8_e4m3fn"``, as in PyTorch and JAX, is ``float8_e4m3``."""
     form = FORMATS.get("float8_e4m3" if name == "float8_e4m3fn" else name)
     if form is None:
         raise ValueError(f"dtype must be one of {', '.join(FORMATS)}, got {name!r}")
@@ -61,7 +61,7 @@ def format_named(name: str) -> Format:
 
 
 def _share(doc: str, *names: str) -> Any:
-    """A property: some of a histogram's numbers as a share of all gradients."""
+    """A property: the sum of some of a histogram's counts, as a share of all gradients."""
 
     def share(histogram: Histogram) -> float:
         count = sum(getattr(histogram, name) for name in names)
@@ -72,7 +72,7 @@ def _share(doc: str, *names: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """Gradients by their exponents, and by what they become when scaled and rounded.
+    """Counts of gradients by their exponents, and by what they become when scaled and rounded.
 
     Attributes:
         size: how many gradients there are.
@@ -80,7 +80,7 @@ class Histogram:
         num_flushed: how many become 0.
         num_subnormal: how many become subnormal, and lose bits.
         num_normal: how many become normal numbers.
-        num_overflow: how many are finite, and become Inf, or NaN in a format without it.
+        num_overflow: how many are finite and become Inf, or NaN in a format without Inf.
         num_inf: how many are Inf to begin with.
         num_nan: how many are NaN to begin with.
         largest: the largest finite magnitude, before scaling; 0 if there is none.
@@ -111,7 +111,7 @@ class Histogram:
     nonfinite = _share("The share that is Inf or NaN to begin with.", "num_inf", "num_nan")
 
     def __add__(self, other: Histogram) -> Histogram:
-        """The histogram of both, taken at one scale in one format."""
+        """The histogram of both together; both must have the same scale and format."""
         first, counts = sum_of_bins([(self.first, self.counts), (other.first, other.counts)])
         return Histogram(
             **{name: getattr(self, name) + getattr(other, name) for name in _NUMBERS},
@@ -128,7 +128,7 @@ NO_GRADIENTS = Histogram(0, 0, 0, 0, 0, 0, 0, 0, 0.0, math.inf, 0, np.zeros(0, n
 
 
 def sum_of_bins(parts: Iterable[tuple[int, NDArray[Any]]]) -> tuple[int, NDArray[Any]]:
-    """The sum of several histograms' bins, each given by its first exponent and its counts."""
+    """The sum of several histograms' bins; each part is a first exponent and counts."""
     used = [(first, counts) for first, counts in parts if counts.size]
     if not used:
         return 0, np.zeros(0, np.int64)
@@ -141,7 +141,7 @@ def sum_of_bins(parts: Iterable[tuple[int, NDArray[Any]]]) -> tuple[int, NDArray
 
 
 def histograms_of(gradients: Any, form: Format, scale: float) -> dict[str, Histogram]:
-    """The histogram of each array, by its name, as in :func:`~gradscaler.diagnose.exponents`."""
+    """The histogram of each array by name, for :func:`~gradscaler.diagnose.exponents`."""
     return {
         name: _histogram(to_numpy(array), form, scale)
         for name, array in named_arrays(gradients).items()
@@ -164,7 +164,7 @@ def _of_chunk(values: NDArray[Any], limits: tuple[float, float, float]) -> Histo
     num_kept, num_normal, num_overflow = (
         int(np.count_nonzero(nonzero >= limit)) for limit in limits
     )
-    exponents = np.frexp(nonzero)[1] - 1  # its mantissas are below 1
+    exponents = np.frexp(nonzero)[1] - 1  # frexp's mantissas are below 1
     first = int(exponents.min()) if exponents.size else 0
     return Histogram(
         values.size,
@@ -184,15 +184,16 @@ def _of_chunk(values: NDArray[Any], limits: tuple[float, float, float]) -> Histo
 
 @lru_cache
 def _limits(form: Format, scale: float) -> tuple[float, float, float]:
-    """The smallest float64 that, times ``scale``, is kept, that is normal, and that overflows.
+    """The smallest magnitudes in float64 that, times ``scale``, are kept, are normal, and overflow.
 
-    Found in exact arithmetic, which rounds no product and no limit.
+    They are computed in exact arithmetic, so that no product and no limit is rounded.
     """
     _, exponent = math.frexp(form.largest)
     last_place = Fraction(2) ** (exponent - 1 - form.mantissa_bits)
     largest = Fraction(form.largest)
-    # A tie goes to the even one of two neighbours: to 0, not to the smallest subnormal number; to
-    # the smallest normal number; and out of range unless the largest number is even.
+    # A tie rounds to the even neighbour. Half the smallest subnormal number rounds to 0. The tie
+    # below the smallest normal number rounds up to it. The tie above the largest number overflows,
+    # unless the largest number is even.
     half = Fraction(form.smallest_subnormal) / 2
     is_even = largest / last_place % 2 == 0
     return (
@@ -203,7 +204,7 @@ def _limits(form: Format, scale: float) -> tuple[float, float, float]:
 
 
 def _smallest_float(limit: Fraction, above: bool) -> float:
-    """The smallest float64 that is at least ``limit``, or that is above it."""
+    """The smallest float64 that is at least ``limit``, or greater than it if ``above``."""
     nearest = float(limit)
     is_enough = nearest > limit if above else nearest >= limit
     return nearest if is_enough else math.nextafter(nearest, math.inf)
