@@ -1,4 +1,4 @@
-"""Which arrays hold an Inf or a NaN; in those of PyTorch and TensorPlay, read in one number."""
+"""Detection of Inf and NaN in arrays, and the largest magnitudes of arrays."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Tensor = Any
 def inspect(gradients: Any) -> tuple[NonfiniteGradient, ...]:
     """The gradients that hold an Inf or a NaN, in the order given.
 
-    A sparse gradient counts by its values, with the rows of one index summed; a complex one by its
-    real and imaginary parts.
+    For a sparse gradient, the values are inspected, after rows of the same index are summed. For a
+    complex gradient, the real and imaginary parts are inspected.
 
     Args:
         gradients: arrays of any framework, in any structure that
@@ -50,7 +50,7 @@ largest_finite=1.0),)
 
 
 def count_nonfinite(values: NDArray[Any]) -> tuple[int, int, float]:
-    """How many are Inf, how many NaN, and the largest magnitude of the rest."""
+    """The number of Inf, the number of NaN, and the largest magnitude of the rest."""
     num_nan = int(np.count_nonzero(np.isnan(values)))
     rest = np.abs(values[np.isfinite(values)])
     num_inf = values.size - rest.size - num_nan
@@ -58,14 +58,14 @@ def count_nonfinite(values: NDArray[Any]) -> tuple[int, int, float]:
 
 
 class Reading(NamedTuple):
-    """Whether a tensor holds an Inf or a NaN, and its largest magnitude if it does not."""
+    """Whether a tensor holds an Inf or a NaN, and the largest magnitude if it does not."""
 
-    state: Literal["finite", "mask", "bad"]  # a mask holds -inf, and else finite numbers
+    state: Literal["finite", "mask", "bad"]  # a mask holds -inf and finite numbers
     largest: float = 0.0
 
     @property
     def bad(self) -> bool:
-        """Whether it holds an Inf or a NaN."""
+        """Whether the tensor holds an Inf or a NaN."""
         return self.state != "finite"
 
 
@@ -86,7 +86,7 @@ def floating(kind: type[Any], value: Any) -> Iterator[Tensor]:
 
 
 def read(array: Array) -> Reading:
-    """What an array holds; one that cannot be read, and None, count as finite."""
+    """The reading of an array; None, and an array that cannot be read, count as finite."""
     with suppress(Exception):
         if math.isfinite(found := largest(array)):
             return Reading("finite", found)
@@ -97,7 +97,7 @@ def read(array: Array) -> Reading:
 
 
 def largest(array: Array, masks: bool = False) -> float:
-    """The largest magnitude; Inf or NaN if there is one. In masks -inf does not count."""
+    """An array's largest magnitude; Inf or NaN if it holds one. With ``masks``, -inf is ignored."""
     array = local(array)
     if 0 in np.shape(array):
         return 0.0
@@ -115,7 +115,7 @@ def largest(array: Array, masks: bool = False) -> float:
 
 
 def largest_of(values: Iterable[float]) -> float:
-    """The largest value, 0 at least; NaN if there is one."""
+    """The largest of some values, but at least 0; NaN if one is NaN."""
     return float(np.max(list(values), initial=0.0))
 
 
@@ -126,7 +126,7 @@ def largest_finite(tensors: Iterable[Tensor]) -> float:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Where PyTorch keeps a tensor's elements; views of one tensor share it."""
+    """The address of a tensor's memory in PyTorch, which all views of one tensor share."""
     with suppress(Exception):
         return int(local(tensor).untyped_storage().data_ptr())
-    return id(tensor)  # a sparse one has no storage
+    return id(tensor)  # a sparse tensor has no storage
