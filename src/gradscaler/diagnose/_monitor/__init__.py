@@ -33,9 +33,10 @@ class Monitor:
     as it is. For JAX, Keras, tf-keras and MindSpore, call :meth:`record` after each step, or pass
     the :meth:`callback` to ``model.fit``.
 
-    The monitor samples one step of every ``every``. A sample holds the norm of the unscaled
-    gradients, a histogram of ``gradients * scale`` in ``dtype`` (from at most 16,384 elements of
-    each gradient), and the worst parameters. The loss of every step is kept.
+    The monitor samples one step in every ``every`` steps. A sample holds the norm of the unscaled
+    gradients, their exponents, the shares of ``gradients * scale`` that are flushed, subnormal or
+    normal or that overflow in ``dtype``, and the worst parameters. Exponents and shares come from
+    at most 16,384 elements of each gradient. The loss of every step is kept.
 
     The monitor warns of each kind of finding once it is sure
     (:class:`~gradscaler.diagnose.FindingWarning`), and again when ten times as many steps show it.
@@ -79,7 +80,8 @@ class Monitor:
         model: the source of the parameters' names. In PyTorch, TensorPlay and Paddle, its
             activations are inspected in watched steps.
         every: the mean number of steps from one sample to the next. The sampled step of each
-            ``every`` varies by a fixed rule, so that batches in a periodic order are all seen.
+            ``every`` steps varies by a fixed rule, so that batches in a periodic order are all
+            seen.
         path: a run file to create or append to; see :mod:`gradscaler.diagnose._run.lines`. Training
             writes its new steps to the file at least once a second, and the rest when the process
             exits. Only one monitor at a time may write to a file. If the file already holds a run,
@@ -89,9 +91,8 @@ class Monitor:
         forensics: inspect every n-th skipped step; 0 disables.
         on_stuck: ``"warn"`` warns once in a streak of skips. ``"raise"`` raises before the scale
             moves, and the next ``update()`` continues. ``"continue"`` only writes the verdict, and
-            suppresses the warnings of other findings too.
-            Each process decides for itself. If one raises, the others may wait for it until the
-            launcher ends them.
+            warns of no other finding either. Each process decides for itself. If one raises, the
+            others may wait for it until the launcher ends them.
         stuck_after: the number of consecutive skips of one optimizer that calls for a verdict. With
             1, there is no step in which activations can be inspected.
         dtype: the format that gradients are computed in: ``"float16"``, ``"bfloat16"``,

@@ -29,7 +29,7 @@ _WHOLE = 2**64
 
 
 def is_sampled(step: int, every: int) -> bool:
-    """Whether a step, counted from 1, is sampled: one step of every ``every``.
+    """Whether a step, counted from 1, is sampled: one step in every ``every`` steps is.
 
     The sample of window ``k``, the steps from ``k * every + 1`` to ``(k + 1) * every``, is
     ``floor(every * frac(k * golden_ratio))`` steps before the window's last step. So the first
