@@ -1,1 +1,1 @@
-"""The file that a monitor writes of a run: its lines, how it is written, and how it is read."""
+"""The run file that a monitor writes: its lines, its writer and its reader."""
