@@ -1,4 +1,4 @@
-"""Checks of the values in a run file's lines, and mappings of them in little memory."""
+"""Checks of the values in a run file's lines, and a compressed mapping of such values."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gradscaler.diagnose._gradients.formats import FORMATS, format_named
 from gradscaler.policies._checks import LARGEST_SCALE
 
 _LARGEST_COUNT = 2**63 - 1
-_MOST_STEPS = 10**11  # three years of a step each millisecond
-_SMALLEST_SCALE = 2.0**-149  # that float32 can hold
-_FARTHEST_EXPONENT = 1100  # float64 ends at 1023, and at -1074
+_MOST_STEPS = 10**11  # three years at one step per millisecond
+_SMALLEST_SCALE = 2.0**-149  # the smallest subnormal of float32
+_FARTHEST_EXPONENT = 1100  # float64's exponents go from -1074 to 1023
 
 
 def loads(line: bytes) -> dict[str, Any]:
-    """The JSON object in a line; ValueError if it is not one, RecursionError if nested deeply."""
+    """Parse a line; ValueError if it is not a JSON object, RecursionError if nested deeply."""
     try:
         value = json.loads(line.decode(), parse_constant=_refuse)
     except UnicodeDecodeError:
@@ -38,30 +38,32 @@ def _refuse(constant: str) -> None:
 
 
 def shown(value: object) -> str:
-    """A value for an error message: one line, and a short one."""
+    """A value for an error message, on one short line."""
     text = ascii(value) if not isinstance(value, int) or abs(value) < 2**64 else "a huge number"
     return text if len(text) <= 60 else text[:60] + "..."
 
 
 def _checked(is_valid: bool, value: Any, what: str) -> Any:
-    """The value if it is valid; else an error that says what it must be."""
+    """Return the value if it is valid; otherwise raise an error that says what it must be."""
     if not is_valid:
         raise ValueError(f"must be {what}, got {shown(value)}")
     return value
 
 
 def value_as(kind: Any, value: Any) -> Any:
-    """A JSON value as an instance of a type: one of the lines, or of their fields.
+    """Convert a JSON value to a type: the type of a line, or of a field of a line.
 
-    Keys that a later version may add are left out. What fits neither the type nor the check that
-    an ``Annotated`` type brings is a ValueError.
+    Unknown keys are ignored, because a later version may add some.
+
+    Raises:
+        ValueError: the value does not fit the type, or fails the check of an ``Annotated`` type.
     """
     return _reader_of(kind)(value)
 
 
 @lru_cache
 def _reader_of(kind: Any) -> Callable[[Any], Any]:  # noqa: PLR0911 # a case for each kind of type
-    """What makes an instance of a type from a JSON value; a file holds millions of some."""
+    """The converter from JSON values to a type; cached, because a file may hold millions."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return arguments[1]  # type: ignore[no-any-return]
@@ -86,19 +88,19 @@ def _reader_of(kind: Any) -> Callable[[Any], Any]:  # noqa: PLR0911 # a case for
 
 
 def _readers_of(kind: Any) -> dict[str, Callable[[Any], Any]]:
-    """What makes each field of a dataclass or of a named tuple, by its name."""
+    """The converter of each field of a dataclass or a named tuple, by the field's name."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: _reader_of(hints[name]) for name in kind.__match_args__}
 
 
 def _each(readers: Sequence[Callable[[Any], Any]], value: Any) -> list[Any]:
-    """The items of an array that has as many as there are readers."""
+    """Convert the items of an array, which must have one item for each reader."""
     items = _array(value, len(readers))
     return [reader(item) for reader, item in zip(readers, items, strict=True)]
 
 
 def _instance(kind: Any, readers: Mapping[str, Callable[[Any], Any]], value: Any) -> Any:
-    """A line, or another dataclass; a field with a default may be missing."""
+    """Convert an object to a dataclass; a field that has a default may be missing."""
     found = _object(value)
     for field in fields(kind):
         if field.name not in found and field.default is field.default_factory is MISSING:
@@ -111,8 +113,8 @@ def _instance(kind: Any, readers: Mapping[str, Callable[[Any], Any]], value: Any
 
 
 def number(value: Any) -> float:
-    """Any float: a number, or the text for one that JSON has no word for."""
-    if type(value) is float and abs(value) < math.inf:  # as most are
+    """Convert a number, or the text ``"nan"``, ``"inf"`` or ``"-inf"``, to a float."""
+    if type(value) is float and abs(value) < math.inf:  # the common case, checked first for speed
         return value
     if value in ("nan", "inf", "-inf"):
         return float(value)
@@ -135,7 +137,7 @@ scale = partial(
 )
 
 magnitude = partial(_number_that, lambda size: not size < 0, "a magnitude")
-"""From 0 to Inf, or NaN."""
+"""A float from 0 to Inf, or NaN."""
 
 finite_magnitude = partial(_number_that, lambda size: 0 <= size < math.inf, "a finite magnitude")
 
@@ -154,11 +156,11 @@ step = partial(_integer, 1, _MOST_STEPS)
 """The number of a step."""
 
 exponent = partial(_integer, -_FARTHEST_EXPONENT, _FARTHEST_EXPONENT)
-"""Of 2, that a float64 can have."""
+"""A binary exponent that a float64 can have."""
 
 
 def bin_counts(value: Any) -> tuple[int, ...]:
-    """An array of counts, one for each exponent at most."""
+    """Check an array of counts, which has at most one count for each exponent."""
     most = 2 * _FARTHEST_EXPONENT
     is_valid = isinstance(value, list) and len(value) <= most
     counts = _checked(is_valid, value, f"an array of at most {most}")
@@ -168,7 +170,7 @@ def bin_counts(value: Any) -> tuple[int, ...]:
 
 
 def dtype(value: Any) -> str:
-    """The name of a format that gradients can be measured against."""
+    """Check the name of a format that gradients can be measured against."""
     name = str(_text(value))
     try:
         format_named(name)
@@ -178,7 +180,7 @@ def dtype(value: Any) -> str:
 
 
 def check_steps(key: str, steps: Sequence[int], first: int, last: int) -> None:
-    """Check that steps rise from ``first`` or later to ``last`` or earlier."""
+    """Check that the steps rise, and that all are from ``first`` to ``last``."""
     if any(before >= after for before, after in pairwise((first - 1, *steps, last + 1))):
         raise ValueError(f"{key}: must be steps that rise, from {first} to {last}")
 
@@ -188,7 +190,7 @@ def _text(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A text, a flag, null or a number."""
+    """Check that a value is a text, a flag, null or a number."""
     if value is None or isinstance(value, (str, bool)):
         return value
     return value if isinstance(value, int) and abs(value) <= _LARGEST_COUNT else number(value)
@@ -220,10 +222,11 @@ def _field(key: str, reader: Callable[[Any], Any], value: Any) -> Any:
 
 
 class PackedMapping(Mapping[str, Any]):
-    """A mapping of a JSON object's values, as instances of a type, packed until they are used.
+    """A compressed mapping from a JSON object's keys to its values, as instances of a type.
 
-    Verdicts and figures look at the parameters of a few samples, and a file may hold thousands.
-    The constructor checks the values, and raises as :func:`value_as` does.
+    A file may hold thousands of samples, and verdicts and figures use the parameters of only a few.
+    The values are therefore compressed until they are used. The constructor checks them, and raises
+    the same errors as :func:`value_as`.
     """
 
     __slots__ = "_data", "_kind", "_length"
