@@ -1,7 +1,8 @@
 """The lines of a run file: JSON objects that a monitor appends and never changes.
 
-A number that JSON has no word for is a text: ``"nan"``, ``"inf"`` or ``"-inf"``. Steps count from
-1, across all training processes that wrote to the file one after another.
+JSON cannot represent NaN and Inf, so they are the texts ``"nan"``, ``"inf"`` and ``"-inf"``. Steps
+are numbered from 1. If several training processes wrote to the file one after another, the numbers
+continue from one process to the next.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from gradscaler.outcome import NonfiniteGradient
 VERSION = 1
 
 Share = Annotated[float, share]
-"""From 0 to 1."""
+"""A share from 0 to 1."""
 
 Scale = Annotated[float, scale]
-"""Positive, and finite in float32."""
+"""A loss scale: positive, and finite in float32."""
 
 Step = Annotated[int, step]
 """The number of a step, from 1."""
@@ -43,11 +44,11 @@ NumSteps = Annotated[int, num_steps]
 
 
 class Bins(NamedTuple):
-    """How many gradients there are of each exponent.
+    """A histogram of gradients by exponent, ``floor(log2(abs(gradient)))``.
 
     Attributes:
-        first: the exponent of the first bin, the floor of the magnitude's binary logarithm.
-        counts: of the gradients in each bin, the next one twice as large.
+        first: the exponent of the first bin.
+        counts: the number of gradients in each bin; ``counts[i]`` has the exponent ``first + i``.
     """
 
     first: Annotated[int, exponent]
@@ -56,15 +57,17 @@ class Bins(NamedTuple):
 
 @dataclass(frozen=True)
 class Shares:
-    """What the gradients, times the scale, become in the run's dtype: shares of all, from 0 to 1.
+    """The share of gradients in each class, after the product with the scale is cast to the dtype.
+
+    Each is a share of all gradients, from 0 to 1. The dtype is the run's.
 
     Attributes:
-        zero: zero already.
-        flushed: too small, and rounded to zero.
-        subnormal: below the smallest normal number, and less precise.
-        normal: represented in full.
-        overflow: finite, and too large.
-        nonfinite: Inf or NaN already.
+        zero: gradients that were 0 before the cast.
+        flushed: nonzero gradients that the cast rounds to 0.
+        subnormal: gradients below the smallest normal number, which lose precision.
+        normal: gradients in the normal range, at full precision.
+        overflow: finite gradients that are too large for the dtype.
+        nonfinite: gradients that were Inf or NaN before the cast.
     """
 
     zero: Share
@@ -77,7 +80,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class ParameterSample:
-    """One parameter's gradient in a sample: shares as in :class:`Shares`, and its histogram."""
+    """One parameter's gradient in a sample: its shares, as in :class:`Shares`, and histogram."""
 
     zero: Share
     flushed: Share
@@ -88,17 +91,17 @@ class ParameterSample:
 
 @dataclass(frozen=True)
 class Start:
-    """The first line, and the first of each process that continued the run.
+    """The first line of a file, and the first line of each process that continued the run.
 
     Attributes:
-        framework: the scaler's, such as ``"torch"``.
+        framework: the scaler's framework, such as ``"torch"``.
         dtype: the format that shares and histograms refer to.
-        every: steps from one sample to the next, on average.
-        step: how many steps there were before.
+        every: the average number of steps from one sample to the next.
+        step: the number of steps in the file before this line.
         policy: the policy's ``name``, and its parameters by their names.
-        time: when it started, in UTC, in ISO 8601.
-        rank: of the process; left out where there is one process.
-        world_size: how many processes train together; left out where there is one.
+        time: the time of the start, in UTC, in ISO 8601.
+        rank: the rank of the process; omitted from the file if one process trains alone.
+        world_size: the number of processes that train together; omitted if it is 1.
     """
 
     kind: ClassVar[str] = "start"
@@ -115,40 +118,43 @@ class Start:
 
 @dataclass(frozen=True)
 class Sample:
-    """What the gradients of one step were like, and what happened since the last sample.
+    """The gradients of one step, and the events since the previous sample.
 
     Attributes:
         step: the step's number.
-        scale: the loss scale that it used.
-        scales: pairs of a step and the scale it used: the first step since the last sample, and
-            each that used another scale than the one before it.
-        steps: how many steps there were since the last sample.
-        skips: which of them were skipped.
-        loss: the unscaled loss, if it was seen.
-        norm: the norm of all unscaled gradients as one vector, if they were seen.
-        shares: the shares of all gradients, if they were seen.
-        histogram: the exponents of all gradients, if they were seen.
-        parameters: the same of each parameter, by name.
+        scale: the loss scale that the step used.
+        scales: pairs of a step and the scale it used. They hold the first step since the previous
+            sample, and each step whose scale differs from the scale of the step before it.
+        steps: the number of steps since the previous sample, this one included.
+        skips: those of ``steps`` that were skipped.
+        loss: the unscaled loss; None if it was not seen.
+        norm: the norm of all unscaled gradients as one vector; None if they were not seen.
+        shares: the shares of all gradients; None if they were not seen.
+        histogram: the exponents of all gradients; None if they were not seen.
+        parameters: the shares and the histogram of each parameter, by name.
         worst: the names of at most 5 parameters, the worst first.
-        losses: the unscaled loss of each of ``steps``, the sample's own last; null where it was
-            not seen, and empty where none was.
+        losses: the unscaled loss of each of ``steps``, the sample's own last. A loss that was not
+            seen is null; ``losses`` is empty if none was seen.
         largest: the largest finite magnitude of the unscaled gradients in the shares.
-        backward: the dtypes that backward passes computed in since the last sample, such as
-            ``"float16"``, and ``"unknown"`` for what does not say; empty where none was looked at.
-        calls: how often since the last sample a call suggests misuse. ``"unstepped"``: gradients
-            were unscaled, and ``update`` came without a step. ``"switched"``: a step of one
-            optimizer followed, after an ``update``, a step of another. ``"unscaled"``: that, and no
-            loss was scaled in between. ``"unzeroed"``: a backward pass added to gradients that a
-            step had used. ``"resumed"``: before the first step, an optimizer had the state of an
-            earlier run, and the scaler was as new. ``"lossless"``: a step of an eager scaler for
-            which no loss was scaled. Before any step, ``"idle"``: ``step`` found no
-            gradient; ``"raised"``: ``step`` or ``unscale_`` raised an error.
-        missing: parameters that require a gradient, are an optimizer's, and have none.
-        cut: if that was looked for since the last sample: what lets no gradient through to
-            parameters, by their names. It is an operation, such as ``"round"``, where the gradient
-            is 0; and empty where there is none, as behind ``detach()``.
-        unmoved: of the elements of 16-bit parameters that have a gradient, the share that has not
-            moved since the last such sample; None where there are none.
+        backward: the dtypes of the backward passes since the previous sample, such as
+            ``"float16"``, and ``"unknown"`` if a part of a graph could not be inspected. It is
+            empty if no backward pass was inspected.
+        calls: the number of calls since the previous sample that suggest misuse, by kind.
+            ``"unstepped"``: ``update`` followed ``unscale_`` without a step in between.
+            ``"switched"``: a step of one optimizer came after a step of another and an ``update``.
+            ``"unscaled"``: like ``"switched"``, and no loss was scaled in between. ``"unzeroed"``:
+            a backward pass added to gradients that a step had used. ``"resumed"``: before the first
+            step, an optimizer had the state of an earlier run, but the scaler was new.
+            ``"lossless"``: an eager scaler stepped, but no loss was scaled for it. Two kinds count
+            only before the first step. ``"idle"``: ``step`` found no gradient. ``"raised"``:
+            ``step`` or ``unscale_`` raised an error.
+        missing: names of an optimizer's parameters that require a gradient and have none.
+        cut: the operations that block the gradient, by the names of the parameters behind them.
+            The operation is one whose gradient is 0, such as ``"round"``. The text is empty if the
+            graph does not connect the parameter to the loss, as behind ``detach()``. None if no
+            search ended since the previous sample.
+        unmoved: the share of elements of 16-bit parameters that have not changed since the previous
+            sample with this share. Only elements with a gradient count; None if there are none.
     """
 
     kind: ClassVar[str] = "sample"
@@ -175,7 +181,7 @@ class Sample:
     unmoved: Share | None = None
 
     def check(self) -> None:
-        """Check what a file says of the steps since the last sample."""
+        """Check that the numbers of steps agree with each other."""
         first = self.step - self.steps + 1
         check_steps("skips", self.skips, first, self.step)
         check_steps("scales", [step for step, _ in self.scales], first, self.step)
@@ -189,12 +195,12 @@ class Skip:
 
     Attributes:
         step: the step's number.
-        scale: the loss scale that it used.
-        loss: the unscaled loss, if it was seen.
-        nonfinite: the gradients of this process that held an Inf or a NaN, the first 10; None if
-            the step was not inspected, and is not in the file. With several processes there may be
-            none: the step is skipped on all of them if it overflows on one.
-        more: how many other gradients did.
+        scale: the loss scale that the step used.
+        loss: the unscaled loss; None if it was not seen.
+        nonfinite: the first 10 gradients of this process that held an Inf or a NaN. It may be empty
+            with several processes, because all skip a step that overflows on one of them. None if
+            the step was not inspected; such a step is not in the file.
+        more: the number of further gradients that held an Inf or a NaN.
     """
 
     kind: ClassVar[str] = "skip"
@@ -208,7 +214,10 @@ class Skip:
 
 @dataclass(frozen=True)
 class VerdictLine:
-    """A verdict, and the step after which the monitor gave it; ``verdict`` is its kind."""
+    """A verdict, and the step after which the monitor gave it.
+
+    ``verdict`` is the verdict's kind.
+    """
 
     kind: ClassVar[str] = "verdict"
 
@@ -220,21 +229,21 @@ class VerdictLine:
 
     @property
     def in_full(self) -> Verdict:
-        """The verdict itself."""
+        """The line's verdict, without the step."""
         return Verdict(self.verdict, self.text, self.where, self.findings)
 
 
 @dataclass(frozen=True)
 class Watched:
-    """What a monitor saw in a step whose operations or modules it watched.
+    """The observations in a step whose operations or modules the monitor watched.
 
     Attributes:
         step: the step's number.
-        located: where the first Inf or NaN was made; None if that was not seen.
-        dtypes: the dtype of each module's output, by the module's name; autocast chooses it.
+        located: the place where the first Inf or NaN was made; None if that was not seen.
+        dtypes: the dtype of each module's output, which autocast chooses, by the module's name.
         parameter: the name of a parameter or a buffer that was not finite; None if none was seen.
         state: the name of an optimizer's state that was not finite; None if none was seen.
-        calls: in a run without a step, its calls: see :class:`Sample`.
+        calls: the calls of a run without a step, as in :class:`Sample`.
     """
 
     kind: ClassVar[str] = "watched"
