@@ -1,4 +1,4 @@
-"""The runs of several ranks as one: which rank is at fault, and where they differ."""
+"""Combines the runs of several ranks into one: finds the rank at fault and the differences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from gradscaler.diagnose._run.run import Run
 
 _COMPARE = "explain each run by itself, or compare them: python -m gradscaler compare A B"
 _SEVERITY = tuple(KINDS)
-_NAMES_NO_CAUSE = dict.fromkeys(_SEVERITY[_SEVERITY.index("silent") :], 1)  # of skipped steps
+# Kinds of verdicts that name no cause of skipped steps. A larger number comes later in the order.
+_NAMES_NO_CAUSE = dict.fromkeys(_SEVERITY[_SEVERITY.index("silent") :], 1)
 _NAMES_NO_CAUSE |= {"elsewhere": 2, "normal": 2}
 
 
@@ -22,7 +23,10 @@ class RunOfRanks(Run):
 
     @cached_property
     def verdict(self) -> Verdict:
-        """That of the rank at fault, which it names; where ranks differ, that comes first."""
+        """The verdict of the rank at fault, with the rank's number.
+
+        If the ranks differ, the text begins with the differences.
+        """
         rank = self.starts[-1].rank
         own, differences = self.ranks[rank].verdict, _differences(self.ranks)
         kind = "ranks" if differences else own.kind
@@ -30,10 +34,10 @@ class RunOfRanks(Run):
 
 
 def of_ranks(files: Sequence[tuple[str, Run]]) -> Run:
-    """The runs of several ranks, each with its file's name, as one: that of the rank at fault.
+    """Combine the runs of several ranks, each with its file's name, into that of the one at fault.
 
     Raises:
-        ValueError: they are not runs of different ranks that train together.
+        ValueError: the runs are not from different ranks that train together.
     """
     path_of: dict[int, str] = {}
     first, reference = files[0][0], files[0][1].starts[-1]
@@ -63,20 +67,20 @@ def of_ranks(files: Sequence[tuple[str, Run]]) -> Run:
 
 
 def _order(run: Run) -> tuple[int, float, int, int, int]:
-    """The rank at fault comes first; see :func:`gradscaler.diagnose.read_run`."""
+    """The sort key that puts the rank at fault first; see :func:`gradscaler.diagnose.read_run`."""
     kind, start = run.verdict.kind, run.starts[-1]
     severity = _SEVERITY.index(kind) if kind in _SEVERITY else len(_SEVERITY)
     since = run.nonfinite_since - start.step
-    # Where ranks average their gradients, those are NaN on each; only the culprit's loss is, too.
+    # Ranks that average their gradients all get NaN gradients. Only the culprit's loss is NaN too.
     num_finite = sum(skip.loss is None or math.isfinite(skip.loss) for skip in run.skips)
     return _NAMES_NO_CAUSE.get(kind, 0), since, num_finite, severity, start.rank
 
 
 def _differences(ranks: Mapping[int, Run]) -> str:
-    """Where ranks first differ from the lowest one, in sentences; empty if they do not.
+    """Sentences on where ranks first differ from the lowest rank; empty if they do not.
 
-    Steps are compared since each rank's latest start, as far as each rank has samples: when a run
-    is killed, the files may end at different steps.
+    Steps are compared from each rank's latest start up to its last sample, because the files of a
+    killed run may end at different steps.
     """
     (lowest, reference), *others = ((rank, _Course(run)) for rank, run in sorted(ranks.items()))
     scales = [(*found, rank) for rank, c in others if (found := reference.other_scale(c))]
@@ -102,7 +106,7 @@ def _differences(ranks: Mapping[int, Run]) -> str:
 
 
 class _Course:
-    """A rank's scales and skips since its latest start, up to its last sample, from step 1 on."""
+    """A rank's scales and skips from its latest start to its last sample, numbered from step 1."""
 
     def __init__(self, run: Run) -> None:
         self.start = start = run.starts[-1].step
@@ -123,7 +127,7 @@ class _Course:
         return None
 
     def other_skip(self, other: _Course) -> tuple[int, bool] | None:
-        """The first step that one rank alone skipped, and whether it was the other one."""
+        """The first step that only one rank skipped, and whether that rank is ``other``."""
         length = min(self.length, other.length)
         step = min((s for s in self.skipped ^ other.skipped if s <= length), default=None)
         return None if step is None else (step, step in other.skipped)
