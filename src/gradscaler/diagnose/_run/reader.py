@@ -1,4 +1,4 @@
-"""A run, read from its file, or from those of all ranks."""
+"""Reads a run from its file, or from the files of several ranks."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ _KINDS: dict[str, type[Line]] = {
 def read_run(path: str | Path, *others: str | Path) -> Run:
     """Read a run file, or the files of several ranks of one run.
 
-    A last line without its end, whose writer was killed, is left out. Several files make one run:
-    the rank's that is at fault, with a verdict on all, and with all of them by rank in its
-    attribute ``ranks``.
+    An incomplete last line, left by a writer that was killed, is ignored. For several files, the
+    result is the run of the rank at fault. Its verdict covers all ranks, and its attribute
+    ``ranks`` holds every run by rank.
 
-    The rank at fault is one whose own verdict names a cause of skipped steps, if there is one. Of
-    several it is the one whose gradients hold an Inf or a NaN since the earliest step of the latest
-    streak of skips; then the one with the most severe verdict: parameter, divergence, activations,
-    loss, nan, floor, data; then the lowest. If ranks used different scales or skipped different
-    steps, the verdict begins with that, and its kind is ``"ranks"``.
+    A rank whose verdict names a cause of skipped steps goes before the others. Among several such
+    ranks, the one at fault is the rank whose gradients were first to hold an Inf or a NaN in the
+    latest streak of skips. A tie goes to the rank with the fewest skips whose loss is finite or
+    unknown; then to the most severe verdict: parameter, divergence, activations, loss, nan, floor,
+    data; then to the lowest rank. If ranks used different scales or skipped different steps, the
+    verdict begins with these differences, and its kind is ``"ranks"``.
 
     Raises:
         ValueError: a file is not a valid run, or the files do not belong together. The message is
-            one line, and names the file, the line's number and what is wrong there.
+            one line that names the file, the number of the line and the mistake.
         OSError: a file cannot be read.
     """
     if not others:
@@ -57,18 +58,19 @@ class RunFollower:
 
     def _restart(self) -> None:
         self._lines: dict[type[Line], list[Any]] = {kind: [] for kind in _KINDS.values()}
-        self._number = self._end = 0  # of lines that were read, and where the last one ends
+        self._number = self._end = 0  # lines read so far, and the offset in bytes where they end
         self._first = b""  # the first line
         self._identity: tuple[int, int] | None = None
         self._run: Run | None = None
 
     def read(self) -> Run | None:
-        """The run so far, the same object while nothing is new; None without a complete line.
+        """Return the run so far, or None if the file has no complete line.
 
-        A file that was truncated or replaced is read from its start.
+        It is the same object until new lines are found. If the file was truncated or replaced, it
+        is read again from its start.
 
         Raises:
-            ValueError, OSError: as :func:`read_run` does.
+            ValueError, OSError: for the same reasons as :func:`read_run`.
         """
         if self._path.exists() and not self._path.is_file():
             raise ValueError(f"{self._path}: is not a file")
@@ -108,7 +110,7 @@ def _read(path: Path) -> Run:
 
 
 def _line(record: dict[str, Any], first: bool) -> Line:
-    """The line of a record; ValueError if it is not a line of a run, or cannot be the first."""
+    """Convert a record to a line; ValueError if it is not one, or cannot come first."""
     if first and "gradscaler" not in record:
         raise ValueError("is not the first line of a gradscaler run")
     version = record.get("gradscaler", VERSION)
