@@ -1,4 +1,4 @@
-"""What one process recorded of a run."""
+"""A run as one process recorded it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from gradscaler.outcome import HISTORY_LENGTH
 
 LineT = TypeVar("LineT", bound=Line)
 
-_FEW = 5  # losses, of which the median counts
+_FEW = 5  # losses at each end of a run whose median is taken
 
 
 @dataclass(frozen=True)
 class Run:
-    """The lines of a run file, by kind, in their order.
+    """The lines of a run file, grouped by kind, in the order of the file.
 
     Attributes:
-        ranks: if several ranks' files were read, their runs by rank, the rank at fault first.
+        ranks: the runs by rank, the rank at fault first, if the files of several ranks were read.
     """
 
     starts: tuple[Start, ...]
@@ -44,7 +44,7 @@ class Run:
     verdicts: tuple[VerdictLine, ...]
     ranks: Mapping[int, Run] = field(default_factory=dict)
     watched: tuple[Watched, ...] = ()
-    before: Before | None = None  # the end of what the same file held before
+    before: Before | None = None  # how the previous run in the same file ended
 
     @cached_property
     def num_steps(self) -> int:
@@ -62,7 +62,8 @@ class Run:
     def nonfinite_since(self) -> float:
         """The step since which this rank's own gradients hold an Inf or a NaN.
 
-        In the latest streak of skips, up to its last step that was inspected; Inf if they do not.
+        Only the latest streak of skips counts, up to its last inspected step. The value is Inf if
+        there is no such step, or its gradients are finite.
         """
         since, skipped = math.inf, set(self.skipped)
         first = max(skipped, default=0)
@@ -83,22 +84,22 @@ class Run:
             steps = enumerate(losses, sample.step + 1 - len(losses))
             found |= {step: loss for step, loss in steps if loss is not None}
         found |= {skip.step: skip.loss for skip in self.skips if skip.loss is not None}
-        is_sorted = all(starmap(le, pairwise(found)))  # as in most files, of which some are long
+        is_sorted = all(starmap(le, pairwise(found)))  # usually so; sorting a long file is slow
         return found if is_sorted else dict(sorted(found.items()))
 
     @cached_property
     def norms(self) -> dict[int, float]:
-        """The norm of the unscaled gradients by step, where they were seen."""
+        """The norm of the unscaled gradients by step, where it was seen."""
         return {sample.step: sample.norm for sample in self.samples if sample.norm is not None}
 
     @cached_property
     def shares(self) -> dict[int, Shares]:
-        """What became of the gradients by step, where they were seen."""
+        """The shares of the gradients by step, where they were seen."""
         return {sample.step: sample.shares for sample in self.samples if sample.shares is not None}
 
     @cached_property
     def scales(self) -> dict[int, float]:
-        """The scale that was used at some steps, each until the next of them."""
+        """The loss scale by step; a step that is not a key used the scale of the key before it."""
         used = {step: scale for sample in self.samples for step, scale in sample.scales}
         used |= {sample.step: sample.scale for sample in self.samples}
         used |= {skip.step: skip.scale for skip in self.skips}
@@ -106,20 +107,21 @@ class Run:
 
     @cached_property
     def fit(self) -> Fit | None:
-        """The loss scales that fit the latest samples; None if no gradient is placed by size."""
+        """The loss scales that fit the latest samples; None if no sample has sizes of gradients."""
         return fit_of(self.samples, self.starts[-1].dtype)
 
     @cached_property
     def verdict(self) -> Verdict:
-        """The monitor's last verdict.
+        """The monitor's last verdict, or one that is judged from the samples.
 
-        If there is none, or if a later step was not skipped, so that the run recovered, it is what
-        the samples say. In a file that was continued, it is on the steps since then, and says so.
+        The samples decide if the monitor gave no verdict, or if a later step was not skipped, so
+        that the run recovered. If the file holds several runs, the verdict is on the latest run,
+        and its text says so.
         """
         start = self.starts[-1]
         if self.latest is not self:
             verdict = self.latest.verdict
-            num_runs = len({start.step for start in self.starts})  # one without a step is none
+            num_runs = len({start.step for start in self.starts})  # a run without steps adds none
             text = (
                 f"The file holds {num_runs:,} runs, one after another; this is on the "
                 f"latest, from step {start.step + 1:,} on. {verdict.text}"
@@ -144,7 +146,7 @@ class Run:
 
     @cached_property
     def ended(self) -> Before | None:
-        """How the latest of the runs in the file ended; None if its losses were not seen."""
+        """How the latest run in the file ended; None if its losses or scales were not seen."""
         latest = self._from(self.starts[-1].step, self.num_steps)
         losses = [loss for loss in latest.losses.values() if math.isfinite(loss)]
         if not losses or not latest.scales:
@@ -154,7 +156,7 @@ class Run:
 
     @cached_property
     def latest(self) -> Run:
-        """The run without those before it in the same file, but for how the last one ended."""
+        """The latest run in the file. Its ``before`` says how the run before it ended."""
         start = self.starts[-1]
         previous = [each.step for each in self.starts if each.step < start.step]
         if not previous:
@@ -163,7 +165,7 @@ class Run:
         return replace(self._from(start.step, self.num_steps), starts=(start,), before=before)
 
     def _from(self, first: int, last: int) -> Run:
-        """The lines of the steps after ``first``, up to ``last``."""
+        """A run with only the lines of the steps after ``first``, up to ``last``."""
 
         def within(lines: tuple[LineT, ...]) -> tuple[LineT, ...]:
             return tuple(line for line in lines if first < line.step <= last)
@@ -173,7 +175,10 @@ class Run:
         return Run(starts, *lines, {}, within(self.watched))
 
     def _whole_samples(self) -> list[Sample]:
-        """The samples; one more if lines of skips follow, as where a process was killed."""
+        """The samples, and one made of the skips after the last sample, if there are any.
+
+        Skips without a sample remain where a process was killed.
+        """
         last = self.samples[-1].step if self.samples else self.starts[0].step
         late = {skip.step: skip for skip in self.skips if skip.step > last}
         if not late:
