@@ -1,4 +1,4 @@
-"""A run file to append to, and the numbers of a run for TensorBoard."""
+"""Writes a run to a run file, and its numbers to TensorBoard's event files."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ logger = logging.getLogger("gradscaler")
 _fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 _SPELLED = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
 _SHARE = 'give each process a Monitor and a file of its own, path="run.{rank}.jsonl"'
-_open_files: set[FileIO] = set()  # so that none is collected before its monitor writes the rest
+_open_files: set[FileIO] = set()  # keeps a file open until its monitor has written the last lines
 
 
 class RunFile:
-    """A run file to append to: one that does not exist, is empty, or holds a run to continue.
+    """A run file to append to.
 
-    If its last writer was killed, the incomplete last line is cut off. ``start`` is written first,
-    with its ``step`` raised to the file's last. A file that holds something else stays as it is.
+    The file may be missing, be empty, or hold a run to continue. An incomplete last line, left by a
+    writer that was killed, is cut off. The constructor writes ``start``, and raises its ``step`` to
+    the last step in the file. It does not change a file that holds something else.
 
-    A second writer is refused, whichever process it is in, until the first closes the file or
-    ends. A forked child is no writer: it cannot write what its parent opened. On Windows, and on a
-    file system without locks, a second writer goes unnoticed; the latter warns.
+    The constructor refuses a second writer, in this process or another, until the first one closes
+    the file or its process ends. A forked child cannot write to a file that its parent opened. A
+    second writer is not detected on Windows, nor on a file system without locks; there is a warning
+    on such a file system.
 
     Attributes:
-        step: the last step in the file, 0 if it is new.
-        before: how the run that it holds already ended, if that is known.
+        step: the last step in the file; 0 if the file is new.
+        before: how the run that the file already holds ended; None if that is unknown.
 
     Raises:
-        ValueError: the file holds something else, or has a writer.
+        ValueError: the file holds something else, or has another writer.
         OSError: the file cannot be read or written.
     """
 
@@ -59,25 +61,25 @@ class RunFile:
                 what = "%s: holds a run of %d steps already; this one is appended, and judged alone"
                 if self.step:
                     logger.warning(what, path, self.step)
-                with path.open("rb") as file:  # up to where the last complete line ends
+                with path.open("rb") as file:  # find the end of the last complete line
                     whole = sum(len(line) for line in file if line.endswith(b"\n"))
                 self._file.truncate(whole)
             fields = {**vars(start), "step": self.step}
             if start.world_size == 1:
                 del fields["rank"], fields["world_size"]
             self._append({"gradscaler": VERSION, "kind": start.kind, **fields})
-        except BaseException:  # an interrupt, too, leaves no lock
+        except BaseException:  # an interrupt must not leave a lock behind either
             self.close()
             raise
 
     def write(self, line: Line) -> None:
-        """Append a line, whole. If that fails, warn, and write no more lines."""
+        """Append a whole line. If that fails, warn once and ignore all later lines."""
         if self._has_failed:
             return
         try:
             self._append({"kind": line.kind, **vars(line)})
         except ValueError:
-            if not self._file.closed:  # as a signal handler may have done on the way
+            if not self._file.closed:  # a signal handler may have closed it in the meantime
                 raise
         except OSError as error:
             self._has_failed = True
@@ -85,7 +87,7 @@ class RunFile:
             warnings.warn(RuntimeWarning(what), stacklevel=2)
 
     def close(self) -> None:
-        """Close the file, which another may write to from then on."""
+        """Close the file, so that another writer can open it."""
         self._file.close()
         _open_files.discard(self._file)
 
@@ -93,14 +95,14 @@ class RunFile:
         if self._file.closed:
             raise OSError(f"{self._file.name}: was opened before this process was forked; {_SHARE}")
         text = json.dumps(record, default=vars)
-        if "NaN" in text or "Infinity" in text:  # a name may hold these too
+        if "NaN" in text or "Infinity" in text:  # may also be part of a name, so parse the text
             text = json.dumps(json.loads(text, parse_constant=_SPELLED.__getitem__))
         data = text.encode() + b"\n"
         end = self._file.seek(0, os.SEEK_END)
         try:
             if self._file.write(data) != len(data):
                 raise OSError("only a part of a line could be written")
-        except BaseException as error:  # an interrupt, too, leaves no part of a line
+        except BaseException as error:  # an interrupt must not leave part of a line either
             self._file.truncate(end)
             if isinstance(error, OSError):
                 raise OSError(f"{self._file.name}: {error}") from error
@@ -108,7 +110,7 @@ class RunFile:
 
 
 def _lock(file: FileIO) -> None:
-    """Keep other writers away until the file is closed; ValueError if it has one."""
+    """Lock a file against other writers until it is closed; ValueError if it has one already."""
     if _fcntl is None:
         return
     flags = _fcntl.LOCK_EX | _fcntl.LOCK_NB
@@ -116,7 +118,7 @@ def _lock(file: FileIO) -> None:
         try:
             _fcntl.flock(file, flags)
         except BlockingIOError:
-            gc.collect()  # the writer may be a monitor that nothing refers to
+            gc.collect()  # the writer may be an unreachable monitor that was not yet collected
             _fcntl.flock(file, flags)
     except BlockingIOError:
         what = f"{file.name}: another monitor is writing to this file; close() it, or"
@@ -127,7 +129,7 @@ def _lock(file: FileIO) -> None:
 
 
 def _close_in_child() -> None:
-    """Leave the files, and their locks, to the process that was forked."""
+    """Close the files in a forked child, so that they and their locks stay the parent's."""
     for file in _open_files:
         file.close()
     _open_files.clear()
@@ -138,7 +140,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def load_writer() -> Any:
-    """TensorBoard's ``Writer``; ImportError if it is not installed."""
+    """Import TensorBoard's ``Writer``; ImportError if TensorBoard is not installed."""
     try:
         return importlib.import_module("tensorboard.summary").Writer
     except ImportError:
@@ -169,5 +171,5 @@ class EventFile:
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the event files."""
         self._writer.close()
