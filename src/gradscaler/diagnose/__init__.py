@@ -1,7 +1,7 @@
-"""What goes wrong in a training run with loss scaling, in words and numbers.
+"""Diagnoses training runs with loss scaling, in words and numbers.
 
-Nothing else in gradscaler imports this package, and it imports no framework: it reads the arrays
-of whichever framework is loaded.
+Nothing else in gradscaler imports this package. It imports no framework; it reads the arrays of any
+framework that is already loaded.
 """
 
 from gradscaler.diagnose._findings import Finding, Verdict
