@@ -1,4 +1,4 @@
-"""Which loss scales fit the gradients of samples: what verdicts and figures both go by."""
+"""Computes which loss scales fit the gradients of samples, for verdicts and figures alike."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from numpy.typing import NDArray
 from gradscaler.diagnose._gradients.formats import Format, format_named, sum_of_bins
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample
 
-FLUSHED = 0.01  # of a parameter's nonzero gradients may be flushed
-SMALL = 0.1  # may be flushed or subnormal
-FEW = 0.05  # of all gradients: those of parameters that may be left out
-ROOM = 2  # how often the largest gradient can double
-MOST_SAMPLES = 10  # count, the latest, as one batch's gradients may be unusual
-_MOST_LOST = 0.5  # of a parameter's gradients, at the largest scale with room
-_LEAST_ROOM = 4  # powers of 2 up to an overflow, with which parameters that are gone may come back
-_VANISHED = 64  # the exponent of a scale that only gradients of about 2**-50 need
+FLUSHED = 0.01  # largest share of a parameter's nonzero gradients that may be flushed
+SMALL = 0.1  # largest share of them that may be flushed or subnormal
+FEW = 0.05  # largest share of all gradients in parameters that may be left out
+ROOM = 2  # times that the largest gradient can double before it overflows
+MOST_SAMPLES = 10  # the latest samples that count; a single batch's gradients may be unusual
+_MOST_LOST = 0.5  # largest share that a parameter may lose at 2**common.high
+_LEAST_ROOM = 4  # doublings of the scale; with more room, parameters that are gone may come back
+_VANISHED = 64  # exponent of a scale that only gradients of about 2**-50 need
 _SMALLEST, _LARGEST = -126, 127  # exponents of a scale in float32
 
-_Counts = tuple[int, NDArray[Any]]  # the first exponent, and how many gradients there are of each
+_Counts = tuple[int, NDArray[Any]]  # the first exponent, and the number of gradients of each
 
 
 class Range(NamedTuple):
-    """The loss scales that fit some gradients: 2**low to 2**high; none if ``low > high``."""
+    """The loss scales that fit some gradients: 2**low to 2**high; empty if ``low > high``."""
 
-    unflushed: int  # from this exponent on, few gradients are flushed
-    low: int  # from this one on, few are subnormal either
-    high: int  # up to this one, none overflows, and there is room
-    edge: int  # up to this one, none overflows
+    unflushed: int  # at this exponent and above, few gradients are flushed
+    low: int  # at this exponent and above, few gradients are flushed or subnormal
+    high: int  # up to this exponent, no gradient overflows even if it doubles `ROOM` times
+    edge: int  # up to this exponent, no gradient overflows
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The loss scales that fit a run: all gradients as one, and each parameter's."""
+    """The loss scales that fit a run: for all gradients together, and for each parameter."""
 
     last: int  # the step of the latest sample that counts
-    own: float  # the scale that the last one used
-    whole: Range
+    own: float  # the scale that this sample used
+    whole: Range  # for all gradients together
     parameters: Mapping[str, Range | None]  # None: no gradient is finite and nonzero
-    common: Range  # that of all parameters; `unflushed` is that of `highest`
+    common: Range  # fits every parameter; `unflushed` is that of `highest`
     lowest: str  # the parameter that sets `common.low`; empty if there is no name
-    highest: str  # the one that sets `common.high`
-    lost: float  # of the gradients of `lowest` at 2**common.high: flushed or subnormal
+    highest: str  # the parameter that sets `common.high`
+    lost: float  # the share of `lowest` that 2**common.high flushes or makes subnormal
     left_out: tuple[str, ...]  # parameters that do not fit, and hold few of the gradients
-    gone: tuple[str, ...]  # parameters that are flushed to 0, and out of reach of any scale
+    gone: tuple[str, ...]  # parameters that are flushed to 0, and that no scale brings back
 
     @property
     def is_empty(self) -> bool:
@@ -57,9 +57,9 @@ class Fit:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether every scale loses most of a parameter: what the verdict ``"range"`` says.
+        """Whether every scale loses most of a parameter, which gives the verdict ``"range"``.
 
-        Where all gradients are so small that such scales fit them, they have vanished.
+        False if only enormous scales would fit, because such small gradients have vanished.
         """
         if self.common.high > _VANISHED:
             return False
@@ -67,12 +67,12 @@ class Fit:
 
 
 def has_sizes(sample: Sample) -> bool:
-    """Whether a sample has gradients that are finite and not 0, by their sizes."""
+    """Whether the histogram of a sample holds gradients that are finite and not 0."""
     return sample.histogram is not None and any(sample.histogram.counts)
 
 
 def fit_of(samples: Sequence[Sample], dtype: str) -> Fit | None:
-    """The scales that fit the latest samples that have sizes; None if there are none."""
+    """The scales that fit the latest samples with finite nonzero gradients; None without such."""
     form = format_named(dtype)
     samples = [each for each in samples if has_sizes(each)][-MOST_SAMPLES:]
     if not samples:
@@ -90,7 +90,7 @@ def fit_of(samples: Sequence[Sample], dtype: str) -> Fit | None:
     if not found:
         found, parts = {"": range_of_whole}, {"": whole}
     highest = min(found, key=lambda name: found[name].high)
-    # Such as a bias before a normalization, whose gradient is nothing but rounding errors.
+    # An example is a bias before a normalization: its gradient is nothing but rounding errors.
     misfits = tuple(name for name in found if found[name].low > found[highest].high)
     sizes = {name: float(parts[name][1].sum()) for name in found}
     are_few = sum(sizes[name] for name in misfits) < FEW * sum(sizes.values())
@@ -105,10 +105,11 @@ def fit_of(samples: Sequence[Sample], dtype: str) -> Fit | None:
 
 
 def _gone(sample: Sample, parts: Mapping[str, _Counts], edge: int) -> tuple[str, ...]:
-    """The parameters that are flushed to 0 by more than the largest gradient leaves room for.
+    """The parameters that are flushed to 0, and that no scale without overflow brings back.
 
-    How much more is estimated from those that are left, ``parts``, and fade: as many powers of 2
-    per parameter as between their largest gradient and their smallest.
+    There are none unless another parameter fades, or the scale is below 1. The powers of 2 that the
+    scale would have to grow by are estimated from the parameters that are left, ``parts``: the span
+    from their smallest gradient to their largest, times the number gone over the number left.
     """
     parameters = sample.parameters
     gone = tuple(n for n, found in parameters.items() if found.zero == 1 and n not in parts)
@@ -121,19 +122,20 @@ def _gone(sample: Sample, parts: Mapping[str, _Counts], edge: int) -> tuple[str,
 
 
 def fades(found: ParameterSample) -> bool:
-    """Whether most gradients that are left of a parameter are too small."""
+    """Whether most of a parameter's nonzero gradients are flushed or subnormal."""
     return found.zero < 1 and found.flushed + found.subnormal > (1 - found.zero) / 2
 
 
 def range_of(first: int, counts: NDArray[Any], form: Format) -> Range | None:
-    """The loss scales, powers of 2, that fit gradients with these exponents; None if none are.
+    """The loss scales, powers of 2, that fit gradients of these exponents.
 
-    ``counts[i]`` gradients have a magnitude from ``2**(first + i)`` to below twice that.
+    ``counts[i]`` gradients have a magnitude of at least ``2**(first + i)`` and below twice that.
+    None if all counts are 0.
     """
     if not counts.any():
         return None
     below = np.cumsum(counts) / counts.sum()  # the share up to each exponent
-    # The exponents of the smallest gradients that are to be kept, and to be normal.
+    # The exponents of the smallest gradients that must not be flushed, and that must be normal.
     kept, normal = (int(np.argmax(below > share)) + first for share in (FLUSHED, SMALL))
     unflushed = form.min_exponent - form.mantissa_bits - 1 - kept
     _, top = _ends(first, counts)
@@ -143,13 +145,13 @@ def range_of(first: int, counts: NDArray[Any], form: Format) -> Range | None:
 
 
 def _ends(first: int, counts: NDArray[Any]) -> tuple[int, int]:
-    """The smallest and the largest exponent of which there are gradients."""
+    """The smallest and the largest exponent with a count above 0."""
     occupied = np.flatnonzero(counts)
     return first + int(occupied[0]), first + int(occupied[-1])
 
 
 def _share_below(first: int, counts: NDArray[Any], exponent: int) -> float:
-    """The share of gradients with a smaller exponent."""
+    """The share of gradients whose exponent is below ``exponent``."""
     return float(counts[: max(0, exponent - first)].sum() / counts.sum())
 
 
