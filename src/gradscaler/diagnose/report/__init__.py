@@ -1,4 +1,4 @@
-"""A run as a page for the browser, as a picture, or in the terminal: the verdict and evidence."""
+"""Shows a run's verdict and evidence as a web page, as a picture, or in the terminal."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from gradscaler.diagnose.report._content import Content, content_of, content_of_
 
 
 def write(run: Run | Mapping[str, Run] | Content, path: str | Path) -> None:
-    """Write the report of a run, or of several side by side, whole or not at all.
+    """Write the report on a run, or on several runs side by side.
+
+    If writing fails, the file stays as it was.
 
     Args:
-        run: from :func:`gradscaler.diagnose.read_run`; or at least one by its name, to compare; or
-            what a report on something else says.
-        path: ends in ``.html``, for a page that needs no other file, or in ``.png``.
+        run: a run from :func:`gradscaler.diagnose.read_run`; or runs by their names, at least one,
+            to compare; or the content of a report on something else.
+        path: a name that ends in ``.html``, for a page that needs no other file, or in ``.png``.
 
     Raises:
-        ValueError: the name ends in something else.
+        ValueError: the name has another ending.
         ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
