@@ -1,4 +1,4 @@
-"""What a report says of a run, or of several: the page, the picture and the terminal show it."""
+"""The content of a report on one run or several, which page, picture and terminal all show."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ CLASSES: dict[str, Callable[[Shares], float]] = {
     "zero": lambda share: share.zero,
     "normal": lambda share: share.normal,
 }
-"""What a format makes of gradients, and the share of each."""
+"""The classes of gradients after a cast to a format, each with a function for its share."""
 
 
 class Table(NamedTuple):
-    """Texts in rows. The column ``names`` holds names, the others numbers."""
+    """Rows of texts. The column ``names`` holds names; the other columns hold numbers."""
 
     title: str
     headings: tuple[str, ...]
@@ -41,26 +41,26 @@ class Table(NamedTuple):
 
 
 class Course(NamedTuple):
-    """What a run did step by step, or a replay of one."""
+    """The course of a run, or of a replay of one, step by step."""
 
     num_steps: int
     scales: Mapping[int, float]  # as in `Run`
     skipped: Sequence[int]
-    curves: Mapping[str, Mapping[int, float]]  # such as the losses by step, by what they are
+    curves: Mapping[str, Mapping[int, float]]  # numbers by step, such as losses, by their name
     shares: Mapping[int, Shares]
-    dtype: str  # that the shares refer to
+    dtype: str  # the format that the shares refer to
 
 
 @dataclass(frozen=True)
 class Content:
-    """The headline, its text, and the evidence, in their order."""
+    """The headline, its text, and the evidence, in the order in which a report shows them."""
 
     headline: Kind
     text: str
-    first: Sequence[Table]  # what explains the headline
-    facts: str  # what to know at a glance
+    first: Sequence[Table]  # tables that explain the headline
+    facts: str  # a summary in one line
     courses: Mapping[str, Course]  # by the runs' names
-    fit: Fit | None  # where another scale may help
+    fit: Fit | None  # given if another scale may help
     tables: Sequence[Table]
 
 
@@ -81,7 +81,7 @@ def content_of(run: Run) -> Content:
 
 
 def content_of_runs(runs: Mapping[str, Run]) -> Content:
-    """The report on several runs, by their names: in what they differ comes first."""
+    """The report on several runs, by their names. Their differences come first."""
     levels = {headline_of(run).level for run in runs.values()}
     worst = next(level for level in LEVELS if level in levels)
     cells = _cells(runs)
@@ -100,11 +100,11 @@ def content_of_runs(runs: Mapping[str, Run]) -> Content:
 
 
 def read_each(paths: Iterable[Path]) -> dict[str, Run]:
-    """Runs to compare by their names: their files' own, or their paths where two are the same.
+    """Read runs to compare, by the names of their files; by their paths if two names are the same.
 
     Raises:
-        ValueError, OSError: as :func:`~gradscaler.diagnose.read_run` does; or a file is given
-            twice.
+        ValueError: a file is given twice, or :func:`~gradscaler.diagnose.read_run` refuses it.
+        OSError: a file cannot be read.
     """
     paths = list(paths)
     names = [path.stem for path in paths]
@@ -117,7 +117,7 @@ def read_each(paths: Iterable[Path]) -> dict[str, Run]:
 
 
 def headline_of(run: Run) -> Kind:
-    """What is wrong with a run, in a few words."""
+    """The headline of a run's verdict, and its level."""
     if run.num_steps == run.starts[-1].step and run.verdict.kind == "normal":
         return Kind("warning", "No step is recorded yet")
     level, headline = kind_of(run.verdict.kind)
@@ -125,7 +125,7 @@ def headline_of(run: Run) -> Kind:
 
 
 def _facts_of(run: Run) -> str:
-    """What to know about a run at a glance."""
+    """The summary of a run in one line."""
     start, where = run.starts[-1], run.verdict.where
     facts = {} if where is None else {"Look at": shown(where)}
     if where is not None and run.verdict.kind in ("underflow", "range"):
@@ -140,7 +140,7 @@ def _facts_of(run: Run) -> str:
 
 
 def _shares_of(where: str, run: Run) -> dict[str, str]:
-    """What became of a parameter's gradients in the latest sample that has it."""
+    """A parameter's shares in the latest sample that has it, as a text with its label."""
     for sample in reversed(run.samples):
         if where in sample.parameters:
             found = sample.parameters[where]
@@ -163,7 +163,7 @@ def _with_rows(*tables: Table) -> list[Table]:
 
 
 def _origins(run: Run) -> Table:
-    """Where the latest Inf or NaN were made, the latest first."""
+    """The places where an Inf or NaN was made first, the latest place on top."""
     groups: dict[object, list[Watched]] = {}
     for watched in run.watched:
         if (found := watched.located) is not None:
@@ -177,7 +177,7 @@ def _origins(run: Run) -> Table:
 
 
 def _skips(run: Run) -> Table:
-    """The skipped steps that were inspected, those that are alike in one row, the latest first."""
+    """The inspected skips, with a row for each group of similar ones, the latest group first."""
     groups: dict[object, list[Skip]] = {}
     for skip in run.skips:
         found = skip.nonfinite and skip.nonfinite[0]
@@ -195,12 +195,12 @@ def _skips(run: Run) -> Table:
 
 
 def _latest_first(groups: Iterable[list[Any]]) -> list[list[Any]]:
-    """Some of the groups of lines, by the last step of each."""
+    """The latest groups of lines, sorted by the last step of each group, the latest first."""
     return sorted(groups, key=lambda alike: alike[-1].step, reverse=True)[:_MOST_ROWS]
 
 
 def _row(alike: Sequence[Skip], are_of_ranks: bool) -> tuple[str, ...]:
-    """A row on skips that are alike: their ends, and what the gradients of the last one held."""
+    """A row on similar skips: the first and the last of them, and the gradients of the last."""
     steps = ends([f"{skip.step:,}" for skip in alike])
     losses = ends(["" if skip.loss is None else number(skip.loss) for skip in alike])
     scales = ends([number(skip.scale) for skip in alike])
@@ -218,9 +218,9 @@ def _row(alike: Sequence[Skip], are_of_ranks: bool) -> tuple[str, ...]:
 
 
 def _ranks(run: Run) -> Table:
-    """What each rank says of itself, if several ranks' files were read; the one at fault first.
+    """A row for each rank, the rank at fault first; empty unless several ranks' files were read.
 
-    A rank's own skips are those in which its own gradients held an Inf or a NaN.
+    A rank's own skips are the steps in which its own gradients held an Inf or a NaN.
     """
     rows = []
     for rank, own in islice(run.ranks.items(), _MOST_RANKS):
@@ -234,7 +234,7 @@ def _ranks(run: Run) -> Table:
 
 
 def _cells(runs: Mapping[str, Run]) -> dict[str, list[str]]:
-    """The verdict on each run, what it was told, and what became of it, by name."""
+    """The verdict, the settings and the results of the runs: a cell per run, by the row's name."""
     each = [run.latest for run in runs.values()]
     starts = [run.starts[-1] for run in each]
     policies = [start.policy for start in starts]
@@ -270,7 +270,7 @@ def _last_scale(run: Run) -> str:
 
 
 def _latest_share(run: Run, name: str) -> str:
-    """A share in the latest sample with gradients."""
+    """A share in the latest sample that has shares, as a text; empty if there is none."""
     return percent(getattr(run.shares[max(run.shares)], name)) if run.shares else ""
 
 
@@ -280,7 +280,7 @@ def _last_loss(run: Run) -> str:
 
 
 def _value(value: object) -> str:
-    """A parameter of a policy."""
+    """A parameter of a policy, as a text."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return number(float(value))
     return "" if value is None else str(value)
