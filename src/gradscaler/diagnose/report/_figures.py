@@ -1,4 +1,4 @@
-"""The figure of what happened over time, and what all figures share."""
+"""The figure of a run over time, and the parts that all figures share."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ COLOURS = {
     "zero": "#C6C6C6",
     "normal": "#3382C0",
 }
-"""The colours of what a format makes of gradients; Inf and NaN have that of ``"overflow"``.
+"""The colours of the classes of gradients; Inf and NaN have the colour of ``"overflow"``.
 
-They also differ in grey, and for colour-blind readers. Nothing is drawn over them.
+The colours can also be told apart in grey, and by colour-blind readers. Nothing is drawn over them.
 """
 INK = "#1B1B1B"
 LEVELS = {"good": "#00664B", "warning": "#8A5A00", "bad": "#A93B00"}  # readable on white
 
 WIDTH = 4.6
-"""The width of a figure in inches. At this width its letters are readable on a phone."""
+"""The width of a figure in inches, at which its text is readable on a phone."""
 
 _RUNS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"
-_STYLES: Any = "-", "--", "-.", ":"  # so that no curve hides another, nor a grey print
+_STYLES: Any = "-", "--", "-.", ":"  # keep overlapping curves visible, and distinct in grey
 _SETTINGS: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 10,
@@ -47,20 +47,20 @@ _SETTINGS: dict[Any, Any] = {
     "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "path.simplify_threshold": 0.5,  # of a pixel; a curve of a million steps has few of them
-    "text.parse_math": False,  # a parameter may be called $x_{
+    "path.simplify_threshold": 0.5,  # in pixels; it shrinks a curve of a million steps
+    "text.parse_math": False,  # the name of a parameter may hold "$", such as $x_{
     "svg.fonttype": "none",
 }
-_MOST_POINTS = 400  # that are distinct in a figure of this width
-_LARGEST = 1e100  # which leaves room for margins
-_SMALLEST = 1e-292  # that matplotlib leaves room below on a logarithmic axis
+_MOST_POINTS = 400  # points that can be told apart in a figure of this width
+_LARGEST = 1e100  # the largest number drawn; it leaves room for margins
+_SMALLEST = 1e-292  # the smallest number on a logarithmic axis; matplotlib needs room below it
 
 
 class Drawing(NamedTuple):
     """A figure to draw, alone or beside others."""
 
     title: str
-    caption: str  # how to read it
+    caption: str  # how to read the figure
     height: float  # in inches, at a width of `WIDTH`
     draw: Callable[[FigureBase], None]  # on an empty figure
 
@@ -75,14 +75,14 @@ class _Panel(NamedTuple):
 
 @contextmanager
 def drawing_settings() -> Iterator[None]:
-    """Matplotlib's settings while figures are made and saved."""
+    """Use our settings of matplotlib while figures are made and saved."""
     with rc_context(_SETTINGS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # drawn as a box
         yield
 
 
 def over_time(courses: Mapping[str, Course]) -> Drawing:
-    """The scales, the skips and the curves of runs on the same axes; and the shares of one run."""
+    """The scales, skips and curves of all runs on shared axes, and the shares of a single run."""
     runs = list(courses.values())
     panels = [
         _Panel("Loss scale", 1.6, partial(_draw_scales, runs=runs)),
@@ -121,7 +121,7 @@ def _draw(figure: FigureBase, courses: Mapping[str, Course], panels: Sequence[_P
 
 
 def write_legend(figure: FigureBase, handles: Iterable[Artist], columns: int) -> None:
-    """A legend below the figure, of handles that have labels."""
+    """Write a legend below the figure. Each handle has a label."""
     figure.legend(
         handles=handles,
         loc="outside lower center",
@@ -134,7 +134,7 @@ def write_legend(figure: FigureBase, handles: Iterable[Artist], columns: int) ->
 
 
 def _look(place: int) -> dict[str, Any]:
-    """The colour and the style of a run's lines."""
+    """The colour and the style of a run's lines, as arguments for matplotlib."""
     return {"color": _RUNS[place % len(_RUNS)], "linestyle": _STYLES[place % len(_STYLES)]}
 
 
@@ -148,7 +148,7 @@ def _draw_scales(axes: Axes, runs: Sequence[Course]) -> None:
 
 
 def _draw_skips(axes: Axes, runs: Sequence[Course]) -> None:
-    """A row of marks for each run, the first on top."""
+    """Draw a row of marks for each run, the first run on top."""
     for place, run in enumerate(runs):
         _mark(axes, run.skipped, place, 1 - (place + 0.5) / len(runs))
     axes.set_ylim(len(runs), 0)
@@ -158,7 +158,10 @@ def _draw_skips(axes: Axes, runs: Sequence[Course]) -> None:
 
 
 def _draw_curves(axes: Axes, curves: Sequence[Mapping[int, float]]) -> None:
-    """The finite numbers by step, and marks for the others; logarithmic if they need it."""
+    """Draw the finite numbers by step, and marks for Inf and NaN.
+
+    The axis is logarithmic if the numbers are positive and span more than a factor of 100.
+    """
     seen, num_marked = list[float](), 0
     for place, points in enumerate(curves):
         steps, values = np.fromiter(points, int), np.fromiter(points.values(), float)
@@ -181,7 +184,7 @@ def _draw_curves(axes: Axes, curves: Sequence[Mapping[int, float]]) -> None:
 
 
 def _mark(axes: Axes, steps: Iterable[int], place: int, height: float) -> None:
-    """Mark a run's steps at a height of the axes, as many as are distinct."""
+    """Mark a run's steps at a height of the axes; steps too close to tell apart get one mark."""
     positions = np.array(sorted(steps))
     if positions.size:
         share = (positions - positions[0]) / max(1, positions[-1] - positions[0])
@@ -197,7 +200,7 @@ def _mark(axes: Axes, steps: Iterable[int], place: int, height: float) -> None:
 
 
 def _draw_shares(axes: Axes, shares: Mapping[int, Shares]) -> None:
-    """Stack the shares of each sample, drawn from the sample before it up to its own step."""
+    """Draw the shares of each sample in a stack, from the previous sample up to its own step."""
     groups = np.array_split(sorted(shares), min(len(shares), _MOST_POINTS))
     stack = [
         [100 * np.mean([share(shares[step]) for step in group]) for group in groups]
