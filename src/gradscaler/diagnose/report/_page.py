@@ -1,4 +1,4 @@
-"""A run as a page for the browser."""
+"""The report as an HTML page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 @drawing_settings()
 def page_of(content: Content) -> bytes:
-    """A page that needs no other file: the verdict, the figures and the tables."""
+    """An HTML page with the verdict, the figures and the tables, which needs no other file."""
     level, headline = content.headline
     page = _PAGE.substitute(
         **LEVELS,
@@ -40,7 +40,7 @@ def _figure(drawing: Drawing) -> str:
     drawn = Figure(figsize=(WIDTH, drawing.height), layout="constrained")
     drawing.draw(drawn)
     file = StringIO()
-    with rc_context({"svg.hashsalt": drawing.title}):  # each figure has ids of its own
+    with rc_context({"svg.hashsalt": drawing.title}):  # keeps the ids of figures distinct
         drawn.savefig(file, format="svg", metadata=_NO_METADATA)
     found = re.search(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>(.*)</svg>', file.getvalue(), re.DOTALL)
     assert found
