@@ -1,4 +1,4 @@
-"""A run in one picture: the verdict, the figures and the tables."""
+"""The report as one picture: the verdict, the figures and the tables."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ def drawings_of(content: Content) -> list[Drawing]:
 
 @drawing_settings()
 def picture_of(content: Content) -> bytes:
-    """The picture as a PNG."""
+    """The report as the bytes of a PNG."""
     return png_of(draw(content), dpi=150)
 
 
 def png_of(figure: Figure, dpi: float | str = "figure") -> bytes:
-    """A figure as a PNG. Its texts are its Description, for who cannot see it, and for tests."""
+    """A figure as the bytes of a PNG.
+
+    The PNG's Description holds all texts of the figure, for screen readers and for tests.
+    """
     texts = [found.get_text() for found in figure.findobj(Text)]
     description = " | ".join(" ".join(text.split()) for text in texts if text.strip())
     file = BytesIO()
@@ -38,7 +41,7 @@ def png_of(figure: Figure, dpi: float | str = "figure") -> bytes:
 
 
 def draw(content: Content) -> Figure:
-    """One figure of everything: the verdict, the drawings and the tables."""
+    """Draw one figure with the verdict, the drawings and the tables."""
     text = "\n\n".join(
         fill(text, 120) for text in (shown(content.text, 1000), content.facts) if text
     )
