@@ -1,4 +1,4 @@
-"""A report in the terminal, as rich draws it, with charts out of letters."""
+"""The report in the terminal, drawn by rich, with charts of block characters."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from gradscaler.diagnose.report._words import ends, number, percent, sentence_of
 
 BLOCKS, _PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 _STYLES = {"good": "green", "warning": "yellow", "bad": "red"}
-_BESIDE = 44  # columns of a chart's name and numbers
-_NARROWEST, _WIDEST = 8, 80  # of the charts
-_LEAST = 24  # columns of a table that hold words
+_BESIDE = 44  # columns for a chart's name and numbers
+_NARROWEST, _WIDEST = 8, 80  # columns of a chart
+_LEAST = 24  # characters; a column of a table with longer texts may be wrapped
 
 
 def console_of(output: TextIO) -> Console:
-    """A console on an output that need not be able to write every letter of a name."""
+    """A console on an output, which replaces characters that the output cannot encode."""
     if isinstance(output, TextIOWrapper):
         output.reconfigure(errors="replace")
     return Console(file=output, highlight=False)
@@ -35,12 +35,12 @@ def console_of(output: TextIO) -> Console:
 
 @dataclass(frozen=True)
 class Printed:
-    """A report on one run, or on several."""
+    """A report on one run or several, which rich can print."""
 
     content: Content
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The headline and its text, what explains them, the charts and the other tables."""
+        """Yield the headline and its text, the first tables, the charts and the other tables."""
         content = self.content
         level, headline = content.headline
         if content.text:
@@ -62,7 +62,7 @@ class Printed:
 
 
 def drawn_table(table: ContentTable) -> Table:
-    """A table, whose names are folded if the terminal is narrow."""
+    """A table for rich. Its names are folded if the terminal is narrow."""
     drawn = Table(
         title=table.title,
         title_justify="left",
@@ -85,11 +85,11 @@ def drawn_table(table: ContentTable) -> Table:
 
 
 class _Quantity(NamedTuple):
-    """A number that runs have in some of their steps."""
+    """A quantity that the runs have in some of their steps."""
 
     name: str
     points: Sequence[Mapping[int, float]]  # of each run
-    limits: tuple[float, float] | None = None  # of the charts; by default those of the numbers
+    limits: tuple[float, float] | None = None  # of the charts; by default, the range of `points`
     show: Callable[[float], str] = number
 
 
@@ -104,7 +104,7 @@ def _quantities(runs: Sequence[Course]) -> Iterator[_Quantity]:
 
 
 def _over_time(courses: Mapping[str, Course], options: ConsoleOptions) -> Table:
-    """A line for each quantity of each run, from the first step to the last."""
+    """A chart in one line for each quantity of each run, from the first step to the last."""
     runs = list(courses.values())
     last_step = max((run.num_steps for run in runs), default=0)
     width = min(max(options.max_width - _BESIDE, _NARROWEST), _WIDEST, max(1, last_step))
@@ -112,7 +112,7 @@ def _over_time(courses: Mapping[str, Course], options: ConsoleOptions) -> Table:
     chart = Table.grid(padding=(0, 2))
 
     def add(title: str, rows: Iterable[tuple[Text, str]]) -> None:
-        """A row of a chart and words for each run, by its name if there are several."""
+        """Add a row with a chart and its numbers for each run, named if there are several runs."""
         if len(runs) > 1:
             chart.add_row(Text(title, "bold"))
         for name, row in zip(courses, rows, strict=True):
@@ -138,7 +138,10 @@ def _over_time(courses: Mapping[str, Course], options: ConsoleOptions) -> Table:
 
 
 def _heights(quantity: _Quantity) -> list[NDArray[Any]]:
-    """The numbers of each run from 0 to 1, on a logarithmic axis if that shows more."""
+    """The numbers of each run, scaled to 0 to 1.
+
+    The axis is logarithmic if the numbers are positive and span more than a factor of 100.
+    """
     values = [np.fromiter(points.values(), float) for points in quantity.points]
     finite = [each[np.isfinite(each)] for each in values]
     ends = [end for each in finite if each.size for end in (each.min(), each.max())] or [0.0]
@@ -146,14 +149,14 @@ def _heights(quantity: _Quantity) -> list[NDArray[Any]]:
     with np.errstate(invalid="ignore"):
         if 0 < low < high / 100:
             low, high, *values = map(np.log, (low, high, *values))
-        # Halves, so that their range is finite.
+        # The numbers are halved so that their range does not overflow.
         return [(each / 2 - low / 2) / ((high / 2 - low / 2) or 1.0) for each in values]
 
 
 def curve(columns: NDArray[Any], heights: NDArray[Any], width: int, blocks: str) -> str:
-    """The latest height in each column as a block; "!" where one is Inf or NaN."""
+    """A line with a block for the latest height in each column; "!" if any there is Inf or NaN."""
     latest = np.zeros(width)
-    latest[columns] = heights  # the last of those with the same column stays
+    latest[columns] = heights  # if several share a column, the last one stays
     latest[columns[~np.isfinite(heights)]] = np.nan
     line = [" "] * width
     for column in np.flatnonzero(np.bincount(columns, minlength=width)).tolist():
@@ -170,7 +173,7 @@ def columns_of(steps: Iterable[int], last_step: int, width: int) -> NDArray[np.i
 
 
 def density(columns: NDArray[Any], width: int, blocks: str) -> str:
-    """How many steps are in each column, as a block; a space for none."""
+    """A line with a block for the number of steps in each column; a space for none."""
     counts = np.bincount(columns, minlength=width)
     heights = np.ceil(8 * counts / max(1, counts.max())).astype(int)
     return "".join((" " + blocks)[height] for height in heights)
