@@ -19,12 +19,12 @@ from gradscaler.diagnose.report._content import content_of
 from gradscaler.diagnose.report._terminal import Printed
 from gradscaler.diagnose.report._words import shown
 
-_PAUSE = 0.5  # seconds from one look at the file to the next, at least
-_LONG = 60  # seconds without a new line; a monitor writes each step within one
+_PAUSE = 0.5  # the shortest time in seconds between two reads of the file
+_LONG = 60  # seconds without a new line that are shown; a monitor writes steps sooner than that
 
 
 def watch(path: Path, console: Console) -> None:
-    """Show a run in the terminal until an interrupt; it need not exist yet.
+    """Show a run in the terminal until an interrupt. The file need not exist yet.
 
     Raises:
         ValueError: the output is not a terminal.
@@ -43,7 +43,7 @@ def watch(path: Path, console: Console) -> None:
 
 
 def view(path: Path, run: Run | None, note: str) -> Group | Text:
-    """What is known of a run file at one moment; ``note`` is what the file's state is."""
+    """The view of a run file at one moment; ``note`` describes the state of the file."""
     if run is None:
         return Text(f"Waiting: {shown(note, 600)}")
     title = f"{shown(path.name, 60)}  step {run.num_steps:,}  {note}"
@@ -51,7 +51,7 @@ def view(path: Path, run: Run | None, note: str) -> Group | Text:
 
 
 def _look(path: Path, follower: RunFollower) -> tuple[Run | None, str]:
-    """The run so far, and the state of its file in words."""
+    """Read the run so far, and describe the state of its file."""
     try:
         run = follower.read()
         if run is None:
@@ -68,7 +68,7 @@ def _look(path: Path, follower: RunFollower) -> tuple[Run | None, str]:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind the stack, so that the terminal gets its screen back."""
+    """Make SIGTERM unwind the stack, so that the terminal's screen is restored."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield
