@@ -1,4 +1,4 @@
-"""The figure of which loss scale would be right."""
+"""The figure that shows which loss scales fit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from gradscaler.diagnose._fitting_scales import Fit, Range
 from gradscaler.diagnose.report._figures import COLOURS, INK, Drawing, write_legend
 from gradscaler.diagnose.report._words import RULE, number, power, sentence_of, shown
 
-_MOST_EXPONENTS = 48  # of a scale, on the axis
-_MOST_ROWS = 36  # of parameters, and the two that set the bounds
+_MOST_EXPONENTS = 48  # exponents of scales on the axis
+_MOST_ROWS = 36  # rows for parameters; the two that set the bounds may add to them
 _COLOURS = {
     "flushed": COLOURS["flushed"],
     "subnormal": COLOURS["subnormal"],
@@ -30,7 +30,7 @@ _COLOURS = {
 
 
 def which_scale(fit: Fit) -> Drawing:
-    """What each loss scale would make of the gradients, of all and of each parameter."""
+    """Draw the effect of each loss scale on all gradients together and on each parameter's."""
     rows: dict[str, Range | None] = {"all gradients": fit.whole}
     every = math.ceil(len(fit.parameters) / _MOST_ROWS)
     for row, (name, found) in enumerate(fit.parameters.items()):
@@ -75,7 +75,7 @@ def _draw(figure: FigureBase, fit: Fit, rows: Mapping[str, Range | None]) -> Non
 
 
 def _row(found: Range | None, exponents: np.ndarray) -> np.ndarray:
-    """The colour of each scale: the worst that it does to the gradients of a row."""
+    """The colour of each scale, for its worst effect on the gradients of a row."""
     row = np.empty((exponents.size, 3))
     row[:] = to_rgb(_COLOURS["zero, NaN" if found is None else "fits"])
     if found is not None:
