@@ -1,4 +1,4 @@
-"""Numbers, names and sentences as all reports show them."""
+"""Formats numbers, names and sentences for all reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RULE = (
 
 
 def number(value: float) -> str:
-    """A number in short: a power of two as such if its digits are hard to read."""
+    """A number in short form. A large or small power of two is written as a power."""
     fraction, exponent = math.frexp(value)
     if fraction == 0.5 and not -2 <= exponent <= 24:
         return power(2, exponent - 1)
@@ -32,7 +32,7 @@ def power(base: int, exponent: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share of 1 in percent. Only 0 is shown as 0%."""
+    """A share from 0 to 1, in percent. Only an exact 0 is shown as 0%."""
     return "0%" if share == 0 else "<0.1%" if share < 0.001 else f"{share:.1%}"
 
 
@@ -45,12 +45,12 @@ def shown(name: str, longest: int = 200) -> str:
 
 
 def ends(texts: Sequence[str]) -> str:
-    """The first and the last, or the one if they are the same; empty if there is none."""
+    """The first and the last text, or one text if they are the same; empty if there are none."""
     return " → ".join(dict.fromkeys([texts[0], texts[-1]])) if texts else ""
 
 
 def sentence_of(fit: Fit) -> str:
-    """Which scales fit, and the run's own."""
+    """A sentence on which scales fit, and on the run's own scale."""
     low, high, own = power(2, fit.common.low), power(2, fit.common.high), number(fit.own)
     lowest, highest = (shown(name, 60) or "one" for name in (fit.lowest, fit.highest))
     if fit.gone:
