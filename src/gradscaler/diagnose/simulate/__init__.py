@@ -1,6 +1,7 @@
-"""What a policy would do on a recorded run: its skips, what it flushes, how soon it recovers.
+"""Replays a policy on a recorded run: its skips, flushed gradients and recovery times.
 
-Needs NumPy alone. ``python -m gradscaler simulate run.jsonl --policy paddle`` prints the table.
+This package needs only NumPy. ``python -m gradscaler simulate run.jsonl --policy paddle`` prints a
+table.
 """
 
 from gradscaler.diagnose.simulate._replay import Replay, Spike, replay
