@@ -1,4 +1,4 @@
-"""What the command line takes and shows: policies in words, and replays as a report."""
+"""The command line's side of ``simulate``: parses policies, and shows replays as a report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PRESETS = tuple(
 )
 _CLASSES = {kind.__name__: kind for kind in (AmaxScale, DynamicScale, FixedScale)}
 NAMES = (*_PRESETS, *_CLASSES)
-"""What a policy can be called."""
+"""The names that a policy can be given by."""
 _MAKERS: dict[str, Callable[..., Policy]] = {
     **{f"DynamicScale.{name}": getattr(DynamicScale, name) for name in _PRESETS},
     **{name: getattr(DynamicScale, name) for name in _PRESETS},
@@ -35,13 +35,13 @@ _MAKERS: dict[str, Callable[..., Policy]] = {
 
 
 def policy_of(text: str) -> Policy:
-    """A policy from a preset's or a class' name, or from a call of it with literals.
+    """Make a policy from the name of a preset or a class, or from a call of it with literals.
 
-    A preset may be written as in Python, such as ``DynamicScale.paddle()``. No code in the text is
-    run.
+    A preset may also be written as in Python, such as ``DynamicScale.paddle()``. The text is only
+    parsed, never run as code.
 
     Raises:
-        ValueError: the text is something else, or its parameters cannot work.
+        ValueError: the text is something else, or the policy rejects its parameters.
 
     >>> policy_of("AmaxScale(margin=10)").margin
     10
@@ -68,7 +68,7 @@ def policy_of(text: str) -> Policy:
 def content_of_replays(
     replays: Mapping[str, Replay], title: str = "Policies side by side"
 ) -> Content:
-    """What the trace holds, the table, and each policy's course."""
+    """The report on replays: a summary of the trace, the table, and each policy's course."""
     replay = next(iter(replays.values()))
     is_bad = replay.trace.is_bad
     spikes = sum(not is_bad[start:stop].all() for start, stop, _ in replay.spikes)
@@ -84,11 +84,11 @@ def content_of_replays(
 
 
 def rows_of(replays: Mapping[str, Replay]) -> list[tuple[str, ...]]:
-    """A row of texts for each replay, under ``HEADINGS``.
+    """A row of texts for each replay, with the columns of ``HEADINGS``.
 
-    ``flushed`` is a share of the gradients; ``lost`` and ``subnormal`` are of the sum of their
-    magnitudes. ``back after`` is the median steps after bad batches or a spike until the scale is
-    back, and ``at most`` the most; ``at last`` is the last scale.
+    ``flushed`` is a share of the gradients; ``lost`` and ``subnormal`` are shares of the sum of
+    their magnitudes. ``back after`` is the median number of steps until the scale is back after bad
+    batches or a spike; ``at most`` is the largest such number. ``at last`` is the last scale.
     """
     return [
         (
@@ -104,7 +104,7 @@ def rows_of(replays: Mapping[str, Replay]) -> list[tuple[str, ...]]:
 
 
 def _course_of(replay: Replay) -> Course:
-    """The steps of a replay, and what it lost in those that were not skipped."""
+    """The course of a replay, with the magnitude that it flushed in each step it did not skip."""
     lost = _turns(100 * replay.flushed_magnitude)
     curves = {
         "Flushed magnitude, %": {n: share for n, share in lost.items() if not math.isnan(share)}
@@ -115,14 +115,14 @@ def _course_of(replay: Replay) -> Course:
 
 
 def _turns(values: NDArray[Any]) -> dict[int, float]:
-    """The values by step, without those that are the same as the ones before and after them."""
+    """The values by step; a value equal to both its neighbours is left out."""
     differs = np.diff(values) != 0
     kept = np.flatnonzero(np.r_[True, differs] | np.r_[differs, True])
     return dict(zip((kept + 1).tolist(), values[kept].tolist(), strict=True))
 
 
 def _recovery(replay: Replay) -> tuple[str, str]:
-    """The steps to recover: the median and the most, ``"never"`` for not at all."""
+    """The median and the largest number of steps to recover; ``"never"`` without a recovery."""
     steps = sorted(math.inf if s.recovery is None else s.recovery for s in replay.spikes)
     if not steps:
         return "-", "-"
