@@ -1,4 +1,4 @@
-"""A policy on a trace, and what comes of it."""
+"""Replays a policy on a trace, and measures the outcome."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 from gradscaler.diagnose.simulate._trace import OVERFLOW, Trace
 from gradscaler.policies import Policy
 
-_KEPT = -25  # float16 rounds smaller exponents to 0
-_NORMAL = -14
-_CHUNK = 2**20  # counts
+_KEPT = -25  # float16 rounds magnitudes with smaller exponents to 0
+_NORMAL = -14  # the exponent of float16's smallest normal number
+_CHUNK = 2**20  # counts that are summed at once
 
 
 class Spike(NamedTuple):
@@ -25,8 +25,8 @@ class Spike(NamedTuple):
     Attributes:
         start: the first of these steps, from 0.
         stop: the first step after them.
-        recovery: how many steps after them had a lower scale than the one before them; None if
-            that scale was not back before the trace ended.
+        recovery: the number of steps after ``stop`` until the scale is back at its value in the
+            step before ``start``; None if it is not back before the trace ends.
     """
 
     start: int
@@ -36,16 +36,18 @@ class Spike(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """What one sequence of loss scales does to a trace.
+    """The effect of one sequence of loss scales on a trace.
+
+    All arrays have the shape (steps,). The shares are NaN if the step was skipped or the trace has
+    no histograms.
 
     Attributes:
         trace: the trace.
-        scales: the scale that each step used, float32 of shape (steps,).
-        skipped: which steps were skipped, of shape (steps,).
-        flushed: the share of each step's gradients that float16 flushed to zero, of shape (steps,).
-            NaN where the step was skipped or the trace has no histogram, here and below.
+        scales: the scale that each step used, in float32.
+        skipped: whether each step was skipped.
+        flushed: the share of each step's gradients that float16 flushed to zero.
         subnormal: the share that became subnormal, and lost bits.
-        flushed_magnitude: the share of the sum of their magnitudes that was flushed to zero.
+        flushed_magnitude: the flushed share of the sum of the gradients' magnitudes.
         subnormal_magnitude: the share of that sum that became subnormal.
     """
 
@@ -59,27 +61,27 @@ class Replay:
 
     @property
     def num_skipped(self) -> int:
-        """How many steps were skipped."""
+        """The number of skipped steps."""
         return int(self.skipped.sum())
 
     def mean(self, name: str) -> float:
         """The mean of a share, such as ``"flushed"``, over the steps that were not skipped.
 
-        NaN if there are none, or the trace has no histograms.
+        NaN if all steps were skipped, or the trace has no histograms.
         """
         values: NDArray[np.float64] = getattr(self, name)[~self.skipped]
         return float(values.mean()) if values.size else math.nan
 
     @cached_property
     def spikes(self) -> tuple[Spike, ...]:
-        """The spikes of the trace, and how soon the scale was back after each.
+        """The spikes of the trace, and the number of steps until the scale was back after each.
 
         A spike is a stretch of steps whose ``extreme`` is at least 16 times the median ``largest``
-        of the 100 steps before it. Stretches that the recovery overlaps count as they are.
+        of the 100 steps before it. A spike that begins during another's recovery counts on its own.
         """
         spikes = self.trace.spikes
         before = {stop: self.scales[start - 1] for start, stop in spikes}
-        # The steps at which the scale is higher than at all between, the nearest last.
+        # Later steps with a higher scale than each step from the current one to them, nearest last.
         steps, negative = list[int](), list[float]()
         recovery = dict[int, int]()
         for step, scale in zip(
@@ -96,10 +98,10 @@ class Replay:
 
 
 def replay(policy: Policy, trace: Trace) -> Replay:
-    """Run a policy over a trace, as its scaler would.
+    """Run a policy over a trace, as a scaler does in training.
 
     At each step with scale ``s``, ``found_inf`` is ``extreme * s >= 65520``. A policy that has an
-    ``amax_interval`` is told the largest gradient of each finite step.
+    ``amax_interval`` gets the largest gradient of each finite step.
 
     >>> from gradscaler import DynamicScale
     >>> trace = Trace([1.0, 1.0, 1.0], extreme=[1.0, np.inf, 1.0])
@@ -123,7 +125,7 @@ def replay(policy: Policy, trace: Trace) -> Replay:
 
 
 def at_scales(scales: ArrayLike, trace: Trace) -> Replay:
-    """What these scales, one for each step, do to a trace."""
+    """The replay of a trace with these scales, one for each step."""
     used = np.array(scales, np.float32)
     with np.errstate(over="ignore"):
         skipped = ~(trace.extreme * used.astype(np.float64) < OVERFLOW)
@@ -131,7 +133,7 @@ def at_scales(scales: ArrayLike, trace: Trace) -> Replay:
     if trace.rows is not None and trace.num_steps:
         places, exponents = trace.row_of, np.log2(used.astype(np.float64))
         is_new = (places[1:] != places[:-1]) | (exponents[1:] != exponents[:-1])
-        starts = np.flatnonzero(np.concatenate([[True], is_new]))  # of steps with equal shares
+        starts = np.flatnonzero(np.concatenate([[True], is_new]))  # of stretches of equal shares
         sizes = 2.0 ** (np.arange(trace.rows.shape[1]) - trace.rows.shape[1])
         found = np.empty((4, starts.size))
         for part in np.array_split(np.arange(starts.size), starts.size * sizes.size // _CHUNK + 1):
@@ -149,7 +151,7 @@ def at_scales(scales: ArrayLike, trace: Trace) -> Replay:
 
 
 def _share_below(counts: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
-    """The share of each row's counts before a place among its bins, evenly spread in each bin."""
+    """The share of each row's counts below a fractional bin index; bins are taken as uniform."""
     sums = np.concatenate([np.zeros((len(counts), 1)), np.cumsum(counts, axis=1)], axis=1)
     places = np.clip(places, 0, counts.shape[1])
     whole = np.minimum(places.astype(int), counts.shape[1] - 1)
