@@ -1,4 +1,4 @@
-"""The gradients of a run as they are before scaling, step by step."""
+"""The unscaled gradients of a run, step by step."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ from gradscaler.diagnose._run.lines import Bins
 from gradscaler.diagnose._run.run import Run
 
 OVERFLOW = 65520.0
-"""Magnitudes from here on are rounded to Inf in float16."""
+"""The smallest magnitude that float16 rounds to Inf."""
 
-_MOST_GROWTH = 2.0**12  # beyond what was seen; a step that had to be larger is a bad batch
-_MOST_STEPS = 4_000_000  # which take 1 GB
-_MOST_BINS = 2**27  # of all histograms, which take 1 GB
+_MOST_GROWTH = 2.0**12  # times the latest sample; a skip that needs more is a bad batch
+_MOST_STEPS = 4_000_000  # take 1 GB
+_MOST_BINS = 2**27  # in all histograms together; they take 1 GB
 _LOWEST, _HIGHEST = -160, 140  # exponents beyond which no scale in float32 makes a difference
-_SPIKE = 2.0**4  # as large as the typical step before it
-_TYPICAL = 100  # steps
+_SPIKE = 2.0**4  # times the median of the steps before it
+_TYPICAL = 100  # steps in this median
 _CHUNK = 2**14  # steps
 
 
 class Trace:
-    """The gradients of each step, unscaled: all that a loss scale in float16 depends on.
+    """The unscaled gradients of each step: all that float16's loss scale depends on.
 
     Attributes:
-        largest: float64 of shape (steps,), the largest magnitude of the parameters' gradients,
-            which is what a policy is told of a finite step.
-        extreme: float64 of shape (steps,), the largest magnitude anywhere in the backward pass. The
-            step is non-finite at a scale with ``extreme * scale >= 65520``; Inf stands for a bad
-            batch, non-finite at any scale. By default, ``largest``.
-        first: the exponent that ``counts`` begins with.
-        counts: of shape (steps, bins); in each step ``counts[step, i]`` gradients, or that weight
-            of them, have ``floor(log2(abs(g))) == first + i``. None if only the largest are known.
-        rows: ``counts``, with one row for all steps that share a histogram.
-        row_of: int of shape (steps,), the row of each step; with it, the constructor takes ``rows``
-            in place of ``counts``.
+        largest: float64 of shape (steps,), the largest magnitude of the parameters' gradients. A
+            policy gets it after a finite step.
+        extreme: float64 of shape (steps,), the largest magnitude anywhere in the backward pass. A
+            step is non-finite if ``extreme * scale >= 65520``. Inf marks a bad batch, which is
+            non-finite at any scale. The default is ``largest``.
+        first: the exponent of the first column of ``counts``.
+        counts: float64 of shape (steps, bins). In each step, ``counts[step, i]`` gradients, or
+            their total weight, have ``floor(log2(abs(g))) == first + i``. None if only the largest
+            magnitudes are known.
+        rows: the distinct rows of ``counts``: steps with the same histogram share a row.
+        row_of: int of shape (steps,), the row of each step. If the constructor gets ``row_of``, its
+            argument ``counts`` is ``rows``.
 
     Raises:
-        ValueError: the shapes do not match, or a value cannot be a magnitude or a count.
+        ValueError: the shapes do not match, or a value is not a valid magnitude, count or row.
 
     >>> trace = Trace([0.5, 0.25, 0.5], extreme=[0.5, np.inf, 0.5])
     >>> trace.num_steps, trace.is_bad.tolist()
@@ -79,22 +80,22 @@ class Trace:
 
     @property
     def counts(self) -> NDArray[np.float64] | None:
-        """The histogram of each step, as the constructor takes them."""
+        """The histogram of each step, of shape (steps, bins); None if there are none."""
         return None if self.rows is None else self.rows[self.row_of]
 
     @property
     def num_steps(self) -> int:
-        """How many steps there are."""
+        """The number of steps."""
         return len(self.largest)
 
     @property
     def is_bad(self) -> NDArray[np.bool_]:
-        """Which steps are non-finite at any scale."""
+        """Whether each step is non-finite at any scale."""
         return np.isinf(self.extreme)
 
     @cached_property
     def spikes(self) -> tuple[tuple[int, int], ...]:
-        """The first step of each spike, and the first after it; see :attr:`Replay.spikes`."""
+        """The first step of each spike, and the first step after it; see :attr:`Replay.spikes`."""
         found = []
         start, limit = None, 0.0
         with np.errstate(over="ignore"):
@@ -111,12 +112,12 @@ class Trace:
 
     @property
     def _typical(self) -> NDArray[np.float64]:
-        """The median ``largest`` of the 100 steps before each; 0 where there is none.
+        """The median ``largest`` of the 100 steps before each step; 0 for the first step.
 
-        Numbers beyond float64 become Inf.
+        A median beyond float64's range becomes Inf.
         """
         medians = np.zeros(self.num_steps)
-        with np.errstate(over="ignore"):  # of the mean of the middle two
+        with np.errstate(over="ignore"):  # the mean of the middle two values may overflow
             for step in range(1, min(_TYPICAL, self.num_steps)):
                 medians[step] = np.median(self.largest[:step])
             for start in range(_TYPICAL, self.num_steps, _CHUNK):
@@ -127,15 +128,16 @@ class Trace:
 
     @classmethod
     def of_run(cls, run: Run) -> Trace:
-        """The trace of a run that a :class:`gradscaler.diagnose.Monitor` recorded in float16.
+        """Make the trace of a run that a :class:`gradscaler.diagnose.Monitor` recorded in float16.
 
-        ``every=1`` records each step. Other steps count as the latest sample before them, or the
-        first. What the run's own scale flushed to zero is not in its file, so a run at a low scale
-        says little of a higher one.
+        With ``every=1``, a monitor records each step. A step without a sample gets the gradients of
+        the latest sample before it, or of the first sample. Gradients that the run's own scale
+        flushed to zero are not in the file, so a run at a low scale says little about a higher one.
 
-        A skipped step says only that its gradients were at least ``65520 / scale``. It counts as
-        that large; or as a bad batch, if its loss is not finite, or if it had to be more than 2**12
-        times as large as the latest sample.
+        For a skipped step, it is known only that a gradient was at least ``65520 / scale``. Its
+        ``extreme`` is that value, or the largest gradient of the latest sample if that is larger.
+        The step counts as a bad batch if its loss is not finite, or if ``65520 / scale`` is more
+        than 2**12 times that largest gradient.
 
         Raises:
             ValueError: the run has no histograms, is not in float16, or is too long.
@@ -170,7 +172,7 @@ class Trace:
 
 
 def _rows(histograms: Sequence[Bins]) -> tuple[int, NDArray[np.float64]]:
-    """The first exponent, and a row of counts for each histogram."""
+    """Align histograms: the first exponent, and a row of counts for each histogram."""
     lowest = min(first for first, counts in histograms if counts)
     highest = max(first + len(counts) - 1 for first, counts in histograms if counts)
     lowest, highest = (min(max(e, _LOWEST), _HIGHEST) for e in (lowest, highest))
