@@ -30,7 +30,7 @@ _COLOURS = {
 
 
 def which_scale(fit: Fit) -> Drawing:
-    """Draw the effect of each loss scale on all gradients together and on each parameter's."""
+    """The figure of the effect of each loss scale on all gradients, and on each parameter's."""
     rows: dict[str, Range | None] = {"all gradients": fit.whole}
     every = math.ceil(len(fit.parameters) / _MOST_ROWS)
     for row, (name, found) in enumerate(fit.parameters.items()):
