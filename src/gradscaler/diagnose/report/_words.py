@@ -37,7 +37,7 @@ def percent(share: float) -> str:
 
 
 def shown(name: str, longest: int = 200) -> str:
-    """A name of unknown origin on one line, without its middle if it is too long."""
+    """A name of unknown origin on one line; if it is too long, its middle is left out."""
     plain = "".join(letter if letter.isprintable() else "�" for letter in name)
     if len(plain) <= longest:
         return plain
