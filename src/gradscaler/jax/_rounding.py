@@ -1,4 +1,4 @@
-"""Values of float32 in 16 bits, and 16 more bits that complete them again."""
+"""Rounds float32 values to 16 bits, and computes 16 more bits that restore them."""
 
 from __future__ import annotations
 
@@ -11,31 +11,33 @@ Array = Any
 
 lax: Any = jax.lax  # partly untyped
 
-_FIXED_POINT_BELOW = 2.0**-16  # below, float16's spacing stays 2**-24, and float32's shrinks
-_UNIT = 2.0**-40  # float32's spacing from 2**-17 to 2**-16: 2**16 units are float16's spacing
+# Below 2**-16, float16's spacing is 2**-24 everywhere, but float32's shrinks. Distances there are
+# counted in a fixed unit: float32's spacing from 2**-17 to 2**-16. 2**16 units are float16's.
+_FIXED_POINT_BELOW = 2.0**-16
+_UNIT = 2.0**-40
 
 
 def is_narrow(leaf: Any) -> bool:
-    """Whether a leaf is of a 16-bit floating dtype."""
+    """Whether a leaf has a 16-bit floating dtype."""
     return jnp.result_type(leaf) in (jnp.float16, jnp.bfloat16)
 
 
 def bits(value: Array) -> Array:
-    """The bits of a floating array, as signed integers of its size."""
+    """The bits of a floating array, as signed integers of the same size."""
     return lax.bitcast_convert_type(value, jnp.int16 if value.dtype.itemsize == 2 else jnp.int32)
 
 
 def nearest(wide: Array, dtype: Any) -> Array:
-    """float32 rounded to a 16-bit dtype, to nearest even."""
+    """Round float32 values to the nearest of a 16-bit dtype, with ties to even."""
     return wide.astype(dtype)
 
 
 def with_remainder(wide: Array, dtype: Any) -> Array:
-    """float32 rounded to a 16-bit dtype, to nearest, so that 16 bits complete it.
+    """Round float32 values to the nearest of a 16-bit dtype, so that 16 more bits restore them.
 
-    An even value has a tie on either side, so 2**16 + 1 values of float32 may round to it: one too
-    many. Ties that 16 bits do not reach are rounded away from zero: with bfloat16 every tie, with
-    float16 those below 2**-16.
+    With ties to even, an even value would get the ties on both sides: 2**16 + 1 float32 values
+    would round to it, one more than 16 bits can tell apart. So every bfloat16 tie, and every
+    float16 tie below 2**-16, is rounded away from zero.
     """
     if dtype == jnp.bfloat16:
         upper = ((bits(wide) + 2**15) >> 16).astype(jnp.int16)
@@ -45,15 +47,15 @@ def with_remainder(wide: Array, dtype: Any) -> Array:
 
 
 def remainder(wide: Array, narrow: Array) -> Array:
-    """What :func:`completed` needs beside `narrow` to return `wide`, in 16 bits."""
+    """The 16 bits that :func:`completed` needs to restore `wide` from `narrow`."""
     return jnp.clip(_distance(wide, narrow), -(2**15), 2**15 - 1).astype(jnp.int16)
 
 
 def completed(narrow: Array, remainder: Array) -> Array:
     """The float32 value that was rounded to `narrow`.
 
-    The distance counts float32's values. With bfloat16 it is the lower half of float32's bits. With
-    float16, it counts steps of 2**-40 below 2**-16.
+    The remainder is a distance, counted in float32 values. With bfloat16 it is the lower half of
+    float32's bits. With float16 below 2**-16, it is counted in steps of 2**-40.
     """
     value = _widened(narrow)
     by_values = _from_bits(bits(value) + remainder, jnp.float32)
@@ -64,14 +66,14 @@ def completed(narrow: Array, remainder: Array) -> Array:
 
 
 def _distance(wide: Array, narrow: Array) -> Array:
-    """How much larger the magnitude of `wide` is than that of `narrow`, as an int32."""
+    """The magnitude of `wide` minus that of `narrow`, counted as in :func:`completed`, in int32."""
     value = _widened(narrow)
     values = bits(wide) - bits(value)
     if narrow.dtype == jnp.bfloat16:
         return values
     units = jnp.rint((jnp.abs(wide) - jnp.abs(value)) / jnp.float32(_UNIT)).astype(jnp.int32)
     distance = jnp.where(_in_units(value), units, values)
-    return jnp.where(jnp.isfinite(value), distance, 0)  # what overflows stays an Inf
+    return jnp.where(jnp.isfinite(value), distance, 0)  # so that an overflow stays Inf
 
 
 def _in_units(value: Array) -> Array:
@@ -79,10 +81,10 @@ def _in_units(value: Array) -> Array:
 
 
 def _widened(narrow: Array) -> Array:
-    """A 16-bit value in float32, by integers.
+    """Cast a 16-bit value to float32 by integer operations.
 
-    XLA takes a cast to 16 bits and back for no cast at all, where it may keep excess precision. On
-    some devices, a cast flushes subnormals, too.
+    If XLA may keep excess precision, it removes a cast to 16 bits and back. Also, a cast flushes
+    subnormals on some devices.
     """
     whole = bits(narrow).astype(jnp.int32)
     if narrow.dtype == jnp.bfloat16:
@@ -100,11 +102,12 @@ def _from_bits(integers: Array, dtype: Any) -> Array:
 
 
 def stochastic(wide: Array, dtype: Any, key: Array) -> Array:
-    """float32 rounded to one of its two neighbours in a 16-bit dtype, the nearer one more often.
+    """Round float32 values at random to one of their two neighbours in a 16-bit dtype.
 
-    With ``lower <= |wide| < upper``, ``P(upper) = (|wide| - lower) / (upper - lower)``, so the mean
-    is `wide`; to 2**-23 of ``upper - lower``, the resolution of a uniform float32. What is finite
-    stays finite. Where a device flushes subnormals, bfloat16 below 2**-118 is rounded towards zero.
+    With ``lower <= |wide| < upper``, ``P(upper) = (|wide| - lower) / (upper - lower)``. So the mean
+    is `wide`, up to an error of 2**-23 of ``upper - lower``, the resolution of a uniform float32. A
+    finite value stays finite. On a device that flushes subnormals, bfloat16 below 2**-118 is
+    rounded towards zero.
     """
     rounded = wide.astype(dtype)
     magnitude = jnp.abs(wide)
