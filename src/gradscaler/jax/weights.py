@@ -1,4 +1,4 @@
-"""Sixteen-bit parameters that an optax optimizer updates in float32."""
+"""Lets an optax optimizer update 16-bit parameters in float32."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Store = Literal["float32", "remainder16", "stochastic"]
 
 
 class _Store(NamedTuple):
-    """How a float32 value is split over a parameter and the state, and put together again."""
+    """The functions that split a float32 value into parameter and state, and restore it."""
 
-    rounded: Callable[[Array, Any, Any], Array]  # of a float32 value, a dtype and a PRNG key
-    kept: Callable[[Array, Array], Array | None]  # of a float32 value and the parameter
-    completed: Callable[[Array, Any], Array]  # of the parameter and what was kept
+    rounded: Callable[[Array, Any, Any], Array]  # (float32 value, dtype, PRNG key) -> parameter
+    kept: Callable[[Array, Array], Array | None]  # (float32 value, parameter) -> kept in the state
+    completed: Callable[[Array, Any], Array]  # (parameter, kept in the state) -> float32 value
 
 
 _STORES = {
@@ -52,10 +52,10 @@ class MasterWeightsState(NamedTuple):
     """The state of :func:`master_weights`.
 
     Attributes:
-        kept: for each 16-bit parameter its float32 master, or the int16 that completes it; None for
-            wider parameters, and where nothing is stored.
-        key: the PRNG key of the next step's stochastic rounding, or None.
-        inner_state: the optimizer's own state, as for float32 parameters.
+        kept: for each 16-bit parameter, its float32 master or its int16 remainder. None for wider
+            parameters, and for the store ``"stochastic"``.
+        key: the PRNG key of the next step's stochastic rounding; None for other stores.
+        inner_state: the state of the wrapped optimizer, as for float32 parameters.
     """
 
     kept: Any
@@ -65,10 +65,10 @@ class MasterWeightsState(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BitUpdate:
-    """The update of a 16-bit parameter: what to add to its bits, read as an integer.
+    """The update of a 16-bit parameter: an integer to add to its bits.
 
-    ``parameter + update`` is the new parameter, bit for bit. A floating update could not be: from
-    1.0, none leads to 1e-30.
+    ``parameter + update`` is the new parameter, bit for bit. A floating update cannot reach every
+    value: for example, none leads from 1.0 to 1e-30.
 
     Args:
         steps: an int16 for each element. 0 leaves the parameter as it is.
@@ -76,13 +76,13 @@ class BitUpdate:
 
     steps: Array
 
-    __array_ufunc__ = None  # NumPy's arrays leave the addition to __radd__, as JAX's do
+    __array_ufunc__ = None  # makes NumPy's arrays leave the addition to __radd__, as JAX's do
 
     def __radd__(self, parameter: Any) -> Array:
         """The new parameter.
 
         Raises:
-            TypeError: the parameter is not of 16 bits, or the update was scaled.
+            TypeError: the parameter does not have 16 bits, or the update was scaled.
         """
         parameter = jnp.asarray(parameter)
         integers = jnp.result_type(self.steps) == jnp.int16
@@ -114,41 +114,42 @@ def master_weights(
         master += the optimizer's update, from the gradient in float32
         parameter = master rounded to 16 bits
 
-    Other leaves are updated as without it. `store` says what the state keeps:
+    The optimizer updates other leaves as usual. `store` says what the state keeps:
 
     - ``"float32"``: the master. 4 bytes a parameter.
-    - ``"remainder16"``: 16 bits that complete the parameter to the master. With bfloat16 they are
-      the lower half of float32's bits, and the master is exact. With float16 the master is exact
-      from 2**-17 up to where float16 overflows. Below, it is rounded to a multiple of 2**-40, which
-      is off by 2**-41 at most. A master halfway between two bfloat16 values is rounded away from
-      zero, and so is one in float16 below 2**-16. 2 bytes a parameter.
+    - ``"remainder16"``: 16 bits that restore the master from the parameter. With bfloat16, they are
+      the lower half of float32's bits, and the master is exact. With float16, the master is exact
+      from 2**-17 up to float16's overflow. Below 2**-17, it is rounded to a multiple of 2**-40: the
+      error is at most 2**-41. A master halfway between two bfloat16 values is rounded away from
+      zero, and so is one halfway between two float16 values below 2**-16. 2 bytes a parameter.
     - ``"stochastic"``: nothing. The parameter is rounded up or down at random, so that its mean is
       the master's value. No bytes.
 
-    :func:`loss_scaled` goes around it, and hands it the gradients in float32. What changes updates
-    goes inside it, as in ``master_weights(optax.chain(...))``, and so do ``MultiSteps`` and
-    ``apply_if_finite``. ``masked``, ``multi_transform`` and ``inject_hyperparams`` may be on either
-    side.
+    Put :func:`loss_scaled` outside: it passes the gradients on in float32. Put transformations that
+    change updates inside, as in ``master_weights(optax.chain(...))``; ``MultiSteps`` and
+    ``apply_if_finite`` belong inside too. ``masked``, ``multi_transform`` and
+    ``inject_hyperparams`` may be on either side.
 
-    ``optax.apply_updates``, and ``parameter + update``, give exactly the new parameters. The
-    updates of 16-bit parameters are instances of :class:`BitUpdate`: they cannot be scaled or
-    measured. ``optax.scale_by_schedule`` outside makes them 0, and nothing notices.
-    ``equinox.apply_updates`` does not take them; pass the arrays of the model to optax's.
+    ``optax.apply_updates`` and ``parameter + update`` give exactly the new parameters. The updates
+    of 16-bit parameters are instances of :class:`BitUpdate`, which cannot be scaled or measured.
+    ``optax.scale_by_schedule`` outside turns them into 0 without an error.
+    ``equinox.apply_updates`` does not accept them; pass the arrays of the model to optax's.
 
     Args:
-        optimizer: any optax transformation. It sees float32 parameters and gradients alone.
-        store: what the state keeps.
-        cast: a function of the parameters that ``init`` gets, which returns the parameters to
-            train, some or all in 16 bits. ``init`` then starts from the wide ones. Without it,
-            ``init`` gets 16-bit parameters, and what they lost is lost.
-        key: for ``"stochastic"``, a key of ``jax.random``. Devices that hold one parameter need the
-            same key.
+        optimizer: any optax transformation. In place of 16-bit leaves, it gets float32 ones.
+        store: how the state keeps the masters, as listed above.
+        cast: a function that casts the parameters that ``init`` gets to the parameters to train,
+            some or all of them in 16 bits. The masters then start from the values before the cast.
+            Without `cast`, ``init`` gets 16-bit parameters, and the masters start from these.
+        key: a key of ``jax.random`` for ``"stochastic"``. Devices that hold the same parameter need
+            the same key.
 
     Raises:
         TypeError: `optimizer` is not an optax transformation, or `cast` is not a function.
-        ValueError: `store` is not one of the three, or `key` is missing or of no use.
-        ValueError: from ``update``, without ``params``, or if a parameter is of 16 bits in ``init``
-            alone, or in ``update`` alone.
+        ValueError: `store` is not one of the three, `key` is missing for ``"stochastic"``, or is
+            given for another store.
+        ValueError: ``update`` gets no ``params``, or a parameter has 16 bits only in ``init`` or
+            only in ``update``.
 
     >>> import jax, optax
     >>> weight = jax.numpy.float16(1.0)
@@ -195,8 +196,8 @@ def master_weights(
         masters = masters_of(params, state.kept)
         grads = _map_narrow(lambda leaf, grad: _wide(grad), params, updates, others=updates)
         updates, inner_state = inner.update(grads, state.inner_state, masters, **extra_args)
-        # The parameter and what is kept must come from one sum. The barrier asks XLA not to compute
-        # it twice, which might round it in two ways.
+        # The parameter and the kept value must come from the same sum. The barrier asks XLA not to
+        # compute the sum twice, because the two results might be rounded differently.
         masters = _rounding.lax.optimization_barrier(optax.apply_updates(masters, updates))
         next_key, keys = _split(state.key, params)
         new = _map_narrow(
@@ -215,13 +216,13 @@ def master_weights(
 
 
 def holds_masters(state: Any) -> bool:
-    """Whether :func:`master_weights` is among the transformations whose state this is."""
+    """Whether an optimizer's state includes a state of :func:`master_weights`."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, MasterWeightsState))
     return any(isinstance(node, MasterWeightsState) for node in nodes)
 
 
 def _map_narrow(function: Callable[..., Any], params: Any, *trees: Any, others: Any = None) -> Any:
-    """Map the 16-bit leaves of `params`; for wider ones take those of `others`, or None."""
+    """Map the 16-bit leaves of `params`; a wider leaf becomes that of `others`, or None."""
     if others is None:
         others = jax.tree.map(lambda leaf: None, params)
     return jax.tree.map(
@@ -237,7 +238,7 @@ def _wide(leaf: Any) -> Array:
 
 
 def _split(key: Any, params: Any) -> tuple[Any, Any]:
-    """The next step's key, and one for each leaf in this step."""
+    """Split a key into the next step's key, and one for each leaf in this step."""
     if key is None:
         return None, jax.tree.map(lambda leaf: None, params)
     leaves, structure = jax.tree.flatten(params)
@@ -246,7 +247,7 @@ def _split(key: Any, params: Any) -> tuple[Any, Any]:
 
 
 def _check_dtypes(params: Any, kept: Any) -> None:
-    """ValueError if a leaf was of 16 bits in ``init`` alone, or in ``update`` alone."""
+    """ValueError if a leaf has 16 bits only in ``init``, or only in ``update``."""
 
     def check(path: Any, leaf: Any, kept: Any) -> None:
         if _rounding.is_narrow(leaf) is (kept is None):
