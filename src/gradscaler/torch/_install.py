@@ -1,11 +1,12 @@
-"""Replaces the scalers of PyTorch, DeepSpeed and Megatron by ours where packages construct them.
+"""Makes packages that construct scalers of PyTorch, DeepSpeed or Megatron get gradscaler's.
 
-A package that has imported ``torch.amp.GradScaler`` refers to the class by a name of its own, so
-replacing the attribute of ``torch.amp`` comes too late. None of the three has a public way to
-change what calling its classes returns, so this file replaces the ``__new__`` of their base class.
-This was tested with PyTorch 2.13, DeepSpeed 0.19.8 and megatron-core 0.16.1 on CPython 3.11, where
-no scaler class defines ``__new__``. If one does, :func:`install` raises and changes nothing. If a
-release of PyTorch lacks one of the deprecated classes, :func:`install` leaves it out.
+A package that has imported ``torch.amp.GradScaler`` holds its own reference to the class, so
+replacing the attribute of ``torch.amp`` would come too late. None of the three frameworks has a
+public way to change what a call of its classes returns. This file therefore replaces the
+``__new__`` of their base class. It was tested with PyTorch 2.13, DeepSpeed 0.19.8 and megatron-core
+0.16.1 on CPython 3.11, where no scaler class defines ``__new__``. If one does, :func:`install`
+raises and changes nothing. If PyTorch lacks one of the deprecated classes, :func:`install` leaves
+it out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from gradscaler.torch.scaler import GradScaler
 
 
 def _deprecated(module: str) -> Any:
-    """The class ``GradScaler`` of a module of PyTorch, or ``torch.amp``'s if it has none."""
+    """The class ``GradScaler`` of a PyTorch module, or ``torch.amp``'s if the module has none."""
     try:
         return import_module(module).GradScaler
     except (ImportError, AttributeError):
@@ -49,25 +50,25 @@ class _CpuGradScaler(GradScaler, _TORCH_CPU):  # type: ignore[misc]
 
 
 class _Replacement:
-    """What a base class and its subclasses construct: their own objects, or ours.
+    """Switches a base class and its subclasses between constructing their own objects and ours.
 
     Args:
-        base: the class whose ``__new__`` is replaced. All its subclasses inherit that.
-        ours: for each class of theirs, the class of ours that stands in for it.
+        base: the class whose ``__new__`` is replaced. All its subclasses inherit ``__new__``.
+        ours: the class of ours that replaces each class of theirs.
     """
 
     def __init__(self, base: Any, ours: Mapping[type, type]) -> None:
         self.base, self.ours = base, ours
 
-        # This becomes the `__new__` of their classes, so it runs whatever name a package has given
-        # them. Python then calls the constructor of the class that it chooses. It leaves other
-        # subclasses alone, because they rely on the code of their base.
+        # This becomes the `__new__` of their classes, so it runs under whatever name a package has
+        # imported them. Python then calls `__init__` of the class of the returned object. Other
+        # subclasses still get their own objects, because they rely on the code of their base.
         @wraps(base.__init__)  # packages read its signature
         def make_ours(cls: type, *args: object, **kwargs: object) -> object:
             return object.__new__(ours.get(cls, cls))
 
-        # uninstall() sets this `__new__` instead of deleting ours: a class whose `__new__` was
-        # deleted takes no arguments (python/cpython#105888).
+        # uninstall() sets this `__new__` instead of deleting ours, because a class whose `__new__`
+        # was deleted takes no arguments (python/cpython#105888).
         @wraps(base.__init__)
         def make_theirs(cls: type, *args: object, **kwargs: object) -> object:
             return object.__new__(cls)
@@ -84,7 +85,7 @@ _OF_TORCH = _Replacement(
     {
         _TORCH_CUDA: _CudaGradScaler,
         _TORCH_CPU: _CpuGradScaler,
-        torch.amp.GradScaler: GradScaler,  # last: it is the key of any class above that is missing
+        torch.amp.GradScaler: GradScaler,  # last, because a missing class above has this key too
     },
 )
 
@@ -107,7 +108,7 @@ _ENGINES = {
 
 @cache
 def _replacement(engine: str) -> _Replacement:
-    """The one replacement for a name that :func:`install` takes."""
+    """The replacement for an engine's name; there is one for each engine."""
     if engine == "torch":
         return _OF_TORCH
     if engine not in _ENGINES:
@@ -141,22 +142,24 @@ def _reduce_as_theirs(self: Any) -> tuple[Any, ...]:
 def install(engine: str = "torch") -> AbstractContextManager[object]:
     """Let ``torch.amp.GradScaler(...)`` return a :class:`gradscaler.torch.GradScaler`.
 
-    So do ``torch.cuda.amp.GradScaler(...)`` and ``torch.cpu.amp.GradScaler(...)``, whenever and
-    under whatever name a package has imported the class. Use this for packages that construct a
-    scaler themselves; if a package takes a scaler as an argument, pass one instead. It lasts until
-    :func:`uninstall`, in the whole process; in a ``with`` statement, it lasts for the block.
+    ``torch.cuda.amp.GradScaler(...)`` and ``torch.cpu.amp.GradScaler(...)`` return one too. It does
+    not matter when, or under which name, a package has imported the class. Use this function for
+    packages that construct a scaler themselves; if a package takes a scaler as an argument, pass
+    one instead. The effect covers the whole process and lasts until :func:`uninstall`. In a
+    ``with`` statement, it lasts for the block.
 
-    ``install("deepspeed")`` does the same to ``LossScaler`` and ``DynamicLossScaler`` of DeepSpeed,
-    which then return those of :mod:`gradscaler.torch.deepspeed`. ``install("megatron")`` does it to
-    ``ConstantGradScaler`` and ``DynamicGradScaler`` of megatron-core and
+    ``install("deepspeed")`` makes DeepSpeed's ``LossScaler`` and ``DynamicLossScaler`` return those
+    of :mod:`gradscaler.torch.deepspeed`. ``install("megatron")`` makes megatron-core's
+    ``ConstantGradScaler`` and ``DynamicGradScaler`` return those of
     :mod:`gradscaler.torch.megatron`.
 
-    Arguments mean the same as in the class that is called, so ``GradScaler("cuda")`` without CUDA
-    warns and is disabled. Scalers that exist already stay theirs. So do objects of other
-    subclasses, such as FSDP's ``ShardedGradScaler``.
+    Arguments have the meaning that they have in the called class. For example,
+    ``GradScaler("cuda")`` without CUDA warns and is disabled. Scalers that already exist do not
+    change, nor do other subclasses, such as FSDP's ``ShardedGradScaler``.
 
     Args:
-        engine: ``"torch"``, ``"deepspeed"`` or ``"megatron"``: whose classes to replace.
+        engine: the package whose classes are replaced: ``"torch"``, ``"deepspeed"`` or
+            ``"megatron"``.
 
     Returns:
         A context manager. Its exit undoes this call.
@@ -191,11 +194,11 @@ def install(engine: str = "torch") -> AbstractContextManager[object]:
 def uninstall(engine: str = "torch") -> None:
     """Let ``torch.amp.GradScaler(...)``, or an engine's classes, return their own scalers again.
 
-    Scalers that :func:`install` has given out stay ours. Without :func:`install`, this does
-    nothing.
+    Scalers that were constructed after :func:`install` do not change. Without :func:`install`, this
+    does nothing.
 
     Args:
-        engine: as for :func:`install`.
+        engine: the package, as in :func:`install`.
 
     Raises:
         ValueError: ``engine`` is another name.
