@@ -1,4 +1,4 @@
-"""Casting a model to 16 bits, while the values that its parameters had are still there."""
+"""Casts a model to 16 bits, and returns the float32 values that its parameters had."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def cast(
     """Cast float32 parameters, and a model's float32 buffers, in place.
 
     Args:
-        parameters: all are cast, but for those that ``keep_fp32`` names.
-        model: it is cast as a whole, parameters that are not in ``parameters`` included.
-        dtype: to this.
-        keep_fp32: modules by their class, and modules, parameters and buffers by their name in the
-            model; all that a module holds stays as it is.
+        parameters: the parameters to cast, except those that ``keep_fp32`` names.
+        model: the model to cast as a whole, with parameters that are not in ``parameters``.
+        dtype: the 16-bit dtype to cast to.
+        keep_fp32: the modules, by their class, and the modules, parameters and buffers, by their
+            name in the model, that are not cast. A module stands for everything that it holds.
 
     Returns:
-        For each parameter that was cast and takes gradients, its float32 values. It is the tensor
-        that was there: nothing is copied.
+        The float32 values of each parameter that was cast and requires gradients. The tensors are
+        the original ones, not copies.
 
     Raises:
-        ParameterError: a name is not in the model, or something cannot be cast this way.
+        ParameterError: a name is not in the model, or a parameter or the model cannot be cast.
     """
     kept = _kept(model, keep_fp32)
     own = [] if model is None else list(model.parameters())
@@ -58,7 +58,7 @@ def cast(
             is_chosen = id(tensor) in chosen and tensor.dtype is torch.float32
             return tensor.to(dtype) if is_chosen else tensor
 
-        model._apply(to_narrow)  # as model.half() does, so that each module knows of it
+        model._apply(to_narrow)  # as model.half() does, so that modules can react to the cast
     for parameter in cast_parameters:
         if id(parameter) not in in_model:
             parameter.data = parameter.data.to(dtype)
@@ -66,7 +66,7 @@ def cast(
 
 
 def _kept(model: torch.nn.Module | None, keep_fp32: Kept) -> set[int]:
-    """The ids of all parameters and buffers that stay as they are."""
+    """The ids of all parameters and buffers that are not cast."""
     if isinstance(keep_fp32, (str, type)) or not all(
         isinstance(each, (str, type)) for each in keep_fp32
     ):
