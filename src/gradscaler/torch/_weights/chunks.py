@@ -1,7 +1,7 @@
-"""Parameters in chunks, and the memory that one chunk after the other is widened in.
+"""Groups parameters into chunks, and owns the memory in which chunks are widened one by one.
 
-The memory is as large as the largest chunk needs, and is only there during a step: afterwards its
-storages shrink to nothing, while all views of them stay.
+The memory has the size that the largest chunk needs. It is only allocated during a step: afterwards
+its storages are resized to 0 bytes, and all views of them stay.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ class Piece:
     """The parameters of one device and dtype in a chunk.
 
     Attributes:
-        parameters: the model's.
-        dtype: theirs.
-        is_narrow: whether that is one of 16 bits, so that they are stepped in float32.
-        locals: this process' parts of them.
-        entries: the same of what a store keeps of them.
-        gradients: a place for the float32 gradients of all; None where those need no widening.
-        gradient_views: the same, in the shape of each.
-        wide: a place for the float32 values of all; None where a store holds them.
-        wide_views: the same, in the shape of each.
-        narrow: a place for 16 bits of each value, as int16; None where ``wide`` is.
-        narrow_views: the same, in the shape of each.
-        rounded_views: the same, as values of ``dtype``.
+        parameters: the parameters of the model.
+        dtype: the dtype of the parameters.
+        is_narrow: whether ``dtype`` has 16 bits, so that the parameters are stepped in float32.
+        locals: this process' parts of the parameters.
+        entries: this process' parts of the store's entries.
+        gradients: flat memory for all float32 gradients; None for a dtype other than 16 bits and
+            float32.
+        gradient_views: views of ``gradients`` in the shape of each parameter.
+        wide: flat memory for all float32 values; None if they need no widening.
+        wide_views: views of ``wide`` in the shape of each parameter.
+        narrow: flat int16 memory for 16 bits of each value; None if ``wide`` is None.
+        narrow_views: views of ``narrow`` in the shape of each parameter.
+        rounded_views: ``narrow_views``, read as ``dtype``.
     """
 
     gradients: torch.Tensor | None = None
@@ -55,11 +56,11 @@ class Piece:
         self.size = sum(local.numel() for local in self.locals)
 
     def look_up(self) -> None:
-        """Find this process' parts, which FSDP, for one, may have moved."""
+        """Find this process' parts again, because FSDP, for example, may have moved them."""
         self.locals = to_local([parameter.detach() for parameter in self.parameters])
 
     def widened_gradients(self, factor: torch.Tensor | None) -> list[torch.Tensor]:
-        """Gradients in the dtype that is stepped, times ``factor``: this process' parts."""
+        """The gradients times ``factor``, in the dtype of the step; this process' parts."""
         grads = [p.grad.detach() for p in self.parameters if p.grad is not None]
         parts = to_local(placed(Part([{"params": self.parameters}]), grads))
         dtype = torch.float32 if self.is_narrow else self.dtype
@@ -76,7 +77,7 @@ class Piece:
         return self.gradient_views
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of a flat tensor in the shape, and the order of memory, of each parameter."""
+        """Views of a flat tensor in the shape and memory order of each parameter."""
         begins = flat.split([local.numel() for local in self.locals])
         return [
             begin.as_strided(local.shape, torch.empty_like(local, device="meta").stride())
@@ -88,9 +89,10 @@ class Chunks:
     """Chunks of pieces, and their memory.
 
     Args:
-        parameters: all that have a gradient.
-        size: how many elements a chunk may have, unless one parameter has more; None for all.
-        widens_values: whether the values of narrow parameters need memory, too.
+        parameters: all parameters that have a gradient.
+        size: the largest number of elements of a chunk, unless a single parameter has more; None
+            for one chunk of all parameters.
+        widens_values: whether the values of narrow parameters need memory, as gradients do.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class Chunks:
 
     @contextmanager
     def memory(self) -> Iterator[None]:
-        """Hold the memory."""
+        """Allocate the memory for the duration of the context."""
         try:
             for storage, size in self._storages:
                 storage.resize_(size)
@@ -132,7 +134,7 @@ class Chunks:
     def _place(
         self, name: str, device: torch.device, dtype: torch.dtype, needs: Callable[[Piece], bool]
     ) -> None:
-        """Give pieces on a device that need it their place in memory that all chunks share."""
+        """Allocate memory that all chunks share, and give each piece that needs it its part."""
         chunks = [
             [piece for piece in chunk if piece.device == device and needs(piece)]
             for chunk in self.chunks
@@ -153,7 +155,7 @@ def _kind(parameter: torch.Tensor) -> tuple[str, str]:
 
 
 def _split(parameters: list[torch.Tensor], size: int | None) -> Iterator[list[torch.Tensor]]:
-    """Parameters in the same order, as many at once as have no more than ``size`` elements."""
+    """Split parameters, in their order, into chunks of at most ``size`` elements where possible."""
     if size is None:
         yield parameters
         return
