@@ -1,4 +1,4 @@
-"""What is kept of each parameter beside its 16 bits, in the state of its optimizer."""
+"""The entries: tensors in the optimizer's state that complete 16-bit parameters to float32."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ State = MutableMapping[torch.Tensor, dict[str, Any]]
 
 
 class Entries:
-    """The entries of a store. A parameter's is in its state from its first step on.
+    """The entries of a store.
 
-    Before, it is here: code that loads checkpoints takes an optimizer with a state for one that
+    A parameter's entry is in the optimizer's state from the parameter's first step on. Until then,
+    it is in this object, because code that loads checkpoints assumes that an optimizer with a state
     has stepped.
 
     Args:
-        store: what makes and uses them.
-        seed: of random numbers.
+        store: the store that makes and uses the entries.
+        seed: the seed of random numbers.
     """
 
     def __init__(self, store: Store, seed: int) -> None:
         self.store, self._seed = store, seed
         self._fresh: dict[torch.Tensor, torch.Tensor] = {}
-        self._written: dict[torch.Tensor, tuple[int, int]] = {}  # versions of what was written
+        self._written: dict[torch.Tensor, tuple[int, int]] = {}  # versions after our last write
 
     def add(self, parameter: torch.Tensor, wide: torch.Tensor, index: int) -> None:
-        """Make the entry of a parameter with these float32 values, to which it is rounded."""
+        """Set a parameter to its float32 values, rounded, and make its entry."""
         local, local_wide = to_local([parameter.detach(), wide])
         entry = self.store.entry(local, local_wide, stream_of(self._seed, index))
         self._fresh[parameter] = entry if self.store.is_random else like(parameter, entry)
 
     def open(self, piece: Piece, state: State, groups: list[dict[str, Any]]) -> list[torch.Tensor]:
-        """Widen the parameters of a piece, which are in these groups.
+        """Widen the parameters of a piece; ``groups`` are the optimizer's.
 
         Returns:
-            What has their float32 values now, laid out as each parameter is.
+            Tensors with the float32 values, each with its parameter's layout.
         """
         entries = [self._entry(p, state, groups) for p in piece.parameters]
         piece.entries = to_local(entries)
@@ -49,14 +50,14 @@ class Entries:
             self.store.open(piece, piece.entries)
             return list(map(like, piece.parameters, piece.wide_views))
         for p, local, master in zip(piece.parameters, piece.locals, piece.entries, strict=True):
-            if self._written.get(p) != _version(local):  # someone else may have set it
+            if self._written.get(p) != _version(local):  # other code may have set the parameter
                 master.copy_(wide_values(local, {"master": master}))
         return entries
 
     def close(self, piece: Piece) -> None:
-        """Round the float32 values, which were stepped, to the parameters."""
+        """Set the parameters of a piece to their stepped float32 values, rounded."""
         self.store.close(piece, piece.entries)
-        if self._fresh:  # until now, as a step that raises may be undone with the whole state
+        if self._fresh:  # kept until now: if a step raises, the user may restore the old state
             for parameter in piece.parameters:
                 self._fresh.pop(parameter, None)
         if self.store.has_values:
@@ -64,19 +65,19 @@ class Entries:
             self._written.update(zip(piece.parameters, versions, strict=True))
 
     def wide(self, parameter: torch.Tensor, state: State) -> torch.Tensor:
-        """A parameter's float32 values, in a new tensor."""
+        """The float32 values of a parameter, in a new tensor."""
         (local,) = to_local([parameter.detach()])
         return like(parameter, wide_values(local, self._local(parameter, state)))
 
     def saved(self, state: State) -> State:
-        """The state of all parameters, with the entries of those that did not step yet."""
+        """The state of all parameters, with the entries of parameters that have not yet stepped."""
         saved = dict(state)
         for parameter, entry in self._fresh.items():
             saved[parameter] = {**saved.get(parameter, {}), self.store.key: entry}
         return saved
 
     def forget(self) -> None:
-        """Begin anew, with a state that was loaded."""
+        """Discard all that belongs to the old state, after another state was loaded."""
         self._fresh, self._written = {}, {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -85,7 +86,10 @@ class Entries:
     def _entry(
         self, parameter: torch.Tensor, state: State, groups: list[dict[str, Any]]
     ) -> torch.Tensor:
-        """A parameter's entry; made, if need be, of another store's, or of its 16 bits."""
+        """The entry of a parameter.
+
+        If there is none, it is made from another store's entry, or from the parameter's value.
+        """
         key = self.store.key
         of_parameter = state.setdefault(parameter, {})
         if key not in of_parameter:
@@ -100,7 +104,7 @@ class Entries:
         return entry
 
     def _local(self, parameter: torch.Tensor, state: State) -> dict[str, torch.Tensor]:
-        """Whatever is kept of a parameter, by the key of its store: this process' parts."""
+        """The entries of a parameter, of any store, by the store's key; this process' parts."""
         entries = dict(state.get(parameter, {}))
         if parameter in self._fresh:
             entries[self.store.key] = self._fresh[parameter]
@@ -108,7 +112,7 @@ class Entries:
 
 
 def like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
-    """A tensor that is laid out as a parameter is, of this process' part."""
+    """Make a tensor with a parameter's layout from this process' part of it."""
     if not is_dtensor(parameter):
         return local
     from torch.distributed.tensor import DTensor
@@ -124,5 +128,5 @@ def like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
 
 
 def _version(local: torch.Tensor) -> tuple[int, int]:
-    """What changes when someone writes to a tensor, or puts another in its place."""
+    """A value that changes when a tensor is written to, or its memory is replaced."""
     return local._version, local.data_ptr()
