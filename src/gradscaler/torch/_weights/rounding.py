@@ -1,7 +1,7 @@
-"""float32 values in 16 bits: rounded with the rest beside it, or rounded at random.
+"""Rounds float32 values to 16 bits, either with a remainder or at random.
 
-Both work on tensors of any shape, and on whole tensors at once. 16 bits hold a value ``narrow``;
-other 16 bits, the remainder, hold the distance from there to the float32 value.
+The 16-bit value is called ``narrow``. The remainder is another 16 bits, which hold the distance
+from ``narrow`` to the float32 value. All functions work on whole tensors of any shape.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-_EXPONENT = 0x7F800000  # of a float32
+_EXPONENT = 0x7F800000  # mask of the exponent's bits in a float32
 
 
 class _Format(NamedTuple):
-    """A float format of 16 bits: the mantissa's, and the smallest and largest binade."""
+    """A 16-bit float format: the bits of its mantissa, and its smallest and largest binade."""
 
     mantissa: int
     smallest: float
@@ -31,35 +31,42 @@ DTYPES = tuple(_FORMATS)
 def split(wide: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Round float32 values to 16 bits, and keep the distance in an int16 tensor.
 
-    ``narrow`` is the nearest value, of float16 below 2**-17 to within 2**-40. Of two that are
-    equally near it is the one with an even mantissa, as in a cast, unless only the other's distance
-    fits into 16 bits. That is so for a bfloat16 whose mantissa's last bit the cast would leave at
-    0, and for some float16 below 2**-15.
+    ``narrow`` is the nearest value. For float16 below 2**-17, it may be farther than the nearest
+    value by at most 2**-40. A tie goes to the even mantissa, as in a cast, unless only the distance
+    from the other value fits into 16 bits. So each bfloat16 tie that a cast rounds towards zero is
+    rounded away from zero, and so are some float16 ties below 2**-15.
 
     Returns:
-        ``narrow``, and the remainder. :func:`join` gives back all bits of a value that ``dtype``
-        holds as a finite one, for float16 down to magnitudes of 2**-17. Below that it is off by at
-        most 2**-41, where float16 itself is off by 2**-25. A zero comes back from float16 without
-        its sign.
+        ``narrow`` and the remainder. If ``narrow`` is finite, :func:`join` restores the float32
+        value exactly from bfloat16, and from float16 at magnitudes of 2**-17 or more. Below that,
+        the error is at most 2**-41; that of float16 itself is up to 2**-25. A zero loses its sign
+        in float16.
     """
     narrow = wide.to(dtype)
     return narrow, split_(wide, narrow, narrow.float()).to(torch.int16)
 
 
 def split_(wide: torch.Tensor, narrow: torch.Tensor, near: torch.Tensor) -> torch.Tensor:
-    """The same, where the values were cast to ``narrow``, and that to ``near``, a float32 tensor.
+    """Compute the remainders of :func:`split` in place.
 
-    Both may change. The distances come back in the memory of ``near``, as numbers to cast to int16:
-    float32, or int32 for bfloat16.
+    Args:
+        wide: float32 values.
+        narrow: ``wide``, cast to 16 bits. Some ties are changed in place.
+        near: ``narrow``, cast to float32. It is overwritten.
+
+    Returns:
+        The remainders, to be cast to int16. They are float32, or int32 for bfloat16, in the memory
+        of ``near``.
     """
     if narrow.dtype is torch.bfloat16:
-        # Adjacent floats have adjacent integers, so the distance is one of integers.
+        # The bits of adjacent floats are adjacent integers, so the distance is a difference of
+        # integers.
         bits = near.view(torch.int32)
         distance = torch.sub(wide.view(torch.int32), bits, out=bits)
         narrow.view(torch.int16).add_(distance == 32768)
-        return distance  # as int16, 32768 becomes -32768, from the next float
+        return distance  # a cast to int16 turns 32768 into -32768, the distance from the next one
     unit = _unit(near)
-    # An Inf or NaN has no distance, and whatever is stored for it, join() gives it back.
+    # An Inf or NaN has no distance. join() restores it whatever its remainder is.
     steps = torch.sub(wide, near, out=near).div_(unit).mul_(2.0**24).round_()
     if not (steps.is_cpu and steps.numel() and steps.amax() <= 32767):
         is_beyond = steps > 32767
@@ -69,12 +76,12 @@ def split_(wide: torch.Tensor, narrow: torch.Tensor, near: torch.Tensor) -> torc
 
 
 def join(narrow: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The float32 values that :func:`split` has split."""
+    """Restore the float32 values that :func:`split` was given."""
     return join_(narrow.float(), remainder, narrow.dtype)
 
 
 def join_(near: torch.Tensor, remainder: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The same in place: ``near`` has the values of ``narrow``, whose dtype is ``dtype``."""
+    """Do the work of :func:`join` in place: ``near`` is a float32 copy of a tensor of ``dtype``."""
     if dtype is torch.bfloat16:
         near.view(torch.int32).add_(remainder)
         return near
@@ -82,34 +89,38 @@ def join_(near: torch.Tensor, remainder: torch.Tensor, dtype: torch.dtype) -> to
 
 
 def round_at_random(wide: torch.Tensor, dtype: torch.dtype, random: torch.Tensor) -> torch.Tensor:
-    """Round each float32 value to one of the two nearest of 16 bits, unbiased.
+    """Round each float32 value to one of its two 16-bit neighbours at random, unbiased.
 
-    It goes up with a probability of its distance from the lower one, in steps of 2**-13 (float16)
-    or 2**-16 (bfloat16), which is exact for normal numbers. A value of ``dtype`` stays.
+    The probability of rounding up is the distance from the lower neighbour divided by the spacing.
+    It has a resolution of 2**-13 (float16) or 2**-16 (bfloat16), which is exact for normal numbers.
+    A value that ``dtype`` represents exactly does not change.
 
     Args:
         wide: float32.
         dtype: float16 or bfloat16.
-        random: int16, uniform over all 16 bits, of the same shape; it is overwritten.
+        random: int16 of the same shape, uniform over all 16 bits; it is overwritten.
     """
     mantissa, smallest, largest = _FORMATS[dtype]
     binade = (wide.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(smallest, largest)
-    # With more random bits than a float32 has left, a sum would be rounded, up to the next integer.
+    # If there were more random bits than a float32 has left, the sum below would be rounded, and
+    # might reach the next integer.
     uniform = random.bitwise_and_(-(1 << mantissa - 7)).float().mul_(2.0**-16).add_(0.5)
     units = wide.div(binade).mul_(2.0**mantissa).add_(uniform).floor_()
     return units.mul_(2.0**-mantissa).mul_(binade).to(dtype)
 
 
 def random_bits(count: int, generator: torch.Generator) -> torch.Tensor:
-    """As many int16 numbers, uniform over all 16 bits, on the generator's device."""
+    """``count`` int16 numbers, uniform over all 16 bits, on the generator's device."""
     words = torch.empty((count + 3) // 4, dtype=torch.int64, device=generator.device)
-    words.random_(-(2**63), None, generator=generator)  # four for each draw
+    words.random_(-(2**63), None, generator=generator)  # each int64 gives four int16 numbers
     return words.view(torch.int16)[:count]
 
 
 def _unit(near: torch.Tensor) -> torch.Tensor:
-    """2**24 times the unit of a float16's remainder: the power of two below it, from 2**-16 on.
+    """2**24 times the unit of a float16's remainder.
 
-    So a unit is half of a float32's last place, as it is just below a power of two.
+    It is the largest power of two that is at most ``abs(near)``, clamped to 2**-16 from below. The
+    unit is therefore half of float32's spacing at ``near``. It must be half, because float32's
+    spacing is halved just below a power of two.
     """
     return (near.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(2.0**-16, 2.0**15)
