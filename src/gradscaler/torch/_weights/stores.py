@@ -1,6 +1,6 @@
-"""Where the bits of a parameter's float32 value are kept that its 16 bits have no room for.
+"""Stores: ways to keep the bits of float32 values that 16-bit parameters have no room for.
 
-For each parameter of 16 bits, a store keeps one tensor in the optimizer's state: its entry.
+For each 16-bit parameter, a store keeps one tensor in the optimizer's state, called its entry.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from gradscaler.torch._weights.rounding import (
 
 
 class Store(Protocol):
-    """One way to keep those bits; all tensors are this process' parts.
+    """One way to keep these bits. All tensors are this process' parts.
 
     Attributes:
-        key: of an entry in its parameter's state.
+        key: the key of an entry in its parameter's state.
         has_values: whether entries are the float32 values themselves, so that nothing is widened.
         is_random: whether steps draw random numbers.
     """
@@ -37,20 +37,20 @@ class Store(Protocol):
     is_random: ClassVar[bool]
 
     def entry(self, local: torch.Tensor, wide: torch.Tensor, stream: int) -> torch.Tensor:
-        """The entry of a parameter with these float32 values, to which it is rounded once more.
+        """Set a parameter to its float32 values, rounded, and return its entry.
 
-        ``stream`` is a number that no other parameter has.
+        ``stream`` is the seed of the parameter's random numbers, different for each parameter.
         """
 
     def open(self, piece: Piece, entries: list[torch.Tensor]) -> None:
-        """Fill ``piece.wide`` with the float32 values; not called where the entries are those."""
+        """Fill ``piece.wide`` with the float32 values; not called if ``has_values``."""
 
     def close(self, piece: Piece, entries: list[torch.Tensor]) -> None:
-        """Round the values, which were stepped, to the parameters, and keep what is left."""
+        """Set the parameters to the stepped values, rounded, and update the entries."""
 
 
 class Masters:
-    """float32 copies, 4 bytes each."""
+    """Keeps float32 copies, 4 bytes each."""
 
     key: ClassVar[str] = "master"
     has_values: ClassVar[bool] = True
@@ -68,7 +68,7 @@ class Masters:
 
 
 class Remainders:
-    """The distances from the parameters to their float32 values, 2 bytes each."""
+    """Keeps the distances from the parameters to their float32 values, 2 bytes each."""
 
     key: ClassVar[str] = "remainder"
     has_values: ClassVar[bool] = False
@@ -91,7 +91,7 @@ class Remainders:
         assert piece.narrow is not None
         assert piece.gradients is not None
         narrow = piece.narrow.view(piece.dtype).copy_(piece.wide)
-        near = piece.gradients.copy_(narrow)  # the gradients are used up
+        near = piece.gradients.copy_(narrow)  # the gradients are no longer needed
         distances = split_(piece.wide, narrow, near)
         torch._foreach_copy_(piece.locals, piece.rounded_views)
         piece.narrow.copy_(distances)
@@ -99,11 +99,11 @@ class Remainders:
 
 
 class Nothing:
-    """No bits: values are rounded at random. An entry is the stream of random numbers.
+    """Keeps no bits: values are rounded at random.
 
-    It has two integers: the stream's seed, and how often it was drawn from. So what is drawn
-    depends neither on other parameters nor on how they are split among processes, and the copies
-    of a parameter on several processes are rounded alike.
+    An entry describes a stream of random numbers by two integers: its seed, and the number of
+    draws. So a parameter's random numbers depend neither on the other parameters nor on the split
+    of parameters among processes. Copies of a parameter on several processes are rounded alike.
     """
 
     key: ClassVar[str] = "rounding"
@@ -141,9 +141,10 @@ KEYS = tuple(store.key for store in STORES.values())
 
 
 def wide_values(local: torch.Tensor, entries: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The float32 values of a parameter, whichever store its entry is of; a new tensor.
+    """The float32 values of a parameter in a new tensor, from the entry of any store.
 
-    The parameter comes first: where someone has set it, an entry adds only what it rounds to it.
+    A master counts only where it rounds to the parameter's value. Elsewhere, other code has set the
+    parameter, and the parameter's own value counts.
     """
     if "master" in entries:
         master = entries["master"]
@@ -153,17 +154,17 @@ def wide_values(local: torch.Tensor, entries: dict[str, torch.Tensor]) -> torch.
 
 def stream_of(seed: int, index: int) -> int:
     """The seed of one parameter's random numbers."""
-    return _mixed((seed + 2**63) % 2**64 - 2**63, index)  # 64 bits, as of torch.seed()
+    return _mixed((seed + 2**63) % 2**64 - 2**63, index)  # torch.seed() returns up to 64 bits
 
 
 def _mixed(*numbers: int) -> int:
-    """A number of 63 bits that looks random."""
+    """A 63-bit hash of the numbers."""
     digest = blake2b(struct.pack(f"{len(numbers)}q", *numbers), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def _shard_of(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Where this process' part of a DTensor is among the other parts; the same for its copies."""
+    """The position of this process' part of a DTensor; copies of a part have the same position."""
     if not is_dtensor(parameter):
         return ()
     on_mesh = parameter.device_mesh.get_coordinate() or ()
