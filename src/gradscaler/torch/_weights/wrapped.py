@@ -1,4 +1,4 @@
-"""The optimizer that is wrapped, which sees float32 tensors in place of parameters of 16 bits."""
+"""The wrapped optimizer, which gets float32 tensors in place of 16-bit parameters."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from gradscaler.torch._weights.rounding import DTYPES
 Group = dict[str, Any]
 
 Stand = dict[torch.Tensor, torch.Tensor]
-"""What stands in for each parameter."""
+"""The tensor that stands in for each parameter while the wrapped optimizer is called."""
 
 
 class Wrapped:
-    """An optimizer that has neither parameters nor state, but for the time of a call.
+    """An optimizer that holds parameters and state only during a call.
 
-    So no float32 tensor is kept alive, and a step may see some parameters of all.
+    So it keeps no float32 tensor alive, and a step can be given only some of the parameters.
 
     Args:
-        optimizer_class: of the optimizer.
-        groups: with what stands in for the parameters at first.
-        kwargs: the optimizer's own.
+        optimizer_class: the class of the optimizer.
+        groups: the groups, with the tensors that first stand in for the parameters.
+        kwargs: the optimizer's other arguments.
 
     Attributes:
-        defaults: the optimizer's.
-        takes_scaled: whether it takes ``grad_scale`` and ``found_inf``.
-        skips_on_device: whether nothing need read that flag before.
-        is_pytorch_s: whether its class is; another may compare parameters, so that its step must
-            see all at once, and may want a flag that is not set.
+        defaults: the optimizer's defaults.
+        takes_scaled: whether the optimizer takes ``grad_scale`` and ``found_inf``.
+        skips_on_device: whether it skips by ``found_inf`` on the device, so that no other code must
+            read the flag before a step.
+        is_pytorch_s: whether the class is PyTorch's own. Another class may compare parameters with
+            each other, so its step gets all of them at once. It may also need a ``found_inf`` of 0.
     """
 
     def __init__(
@@ -47,14 +48,14 @@ class Wrapped:
         _must_not_hold(self._optimizer, groups)
         self.defaults: dict[str, Any] = self._optimizer.defaults
         self.takes_scaled = bool(getattr(self._optimizer, "_step_supports_amp_scaling", False))
-        # SGD leaves momentum without a value if its first step is skipped on a device.
+        # If SGD's first step is skipped on the device, it leaves its momentum uninitialized.
         self.skips_on_device = self.takes_scaled and not isinstance(
             self._optimizer, torch.optim.SGD
         )
         self.is_pytorch_s = optimizer_class.__module__.startswith("torch.optim.")
 
     def first_state(self, *groups: Group) -> dict[torch.Tensor, dict[str, Any]]:
-        """The state that it begins with, of its first groups and of these; some make it then."""
+        """Add groups, and return the state that the optimizer makes before its first step."""
         try:
             for group in groups:
                 self._optimizer.add_param_group(group)
@@ -71,14 +72,15 @@ class Wrapped:
         scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Step those tensors, which have gradients.
+        """Step the tensors that stand in for parameters. All of them have gradients.
 
         Args:
-            groups: of the parameters; numbers that the optimizer keeps in them are taken back.
-            stands: what to step in place of the parameters.
-            state: the optimizer's, by parameter; it changes in place.
-            scale: what the optimizer divides the gradients by, if not None.
-            found_inf: by which it skips, if not None.
+            groups: the groups of the parameters. Values that the optimizer changes in its groups
+                are copied back to them.
+            stands: the tensors to step in place of the parameters.
+            state: the optimizer's state by parameter; it changes in place.
+            scale: the divisor of the gradients, applied by the optimizer; None for 1.
+            found_inf: the flag by which the optimizer skips; None for no skip.
         """
         optimizer = self._optimizer
         pairs = []
@@ -109,9 +111,13 @@ class Wrapped:
     def load(
         self, groups: list[Group], state_dict: dict[str, Any]
     ) -> tuple[list[dict[str, Any]], dict[Any, Any], list[Group]]:
-        """What a state dict makes of the state of each parameter, the rest of it, and the groups.
+        """Load a state dict by the optimizer's own method.
 
-        It casts a tensor to the dtype of its parameter, which is to be that of the values stepped.
+        That method casts a state's tensors to the dtype of its parameter. The parameters are
+        therefore replaced by empty tensors of the dtype that is stepped.
+
+        Returns:
+            The state of each parameter, the state that belongs to no parameter, and the groups.
         """
         tensors = [
             _as_stepped(torch.empty(0, dtype=p.dtype, device=p.device))
@@ -137,11 +143,12 @@ class Wrapped:
 
 
 def check(optimizer_class: object, kwargs: Mapping[str, Any]) -> None:
-    """Refuse what cannot be wrapped.
+    """Refuse an optimizer that cannot be wrapped.
 
     Raises:
-        TypeError: it is not the class of an optimizer.
-        ParameterError: it needs to evaluate the loss, or to be differentiated.
+        TypeError: ``optimizer_class`` is not the class of an optimizer.
+        ParameterError: the optimizer needs a closure, is MasterWeights itself, or should be
+            differentiable.
     """
     if not isinstance(optimizer_class, type) or not issubclass(
         optimizer_class, torch.optim.Optimizer
@@ -164,12 +171,12 @@ def check(optimizer_class: object, kwargs: Mapping[str, Any]) -> None:
 
 
 def first_stands(parameters: list[torch.Tensor]) -> Stand:
-    """What stands in for parameters while the optimizer is made."""
+    """The tensors that stand in for parameters while the optimizer is constructed."""
     return {p: _as_stepped(p.detach()) for p in parameters}
 
 
 def groups_of(params: Any) -> list[Group]:
-    """Parameters as groups, each with a list of its own."""
+    """Convert an optimizer's ``params`` to groups, each with a new list of parameters."""
     if isinstance(params, torch.Tensor):
         raise TypeError("params must be an iterable of parameters or groups, got a tensor")
     given = list(params)
@@ -190,7 +197,7 @@ def groups_of(params: Any) -> list[Group]:
 
 
 def parameters_in(groups: list[Group]) -> list[torch.Tensor]:
-    """The parameters of groups, which may come with names."""
+    """The parameters of groups, without the names that they may come with."""
     given = (each for group in groups for each in group["params"])
     parameters = [each[1] if isinstance(each, tuple) else each for each in given]
     for each in parameters:
@@ -200,18 +207,18 @@ def parameters_in(groups: list[Group]) -> list[torch.Tensor]:
 
 
 def in_place_of(groups: list[Group], stands: Stand) -> list[Group]:
-    """The same groups, with what stands in for each parameter."""
+    """Copies of groups, with the tensors that stand in for their parameters."""
     unnamed = ({k: v for k, v in group.items() if k != "param_names"} for group in groups)
     return [{**group, "params": [stands[p] for p in parameters_in([group])]} for group in unnamed]
 
 
 def _of_no_parameter(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What an optimizer keeps in its state beside that of parameters, such as a count of steps."""
+    """The part of an optimizer's state that belongs to no parameter, such as a count of steps."""
     return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
 def _must_not_hold(optimizer: torch.optim.Optimizer, groups: list[Group]) -> None:
-    """ParameterError if an attribute has parameters, which a step would take for those of now."""
+    """ParameterError if an attribute holds parameters, because a step would use outdated ones."""
     stands = {id(tensor) for group in groups for tensor in group["params"]}
     for name, value in vars(optimizer).items():
         if name in ("param_groups", "state", "defaults"):
@@ -224,7 +231,7 @@ def _must_not_hold(optimizer: torch.optim.Optimizer, groups: list[Group]) -> Non
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in lists, tuples and dicts, and the parameters of an optimizer."""
+    """Find the tensors in lists, tuples and dicts, and the parameters of an optimizer."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, torch.optim.Optimizer):
@@ -235,7 +242,10 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _own(state: Mapping[Any, Any], stands: Stand) -> None:
-    """Copy what state holds of the memory of parameters and gradients, which is only lent."""
+    """Copy the tensors in a state that share memory with the stand-ins or their gradients.
+
+    That memory is reused after the step.
+    """
     lent = {
         _address(tensor)
         for stand in stands.values()
@@ -249,11 +259,11 @@ def _own(state: Mapping[Any, Any], stands: Stand) -> None:
 
 
 def _address(tensor: torch.Tensor) -> int | None:
-    """Where a tensor's memory begins; None if it is sparse."""
+    """The address of a tensor's memory; None if the tensor is sparse."""
     (local,) = to_local([tensor])
     return None if local.layout is not torch.strided else local.untyped_storage().data_ptr()
 
 
 def _as_stepped(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of a parameter's dtype in the dtype that is stepped."""
+    """A tensor cast to the dtype of the step: float32 for 16 bits, otherwise its own."""
     return tensor.float() if tensor.dtype in DTYPES else tensor
