@@ -1,4 +1,4 @@
-""":class:`MasterWeights`: any optimizer of PyTorch for parameters of 16 bits."""
+""":class:`MasterWeights`: steps 16-bit parameters in float32 with any PyTorch optimizer."""
 
 from __future__ import annotations
 
@@ -28,61 +28,61 @@ from gradscaler.torch._weights.wrapped import (
     parameters_in,
 )
 
-_ON_CPU = 2**18  # elements of a chunk, which with Adam's state fit into a cache
-_ELSEWHERE = 2**25
+_ON_CPU = 2**18  # elements of a chunk on a CPU; with Adam's state, they fit into a cache
+_ELSEWHERE = 2**25  # elements of a chunk on other devices
 _HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 _OPERATIONS = TorchOperations()
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """An optimizer for parameters of 16 bits, which steps their float32 values.
+    """An optimizer that steps 16-bit parameters in float32, by the optimizer that it wraps.
 
-    An update below half a place of a 16-bit parameter is lost when it is added to it; so training
-    stalls where fp32 parameters go on. Here each step takes the float32 values of some parameters
-    after the other, hands them with float32 gradients to the optimizer that it wraps, whose state
-    is float32 too, and rounds what comes back::
+    A 16-bit parameter loses an update that is smaller than half of its spacing. Training then
+    stalls, where float32 parameters would still move. A step here works on one chunk of parameters
+    after another. It widens the parameters and their gradients to float32, lets the wrapped
+    optimizer step them, and rounds the result. The wrapped optimizer's state is float32 too::
 
         wide = narrow + what the store keeps
         wide = optimizer's step of wide, by the gradient * 1/scale * clip coefficient
         narrow = wide rounded; the store keeps the rest
 
-    With the stores "float32" and "remainder16", a float16 model trains as one with float32
-    parameters under autocast does: to the bit, if it holds nothing wider. That is mixed precision
-    with master weights (Micikevicius et al. 2018, section 3.1); the remainder is theirs in a form
-    that takes half the memory.
+    With the stores "float32" and "remainder16", a float16 model trains like a model with float32
+    parameters under autocast. The two agree bit for bit if every parameter and buffer is float16.
+    This is mixed precision with master weights (Micikevicius et al. 2018, section 3.1). The
+    remainder stores the same information in half the memory.
 
-    It unscales and skips by itself, as fused optimizers do: with a scaler, leave out ``unscale_``,
-    and clip by ``scaler.clip_grad_norm_(optimizer, max_norm)``. Then float16 gradients are never
-    written to. :meth:`widen_gradients_` says what happens otherwise.
+    The optimizer unscales and skips by itself, as fused optimizers do. With a scaler, don't call
+    ``unscale_``, and clip by ``scaler.clip_grad_norm_(optimizer, max_norm)``. Nothing then writes
+    to float16 gradients. For ``unscale_``, see :meth:`widen_gradients_`.
 
     Args:
-        optimizer_class: any optimizer of PyTorch's kind whose step evaluates no closure repeatedly,
-            such as ``torch.optim.AdamW``, and takes parameters from ``param_groups`` each time.
-        params: a model, or parameters, named ones or groups, as every optimizer takes them.
-        model: the model that parameters given by themselves are part of.
-        dtype: float32 parameters of the model are cast to this, float16 or bfloat16, and so are
-            its float32 buffers. Call it with the float32 model: after ``model.half()`` the low bits
-            are gone. Without a model, the parameters alone are cast. None casts nothing. Frozen
-            parameters are cast, too, and have no low bits if they take part later on.
-        store: where the float32 values come from. "float32" keeps copies of them, 4 bytes each;
-            "remainder16" what the 16 bits lack, 2 bytes each, which is exact for bfloat16 and for
-            float16 down to magnitudes of 2**-17, and off by at most 2**-41 below; "stochastic"
-            keeps nothing, and rounds up or down at random, unbiased.
-        keep_fp32: what stays float32: classes of modules, and names of modules, parameters and
-            buffers. By default batch norms, whose running statistics need it and whose kernels take
-            it beside 16-bit inputs on every device. Other norms are cast: their kernels on GPUs
-            want their parameters in the dtype of the input, and the store keeps what they learn.
-        fp32_gradients: let the backward pass add up gradients in float32, so that accumulation over
-            micro-batches is as with float32 parameters; 2 bytes more per parameter. It takes a
-            PyTorch that has ``Tensor.grad_dtype``.
-        seed: of the random numbers of "stochastic".
-        chunk_elements: how many elements are widened at once; one parameter is never split. By
-            default 2**18 on a CPU, 2**25 elsewhere; and all at once where the class is not
-            PyTorch's own, as it may compare parameters with one another.
-        kwargs: for ``optimizer_class``: ``lr``, ``foreach``, ``fused`` and so on.
+        optimizer_class: the class of any PyTorch optimizer, such as ``torch.optim.AdamW``. Its step
+            must not need a closure, and must read the parameters from ``param_groups`` each time.
+        params: a model; or parameters, named parameters or groups, as for any optimizer.
+        model: the model that the parameters belong to, if ``params`` is not the model.
+        dtype: the dtype that float32 parameters and buffers of the model are cast to: float16 or
+            bfloat16. Pass the float32 model, because ``model.half()`` discards the low bits.
+            Without a model, only the parameters are cast. None casts nothing. Frozen parameters are
+            cast too, but their low bits are not kept, even if they are trained later.
+        store: how the float32 values are kept. "float32" keeps copies of them, 4 bytes each.
+            "remainder16" keeps the bits that the 16-bit values lack, 2 bytes each. It is exact for
+            bfloat16, and for float16 at magnitudes of 2**-17 or more; below that, the error is at
+            most 2**-41. "stochastic" keeps nothing, and rounds up or down at random, unbiased.
+        keep_fp32: classes of modules, and names of modules, parameters and buffers that stay
+            float32. The default is batch norms: their running statistics need float32, and on every
+            device their kernels accept it with 16-bit inputs. Other norms are cast, because their
+            GPU kernels need parameters of the input's dtype. The store keeps their low bits.
+        fp32_gradients: whether the backward pass adds up gradients in float32, so that accumulation
+            over micro-batches is as precise as with float32 parameters. It takes 2 more bytes per
+            parameter, and needs a PyTorch that has ``Tensor.grad_dtype``.
+        seed: the seed of the random numbers of "stochastic".
+        chunk_elements: the largest number of elements that are widened at once. A single parameter
+            is never split. The default is 2**18 on a CPU and 2**25 elsewhere. For a class outside
+            PyTorch, the default is all elements, because such an optimizer may compare parameters.
+        kwargs: arguments of ``optimizer_class``: ``lr``, ``foreach``, ``fused`` and so on.
 
     Raises:
-        ParameterError: an argument is not what it should be; it is a ValueError.
+        ParameterError: an argument is invalid. This error is a ValueError.
         TypeError: ``optimizer_class`` is not the class of an optimizer.
 
     >>> import torch
@@ -100,10 +100,10 @@ class MasterWeights(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling: ClassVar[bool] = True
-    clip_coefficient: torch.Tensor | None = None  # handed to one step by gradscaler's scalers
+    clip_coefficient: torch.Tensor | None = None  # set by gradscaler's scalers for one step
     _wrapped: Wrapped | None = None
     _chunks: tuple[object, Chunks] | None = None
-    _kept: Sequence[torch.Tensor] = ()  # of the model, float32, so that no group casts them later
+    _kept: Sequence[torch.Tensor] = ()  # float32 parameters that add_param_group must not cast
 
     def __init__(  # noqa: PLR0913 # an optimizer's own parameters come as kwargs
         self,
@@ -145,17 +145,17 @@ class MasterWeights(torch.optim.Optimizer):
         self._wrapped = wrapped
         self._begin(stands, wide, wrapped.first_state())
 
-    # What every optimizer has.
+    # The interface of every optimizer.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as ``Optimizer.add_param_group`` does; its float32 parameters are cast.
+        """Add a group, as ``Optimizer.add_param_group`` does, and cast its float32 parameters.
 
-        Those of the model that ``keep_fp32`` named stay float32.
+        Parameters of the model that ``keep_fp32`` named stay float32.
 
         Raises:
             ParameterError: a parameter cannot be cast without its model; nothing changes.
         """
-        if self._wrapped is None:  # the constructor of the base class adds the first ones
+        if self._wrapped is None:  # the base class' constructor is adding the first groups
             super().add_param_group(param_group)
             return
         groups = groups_of([param_group])
@@ -173,11 +173,11 @@ class MasterWeights(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the float32 values of all parameters that have gradients, and round them.
 
-        ``closure``, if any, is called once, before. A scaler hands over its flag, scale and clip
-        coefficient in attributes. If the flag is set, nothing changes.
+        The optional ``closure`` is called once, before the step. A scaler passes its flag, its
+        scale and the clip coefficient in attributes. If the flag is set, nothing changes.
 
         Returns:
-            What the closure returned.
+            The result of the closure; None without one.
         """
         assert self._wrapped is not None
         loss = None
@@ -207,9 +207,10 @@ class MasterWeights(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next steps depend on: the wrapped optimizer's state and the store's.
+        """The state dict, with the state of the wrapped optimizer and of the store.
 
-        A parameter's state holds a "master", a "remainder" or, of "stochastic", a "rounding".
+        The store adds one key to a parameter's state: "master" for "float32", "remainder" for
+        "remainder16", and "rounding" for "stochastic".
         """
         state = self.state
         self.state = defaultdict(dict, self._entries.saved(state))
@@ -219,25 +220,25 @@ class MasterWeights(torch.optim.Optimizer):
             self.state = state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict of this class, of any store, or of the wrapped class.
+        """Load a state dict of this class, with any store, or of the wrapped class.
 
-        What another store kept becomes what this one keeps, in a parameter's next step; so the
-        model may be loaded before or after. A parameter of which nothing was kept starts at its 16
-        bits.
+        If it is from another store, a parameter's next step converts the entry to this store. So
+        the model may be loaded before the optimizer or after it. A parameter without an entry
+        starts from its 16-bit value.
 
         Raises:
-            ValueError: groups or parameters are not as many as here; nothing changes.
+            ValueError: the number of groups or parameters differs; nothing changes.
         """
         assert self._wrapped is not None
         loaded = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = hook(self, loaded) or loaded
-        # torch.distributed.checkpoint has names in place of numbers
+        # torch.distributed.checkpoint identifies parameters by names instead of numbers.
         places = dict.fromkeys(i for group in loaded["param_groups"] for i in group["params"])
         entries: dict[Any, dict[str, torch.Tensor]] = {}
         rest: dict[Any, Any] = {}
         for i, state in loaded["state"].items():
-            if i not in places:  # of no parameter
+            if i not in places:  # not a parameter's state
                 rest[i] = state
                 continue
             entries[i] = {key: state[key] for key in KEYS if key in state}
@@ -260,20 +261,20 @@ class MasterWeights(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self._fp32_gradients:  # which copies of parameters have forgotten
+        if self._fp32_gradients:  # a copied or unpickled parameter loses its grad_dtype
             _take_float32_gradients(parameters_of(self))
 
-    # What an optimizer of 16-bit parameters has besides.
+    # The interface for float32 values and gradients.
 
     @torch.no_grad()
     def wide(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A parameter's float32 values; those of a parameter that is not of 16 bits are its own.
+        """The float32 values of a 16-bit parameter; for another parameter, its own values.
 
         Returns:
-            A new tensor, laid out as the parameter is.
+            A new tensor with the parameter's shape and layout.
 
         Raises:
-            KeyError: it is not one of this optimizer's parameters.
+            KeyError: the tensor is not one of this optimizer's parameters.
         """
         if not any(parameter is each for each in parameters_of(self)):
             raise KeyError("the tensor is not one of this optimizer's parameters")
@@ -283,17 +284,17 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def widen_gradients_(self) -> None:
-        """Turn 16-bit gradients into float32 ones, to unscale them before the step.
+        """Convert 16-bit gradients to float32, so that they can be unscaled before the step.
 
-        To divide float16 gradients by the loss scale would flush many of them to zero.
-        ``unscale_`` of gradscaler's scalers calls this by itself, so
-        ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` is right after it. That of
-        ``torch.amp.GradScaler`` refuses float16, so call this before. The gradients take 4 bytes
-        per parameter until they are set to None.
+        Dividing float16 gradients by the loss scale would flush many of them to zero. gradscaler's
+        own ``unscale_`` calls this method, so a call of
+        ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` may follow it. The
+        ``unscale_`` of ``torch.amp.GradScaler`` refuses float16 gradients, so call this method
+        before it. The gradients take 4 bytes per parameter until they are set to None.
 
         Raises:
-            ValueError: a gradient must have its parameter's dtype, as this PyTorch has no
-                ``Tensor.grad_dtype``.
+            ValueError: this PyTorch has no ``Tensor.grad_dtype``, so a gradient must have its
+                parameter's dtype.
         """
         for parameter in parameters_of(self):
             grad = parameter.grad
@@ -302,10 +303,10 @@ class MasterWeights(torch.optim.Optimizer):
             _must_have_grad_dtype("unscale_()")
             wide = grad.float()
             parameter.grad = None
-            parameter.grad_dtype = None  # any, so the next backward pass leaves 16 bits again
+            parameter.grad_dtype = None  # allows any dtype: the next backward pass makes 16 bits
             parameter.grad = wide
 
-    # How it steps.
+    # The step.
 
     def _step_chunk(
         self,
@@ -317,10 +318,10 @@ class MasterWeights(torch.optim.Optimizer):
         """Step the parameters of a chunk.
 
         Args:
-            chunk: pieces of all kinds.
-            factor: what gradients are multiplied by; None for 1.
-            scale: what the wrapped optimizer divides them by; None for 1.
-            found_inf: by which that skips; None if it does not.
+            chunk: the pieces of the chunk.
+            factor: the factor of the gradients, applied here; None for 1.
+            scale: the divisor of the gradients, applied by the wrapped optimizer; None for 1.
+            found_inf: the flag by which the wrapped optimizer skips; None for no skip.
         """
         assert self._wrapped is not None
         stands: Stand = {}
@@ -344,14 +345,17 @@ class MasterWeights(torch.optim.Optimizer):
                 self._entries.close(piece)
 
     def _may_skip_on_device(self, found_inf: Any) -> bool:
-        """Whether nothing waits for the flag; what is drawn at random is not drawn in a skip."""
+        """Whether the step may run without reading the flag, so that the host need not wait.
+
+        False for a random store, because a skipped step must not draw random numbers.
+        """
         assert self._wrapped is not None
         on_device = isinstance(found_inf, torch.Tensor) and not found_inf.is_cpu
         is_random = self._entries.store.is_random
         return on_device and self._wrapped.skips_on_device and not is_random
 
     def _chunks_of(self, parameters: list[torch.Tensor]) -> Chunks:
-        """The chunks of these parameters; mostly they are those of the step before."""
+        """The chunks of these parameters, reused from the previous step if nothing changed."""
         assert self._wrapped is not None
         key = [(id(p), p.dtype, p.device, p.shape, p.stride()) for p in parameters]
         if self._chunks is None or self._chunks[0] != key:
@@ -362,12 +366,12 @@ class MasterWeights(torch.optim.Optimizer):
             self._chunks = key, chunks
         return self._chunks[1]
 
-    # How it begins.
+    # Casting and first state.
 
     def _cast(
         self, parameters: Iterable[torch.Tensor], model: torch.nn.Module | None, keep_fp32: Kept
     ) -> dict[torch.Tensor, torch.Tensor]:
-        """Cast parameters; the float32 values of those that take gradients."""
+        """Cast parameters, and return the float32 values of those that require gradients."""
         if self._fp32_gradients:
             _must_have_grad_dtype("fp32_gradients")
             if any(map(is_dtensor, parameters)):
@@ -393,7 +397,7 @@ class MasterWeights(torch.optim.Optimizer):
         wide: dict[torch.Tensor, torch.Tensor],
         state: dict[torch.Tensor, dict[str, Any]],
     ) -> None:
-        """Take the state of parameters that are new, and keep their float32 values."""
+        """Add the state of new parameters, and keep their float32 values."""
         self.state.update((p, state[tensor]) for p, tensor in stands.items() if state.get(tensor))
         for i, parameter in enumerate(parameters_of(self)):
             if parameter in wide:
@@ -404,12 +408,12 @@ _PICKLED = "_wrapped", "_entries", "_dtype", "_chunk_elements", "_fp32_gradients
 
 
 def _taken(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What a store keeps in a parameter's state, which is taken out."""
+    """Remove the store's entries from a parameter's state, and return them."""
     return {key: state.pop(key) for key in KEYS if key in state}
 
 
 def _copied(key: str, entry: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """An entry that was loaded, on the parameter's device; counters stay on the host."""
+    """A copy of a loaded entry on the parameter's device; for "rounding", on its own device."""
     return entry.clone() if key == "rounding" else entry.to(parameter.device, copy=True)
 
 
