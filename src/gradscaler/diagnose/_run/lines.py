@@ -126,14 +126,14 @@ class Sample:
         scales: pairs of a step and the scale it used. They hold the first step since the previous
             sample, and each step whose scale differs from the scale of the step before it.
         steps: the number of steps since the previous sample, this one included.
-        skips: those of ``steps`` that were skipped.
+        skips: the numbers of the skipped steps among them.
         loss: the unscaled loss; None if it was not seen.
         norm: the norm of all unscaled gradients as one vector; None if they were not seen.
         shares: the shares of all gradients; None if they were not seen.
         histogram: the exponents of all gradients; None if they were not seen.
         parameters: the shares and the histogram of each parameter, by name.
         worst: the names of at most 5 parameters, the worst first.
-        losses: the unscaled loss of each of ``steps``, the sample's own last. A loss that was not
+        losses: the unscaled loss of each of these steps, the sample's own last. A loss that was not
             seen is null; ``losses`` is empty if none was seen.
         largest: the largest finite magnitude of the unscaled gradients in the shares.
         backward: the dtypes of the backward passes since the previous sample, such as
