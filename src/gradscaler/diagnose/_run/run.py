@@ -146,7 +146,7 @@ class Run:
 
     @cached_property
     def ended(self) -> Before | None:
-        """How the latest run in the file ended; None if its losses or scales were not seen."""
+        """The end of the latest run in the file; None if its losses or scales were not seen."""
         latest = self._from(self.starts[-1].step, self.num_steps)
         losses = [loss for loss in latest.losses.values() if math.isfinite(loss)]
         if not losses or not latest.scales:
