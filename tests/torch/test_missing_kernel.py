@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradscaler.torch import GradScaler
 
@@ -69,6 +70,62 @@ def test_a_step_is_taken_or_skipped(fused, refusals):
         assert scaler.last_step(optimizer).applied is moved
         assert torch.equal(parameter, torch.ones_like(parameter)) is not moved
     assert refusals
+
+
+LARGEST = torch.finfo(torch.bfloat16).max
+
+
+@pytest.mark.parametrize(("dtype", "large"), [(torch.bfloat16, LARGEST), (torch.float64, 1e300)])
+def test_large_finite_gradients_are_no_overflow(dtype, large, monkeypatch):
+    """The squares of these do not fit their dtype."""
+
+    def missing(*args):
+        raise NotImplementedError(f"The operator '{KERNEL}' is not currently implemented for it")
+
+    monkeypatch.setattr(torch, KERNEL, missing)
+    monkeypatch.setattr(GradScaler._operations, "_without_kernel", set())
+    grad, flag = unscaled([large, -large], dtype)
+    assert (grad, flag) == ([large / 8, -large / 8], 0.0)
+    assert unscaled([large, torch.nan], dtype)[1] == 1.0
+
+
+@pytest.mark.parametrize("bad", [1.0, torch.inf])
+def test_an_empty_gradient_is_nothing_to_check(bad, refusals):
+    parameters = [torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16)) for n in (0, 1)]
+    scaler, optimizer = GradScaler(init_scale=8.0), torch.optim.SGD(parameters)
+    scaler.scale(torch.ones(()))
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, bad)
+    scaler.step(optimizer)
+    assert scaler.last_step(optimizer).applied is (bad == 1.0)
+    assert refusals == [2]
+
+
+class Recorded(TorchDispatchMode):
+    """Counts operations, but not those that take views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def calls(count):
+    """How many operations unscale this many gradients."""
+    parameters = [torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(count)]
+    scaler, optimizer = GradScaler(init_scale=8.0), torch.optim.SGD(parameters)
+    scaler.scale(torch.ones(()))
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    with Recorded() as recorded:
+        scaler.unscale_(optimizer)
+    return recorded.count
+
+
+def test_many_gradients_take_no_more_calls_than_one(refusals):
+    calls(1)  # asks the kernel
+    assert calls(50) == calls(1) > 0
 
 
 def test_other_errors_of_the_kernel_are_raised(monkeypatch):

@@ -251,7 +251,7 @@ class TorchLikeOperations:
         """Multiply tensors of one device and dtype in place, and set the flag if any is not finite.
 
         Non-finite tensors are multiplied, too. The framework's kernel does both in one pass. It
-        lacks some dtypes: PyTorch's for CUDA, for example, lacks bfloat16.
+        lacks some dtypes and devices: PyTorch's for CUDA, for example, lacks bfloat16.
         """
         if self._without_kernel and _kind_of(grads) in self._without_kernel:
             self._check_then_unscale_(grads, flag, inv_scale)
@@ -259,16 +259,21 @@ class TorchLikeOperations:
         try:
             self.framework._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv_scale)
         except RuntimeError as error:  # raised before anything changed
-            if "not implemented for" not in str(error):
+            is_missing = isinstance(error, NotImplementedError)
+            if not is_missing and "not implemented for" not in str(error):
                 raise
             self._without_kernel.add(_kind_of(grads))
             self._check_then_unscale_(grads, flag, inv_scale)
 
     def _check_then_unscale_(self, grads: list[Tensor], flag: Tensor, inv_scale: Tensor) -> None:
         """``check_and_unscale_`` in two passes, by operations that exist for every dtype."""
-        for grad in grads:
-            flag.copy_(self.framework.maximum(flag, (~grad.isfinite()).any().float()))
-        self.framework._foreach_mul_(grads, inv_scale)
+        framework = self.framework
+        if grads[0].dtype == framework.float64 or grads[0].device.type == "mps":  # has no float64
+            is_set = framework.stack([(~grad.isfinite()).any() for grad in grads]).any().float()
+        else:  # few calls, however many gradients there are
+            is_set = _nonfinite(self.norm_on_device(grads))
+        flag.copy_(framework.maximum(flag, is_set))
+        framework._foreach_mul_(grads, inv_scale)
 
     def first_step_must_be_finite(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer that skips by itself would corrupt its state by skipping now.
@@ -340,7 +345,7 @@ class TorchLikeOperations:
         return norm, _nonfinite(norm)
 
     def norm_on_device(self, grads: list[Tensor]) -> Tensor:
-        """The 2-norm of float32 tensors in float64, in which no sum of their squares overflows.
+        """The 2-norm in float64 of narrower tensors, in which no sum of their squares overflows.
 
         So it is finite if and only if all tensors are.
         """
