@@ -81,6 +81,26 @@ def test_each_optimizer_has_a_vote_of_its_own():
     assert scaler.get_scale() == 4.0
 
 
+def test_a_flag_that_stays_raised_until_it_is_cleared_skips_every_optimizer_that_iteration():
+    """As in docs/devices.md for hardware: it is cleared where the gradients are."""
+    raised = []
+    first, one, scaler = training(lambda: bool(raised))
+    second, other, _ = training(None)
+    reasons = []
+    for overflows in (True, False):
+        for optimizer in (one, other):
+            optimizer.zero_grad()
+        raised.clear()
+        scaler.scale(first.sum() + second.sum()).backward()
+        raised += [True] * overflows
+        for optimizer in (one, other):
+            scaler.step(optimizer)
+        scaler.update()
+        reasons.append([scaler.last_step(optimizer).reason for optimizer in (one, other)])
+    assert reasons == [["overflow"] * 2, ["finite"] * 2]
+    assert scaler.get_scale() == 4.0
+
+
 def test_nothing_is_asked_for_an_optimizer_without_gradients():
     flag = Flag(True)
     _, optimizer, scaler = training(flag)
