@@ -74,8 +74,9 @@ def stay_theirs():
     with install("deepspeed"):
         assert type(Own(**RULE)) is Own
         assert not is_ours(before)
-        before.update_scale(True)
-    assert before.loss_scale == 4.0
+        for _ in range(3):
+            before.update_scale(False)
+    assert before.loss_scale == 16.0
 
 
 def test_signatures_stay_the_engines(ranks):
