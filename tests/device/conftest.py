@@ -4,10 +4,9 @@ import pytest
 
 from tests.support import device
 
-if not device.is_possible():
-    pytest.skip("the device of the tests is compiled, which needs g++", allow_module_level=True)
-
 
 @pytest.fixture(scope="session", autouse=True)
 def _loaded():
+    if not device.is_possible():
+        pytest.skip("the device of the tests is compiled, which needs g++")
     device.load()
