@@ -106,13 +106,16 @@ _ENGINES = {
 }
 
 
-@cache
 def _replacement(engine: str) -> _Replacement:
     """The replacement for an engine's name; there is one for each engine."""
-    if engine == "torch":
-        return _OF_TORCH
-    if engine not in _ENGINES:
+    if engine not in ("torch", *_ENGINES):
         raise ValueError(f"engine must be 'torch', 'deepspeed' or 'megatron', not {engine!r}")
+    return _OF_TORCH if engine == "torch" else _replacement_in(engine)
+
+
+@cache
+def _replacement_in(engine: str) -> _Replacement:
+    """The replacement of the classes in an engine's package."""
     package, module, base, names = _ENGINES[engine]
     try:
         theirs = import_module(module)
