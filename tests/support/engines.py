@@ -43,7 +43,9 @@ def deepspeed_config(**settings):
     os.environ.update(DS_ACCELERATOR="cpu", RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world)
     import deepspeed
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime import torch_autocast
 
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # which an engine sets for all after it
     deepspeed.logger.setLevel("ERROR")
     type(get_accelerator()).is_fp16_supported = lambda self: True  # not only where it is fast
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # which needs a compiler
