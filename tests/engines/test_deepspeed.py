@@ -4,11 +4,20 @@ from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from gradscaler.torch import GradScaler, install
 from gradscaler.torch.deepspeed import DynamicLossScaler, LossScaler
-from tests.support.engines import batches, deepspeed_engine, deepspeed_weights, zero
+from tests.support.engines import (
+    batches,
+    deepspeed_config,
+    deepspeed_engine,
+    deepspeed_weights,
+    network,
+    zero,
+    zero_with_fp16,
+)
 
 OVERFLOWS = [False, True, True, False, False, False]
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "fp16"}}
@@ -189,3 +198,19 @@ def test_autocast_with_zero_clips_gradients_that_are_still_scaled(ranks, stage):
     ((clipped, not_clipped),) = ranks(1).run(clipped_and_not, stage)
     assert not_clipped == pytest.approx(0.05, rel=0.01)
     assert clipped < 1e-4
+
+
+def fp16_after_autocast():
+    config = deepspeed_config(**zero_with_fp16(1))
+    deepspeed_engine(zero_optimization={"stage": 1}, **AUTOCAST)
+    import deepspeed
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return type(engine.optimizer.torch_autocast_gradscaler) is torch.amp.GradScaler
+
+
+def test_an_fp16_engine_after_one_with_autocast_scales_by_torch_s_scaler(ranks):
+    """docs/engines.md says so: once DeepSpeed changes it, this fails."""
+    assert ranks(1).run(fp16_after_autocast) == [True]
