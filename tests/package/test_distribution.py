@@ -99,8 +99,8 @@ def test_a_citation_names_this_version(metadata):
 def test_the_description_links_to_no_file_that_the_index_does_not_have(metadata):
     description = metadata.get_payload()
     assert "pip install 'gradscaler[torch]'" in description
-    assert "[All processes" in (ROOT / "README.md").read_text()
-    assert "**All processes take one decision** under" in description
+    assert "[All processes decide together](docs" in (ROOT / "README.md").read_text()
+    assert "**All processes decide together** under" in description
     assert [target for target in re.findall(r"\]\(([^)]*)", description) if ":" not in target] == []
 
 
