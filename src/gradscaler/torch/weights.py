@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from gradscaler._on_torch.processes import is_dtensor
 from gradscaler._torch_like.operations import Fp16GradientsError, parameters_of
 from gradscaler.errors import ParameterError
 from gradscaler.torch._weights.casting import Kept, cast
-from gradscaler.torch._weights.chunks import Chunks, Piece
+from gradscaler.torch._weights.chunks import Chunks, Piece, is_dense
 from gradscaler.torch._weights.entries import Entries, like
 from gradscaler.torch._weights.rounding import DTYPES
 from gradscaler.torch._weights.stores import KEYS, STORES
@@ -28,7 +29,7 @@ from gradscaler.torch._weights.wrapped import (
     parameters_in,
 )
 
-_ON_CPU = 2**18  # elements of a chunk on a CPU; with Adam's state, they fit into a cache
+_ON_CPU = 2**19  # elements of a chunk on a CPU; with Adam's state, they fit into a cache
 _ELSEWHERE = 2**25  # elements of a chunk on other devices
 _HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 _OPERATIONS = TorchOperations()
@@ -76,9 +77,11 @@ class MasterWeights(torch.optim.Optimizer):
             over micro-batches is as precise as with float32 parameters. It takes 2 more bytes per
             parameter, and needs a PyTorch that has ``Tensor.grad_dtype``.
         seed: the seed of the random numbers of "stochastic".
-        chunk_elements: the largest number of elements that are widened at once. A single parameter
-            is never split. The default is 2**18 on a CPU and 2**25 elsewhere. For a class outside
-            PyTorch, the default is all elements, because such an optimizer may compare parameters.
+        chunk_elements: the largest number of elements that are widened at once. A larger parameter
+            is stepped in spans from its second step on, if the class is PyTorch's and treats each
+            element alone; a sharded parameter is not split. The default is 2**19 on a CPU and 2**25
+            elsewhere. For a class outside PyTorch, the default is all elements, because such an
+            optimizer may compare parameters.
         kwargs: arguments of ``optimizer_class``: ``lr``, ``foreach``, ``fused`` and so on.
 
     Raises:
@@ -330,19 +333,48 @@ class MasterWeights(torch.optim.Optimizer):
             if piece.is_narrow:
                 values = self._entries.open(piece, self.state, self.param_groups)
             else:
-                values = [p.detach() for p in piece.parameters]
+                values = piece.spans([p.detach() for p in piece.parameters])
             stands.update(zip(piece.parameters, values, strict=True))
             for p, grad in zip(piece.parameters, piece.widened_gradients(factor), strict=True):
                 stands[p].grad = like(p, grad)
-        kept = {p: _taken(self.state[p]) for p in stands if p in self.state}
-        try:
-            self._wrapped.step(self.param_groups, stands, self.state, scale, found_inf)
-        finally:
-            for p, entry in kept.items():
-                self.state[p].update(entry)
+        if all(piece.is_whole for piece in chunk):
+            kept = {p: _taken(self.state[p]) for p in stands if p in self.state}
+            try:
+                self._wrapped.step(self.param_groups, stands, self.state, scale, found_inf)
+            finally:
+                for p, entry in kept.items():
+                    self.state[p].update(entry)
+        else:
+            (piece,) = chunk
+            self._step_span(piece, stands, scale, found_inf)
         for piece in chunk:
             if piece.is_narrow:
                 self._entries.close(piece)
+
+    def _step_span(
+        self,
+        piece: Piece,
+        stands: Stand,
+        scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        """Step a span of a parameter; what its state has only once changes with the last span."""
+        assert self._wrapped is not None
+        (parameter,) = piece.parameters
+        state = self.state[parameter]
+        of_optimizer = {key: value for key, value in state.items() if key not in KEYS}
+        of_span = {
+            key: piece.spans([value])[0] if _has_layout(value, parameter) else deepcopy(value)
+            for key, value in of_optimizer.items()
+        }
+        stepped = {parameter: of_span}
+        self._wrapped.step(self.param_groups, stands, stepped, scale, found_inf)
+        if piece.is_last:
+            state.update(
+                (key, value)
+                for key, value in stepped[parameter].items()
+                if not _has_layout(state.get(key), parameter)
+            )
 
     def _may_skip_on_device(self, found_inf: Any) -> bool:
         """Whether the step may run without reading the flag, so that the host need not wait.
@@ -357,14 +389,34 @@ class MasterWeights(torch.optim.Optimizer):
     def _chunks_of(self, parameters: list[torch.Tensor]) -> Chunks:
         """The chunks of these parameters, reused from the previous step if nothing changed."""
         assert self._wrapped is not None
-        key = [(id(p), p.dtype, p.device, p.shape, p.stride()) for p in parameters]
+        size = self._chunk_elements
+        if size is None and self._wrapped.is_pytorch_s:
+            size = _ON_CPU if parameters[0].is_cpu else _ELSEWHERE
+        to_split = [p for p in parameters if size and p.numel() > size and self._may_split(p)]
+        layouts = [(id(p), p.dtype, p.device, p.shape, p.stride()) for p in parameters]
+        key = layouts, list(map(id, to_split))
         if self._chunks is None or self._chunks[0] != key:
-            size = self._chunk_elements
-            if size is None and self._wrapped.is_pytorch_s:
-                size = _ON_CPU if parameters[0].is_cpu else _ELSEWHERE
-            chunks = Chunks(parameters, size, not self._entries.store.has_values)
-            self._chunks = key, chunks
+            has_values = self._entries.store.has_values
+            self._chunks = key, Chunks(parameters, size, to_split, not has_values)
         return self._chunks[1]
+
+    def _may_split(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter can be stepped in spans. Its first step makes its state, in one."""
+        assert self._wrapped is not None
+        grad, state = parameter.grad, self.state.get(parameter, {})
+        of_optimizer = [value for key, value in state.items() if key not in KEYS]
+        return (
+            self._wrapped.is_elementwise
+            and bool(of_optimizer)
+            and all(
+                _has_layout(value, parameter)
+                or not isinstance(value, torch.Tensor)
+                or not value.dim()
+                for value in of_optimizer
+            )
+            and _has_layout(grad, parameter)
+            and is_dense(parameter)
+        )
 
     # Casting and first state.
 
@@ -415,6 +467,17 @@ def _taken(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 def _copied(key: str, entry: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A copy of a loaded entry on the parameter's device; for "rounding", on its own device."""
     return entry.clone() if key == "rounding" else entry.to(parameter.device, copy=True)
+
+
+def _has_layout(value: object, parameter: torch.Tensor) -> bool:
+    """Whether it is a tensor with one element for each of a parameter's, in the same order."""
+    return (
+        isinstance(value, torch.Tensor)
+        and not is_dtensor(value)
+        and value.layout is torch.strided
+        and value.shape == parameter.shape
+        and value.stride() == parameter.stride()
+    )
 
 
 def _take_float32_gradients(parameters: Iterable[torch.Tensor]) -> None:

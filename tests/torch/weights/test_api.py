@@ -35,7 +35,7 @@ def set_gradients(parameters, seed):
 
 
 @pytest.mark.parametrize("optimizer_class", CLASSES)
-@pytest.mark.parametrize("elements", [None, 25])
+@pytest.mark.parametrize("elements", [None, 25, 7])
 def test_each_optimizer_of_pytorch_steps_as_on_float32(optimizer_class, elements):
     options = ARGUMENTS.get(optimizer_class.__name__, {"lr": 0.01})
     model, reference = small(), small()
@@ -49,6 +49,71 @@ def test_each_optimizer_of_pytorch_steps_as_on_float32(optimizer_class, elements
     for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert parameter.dtype is torch.float16
         assert torch.equal(optimizer.wide(parameter), other)
+
+
+def wide_images():
+    """A large parameter that stays float32, and one whose memory is in another order."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm2d(20), nn.Conv2d(20, 3, 3, bias=False))
+    return model.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("store", ["float32", "remainder16"])
+@pytest.mark.parametrize("is_same_order", [True, False])
+def test_large_parameters_are_stepped_in_spans(monkeypatch, store, is_same_order):
+    model, reference = wide_images(), wide_images()
+    options = {"chunk_elements": 7, "keep_fp32": ["0"], "lr": 0.01, "weight_decay": 0.1}
+    optimizer = MasterWeights(torch.optim.AdamW, model, store=store, **options)
+    native = torch.optim.AdamW(reference.parameters(), lr=0.01, weight_decay=0.1)
+    sizes = []
+    for seed in range(4):
+        for each in (model, reference):
+            set_gradients(each.parameters(), seed)
+            if is_same_order:
+                each[1].weight.grad = each[1].weight.grad.contiguous(
+                    memory_format=torch.channels_last
+                )
+        native.step()
+        with monkeypatch.context() as patch:
+            step = torch.optim.AdamW.step
+            sizes.append([])
+
+            def counting(inner, *args, step=step):
+                tensors = [p for group in inner.param_groups for p in group["params"]]
+                sizes[-1].append(sum(p.numel() for p in tensors))
+                return step(inner, *args)
+
+            patch.setattr(torch.optim.AdamW, "step", counting)
+            optimizer.step()
+    for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(optimizer.wide(parameter), other)
+        assert optimizer.state[parameter]["step"] == 4
+    assert sorted(sizes[0]) == [20, 20, 540]
+    in_spans = [7, 7, 6] * 2 + [7] * 77 + [1]
+    assert sorted(sizes[-1]) == sorted(in_spans if is_same_order else [7, 7, 6] * 2 + [540])
+
+
+def test_spans_are_rounded_at_random_each_with_its_own_numbers():
+    values = []
+    for elements in (100, 100, None):
+        model = nn.Linear(500, 1, bias=False)
+        nn.init.constant_(model.weight, 1 + 2**-12)
+        optimizer = MasterWeights(
+            torch.optim.Adam, model, store="stochastic", lr=0.0, chunk_elements=elements
+        )
+        for _ in range(2):
+            with torch.no_grad():
+                model.weight.fill_(1)
+            optimizer.param_groups[0]["lr"] = 2.0**-12
+            model.weight.grad = torch.full((1, 500), -1.0, dtype=torch.float16)
+            optimizer.step()
+        values.append(model.weight.detach().float().flatten())
+    first, again, whole = values
+    assert torch.equal(first, again)
+    assert not torch.equal(first, whole)
+    assert not torch.equal(first[:100], first[100:200])
+    assert 0.1 < (first > 1).float().mean() < 0.4
+    assert optimizer.state[model.weight]["rounding"][1] == 2
 
 
 @pytest.mark.parametrize("options", [{"momentum": 0.9, "fused": True}, {"momentum": 0.9}])

@@ -1,6 +1,7 @@
 """Groups parameters into chunks, and owns the memory in which chunks are widened one by one.
 
-The memory has the size that the largest chunk needs. It is only allocated during a step: afterwards
+A parameter with more elements than a chunk may have is split, if the optimizer allows it. The
+memory has the size that the largest chunk needs. It is only allocated during a step: afterwards
 its storages are resized to 0 bytes, and all views of them stay.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 
@@ -20,14 +21,21 @@ _OPERATIONS = TorchOperations()
 
 
 class Piece:
-    """The parameters of one device and dtype in a chunk.
+    """The parameters of one device and dtype in a chunk, or a span of a single parameter.
+
+    Args:
+        parameters: the parameters of the model.
+        begin: the first element of the span, in the order of memory.
+        end: the end of the span; None for a piece of whole parameters.
 
     Attributes:
-        parameters: the parameters of the model.
         dtype: the dtype of the parameters.
+        is_whole: whether the piece has whole parameters.
+        is_first, is_last: whether the piece has the first and the last element of its parameters.
         is_narrow: whether ``dtype`` has 16 bits, so that the parameters are stepped in float32.
-        locals: this process' parts of the parameters.
-        entries: this process' parts of the store's entries.
+        wholes: this process' parts of the parameters.
+        locals: the same, or the span of the one parameter.
+        entries: the store's entries for ``locals``.
         gradients: flat memory for all float32 gradients; None for a dtype other than 16 bits and
             float32.
         gradient_views: views of ``gradients`` in the shape of each parameter.
@@ -42,8 +50,13 @@ class Piece:
     wide: torch.Tensor | None = None
     narrow: torch.Tensor | None = None
 
-    def __init__(self, parameters: list[torch.Tensor]) -> None:
-        self.parameters = parameters
+    def __init__(
+        self, parameters: list[torch.Tensor], begin: int = 0, end: int | None = None
+    ) -> None:
+        self.parameters, self.begin, self._end = parameters, begin, end
+        self.is_whole = end is None
+        self.is_first = begin == 0
+        self.is_last = end in (None, parameters[0].numel())
         self.dtype, self.device = parameters[0].dtype, parameters[0].device
         self.is_narrow = self.dtype in DTYPES
         self.takes_float32 = self.is_narrow or self.dtype is torch.float32
@@ -57,12 +70,19 @@ class Piece:
 
     def look_up(self) -> None:
         """Find this process' parts again, because FSDP, for example, may have moved them."""
-        self.locals = to_local([parameter.detach() for parameter in self.parameters])
+        self.wholes = to_local([parameter.detach() for parameter in self.parameters])
+        self.locals = self.spans(self.wholes)
+
+    def spans(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The span of this piece in tensors that have its parameters' layout."""
+        if self.is_whole:
+            return tensors
+        return [_flat(tensor)[self.begin : self._end] for tensor in tensors]
 
     def widened_gradients(self, factor: torch.Tensor | None) -> list[torch.Tensor]:
         """The gradients times ``factor``, in the dtype of the step; this process' parts."""
         grads = [p.grad.detach() for p in self.parameters if p.grad is not None]
-        parts = to_local(placed(Part([{"params": self.parameters}]), grads))
+        parts = self.spans(to_local(placed(Part([{"params": self.parameters}]), grads)))
         dtype = torch.float32 if self.is_narrow else self.dtype
         if factor is None and all(part.dtype is dtype for part in parts):
             return parts
@@ -92,16 +112,26 @@ class Chunks:
         parameters: all parameters that have a gradient.
         size: the largest number of elements of a chunk, unless a single parameter has more; None
             for one chunk of all parameters.
+        to_split: those parameters with more elements than ``size`` that are split.
         widens_values: whether the values of narrow parameters need memory, as gradients do.
     """
 
     def __init__(
-        self, parameters: list[torch.Tensor], size: int | None, widens_values: bool
+        self,
+        parameters: list[torch.Tensor],
+        size: int | None,
+        to_split: list[torch.Tensor],
+        widens_values: bool,
     ) -> None:
+        split = set(to_split)
         self.chunks = [
             [Piece(list(alike)) for _, alike in groupby(sorted(chunk, key=_kind), key=_kind)]
-            for chunk in _split(parameters, size)
+            for chunk in _chunked([p for p in parameters if p not in split], size)
         ]
+        for p in to_split:
+            assert size is not None
+            ends = (*range(size, p.numel(), size), p.numel())
+            self.chunks += [[Piece([p], begin, end)] for begin, end in pairwise((0, *ends))]
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         for device in {parameter.device for parameter in parameters}:
             self._place("gradients", device, torch.float32, lambda piece: piece.takes_float32)
@@ -154,19 +184,26 @@ def _kind(parameter: torch.Tensor) -> tuple[str, str]:
     return str(parameter.device), str(parameter.dtype)
 
 
-def _split(parameters: list[torch.Tensor], size: int | None) -> Iterator[list[torch.Tensor]]:
-    """Split parameters, in their order, into chunks of at most ``size`` elements where possible."""
-    if size is None:
-        yield parameters
-        return
+def _chunked(parameters: list[torch.Tensor], size: int | None) -> Iterator[list[torch.Tensor]]:
+    """Lists of parameters, in their order, of at most ``size`` elements where possible."""
     chunk: list[torch.Tensor] = []
     total = 0
     for parameter in parameters:
         (local,) = to_local([parameter.detach()])
-        if chunk and total + local.numel() > size:
+        if size is not None and chunk and total + local.numel() > size:
             yield chunk
             chunk, total = [], 0
         chunk.append(parameter)
         total += local.numel()
     if chunk:
         yield chunk
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements fill its memory without gaps, in any order."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -46,13 +46,14 @@ class Entries:
         """
         entries = [self._entry(p, state, groups) for p in piece.parameters]
         piece.entries = to_local(entries)
-        if not self.store.has_values:
-            self.store.open(piece, piece.entries)
-            return list(map(like, piece.parameters, piece.wide_views))
-        for p, local, master in zip(piece.parameters, piece.locals, piece.entries, strict=True):
-            if self._written.get(p) != _version(local):  # other code may have set the parameter
-                master.copy_(wide_values(local, {"master": master}))
-        return entries
+        if self.store.has_values and piece.is_first:
+            self._follow(piece)
+        if not self.store.is_random:
+            piece.entries = piece.spans(piece.entries)
+        if self.store.has_values:
+            return entries if piece.is_whole else piece.entries
+        self.store.open(piece, piece.entries)
+        return list(map(like, piece.parameters, piece.wide_views))
 
     def close(self, piece: Piece) -> None:
         """Set the parameters of a piece to their stepped float32 values, rounded."""
@@ -60,8 +61,8 @@ class Entries:
         if self._fresh:  # kept until now: if a step raises, the user may restore the old state
             for parameter in piece.parameters:
                 self._fresh.pop(parameter, None)
-        if self.store.has_values:
-            versions = map(_version, piece.locals)
+        if self.store.has_values and piece.is_last:
+            versions = map(_version, piece.wholes)
             self._written.update(zip(piece.parameters, versions, strict=True))
 
     def wide(self, parameter: torch.Tensor, state: State) -> torch.Tensor:
@@ -82,6 +83,12 @@ class Entries:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_written": {}}
+
+    def _follow(self, piece: Piece) -> None:
+        """Set masters to their parameters' values where other code has set the parameters."""
+        for p, local, master in zip(piece.parameters, piece.wholes, piece.entries, strict=True):
+            if self._written.get(p) != _version(local):
+                master.copy_(wide_values(local, {"master": master}))
 
     def _entry(
         self, parameter: torch.Tensor, state: State, groups: list[dict[str, Any]]

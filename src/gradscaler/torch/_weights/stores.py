@@ -104,6 +104,7 @@ class Nothing:
     An entry describes a stream of random numbers by two integers: its seed, and the number of
     draws. So a parameter's random numbers depend neither on the other parameters nor on the split
     of parameters among processes. Copies of a parameter on several processes are rounded alike.
+    Each span of a split parameter has numbers of its own.
     """
 
     key: ClassVar[str] = "rounding"
@@ -123,12 +124,13 @@ class Nothing:
         generator = torch.Generator(piece.device)
         drawn = []
         for parameter, local, entry in zip(piece.parameters, piece.locals, entries, strict=True):
-            generator.manual_seed(_mixed(*entry.tolist(), *_shard_of(parameter)))
+            span = () if piece.is_whole else (piece.begin,)
+            generator.manual_seed(_mixed(*entry.tolist(), *_shard_of(parameter), *span))
             drawn.append(random_bits(local.numel(), generator))
         rounded = round_at_random(piece.wide, piece.dtype, torch.cat(drawn))
         piece.narrow.copy_(rounded.view(torch.int16))
         torch._foreach_copy_(piece.locals, piece.rounded_views)
-        for entry in entries:
+        for entry in entries if piece.is_last else ():
             entry[1] += 1
 
 

@@ -19,6 +19,21 @@ Stand = dict[torch.Tensor, torch.Tensor]
 """The tensor that stands in for each parameter while the wrapped optimizer is called."""
 
 
+_ELEMENTWISE = {
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+}
+
+
 class Wrapped:
     """An optimizer that holds parameters and state only during a call.
 
@@ -36,6 +51,8 @@ class Wrapped:
             read the flag before a step.
         is_pytorch_s: whether the class is PyTorch's own. Another class may compare parameters with
             each other, so its step gets all of them at once. It may also need a ``found_inf`` of 0.
+        is_elementwise: whether an element's step depends on no other element of its parameter, so
+            that a parameter can be stepped in spans.
     """
 
     def __init__(
@@ -53,6 +70,7 @@ class Wrapped:
             self._optimizer, torch.optim.SGD
         )
         self.is_pytorch_s = optimizer_class.__module__.startswith("torch.optim.")
+        self.is_elementwise = optimizer_class in _ELEMENTWISE
 
     def first_state(self, *groups: Group) -> dict[torch.Tensor, dict[str, Any]]:
         """Add groups, and return the state that the optimizer makes before its first step."""
