@@ -36,7 +36,7 @@ class Monitor:
     The monitor samples one step in every ``every`` steps. A sample holds the norm of the unscaled
     gradients, their exponents, the shares of ``gradients * scale`` that are flushed, subnormal or
     normal or that overflow in ``dtype``, and the worst parameters. Exponents and shares come from
-    at most 16,384 elements of each gradient. The loss of every step is kept.
+    at most 4,096 elements of each gradient. The loss of every step is kept.
 
     The monitor warns of each kind of finding once it is sure
     (:class:`~gradscaler.diagnose.FindingWarning`), and again when ten times as many steps show it.

@@ -21,7 +21,7 @@ from gradscaler.diagnose._gradients.formats import (
 from gradscaler.diagnose._gradients.reading import largest
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Shares
 
-_MOST_ELEMENTS = 2**14  # of one gradient
+_MOST_ELEMENTS = 2**12  # of one gradient
 _MOST_WORST = 5
 _SMALL = 0.05  # share of all gradients
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, which fractions approximate worst of all

@@ -53,9 +53,12 @@ class Iteration:
 
     def _loss(self) -> float | None:
         """The first loss that is not finite, else the latest loss."""
-        values = [float(loss.item()) for loss in self.losses]
-        nonfinite = (value for value in values if not math.isfinite(value))
-        return next(nonfinite, values[-1] if values else None)
+        value = None
+        for loss in self.losses:
+            value = float(loss.item())
+            if not math.isfinite(value):
+                break
+        return value
 
 
 class Iterations:

@@ -167,28 +167,28 @@ class StepLog:
         if counts.step - counts.sampled >= HISTORY_LENGTH:  # else older losses are lost
             self.add_sample()
             counts = self.counts
-        found = step.nonfinite or ()
-        listed = None if step.nonfinite is None else found[:_MOST_NONFINITE]
-        skip = Skip(number, step.scale, step.loss, listed, len(found[_MOST_NONFINITE:]))
-        is_inspected = step.skipped and listed is not None
+        is_inspected = step.skipped and step.nonfinite is not None
         is_finite_here = counts.is_finite_here
         if is_inspected:
-            is_finite_here = is_finite_here is not False and not found
+            is_finite_here = is_finite_here is not False and not step.nonfinite
         last = next(iter(optimizers)) if optimizers and len(optimizers) == 1 else None
         if last is not None and counts.optimizer not in (None, last):
             seen = seen.after(Seen(("switched", *["unscaled"] * (step.loss is None))))
         before = counts.seen if self.num_steps else _NOTHING  # the first step has them too
+        streaks, skip = counts.streaks, _skip_of(step) if step.skipped else None
+        if streaks or skip is not None:
+            streaks = self._continued(streaks, step, skip, optimizers or {0: step.skipped})
         if not self.history or self.history[-1].step < number:
             self.history.append(step)
         self.counts = counts._replace(
             step=number,
             num_skipped=counts.num_skipped + step.skipped,
-            streaks=self._continued(counts.streaks, skip, optimizers or {0: step.skipped}),
+            streaks=streaks,
             is_finite_here=is_finite_here,
             optimizer=last,
             seen=before if seen is _NOTHING else before.after(seen),
         )
-        if is_inspected:
+        if is_inspected and skip is not None:
             self._write(skip)
 
     def add_sample(self, loss: float | None = None, **measured: Any) -> None:
@@ -323,8 +323,10 @@ class StepLog:
     @property
     def stuck_streak(self) -> SkipStreak | None:
         """The longest streak of skips if it has at least ``stuck_after`` skips, else None."""
-        streak = max(self.counts.streaks.values(), key=lambda streak: streak.length, default=None)
-        return streak if streak is not None and streak.length >= self._stuck_after else None
+        if not (streaks := self.counts.streaks):
+            return None
+        streak = max(streaks.values(), key=lambda streak: streak.length)
+        return streak if streak.length >= self._stuck_after else None
 
     @property
     def needs_verdict(self) -> bool:
@@ -341,9 +343,13 @@ class StepLog:
         return any(0 < streak.length == self._stuck_after - 1 for streak in streaks)
 
     def _continued(
-        self, streaks: Mapping[int, SkipStreak], skip: Skip, optimizers: Mapping[int, bool]
+        self,
+        streaks: Mapping[int, SkipStreak],
+        step: Step,
+        skip: Skip | None,
+        optimizers: Mapping[int, bool],
     ) -> dict[int, SkipStreak]:
-        """The streaks after a step of ``optimizers``.
+        """The streaks after a step of ``optimizers``; ``skip`` is None if it was applied.
 
         A skip lengthens its optimizer's streak. A streak ends if its optimizer applies a step, or
         if its latest skip is more than ``stuck_after`` steps ago.
@@ -351,11 +357,11 @@ class StepLog:
         kept = {
             optimizer: streak
             for optimizer, streak in streaks.items()
-            if skip.step - streak.skips[-1].step <= self._stuck_after
+            if step.step - streak.skips[-1].step <= self._stuck_after
             and optimizers.get(optimizer, True)
         }
         for optimizer, skipped in optimizers.items():
-            if skipped:
+            if skip is not None and skipped:
                 streak = kept.get(optimizer, SkipStreak(0, skip.scale, ()))
                 skips = (*streak.skips, skip)[-self._stuck_after :]
                 kept[optimizer] = streak._replace(length=streak.length + 1, skips=skips)
@@ -426,6 +432,13 @@ class StepSource:
     @property
     def _inspects_next_skip(self) -> bool:
         return self.forensics > 0 and (self.log.counts.num_skipped + 1) % self.forensics == 0
+
+
+def _skip_of(step: Step) -> Skip:
+    """The line of a skipped step."""
+    found = step.nonfinite or ()
+    listed = None if step.nonfinite is None else found[:_MOST_NONFINITE]
+    return Skip(step.step, step.scale, step.loss, listed, len(found[_MOST_NONFINITE:]))
 
 
 def _warn(findings: Sequence[Finding]) -> None:
