@@ -361,7 +361,7 @@ def pictures(session: nox.Session) -> None:
 
 RESULTS = Path("benchmarks/results")
 # The first has a session of its own, and the others have no table among those pages yet.
-NOT_IN_BENCH = "torch_gpu", "jax_compiled", "torch_master_weights"
+NOT_IN_BENCH = "torch_gpu", "jax_compiled"
 
 
 def run_benchmark(session: nox.Session, environment: str, name: str, *options: str) -> None:

@@ -33,12 +33,14 @@ NAMES = {
     "mindspore": "MindSpore",
     "tensorplay": "TensorPlay",
 }
+OTHER_WEIGHTS = "torch_master_weights"  # compares no scaler with a native one
 SECTIONS = {  # the headings on a page; any other benchmark is of a whole step
     "torch_curves": "By the number and the size of tensors",
     "torch_distributed": "Two processes",
     "torch_gpu": "On a GPU",
     "torch_large": "Large models and many tensors, with an idle optimizer",
     "torch_loop": "A whole loop of a small model",
+    "torch_master_weights": "Weights in 16 bits, beside float32 ones",
     "torch_monitor": "With a monitor",
     "keras_optimizer.jax": "On JAX",
     "keras_optimizer.tensorflow": "On TensorFlow",
@@ -125,7 +127,8 @@ does nothing, so its rows measure scaling alone. `make bench` repeats all measur
 NOTES = {
     "torch": """"Added to fused AdamW" is the time beyond the median of its bare step. "Clipping" is
 by the norm, in both. With two processes, "native" is FSDP's `ShardedGradScaler`. With a monitor,
-"native" is gradscaler without a monitor.
+"native" is gradscaler without a monitor. With weights in 16 bits, "ours" is `MasterWeights`, and
+"native" is PyTorch's scaler and the same AdamW on float32 weights.
 """,
     "jax": """JAX has no scaler of its own: "native" is flax's, jmp's or the step without scaling,
 as the row says. "Compilation" is the time to compile the step, once in a run.
@@ -297,11 +300,12 @@ def first_page(results: Results) -> str:
         (name, each)
         for name, (_, comparisons) in results.items()
         for each in comparisons
-        if not name.startswith("imports_")
+        if not name.startswith("imports_") and name != OTHER_WEIGHTS
     ]
     faster = sum(each.interval[1] < 1 for _, each in every)
     slower = [(name, each) for name, each in every if each.interval[0] > 1]
     clipping, small = rows[0][1], rows[4][1]
+    weights = sorted(each.ratio for each in results[OTHER_WEIGHTS][1])
     bare = sum(each.workload.endswith("to unscaled") for _, each in slower)
     added = [_added_by_import(each) for each in _imports(results)]
     alone = "All" if bare == len(slower) else f"{bare} of the"
@@ -328,7 +332,9 @@ def first_page(results: Results) -> str:
     )
     text += (
         "\n\nEvery import is slower, too, because it imports the framework and gradscaler. Most\n"
-        "constructors are slower because they check parameters. The pages below list them.\n\n"
+        "constructors are slower because they check parameters. A step of 16-bit weights takes\n"
+        f"{weights[0]:.1f} to {weights[-1]:.1f} of the time of one of float32 weights. The pages "
+        "below list these.\n\n"
     )
     text += "## All measurements\n\n"
     for framework, name in NAMES.items():

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import math
 import re
 import subprocess
 import sys
@@ -44,11 +43,9 @@ class Training:
         store: of MasterWeights; or "native" for float32 parameters.
         workload: what parameters there are.
         fused: whether AdamW is fused, rather than foreach.
-        clip: whether gradients are clipped, to a norm of inf.
     """
 
-    def __init__(self, store: str, workload: eager.Workload, fused: bool, clip: bool) -> None:
-        self.clip = clip
+    def __init__(self, store: str, workload: eager.Workload, fused: bool) -> None:
         self.loss = torch.ones(())
         options: dict[str, Any] = {"lr": 1e-4, "fused": fused, "foreach": not fused}
         parameters = [torch.nn.Parameter(torch.rand(shape)) for shape in workload.shapes]
@@ -75,23 +72,18 @@ class Training:
         """What a training loop does after the backward pass."""
         scaler, optimizer = self.scaler, self.optimizer
         scaler.scale(self.loss)
-        if self.clip and isinstance(scaler, GradScaler):
-            scaler.clip_grad_norm_(optimizer, math.inf)
-        elif self.clip:
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(self.parameters, math.inf)
         scaler.step(optimizer)
         scaler.update()
 
 
 def compare(
-    store: str, fused: bool, clip: bool, workload: eager.Workload, repetitions: int
+    store: str, fused: bool, workload: eager.Workload, repetitions: int
 ) -> paired.Comparison:
     """Time a step with a store by turns with one of float32 parameters."""
     torch.manual_seed(0)
     trainings = {
-        "ours": Training(store, workload, fused, clip),
-        "native": Training(NATIVE, workload, fused, clip),
+        "ours": Training(store, workload, fused),
+        "native": Training(NATIVE, workload, fused),
     }
     seconds = paired.interleave(
         {name: training.step for name, training in trainings.items()},
@@ -100,7 +92,7 @@ def compare(
         calls=workload.calls,
     )
     kind = "fused" if fused else "foreach"
-    name = f"{workload.name}, 16 bits by {store}, {kind} AdamW" + ", clipping" * clip
+    name = f"{workload.name}, 16 bits by {store}, {kind} AdamW"
     return paired.Comparison(name, **seconds)
 
 
@@ -119,7 +111,7 @@ def measure_memory(store: str, fused: bool) -> tuple[float, float]:
     Training(store, small, fused, clip=False).step()  # threads and code are there
     trim(0)
     before = resident("VmRSS")
-    training = Training(store, IN_MEMORY, fused, clip=False)
+    training = Training(store, IN_MEMORY, fused)
     for _ in range(STEPS):
         training.make_gradients()
         training.step()
@@ -156,10 +148,7 @@ def main() -> None:
         return
     setting = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     comparisons: list[Callable[[eager.Workload, int], paired.Comparison]] = [
-        partial(compare, store, fused, clip)
-        for clip in (False, True)
-        for fused in (False, True)
-        for store in STORES
+        partial(compare, store, fused) for fused in (False, True) for store in STORES
     ]
     eager.run(arguments, setting, comparisons)
     if Path("/proc/self/clear_refs").exists():  # on Linux alone
