@@ -264,10 +264,32 @@ def test_an_update_of_zeros_leaves_minus_zero_and_nan_as_they_are(dtype):
 
 def test_an_update_that_was_scaled_is_refused():
     wrapped, params, state = started(optax.sgd(0.1))
-    optimizer = optax.chain(wrapped, optax.scale(0.5))
-    updates, _ = optimizer.update(params, (state, optax.EmptyState()), params)
+    updates, _ = wrapped.update(params, state, params)
+    halves = jax.tree.map(lambda leaf: 0.5 * leaf, updates)
     with pytest.raises(TypeError, match=r"inside it: master_weights\(optax.chain"):
-        optax.apply_updates(params, updates)
+        optax.apply_updates(params, halves)
+
+
+@pytest.mark.parametrize(
+    "arrange",
+    [
+        lambda masters: optax.chain(masters, optax.scale_by_schedule(lambda count: -0.1)),
+        lambda masters: optax.chain(optax.clip(1.0), optax.chain(masters), optax.scale(-1)),
+        lambda masters: optax.named_chain(("a", masters), ("b", optax.scale(-1))),
+        lambda masters: optax.chain(
+            optax.inject_hyperparams(lambda unused: masters)(unused=1.0), optax.scale(-1)
+        ),
+        lambda masters: loss_scaled(optax.chain(masters, optax.scale(-1))),
+    ],
+    ids=["schedule", "chain in chain", "named", "in inject_hyperparams", "scaled"],
+)
+def test_what_follows_in_a_chain_is_refused(arrange):
+    """Some of these would turn the updates into 0, or negate their bits, and raise nothing."""
+    params = jnp.ones(3, jnp.float16)
+    optimizer = arrange(master_weights(optax.sgd(0.1)))
+    state = optimizer.init(params)
+    with pytest.raises(ValueError, match="followed by other transformations"):
+        optimizer.update(params, state, params)
 
 
 def test_an_update_is_refused_by_a_float32_parameter():
@@ -762,6 +784,7 @@ def test_parameters_that_were_not_cast_after_init_are_refused(store):
         (("adam",), TypeError, "optimizer must be an optax transformation, got 'adam'"),
         ((optax.sgd(1.0), "bfloat16"), ValueError, "one of float32, remainder16, stochastic, got"),
         ((optax.sgd(1.0), "stochastic"), ValueError, r"key=jax.random.key\(0\)"),
+        ((optax.sgd(1.0), ["float32"]), ValueError, "one of float32, remainder16, stochastic, got"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(arguments, error, message):
@@ -772,6 +795,12 @@ def test_arguments_that_cannot_work_are_refused(arguments, error, message):
 def test_a_cast_that_is_not_a_function_is_refused():
     with pytest.raises(TypeError, match="cast must be a function of the parameters"):
         master_weights(optax.sgd(1.0), cast="float16")
+
+
+@pytest.mark.parametrize("key", [3, "seed", jnp.zeros(2)])
+def test_a_key_that_is_none_is_refused(key):
+    with pytest.raises(TypeError, match="key must be a key of jax"):
+        master_weights(optax.sgd(1.0), "stochastic", key=key)
 
 
 def test_a_key_without_stochastic_rounding_is_refused():

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from gradscaler._frameworks import require
 from gradscaler.errors import ParameterError, ParameterTypeError
 from gradscaler.jax import _rounding, _trees
+from gradscaler.jax._callers import check_last
 from gradscaler.jax._operations import Transformation
 
 if TYPE_CHECKING:
@@ -128,11 +129,10 @@ def master_weights(
     Put :func:`loss_scaled` outside: it passes the gradients on in float32. Put transformations that
     change updates inside, as in ``master_weights(optax.chain(...))``; ``MultiSteps`` and
     ``apply_if_finite`` belong inside too. ``masked``, ``multi_transform`` and
-    ``inject_hyperparams`` may be on either side.
+    ``inject_hyperparams`` may be on either side. Outside, ``MultiSteps`` adds up 16-bit gradients.
 
     ``optax.apply_updates`` and ``parameter + update`` give exactly the new parameters. The updates
     of 16-bit parameters are instances of :class:`BitUpdate`, which cannot be scaled or measured.
-    ``optax.scale_by_schedule`` outside turns them into 0 without an error.
     ``equinox.apply_updates`` does not accept them; pass the arrays of the model to optax's.
 
     Args:
@@ -148,8 +148,8 @@ def master_weights(
         TypeError: `optimizer` is not an optax transformation, or `cast` is not a function.
         ValueError: `store` is not one of the three, `key` is missing for ``"stochastic"``, or is
             given for another store.
-        ValueError: ``update`` gets no ``params``, or a parameter has 16 bits only in ``init`` or
-            only in ``update``.
+        ValueError: ``update`` gets no ``params``, a parameter has 16 bits only in ``init`` or only
+            in ``update``, or more transformations follow in an ``optax.chain``.
 
     >>> import jax, optax
     >>> weight = jax.numpy.float16(1.0)
@@ -166,13 +166,9 @@ def master_weights(
 
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise TypeError(f"optimizer must be an optax transformation, got {optimizer!r}")
-    if store not in _STORES:
+    if store not in tuple(_STORES):
         raise ParameterError(f"store must be one of {', '.join(_STORES)}, got {store!r}")
-    if (store == "stochastic") is (key is None):
-        raise ParameterError(
-            f"key belongs to store='stochastic': got store={store!r} and key={key!r}. Write "
-            "master_weights(optimizer, 'stochastic', key=jax.random.key(0))"
-        )
+    _check_key(key, store)
     if not (cast is None or callable(cast)):
         raise ParameterTypeError(f"cast must be a function of the parameters, got {cast!r}")
     inner = optax.with_extra_args_support(optimizer)
@@ -189,6 +185,7 @@ def master_weights(
     def update(
         updates: Any, state: MasterWeightsState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, MasterWeightsState]:
+        check_last()
         if params is None:
             raise ParameterError("master_weights needs params: update(grads, state, params)")
         if store != "stochastic":
@@ -235,6 +232,20 @@ def _map_narrow(function: Callable[..., Any], params: Any, *trees: Any, others: 
 
 def _wide(leaf: Any) -> Array:
     return jnp.asarray(leaf, jnp.float32)
+
+
+def _check_key(key: Any, store: Store) -> None:
+    """Refuse a key without stochastic rounding, none with it, and what is no key."""
+    if (store == "stochastic") is (key is None):
+        raise ParameterError(
+            f"key belongs to store='stochastic': got store={store!r} and key={key!r}. Write "
+            "master_weights(optimizer, 'stochastic', key=jax.random.key(0))"
+        )
+    dtype = getattr(key, "dtype", None)
+    is_new = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    is_old = dtype == jnp.uint32 and key.ndim == 1
+    if not (key is None or is_new or is_old):
+        raise ParameterTypeError(f"key must be a key of jax.random, got {key!r}")
 
 
 def _split(key: Any, params: Any) -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ from gradscaler._on_torch.operations import TorchOperations
 from gradscaler._on_torch.processes import is_dtensor
 from gradscaler._torch_like.operations import Fp16GradientsError, parameters_of
 from gradscaler.errors import ParameterError
+from gradscaler.policies._checks import count
 from gradscaler.torch._weights.casting import Kept, cast
 from gradscaler.torch._weights.chunks import Chunks, Piece, is_dense
 from gradscaler.torch._weights.entries import Entries, like
@@ -125,10 +126,10 @@ class MasterWeights(torch.optim.Optimizer):
         check(optimizer_class, kwargs)
         if dtype is not None and dtype not in DTYPES:
             raise ParameterError(f"dtype must be one of {DTYPES} or None, got {dtype!r}")
-        if store not in STORES:
+        if store not in tuple(STORES):
             raise ParameterError(f"store must be one of {sorted(STORES)}, got {store!r}")
-        if chunk_elements is not None and chunk_elements < 1:
-            raise ParameterError(f"chunk_elements must be at least 1, got {chunk_elements!r}")
+        if chunk_elements is not None:
+            chunk_elements = count("chunk_elements", chunk_elements)
         if not isinstance(seed, int):
             raise ParameterError(f"seed must be an int, got {seed!r}")
         if model is not None and not isinstance(model, torch.nn.Module):

@@ -507,6 +507,18 @@ REFUSED = {
         ParameterError,
         "chunk_elements must be at least 1, got 0",
     ),
+    "half an element": (
+        (torch.optim.SGD, small()),
+        {"chunk_elements": 1.5},
+        TypeError,
+        "chunk_elements must be an integer",
+    ),
+    "a list of stores": (
+        (torch.optim.SGD, small()),
+        {"store": ["float32"]},
+        ParameterError,
+        "store must be one of",
+    ),
     "differentiable": (
         (torch.optim.SGD, small()),
         {"differentiable": True},
