@@ -21,6 +21,7 @@ from gradscaler.torch._weights.entries import Entries, like
 from gradscaler.torch._weights.rounding import DTYPES
 from gradscaler.torch._weights.stores import KEYS, STORES
 from gradscaler.torch._weights.wrapped import (
+    Places,
     Stand,
     Wrapped,
     check,
@@ -28,6 +29,7 @@ from gradscaler.torch._weights.wrapped import (
     groups_of,
     in_place_of,
     parameters_in,
+    places_in,
 )
 
 _ON_CPU = 2**19  # elements of a chunk on a CPU; with Adam's state, they fit into a cache
@@ -204,10 +206,10 @@ class MasterWeights(torch.optim.Optimizer):
             scale, factor = None, inverse if coefficient is None else coefficient * inverse
         parameters = [p for p in parameters_of(self) if p.grad is not None]
         if parameters:
-            chunks = self._chunks_of(parameters)
+            chunks, places = self._chunks_of(parameters), places_in(self.param_groups)
             with chunks.memory():
                 for chunk in chunks.chunks:
-                    self._step_chunk(chunk, factor, scale, found_inf)
+                    self._step_chunk(chunk, places, factor, scale, found_inf)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -315,6 +317,7 @@ class MasterWeights(torch.optim.Optimizer):
     def _step_chunk(
         self,
         chunk: list[Piece],
+        places: Places,
         factor: torch.Tensor | None,
         scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
@@ -323,6 +326,7 @@ class MasterWeights(torch.optim.Optimizer):
 
         Args:
             chunk: the pieces of the chunk.
+            places: the places of all parameters in their groups.
             factor: the factor of the gradients, applied here; None for 1.
             scale: the divisor of the gradients, applied by the wrapped optimizer; None for 1.
             found_inf: the flag by which the wrapped optimizer skips; None for no skip.
@@ -341,13 +345,13 @@ class MasterWeights(torch.optim.Optimizer):
         if all(piece.is_whole for piece in chunk):
             kept = {p: _taken(self.state[p]) for p in stands if p in self.state}
             try:
-                self._wrapped.step(self.param_groups, stands, self.state, scale, found_inf)
+                self._wrapped.step(self.param_groups, places, stands, self.state, scale, found_inf)
             finally:
                 for p, entry in kept.items():
                     self.state[p].update(entry)
         else:
             (piece,) = chunk
-            self._step_span(piece, stands, scale, found_inf)
+            self._step_span(piece, places, stands, scale, found_inf)
         for piece in chunk:
             if piece.is_narrow:
                 self._entries.close(piece)
@@ -355,6 +359,7 @@ class MasterWeights(torch.optim.Optimizer):
     def _step_span(
         self,
         piece: Piece,
+        places: Places,
         stands: Stand,
         scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
@@ -369,7 +374,7 @@ class MasterWeights(torch.optim.Optimizer):
             for key, value in of_optimizer.items()
         }
         stepped = {parameter: of_span}
-        self._wrapped.step(self.param_groups, stands, stepped, scale, found_inf)
+        self._wrapped.step(self.param_groups, places, stands, stepped, scale, found_inf)
         if piece.is_last:
             state.update(
                 (key, value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ Group = dict[str, Any]
 Stand = dict[torch.Tensor, torch.Tensor]
 """The tensor that stands in for each parameter while the wrapped optimizer is called."""
 
+
+Places = dict[torch.Tensor, tuple[int, int]]
+"""The place of each parameter: its group's index, and its own index in the group."""
 
 _ELEMENTWISE = {
     torch.optim.ASGD,
@@ -85,6 +89,7 @@ class Wrapped:
     def step(
         self,
         groups: list[Group],
+        places: Places,
         stands: Stand,
         state: dict[torch.Tensor, dict[str, Any]],
         scale: torch.Tensor | None,
@@ -95,6 +100,7 @@ class Wrapped:
         Args:
             groups: the groups of the parameters. Values that the optimizer changes in its groups
                 are copied back to them.
+            places: the places of the parameters in the groups.
             stands: the tensors to step in place of the parameters.
             state: the optimizer's state by parameter; it changes in place.
             scale: the divisor of the gradients, applied by the optimizer; None for 1.
@@ -102,13 +108,12 @@ class Wrapped:
         """
         optimizer = self._optimizer
         pairs = []
-        for group in groups:
-            tensors = [stands[p] for p in group["params"] if p in stands]
-            if tensors:
-                pairs.append((group, {**group, "params": tensors}))
+        for g, members in groupby(sorted(stands, key=places.__getitem__), lambda p: places[p][0]):
+            pairs.append((groups[g], {**groups[g], "params": [stands[p] for p in members]}))
         optimizer.param_groups = [inner for _, inner in pairs]
         optimizer.state.update((stands[p], state[p]) for p in stands if state.get(p))
-        optimizer.state.update(_of_no_parameter(state))
+        if not self.is_pytorch_s:  # PyTorch's have no such state
+            optimizer.state.update(_of_no_parameter(state))
         if scale is not None:
             optimizer.grad_scale = scale
         if found_inf is not None:
@@ -191,6 +196,11 @@ def check(optimizer_class: object, kwargs: Mapping[str, Any]) -> None:
 def first_stands(parameters: list[torch.Tensor]) -> Stand:
     """The tensors that stand in for parameters while the optimizer is constructed."""
     return {p: _as_stepped(p.detach()) for p in parameters}
+
+
+def places_in(groups: list[Group]) -> Places:
+    """The places of all parameters in their groups."""
+    return {p: (g, i) for g, group in enumerate(groups) for i, p in enumerate(group["params"])}
 
 
 def groups_of(params: Any) -> list[Group]:
