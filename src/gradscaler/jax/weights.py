@@ -242,7 +242,7 @@ def _check_key(key: Any, store: Store) -> None:
             "master_weights(optimizer, 'stochastic', key=jax.random.key(0))"
         )
     dtype = getattr(key, "dtype", None)
-    is_new = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    is_new = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     is_old = dtype == jnp.uint32 and key.ndim == 1
     if not (key is None or is_new or is_old):
         raise ParameterTypeError(f"key must be a key of jax.random, got {key!r}")
