@@ -98,27 +98,34 @@ def main(argv: list[str] | None = None) -> None:
 
 def compare(seeds: int, steps: int) -> dict[str, Result]:
     """The mean of each way over the seeds."""
+    runs = [run(seed, steps) for seed in range(seeds)]
+    return {
+        way: Result(
+            *(math.fsum(column) / seeds for column in zip(*(run[way] for run in runs), strict=True))
+        )
+        for way in WAYS
+    }
+
+
+def run(seed: int, steps: int) -> dict[str, Result]:
+    """Each way from the weights of one seed."""
     pixels, digits = load_digits(return_X_y=True)
     data = torch.tensor(pixels / 16).float(), torch.tensor(digits)
-    runs: dict[str, list[Result]] = {way: [] for way in WAYS}
-    for seed in range(seeds):
-        torch.manual_seed(seed)
-        first = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-        trained = copy.deepcopy(first)
-        train(trained, WAYS["float32, autocast"](trained, TRAINING), data, steps)
-        for way, make in WAYS.items():
-            model, tuned = copy.deepcopy(first), copy.deepcopy(trained)
-            optimizer = make(model, TRAINING)
-            train(model, optimizer, data, steps)
-            tuner = make(tuned, TUNING)
-            before = loss_of(tuned, *data).item()
-            train(tuned, tuner, data, steps)
-            loss, fell = loss_of(model, *data).item(), before - loss_of(tuned, *data).item()
-            runs[way].append(Result(loss, fell, size_of(optimizer)))
-    return {
-        way: Result(*(math.fsum(column) / seeds for column in zip(*results, strict=True)))
-        for way, results in runs.items()
-    }
+    torch.manual_seed(seed)
+    first = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    trained = copy.deepcopy(first)
+    train(trained, WAYS["float32, autocast"](trained, TRAINING), data, steps)
+    results = {}
+    for way, make in WAYS.items():
+        model, tuned = copy.deepcopy(first), copy.deepcopy(trained)
+        optimizer = make(model, TRAINING)
+        train(model, optimizer, data, steps)
+        tuner = make(tuned, TUNING)
+        before = loss_of(tuned, *data).item()
+        train(tuned, tuner, data, steps)
+        loss, fell = loss_of(model, *data).item(), before - loss_of(tuned, *data).item()
+        results[way] = Result(loss, fell, size_of(optimizer))
+    return results
 
 
 def train(
