@@ -359,6 +359,12 @@ def pictures(session: nox.Session) -> None:
     shutil.rmtree(folder)
 
 
+@task("evidence", "torch")
+def evidence(session: nox.Session) -> None:
+    """Test claims of papers on small networks, and write docs/evidence.md (10 minutes)."""
+    run(session, "torch", "-m", "benchmarks.evidence", *session.posargs)
+
+
 RESULTS = Path("benchmarks/results")
 # The first has a session of its own, and the others have no table among those pages yet.
 NOT_IN_BENCH = "torch_gpu", "jax_compiled"
