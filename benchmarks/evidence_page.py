@@ -88,11 +88,9 @@ def seeds_where(holds: Iterable[bool]) -> str:
     seeds = list(holds)
     if all(seeds):
         return f"yes, in each of {len(seeds)} seeds"
-    return (
-        f"in {sum(seeds)} of {len(seeds)} seeds"
-        if any(seeds)
-        else f"no, in no seed of {len(seeds)}"
-    )
+    if any(seeds):
+        return f"not shown, only in {sum(seeds)} of {len(seeds)} seeds"
+    return f"no, in no seed of {len(seeds)}"
 
 
 def minus(first: Sequence[float], second: Sequence[float]) -> list[float]:
