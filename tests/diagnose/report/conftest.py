@@ -1,23 +1,12 @@
 """The runs that are reported on: a fixture, as test modules cannot import one another."""
 
-from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from gradscaler.diagnose._run.lines import (
-    Bins,
-    ParameterSample,
-    Sample,
-    Shares,
-    Skip,
-    Start,
-    VerdictLine,
-)
-from gradscaler.diagnose._run.run import Run
-from gradscaler.diagnose._run.writer import RunFile
-from gradscaler.outcome import NonfiniteGradient
+from gradscaler import NonfiniteGradient
+from tests.support import run_files
 
 NAN = float("nan")
 FIRST = -40  # the smallest exponent in the histograms
@@ -36,16 +25,15 @@ def _made_up_run(
         for step in skips:
             scale /= 2
             scales.append((step + 1, scale))
-        skipped += [Skip(step, 2 * scale, 1.5, (_nonfinite(names[0]),)) for step in skips]
+        skipped += [run_files.skip(step, 2 * scale, 1.5, [_nonfinite(names[0])]) for step in skips]
         kept.append(_sample(index, every, scale, scales, skips, names, samples))
     steps = samples * every
     for step in range(steps + 1, steps + stuck + 1):
-        skipped.append(Skip(step, scale, NAN, tuple(map(_nonfinite, names))[:10], 3))
+        skipped.append(run_files.skip(step, scale, NAN, [*map(_nonfinite, names)][:10], 3))
         scale /= 2
-    policy = {"name": "DynamicScale", "init_scale": 65536.0}
-    start = Start("torch", dtype, every, 0, policy, "2026-01-01T00:00:00Z")
-    verdicts = (VerdictLine(steps + stuck, *verdict),) if verdict else ()
-    return Run((start,), tuple(kept), tuple(skipped), verdicts)
+    verdicts = [run_files.verdict(steps + stuck, *verdict)] if verdict else []
+    start = run_files.start(dtype=dtype, every=every)
+    return run_files.run_of(start, *kept, *skipped, *verdicts)
 
 
 def _nonfinite(name):
@@ -58,10 +46,10 @@ def _sample(index, every, scale, scales, skips, names, samples):
     whole = np.sum(list(rows.values()), axis=0)
     flushed, subnormal, normal = _shares(whole, scale)
     parameters = {
-        name: ParameterSample(0.1, *_shares(row, scale)[:2], 0.0, _bins(row))
+        name: run_files.parameter(0.1, *_shares(row, scale)[:2], 0.0, _bins(row))
         for name, row in rows.items()
     }
-    return Sample(
+    return run_files.sample(
         index * every,
         scale,
         tuple(scales),
@@ -69,10 +57,10 @@ def _sample(index, every, scale, scales, skips, names, samples):
         skips,
         2.3 / index,
         3.0 * 0.9**index,
-        Shares(0.1, flushed, subnormal, normal, 0.0, 0.0),
+        run_files.shares(0.1, flushed, subnormal, normal, 0.0, 0.0),
         _bins(whole),
-        parameters,
-        tuple(reversed(names))[:5],
+        parameters=parameters,
+        worst=[*reversed(names)][:5],
     )
 
 
@@ -82,7 +70,7 @@ def _histogram(middle):
 
 
 def _bins(counts):
-    return Bins(FIRST, tuple(counts.tolist()))
+    return FIRST, counts.tolist()
 
 
 def _shares(counts, scale):
@@ -101,11 +89,8 @@ def save(path):
     """Writes a run to its file, and returns the file's path."""
 
     def save(run):
-        start, *_ = run.starts
-        with closing(RunFile(path, start)) as file:
-            for line in (*run.samples, *run.skips, *run.verdicts):
-                file.write(line)
-        return str(path)
+        path.unlink(missing_ok=True)
+        return str(run_files.append_run(path, run))
 
     return save
 
@@ -119,14 +104,12 @@ def save_ranks(tmp_path):
         run, paths = _made_up_run(samples=1, verdict=verdict), []
         for rank in range(3):
             start = replace(run.starts[0], rank=rank, world_size=4)
-            paths.append(str(tmp_path / f"run.{rank}.jsonl"))
             skips, verdicts = run.skips, run.verdicts
             if rank != at_fault:
                 skips = [replace(skip, nonfinite=()) for skip in skips]
                 verdicts = [replace(run.verdicts[0], verdict="elsewhere", where=None)]
-            with closing(RunFile(tmp_path / f"run.{rank}.jsonl", start)) as file:
-                for line in (*run.samples, *skips, *verdicts):
-                    file.write(line)
+            lines = start, *run.samples, *skips, *verdicts
+            paths.append(str(run_files.append(tmp_path / f"run.{rank}.jsonl", *lines)))
         return paths
 
     return save_ranks

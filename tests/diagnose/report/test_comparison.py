@@ -1,12 +1,8 @@
 """``python -m gradscaler compare``: several runs side by side."""
 
-from contextlib import closing
 from dataclasses import replace
 
 import pytest
-
-from gradscaler.diagnose._run.lines import Start
-from gradscaler.diagnose._run.writer import RunFile
 
 pytest.importorskip("matplotlib", reason="the report is drawn with it")
 pytest.importorskip("rich", reason="the terminal is written to with it")
@@ -15,20 +11,18 @@ from matplotlib.colors import to_hex
 
 from gradscaler.__main__ import main
 from gradscaler.diagnose import report
-from gradscaler.diagnose._findings.finding import KINDS
 from gradscaler.diagnose.report._content import content_of_runs, read_each
 from gradscaler.diagnose.report._figures import drawing_settings
 from gradscaler.diagnose.report._picture import draw
 from gradscaler.diagnose.report._words import percent
-
-START = Start("torch", "float16", 100, 0, {"name": "DynamicScale"}, "")
+from tests.support.run_files import HEADLINES, append, append_run, start
 
 
 def test_runs_of_the_same_name_go_by_their_paths_and_a_file_is_given_once(tmp_path):
     first, second = tmp_path / "run.jsonl", tmp_path / "other" / "run.jsonl"
     second.parent.mkdir()
     for path in (first, second):
-        RunFile(path, START).close()
+        append(path, start())
     assert list(read_each([first])) == ["run"]
     assert list(read_each([first, second])) == [str(first), str(second)]
     with pytest.raises(ValueError, match="is given twice"):
@@ -48,7 +42,7 @@ def test_files_that_are_no_ranks_of_one_run_are_refused_with_the_way_to_compare_
 ):
     paths = [tmp_path / f"{place}.jsonl" for place in range(len(ranks))]
     for path, (rank, world_size) in zip(paths, ranks, strict=True):
-        RunFile(path, replace(START, rank=rank, world_size=world_size)).close()
+        append(path, start(rank=rank, world_size=world_size))
     output = ["-o", str(tmp_path / "report.html")] if command == "report" else []
     assert main([command, *map(str, paths), *output]) == 1
     assert "compare them: python -m gradscaler compare A B" in capsys.readouterr().err
@@ -77,7 +71,7 @@ def test_the_table_has_a_column_for_each_run_and_a_row_for_each_difference(runs)
     assert rows["last finite loss"] == ("0.2875", "0.575")
     first, second = (run.samples[-1].shares for run in runs.values())
     assert rows["flushed"] == (percent(first.flushed), percent(second.flushed))
-    assert rows["verdict"] == (KINDS["normal"].headline, KINDS["nan"].headline)
+    assert rows["verdict"] == (HEADLINES["normal"][1], HEADLINES["nan"][1])
     assert alike.rows == [
         ("policy", "DynamicScale"),
         ("init_scale", "65,536"),
@@ -121,10 +115,7 @@ def test_scales_skips_and_losses_are_drawn_over_the_same_steps(runs):
 def test_the_command_compares_files_of_different_runs(tmp_path, runs, suffix, capsys):
     paths = []
     for name, run in zip(("first", "second"), runs.values(), strict=True):
-        paths.append(str(tmp_path / f"{name}.jsonl"))
-        with closing(RunFile(tmp_path / f"{name}.jsonl", run.starts[0])) as file:
-            for line in (*run.samples, *run.skips, *run.verdicts):
-                file.write(line)
+        paths.append(str(append_run(tmp_path / f"{name}.jsonl", run)))
     target = tmp_path / f"report{suffix}"
     assert main(["compare", *paths, "-o", str(target)]) == 0
     out, err = capsys.readouterr()

@@ -14,14 +14,13 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from matplotlib.legend import Legend
 
-from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Start
-from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._content import content_of
 from gradscaler.diagnose.report._figures import COLOURS, drawing_settings
 from gradscaler.diagnose.report._picture import draw
+from tests.support import run_files
 
 STEPS = 40
-SHARES = Shares(zero=0.2, flushed=0.1, subnormal=0.2, normal=0.3, overflow=0.05, nonfinite=0.15)
+SHARES = run_files.shares(0.2, 0.1, 0.2, 0.3, 0.05, 0.15)
 PARAMETERS = {  # which is all of one class, and the exponent of its gradients at a scale of 1
     "flushed": -30,
     "subnormal": -20,
@@ -35,34 +34,34 @@ PARAMETERS = {  # which is all of one class, and the exponent of its gradients a
 def run_of_every_class(skipped, dtype="float16"):
     """A sample at each tenth step, in which gradients of every class occur."""
     parameters = {
-        name: ParameterSample(
+        name: run_files.parameter(
             *(float(name == each) for each in ("zero", "flushed", "subnormal", "nonfinite")),
-            Bins(0, ()) if exponent is None else Bins(exponent, (10,)),
+            (0, []) if exponent is None else (exponent, [10]),
         )
         for name, exponent in PARAMETERS.items()
     }
     counts = [0] * 60
-    for name, share in vars(SHARES).items():
+    for name, share in SHARES.items():
         if PARAMETERS[name] is not None:
             counts[PARAMETERS[name] + 35] = round(1000 * share)
-    samples = tuple(
-        Sample(
+    samples = (
+        run_files.sample(
             step,
             1.0,
-            ((step - 9, 1.0),),
+            [(step - 9, 1.0)],
             10,
-            tuple(s for s in skipped if step - 9 <= s <= step),
+            [s for s in skipped if step - 9 <= s <= step],
             1.0 / step,
             1.0,
             SHARES,
-            Bins(-35, tuple(counts)),
-            parameters,
-            tuple(parameters)[:5],
+            (-35, counts),
+            parameters=parameters,
+            worst=[*parameters][:5],
         )
         for step in range(10, STEPS + 1, 10)
     )
-    start = Start("torch", dtype, 10, 0, {"name": "FixedScale"}, "")
-    return Run((start,), samples, (), ())
+    start = run_files.start(dtype=dtype, every=10, policy={"name": "FixedScale"})
+    return run_files.run_of(start, *samples)
 
 
 class Drawn:
@@ -104,7 +103,7 @@ SKIPPED = {"none": (), "most": tuple(range(8, STEPS + 1)), "all": tuple(range(1,
 @pytest.mark.parametrize("skips", SKIPPED)
 def test_each_class_is_stacked_in_the_colour_of_the_legend(skips):
     drawn = Drawn(run_of_every_class(SKIPPED[skips]))
-    shares = {**vars(SHARES), "overflow": SHARES.overflow + SHARES.nonfinite}
+    shares = {**SHARES, "overflow": SHARES["overflow"] + SHARES["nonfinite"]}
     axes, below = drawn.axes("What float16"), 0.0
     for name, colour in drawn.legend().items():
         middle = below + 50 * shares[name]

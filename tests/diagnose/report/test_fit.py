@@ -5,41 +5,39 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gradscaler.diagnose._findings.finding import KINDS
-from gradscaler.diagnose._fitting_scales import range_of
-from gradscaler.diagnose._gradients.formats import format_named, histograms_of
-from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip, Start
-from gradscaler.diagnose._run.run import Run
+from gradscaler.diagnose import exponents
 from gradscaler.diagnose.report._content import headline_of
 from gradscaler.diagnose.report._words import sentence_of
+from tests.support import run_files
+from tests.support.run_files import HEADLINES, run_of
 
 FORMATS = "float16", "bfloat16", "float8_e5m2", "float8_e4m3"
 
 
 def bins_of(values):
-    histogram = histograms_of(values, format_named("float16"), 1.0)[""]
-    return Bins(histogram.first, tuple(histogram.counts.tolist()))
+    found = exponents(values).total
+    return found.first, found.counts.tolist()
 
 
-def run_of(*samples, scale=1024.0, dtype="float16"):
+def run_with(*samples, scale=1024.0, dtype="float16"):
     """A run with a sample of these parameters, by name, at each step."""
     made = []
     for step, parameters in enumerate(samples, 1):
         kept = {
-            name: ParameterSample(0.0, 0.0, 0.0, 0.0, bins_of(values))
+            name: run_files.parameter(0.0, 0.0, 0.0, 0.0, bins_of(values))
             for name, values in parameters.items()
         }
         whole = bins_of(np.concatenate([np.ravel(values) for values in parameters.values()]))
-        shares = Shares(0.0, 0.0, 0.0, 1.0, 0.0, 0.0)
-        made.append(Sample(step, scale, ((1, scale),), 1, (), 1.0, 1.0, shares, whole, kept))
-    return Run((Start("torch", dtype, 1, 0, {}, ""),), tuple(made), (), ())
+        shares = run_files.shares(0.0, 0.0, 0.0, 1.0, 0.0, 0.0)
+        seen = [step, scale, [(step, scale)], 1, [], 1.0, 1.0, shares, whole]
+        made.append(run_files.sample(*seen, parameters=kept))
+    return run_of(run_files.start(dtype=dtype, every=1), *made)
 
 
 def fits(values, exponent, dtype):
     """Whether a scale fits, counted on the gradients: with room, and not."""
-    form = format_named(dtype)
-    found = histograms_of(values, form, 2.0**exponent)[""]
-    with_room = histograms_of(values, form, 2.0 ** (exponent + 2))[""]
+    found = exponents(values * 2.0**exponent, dtype).total
+    with_room = exponents(values * 2.0 ** (exponent + 2), dtype).total
     flushed = found.num_flushed / values.size
     small = (found.num_flushed + found.num_subnormal) / values.size
     return flushed <= 0.01, small <= 0.1, not with_room.num_overflow, not found.num_overflow
@@ -51,8 +49,7 @@ def test_the_range_is_that_of_the_scales_at_which_few_gradients_are_lost(dtype, 
     # Of the two ends of each bin, the lower one is exact, so values lie just above it.
     rng = np.random.default_rng(0)
     values = 1.01 * 2.0 ** np.floor(rng.normal(-12, spread, 5_000))
-    bins = bins_of(values)
-    found = range_of(bins.first, np.array(bins.counts), format_named(dtype))
+    found = run_with({"w": values}, dtype=dtype).fit.whole
     for exponent in range(max(-120, found.low - 30), min(120, found.edge + 30)):
         few_flushed, few_small, has_room, is_finite = fits(values, exponent, dtype)
         assert (exponent >= found.unflushed) == few_flushed, exponent
@@ -62,35 +59,36 @@ def test_the_range_is_that_of_the_scales_at_which_few_gradients_are_lost(dtype, 
 
 
 def test_a_single_gradient_has_the_whole_range_of_float16():
-    found = range_of(-20, np.array([7]), format_named("float16"))
+    found = run_with({"w": np.full(7, 2.0**-20)}).fit.whole
     # 2**-20 becomes the smallest normal number, 2**-14, at 2**6; the next exponent's end is 2**16.
     assert (found.unflushed, found.low, found.high, found.edge) == (-5, 6, 33, 35)
-    assert range_of(-20, np.array([0, 0]), format_named("float16")) is None
+    unused = {"unused": np.zeros(2), "w": np.full(7, 2.0**-20)}
+    assert run_with(unused).fit.parameters == {"unused": None, "w": found}
 
 
 def test_the_scales_that_fit_are_those_that_fit_every_parameter():
-    run = run_of({"small": np.full(4, 2.0**-30), "large": np.full(4, 2.0**-2)})
+    run = run_with({"small": np.full(4, 2.0**-30), "large": np.full(4, 2.0**-2)})
     fit = run.fit
     assert (fit.common.low, fit.common.high) == (16, 15)
     assert (fit.lowest, fit.highest) == ("small", "large")
-    fit = run_of({"small": np.full(4, 2.0**-20), "large": np.full(4, 2.0**-2)}).fit
+    fit = run_with({"small": np.full(4, 2.0**-20), "large": np.full(4, 2.0**-2)}).fit
     assert (fit.common.low, fit.common.high) == (6, 15)
 
 
 def test_the_sentence_gives_the_scales_that_fit_and_the_runs_own():
-    run = run_of({"a": np.full(4, 2.0**-20), "b": np.full(4, 2.0**-2)}, scale=2.0**5)
+    run = run_with({"a": np.full(4, 2.0**-20), "b": np.full(4, 2.0**-2)}, scale=2.0**5)
     text = "Loss scales from 2⁶ to 2¹⁵ fit every parameter. The run's own is 32."
     assert sentence_of(run.fit) == text
 
 
 def test_a_parameter_whose_gradients_vanish_is_no_matter_of_the_scale():
     vanished = {"a": np.full(4, 2.0**-140), "b": np.full(4, 2.0**-100)}
-    assert run_of(vanished, scale=2.0**100).verdict.kind != "range"
+    assert run_with(vanished, scale=2.0**100).verdict.kind != "range"
 
 
 def test_where_no_scale_fits_the_sentence_names_both_parameters():
     small = np.array([2.0**-40] * 3 + [2.0**-10])
-    run = run_of({"small": small, "large": np.ones(4), "unused": np.zeros(4)})
+    run = run_with({"small": small, "large": np.ones(4), "unused": np.zeros(4)})
     assert sentence_of(run.fit) == (
         "No loss scale fits every parameter: small needs at least 2²⁶, and large at most 2¹³. "
         "The run's own is 1,024."
@@ -99,14 +97,14 @@ def test_where_no_scale_fits_the_sentence_names_both_parameters():
 
 def test_a_parameter_with_few_of_the_gradients_may_be_left_out():
     large, noise = np.full(96, 2.0**-2), np.full(4, 2.0**-40)
-    fit = run_of({"weight": large, "bias": noise}).fit
+    fit = run_with({"weight": large, "bias": noise}).fit
     assert (fit.common.low, fit.common.high, fit.left_out) == (-12, 15, ("bias",))
     assert sentence_of(fit).startswith("Loss scales from 2⁻¹² to 2¹⁵ fit all but bias. The ")
-    assert run_of({"weight": large[4:], "bias": np.tile(noise, 2)}).fit.is_empty
+    assert run_with({"weight": large[4:], "bias": np.tile(noise, 2)}).fit.is_empty
 
 
 def test_a_parameter_can_set_both_bounds():
-    run = run_of({"wide": np.array([2.0**-40, 1.0])})
+    run = run_with({"wide": np.array([2.0**-40, 1.0])})
     assert "wide needs at least 2²⁶, and wide at most 2¹³." in sentence_of(run.fit)
 
 
@@ -114,13 +112,13 @@ def test_the_latest_ten_samples_count_together():
     samples = [{"w": np.full(4, 2.0**-10)} for _ in range(12)]
     samples[1] = {"w": np.full(4, 2.0**10)}  # long ago
     samples[5] = {"w": np.full(4, 2.0**-4)}  # one batch
-    fit = run_of(*samples).fit
+    fit = run_with(*samples).fit
     assert fit.last == 12
     assert fit.common.edge == 16 - (-4 + 1)
 
 
 def test_without_a_gradient_that_is_finite_and_nonzero_there_is_no_fit():
-    run = run_of({"w": np.zeros(3)}, {"w": np.array([np.nan])})
+    run = run_with({"w": np.zeros(3)}, {"w": np.array([np.nan])})
     assert run.fit is None
     assert replace(run, samples=()).fit is None
 
@@ -131,7 +129,7 @@ def random_run(seed):
     scale, first, fall = 2.0 ** rng.integers(0, 17), rng.uniform(-14, -2), rng.uniform(0, 12)
     layers = range(rng.integers(1, 7))
     middles = {f"layer{i}.weight": rng.normal(first - i * fall, 3.0) for i in layers}
-    form, samples = format_named("float16"), []
+    samples = []
     for step in range(1, rng.integers(2, 5)):
         parameters, values = {}, []
         for name, middle in middles.items():
@@ -139,24 +137,16 @@ def random_run(seed):
             with np.errstate(over="ignore"):
                 scaled = np.float64(np.float16(np.minimum(exact * scale, 65504)))
             values.append(scaled / scale)
-            found = histograms_of(values[-1], form, scale)[""]
-            shares = found.zero, found.flushed, found.subnormal, found.nonfinite
-            parameters[name] = ParameterSample(*shares, bins_of(values[-1]))
+            found = exponents(values[-1], scale=scale).total
+            lost = found.zero, found.flushed, found.subnormal, found.nonfinite
+            parameters[name] = run_files.parameter(*lost, bins_of(values[-1]))
         whole = np.concatenate(values)
-        found = histograms_of(whole, form, scale)[""]
-        shares = Shares(
-            found.zero,
-            found.flushed,
-            found.subnormal,
-            found.normal,
-            found.overflow,
-            found.nonfinite,
-        )
-        bins, worst = bins_of(whole), (min(middles, key=middles.get),)
-        samples.append(
-            Sample(step, scale, ((step, scale),), 1, (), 1.0, step, shares, bins, parameters, worst)
-        )
-    return Run((Start("torch", "float16", 1, 0, {}, ""),), tuple(samples), (), ())
+        found = exponents(whole, scale=scale).total
+        shares = {name: getattr(found, name) for name in run_files.CLASSES}
+        seen = [step, scale, [(step, scale)], 1, [], 1.0, step, shares, bins_of(whole)]
+        worst = [min(middles, key=middles.get)]
+        samples.append(run_files.sample(*seen, parameters=parameters, worst=worst))
+    return run_of(run_files.start(every=1), *samples)
 
 
 RANDOM = [random_run(seed) for seed in range(300)]
@@ -172,7 +162,7 @@ def test_random_runs_are_of_each_kind():
 @pytest.mark.parametrize("run", RANDOM, ids=range(len(RANDOM)))
 def test_the_banner_the_verdict_and_the_figure_say_the_same_of_a_random_run(run):
     headline, verdict = headline_of(run), run.verdict
-    assert headline == KINDS[verdict.kind]
+    assert headline == HEADLINES[verdict.kind]
     if run.fit is None or verdict.kind == "dead":
         return
     says_none = sentence_of(run.fit).startswith("No loss scale fits")
@@ -213,13 +203,16 @@ def is_lost_at(run, name, exponent):
 
 def test_what_only_the_lines_of_skips_say_counts_for_the_verdict():
     """The process was killed after its last sample, at step 1."""
-    run = run_of({"w": np.full(4, 2.0**-4)})
+    run = run_with({"w": np.full(4, 2.0**-4)})
     assert run.verdict.kind == "normal"
-    killed = replace(run, skips=tuple(Skip(step, 8.0, np.nan) for step in (3, 5)))
+    killed = replace(
+        run, skips=run_of(*(run_files.skip(step, 8.0, np.nan) for step in (3, 5))).skips
+    )
     assert killed.verdict.kind == "data"
     assert killed.verdict.text.startswith("2 of 5 steps were skipped, each with a loss of nan")
     elsewhere = replace(killed.starts[0], rank=0, world_size=2)
     skips = tuple(replace(skip, nonfinite=()) for skip in killed.skips)
     assert replace(killed, starts=(elsewhere,), skips=skips).verdict.kind == "silent"
-    cured = replace(run, skips=(Skip(2, 8.0, 1.0), Skip(3, 4.0, 1.0)))
+    fewer = run_of(run_files.skip(2, 8.0, 1.0), run_files.skip(3, 4.0, 1.0)).skips
+    cured = replace(run, skips=fewer)
     assert cured.verdict.kind == "normal"

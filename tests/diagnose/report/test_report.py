@@ -10,23 +10,16 @@ from html.parser import HTMLParser
 import pytest
 
 from gradscaler.diagnose import Located
-from gradscaler.diagnose._run.lines import (
-    Bins,
-    ParameterSample,
-    Sample,
-    Shares,
-    Skip,
-    Start,
-    VerdictLine,
-    Watched,
-)
-from gradscaler.diagnose._run.run import Run
 from gradscaler.outcome import NonfiniteGradient
+from tests.support import run_files
+from tests.support.run_files import HEADLINES, run_of
 
 pytest.importorskip("matplotlib", reason="the report is drawn with it")
 
 from gradscaler.__main__ import main
 from gradscaler.diagnose import report
+
+# A kind without a headline in the tests would not be noticed.
 from gradscaler.diagnose._findings.finding import KINDS
 from gradscaler.diagnose.report import _figures, _page
 from gradscaler.diagnose.report._words import number, percent
@@ -79,7 +72,7 @@ def test_the_command_writes_a_page_from_a_file(tmp_path, save, made_up_run, caps
     source, target = save(made_up_run(stuck=37, verdict=VERDICT)), tmp_path / "report.html"
     assert main(["report", source, "-o", str(target)]) == 0
     page = Page(target.read_text(encoding="utf-8"))
-    assert {KINDS["nan"].headline, VERDICT[1]} <= set(page.texts)
+    assert {HEADLINES["nan"][1], VERDICT[1]} <= set(page.texts)
     assert page.facts.startswith(f"Look at: {VERDICT[2]}. Steps: 1,037. Skipped: 45 (4.3%). ")
     assert capsys.readouterr() == ("", f"wrote {target}\n")
 
@@ -100,7 +93,7 @@ def test_the_page_of_several_ranks_is_that_of_the_rank_at_fault_with_a_row_each(
     assert main(["report", *paths, "-o", str(target)]) == 0
     page = Page(target.read_text(encoding="utf-8"))
     assert page.tags.count("h1") == 1
-    assert {KINDS["floor"].headline, "rank 1: What happened. What to try."} <= set(page.texts)
+    assert {HEADLINES["floor"][1], "rank 1: What happened. What to try."} <= set(page.texts)
     assert {"Rank", "elsewhere", "Own skips"} <= set(page.texts)
     assert "Rank: 1 (of 4)." in page.facts
     assert main(["report", *paths, "-o", str(target.with_suffix(".png"))]) == 0
@@ -116,12 +109,16 @@ def test_of_several_files_the_bad_one_is_named(tmp_path, save_ranks, capsys):
         assert "is of rank 0, as" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_the_headlines_are_those_of_all_kinds():
+    assert KINDS == HEADLINES
+
+
+@pytest.mark.parametrize("kind", HEADLINES)
 def test_each_verdict_comes_first(page_of, made_up_run, kind):
     skips = 0 if kind == "normal" else 3  # those of a made-up run have a loss of NaN
     page = page_of(made_up_run(samples=1, stuck=skips, verdict=(kind, "What. Why.", None)))
     texts = [text for text in page.texts if text]
-    start = texts.index(KINDS[kind].headline, 1)
+    start = texts.index(HEADLINES[kind][1], 1)
     assert texts[start + 1] == "What. Why."
     assert page.tags.count("h1") == 1
 
@@ -191,8 +188,8 @@ def test_where_the_first_inf_was_made_comes_first(page_of, made_up_run):
     located = Located(
         None, "forward", "", "float16", 12, 0, 64, 1.0, 2.0, None, "log", "train.py:3"
     )
-    seen = [Watched(step, located) for step in (7, 1_012)]
-    run = replace(made_up_run(stuck=12, verdict=VERDICT), watched=tuple(seen))
+    seen = run_of(*(run_files.watched(step, located) for step in (7, 1_012))).watched
+    run = replace(made_up_run(stuck=12, verdict=VERDICT), watched=seen)
     texts = page_of(run).texts
     order = VERDICT[1], str(located), "7 → 1,012", "Over time", "Skipped steps"
     assert [text for text in texts if text in order] == list(order)
@@ -236,18 +233,20 @@ def test_any_number_of_samples_can_be_drawn(tmp_path, made_up_run, samples, suff
 @pytest.mark.parametrize("suffix", [".html", ".png"])
 def test_whatever_a_run_file_may_hold_can_be_drawn(tmp_path, suffix):
     largest, count, last = 1.7976931348623157e308, 2**63 - 1, 10**11
-    shares, bins = Shares(*[1.0] * 6), Bins(-1100, (count,) * 2200)
+    seen = {"shares": run_files.shares(*[1.0] * 6), "histogram": (-1100, [count] * 2200)}
     nonfinite = NonfiniteGradient("", (count,) * 8, "", count, count, math.nan)
-    parameters = {"": ParameterSample(0.0, 0.0, 0.0, 0.0, Bins(1100, ()))}
-    samples = (
-        Sample(last - 3, 2.0**-149, ((1, 1.0), (2, 2.0**127)), 0, (), largest, 0.0),
-        Sample(last, 2.0**127, (), 3, (last - 1, last), -largest, math.inf, shares, bins),
-        Sample(5, 1.0, (), 1, (1,), 0.0, 0.0, shares, bins, parameters, ("", "gone")),
+    parameters = {"": run_files.parameter(0.0, 0.0, 0.0, 0.0, (1100, []))}
+    sample, scales = run_files.sample, [(1, 1.0), (2, 2.0**127)]
+    start = run_files.start(framework="", every=0, policy={}, time="")
+    lines = (
+        sample(last - 3, 2.0**-149, scales, last - 3, [], largest, 0.0),
+        sample(last, 2.0**127, [], 3, [last - 1, last], -largest, math.inf, **seen),
+        sample(5, 1.0, [], 0, [], 0.0, 0.0, **seen, parameters=parameters, worst=["", "gone"]),
+        run_files.skip(last, 1.0, math.nan, [nonfinite], count),
+        run_files.skip(1, 1.0),
+        run_files.verdict(0, "range", "", ""),
     )
-    start = Start("", "float16", 0, 0, {}, "")
-    skips = (Skip(last, 1.0, math.nan, (nonfinite,), count), Skip(1, 1.0))
-    run = Run((start, start), samples, skips, (VerdictLine(0, "range", "", ""),))
-    report.write(run, tmp_path / f"report{suffix}")
+    report.write(run_of(start, start, *lines), tmp_path / f"report{suffix}")
 
 
 def test_letters_that_the_font_lacks_do_not_warn(page_of, made_up_run, tmp_path):
@@ -303,7 +302,9 @@ def test_a_bad_file_is_one_line_with_exit_status_1(path, capsys, content, compla
 def test_what_cannot_be_drawn_is_one_line_with_exit_status_1(
     path, capsys, save, made_up_run, dtype, name, complaint
 ):
-    source, target = save(made_up_run(samples=1, dtype=dtype)), path.parent / name
+    run = made_up_run(samples=1)
+    source = save(replace(run, starts=(replace(run.starts[0], dtype=dtype),)))
+    target = path.parent / name
     assert main(["report", source, "-o", str(target)]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1

@@ -3,13 +3,10 @@
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from io import StringIO
 
 import numpy as np
 import pytest
-
-from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip
 
 pytest.importorskip("rich", reason="the terminal is written to with it")
 
@@ -21,6 +18,8 @@ from gradscaler.__main__ import main
 from gradscaler.diagnose.report._content import content_of
 from gradscaler.diagnose.report._terminal import Printed, curve
 from gradscaler.outcome import NonfiniteGradient
+from tests.support import run_files
+from tests.support.run_files import run_of, skip
 
 
 def explained(run, width=80, **console):
@@ -56,9 +55,9 @@ def test_a_chart_has_a_column_for_each_step_of_a_short_run(made_up_run):
     assert line_of(text, "loss  ").split()[1:] == ["!!!!!!!!", "NaN"]
 
 
-def test_the_largest_and_the_smallest_float_differ_in_a_chart(made_up_run):
-    ends = Skip(1, 1.0, -1.7e308), Skip(2, 1.0, 1.7e308)
-    loss = line_of(explained(replace(made_up_run(samples=0), skips=ends)), "loss  ")
+def test_the_largest_and_the_smallest_float_differ_in_a_chart():
+    run = run_of(skip(1, 1.0, -1.7e308), skip(2, 1.0, 1.7e308))
+    loss = line_of(explained(run), "loss  ")
     assert loss.split()[1] == "▁█"
 
 
@@ -112,40 +111,45 @@ def test_the_command_prints_in_any_encoding(save, made_up_run, encoding):
     assert ("名前" in text) == (encoding == "utf-8")
 
 
-def tuples(elements, max_size):
-    return st.lists(elements, max_size=max_size).map(tuple)
-
-
 numbers = st.floats() | st.sampled_from([0.0, 1.0, 65536.0, 5e-324, float("nan"), float("inf")])
 scales = st.floats(2.0**-149, 2.0**127)
 steps = st.integers(1, 50) | st.integers(1, 10**11)
 share = st.floats(0, 1)
-bins = st.builds(Bins, st.integers(-1100, 1100), tuples(st.integers(0, 2**63 - 1), 60))
-parameter_samples = st.builds(ParameterSample, share, share, share, share, bins)
-samples = st.builds(
-    Sample,
-    steps,
-    scales,
-    tuples(st.tuples(st.just(1), scales), 1),
-    steps,
-    tuples(steps, 3),
-    st.none() | numbers,
-    st.none() | numbers,
-    st.none() | st.builds(Shares, *[share] * 6),
-    st.none() | bins,
-    st.dictionaries(st.text(max_size=3), parameter_samples, max_size=3),
-    tuples(st.text(max_size=3), 3),
-)
+bins = st.tuples(st.integers(-1100, 1100), st.lists(st.integers(0, 2**63 - 1), max_size=60))
+parameters = st.builds(run_files.parameter, share, share, share, share, bins)
+
+
+@st.composite
+def samples(draw):
+    step = draw(steps)
+    num_steps = draw(st.integers(0, min(step, 50)))
+    window = range(step + 1 - num_steps, step + 1)
+    some = st.sets(st.sampled_from(window), max_size=3).map(sorted) if window else st.just([])
+    return run_files.sample(
+        step,
+        draw(scales),
+        [(each, draw(scales)) for each in draw(some)],
+        num_steps,
+        draw(some),
+        draw(st.none() | numbers),
+        draw(st.none() | numbers.map(abs)),
+        draw(st.none() | st.builds(run_files.shares, *[share] * 6)),
+        draw(st.none() | bins),
+        parameters=draw(st.dictionaries(st.text(max_size=3), parameters, max_size=3)),
+        worst=draw(st.lists(st.text(max_size=3), max_size=3)),
+    )
+
+
 shapes = st.just((2, 3))
 nonfinite = st.builds(NonfiniteGradient, st.text(), shapes, st.text(), steps, steps, numbers)
-found = st.none() | tuples(nonfinite, 2)
-skips = st.builds(Skip, steps, scales, st.none() | numbers, found, steps)
+found = st.none() | st.lists(nonfinite, max_size=2)
+skips = st.builds(skip, steps, scales, st.none() | numbers, found, steps)
 
 
-@given(st.lists(samples, max_size=4), st.lists(skips, max_size=4))
-def test_whatever_a_file_may_hold_can_be_explained(made_up_run, made_up_samples, made_up_skips):
-    run = made_up_run(samples=0, verdict=("normal", "Text.", None))
-    assert explained(replace(run, samples=tuple(made_up_samples), skips=tuple(made_up_skips)))
+@given(st.lists(samples(), max_size=4), st.lists(skips, max_size=4))
+def test_whatever_a_file_may_hold_can_be_explained(made_up_samples, made_up_skips):
+    verdict = run_files.verdict(0, "normal", "Text.")
+    assert explained(run_of(*made_up_samples, *made_up_skips, verdict))
 
 
 def test_a_curve_marks_nan_and_shows_the_latest_number_of_a_column():
@@ -155,9 +159,9 @@ def test_a_curve_marks_nan_and_shows_the_latest_number_of_a_column():
     assert curve(columns[1:2], heights[3:], 4, "12345678") == " 555"
 
 
-def test_numbers_of_very_different_sizes_are_drawn_by_their_logarithms(made_up_run):
-    losses = tuple(Skip(step, 1.0, loss) for step, loss in enumerate((1.0, 10.0, 1e4), 1))
-    text = explained(replace(made_up_run(samples=0), skips=losses))
+def test_numbers_of_very_different_sizes_are_drawn_by_their_logarithms():
+    losses = [skip(step, 1.0, loss) for step, loss in enumerate((1.0, 10.0, 1e4), 1)]
+    text = explained(run_of(*losses))
     assert line_of(text, "loss  ").split()[1] == "▁▃█"
-    text = explained(replace(made_up_run(samples=0), skips=losses[:2]))
+    text = explained(run_of(*losses[:2]))
     assert line_of(text, "loss  ").split()[1] == "▁█"

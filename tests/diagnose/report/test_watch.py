@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 
 from gradscaler.__main__ import main
 from gradscaler.diagnose import read_run
-from gradscaler.diagnose._run.lines import Sample, Skip, Start, VerdictLine
+
+# `watch` shows neither how often it reads a line nor which run it then holds.
 from gradscaler.diagnose._run.reader import RunFollower
-from gradscaler.diagnose._run.writer import RunFile
+from tests.support import run_files
+from tests.support.run_files import append, run_of, skip, start, verdict
 
 pytest.importorskip("rich", reason="the terminal is written to with it")
 
@@ -32,7 +34,6 @@ from gradscaler.diagnose.report._watch import view
 pty = pytest.importorskip("pty", reason="it is of Unix")
 fcntl, struct, termios = map(pytest.importorskip, ("fcntl", "struct", "termios"))
 
-START = Start("torch", "float16", 100, 0, {"name": "DynamicScale"}, "2026-01-01T00:00Z")
 ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
 SHOW_CURSOR = "\x1b[?25h"
 COMMAND = [sys.executable, "-W", "error", "-m", "gradscaler", "watch"]
@@ -42,7 +43,7 @@ for name in ("NO_COLOR", "COLUMNS", "LINES"):  # which a worker of the tests set
 
 
 def sample(step, loss=1.0):
-    return Sample(step, 8.0, ((step, 8.0),), 1, (), loss)
+    return run_files.sample(step, 8.0, [(step, 8.0)], 1, [], loss)
 
 
 def _lead_the_terminal():
@@ -140,19 +141,19 @@ def contextmanager_of_terminals():
 def test_it_waits_for_a_file_follows_it_and_leaves_the_terminal_as_it_was(open_terminal, path):
     terminal = open_terminal()
     terminal.wait_for("Waiting")
-    with closing(RunFile(path, START)) as file:
-        terminal.wait_for("No step is recorded yet")
-        file.write(sample(1, 0.5))
-        terminal.wait_for("step 1\n")
-        for step in range(2, 60):
-            file.write(sample(step, 0.5 / step))
-        file.write(Skip(60, 8.0, float("nan")))
-        file.write(VerdictLine(60, "nan", "The gradient of w is NaN. Look there.", "w"))
-        lines = terminal.wait_for("Look there.")  # what is written last
-        assert lines[0] == "run.jsonl  step 60"
-        assert lines[1].startswith("╭─ A gradient is NaN at every scale ─")
-        assert lines[2].startswith("│ The gradient of w is NaN. Look there. ")
-        assert [line.split()[-1] for line in lines if line.startswith("loss")] == ["8", "NaN"]
+    append(path, start())
+    terminal.wait_for("No step is recorded yet")
+    append(path, sample(1, 0.5))
+    terminal.wait_for("step 1\n")
+    for step in range(2, 60):
+        append(path, sample(step, 0.5 / step))
+    append(path, skip(60, 8.0, float("nan")))
+    append(path, verdict(60, "nan", "The gradient of w is NaN. Look there.", "w"))
+    lines = terminal.wait_for("Look there.")  # what is written last
+    assert lines[0] == "run.jsonl  step 60"
+    assert lines[1].startswith("╭─ A gradient is NaN at every scale ─")
+    assert lines[2].startswith("│ The gradient of w is NaN. Look there. ")
+    assert [line.split()[-1] for line in lines if line.startswith("loss")] == ["8", "NaN"]
     an_hour_ago = time.time() - 3600
     os.utime(path, (an_hour_ago, an_hour_ago))
     terminal.wait_for("(nothing new for 60 min)")
@@ -165,18 +166,15 @@ def test_it_waits_for_a_file_follows_it_and_leaves_the_terminal_as_it_was(open_t
 
 
 def test_a_file_that_is_truncated_or_replaced_is_read_from_its_start(open_terminal, path):
-    with closing(RunFile(path, START)) as file:
-        file.write(sample(70))
+    append(path, start(), sample(70))
     terminal = open_terminal(200)  # so that no message is broken
     terminal.wait_for("step 70\n")
     path.write_text("")
     terminal.wait_for("holds no run yet")
-    with closing(RunFile(path, replace(START, time="2026-01-02T00:00Z"))) as file:
-        file.write(sample(5))
+    append(path, start(time="2026-01-02T00:00Z"), sample(5))
     terminal.wait_for("step 5\n")
     other = path.with_name("other.jsonl")
-    with closing(RunFile(other, START)) as file:
-        file.write(sample(1234))
+    append(other, start(), sample(1234))
     other.replace(path)
     terminal.wait_for("step 1,234\n")
     path.write_text("hello\n")
@@ -243,7 +241,7 @@ def test_where_there_is_no_terminal_it_says_what_prints_a_run(save, made_up_run,
 def test_no_line_is_wider_than_the_terminal_and_no_letter_controls_it(
     made_up_run, columns, losses, text
 ):
-    skips = tuple(Skip(step, 2.0, loss) for step, loss in losses.items())
+    skips = run_of(*(skip(step, 2.0, loss) for step, loss in losses.items())).skips
     run = replace(made_up_run(samples=1, verdict=("nan", text, "名前")), skips=skips)
     for shown in (view(Path(f"名前{text}.jsonl"), run, ""), view(Path("run"), None, text)):
         console = Console(file=StringIO(), width=columns)
@@ -255,11 +253,11 @@ def test_no_line_is_wider_than_the_terminal_and_no_letter_controls_it(
 
 def test_a_follower_reads_what_a_reader_does_each_line_once(path):
     follower = RunFollower(path)
-    with closing(RunFile(path, START)) as file:
-        for step in range(1, 6):
-            file.write(sample(step))
-            assert follower.read() == read_run(path)
-            assert follower.read() is follower.read()
+    append(path, start())
+    for step in range(1, 6):
+        append(path, sample(step))
+        assert follower.read() == read_run(path)
+        assert follower.read() is follower.read()
     whole = path.read_bytes()
     with path.open("ab") as file:
         file.write(whole.splitlines(keepends=True)[-1][:20])
@@ -269,13 +267,10 @@ def test_a_follower_reads_what_a_reader_does_each_line_once(path):
 
 
 def test_a_follower_notices_a_longer_run_in_the_place_of_the_one_it_read(path):
-    with closing(RunFile(path, START)) as file:
-        file.write(sample(1))
+    append(path, start(), sample(1))
     follower = RunFollower(path)
     assert follower.read().num_steps == 1
     other = path.with_name("other.jsonl")
-    with closing(RunFile(other, replace(START, time="2026-01-02T00:00Z"))) as file:
-        for step in range(10, 20):
-            file.write(sample(step))
+    append(other, start(time="2026-01-02T00:00Z"), *map(sample, range(10, 20)))
     path.write_bytes(other.read_bytes())
     assert follower.read() == read_run(other)

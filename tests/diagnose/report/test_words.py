@@ -12,27 +12,27 @@ pytest.importorskip("rich", reason="the terminal is written to with it")
 from rich.console import Console
 
 from gradscaler.diagnose import report
-from gradscaler.diagnose._findings.finding import KINDS
-from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip, VerdictLine
 from gradscaler.diagnose.report._content import content_of, headline_of
 from gradscaler.diagnose.report._terminal import Printed
 from gradscaler.diagnose.report._words import sentence_of
+from tests.support.run_files import HEADLINES, parameter, run_of, shares, skip, verdict
+from tests.support.run_files import sample as sample_line
 
 NAN = float("nan")
-LOST = Shares(0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+LOST = shares(0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 
 
 def sample(step, shares=None, loss=None, norm=None, scale=8.0):
-    bins = None if shares is None else Bins(0, ())
-    return Sample(step, scale, ((step, scale),), 1, (), loss, norm, shares, bins)
+    bins = None if shares is None else (0, [])
+    return sample_line(step, scale, [(step, scale)], 1, [], loss, norm, shares, bins)
 
 
 @pytest.fixture
-def texts_of(made_up_run, tmp_path):
+def texts_of(tmp_path):
     """What the page and the terminal say of a run with these samples."""
 
     def texts_of(*samples):
-        run = replace(made_up_run(samples=0), samples=samples)
+        run = run_of(*samples)
         report.write(run, tmp_path / "report.html")
         console = Console(file=StringIO(), width=300)
         console.print(Printed(content_of(run)))
@@ -58,28 +58,25 @@ def test_numbers_that_are_never_finite_are_marked(texts_of):
 
 def test_the_banner_is_not_green_over_figures_that_show_otherwise(made_up_run):
     run = made_up_run()
-    assert headline_of(run) == KINDS["normal"]
-    lost = [Skip(step, 8.0, NAN) for step in (1_010, 1_050, 1_099)]
-    assert headline_of(replace(run, skips=(*run.skips, *lost[2:]))) == KINDS["normal"]
-    assert headline_of(replace(run, skips=(*run.skips, *lost))) == KINDS["data"]
-    stuck = replace(run, verdicts=(VerdictLine(50, "nan", "", None),))
-    assert headline_of(stuck) == KINDS["nan"]  # though it recovered
+    assert headline_of(run) == HEADLINES["normal"]
+    lost = run_of(*(skip(step, 8.0, NAN) for step in (1_010, 1_050, 1_099))).skips
+    assert headline_of(replace(run, skips=(*run.skips, *lost[2:]))) == HEADLINES["normal"]
+    assert headline_of(replace(run, skips=(*run.skips, *lost))) == HEADLINES["data"]
+    stuck = replace(run, verdicts=run_of(verdict(50, "nan", "")).verdicts)
+    assert headline_of(stuck) == HEADLINES["nan"]  # though it recovered
     fit = run.fit  # of the smallest parameter's gradients most fit at the largest scale
     assert fit.is_empty
     assert fit.lost < 0.5
     assert " fits best: " in sentence_of(fit)
-    low = replace(run, samples=(sample(1, loss=1.0, scale=0.5),), skips=())
-    assert headline_of(low) == KINDS["floor"]
+    low = run_of(sample(1, loss=1.0, scale=0.5))
+    assert headline_of(low) == HEADLINES["floor"]
 
 
 def test_a_run_that_no_scale_fits_is_not_green(made_up_run):
-    run = made_up_run(samples=1)
-    bins = Bins(-40, (1000,)), Bins(0, (1000,))
-    parameters = {
-        name: ParameterSample(0.0, 0.0, 0.0, 0.0, b) for name, b in zip("ab", bins, strict=True)
-    }
-    spread = replace(run.samples[0], parameters=parameters)
-    spread = replace(run, samples=(spread,))
-    assert headline_of(spread) == KINDS["range"]
+    run, ends = made_up_run(samples=1), {"a": -40, "b": 0}
+    parameters = {name: parameter(0.0, 0.0, 0.0, 0.0, (end, [1000])) for name, end in ends.items()}
+    given = run_of(sample_line(1, 8.0, [], 1, [], parameters=parameters)).samples[0].parameters
+    spread = replace(run, samples=(replace(run.samples[0], parameters=given),))
+    assert headline_of(spread) == HEADLINES["range"]
     assert spread.verdict.where == "a"
     assert "those of b overflow from 65536 on" in spread.verdict.text

@@ -1,0 +1,115 @@
+"""Run files by hand: their lines as JSON, which the public ``read_run`` reads."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from gradscaler.diagnose import read_run
+
+CLASSES = "zero", "flushed", "subnormal", "normal", "overflow", "nonfinite"
+SAMPLED = "step", "scale", "scales", "steps", "skips", "loss", "norm", "shares", "histogram"
+POLICY = {"name": "DynamicScale", "init_scale": 65536.0}
+
+HEADLINES = {
+    "ranks": ("bad", "The ranks do not decide together"),
+    "parameter": ("bad", "A parameter is NaN or Inf"),
+    "divergence": ("bad", "The training diverges"),
+    "activations": ("bad", "A module makes NaN or Inf"),
+    "loss": ("bad", "The loss itself is NaN or Inf"),
+    "nan": ("bad", "A gradient is NaN at every scale"),
+    "floor": ("bad", "Gradients overflow at the smallest scale"),
+    "state": ("bad", "The optimizer's state is NaN or Inf"),
+    "data": ("bad", "Steps are skipped, again and again"),
+    "silent": ("bad", "The loss is NaN or Inf, and no step is skipped"),
+    "misuse": ("bad", "The scaler is used the wrong way"),
+    "restart": ("warning", "The run was continued without the scaler's state"),
+    "dead": ("bad", "Gradients are exactly 0"),
+    "stalled": ("bad", "Parameters in 16 bits no longer move"),
+    "range": ("warning", "No scale fits all parameters"),
+    "underflow": ("warning", "The scale is too small"),
+    "elsewhere": ("bad", "Another rank's gradients are Inf or NaN"),
+    "normal": ("good", "Nothing unusual"),
+}
+"""The level and the headline of each kind of verdict, from the gravest to the most harmless."""
+
+
+def start(**changes):
+    """The first line of a file."""
+    fields = {"framework": "torch", "dtype": "float16", "every": 100, "step": 0, "policy": POLICY}
+    time = "2026-01-01T00:00:00Z"
+    return {"gradscaler": 1, "kind": "start", **fields, "time": time, **changes}
+
+
+def sample(*values, **more):
+    """A sample, whose first values may be given by their places."""
+    return {"kind": "sample", **dict(zip(SAMPLED, values, strict=False)), **more}
+
+
+def skip(step, scale, loss=None, nonfinite=None, more=0):
+    """A skipped step."""
+    found = {"loss": loss, "nonfinite": nonfinite, "more": more}
+    return {"kind": "skip", "step": step, "scale": scale, **found}
+
+
+def verdict(step, kind, text, where=None):
+    """A verdict that the monitor gave."""
+    return {"kind": "verdict", "step": step, "verdict": kind, "text": text, "where": where}
+
+
+def watched(step, located, **more):
+    """A step whose operations or modules were watched."""
+    return {"kind": "watched", "step": step, "located": located, **more}
+
+
+def shares(*values):
+    """The share of gradients of each class."""
+    return dict(zip(CLASSES, values, strict=True))
+
+
+def parameter(zero, flushed, subnormal, nonfinite, histogram):
+    """One parameter's part of a sample."""
+    lost = {"zero": zero, "flushed": flushed, "subnormal": subnormal, "nonfinite": nonfinite}
+    return {**lost, "histogram": histogram}
+
+
+def text_of(line):
+    """A line of a file; from a line as it is above, or as ``read_run`` returns it."""
+    if is_dataclass(line):
+        version = {"gradscaler": 1} if line.kind == "start" else {}
+        line = {**version, "kind": line.kind, **vars(line)}
+    return json.dumps(_plain(line)) + "\n"
+
+
+def append(path, *lines):
+    """Append lines to a file, and return its path."""
+    path = Path(path)
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(map(text_of, lines)))
+    return path
+
+
+def append_run(path, run):
+    """Append all lines of a run to a file, and return its path."""
+    return append(path, *run.starts, *run.samples, *run.skips, *run.watched, *run.verdicts)
+
+
+def run_of(*lines):
+    """The run of a file with these lines, behind a start if they have none."""
+    is_started = bool(lines) and json.loads(text_of(lines[0]))["kind"] == "start"
+    with TemporaryDirectory() as folder:
+        path = append(Path(folder) / "run.jsonl", *(() if is_started else (start(),)), *lines)
+        return read_run(path)
+
+
+def _plain(value):
+    """A value in JSON, in which numbers that are not finite are texts."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if is_dataclass(value):
+        return _plain(vars(value))
+    return [*map(_plain, value)] if isinstance(value, (tuple, list)) else value
