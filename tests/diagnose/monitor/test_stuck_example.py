@@ -11,12 +11,12 @@ import pytest
 pytest.importorskip("torch", reason="the trainings are torch's")
 
 from gradscaler.diagnose import read_run
-from gradscaler.diagnose._findings.finding import KINDS
+from tests.support.run_files import HEADLINES
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "examples" / "torch_stuck.py"
 PAGE = (ROOT / "docs" / "stuck.md").read_text(encoding="utf-8")
-OF_ONE_RUN = [kind for kind in KINDS if kind not in ("elsewhere", "ranks", "restart")]
+OF_ONE_RUN = [kind for kind in HEADLINES if kind not in ("elsewhere", "ranks", "restart")]
 
 spec = importlib.util.spec_from_file_location("torch_stuck", SCRIPT)
 torch_stuck = importlib.util.module_from_spec(spec)
@@ -32,7 +32,7 @@ def without_numbers(text):
 
 def test_there_is_a_training_and_a_section_for_each_verdict():
     assert set(torch_stuck.TRAININGS) == set(OF_ONE_RUN)
-    sections = set(KINDS)
+    sections = set(HEADLINES)
     assert set(re.findall(r"^### (\w+)$", PAGE, re.MULTILINE)) == sections
 
 

@@ -1,8 +1,7 @@
 """Run files with any value or line in the wrong place, in every command that reads one."""
 
 import json
-from contextlib import closing, redirect_stderr, redirect_stdout
-from dataclasses import replace
+from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 
 import pytest
@@ -10,48 +9,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradscaler.__main__ import main
-from gradscaler.diagnose import Located
-from gradscaler.diagnose._run.lines import (
-    Bins,
-    ParameterSample,
-    Sample,
-    Shares,
-    Skip,
-    Start,
-    VerdictLine,
-    Watched,
-)
-from gradscaler.diagnose._run.writer import RunFile
+from gradscaler.diagnose import Finding, Located
 from gradscaler.outcome import NonfiniteGradient
+from tests.support import run_files
 
 pytest.importorskip("matplotlib", reason="the report is drawn with it")
 pytest.importorskip("rich", reason="the terminal is written to with it")
 
-START = Start("torch", "float16", 1, 0, {"name": "DynamicScale", "init_scale": 8.0}, "2026-01-01")
-BINS = Bins(-12, (3, 0, 5))
-SHARES = Shares(0.0, 0.01, 0.04, 0.95, 0.0, 0.0)
-PARAMETERS = {name: ParameterSample(0.0, 0.01, 0.04, 0.0, BINS) for name in ("a.weight", "b.bias")}
-SAMPLE = Sample(
-    *(2, 8.0, ((1, 16.0), (2, 8.0)), 2, (1,), 2.5, 1.5, SHARES, BINS, PARAMETERS, ("b.bias",)),
+BINS = -12, [3, 0, 5]
+SHARES = run_files.shares(0.0, 0.01, 0.04, 0.95, 0.0, 0.0)
+PARAMETER = run_files.parameter(0.0, 0.01, 0.04, 0.0, BINS)
+SAMPLE = run_files.sample(
+    *(2, 8.0, [(1, 16.0), (2, 8.0)], 2, [1], 2.5, 1.5, SHARES, BINS),
+    parameters={"a.weight": PARAMETER, "b.bias": PARAMETER},
+    worst=["b.bias"],
     losses=(None, 2.5),
     largest=0.0007,
     backward=("float16",),
     calls={"unstepped": 1},
     missing=("v",),
     cut={"v": "round"},
+    unmoved=0.5,
 )
-LATER = replace(
-    SAMPLE, step=4, scales=((3, 8.0),), skips=(), norm=float("inf"), loss=None, cut=None
-)
+CHANGES = {"step": 4, "scales": [(3, 8.0)], "skips": [], "norm": float("inf"), "loss": None}
 GRADIENT = NonfiniteGradient("a.weight", (2, 3), "float16", 1, 2, 5e4)
 LOCATED = Located("a", "forward", "Linear", "float16", 1, 2, 6, 5e4, 1.0, None, "matmul", "t.py:3")
+STATES = {"parameter": "b.bias", "state": "exp_avg of b.bias", "calls": {"idle": 1}}
+FINDING = Finding("nan", "NaN at every scale.", "Look for a division by zero.", "a.weight")
 LINES = (
-    Skip(1, 16.0, float("nan"), (GRADIENT,), more=4),
+    run_files.skip(1, 16.0, float("nan"), [GRADIENT], more=4),
     SAMPLE,
-    Watched(2, LOCATED, {"a": "float16"}),
-    LATER,
-    Skip(5, 8.0, 1e5, None, 0),
-    VerdictLine(5, "nan", "NaN at every scale. Look for a division by zero.", "a.weight"),
+    run_files.watched(2, LOCATED, dtypes={"a": "float16"}, **STATES),
+    {**SAMPLE, **CHANGES, "cut": None},
+    run_files.skip(5, 8.0, 1e5),
+    {**run_files.verdict(5, "nan", FINDING.text, "a.weight"), "findings": [FINDING]},
 )
 NUMBERS = 0, -1, 3, 0.5, 10**12, 2**63 - 1, 2**70, 5e-324, 1e308, "nan", "inf", "-inf"
 EXTREMES = *NUMBERS, None, [], {}, "", True, [[1]]
@@ -75,10 +66,9 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def records(folder):
     """The lines of a run in which every key has a value."""
-    with closing(RunFile(folder / "whole.jsonl", replace(START, world_size=2))) as file:
-        for line in LINES:
-            file.write(line)
-    return (folder / "whole.jsonl").read_text().splitlines()
+    policy = {"name": "DynamicScale", "init_scale": 8.0}
+    start = run_files.start(every=1, policy=policy, rank=0, world_size=2)
+    return run_files.append(folder / "whole.jsonl", start, *LINES).read_text().splitlines()
 
 
 def places_in(value, place=()):

@@ -1,64 +1,58 @@
 """The files of several ranks of one run: one verdict, which names the rank at fault."""
 
-import json
 import math
 import re
-from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from gradscaler import NonfiniteGradient
-from gradscaler.diagnose import read_run
-from gradscaler.diagnose._findings import Evidence, judge
-from gradscaler.diagnose._run.lines import Sample, Skip, Start, VerdictLine
-from gradscaler.diagnose._run.writer import RunFile
+from gradscaler import DynamicScale, NonfiniteGradient, ScaleState
+from gradscaler.diagnose import Monitor, read_run
+from tests.support import run_files
+from tests.support.run_files import append, skip, start, verdict
 
-START = Start("torch", "float16", 100, 0, {"name": "DynamicScale"}, "2026-01-01T00:00Z")
-BAD = (NonfiniteGradient("layer.weight", (4,), "float16", 1, 0, 1.0),)
+BAD = [NonfiniteGradient("layer.weight", (4,), "float16", 1, 0, 1.0)]
 LAST = 40  # step
 PAGE = Path(__file__).parents[3] / "docs" / "stuck.md"
 
 
 @pytest.fixture
 def files(tmp_path):
-    """Writes the lines of each rank to its file; returns the paths."""
+    """Writes the lines of each rank to its file, behind those there; returns the paths."""
 
-    def files(*ranks, world_size=None, **changes):
-        start = replace(START, **changes)
+    def files(*ranks):
         paths = []
         for rank, lines in enumerate(ranks):
             paths.append(tmp_path / f"run.{rank}.jsonl")
-            of_rank = replace(start, rank=rank, world_size=world_size or len(ranks))
-            with closing(RunFile(paths[-1], of_rank)) as file:
-                for line in lines:
-                    file.write(line)
+            step = read_run(paths[-1]).num_steps if paths[-1].exists() else 0
+            append(paths[-1], start(rank=rank, world_size=len(ranks), step=step), *lines)
         return paths
 
     return files
 
 
 def sample(skips=(), scales=((1, 8.0),), last=LAST):
-    return Sample(last, scales[-1][1], tuple(scales), last, tuple(skips))
+    return run_files.sample(last, scales[-1][1], scales, last, [*skips])
 
 
 def stuck(kind, since=21, bad_since=None, until=LAST, earlier=(), loss=None):
     """The lines of a rank that skips with the others from a step on, and of its verdict."""
     bad_since = math.inf if bad_since is None else bad_since
-    skips = [Skip(step, 8.0, None, BAD) for step in earlier]
+    skips = [skip(step, 8.0, None, BAD) for step in earlier]
     skips += [
-        Skip(step, 8.0, loss, BAD if step >= bad_since else ()) for step in range(since, until + 1)
+        skip(step, 8.0, loss, BAD if step >= bad_since else []) for step in range(since, until + 1)
     ]
     return [
         *skips,
-        sample(skip.step for skip in skips),
-        VerdictLine(until, kind, f"It is {kind}. Do it.", "layer.weight" if bad_since else None),
+        sample(each["step"] for each in skips),
+        verdict(until, kind, f"It is {kind}. Do it.", "layer.weight" if bad_since else None),
     ]
 
 
 def healthy(skipped=(), bad=True):
-    skips = [Skip(step, 8.0, None, BAD if bad else ()) for step in skipped]
+    skips = [skip(step, 8.0, None, BAD if bad else []) for step in skipped]
     return [*skips, sample(skipped)]
 
 
@@ -133,7 +127,7 @@ def test_a_rank_that_only_skips_along_blames_no_gradient_of_its_own(files, skipp
 
 
 def test_a_rank_that_overflowed_once_itself_does_not_put_all_skips_on_another(files):
-    mixed, _ = files([*healthy((3,), bad=False), Skip(5, 8.0, None, BAD)], healthy())
+    mixed, _ = files([*healthy((3,), bad=False), skip(5, 8.0, None, BAD)], healthy())
     assert "another" not in read_run(mixed).verdict.text
 
 
@@ -163,25 +157,27 @@ def test_a_step_that_one_rank_alone_skipped_is_a_finding(files):
 
 
 def test_what_only_one_file_goes_on_to_is_no_difference(files):
-    ahead = [sample((), ((1, 8.0), (41, 4.0)), last=50), Skip(45, 4.0, None, BAD)]
-    behind = [*healthy(), Skip(41, 8.0, None, BAD)]  # killed before its next sample
+    ahead = [sample((), ((1, 8.0), (41, 4.0)), last=50), skip(45, 4.0, None, BAD)]
+    behind = [*healthy(), skip(41, 8.0, None, BAD)]  # killed before its next sample
     assert read_run(*files(ahead, behind)).verdict.kind == "normal"
 
 
 def test_steps_are_compared_from_the_latest_start_on(files):
     """When a run was killed, and continued, its ranks' files count the steps differently."""
-    before = [sample(last=LAST), Skip(LAST + 1, 8.0, None, BAD)]
+    before = [sample(last=LAST), skip(LAST + 1, 8.0, None, BAD)]
     files(before, before[:1])
 
     def after(step):
-        return [Sample(step + 10, 2.0, ((step + 1, 4.0), (step + 6, 2.0)), 10, (step + 5,))]
+        return [
+            run_files.sample(step + 10, 2.0, [(step + 1, 4.0), (step + 6, 2.0)], 10, [step + 5])
+        ]
 
     paths = files(after(LAST + 1), after(LAST))
     assert [read_run(path).starts[-1].step for path in paths] == [LAST + 1, LAST]
     assert read_run(*paths).verdict.kind == "normal"
     later = [
-        Sample(LAST + 13, 4.0, ((LAST + 12, 2.0), (LAST + 13, 4.0)), 2, ()),
-        Sample(LAST + 20, 2.0, ((LAST + 11, 2.0),), 10, ()),
+        run_files.sample(LAST + 13, 4.0, [(LAST + 12, 2.0), (LAST + 13, 4.0)], 2, []),
+        run_files.sample(LAST + 20, 2.0, [(LAST + 11, 2.0)], 10, []),
     ]
     files(*[[line] for line in later])
     assert f"from step {LAST + 13} on: 4 on rank 0, 2 on" in read_run(*paths).verdict.text
@@ -191,9 +187,9 @@ def test_which_rank_was_first_counts_from_the_latest_start_too(files):
     files([sample(last=LAST + 5)], [sample()])
 
     def after(step, bad):
-        nonfinite = [() if k < bad else BAD for k in range(1, 9)]
-        skips = [Skip(step + k, 8.0, None, found) for k, found in enumerate(nonfinite, 1)]
-        return [*skips, VerdictLine(step + 8, "floor", "What. Why.", "w")]
+        nonfinite = [[] if k < bad else BAD for k in range(1, 9)]
+        skips = [skip(step + k, 8.0, None, found) for k, found in enumerate(nonfinite, 1)]
+        return [*skips, verdict(step + 8, "floor", "What. Why.", "w")]
 
     paths = files(after(LAST + 5, bad=2), after(LAST, bad=4))
     text = read_run(*paths).verdict.text
@@ -201,16 +197,23 @@ def test_which_rank_was_first_counts_from_the_latest_start_too(files):
     assert text.endswith("What. Why.")
 
 
-def test_the_docs_quote_what_ranks_are_told(files):
+def test_the_docs_quote_what_ranks_are_told(files, monkeypatch):
     page = " ".join(PAGE.read_text(encoding="utf-8").split())
     moves = ((1, 4.0),), ((1, 4.0), (6, 2.0))
     ranks = files(
         *[[sample(skips, scales)] for skips, scales in zip(((), (5,)), moves, strict=True)]
     )
     assert read_run(*ranks).verdict.text.partition(" rank 0: ")[0] in page
-    skips = Skip(1, 65536.0, 2.5, ()), Skip(20, 1.0, 2.5, ())
-    along = judge(Evidence(20, 20, skips_in_a_row=20, skips=skips, world_size=2))
-    assert along.text in page
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    policy, gradients = DynamicScale(), {"w": np.float32([1.0])}
+    with Monitor(SimpleNamespace(policy=policy, state=policy.init()), on_stuck="continue") as along:
+        for step in range(1, 21):
+            state = ScaleState(np.float32(max(1.0, 65536.0 / 2**step)), np.int32(0), np.int32(0))
+            scaler = SimpleNamespace(policy=policy, state=state)
+            along.record(scaler=scaler, finite=False, gradients=gradients, loss=2.5)
+    assert along.verdict.kind == "elsewhere"
+    assert along.verdict.text in page
 
 
 # Files that do not belong together.
@@ -229,27 +232,17 @@ def test_the_docs_quote_what_ranks_are_told(files):
 def test_files_of_other_runs_are_refused_by_name(files, tmp_path, changes, message):
     first, _ = files(healthy(), healthy())
     other = tmp_path / "other.jsonl"
-    RunFile(other, replace(START, **{"rank": 1, "world_size": 2, **changes})).close()
+    append(other, start(**{"rank": 1, "world_size": 2, **changes}))
     with pytest.raises(ValueError, match=r"other\.jsonl: " + message):
         read_run(first, other)
 
 
-def test_files_of_processes_that_trained_alone_are_refused(files, tmp_path):
-    (first,) = files(healthy())
+def test_files_of_processes_that_trained_alone_are_refused(path):
+    first = append(path, start(), *healthy())
     with pytest.raises(ValueError, match="trained alone, and no rank of a run: explain each"):
         read_run(first, first)
 
 
-# The start line.
-
-
-def test_a_process_alone_writes_no_rank_and_others_theirs(files):
-    def start_of(path):
-        return json.loads(path.read_text().splitlines()[0])
-
-    (alone,) = files(healthy())
-    assert not {"rank", "world_size"} & set(start_of(alone))
-    assert (read_run(alone).starts[0].rank, read_run(alone).starts[0].world_size) == (0, 1)
-    alone.unlink()
-    _, second = files(healthy(), healthy())
-    assert (start_of(second)["rank"], start_of(second)["world_size"]) == (1, 2)
+def test_a_file_without_a_rank_is_of_a_process_that_trained_alone(path):
+    (first,) = read_run(append(path, start())).starts
+    assert (first.rank, first.world_size) == (0, 1)

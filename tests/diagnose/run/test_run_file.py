@@ -1,78 +1,84 @@
+"""A run file: what a monitor writes, what is read, and what is refused."""
+
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
-from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradscaler import NonfiniteGradient
-from gradscaler.diagnose import read_run
-from gradscaler.diagnose._run.lines import (
-    Bins,
-    ParameterSample,
-    Sample,
-    Shares,
-    Skip,
-    Start,
-    VerdictLine,
+from gradscaler import DynamicScale, NonfiniteGradient
+from gradscaler.diagnose import Monitor, read_run
+from tests.support.run_files import (
+    append,
+    parameter,
+    run_of,
+    sample,
+    shares,
+    skip,
+    start,
+    text_of,
+    verdict,
 )
-from gradscaler.diagnose._run.writer import RunFile
 
-START = Start("torch", "float16", 100, 0, {"name": "FixedScale", "scale": 8.0}, "2026-01-01T00:00Z")
-SHARES = Shares(0.25, 0.125, 0.125, 0.5, 0.0, 0.0)
-BINS = Bins(-20, (1, 0, 3))
-SAMPLE = Sample(
+START = start(policy={"name": "FixedScale", "scale": 8.0}, time="2026-01-01T00:00Z")
+SHARES = shares(0.25, 0.125, 0.125, 0.5, 0.0, 0.0)
+BINS = -20, [1, 0, 3]
+SAMPLE = sample(
     step=100,
     scale=8.0,
-    scales=((1, 16.0), (57, 8.0)),
+    scales=[(1, 16.0), (57, 8.0)],
     steps=100,
-    skips=(56,),
+    skips=[56],
     loss=2.5,
     norm=math.inf,
     shares=SHARES,
     histogram=BINS,
-    parameters={"<w>": ParameterSample(0.25, 0.125, 0.125, 0.0, BINS)},
-    worst=("<w>",),
-    losses=(None, 2.5),
+    parameters={"<w>": parameter(0.25, 0.125, 0.125, 0.0, BINS)},
+    worst=["<w>"],
+    losses=[None, 2.5],
     largest=0.5,
-    backward=("float16", "float32"),
+    backward=["float16", "float32"],
     calls={"unstepped": 3},
-    missing=("v",),
+    missing=["v"],
     cut={"v": "round"},
 )
-SKIP = Skip(
-    56, 16.0, math.nan, (NonfiniteGradient("w", (2, 3), "float16", 1, 2, -math.inf),), more=4
-)
-JUDGEMENT = VerdictLine(75, "nan", "NaN at every scale. Look for a division by zero.", "w")
+JUDGEMENT = verdict(75, "nan", "NaN at every scale. Look for a division by zero.", "w")
+HEADER = text_of(START).rstrip()
+GRADIENTS = {".": np.float32([1.0, 0.5]), "!": np.float32([1.0, np.inf])}
 
 
 def record(line):
     """A line as it is read from JSON."""
-    return json.loads(json.dumps({"kind": line.kind, **vars(line)}, default=vars))
+    return json.loads(text_of(line))
 
 
-HEADER = json.dumps({"gradscaler": 1, **record(START)})
+def scaler_in(state):
+    """A scaler that announces no steps, as JAX's."""
+    return SimpleNamespace(policy=DynamicScale(), state=state)
 
 
-def written(path, *lines):
-    with closing(RunFile(path, START)) as file:
-        for line in lines:
-            file.write(line)
+def monitored(path, flags, name="w", **options):
+    """A file that a monitor has written in a training whose steps overflow at "!"."""
+    state = DynamicScale().init()
+    with Monitor(scaler_in(state), path=path, on_stuck="continue", **options) as monitor:
+        for flag in flags:
+            state = DynamicScale().update(state, flag == "!")
+            gradients = {name: GRADIENTS[flag]}
+            monitor.record(scaler=scaler_in(state), gradients=gradients, loss=1.0)
     return path
 
 
-def test_what_was_written_is_read(path):
-    run = read_run(written(path, SAMPLE, SKIP, JUDGEMENT))
-    assert run.starts == (START,)
-    assert run.samples == (SAMPLE,)
-    assert repr(run.skips) == repr((SKIP,))  # NaN does not equal itself
-    assert run.verdicts == (JUDGEMENT,)
+def read_lines(run):
+    """The lines of a run, in JSON."""
+    return [record(each) for each in (*run.starts, *run.samples, *run.skips, *run.verdicts)]
 
 
 DOCUMENTED = """[
@@ -99,102 +105,117 @@ DOCUMENTED = """[
 ]"""
 
 
-def test_the_lines_are_as_documented(path):
-    lines = written(path, SAMPLE, SKIP, JUDGEMENT).read_text().splitlines()
-    assert list(map(json.loads, lines)) == json.loads(DOCUMENTED)
+def test_a_documented_file_is_read(path):
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in json.loads(DOCUMENTED)))
+    lines = read_lines(read_run(path))
+    assert lines[0] == {**json.loads(DOCUMENTED)[0], "rank": 0, "world_size": 1}
+    assert lines[1:] == json.loads(DOCUMENTED)[1:]
+
+
+def test_a_monitor_writes_the_documented_lines_which_are_read_as_they_are(path):
+    monitored(path, "..!!..!!!!", every=4, stuck_after=3)
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    read = read_lines(read_run(path))
+    read[0] = {key: read[0][key] for key in read[0] if key not in ("rank", "world_size")}
+    assert sorted(written, key=str) == sorted(read, key=str)
+    assert {line["kind"]: set(line) for line in written} == {
+        line["kind"]: set(line) for line in json.loads(DOCUMENTED)
+    }
 
 
 @pytest.mark.parametrize("name", ["NaN", "-Infinity", '"quoted"', "líne\nbreak\u2028", "\ud800"])
 def test_any_name_comes_back(path, name):
-    skip = Skip(1, 1.0, None, (NonfiniteGradient(name, (), "float16", 1, 0, math.inf),))
-    assert read_run(written(path, skip)).skips == (skip,)
+    (read,) = read_run(monitored(path, "!", name)).skips
+    assert read.nonfinite == (NonfiniteGradient(name, (2,), "float32", 1, 0, 1.0),)
 
 
-def test_steps_skips_and_scales_are_of_all_lines(path):
-    later = Sample(200, 4.0, ((101, 8.0), (150, 4.0)), 100, (149,))
-    run = read_run(written(path, SAMPLE, later, Skip(249, 4.0), Skip(249, 4.0)))
+def test_steps_skips_and_scales_are_of_all_lines():
+    later = sample(200, 4.0, [(101, 8.0), (150, 4.0)], 100, [149])
+    run = run_of(SAMPLE, later, skip(249, 4.0), skip(249, 4.0))
     assert run.num_steps == 249
     assert run.skipped == (56, 149, 249)
     scales = {1: 16.0, 57: 8.0, 100: 8.0, 101: 8.0, 150: 4.0, 200: 4.0, 249: 4.0}
     assert list(run.scales.items()) == list(scales.items())
 
 
-def test_a_run_without_steps_has_none(path):
-    run = read_run(written(path))
+def test_a_run_without_steps_has_none():
+    run = run_of()
     assert (run.num_steps, run.skipped, run.scales) == (0, (), {})
 
 
-def test_the_last_recorded_verdict_is_the_runs(path):
-    other = VerdictLine(90, "floor", "At its smallest. Stop.", None)
-    verdict = read_run(written(path, JUDGEMENT, other)).verdict
-    assert (verdict.kind, verdict.text, verdict.where) == ("floor", other.text, None)
+def test_the_last_recorded_verdict_is_the_runs():
+    found = run_of(JUDGEMENT, verdict(90, "floor", "At its smallest. Stop.")).verdict
+    assert (found.kind, found.text, found.where) == ("floor", "At its smallest. Stop.", None)
 
 
 @pytest.mark.parametrize(
     ("later", "is_over"),
     [
-        (Sample(90, 8.0, ((76, 8.0),), 15, tuple(range(76, 91))), False),  # all were skipped
-        (Sample(90, 8.0, ((76, 8.0),), 15, tuple(range(77, 91))), True),
-        (Sample(100, 8.0, ((76, 8.0),), 25, tuple(range(76, 91))), True),
-        (Sample(76, 8.0, ((1, 8.0),), 76, (76,)), False),  # it begins before the verdict
-        (Sample(77, 8.0, ((1, 8.0),), 77, (76,)), True),
-        (Skip(77, 8.0), False),  # nothing is known of step 76
+        (sample(90, 8.0, [(76, 8.0)], 15, [*range(76, 91)]), False),  # all were skipped
+        (sample(90, 8.0, [(76, 8.0)], 15, [*range(77, 91)]), True),
+        (sample(100, 8.0, [(76, 8.0)], 25, [*range(76, 91)]), True),
+        (sample(76, 8.0, [(1, 8.0)], 76, [76]), False),  # it begins before the verdict
+        (sample(77, 8.0, [(1, 8.0)], 77, [76]), True),
+        (skip(77, 8.0), False),  # nothing is known of step 76
     ],
 )
-def test_a_verdict_holds_until_a_step_is_not_skipped(path, later, is_over):
-    run = read_run(written(path, JUDGEMENT, later))
+def test_a_verdict_holds_until_a_step_is_not_skipped(later, is_over):
+    run = run_of(JUDGEMENT, later)
     assert run.verdict.kind == "nan"  # a run that was stuck is never called normal
     assert run.verdict.text.startswith("Up to step 75: ") == is_over
-    assert run.verdicts == (JUDGEMENT,)
+    assert [each.text for each in run.verdicts] == [JUDGEMENT["text"]]
 
 
 def test_a_resumed_run_goes_on_from_the_last_step(path):
-    written(path, SAMPLE, Skip(107, 8.0))
-    with closing(RunFile(path, START)) as file:
-        assert file.step == 107
-    assert [start.step for start in read_run(path).starts] == [0, 107]
+    monitored(append(path, START, SAMPLE, skip(107, 8.0)), "..")
+    run = read_run(path)
+    assert [start.step for start in run.starts] == [0, 107]
+    assert run.samples[-1].step == 109
 
 
 def test_a_start_that_no_step_follows_is_no_run(path, caplog):
-    written(path)  # as by a monitor that was interrupted while it was made
-    run = read_run(written(path, SAMPLE))
+    monitored(path, "")  # as by a monitor that was interrupted while it was made
+    run = read_run(monitored(path, ".."))
     assert len(run.starts) == 2
     assert not run.verdict.text.startswith("The file holds")
     assert caplog.messages == []
 
 
 def test_a_torn_last_line_is_left_out_and_cut_off_before_more_is_written(path):
-    whole = written(path, SAMPLE).read_bytes()
+    whole = append(path, START, SAMPLE).read_bytes()
+    samples = read_run(path).samples
     beginning = b'{"kind": "skip", "step": 101, "sc'
     for torn in (b"{", beginning, HEADER.encode(), "\u00e9".encode()[:1]):
         path.write_bytes(whole + torn)
-        assert read_run(path).samples == (SAMPLE,)
-        written(path, JUDGEMENT)
-        run = read_run(path)
-        assert (len(run.starts), run.samples, run.verdicts) == (2, (SAMPLE,), (JUDGEMENT,))
+        assert read_run(path).samples == samples
+        run = read_run(monitored(path, ".."))
+        assert (len(run.starts), run.samples[:-1], run.num_steps) == (2, samples, 102)
 
 
 def test_an_empty_file_can_be_written_to_and_read_by_a_path_that_is_a_string(path):
     path.touch()
-    assert read_run(str(written(path))).starts == (START,)
+    assert read_run(str(monitored(path, "."))).num_steps == 1
 
 
 SCRIPT_ON_A_FULL_DISK = """
 import resource, signal, sys
-from pathlib import Path
-from gradscaler.diagnose._run.writer import RunFile
-from gradscaler.diagnose._run.lines import VerdictLine, Start
+from types import SimpleNamespace
+from gradscaler import DynamicScale
+from gradscaler.diagnose import Monitor
+
+policy = DynamicScale()
+scaler = SimpleNamespace(policy=policy, state=policy.init())
 
 def limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 limit(int(sys.argv[2]))
-file = RunFile(Path(sys.argv[1]), Start("torch", "float16", 100, 0, {}, ""))
-for step in (1, 2):
-    file.write(VerdictLine(step, "nan", "x" * 500, None))
-limit(2000)
-file.write(VerdictLine(3, "nan", "", None))  # a line after a gap would mislead
+monitor = Monitor(scaler, path=sys.argv[1], every=1)
+for step in range(5):
+    monitor.record(loss=1.0)
+limit(4000)
+monitor.record(loss=1.0)  # a line after a gap would mislead
 """
 
 
@@ -216,7 +237,7 @@ def test_a_full_disk_ends_the_file_after_a_whole_line_with_one_warning(on_a_full
     assert result.stderr.count("RuntimeWarning: This process writes no more lines") == 1
     assert str(path) in result.stderr
     assert path.read_bytes().endswith(b"\n")
-    assert [verdict.step for verdict in read_run(path).verdicts] == [1]
+    assert [sample.step for sample in read_run(path).samples] == [1, 2]
 
 
 def test_a_disk_without_room_for_the_first_line_is_an_error(on_a_full_disk, path):
@@ -231,19 +252,20 @@ def test_a_disk_without_room_for_the_first_line_is_an_error(on_a_full_disk, path
 )
 def test_a_foreign_file_is_neither_read_nor_touched(path, foreign):
     path.write_bytes(foreign)
-    for call in (read_run, lambda path: RunFile(path, START)):
+    for call in (read_run, lambda path: monitored(path, "")):
         with pytest.raises(ValueError, match=r"run\.jsonl: line 1: "):
             call(path)
     assert path.read_bytes() == foreign
 
 
 def test_a_folder_is_not_a_run(tmp_path):
-    for call in (read_run, lambda path: RunFile(path, START)):
+    for call in (read_run, lambda path: monitored(path, "")):
         with pytest.raises(ValueError, match="is not a file"):
             call(tmp_path)
 
 
-SKIP_LINE, SAMPLE_LINE = record(Skip(1, 2.0)), record(Sample(1, 2.0, (), 1, ()))
+SKIP_LINE = skip(1, 2.0)
+SAMPLE_LINE = record(run_of(sample(1, 2.0, [], 1, [])).samples[0])  # with each key
 
 
 @pytest.mark.parametrize(
@@ -291,8 +313,8 @@ SKIP_LINE, SAMPLE_LINE = record(Skip(1, 2.0)), record(Sample(1, 2.0, (), 1, ()))
         ({**SAMPLE_LINE, "scales": [[1]]}, "scales: must be an array of 2"),
         ({**SAMPLE_LINE, "scales": [[1, "x" * 999]]}, r"scales: must be a number, got 'x+\.\.\."),
         ({**SAMPLE_LINE, "shares": {"zero": 0.5}}, "shares: flushed is missing"),
-        ({**SAMPLE_LINE, "shares": {**vars(SHARES), "zero": 2}}, "shares: zero: must be a share"),
-        ({**SAMPLE_LINE, "shares": {**vars(SHARES), "zero": "nan"}}, "must be a share"),
+        ({**SAMPLE_LINE, "shares": {**SHARES, "zero": 2}}, "shares: zero: must be a share"),
+        ({**SAMPLE_LINE, "shares": {**SHARES, "zero": "nan"}}, "must be a share"),
         ({**SAMPLE_LINE, "histogram": [0, [1] * 9999]}, "histogram: must be an array of at most"),
         ({**SAMPLE_LINE, "histogram": [10**9, []]}, "histogram: must be an integer"),
         ({**SAMPLE_LINE, "parameters": {"a\nb": 1}}, r"parameters: a\\nb: must be an object"),
@@ -325,7 +347,7 @@ def test_a_run_must_begin_with_its_start(path):
 
 def test_keys_of_a_later_version_are_left_out(path):
     path.write_text(f"{HEADER}\n{json.dumps({**SKIP_LINE, 'colour': 'red'})}\n")
-    assert read_run(path).skips == (Skip(1, 2.0),)
+    assert read_run(path).skips == run_of(SKIP_LINE).skips
 
 
 JSON = st.recursive(
@@ -340,7 +362,7 @@ def test_keys_that_an_earlier_version_lacks_have_their_defaults(path):
     line = {key: value for key, value in SAMPLE_LINE.items() if key not in later}
     path.write_text(f"{HEADER}\n{json.dumps(line)}\n")
     (read,) = read_run(path).samples
-    assert read == Sample(1, 2.0, (), 1, ())
+    assert (read.losses, read.largest, read.backward, read.calls) == ((), None, (), {})
 
 
 @given(st.data())
@@ -360,26 +382,28 @@ def test_any_value_anywhere_is_read_or_refused(tmp_path_factory, data):
     assert refusal is None or "line 2: " in refusal
 
 
-def test_parameters_are_the_same_packed_and_unpacked(path):
-    (read,) = read_run(written(path, SAMPLE)).samples
+def test_parameters_are_the_same_packed_and_unpacked():
+    (read,) = run_of(SAMPLE).samples
     assert list(read.parameters) == ["<w>"]
-    assert read.parameters["<w>"] == SAMPLE.parameters["<w>"]
     assert len(read.parameters) == 1
-    assert read == SAMPLE
-    assert repr(read) == repr(SAMPLE)
+    assert record(read)["parameters"] == record(SAMPLE)["parameters"]
+    unpacked = replace(read, parameters=dict(read.parameters))
+    assert read == unpacked
+    assert repr(read) == repr(unpacked)
 
 
 WRITER = """
 import sys
-from pathlib import Path
-from gradscaler.diagnose._run.writer import RunFile
-from gradscaler.diagnose._run.lines import Skip, Start
+from types import SimpleNamespace
+from gradscaler import DynamicScale
+from gradscaler.diagnose import Monitor
 
-file = RunFile(Path(sys.argv[1]), Start("torch", "float16", 100, 0, {}, ""))
+policy = DynamicScale()
+monitor = Monitor(SimpleNamespace(policy=policy, state=policy.init()), path=sys.argv[1], every=1)
 step = 0
 while True:
     step += 1
-    file.write(Skip(step, 2.0))
+    monitor.record(loss=1.0)
     if step == 100:
         print("ready", flush=True)
 """
@@ -397,21 +421,16 @@ def test_what_a_killed_process_wrote_is_there(path):
         process.send_signal(signal.SIGKILL)
     run = read_run(path)
     assert run.num_steps >= 100
-    assert [skip.step for skip in run.skips] == list(range(1, run.num_steps + 1))
-    assert read_run(written(path)).starts[-1].step == run.num_steps
+    assert [sample.step for sample in run.samples] == list(range(1, run.num_steps + 1))
+    assert read_run(monitored(path, "")).starts[-1].step == run.num_steps
 
 
-def continued(path, scale, loss, before=16.0):
+def continued(scale, loss, before=16.0):
     """A file of two runs, the first of which ends at ``before`` and a loss of 1."""
-    policy = {"name": "DynamicScale"}
-    losses = tuple(9.0 - 8.0 * step / 49 for step in range(50))
-    first = Sample(50, before, ((1, before),), 50, (), losses[-1], losses=losses)
-    second = Sample(60, scale, ((51, scale),), 10, (), loss, losses=(loss,) * 10)
-    for step, sample in ((0, first), (50, second)):
-        start = replace(START, step=step, policy=policy)
-        with closing(RunFile(path, start)) as file:
-            file.write(sample)
-    return read_run(path).verdict
+    losses = [9.0 - 8.0 * step / 49 for step in range(50)]
+    first = sample(50, before, [(1, before)], 50, [], losses[-1], losses=losses)
+    second = sample(60, scale, [(51, scale)], 10, [], loss, losses=[loss] * 10)
+    return run_of(start(), first, start(step=50), second).verdict
 
 
 @pytest.mark.parametrize(
@@ -423,7 +442,7 @@ def continued(path, scale, loss, before=16.0):
         (2.0**16, 9.0, "normal"),  # another training
     ],
 )
-def test_a_run_that_goes_on_at_another_scale_was_restarted_without_it(path, scale, loss, kind):
-    found = continued(path, scale, loss)
+def test_a_run_that_goes_on_at_another_scale_was_restarted_without_it(scale, loss, kind):
+    found = continued(scale, loss)
     assert found.kind == kind
     assert ("scale of 16, and this one continues" in found.text) == (kind == "restart")

@@ -7,56 +7,62 @@ import subprocess
 import sys
 import time
 import warnings
-from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 
-from gradscaler.diagnose import read_run
+from gradscaler import DynamicScale
+from gradscaler.diagnose import Monitor, read_run
+
+# Its module of locks is replaced, as no file system without locks is at hand.
 from gradscaler.diagnose._run import writer
-from gradscaler.diagnose._run.lines import Skip, Start
-from gradscaler.diagnose._run.writer import RunFile
 
 pytest.importorskip("fcntl", reason="files are not locked here")
 
-START = Start("torch", "float16", 100, 0, {"name": "FixedScale", "scale": 8.0}, "2026-01-01T00:00Z")
 REFUSAL = r"run\.jsonl: another monitor is writing to this file; .*path=\"run\.\{rank\}\.jsonl\""
 
 
+def monitor_into(path):
+    """A monitor that writes a line for each step, of a scaler that announces none."""
+    policy = DynamicScale()
+    return Monitor(SimpleNamespace(policy=policy, state=policy.init()), path=path, every=1)
+
+
 def steps_of(path):
-    return [skip.step for skip in read_run(path).skips]
+    return [sample.step for sample in read_run(path).samples]
 
 
-def write_one(path, step):
-    with closing(RunFile(path, START)) as file:
-        file.write(Skip(step, 2.0))
+def write_one(path):
+    with monitor_into(path) as monitor:
+        monitor.record()
 
 
 def test_a_second_writer_in_one_process_is_refused_until_the_first_closes(path):
-    with closing(RunFile(path, START)) as file:
+    with monitor_into(path) as monitor:
         with pytest.raises(ValueError, match=REFUSAL):
-            RunFile(path, START)
-        file.write(Skip(1, 2.0))
+            monitor_into(path)
+        monitor.record()
         assert len(read_run(path).starts) == 1
-    write_one(path, 2)
+    write_one(path)
     assert steps_of(path) == [1, 2]
 
 
 def test_a_link_to_the_file_is_no_way_around(path):
     link = path.with_name("link.jsonl")
-    with closing(RunFile(path, START)):
+    with monitor_into(path):
         link.symlink_to(path)
         with pytest.raises(ValueError, match="another monitor is writing"):
-            RunFile(link, START)
+            monitor_into(link)
 
 
 WRITER = """
 import sys
-from pathlib import Path
-from gradscaler.diagnose._run.writer import RunFile
-from gradscaler.diagnose._run.lines import Start
+from types import SimpleNamespace
+from gradscaler import DynamicScale
+from gradscaler.diagnose import Monitor
 
-file = RunFile(Path(sys.argv[1]), Start("torch", "float16", 100, 0, {}, ""))
+policy = DynamicScale()
+monitor = Monitor(SimpleNamespace(policy=policy, state=policy.init()), path=sys.argv[1])
 print("opened", flush=True)
 sys.stdin.read()
 """
@@ -73,25 +79,18 @@ def test_a_second_process_is_refused_until_the_first_ends(path):
     assert "ValueError" in second.stderr
     assert "another monitor is writing to this file" in second.stderr
     assert path.read_bytes() == before
-    write_one(path, 1)
+    write_one(path)
 
 
-class Writer:
-    """Refers to itself, as a monitor does by its scaler, and closes its file in the end."""
-
-    def __init__(self, path):
-        self.file, self.itself = RunFile(path, START), self
-
-    def __del__(self):
-        self.file.close()
-
-
-def test_a_writer_that_nothing_refers_to_is_no_writer(path):
+def test_a_monitor_that_nothing_refers_to_is_no_writer(path):
     gc.collect()
     gc.disable()
     try:
-        Writer(path)
-        write_one(path, 1)
+        policy = DynamicScale()
+        scaler = SimpleNamespace(policy=policy, state=policy.init())
+        scaler.monitor = Monitor(scaler, path=path)  # a cycle, which only the collector frees
+        del scaler
+        write_one(path)
     finally:
         gc.enable()
 
@@ -99,9 +98,9 @@ def test_a_writer_that_nothing_refers_to_is_no_writer(path):
 def test_a_file_that_is_refused_or_foreign_is_not_held(path):
     path.write_text("dear diary\n")
     with pytest.raises(ValueError, match="line 1") as raised:
-        RunFile(path, START)
+        monitor_into(path)
     path.write_text("")
-    write_one(path, 1)  # while the traceback still refers to the first
+    write_one(path)  # while the traceback still refers to the first
     assert raised.traceback
 
 
@@ -136,29 +135,29 @@ def fork():
 
 
 def test_a_forked_child_does_not_keep_the_file_from_the_next_writer(fork, path):
-    with closing(RunFile(path, START)):
+    with monitor_into(path):
         fork(lambda: None)  # as a data loader's worker
-    write_one(path, 1)
+    write_one(path)
 
 
 def test_a_forked_child_writes_nothing_and_says_so_and_its_parent_goes_on(fork, path):
-    with closing(RunFile(path, START)) as file:
+    with monitor_into(path) as monitor:
 
         def in_the_child():
             with pytest.warns(RuntimeWarning, match=r"before this process was forked; .*\{rank\}"):
-                file.write(Skip(1, 2.0))
+                monitor.record()
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                file.write(Skip(2, 2.0))
+                monitor.record()
             with pytest.raises(ValueError, match=REFUSAL):
-                RunFile(path, START)
-            file.close()
+                monitor_into(path)
+            monitor.close()
 
         fork(in_the_child)
-        file.write(Skip(3, 2.0))
+        monitor.record()
         with pytest.raises(ValueError, match=REFUSAL):
-            RunFile(path, START)
-    assert steps_of(path) == [3]
+            monitor_into(path)
+    assert steps_of(path) == [1]
 
 
 def test_a_file_system_without_locks_is_warned_of_and_written_to(monkeypatch, path):
@@ -168,7 +167,7 @@ def test_a_file_system_without_locks_is_warned_of_and_written_to(monkeypatch, pa
     fcntl = SimpleNamespace(LOCK_EX=2, LOCK_NB=4, flock=flock)
     monkeypatch.setattr(writer, "_fcntl", fcntl)
     with pytest.warns(RuntimeWarning, match=r"run\.jsonl cannot be locked, so a second writer"):
-        write_one(path, 1)
+        write_one(path)
     monkeypatch.setattr(writer, "_fcntl", None)  # as on Windows
-    write_one(path, 2)
+    write_one(path)
     assert steps_of(path) == [1, 2]
