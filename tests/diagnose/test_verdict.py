@@ -5,6 +5,9 @@ import pytest
 
 from gradscaler import NonfiniteGradient
 from gradscaler.diagnose import Located
+
+# Each row of these tables would need a training that ends in just this evidence. The trainings of
+# tests/diagnose/test_trainings.py and examples/torch_stuck.py end in one for each kind of verdict.
 from gradscaler.diagnose._findings import Evidence, judge
 from gradscaler.diagnose._findings.evidence import Measured, Past
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip

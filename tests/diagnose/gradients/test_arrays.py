@@ -7,14 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradscaler import NonfiniteGradient
 from gradscaler.diagnose import exponents, inspect
-from gradscaler.diagnose._gradients.arrays import (
-    dtype_name,
-    named_arrays,
-    sample_of,
-    shape_of,
-    to_numpy,
-)
+
+# Users see neither whether an array is copied, nor which of its elements are sampled.
+from gradscaler.diagnose._gradients.arrays import sample_of, to_numpy
 
 Pair = namedtuple("Pair", ["weight", "bias"])
 A, B = np.ones(2, np.float32), np.zeros(3, np.float32)
@@ -62,9 +59,10 @@ class Module:
     ],
 )
 def test_every_array_has_the_path_to_it_for_a_name(gradients, expected):
-    found = named_arrays(gradients)
+    found = exponents(gradients).parameters
     assert list(found) == list(expected)
-    assert all(found[name] is array for name, array in expected.items())
+    for name, array in expected.items():
+        assert (found[name].size, found[name].num_zero) == (np.size(array), np.sum(array == 0))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +75,7 @@ def test_every_array_has_the_path_to_it_for_a_name(gradients, expected):
 )
 def test_what_holds_no_arrays_is_refused_by_its_name(gradients, message):
     with pytest.raises(TypeError, match=message):
-        named_arrays(gradients)
+        exponents(gradients)
 
 
 # Elements.
@@ -97,33 +95,37 @@ def test_an_array_without_numbers_is_refused(look, array):
 
 
 def test_a_complex_array_is_seen_as_real_numbers():
-    seen = to_numpy(np.array([[1 + 2j], [3 - 4j]], np.complex64))
-    assert (seen.dtype, seen.tolist()) == (np.float32, [[[1, 2]], [[3, -4]]])
+    found = exponents(np.array([[1 + 2j], [3 - 4j]], np.complex64)).total
+    assert (found.size, found.first, found.counts.tolist()) == (4, 0, [1, 2, 1])
+    assert (found.smallest, found.largest) == (1, 4)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
-def test_what_ml_dtypes_adds_comes_as_float32_of_the_same_values(name):
+def test_the_dtypes_that_ml_dtypes_adds_are_read(name):
     ml_dtypes = pytest.importorskip("ml_dtypes")
     array = np.array([1.5, -0.0, math.nan, 2.0**-6], getattr(ml_dtypes, name))
-    assert dtype_name(array) == name
-    seen = to_numpy(array)
-    assert seen.dtype == np.float32
-    np.testing.assert_array_equal(seen, np.float32([1.5, -0.0, math.nan, 2.0**-6]))
+    found = exponents(array).total
+    assert (found.num_zero, found.num_nan, found.smallest, found.largest) == (1, 1, 2.0**-6, 1.5)
+    assert inspect(array) == (NonfiniteGradient("", (4,), name, 0, 1, 1.5),)
 
 
 def test_rows_of_one_index_are_added():
     """As TensorFlow's IndexedSlices and MindSpore's RowTensor hold them."""
     indices, values = np.array([4, 1, 4]), np.float32([[1, 2], [3, 4], [5, 6]])
     rows = SimpleNamespace(indices=indices, values=values, dense_shape=(9, 2))
-    assert list(named_arrays([rows])) == ["0"]
-    assert (dtype_name(rows), shape_of(rows)) == ("float32", (9, 2))
-    assert to_numpy(rows).tolist() == [[3, 4], [6, 8]]
+    found = exponents([rows]).parameters
+    assert list(found) == ["0"]
+    assert (found["0"].first, found["0"].counts.tolist()) == (1, [1, 2, 1])  # 3, 4, 6 and 8
+    rows.values = np.float32([[1, 2], [3, 4], [5, np.inf]])
+    assert inspect([rows]) == (NonfiniteGradient("0", (9, 2), "float32", 1, 0, 6.0),)
     rows.dense_shape = None  # of a table of unknown size
-    assert shape_of(rows) == (3, 2)
+    assert inspect([rows])[0].shape == (3, 2)
 
 
 def test_a_number_is_an_array():
-    assert (dtype_name(1.5), shape_of(1.5), to_numpy(1.5)) == ("float64", (), 1.5)
+    assert exponents(1.5).total.largest == 1.5
+    (found,) = inspect(math.inf)
+    assert (found.name, found.shape, found.dtype, found.num_inf) == ("", (), "float64", 1)
 
 
 # Samples.

@@ -14,6 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gradscaler.diagnose import Located, locate
+
+# A monitor decides by itself which steps its hooks see; these tests start and stop them.
 from gradscaler.diagnose._locate.module_hooks import ModuleHooks
 from gradscaler.torch import GradScaler
 

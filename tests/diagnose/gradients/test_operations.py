@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch
 from torch.utils.checkpoint import checkpoint
 
 from gradscaler.diagnose import locate
+
+# A monitor decides by itself which steps it watches; these tests start and stop a watch.
 from gradscaler.diagnose._locate.module_hooks import ModuleHooks
 from gradscaler.diagnose._locate.operation_watch import OperationWatch
 from gradscaler.torch import GradScaler

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+# Its time between two lines is replaced.
 from gradscaler.diagnose._monitor import step_log
 from tests.support.ranks import ranks
 

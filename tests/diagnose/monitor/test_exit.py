@@ -17,6 +17,8 @@ pytest.importorskip("torch")
 import torch
 
 from gradscaler.diagnose import Monitor, read_run
+
+# Its clock is replaced.
 from gradscaler.diagnose._monitor import step_log
 from gradscaler.torch import GradScaler
 

@@ -18,6 +18,8 @@ import torch
 
 from gradscaler import DynamicScale, diagnose
 from gradscaler.diagnose import Monitor, StuckError, locate, read_run
+
+# The mark that a monitor reads before it watches, and hooks without a monitor around them.
 from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._locate.module_hooks import ModuleHooks
 from gradscaler.errors import CallOrderError

@@ -1,18 +1,17 @@
 """Which steps are sampled, and that the loss of every step is recorded all the same."""
 
 import math
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from gradscaler.diagnose import read_run
-from gradscaler.diagnose._findings import judge
-from gradscaler.diagnose._monitor.gradient_sample import is_sampled
-from gradscaler.diagnose._monitor.step_log import Step, StepLog
-from gradscaler.diagnose._run.lines import Sample, Skip, Start
-from gradscaler.diagnose._run.run import Run
-from gradscaler.diagnose._run.writer import RunFile
+from gradscaler import DynamicScale
+from gradscaler.diagnose import Monitor, read_run
 
-START = Start("torch", "float16", 100, 0, {}, "")
+# A monitor would need millions of steps for what these tests of the rule see.
+from gradscaler.diagnose._monitor.gradient_sample import is_sampled
+from tests.support import run_files
 
 
 def sampled(every, windows):
@@ -48,47 +47,47 @@ def test_a_step_far_into_a_run_has_a_sample_in_its_window():
     assert sum(is_sampled(step, 100) for step in range(first, first + 100)) == 1
 
 
+def test_a_monitor_samples_these_steps(path):
+    steps = sampled(7, 10)
+    run = recorded(path, 7, [(False, 1.0)] * steps[-1])
+    assert [sample.step for sample in run.samples] == steps
+
+
 # Losses.
 
 
-def log_into(path):
-    return StepLog([RunFile(path, START)], 0, "continue", 20, judge=lambda log: judge(log.evidence))
+def recorded(path, every, steps, last=None):
+    """Record whether each step was skipped and its loss, and the gradients of the last one."""
+    policy = DynamicScale()
+    scaler = SimpleNamespace(policy=policy, state=policy.init())
+    with Monitor(scaler, path=path, every=every, on_stuck="continue") as monitor:
+        for number, (skipped, loss) in enumerate(steps, 1):
+            gradients = last if number == len(steps) else None
+            monitor.record(finite=not skipped, loss=loss, gradients=gradients)
+    return read_run(path)
 
 
 def test_the_loss_of_every_step_is_in_the_file_however_far_apart_samples_are(path):
-    log = log_into(path)
-    for step in range(1, 2_501):
-        log.add(Step(step, 8.0, skipped=step % 100 == 0, loss=1 / step))
-    log.close()
-    run = read_run(path)
+    run = recorded(path, 10_000, [(step % 100 == 0, 1 / step) for step in range(1, 2_501)])
     assert run.losses == {step: 1 / step for step in range(1, 2_501)}
     assert run.skipped == tuple(range(100, 2_501, 100))
-    assert [sample.step for sample in run.samples] == [1_000, 2_000, 2_500]
+    assert max(sample.steps for sample in run.samples) == 1_000  # as many as are remembered
 
 
 def test_a_sample_that_is_due_when_the_history_is_full_keeps_its_gradients(path):
-    log = log_into(path)
-    for step in range(1, 1_001):
-        log.add(Step(step, 8.0, skipped=False, loss=1.0))
-    log.add_sample(1.0, norm=3.0)
-    log.close()
-    (sample,) = read_run(path).samples
+    gradients = {"w": np.float32([3.0])}
+    (sample,) = recorded(path, 1_000, [(False, 1.0)] * 1_000, gradients).samples
     assert (sample.step, sample.norm, len(sample.losses)) == (1_000, 3.0, 1_000)
 
 
 def test_a_step_without_a_loss_keeps_the_others_in_their_places(path):
-    log = log_into(path)
-    for step, loss in enumerate([None, 2.0, math.nan, None], 1):
-        log.add(Step(step, 8.0, skipped=False, loss=loss))
-    log.add_sample()
-    log.add(Step(5, 8.0, skipped=False))
-    log.close()
-    run = read_run(path)
+    run = recorded(path, 4, [(False, loss) for loss in (None, 2.0, math.nan, None, None)])
     assert repr(run.losses) == repr({2: 2.0, 3: math.nan})
+    assert [sample.step for sample in run.samples] == [4, 5]
     assert run.samples[1].losses == ()
 
 
 def test_a_loss_that_no_list_of_losses_holds_comes_from_its_sample_or_skip():
-    samples = Sample(10, 8.0, (), 10, (7,), 0.5), Sample(20, 8.0, (), 10, ())
-    run = Run((START,), samples, (Skip(7, 8.0, 0.7), Skip(8, 8.0)), ())
+    samples = run_files.sample(10, 8.0, [], 10, [7], 0.5), run_files.sample(20, 8.0, [], 10, [])
+    run = run_files.run_of(*samples, run_files.skip(7, 8.0, 0.7), run_files.skip(8, 8.0))
     assert list(run.losses.items()) == [(7, 0.7), (10, 0.5)]

@@ -12,6 +12,8 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from gradscaler.diagnose import Monitor, read_run
+
+# The clock and the budget are replaced, and a call that must not be watched fails.
 from gradscaler.diagnose._locate.operation_watch import OperationWatch
 from gradscaler.diagnose._monitor import failure_watch
 from gradscaler.diagnose.report._content import content_of
