@@ -17,7 +17,10 @@ from gradscaler.torch import GradScaler
 )
 def test_the_dtype_that_a_parameter_is_kept_in_does_not_count(path, kept_in, computed_in):
     weight = torch.ones(2, dtype=kept_in, requires_grad=True)
-    optimizer, scaler = torch.optim.SGD([weight], lr=0.1), GradScaler(init_scale=8.0, allow_fp16_gradients=True)
+    optimizer, scaler = (
+        torch.optim.SGD([weight], lr=0.1),
+        GradScaler(init_scale=8.0, allow_fp16_gradients=True),
+    )
     with Monitor(scaler, path=path, every=1, on_stuck="continue"):
         scaler.scale((weight.to(computed_in) * 2).sum()).backward()
         assert weight.grad.dtype == kept_in
