@@ -308,6 +308,7 @@ def test_pytrees_of_other_kinds_have_their_paths_for_names():
 
     layer = Layer(jnp.ones(2), None)
     assert list(exponents(layer).parameters) == ["w"]
+    assert list(exponents(Layer(layer, None)).parameters) == ["w.w"]
     assert list(exponents({"a": [layer], "b": layer}).parameters) == ["a.0.w", "b.w"]
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     grads = nnx.grad(lambda model: model(jnp.ones((1, 2))).sum())(model)
