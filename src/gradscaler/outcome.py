@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, SupportsFloat
+from typing import Literal, Protocol, SupportsFloat
 
 HISTORY_LENGTH = 1000
 """The number of steps in a scaler's ``history``."""
@@ -108,19 +108,19 @@ class StepOutcome:
 class Observer(Protocol):
     """An object that a scaler tells of its calls. A monitor's observer is one."""
 
-    def scaled(self, outputs: Any, /) -> None:
+    def scaled(self, outputs: object, /) -> None:
         """``scale`` was called with this tensor."""
 
-    def unscaling(self, optimizer: Any, scale: Any, /) -> None:
+    def unscaling(self, optimizer: object, scale: SupportsFloat, /) -> None:
         """``unscale_`` was called; gradients are still multiplied by ``scale``.
 
         Also called when ``step`` unscales, but not in a closure.
         """
 
-    def stepping(self, optimizer: Any, scale: Any, /) -> None:
+    def stepping(self, optimizer: object, scale: SupportsFloat | None, /) -> None:
         """``step`` was called; gradients are still multiplied by ``scale``, unless it is None."""
 
-    def stepped(self, optimizer: Any, outcome: StepOutcome, /) -> None:
+    def stepped(self, optimizer: object, outcome: StepOutcome, /) -> None:
         """``step`` is done, and the gradients are still there."""
 
     def updating(self) -> None:

@@ -104,7 +104,7 @@ class Gradients:
     made_with: State | None = None
     is_attempted: bool = False
     is_exhausted: bool = False
-    result: list[Any] | None = None
+    result: list[object] | None = None
     _standing: Standing = Standing.LASTING
     _inverse: Tensor | None = None  # 1/scale, if they are MEASURED
     _stale: list[Tensor] | None = None  # the tensors at the time that they became UNKNOWN
@@ -289,13 +289,13 @@ class Gradients:
             self.interrupt()  # some may be multiplied, and multiplying twice would be wrong
             raise
 
-    def apply(self, step: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    def apply(self, step: Callable[..., object], args: Args, kwargs: Kwargs) -> Any:
         """Call the optimizer's ``step``, and keep what it returns in ``result``.
 
         ``extend`` is one call into C, so no interrupt comes between the two: a step that has
         returned is never taken for one that has not.
         """
-        result: list[Any] = []
+        result: list[object] = []
         self.result = result
         result.extend(starmap(partial(step, **kwargs), (args,)))
         return result[0]

@@ -640,7 +640,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
     # Pickling and copying.
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         if self._iteration:
             raise CallOrderError(
                 "a scaler may only be pickled or copied at the beginning of an iteration, or at "
@@ -650,11 +650,11 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         left_out = dict.fromkeys(("_state", *fresh, "_observers"))
         return {**self.__dict__, **left_out, "_initial_state": self._host_state()}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._start()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> EagerScaler[TensorT, OptimizerT]:
+    def __deepcopy__(self, memo: dict[int, object]) -> EagerScaler[TensorT, OptimizerT]:
         # A copy decides together with the same processes, and asks the same outside flag.
         for shared in (getattr(self, name, None) for name in ("_group", "_overflow")):
             memo[id(shared)] = shared
@@ -664,7 +664,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         return copied
 
 
-def _mapped(scale: Callable[[Any], Any], outputs: Any) -> Any:
+def _mapped(scale: Callable[[Any], object], outputs: object) -> Any:
     """Scale each tensor in a structure; return the same structure."""
     if isinstance(outputs, (str, bytes, Mapping)) or not isinstance(outputs, Iterable):
         raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 from gradscaler.policies import _checks
 
 
-def state_values(state_dict: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+def state_values(state_dict: Mapping[str, object], keys: tuple[str, ...]) -> dict[str, Any]:
     """The values of ``keys``, in their order.
 
     Raises:
@@ -34,12 +34,12 @@ def count_in(key: str, value: object) -> int:
     return _checks.count(key, number_in(key, value), least=0, most=_checks.LONGEST_COUNT)
 
 
-def saved_number(key: str, value: Any) -> Any:
+def saved_number(key: str, value: object) -> Any:
     """The Python number in a saved value, which in JSON may be a list of one number."""
     return number_in(key, value[0] if isinstance(value, list) and len(value) == 1 else value)
 
 
-def number_in(key: str, value: Any) -> Any:
+def number_in(key: str, value: object) -> Any:
     """The Python number in a tensor or array of one element; anything else unchanged."""
     if not hasattr(value, "item"):
         return value

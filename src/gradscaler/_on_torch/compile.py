@@ -17,7 +17,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType
-from typing import Any
 
 import torch
 
@@ -71,7 +70,7 @@ def is_compiling() -> bool:
     return callable(callback())
 
 
-def _functions(owner: Any, module: str) -> Iterator[FunctionType]:
+def _functions(owner: object, module: str) -> Iterator[FunctionType]:
     """The functions, methods and properties that a module defines."""
     for value in list(vars(owner).values()):
         if isinstance(value, type):

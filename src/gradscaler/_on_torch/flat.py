@@ -124,7 +124,7 @@ def flat_gradients(model_or_optimizer: torch.nn.Module | torch.optim.Optimizer) 
     return FlatGradients(buffers, handles)
 
 
-def _parameters(model_or_optimizer: Any) -> list[torch.Tensor]:
+def _parameters(model_or_optimizer: torch.nn.Module | torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters, each once."""
     if isinstance(model_or_optimizer, torch.nn.Module):
         parameters: list[torch.Tensor] = list(model_or_optimizer.parameters())

@@ -12,6 +12,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -59,7 +60,7 @@ def check_group(name: str, group: Group | None) -> None:
 
 def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor. This does not import their module."""
-    module: Any = sys.modules.get("torch.distributed.tensor")
+    module: ModuleType | None = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 

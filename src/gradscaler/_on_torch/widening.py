@@ -7,7 +7,7 @@ an attribute ``clip_coefficient``, by which its step multiplies beside 1/scale.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 import torch
 
@@ -20,12 +20,12 @@ _ON_CPU = 2**20  # elements that are widened at once, which fit into a cache
 _ELSEWHERE = 2**25
 
 
-def widens(optimizer: Any) -> bool:
+def widens(optimizer: object) -> bool:
     """Whether it is such an optimizer, a part of one, or a trainer's wrapper around one."""
     return hasattr(owner_of(optimizer), "widen_gradients_") or getattr(optimizer, "widens", False)
 
 
-def widen_gradients(optimizer: Any) -> None:
+def widen_gradients(optimizer: object) -> None:
     """Turn the gradients into float32 ones, if the optimizer can."""
     widen = getattr(owner_of(optimizer), "widen_gradients_", None)
     if widen is not None:

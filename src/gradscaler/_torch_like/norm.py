@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from types import ModuleType
 
 from gradscaler._eager.operations import Tensor
 
@@ -14,7 +14,7 @@ _MANY = 8  # tensors
 _LONGEST_SUM = 2**10  # squares that one float32 accumulates at most
 
 
-def norm_on_cpu(framework: Any, tensors: list[Tensor]) -> Tensor:
+def norm_on_cpu(framework: ModuleType, tensors: list[Tensor]) -> Tensor:
     """The 2-norm of all elements together, a scalar tensor; 0 for no tensors.
 
     Large tensors are read row by row: one long float32 sum is slower, and off by 1e-3 for about ten
@@ -57,7 +57,7 @@ def _split(tensors: list[Tensor]) -> tuple[list[list[Tensor]], list[Tensor]]:
     """
     if len(tensors) < _MANY:
         return [], tensors
-    by_shape: defaultdict[Any, list[Tensor]] = defaultdict(list)
+    by_shape: defaultdict[object, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         by_shape[tensor.shape].append(tensor)
     small: list[list[Tensor]] = []

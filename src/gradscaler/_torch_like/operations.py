@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, reduce
 from operator import methodcaller
+from types import ModuleType
 from typing import Any, SupportsFloat, TypeGuard
 
 import numpy as np
@@ -38,11 +39,11 @@ class TorchLikeOperations:
             C++, and the framework's foreach optimizers use it.
     """
 
-    def __init__(self, framework: Any, group_tensors: Callable[..., Any]) -> None:
+    def __init__(self, framework: ModuleType, group_tensors: Callable[..., Any]) -> None:
         self.framework = framework
         self._group_tensors = group_tensors
         self._inverse: tuple[float, Tensor] | None = None
-        self._without_kernel: set[tuple[str, Any]] = set()  # pairs of device type and dtype
+        self._without_kernel: set[tuple[str, object]] = set()  # pairs of device type and dtype
 
     # Libraries override these.
 
@@ -515,7 +516,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _kind_of(tensors: list[Tensor]) -> tuple[str, Any]:
+def _kind_of(tensors: list[Tensor]) -> tuple[str, object]:
     """The type of device and the dtype of tensors that share both."""
     return tensors[0].device.type, tensors[0].dtype
 
@@ -550,7 +551,7 @@ def _is_finite(grad: Tensor) -> bool:
     return all(math.isfinite(extreme.item()) for extreme in extremes)
 
 
-def _fp16_gradient_error(optimizer: Optimizer, float16: Any) -> Fp16GradientsError:
+def _fp16_gradient_error(optimizer: Optimizer, float16: object) -> Fp16GradientsError:
     """The error for float16 gradients, which names the first such parameter."""
     name = next(
         _name(optimizer, parameter)

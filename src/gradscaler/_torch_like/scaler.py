@@ -119,7 +119,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
 
     # State.
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The scale, the rule's three parameters and the count of finite steps.
 
         The keys and types are torch's: ``scale``, ``growth_factor``, ``backoff_factor`` (float),
@@ -141,12 +141,12 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
             self.get_growth_interval(),
             int(state.finite_steps),
         )
-        state_dict: dict[str, Any] = dict(zip(TORCH_KEYS, values, strict=True))
+        state_dict: dict[str, object] = dict(zip(TORCH_KEYS, values, strict=True))
         if not isinstance(self._policy, Rule) or getattr(self._policy, "hysteresis", 1) > 1:
             state_dict["_nonfinite_steps"] = int(state.nonfinite_steps)
         return {**state_dict, **write_leaves(state)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Load the scale, the rule's parameters and the counts, also from torch's own state dict.
 
         The policy keeps its other parameters, such as bounds and hysteresis. A policy of your own

@@ -38,7 +38,7 @@ class ByReplacement:
 
     takes_scaled = False
 
-    def __init__(self, maybe_opt_step: Callable[..., Any]) -> None:
+    def __init__(self, maybe_opt_step: Callable[..., object]) -> None:
         self._maybe_opt_step = maybe_opt_step
 
     def step(
@@ -161,7 +161,7 @@ class ByAttributes:
         return grad_scale
 
 
-def takes_grad_scaler(step: Callable[..., Any]) -> bool:
+def takes_grad_scaler(step: Callable[..., object]) -> bool:
     """Whether a step method has a parameter ``grad_scaler``.
 
     The answer is cached, because inspecting a signature takes as long as a step.

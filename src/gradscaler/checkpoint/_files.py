@@ -12,7 +12,7 @@ import pickle
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,7 +40,7 @@ class Saved(NamedTuple):
     """A scaler's state in a file."""
 
     key: str | None  # the key of the state; None if it is at the top level
-    values: dict[str, Any]
+    values: dict[str, object]
     is_all: bool  # whether the file holds nothing else
 
 
@@ -84,7 +84,7 @@ def load(path: Path, key: str | None = None) -> Saved:
 _KNOWN = {key for layout in LAYOUTS for key in (*layout.keys, *OPTIONAL)}
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> object:
     try:
         if path.exists() and not path.is_file():
             raise FileError("is not a file")
@@ -110,7 +110,7 @@ class _Frugal(io.BufferedReader):
         return super().read(size)
 
 
-def _parse(file: _Frugal) -> Any:
+def _parse(file: _Frugal) -> object:
     start = file.read(4)
     file.seek(0)
     if start == b"PK\x03\x04":
@@ -133,7 +133,7 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-def _parse_zip(file: _Frugal) -> Any:
+def _parse_zip(file: _Frugal) -> object:
     """The value of the pickle in torch's file, after its checksum is verified.
 
     Compressed entries are refused, so the pickle is not larger than the file. torch writes none.
@@ -149,7 +149,7 @@ def _parse_zip(file: _Frugal) -> Any:
             return _pickles.load(member)
 
 
-def save(path: Path, state_dict: Mapping[str, Any]) -> None:
+def save(path: Path, state_dict: Mapping[str, object]) -> None:
     """Write a dict to a file, whole or not at all. The suffix gives the kind of file.
 
     Raises:

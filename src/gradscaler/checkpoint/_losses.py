@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from gradscaler._formats.layouts import FORMATS
 from gradscaler.policies import DynamicScale, FixedScale, Rule, _checks
 
@@ -52,7 +50,7 @@ def losses(rule: Rule, kept: Rule, to: str) -> list[str]:
     return lost
 
 
-def _value(rule: DynamicScale, name: str) -> Any:
+def _value(rule: DynamicScale, name: str) -> object:
     """A parameter's value for comparison: a float in float32, a hysteresis with its reset."""
     if name == "hysteresis":
         return rule.hysteresis, rule.hysteresis_reset if rule.hysteresis > 1 else None

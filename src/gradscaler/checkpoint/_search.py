@@ -49,7 +49,7 @@ def find(saved: Any, key: str | None, option: str = "key=") -> tuple[str | None,
     return names[0], found[0][1]
 
 
-def entry(saved: Values, key: str) -> Any:
+def entry(saved: Values, key: str) -> object:
     """The entry under a key. A dot leads to an entry of an entry, or is part of a key itself.
 
     Raises:
@@ -99,7 +99,7 @@ def _spelled(path: Path | None) -> str:
     return ".".join(reversed(names))
 
 
-def _listed(names: Iterable[Any]) -> str:
+def _listed(names: Iterable[object]) -> str:
     """A text of the first names, for a message."""
     listed = [f"{name!s:.80}" for name in islice(names, _MOST_NAMES + 1)]
     more = [] if len(listed) <= _MOST_NAMES else ["and more"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from numbers import Number
+from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -32,7 +33,7 @@ class Transformation(Protocol):
     def update(self) -> Callable[..., Any]: ...
 
 
-lax: Any = jax.lax  # partly untyped
+lax: ModuleType = jax.lax  # partly untyped
 
 OVERWRITTEN = "_overwrite_with_gradient"
 """flax's name of the collection, and in NNX of the type, of variables that their gradient replaces.

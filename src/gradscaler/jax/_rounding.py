@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
 
-Array = Any
-
-lax: Any = jax.lax  # partly untyped
+lax: ModuleType = jax.lax  # partly untyped
 
 # Below 2**-16, float16's spacing is 2**-24 everywhere, but float32's shrinks. Distances there are
 # counted in a fixed unit: float32's spacing from 2**-17 to 2**-16. 2**16 units are float16's.
@@ -17,22 +17,23 @@ _FIXED_POINT_BELOW = 2.0**-16
 _UNIT = 2.0**-40
 
 
-def is_narrow(leaf: Any) -> bool:
+def is_narrow(leaf: object) -> bool:
     """Whether a leaf has a 16-bit floating dtype."""
     return jnp.result_type(leaf) in (jnp.float16, jnp.bfloat16)
 
 
 def bits(value: Array) -> Array:
     """The bits of a floating array, as signed integers of the same size."""
-    return lax.bitcast_convert_type(value, jnp.int16 if value.dtype.itemsize == 2 else jnp.int32)
+    dtype = jnp.int16 if value.dtype.itemsize == 2 else jnp.int32
+    return jax.lax.bitcast_convert_type(value, dtype)
 
 
-def nearest(wide: Array, dtype: Any) -> Array:
+def nearest(wide: Array, dtype: DTypeLike) -> Array:
     """Round float32 values to the nearest of a 16-bit dtype, with ties to even."""
     return wide.astype(dtype)
 
 
-def with_remainder(wide: Array, dtype: Any) -> Array:
+def with_remainder(wide: Array, dtype: DTypeLike) -> Array:
     """Round float32 values to the nearest of a 16-bit dtype, so that 16 more bits restore them.
 
     With ties to even, an even value would get the ties on both sides: 2**16 + 1 float32 values
@@ -97,11 +98,11 @@ def _widened(narrow: Array) -> Array:
     return jnp.where(whole < 0, -value, value)
 
 
-def _from_bits(integers: Array, dtype: Any) -> Array:
-    return lax.bitcast_convert_type(integers, dtype)
+def _from_bits(integers: Array, dtype: DTypeLike) -> Array:
+    return jax.lax.bitcast_convert_type(integers, dtype)
 
 
-def stochastic(wide: Array, dtype: Any, key: Array) -> Array:
+def stochastic(wide: Array, dtype: DTypeLike, key: Array) -> Array:
     """Round float32 values at random to one of their two neighbours in a 16-bit dtype.
 
     With ``lower <= |wide| < upper``, ``P(upper) = (|wide| - lower) / (upper - lower)``. So the mean

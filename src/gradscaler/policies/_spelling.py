@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import UnionType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from gradscaler.errors import ParameterError
 from gradscaler.policies.state import Policy
@@ -20,7 +20,7 @@ D = TypeVar("D", bound="DataclassInstance")
 
 
 def spelled(
-    make: Callable[..., T], fields: Mapping[str, str], /, *values: Any, **parameters: Any
+    make: Callable[..., T], fields: Mapping[str, str], /, *values: object, **parameters: object
 ) -> T:
     """Call ``make`` with parameters under the caller's names.
 
@@ -40,12 +40,12 @@ def spelled(
         raise type(error)(rule + got + value) from None
 
 
-def changed(policy: D, fields: Mapping[str, str], /, **changes: Any) -> D:
+def changed(policy: D, fields: Mapping[str, str], /, **changes: object) -> D:
     """``policy`` with some parameters changed, with names and errors as in :func:`spelled`."""
     return spelled(partial(dataclasses.replace, policy), fields, **changes)
 
 
-def check_alone(policy: object, defaults: tuple[Any, ...], /, **parameters: Any) -> None:
+def check_alone(policy: object, defaults: tuple[object, ...], /, **parameters: object) -> None:
     """Raise ParameterError if a parameter that ``policy`` replaces is not at its default."""
     given = tuple(parameters.values())
     if given != defaults:

@@ -126,10 +126,10 @@ class DynamicScale(Presets):
         object.__setattr__(self, "_constants", constants)
         object.__setattr__(self, "_shortest_interval", shortest)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         for field in fields(self):
             object.__setattr__(self, field.name, state.get(field.name, field.default))
         self._set_constants()

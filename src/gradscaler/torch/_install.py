@@ -75,7 +75,7 @@ class _Replacement:
 
         self.make_ours, self.make_theirs = make_ours, make_theirs
 
-    def put(self, make: Callable[..., Any]) -> None:
+    def put(self, make: Callable[..., object]) -> None:
         """Replace the ``__new__`` of the base class."""
         self.base.__new__ = make
 
@@ -137,7 +137,7 @@ def _replacement_in(engine: str) -> _Replacement:
 
 # DeepSpeed pickles its scaler into its checkpoints. This pickle refers to DeepSpeed's class only,
 # so it loads without gradscaler. It loads as ours where install("deepspeed") is in force.
-def _reduce_as_theirs(self: Any) -> tuple[Any, ...]:
+def _reduce_as_theirs(self: object) -> tuple[object, ...]:
     theirs = type(self).__bases__[1]
     return partial(copyreg.__newobj__, theirs), (), vars(self)  # type: ignore[attr-defined]
 

@@ -156,7 +156,7 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
         super()._start()
         self._processes = self._processes_type(self._operations, self._group, self._overflow)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_processes": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
