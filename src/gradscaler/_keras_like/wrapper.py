@@ -156,7 +156,7 @@ class Wrapper:
 
     @classmethod
     def from_config(
-        cls: type[T], config: Config, custom_objects: dict[str, Any] | None = None
+        cls: type[T], config: Config, custom_objects: dict[str, object] | None = None
     ) -> T:
         """The optimizer for a config, which may come from the framework's own class."""
         config = dict(config)
@@ -175,7 +175,7 @@ class Wrapper:
             return getattr(vars(self)[self._inner_name], name)
         raise AttributeError(f"'LossScaleOptimizer' object has no attribute '{name}'")
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if self._delegates(name):
             setattr(vars(self)[self._inner_name], name, value)
         else:
@@ -234,13 +234,13 @@ def policy_from(
     return rule
 
 
-def with_initial_scale(policy: OwnPolicy, initial_scale: Any) -> OwnPolicy:
+def with_initial_scale(policy: OwnPolicy, initial_scale: object) -> OwnPolicy:
     """The policy with another initial scale; ValueError or TypeError if that is not a scale."""
     field = "scale" if isinstance(policy, FixedScale) else "init_scale"
     return changed(policy, {"initial_scale": field}, initial_scale=_on_host(initial_scale))
 
 
-def with_growth_steps(policy: OwnPolicy, dynamic_growth_steps: Any) -> OwnPolicy:
+def with_growth_steps(policy: OwnPolicy, dynamic_growth_steps: object) -> OwnPolicy:
     """The policy with another growth interval; ValueError or TypeError if that is not one."""
     if isinstance(policy, FixedScale):
         if dynamic_growth_steps is None:

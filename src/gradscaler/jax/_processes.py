@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,7 +44,7 @@ def check_same(scaler: Tree) -> None:
             )
 
 
-def _bounds(leaf: Leaf) -> np.ndarray[Any, Any]:
+def _bounds(leaf: Leaf) -> np.ndarray:
     """The smallest and the largest value of each element of a leaf on this process's devices."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)

@@ -31,11 +31,11 @@ class DynamicScaleResult(NamedTuple):
 
     dynamic_scale: DynamicScale
     finite: Array
-    aux: Any
+    aux: Tree
     grad: Tree
 
 
-def _static(cls: type[Any]) -> list[str]:
+def _static(cls: type) -> list[str]:
     """The fields that are not leaves: the rule's, and those that flax's metadata excludes."""
     rule = ["growth_factor", "backoff_factor", "growth_interval", "minimum_scale"]
     return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import jax
@@ -129,7 +130,7 @@ class DynamicLossScale:
             object.__setattr__(self, name, _operations.strong(getattr(self, name)))
         _trees.serialise()
 
-    def tree_flatten(self) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
+    def tree_flatten(self) -> tuple[tuple[Array, ...], tuple[object, ...]]:
         """The leaves and the static values. A floor that is not traced is static."""
         if isinstance(self.min_loss_scale, np.generic):
             leaves = self.loss_scale, self.counter
@@ -138,7 +139,7 @@ class DynamicLossScale:
 
     @classmethod
     def tree_unflatten(
-        cls, metadata: tuple[Any, ...], leaves: tuple[Array, ...]
+        cls, metadata: tuple[object, ...], leaves: tuple[Array, ...]
     ) -> DynamicLossScale:
         """Rebuild a loss scale from the values that ``tree_flatten`` returned."""
         (loss_scale, counter, *floor), (period, factor, *static_floor) = leaves, metadata
@@ -164,7 +165,7 @@ class DynamicLossScale:
         """
         found_inf = ~_operations.as_flag("grads_finite", grads_finite)
         dtype = jnp.result_type(self.loss_scale)
-        untyped: Any = jnp
+        untyped: ModuleType = jnp
         finfo = untyped.finfo(dtype) if _is_floating(dtype) else None  # an int only warns
         smallest = finfo.smallest_normal if finfo else 1
         constants = Constants(

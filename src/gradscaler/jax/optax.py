@@ -97,7 +97,7 @@ def loss_scaled(
         return LossScaledState(GradScaler(policy), jnp.array(True), inner.init(params))
 
     def update(
-        updates: Tree, state: LossScaledState, params: Tree = None, **extra_args: Any
+        updates: Tree, state: LossScaledState, params: Tree = None, **extra_args: object
     ) -> tuple[Tree, LossScaledState]:
         structure: Any = jax.tree.structure
         alike = structure(params) == structure(updates)

@@ -32,7 +32,7 @@ class ScaledGradients(NamedTuple):
 
     scaler: GradScaler
     grads_finite: Array
-    value: Any
+    value: Tree
     grads: Tree
 
 
@@ -70,7 +70,7 @@ class GradScaler:
     def __post_init__(self) -> None:
         check_policy(self.policy)
         first = self.policy.init()
-        kind: type[Any] = type(first)
+        kind = type(first)
         state = first if self.state is None else self.state
         if not isinstance(state, kind):
             raise TypeError(f"state must be of type {kind.__name__}, got {state!r}")
@@ -220,7 +220,7 @@ class GradScaler:
                 transform=transform,
             )
 
-        def scaled(*args: Any, **kwargs: Any) -> tuple[Array, Any]:
+        def scaled(*args: Any, **kwargs: Any) -> tuple[Array, Tree]:
             value = fun(*args, **kwargs)
             if has_aux and not (isinstance(value, (tuple, list)) and len(value) == 2):
                 raise TypeError(

@@ -8,26 +8,27 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
 
 from gradscaler._frameworks import require
 from gradscaler.errors import ParameterError, ParameterTypeError
 from gradscaler.jax import _rounding, _trees
 from gradscaler.jax._callers import check_last
-from gradscaler.jax._operations import Transformation
+from gradscaler.jax._operations import KeyPath, Transformation, Tree
 
 if TYPE_CHECKING:
     import optax
 
-Array = Any
 Store = Literal["float32", "remainder16", "stochastic"]
 
 
 class _Store(NamedTuple):
     """The functions that split a float32 value into parameter and state, and restore it."""
 
-    rounded: Callable[[Array, Any, Any], Array]  # (float32 value, dtype, PRNG key) -> parameter
+    rounded: Callable[[Array, DTypeLike, Array], Array]  # (float32 value, dtype, key) -> parameter
     kept: Callable[[Array, Array], Array | None]  # (float32 value, parameter) -> kept in the state
-    completed: Callable[[Array, Any], Array]  # (parameter, kept in the state) -> float32 value
+    completed: Callable[[Array, Array], Array]  # (parameter, kept in the state) -> float32 value
 
 
 _STORES = {
@@ -59,9 +60,9 @@ class MasterWeightsState(NamedTuple):
         inner_state: the state of the wrapped optimizer, as for float32 parameters.
     """
 
-    kept: Any
-    key: Any
-    inner_state: Any
+    kept: Tree
+    key: Array | None
+    inner_state: Tree
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +80,7 @@ class BitUpdate:
 
     __array_ufunc__ = None  # makes NumPy's arrays leave the addition to __radd__, as JAX's do
 
-    def __radd__(self, parameter: Any) -> Array:
+    def __radd__(self, parameter: ArrayLike) -> Array:
         """The new parameter.
 
         Raises:
@@ -104,8 +105,8 @@ def master_weights(
     optimizer: Transformation,
     store: Store = "float32",
     *,
-    cast: Callable[[Any], Any] | None = None,
-    key: Any = None,
+    cast: Callable[[Tree], Tree] | None = None,
+    key: Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap an optax optimizer so that it updates 16-bit parameters in float32.
 
@@ -174,17 +175,17 @@ def master_weights(
     inner = optax.with_extra_args_support(optimizer)
     rounded, kept_of, completed = _STORES[store]
 
-    def masters_of(params: Any, kept: Any) -> Any:
+    def masters_of(params: Tree, kept: Tree) -> Tree:
         return _map_narrow(completed, params, kept, others=params)
 
-    def init(params: Any) -> MasterWeightsState:
+    def init(params: Tree) -> MasterWeightsState:
         narrow = params if cast is None else cast(params)
         kept = _map_narrow(lambda new, old: kept_of(_wide(old), new), narrow, params)
         return MasterWeightsState(kept, key, inner.init(masters_of(narrow, kept)))
 
     def update(
-        updates: Any, state: MasterWeightsState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, MasterWeightsState]:
+        updates: Tree, state: MasterWeightsState, params: Tree = None, **extra_args: Any
+    ) -> tuple[Tree, MasterWeightsState]:
         check_last()
         if params is None:
             raise ParameterError("master_weights needs params: update(grads, state, params)")
@@ -212,13 +213,15 @@ def master_weights(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def holds_masters(state: Any) -> bool:
+def holds_masters(state: Tree) -> bool:
     """Whether an optimizer's state includes a state of :func:`master_weights`."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, MasterWeightsState))
     return any(isinstance(node, MasterWeightsState) for node in nodes)
 
 
-def _map_narrow(function: Callable[..., Any], params: Any, *trees: Any, others: Any = None) -> Any:
+def _map_narrow(
+    function: Callable[..., object], params: Tree, *trees: Tree, others: Tree = None
+) -> Tree:
     """Map the 16-bit leaves of `params`; a wider leaf becomes that of `others`, or None."""
     if others is None:
         others = jax.tree.map(lambda leaf: None, params)
@@ -230,7 +233,7 @@ def _map_narrow(function: Callable[..., Any], params: Any, *trees: Any, others: 
     )
 
 
-def _wide(leaf: Any) -> Array:
+def _wide(leaf: ArrayLike) -> Array:
     return jnp.asarray(leaf, jnp.float32)
 
 
@@ -248,7 +251,7 @@ def _check_key(key: Any, store: Store) -> None:
         raise ParameterTypeError(f"key must be a key of jax.random, got {key!r}")
 
 
-def _split(key: Any, params: Any) -> tuple[Any, Any]:
+def _split(key: Array | None, params: Tree) -> tuple[Array | None, Tree]:
     """Split a key into the next step's key, and one for each leaf in this step."""
     if key is None:
         return None, jax.tree.map(lambda leaf: None, params)
@@ -257,10 +260,10 @@ def _split(key: Any, params: Any) -> tuple[Any, Any]:
     return following, jax.tree.unflatten(structure, keys)
 
 
-def _check_dtypes(params: Any, kept: Any) -> None:
+def _check_dtypes(params: Tree, kept: Tree) -> None:
     """ValueError if a leaf has 16 bits only in ``init``, or only in ``update``."""
 
-    def check(path: Any, leaf: Any, kept: Any) -> None:
+    def check(path: KeyPath, leaf: ArrayLike, kept: Array | None) -> None:
         if _rounding.is_narrow(leaf) is (kept is None):
             raise ParameterError(
                 f"leaf {jax.tree_util.keystr(path)} is {jnp.result_type(leaf)} in update, and was "

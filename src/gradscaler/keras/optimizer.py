@@ -427,12 +427,12 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         untracked = vars(self).get("_untracked_by_keras", ())
         return [v for v in self.variables if not _holds(untracked, v)]
 
-    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
+    def save_own_variables(self, store: MutableMapping[str, object]) -> None:
         """Put the variables into a store, in the order of Keras' own wrapper."""
         for index, variable in enumerate(self._saved_variables()):
             store[str(index)] = variable.numpy()
 
-    def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
+    def load_own_variables(self, store: MutableMapping[str, object]) -> None:
         """Set the variables from a store, also from one that Keras' own wrapper saved.
 
         Variables of the policy that the store lacks become 0. If the store is of another inner

@@ -11,7 +11,9 @@ from gradscaler.keras.optimizer import LossScaleOptimizer
 _load_model = keras.models.load_model  # kept, because a user may replace it by the one below
 
 
-def load_model(filepath: Any, custom_objects: dict[str, Any] | None = None, **options: Any) -> Any:
+def load_model(
+    filepath: Any, custom_objects: dict[str, object] | None = None, **options: Any
+) -> Any:
     """``keras.models.load_model``, with gradscaler's optimizer in place of Keras' own wrapper.
 
     The scale, the counter, the inner optimizer and its state come from the file. A model with any
@@ -29,7 +31,7 @@ def load_model(filepath: Any, custom_objects: dict[str, Any] | None = None, **op
     theirs: Any = getattr(model, "optimizer", None)
     if type(theirs) is not keras.optimizers.LossScaleOptimizer:
         return model
-    stored: dict[str, Any] = {}
+    stored: dict[str, object] = {}
     theirs.save_own_variables(stored)
     with keras.saving.CustomObjectScope(custom_objects or {}):
         ours = LossScaleOptimizer.from_config(theirs.get_config())

@@ -13,6 +13,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -23,8 +24,8 @@ from gradscaler._eager.operations import Device, FoundInf, GradientsRefusedError
 from gradscaler.paddle._small_tensors import batches_of_small, small_by_shape
 from gradscaler.policies import Policy, State
 
-_C_ops: Any = paddle._C_ops  # has the kernel of Paddle's own scaler; not all of it is typed
-_eager: Any = core.eager
+_C_ops: ModuleType = paddle._C_ops  # has the kernel of Paddle's own scaler; not all of it is typed
+_eager: ModuleType = core.eager
 
 _HALF = (paddle.float16, paddle.bfloat16)
 
@@ -56,7 +57,7 @@ def finite_steps(state: State) -> int:
 def next_state(
     policy: Policy, state: State, found_infs: list[FoundInf], amaxes: Sequence[np.float32] = ()
 ) -> State:
-    amax: dict[str, Any] = {"amax": max(amaxes)} if amaxes else {}
+    amax: dict[str, Tensor] = {"amax": max(amaxes)} if amaxes else {}
     return policy.update(state, any(map(any_set, found_infs)), **amax)
 
 

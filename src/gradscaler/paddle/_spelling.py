@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from inspect import signature
 from numbers import Real
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from gradscaler.errors import ParameterTypeError
 from gradscaler.policies._presets import PADDLE
@@ -29,7 +29,7 @@ def either_spelling(init: Init) -> Init:
     own_order = tuple(signature(init).parameters)[1:]
 
     @wraps(init)
-    def read(self: Any, *args: Any, **kwargs: Any) -> None:
+    def read(self: object, *args: object, **kwargs: object) -> None:
         order = _torch_order(args, kwargs)
         if order is not None:
             if len(args) > len(order):
@@ -50,7 +50,7 @@ def either_spelling(init: Init) -> Init:
     return cast(Init, read)
 
 
-def _torch_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...] | None:
+def _torch_order(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[str, ...] | None:
     """The names of ``args``, if they are in PyTorch's order.
 
     Raises:
@@ -71,6 +71,6 @@ def _torch_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ..
     return _TORCH_ORDER
 
 
-def given(name: str, value: Any, other: str, other_value: Any) -> dict[str, Any]:
+def given(name: str, value: object, other: str, other_value: object) -> dict[str, object]:
     """The value of a parameter with two names, under the name that the caller used."""
     return {name: value} if other_value is None else {other: other_value}

@@ -184,7 +184,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         enable = bool(flag)
         if enable and not paddle.in_dynamic_mode():
             raise static_graph_error()
-        parameters: dict[str, Any] = {
+        parameters: dict[str, object] = {
             **given("init_loss_scaling", init_loss_scaling, "init_scale", init_scale),
             **given("incr_ratio", incr_ratio, "growth_factor", growth_factor),
             **given("decr_ratio", decr_ratio, "backoff_factor", backoff_factor),
@@ -400,7 +400,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     # State.
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override] # Paddle's says Tensor
+    def state_dict(self) -> dict[str, object]:  # type: ignore[override] # Paddle's says Tensor
         """The scale, the rule's parameters and the two counts, under Paddle's eight keys.
 
         ``scale`` is a float32 array of shape [1]. An ``AmaxScale`` adds ``_peak`` and
@@ -447,12 +447,12 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         super()._start()
         self._orders: defaultdict[Group, Order] = defaultdict(Order)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         of_loss = ("_scaled_by", "_updated", "_update_to_come")
         left_out = dict.fromkeys(("_orders", *_FLAGS, "_found_inf", *of_loss))
         return {**super().__getstate__(), **left_out}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._set_state(self._initial_state)
         self._reset_flags()

@@ -162,7 +162,7 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
 
     @classmethod
     def from_config(
-        cls, config: Config, custom_objects: dict[str, Any] | None = None
+        cls, config: Config, custom_objects: dict[str, object] | None = None
     ) -> LossScaleOptimizer:
         """The optimizer for a config, which may come from tf-keras' own class."""
         if cls is LossScaleOptimizer:
@@ -307,7 +307,7 @@ class _State(native._DynamicLossScaleState):  # type: ignore[misc] # untyped bas
         if isinstance(policy, FixedScale):
             tf.__internal__.tracking.Trackable.__init__(self)
             self._current_loss_scale = policy.scale
-            self._weights: dict[Any, Any] = {}
+            self._weights: dict[object, object] = {}
             return
         super().__init__(policy.init_scale, policy.growth_interval, policy.growth_factor)
         self.variables.update(current_loss_scale=self.current_loss_scale, good_steps=self.counter)
