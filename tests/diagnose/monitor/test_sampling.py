@@ -88,6 +88,7 @@ def test_a_step_without_a_loss_keeps_the_others_in_their_places(path):
 
 
 def test_a_loss_that_no_list_of_losses_holds_comes_from_its_sample_or_skip():
-    samples = run_files.sample(10, 8.0, [], 10, [7], 0.5), run_files.sample(20, 8.0, [], 10, [])
+    seen = [(4, 4, [], 0.9), (10, 6, [7], 0.5), (20, 10, [], None)]
+    samples = [run_files.sample(step, 8.0, [], n, skips, loss) for step, n, skips, loss in seen]
     run = run_files.run_of(*samples, run_files.skip(7, 8.0, 0.7), run_files.skip(8, 8.0))
-    assert list(run.losses.items()) == [(7, 0.7), (10, 0.5)]
+    assert list(run.losses.items()) == [(4, 0.9), (7, 0.7), (10, 0.5)]
