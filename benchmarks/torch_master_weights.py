@@ -108,7 +108,7 @@ def measure_memory(store: str, fused: bool) -> tuple[float, float]:
     """Bytes per parameter after some steps, and at the highest point of the last one."""
     trim = ctypes.CDLL(None).malloc_trim
     small = eager.Workload("small", [(512, 512)] * 2, calls=1)
-    Training(store, small, fused, clip=False).step()  # threads and code are there
+    Training(store, small, fused).step()  # threads and code are there
     trim(0)
     before = resident("VmRSS")
     training = Training(store, IN_MEMORY, fused)
