@@ -55,7 +55,7 @@ def on_torch():
 
 
 def on_keras():
-    """A compiled JAX step, as far as docs/differences.md takes it for granted."""
+    """A compiled JAX step, as far as docs/differences/keras.md takes it for granted."""
     import jax
     import keras
     import numpy as np
