@@ -368,7 +368,7 @@ def framework_page(results: Results, framework: str) -> str:
             text += "\n![What scaling and clipping add to a fused step, by the number of tensors "
             text += "and by their bytes](torch_curves.png)\n"
     if framework == "torch":
-        text += "\n" + (HERE / "profile.md").read_text()
+        text += "\n[The profile](../profile.md) says where the time of a step goes.\n"
     text += "\n## Made with\n\n"
     for name in sorted(mine, key=_place):
         setting = ", ".join(f"{key} {value}" for key, value in mine[name][0].items())

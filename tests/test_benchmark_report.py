@@ -71,7 +71,7 @@ def test_two_benchmarks_of_a_page_have_two_headings(report):
 
 
 def test_the_profile_quotes_the_constructors_that_were_measured(report):
-    page = " ".join((ROOT / "benchmarks" / "profile.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "profile.md").read_text().split())
     results = report.read_results()
 
     def microseconds(framework):
