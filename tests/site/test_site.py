@@ -1,6 +1,7 @@
 """What ``make docs`` has built: the reference is whole, and no link in it leads nowhere."""
 
 import ast
+import html
 import html.parser
 import re
 from pathlib import Path
@@ -19,6 +20,8 @@ PACKAGES = [
     and "__all__" in path.read_text()
     and path.parent.name != "policies"  # its names are gradscaler's
 ]
+
+CODE = re.compile(r'<div class="highlight-(?:python|diff) .*?<pre>(.*?)</pre>', re.DOTALL)
 
 
 def module_name(path):
@@ -107,6 +110,16 @@ def test_every_page_is_built():
 def test_the_library_s_code_is_shown_by_the_reference_and_not_downloaded():
     ours = {path.name for path in SOURCE.rglob("*.py")}
     assert [path.name for path in (SITE / "_downloads").rglob("*.py") if path.name in ours] == []
+
+
+def test_code_fits_into_80_columns():
+    wide = []
+    for path in SITE.rglob("*.html"):
+        if path.relative_to(SITE).parts[0] not in ("_static", "reference"):
+            for code in CODE.findall(path.read_text()):
+                text = html.unescape(re.sub(r"<[^>]+>", "", code))
+                wide += [(path.name, line) for line in text.splitlines() if len(line) > 80]
+    assert wide == []
 
 
 def test_no_power_is_taken_for_bold_text():
