@@ -13,7 +13,6 @@ from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from gradscaler.diagnose._gradients.formats import FORMATS, format_named
 from gradscaler.policies._checks import LARGEST_SCALE
 
 _LARGEST_COUNT = 2**63 - 1
@@ -70,7 +69,7 @@ def _reader_of(kind: Any) -> Callable[[Any], Any]:  # noqa: PLR0911 # a case for
     if kind in _CHECKS:
         return _CHECKS[kind]
     if origin is Literal:
-        return lambda value: _checked(value in arguments, value, f"one of {', '.join(arguments)}")
+        return one_of(arguments)
     if is_dataclass(kind):
         return partial(_instance, kind, _readers_of(kind))
     if hasattr(kind, "_fields"):  # a named tuple
@@ -169,14 +168,9 @@ def bin_counts(value: Any) -> tuple[int, ...]:
     return tuple(map(count, counts))
 
 
-def dtype(value: Any) -> str:
-    """Check the name of a format that gradients can be measured against."""
-    name = str(_text(value))
-    try:
-        format_named(name)
-    except ValueError:
-        raise ValueError(f"must be one of {', '.join(FORMATS)}, got {shown(name)}") from None
-    return name
+def one_of(names: Sequence[str]) -> Callable[[Any], Any]:
+    """A check that a value is one of some texts."""
+    return lambda value: _checked(value in names, value, f"one of {', '.join(names)}")
 
 
 def check_steps(key: str, steps: Sequence[int], first: int, last: int) -> None:
@@ -185,8 +179,11 @@ def check_steps(key: str, steps: Sequence[int], first: int, last: int) -> None:
         raise ValueError(f"{key}: must be steps that rise, from {first} to {last}")
 
 
-def _text(value: Any) -> Any:
-    return _checked(isinstance(value, str), value, "a text")
+def _instance_of(kind: type[Any], what: str, value: Any) -> Any:
+    return _checked(isinstance(value, kind), value, what)
+
+
+_object = partial(_instance_of, dict, "an object")
 
 
 def _plain(value: Any) -> Any:
@@ -197,16 +194,12 @@ def _plain(value: Any) -> Any:
 
 
 _CHECKS: dict[Any, Callable[[Any], Any]] = {
-    bool: lambda value: _checked(isinstance(value, bool), value, "true or false"),
+    bool: partial(_instance_of, bool, "true or false"),
     int: count,
     float: number,
-    str: _text,
+    str: partial(_instance_of, str, "a text"),
     Any: _plain,
 }
-
-
-def _object(value: Any) -> Any:
-    return _checked(isinstance(value, dict), value, "an object")
 
 
 def _array(value: Any, length: int | None = None) -> Any:

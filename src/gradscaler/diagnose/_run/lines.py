@@ -13,16 +13,17 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from gradscaler.diagnose._findings.finding import Finding, Verdict
+from gradscaler.diagnose._gradients.formats import FORMATS
 from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._run.checks import (
     PackedMapping,
     bin_counts,
     check_steps,
-    dtype,
     exponent,
     finite_magnitude,
     magnitude,
     num_steps,
+    one_of,
     scale,
     share,
     step,
@@ -107,7 +108,7 @@ class Start:
     kind: ClassVar[str] = "start"
 
     framework: str
-    dtype: Annotated[str, dtype]
+    dtype: Annotated[str, one_of(tuple(FORMATS))]
     every: int
     step: NumSteps
     policy: Mapping[str, Any]
