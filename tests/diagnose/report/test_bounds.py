@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 from gradscaler.diagnose import report
 from gradscaler.diagnose._run.lines import Sample, Skip
 from gradscaler.diagnose.report._content import content_of
-from gradscaler.diagnose.report._figures import WIDTH, drawing_settings, over_time
-from gradscaler.diagnose.report._which_scale import which_scale
+from gradscaler.diagnose.report._figures import WIDTH, drawing_settings, over_time, which_scale
 from gradscaler.outcome import NonfiniteGradient
 
 
