@@ -127,18 +127,22 @@ def _number_that(is_valid: Callable[[float], bool], what: str, value: Any) -> fl
     return checked
 
 
-share = partial(_number_that, lambda share: 0 <= share <= 1, "a share from 0 to 1")
+_share = partial(_number_that, lambda share: 0 <= share <= 1, "a share from 0 to 1")
+Share = Annotated[float, _share]
 
-scale = partial(
+_scale = partial(
     _number_that,
     lambda scale: _SMALLEST_SCALE <= scale <= LARGEST_SCALE,
     "positive and finite in float32",
 )
+Scale = Annotated[float, _scale]
+"""A loss scale: positive, and finite in float32."""
 
-magnitude = partial(_number_that, lambda size: not size < 0, "a magnitude")
+Magnitude = Annotated[float, partial(_number_that, lambda size: not size < 0, "a magnitude")]
 """A float from 0 to Inf, or NaN."""
 
-finite_magnitude = partial(_number_that, lambda size: 0 <= size < math.inf, "a finite magnitude")
+_finite = partial(_number_that, lambda size: 0 <= size < math.inf, "a finite magnitude")
+FiniteMagnitude = Annotated[float, _finite]
 
 
 def _integer(least: int, most: int, value: Any) -> int:
@@ -147,25 +151,28 @@ def _integer(least: int, most: int, value: Any) -> int:
     raise ValueError(f"must be an integer from {least} to {most}, got {shown(value)}")
 
 
-count = partial(_integer, 0, _LARGEST_COUNT)
+_count = partial(_integer, 0, _LARGEST_COUNT)
 
-num_steps = partial(_integer, 0, _MOST_STEPS)
+NumSteps = Annotated[int, partial(_integer, 0, _MOST_STEPS)]
 
-step = partial(_integer, 1, _MOST_STEPS)
-"""The number of a step."""
+Step = Annotated[int, partial(_integer, 1, _MOST_STEPS)]
+"""The number of a step, from 1."""
 
-exponent = partial(_integer, -_FARTHEST_EXPONENT, _FARTHEST_EXPONENT)
+Exponent = Annotated[int, partial(_integer, -_FARTHEST_EXPONENT, _FARTHEST_EXPONENT)]
 """A binary exponent that a float64 can have."""
 
 
-def bin_counts(value: Any) -> tuple[int, ...]:
+def _bin_counts(value: Any) -> tuple[int, ...]:
     """Check an array of counts, which has at most one count for each exponent."""
     most = 2 * _FARTHEST_EXPONENT
     is_valid = isinstance(value, list) and len(value) <= most
     counts = _checked(is_valid, value, f"an array of at most {most}")
     if {*map(type, counts)} == {int} and min(counts) >= 0 and max(counts) <= _LARGEST_COUNT:
         return tuple(counts)
-    return tuple(map(count, counts))
+    return tuple(map(_count, counts))
+
+
+BinCounts = Annotated[tuple[int, ...], _bin_counts]
 
 
 def one_of(names: Sequence[str]) -> Callable[[Any], Any]:
@@ -195,7 +202,7 @@ def _plain(value: Any) -> Any:
 
 _CHECKS: dict[Any, Callable[[Any], Any]] = {
     bool: partial(_instance_of, bool, "true or false"),
-    int: count,
+    int: _count,
     float: number,
     str: partial(_instance_of, str, "a text"),
     Any: _plain,
