@@ -9,7 +9,7 @@ from gradscaler.diagnose import Located
 # Each row of these tables would need a training that ends in just this evidence. The trainings of
 # tests/diagnose/test_trainings.py and examples/torch_stuck.py end in one for each kind of verdict.
 from gradscaler.diagnose._findings import Evidence, judge
-from gradscaler.diagnose._findings.evidence import Measured, Past
+from gradscaler.diagnose._findings.evidence import Past
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip
 
 INF = NonfiniteGradient("fc1.weight", (4, 4), "float32", 3, 0, 65504.0)
@@ -462,8 +462,11 @@ def test_skips_that_do_not_lower_the_scale_are_not_explained_by_large_gradients(
     for step in range(1, 101):
         past.append(Past(step, scale, step % 10 == 5))
         scale *= backoff if past[-1].skipped else 1.0
-    measured = (Measured(100, past[-1].scale, 2.0**20, 2.0**18),)
-    assert judge(Evidence(100, 10, past=tuple(past), measured=measured)).kind == kind
+    scale = past[-1].scale
+    sample = Sample(
+        100, scale, ((100, scale),), 1, (), norm=2.0**20 / scale, largest=2.0**18 / scale
+    )
+    assert judge(Evidence(100, 10, past=tuple(past), measured=(sample,))).kind == kind
 
 
 @pytest.mark.parametrize("loss", [0.0, 0.5])

@@ -98,7 +98,9 @@ def fit_of(samples: Sequence[Sample], dtype: str) -> Fit | None:
     counted = {name: each for name, each in found.items() if name not in left_out}
     lowest = max(counted, key=lambda name: counted[name].low)
     common = found[highest]._replace(low=found[lowest].low)
-    lost = _share_below(*parts[lowest], form.min_exponent - common.high)
+    first, counts = parts[lowest]
+    num_lost = counts[: max(0, form.min_exponent - common.high - first)].sum()
+    lost = float(num_lost / counts.sum())
     last = samples[-1]
     bounds = common, lowest, highest
     return Fit(last.step, last.scale, range_of_whole, ranges, *bounds, lost, left_out, gone)
@@ -148,11 +150,6 @@ def _ends(first: int, counts: NDArray[Any]) -> tuple[int, int]:
     """The smallest and the largest exponent with a count above 0."""
     occupied = np.flatnonzero(counts)
     return first + int(occupied[0]), first + int(occupied[-1])
-
-
-def _share_below(first: int, counts: NDArray[Any], exponent: int) -> float:
-    """The share of gradients whose exponent is below ``exponent``."""
-    return float(counts[: max(0, exponent - first)].sum() / counts.sum())
 
 
 def _sum(parts: Iterable[Bins]) -> _Counts:

@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 
 from gradscaler.diagnose import report
 from gradscaler.diagnose.report._content import content_of
-from gradscaler.diagnose.report._figures import WIDTH, drawing_settings, over_time
-from gradscaler.diagnose.report._which_scale import which_scale
+from gradscaler.diagnose.report._figures import WIDTH, drawing_settings, over_time, which_scale
 from gradscaler.outcome import NonfiniteGradient
 from tests.support.run_files import run_of, sample, skip
 

@@ -325,7 +325,7 @@ def test_without_matplotlib_the_command_says_what_to_install(
     tmp_path, capsys, save, made_up_run, monkeypatch
 ):
     source = save(made_up_run(samples=1))
-    for name in ("_page", "_picture", "_figures", "_which_scale"):
+    for name in ("_page", "_picture", "_figures"):
         monkeypatch.delitem(sys.modules, f"gradscaler.diagnose.report.{name}")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["report", source, "-o", str(tmp_path / "report.html")]) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from gradscaler.diagnose._findings import calls, gradient_values, losses, over_time
 from gradscaler.diagnose._findings.evidence import Evidence
@@ -39,6 +39,7 @@ _GROUPS: tuple[tuple[_Detector, ...], ...] = (
 # is too small or below 1. Gradients behind a slope of 0 are 0, which is not underflow.
 _SAID_BY = {"data": ("underflow", "floor"), "dead": ("underflow",)}
 _BESIDE_SKIPS: tuple[_Detector, ...] = (
+    bad_state,
     calls.restarted,
     calls.clipped_while_scaled,
     calls.updated_too_often,
@@ -54,10 +55,9 @@ def judge(evidence: Evidence) -> Verdict:
 
 def _in_a_streak(evidence: Evidence) -> Iterator[Finding]:
     """Yield the findings for a long streak of skips: first its cause, then all others."""
-    first = (calls.unzeroed, calls.scaled_in_loss)
-    found = [*map(_of(evidence), first), of_skips(evidence), bad_state(evidence)]
-    found += map(_of(evidence), _BESIDE_SKIPS)
-    yield from (finding for finding in found if finding is not None)
+    yield from _found((calls.unzeroed, calls.scaled_in_loss), evidence)
+    yield of_skips(evidence)
+    yield from _found(_BESIDE_SKIPS, evidence)
 
 
 def _over_a_run(evidence: Evidence) -> Iterator[Finding]:
@@ -67,17 +67,16 @@ def _over_a_run(evidence: Evidence) -> Iterator[Finding]:
             yield finding
     kinds: set[str] = set()
     for group in _GROUPS:
-        found = (detector(evidence) for detector in group)
-        finding = next((each for each in found if each is not None), None)
-        if finding is not None and not any(
-            finding.kind in _SAID_BY.get(kind, ()) for kind in kinds
-        ):
+        finding = next(_found(group, evidence), None)
+        said = {kind for before in kinds for kind in _SAID_BY.get(before, ())}
+        if finding is not None and finding.kind not in said:
             kinds.add(finding.kind)
             yield finding
 
 
-def _of(evidence: Evidence) -> Callable[[_Detector], Finding | None]:
-    return lambda detector: detector(evidence)
+def _found(detectors: Iterable[_Detector], evidence: Evidence) -> Iterator[Finding]:
+    found = (detector(evidence) for detector in detectors)
+    return (finding for finding in found if finding is not None)
 
 
 def _normal(evidence: Evidence) -> Finding:

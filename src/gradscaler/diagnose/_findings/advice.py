@@ -53,31 +53,6 @@ _LOST_EPS = "an eps below 3e-8 is 0: add 1e-5"  # in float16
 _DIVISION = "clamp the divisor (an empty mask, a deviation or norm of 0)"
 _QUOTIENT = "divide by a larger number, or compute the quotient in float32"
 _RSQRT = "1 / sqrt of 0 is Inf, and of a negative number NaN"
-_NORM = (
-    "its squares leave the range of float16 beyond 255: take it in float32 (dtype=torch.float32)"
-)
-_NEGATIVE_ROOT = (
-    "the root of a negative number is NaN, as where a variance is a difference of large squares: "
-    "clamp its input at 0, or compute it in float32"
-)
-_EMPTY = (
-    "the mean of no elements is 0 / 0 (an empty mask, all labels ignored): leave such batches out, "
-    "or divide their sum by at least 1"
-)
-_ALONE = "the deviation of one element is 0 / 0: set correction=0, or take more elements"
-_NO_ALIGNMENT = (
-    "a target that is longer than its input has no alignment: set zero_infinity=True, or leave "
-    "such samples out"
-)
-_ANGLE = "rounding takes a cosine or sine beyond 1: clamp it to within -1 and 1 before this"
-_END = "it is Inf at 1 and -1, and NaN beyond: clamp its input to less than that"
-_SUM = "the sum is larger than float16 can hold: take it in float32 (dtype=torch.float32)"
-_PRODUCTS = (
-    "a sum of products leaves float16: divide an input first (queries by the root of their "
-    "width), or multiply in float32, under autocast(enabled=False)"
-)
-_MASKED_CLASS = "a class masked with -inf costs Inf: mask with a large finite number"
-_WRITTEN = "the code writes Inf or NaN there: write a finite number"
 _NAN = (
     "compute this module in float32 to see whether it is 0 / 0, Inf - Inf, a logarithm or root of "
     "a negative number, or a softmax row that is masked entirely"
@@ -87,69 +62,53 @@ _NAN_IN_FLOAT32 = (
     "0), or a softmax row that is masked entirely"
 )
 _FORWARD = {
-    "softmax": _MASKED,
-    "log_softmax": _MASKED,
-    "scaled_dot_product": _MASKED,
-    "logsumexp": _MASKED,
-    "exp": _EXP,
+    "softmax log_softmax scaled_dot_product logsumexp": _MASKED,
+    "exp": _EXP_IN_FLOAT32,
     "log": _LOG,
-    "div": _DIVISION,
-    "reciprocal": _DIVISION,
-    "normalize": _DIVISION,
-    "weight_norm": _DIVISION,
+    "div reciprocal normalize weight_norm": _DIVISION,
     "rsqrt": _RSQRT,
-    "sqrt": _NEGATIVE_ROOT,
-    "norm": _NORM,
-    "linalg_vector_norm": _NORM,
-    "cdist": _NORM,
-    "acos": _ANGLE,
-    "asin": _ANGLE,
-    "atanh": _END,
-    "erfinv": _END,
-    "sum": _SUM,
-    "cumsum": _SUM,
-    "index_add": _SUM,
-    "scatter_add": _SUM,
-    "mean": _SUM,
-    "matmul": _PRODUCTS,
-    "einsum": _PRODUCTS,
-    "cross_entropy": _MASKED_CLASS,
-    "nll_loss": _MASKED_CLASS,
-    "ctc_loss": _NO_ALIGNMENT,
-    "copy": _WRITTEN,
-    "fill": _WRITTEN,
-    "masked_fill": _WRITTEN,
-    "index_put": _WRITTEN,
+    "sqrt": "the root of a negative number is NaN, as where a variance is a difference of "
+    "large squares: clamp its input at 0, or compute it in float32",
+    "acos asin": "rounding takes a cosine or sine beyond 1: clamp it to within -1 and 1 before "
+    "this",
+    "atanh erfinv": "it is Inf at 1 and -1, and NaN beyond: clamp its input to less than that",
+    "cross_entropy nll_loss": "a class masked with -inf costs Inf: mask with a large finite number",
+    "ctc_loss": "a target that is longer than its input has no alignment: set zero_infinity=True, "
+    "or leave such samples out",
+    "copy fill masked_fill index_put": "the code writes Inf or NaN there: write a finite number",
 }
-_OF_TOO_FEW = {
-    "mean": _EMPTY,
-    "cross_entropy": _EMPTY,
-    "nll_loss": _EMPTY,
-    "std": _ALONE,
-    "var": _ALONE,
-}  # if they make NaN but no Inf
-_IN_FLOAT16 = _NORM, _SUM, _PRODUCTS  # advice against an overflow of float16
+_FORWARD_IN_FLOAT16 = {
+    "exp": _EXP,
+    "norm linalg_vector_norm cdist": "its squares leave the range of float16 beyond 255: take it "
+    "in float32 (dtype=torch.float32)",
+    "sum cumsum index_add scatter_add mean": "the sum is larger than float16 can hold: take it in "
+    "float32 (dtype=torch.float32)",
+    "matmul einsum": "a sum of products leaves float16: divide an input first (queries by the root "
+    "of their width), or multiply in float32, under autocast(enabled=False)",
+}
+_OF_TOO_FEW = {  # if they make NaN but no Inf
+    "mean cross_entropy nll_loss": "the mean of no elements is 0 / 0 (an empty mask, all labels "
+    "ignored): leave such batches out, or divide their sum by at least 1",
+    "std var": "the deviation of one element is 0 / 0: set correction=0, or take more elements",
+}
 _SLOPE = "add a small number under the root, or clamp its input, as its slope at 0 is Inf"
 _LOG_SLOPE = "clamp what the logarithm is of, as its slope at 0 is Inf"
 _POWER_SLOPE = "clamp the base, as the slope of a power below 1 is Inf at 0"
 _ANGLE_SLOPE = "clamp its input to within -1 and 1, where its slope is Inf"
 _BACKWARD = {
-    "sqrt": _SLOPE,
+    "sqrt norm linalg_vector_norm cdist": _SLOPE,
     "rsqrt": _RSQRT,
-    "norm": _SLOPE,
-    "linalg_vector_norm": _SLOPE,
-    "cdist": _SLOPE,
     "div": _DIVISION,
     "log": _LOG_SLOPE,
     "pow": _POWER_SLOPE,
-    "acos": _ANGLE_SLOPE,
-    "asin": _ANGLE_SLOPE,
-    "exp": _EXP,
+    "acos asin": _ANGLE_SLOPE,
+    "exp": _EXP_IN_FLOAT32,
     "softmax": _MASKED,
     "hook": "look there for a division by 0, such as by the norm of a gradient of 0",
     "linalg_svd": "its vectors have no slope where singular values are equal or 0",
     "linalg_eigh": "its vectors have no slope where eigenvalues are equal",
 }
+_BACKWARD_IN_FLOAT16 = {"exp": _EXP}
 _AT_0 = _DIVISION, _RSQRT, _SLOPE, _LOG_SLOPE, _POWER_SLOPE
 _OF_NAN = (
     "look in the backward pass for the root or norm of 0 (add a small number under it), and for "
@@ -185,10 +144,11 @@ def of_operation(located: Located) -> str | None:
         _QUOTIENT: operation == "div" and (located.smallest_divisor or 0.0) >= _TINY,
         # The user cannot divide an input inside PyTorch's own layer.
         _IN_FLOAT32: operation == "matmul" and located.type == "Linear" and not is_wide,
-        _OF_TOO_FEW.get(operation, ""): operation in _OF_TOO_FEW and not has_inf,
+        **{text: operation in few.split() and not has_inf for few, text in _OF_TOO_FEW.items()},
     }
     special = next((advice for advice, holds in cases.items() if holds), None)
-    return special or _named(_FORWARD, located) or _of_nan(located) or _in_float32(located)
+    named = special or _named(_FORWARD, _FORWARD_IN_FLOAT16, located)
+    return named or _of_nan(located) or _in_float32(located)
 
 
 def _of_nan(located: Located) -> str | None:
@@ -215,23 +175,24 @@ def of_backward(located: Located | None) -> str:
 
 def of_gradient(located: Located) -> str | None:
     """Advice against an Inf or NaN that an operation's gradient makes; None if there is none."""
-    return _named(_BACKWARD, located, ", also in where()'s other branch")
+    return _named(_BACKWARD, _BACKWARD_IN_FLOAT16, located, ", also in where()'s other branch")
 
 
-def _named(table: dict[str, str], located: Located, hidden: str = "") -> str | None:
+def _named(
+    table: dict[str, str], in_float16: dict[str, str], located: Located, hidden: str = ""
+) -> str | None:
     """The advice that a table has for an operation, or None.
 
     ``hidden`` is appended where the cause may be in a branch of ``where`` that is not taken.
     """
+    if is_in_float16 := located.dtype == "float16":
+        table = {**table, **in_float16}
+    named = {name: advice for names, advice in table.items() for name in names.split()}
     operation = (located.operation or "").strip("_")
-    longest = max(filter(operation.startswith, table), key=len, default=None)
+    longest = max(filter(operation.startswith, named), key=len, default=None)
     if longest is None:
         return None
-    advice, is_in_float16 = table[longest], located.dtype == "float16"
-    if not is_in_float16 and advice in _IN_FLOAT16:
-        return None
-    if not is_in_float16 and advice == _EXP:
-        return _EXP_IN_FLOAT32
+    advice = named[longest]
     where = hidden if advice in (*_AT_0, _ANGLE_SLOPE) else ""
     lost_eps = f"; {_LOST_EPS}" if is_in_float16 and advice in (*_AT_0, _LOG) else ""
     return f"{advice}{where}{lost_eps}"

@@ -69,8 +69,8 @@ def unscaled_loss(evidence: Evidence) -> Finding | None:
 
 def clipped_while_scaled(evidence: Evidence) -> Finding | None:
     samples = evidence.measured
-    norms = [sample.norm for sample in samples]
-    largest = [sample.largest for sample in samples if sample.largest is not None]
+    norms = [s.norm * s.scale for s in samples if s.norm is not None]
+    largest = [s.largest * s.scale for s in samples if s.largest is not None]
     what, function = "norm", "clip_grad_norm_"
     limit = _one_limit(norms)
     if limit is None and len(largest) > 1:

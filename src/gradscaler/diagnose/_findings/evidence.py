@@ -39,15 +39,6 @@ class Before(NamedTuple):
     last_loss: float
 
 
-class Measured(NamedTuple):
-    """The norm and the largest finite magnitude of a sample's scaled gradients."""
-
-    step: int
-    scale: float
-    norm: float
-    largest: float | None
-
-
 @dataclass(frozen=True)
 class Evidence:
     """The evidence about a run, from which its verdict is made.
@@ -80,7 +71,7 @@ class Evidence:
     past: tuple[Past, ...] = ()  # the latest steps
     bad_and_skipped: int = 0  # skipped steps whose loss was not finite
     bad_and_applied: int = 0  # applied steps whose loss was not finite
-    measured: tuple[Measured, ...] = ()  # the latest samples with finite gradients
+    measured: tuple[Sample, ...] = ()  # the latest samples with finite gradients
     backward: frozenset[str] = frozenset()  # the dtypes that backward passes compute in, if known
     calls: Mapping[str, int] = field(default_factory=dict)  # see Sample.calls
     missing: tuple[str, ...] | None = None  # parameters without a gradient in any sample
@@ -103,10 +94,10 @@ class Evidence:
         They did if the largest reached ``share`` of the dtype's largest number.
         """
         nearest = min(self.measured, key=lambda each: abs(each.step - step.step), default=None)
-        if nearest is None or not nearest.scale:  # a run file may hold 0
+        if nearest is None:
             return False
         largest = nearest.norm if nearest.largest is None else nearest.largest
-        return largest / nearest.scale * step.scale >= share * format_named(self.dtype).largest
+        return (largest or 0.0) * step.scale >= share * format_named(self.dtype).largest
 
     def after(self, line: Sample | VerdictLine | Watched) -> Evidence:
         """The evidence extended by one line."""
@@ -126,9 +117,7 @@ class Evidence:
             return self
         measured = self.measured
         if line.norm is not None and 0 < line.norm < math.inf:
-            largest = None if line.largest is None else line.largest * line.scale
-            found = Measured(line.step, line.scale, line.norm * line.scale, largest)
-            measured = (*measured, found)[-_LATEST:]
+            measured = (*measured, line)[-_LATEST:]
         unmoved = self.unmoved
         if line.unmoved is not None and len(line.skips) < line.steps / 2:
             unmoved = (*unmoved, line.unmoved)[-_LATEST:]

@@ -64,10 +64,14 @@ def silent(evidence: Evidence) -> Finding | None:
 def diverged(evidence: Evidence) -> Finding | None:
     """A loss or a norm of the weights that explodes, so that many steps are skipped."""
     loss = explosion(evidence.past, in_streak=bool(evidence.skips))
-    weights = evidence.weights if _has_grown(evidence.weights) else None
+    weights = evidence.weights
+    if weights is not None and not 0 < _GREW * weights[0] <= weights[1] < math.inf:
+        weights = None
     if loss is None and weights is None:
         return None
-    if not evidence.skips and not _fails_often(evidence.past[-_RECENT:]):
+    latest = evidence.past[-_RECENT:]
+    num_failed = sum(step.skipped or step.is_bad for step in latest)
+    if not evidence.skips and num_failed <= _OFTEN * len(latest):
         return None  # the loss may just follow its targets
     grew = []
     if loss is not None:
@@ -92,14 +96,6 @@ def diverged(evidence: Evidence) -> Finding | None:
         where,
         count=evidence.skips_in_a_row,
     )
-
-
-def _fails_often(steps: Sequence[Past]) -> bool:
-    return sum(step.skipped or step.is_bad for step in steps) > _OFTEN * len(steps)
-
-
-def _has_grown(weights: tuple[float, float] | None) -> bool:
-    return weights is not None and 0 < _GREW * weights[0] <= weights[1] < math.inf
 
 
 def explosion(past: Sequence[Past], in_streak: bool) -> tuple[Past, Past] | None:

@@ -44,7 +44,8 @@ def data(evidence: Evidence) -> Finding | None:
     is_often = has_settled_and_skips(evidence) or _are_outliers(skips, evidence)
     if not _are_several(bad, evidence) and not is_often:
         return None
-    if skips and not bad and all(_is_at_floor(step, evidence) for step in skips):
+    lowest = evidence.min_scale
+    if skips and not bad and lowest is not None and all(step.scale <= lowest for step in skips):
         return _at_floor(evidence, skips)
     found, count, now = evidence.watched, max(len(skips), evidence.skipped), ""
     if bad:
@@ -172,10 +173,6 @@ def lowered(evidence: Evidence) -> Finding | None:
         count=evidence.skipped,
         is_certain=False,
     )
-
-
-def _is_at_floor(step: Past, evidence: Evidence) -> bool:
-    return evidence.min_scale is not None and step.scale <= evidence.min_scale
 
 
 def earlier(evidence: Evidence) -> Finding | None:

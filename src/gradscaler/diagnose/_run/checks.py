@@ -13,7 +13,6 @@ from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from gradscaler.diagnose._gradients.formats import FORMATS, format_named
 from gradscaler.policies._checks import LARGEST_SCALE
 
 _LARGEST_COUNT = 2**63 - 1
@@ -70,7 +69,7 @@ def _reader_of(kind: Any) -> Callable[[Any], Any]:  # noqa: PLR0911 # a case for
     if kind in _CHECKS:
         return _CHECKS[kind]
     if origin is Literal:
-        return lambda value: _checked(value in arguments, value, f"one of {', '.join(arguments)}")
+        return one_of(arguments)
     if is_dataclass(kind):
         return partial(_instance, kind, _readers_of(kind))
     if hasattr(kind, "_fields"):  # a named tuple
@@ -128,18 +127,22 @@ def _number_that(is_valid: Callable[[float], bool], what: str, value: Any) -> fl
     return checked
 
 
-share = partial(_number_that, lambda share: 0 <= share <= 1, "a share from 0 to 1")
+_share = partial(_number_that, lambda share: 0 <= share <= 1, "a share from 0 to 1")
+Share = Annotated[float, _share]
 
-scale = partial(
+_scale = partial(
     _number_that,
     lambda scale: _SMALLEST_SCALE <= scale <= LARGEST_SCALE,
     "positive and finite in float32",
 )
+Scale = Annotated[float, _scale]
+"""A loss scale: positive, and finite in float32."""
 
-magnitude = partial(_number_that, lambda size: not size < 0, "a magnitude")
+Magnitude = Annotated[float, partial(_number_that, lambda size: not size < 0, "a magnitude")]
 """A float from 0 to Inf, or NaN."""
 
-finite_magnitude = partial(_number_that, lambda size: 0 <= size < math.inf, "a finite magnitude")
+_finite = partial(_number_that, lambda size: 0 <= size < math.inf, "a finite magnitude")
+FiniteMagnitude = Annotated[float, _finite]
 
 
 def _integer(least: int, most: int, value: Any) -> int:
@@ -148,35 +151,33 @@ def _integer(least: int, most: int, value: Any) -> int:
     raise ValueError(f"must be an integer from {least} to {most}, got {shown(value)}")
 
 
-count = partial(_integer, 0, _LARGEST_COUNT)
+_count = partial(_integer, 0, _LARGEST_COUNT)
 
-num_steps = partial(_integer, 0, _MOST_STEPS)
+NumSteps = Annotated[int, partial(_integer, 0, _MOST_STEPS)]
 
-step = partial(_integer, 1, _MOST_STEPS)
-"""The number of a step."""
+Step = Annotated[int, partial(_integer, 1, _MOST_STEPS)]
+"""The number of a step, from 1."""
 
-exponent = partial(_integer, -_FARTHEST_EXPONENT, _FARTHEST_EXPONENT)
+Exponent = Annotated[int, partial(_integer, -_FARTHEST_EXPONENT, _FARTHEST_EXPONENT)]
 """A binary exponent that a float64 can have."""
 
 
-def bin_counts(value: Any) -> tuple[int, ...]:
+def _bin_counts(value: Any) -> tuple[int, ...]:
     """Check an array of counts, which has at most one count for each exponent."""
     most = 2 * _FARTHEST_EXPONENT
     is_valid = isinstance(value, list) and len(value) <= most
     counts = _checked(is_valid, value, f"an array of at most {most}")
     if {*map(type, counts)} == {int} and min(counts) >= 0 and max(counts) <= _LARGEST_COUNT:
         return tuple(counts)
-    return tuple(map(count, counts))
+    return tuple(map(_count, counts))
 
 
-def dtype(value: Any) -> str:
-    """Check the name of a format that gradients can be measured against."""
-    name = str(_text(value))
-    try:
-        format_named(name)
-    except ValueError:
-        raise ValueError(f"must be one of {', '.join(FORMATS)}, got {shown(name)}") from None
-    return name
+BinCounts = Annotated[tuple[int, ...], _bin_counts]
+
+
+def one_of(names: Sequence[str]) -> Callable[[Any], Any]:
+    """A check that a value is one of some texts."""
+    return lambda value: _checked(value in names, value, f"one of {', '.join(names)}")
 
 
 def check_steps(key: str, steps: Sequence[int], first: int, last: int) -> None:
@@ -185,8 +186,11 @@ def check_steps(key: str, steps: Sequence[int], first: int, last: int) -> None:
         raise ValueError(f"{key}: must be steps that rise, from {first} to {last}")
 
 
-def _text(value: Any) -> Any:
-    return _checked(isinstance(value, str), value, "a text")
+def _instance_of(kind: type[Any], what: str, value: Any) -> Any:
+    return _checked(isinstance(value, kind), value, what)
+
+
+_object = partial(_instance_of, dict, "an object")
 
 
 def _plain(value: Any) -> Any:
@@ -197,16 +201,12 @@ def _plain(value: Any) -> Any:
 
 
 _CHECKS: dict[Any, Callable[[Any], Any]] = {
-    bool: lambda value: _checked(isinstance(value, bool), value, "true or false"),
-    int: count,
+    bool: partial(_instance_of, bool, "true or false"),
+    int: _count,
     float: number,
-    str: _text,
+    str: partial(_instance_of, str, "a text"),
     Any: _plain,
 }
-
-
-def _object(value: Any) -> Any:
-    return _checked(isinstance(value, dict), value, "an object")
 
 
 def _array(value: Any, length: int | None = None) -> Any:

@@ -13,34 +13,24 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from gradscaler.diagnose._findings.finding import Finding, Verdict
+from gradscaler.diagnose._gradients.formats import FORMATS
 from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._run.checks import (
+    BinCounts,
+    Exponent,
+    FiniteMagnitude,
+    Magnitude,
+    NumSteps,
     PackedMapping,
-    bin_counts,
+    Scale,
+    Share,
+    Step,
     check_steps,
-    dtype,
-    exponent,
-    finite_magnitude,
-    magnitude,
-    num_steps,
-    scale,
-    share,
-    step,
+    one_of,
 )
 from gradscaler.outcome import NonfiniteGradient
 
 VERSION = 1
-
-Share = Annotated[float, share]
-"""A share from 0 to 1."""
-
-Scale = Annotated[float, scale]
-"""A loss scale: positive, and finite in float32."""
-
-Step = Annotated[int, step]
-"""The number of a step, from 1."""
-
-NumSteps = Annotated[int, num_steps]
 
 
 class Bins(NamedTuple):
@@ -51,8 +41,8 @@ class Bins(NamedTuple):
         counts: the number of gradients in each bin; ``counts[i]`` has the exponent ``first + i``.
     """
 
-    first: Annotated[int, exponent]
-    counts: Annotated[tuple[int, ...], bin_counts]
+    first: Exponent
+    counts: BinCounts
 
 
 @dataclass(frozen=True)
@@ -107,7 +97,7 @@ class Start:
     kind: ClassVar[str] = "start"
 
     framework: str
-    dtype: Annotated[str, dtype]
+    dtype: Annotated[str, one_of(tuple(FORMATS))]
     every: int
     step: NumSteps
     policy: Mapping[str, Any]
@@ -165,7 +155,7 @@ class Sample:
     steps: NumSteps
     skips: tuple[Step, ...]
     loss: float | None = None
-    norm: Annotated[float, magnitude] | None = None
+    norm: Magnitude | None = None
     shares: Shares | None = None
     histogram: Bins | None = None
     parameters: Annotated[
@@ -173,7 +163,7 @@ class Sample:
     ] = field(default_factory=dict)
     worst: tuple[str, ...] = ()
     losses: tuple[float | None, ...] = ()
-    largest: Annotated[float, finite_magnitude] | None = None
+    largest: FiniteMagnitude | None = None
     backward: tuple[str, ...] = ()
     calls: Mapping[str, int] = field(default_factory=dict)
     missing: tuple[str, ...] = ()

@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise, starmap
-from operator import le
 from statistics import median
 from typing import TypeVar
 
@@ -84,8 +82,7 @@ class Run:
             steps = enumerate(losses, sample.step + 1 - len(losses))
             found |= {step: loss for step, loss in steps if loss is not None}
         found |= {skip.step: skip.loss for skip in self.skips if skip.loss is not None}
-        is_sorted = all(starmap(le, pairwise(found)))  # usually so; sorting a long file is slow
-        return found if is_sorted else dict(sorted(found.items()))
+        return {step: found[step] for step in sorted(found)}
 
     @cached_property
     def norms(self) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""The figure of a run over time, and the parts that all figures share."""
+"""The figures of a report: the run over time, and which loss scales fit."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from textwrap import fill
 from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import FigureBase
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
+from gradscaler.diagnose._fitting_scales import Fit, Range
 from gradscaler.diagnose._run.lines import Shares
-from gradscaler.diagnose.report._content import CLASSES, Course
-from gradscaler.diagnose.report._words import power, shown
+from gradscaler.diagnose.report._content import CLASSES, Content, Course
+from gradscaler.diagnose.report._words import RULE, number, power, sentence_of, shown
 
 COLOURS = {
     "flushed": "#A03200",
@@ -32,7 +36,7 @@ COLOURS = {
 
 The colours can also be told apart in grey, and by colour-blind readers. Nothing is drawn over them.
 """
-INK = "#1B1B1B"
+_INK = "#1B1B1B"
 LEVELS = {"good": "#00664B", "warning": "#8A5A00", "bad": "#A93B00"}  # readable on white
 
 WIDTH = 4.6
@@ -54,6 +58,17 @@ _SETTINGS: dict[Any, Any] = {
 _MOST_POINTS = 400  # points that can be told apart in a figure of this width
 _LARGEST = 1e100  # the largest number drawn; it leaves room for margins
 _SMALLEST = 1e-292  # the smallest number on a logarithmic axis; matplotlib needs room below it
+
+_MOST_EXPONENTS = 48  # exponents of scales on the axis
+_MOST_ROWS = 36  # rows for parameters; the two that set the bounds may add to them
+_EFFECTS = {
+    "flushed": COLOURS["flushed"],
+    "subnormal": COLOURS["subnormal"],
+    "fits": COLOURS["normal"],
+    "no room": "#A9CBE5",  # a pale "normal"
+    "overflow": COLOURS["overflow"],
+    "zero, NaN": COLOURS["zero"],
+}
 
 
 class Drawing(NamedTuple):
@@ -79,6 +94,12 @@ def drawing_settings() -> Iterator[None]:
     with rc_context(_SETTINGS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # drawn as a box
         yield
+
+
+def drawings_of(content: Content) -> list[Drawing]:
+    """The figures of a report."""
+    drawings = [over_time(content.courses)] if content.courses else []
+    return drawings if content.fit is None else [*drawings, which_scale(content.fit)]
 
 
 def over_time(courses: Mapping[str, Course]) -> Drawing:
@@ -117,10 +138,10 @@ def _draw(figure: FigureBase, courses: Mapping[str, Course], panels: Sequence[_P
     if len(courses) > 1:
         names = [shown(name, 40) for name in courses]
         lines = [Line2D([], [], label=name, **_look(place)) for place, name in enumerate(names)]
-        write_legend(figure, lines, columns=2)
+        _write_legend(figure, lines, columns=2)
 
 
-def write_legend(figure: FigureBase, handles: Iterable[Artist], columns: int) -> None:
+def _write_legend(figure: FigureBase, handles: Iterable[Artist], columns: int) -> None:
     """Write a legend below the figure. Each handle has a label."""
     figure.legend(
         handles=handles,
@@ -215,4 +236,61 @@ def _draw_shares(axes: Axes, shares: Mapping[int, Shares]) -> None:
     )
     axes.set_ylim(0, 100)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0f}%"))
-    write_legend(axes.figure, axes.collections, columns=3)
+    _write_legend(axes.figure, axes.collections, columns=3)
+
+
+def which_scale(fit: Fit) -> Drawing:
+    """The figure of the effect of each loss scale on all gradients, and on each parameter's."""
+    rows: dict[str, Range | None] = {"all gradients": fit.whole}
+    every = math.ceil(len(fit.parameters) / _MOST_ROWS)
+    for row, (name, found) in enumerate(fit.parameters.items()):
+        if row % every == 0 or name in (fit.lowest, fit.highest):
+            rows[name] = found
+    caption = f"{RULE}. Measured on the latest samples, up to step {fit.last:,}."
+    if every > 1:
+        caption += f" One in {every:,} of the {len(fit.parameters):,} parameters has a row."
+    height = 1.9 + 0.16 * len(rows)
+    return Drawing("Which loss scale fits", caption, height, partial(_draw_fit, fit=fit, rows=rows))
+
+
+def _draw_fit(figure: FigureBase, fit: Fit, rows: Mapping[str, Range | None]) -> None:
+    axes = figure.subplots()
+    figure.suptitle(fill(sentence_of(fit), 68), x=0.01, ha="left", fontsize=8.5)
+    own = math.log2(fit.own)
+    ranges = [each for each in rows.values() if each is not None]
+    right = math.ceil(max(own, *(max(each.edge, each.low) for each in ranges))) + 3
+    left = math.floor(min(own, *(min(each.high, each.low) for each in ranges))) - 3
+    exponents = np.arange(max(left, right - _MOST_EXPONENTS), right + 1)
+    axes.imshow(
+        np.array([_colours(each, exponents) for each in rows.values()]),
+        aspect="auto",
+        interpolation="nearest",
+        extent=(exponents[0] - 0.5, exponents[-1] + 0.5, len(rows), 0),
+    )
+    axes.axhline(1, color="white", linewidth=2)
+    axes.axvline(own, color="white", linewidth=3)
+    axes.axvline(own, color=_INK, linewidth=1.4, linestyle=(0, (3, 1.5)))
+    axes.set_title("Each loss scale")
+    note = f"dashed: the run's own, {number(fit.own)}"
+    axes.set_title(note, loc="right", color=_INK, fontsize=8, fontweight="normal")
+    axes.set_yticks([row + 0.5 for row in range(len(rows))], [shown(name, 22) for name in rows])
+    axes.tick_params(axis="y", length=0, labelsize=7.5)
+    for name, label in zip(rows, axes.get_yticklabels(), strict=True):
+        label.set_fontweight("bold" if name in (fit.lowest, fit.highest) else "normal")
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda exponent, _: power(2, exponent)))
+    axes.set_xlabel("loss scale")
+    patches = [Patch(color=colour, label=label) for label, colour in _EFFECTS.items()]
+    _write_legend(figure, patches, columns=3)
+
+
+def _colours(found: Range | None, exponents: np.ndarray) -> np.ndarray:
+    """The colour of each scale, for its worst effect on the gradients of a row."""
+    row = np.empty((exponents.size, 3))
+    row[:] = to_rgb(_EFFECTS["zero, NaN" if found is None else "fits"])
+    if found is not None:
+        row[exponents < found.low] = to_rgb(_EFFECTS["subnormal"])
+        row[exponents < found.unflushed] = to_rgb(_EFFECTS["flushed"])
+        row[exponents > found.high] = to_rgb(_EFFECTS["no room"])
+        row[exponents > found.edge] = to_rgb(_EFFECTS["overflow"])
+    return row

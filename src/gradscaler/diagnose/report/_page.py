@@ -11,8 +11,13 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from gradscaler.diagnose.report._content import Content, Table
-from gradscaler.diagnose.report._figures import LEVELS, WIDTH, Drawing, drawing_settings
-from gradscaler.diagnose.report._picture import drawings_of
+from gradscaler.diagnose.report._figures import (
+    LEVELS,
+    WIDTH,
+    Drawing,
+    drawing_settings,
+    drawings_of,
+)
 from gradscaler.diagnose.report._words import shown
 
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))

@@ -11,15 +11,8 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.text import Text
 
 from gradscaler.diagnose.report._content import Content, Table
-from gradscaler.diagnose.report._figures import LEVELS, WIDTH, Drawing, drawing_settings, over_time
-from gradscaler.diagnose.report._which_scale import which_scale
+from gradscaler.diagnose.report._figures import LEVELS, WIDTH, drawing_settings, drawings_of
 from gradscaler.diagnose.report._words import shown
-
-
-def drawings_of(content: Content) -> list[Drawing]:
-    """The figures of a report."""
-    drawings = [over_time(content.courses)] if content.courses else []
-    return drawings if content.fit is None else [*drawings, which_scale(content.fit)]
 
 
 @drawing_settings()

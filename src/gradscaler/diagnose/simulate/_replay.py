@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,22 +78,13 @@ class Replay:
         A spike is a stretch of steps whose ``extreme`` is at least 16 times the median ``largest``
         of the 100 steps before it. A spike that begins during another's recovery counts on its own.
         """
-        spikes = self.trace.spikes
-        before = {stop: self.scales[start - 1] for start, stop in spikes}
-        # Later steps with a higher scale than each step from the current one to them, nearest last.
-        steps, negative = list[int](), list[float]()
-        recovery = dict[int, int]()
-        for step, scale in zip(
-            reversed(range(len(self.scales))), reversed(self.scales.tolist()), strict=True
-        ):
-            while negative and -negative[-1] <= scale:
-                negative.pop()
-                steps.pop()
-            negative.append(-scale)
-            steps.append(step)
-            if step in before and (place := bisect_right(negative, -before[step])):
-                recovery[step] = steps[place - 1] - step
-        return tuple(Spike(start, stop, recovery.get(stop)) for start, stop in spikes)
+        steps_from = lru_cache(10)(lambda scale: np.flatnonzero(self.scales >= scale))
+        found = []
+        for start, stop in self.trace.spikes:
+            steps = steps_from(self.scales[start - 1])
+            later = steps[np.searchsorted(steps, stop) :][:1].tolist()
+            found.append(Spike(start, stop, later[0] - stop if later else None))
+        return tuple(found)
 
 
 def replay(policy: Policy, trace: Trace) -> Replay:
