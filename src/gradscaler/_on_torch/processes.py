@@ -66,10 +66,14 @@ def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
 
 def to_local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors, with each DTensor replaced by a view of this process's part."""
-    if set(map(type, tensors)) <= {torch.Tensor} or "torch.distributed.tensor" not in sys.modules:
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    if module is None or set(map(type, tensors)) <= {torch.Tensor}:
         return tensors
+    dtensor = module.DTensor
     # Their own attribute: detach().to_local() takes 20 times as long, in Python for each tensor.
-    parts: list[Any] = [t._local_tensor.detach() if is_dtensor(t) else t for t in tensors]
+    parts: list[Any] = [t._local_tensor.detach() if isinstance(t, dtensor) else t for t in tensors]
+    if set(map(type, parts)) == {torch.Tensor}:
+        return parts
     return [part.wait() if hasattr(part, "wait") else part for part in parts]
 
 
@@ -539,20 +543,28 @@ def split_by(
             "max_norm, shards=...) with the process group that it sharded them over"
         )
     split: dict[tuple[Group, ...], list[torch.Tensor]] = {}
+    known: dict[tuple[int, tuple[Any, ...]], tuple[Group, ...]] = {}
     if not parameters:
         split[() if shards is None else (shards,)] = []
     for parameter, is_flat in zip(parameters, flattened, strict=True):
         groups: tuple[Group, ...] = ()
         if is_dtensor(parameter):
-            placements = enumerate(parameter.placements)
-            mesh = parameter.device_mesh
-            # Not is_shard(): FSDP2 over tensor parallelism strides its shards.
-            groups = tuple(mesh.get_group(i) for i, p in placements if not p.is_replicate())
+            key = id(parameter.device_mesh), parameter.placements
+            if key not in known:
+                known[key] = _split_over(parameter)
+            groups = known[key]
         if shards is not None and (is_flat or not any(flattened)):
             groups = (shards, *groups)
         split.setdefault(groups, []).append(parameter)
     widens = widening.widens(optimizer)
     return {groups: Part([{"params": members}], widens) for groups, members in split.items()}
+
+
+def _split_over(parameter: DTensor) -> tuple[Group, ...]:
+    """The groups over which a DTensor's elements are split."""
+    mesh, placements = parameter.device_mesh, enumerate(parameter.placements)
+    # Not is_shard(): FSDP2 over tensor parallelism strides its shards.
+    return tuple(mesh.get_group(i) for i, p in placements if not p.is_replicate())
 
 
 def _check_apart(shards: Group, optimizer: Optimizer) -> None:
