@@ -282,7 +282,7 @@ class MasterWeights(torch.optim.Optimizer):
         Raises:
             KeyError: the tensor is not one of this optimizer's parameters.
         """
-        if not any(parameter is each for each in parameters_of(self)):
+        if parameter not in self.state and all(p is not parameter for p in parameters_of(self)):
             raise KeyError("the tensor is not one of this optimizer's parameters")
         if parameter.dtype not in DTYPES:
             return parameter.detach().clone()

@@ -5,10 +5,12 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradscaler import ScaleMismatchError
+from gradscaler._on_torch import processes
 from gradscaler.torch import GradScaler, ShardedGradScaler
 from tests.support.all_reduces import CountedAllReduces
 
@@ -55,6 +57,25 @@ def test_all_skip_what_one_finds(ranks, name, fused, clip, unscale, bad):
     assert [reason for reason, *_ in first] == ["finite", "overflow", "finite", "finite"]
     assert [count for *_, count in first] == [1, 1, 1, 1]
     assert [state["scale"] for _, _, state, _ in first] == [1024.0, 512.0, 512.0, 1024.0]
+
+
+def searches():
+    """How often three steps compare the ranks of meshes with those of process groups."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh))
+    optimizer, scaler = torch.optim.SGD([parameter], lr=0.1), GradScaler()
+    with pytest.MonkeyPatch.context() as patch:
+        connected, calls = processes._connected, []
+        patch.setattr(processes, "_connected", lambda ms: calls.append(ms) or connected(ms))
+        for _ in range(3):
+            scaler.scale(parameter.full_tensor().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return len(calls)
+
+
+def test_the_group_of_a_mesh_is_searched_only_once(ranks):
+    assert all(count <= 1 for count in ranks(2).run(searches))
 
 
 def without_gradients(has, fused):

@@ -461,6 +461,39 @@ def test_a_parameter_of_another_optimizer_has_no_wide_values_here():
         optimizer.wide(nn.Parameter(torch.ones(1)))
 
 
+class Counted(list):
+    """A list that counts the elements that loops take from it."""
+
+    taken = 0
+
+    def __iter__(self):
+        for each in super().__iter__():
+            self.taken += 1
+            yield each
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_the_work_for_a_parameter_does_not_grow_with_their_number(store):
+    def taken(count):
+        parameters = [nn.Parameter(torch.ones(2, dtype=torch.float16)) for _ in range(count)]
+        optimizer = MasterWeights(torch.optim.AdamW, parameters, store=store, lr=0.1)
+        set_gradients(parameters, 0)
+        group = optimizer.param_groups[0]
+        group["params"] = Counted(group["params"])
+        optimizer.step()
+        for parameter in parameters:
+            optimizer.wide(parameter)
+        return group["params"].taken / count
+
+    assert taken(200) == taken(10) < 10
+
+
+def test_an_error_about_a_list_of_parameters_does_not_print_them():
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(1000)]
+    with pytest.raises(TypeError, match=r"got list$"):
+        MasterWeights(parameters, torch.optim.SGD)
+
+
 def test_a_step_without_gradients_does_nothing(exact):
     model = small()
     optimizer = MasterWeights(torch.optim.AdamW, model, lr=0.1)

@@ -31,6 +31,7 @@ class Entries:
         self.store, self._seed = store, seed
         self._fresh: dict[torch.Tensor, torch.Tensor] = {}
         self._written: dict[torch.Tensor, tuple[int, int]] = {}  # versions after our last write
+        self._places: dict[torch.Tensor, int] = {}  # in the order of the optimizer's groups
 
     def add(self, parameter: torch.Tensor, wide: torch.Tensor, index: int) -> None:
         """Set a parameter to its float32 values, rounded, and make its entry."""
@@ -79,10 +80,10 @@ class Entries:
 
     def forget(self) -> None:
         """Discard all that belongs to the old state, after another state was loaded."""
-        self._fresh, self._written = {}, {}
+        self._fresh, self._written, self._places = {}, {}, {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_written": {}}
+        return {**self.__dict__, "_written": {}, "_places": {}}
 
     def _follow(self, piece: Piece) -> None:
         """Set masters to their parameters' values where other code has set the parameters."""
@@ -101,14 +102,20 @@ class Entries:
         of_parameter = state.setdefault(parameter, {})
         if key not in of_parameter:
             if parameter not in self._fresh:
-                in_order = chain.from_iterable(group["params"] for group in groups)
-                index = next(i for i, each in enumerate(in_order) if each is parameter)
-                self.add(parameter, self.wide(parameter, state), index)
+                place = self._place_of(parameter, groups)
+                self.add(parameter, self.wide(parameter, state), place)
             for other in KEYS:
                 of_parameter.pop(other, None)
             of_parameter[key] = self._fresh[parameter]
         entry: torch.Tensor = of_parameter[key]
         return entry
+
+    def _place_of(self, parameter: torch.Tensor, groups: list[dict[str, Any]]) -> int:
+        """The index of a parameter, found for all in one pass: there may be 100,000."""
+        if parameter not in self._places:
+            in_order = chain.from_iterable(group["params"] for group in groups)
+            self._places = {each: i for i, each in enumerate(in_order)}
+        return self._places[parameter]
 
     def _local(self, parameter: torch.Tensor, state: State) -> dict[str, torch.Tensor]:
         """The entries of a parameter, of any store, by the store's key; this process' parts."""

@@ -176,9 +176,10 @@ def check(optimizer_class: object, kwargs: Mapping[str, Any]) -> None:
     if not isinstance(optimizer_class, type) or not issubclass(
         optimizer_class, torch.optim.Optimizer
     ):
+        got = optimizer_class if isinstance(optimizer_class, type) else type(optimizer_class)
         raise TypeError(
             "MasterWeights takes the class of an optimizer and its arguments, as in "
-            f"MasterWeights(torch.optim.AdamW, model, lr=1e-3), got {optimizer_class!r}"
+            f"MasterWeights(torch.optim.AdamW, model, lr=1e-3), got {got.__name__}"
         )
     if hasattr(optimizer_class, "widen_gradients_"):
         raise ParameterError("MasterWeights cannot wrap itself: give the class of its optimizer")
