@@ -38,7 +38,9 @@ def gradients() -> np.ndarray:
         layers.append(1 / (1 + np.exp(-layers[-1] @ weight)))
     signal = 2 * layers[-1] / layers[-1].size
     found = []
-    for weight, below, above in zip(weights[::-1], layers[-2::-1], layers[:0:-1], strict=True):
+    for weight, below, above in zip(
+        weights[::-1], layers[-2::-1], layers[:0:-1], strict=True
+    ):
         signal = signal * above * (1 - above)
         found.append(below.T @ signal)
         signal = signal @ weight.T
@@ -52,7 +54,9 @@ def training(steps: int = 300) -> tuple[list[float], list[float], list[int]]:
     the largest scale that fits.
     """
     random = np.random.default_rng(1)
-    drift = np.cumsum(random.normal(0, 0.12, steps)) + random.normal(0, 0.15, steps)
+    drift = np.cumsum(random.normal(0, 0.12, steps)) + random.normal(
+        0, 0.15, steps
+    )
     fits = 2.0 ** (13.4 + drift - drift.mean())
     policy = DynamicScale(init_scale=2.0**16, growth_interval=20)
     state: ScaleState = policy.init()
@@ -78,18 +82,28 @@ def draw_range(axes: Axes, values: np.ndarray, scale: float) -> None:
         part = logs[(logs >= low) & (logs < high)]
         axes.hist(part, bins=bins.tolist(), color=colour, label=label)
     axes.axvspan(LARGEST, 19, color="#999999", alpha=0.3)
-    axes.text(LARGEST - 0.4, axes.get_ylim()[1] * 0.9, "overflow ", ha="right", fontsize=8)
+    axes.text(
+        LARGEST - 0.4,
+        axes.get_ylim()[1] * 0.9,
+        "overflow ",
+        ha="right",
+        fontsize=8,
+    )
     axes.set_xlim(-40, 19)
     axes.set_xlabel("exponent of the gradient, log2")
     axes.set_yticks([])
     name = "no scale" if scale == 1 else f"scale 2^{int(np.log2(scale))}"
     flushed, subnormal = shares(values, scale)
-    axes.set_title(f"{name}: {flushed:.0%} flushed, {subnormal:.0%} subnormal", fontsize=10)
+    axes.set_title(
+        f"{name}: {flushed:.0%} flushed, {subnormal:.0%} subnormal", fontsize=10
+    )
 
 
 def shares(values: np.ndarray, scale: float) -> tuple[float, float]:
     """The share of scaled gradients that fp16 flushes to zero, and the share that loses bits."""
-    counted = exponents({"all": values.astype(np.float32)}, dtype="float16", scale=scale)
+    counted = exponents(
+        {"all": values.astype(np.float32)}, dtype="float16", scale=scale
+    )
     return counted.total.flushed, counted.total.subnormal
 
 
@@ -98,7 +112,9 @@ def figures() -> dict[str, Figure]:
     values = gradients()
     figure = Figure(figsize=(10, 3.2), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, scale in zip(figure.subplots(1, 2, sharey=True), (1.0, SCALE), strict=True):
+    for axes, scale in zip(
+        figure.subplots(1, 2, sharey=True), (1.0, SCALE), strict=True
+    ):
         draw_range(axes, values, scale)
         axes.spines[["top", "right", "left"]].set_visible(False)
     figure.axes[0].legend(frameon=False, fontsize=8, loc="upper left")
@@ -108,9 +124,22 @@ def figures() -> dict[str, Figure]:
     figure = Figure(figsize=(10, 3.2), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    axes.plot(fits, color="#999999", linewidth=1, label="largest scale that fits the step")
-    axes.step(range(len(scales)), scales, color=BLUE, where="post", label="loss scale")
-    axes.plot(skipped, [scales[i] for i in skipped], "x", color=RED, label="skipped step")
+    axes.plot(
+        fits,
+        color="#999999",
+        linewidth=1,
+        label="largest scale that fits the step",
+    )
+    axes.step(
+        range(len(scales)), scales, color=BLUE, where="post", label="loss scale"
+    )
+    axes.plot(
+        skipped,
+        [scales[i] for i in skipped],
+        "x",
+        color=RED,
+        label="skipped step",
+    )
     axes.set_yscale("log", base=2)
     axes.set_xlabel("step")
     axes.spines[["top", "right"]].set_visible(False)
