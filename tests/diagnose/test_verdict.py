@@ -9,7 +9,7 @@ from gradscaler.diagnose import Located
 # Each row of these tables would need a training that ends in just this evidence. The trainings of
 # tests/diagnose/test_trainings.py and examples/torch_stuck.py end in one for each kind of verdict.
 from gradscaler.diagnose._findings import Evidence, judge
-from gradscaler.diagnose._findings.evidence import Past
+from gradscaler.diagnose._findings.evidence import Step
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip
 
 INF = NonfiniteGradient("fc1.weight", (4, 4), "float32", 3, 0, 65504.0)
@@ -176,7 +176,7 @@ def test_gradients_that_overflow_at_the_smallest_scale_name_the_operation():
     [("matmul", "A sum of products leaves float16"), ("gelu", "Compute the loss in float32 (out")],
 )
 def test_a_loss_that_no_step_is_skipped_for_has_its_operation_s_advice(operation, words):
-    past = tuple(Past(n, 8.0, False, math.inf) for n in range(1, 9))
+    past = tuple(Step(n, 8.0, False, math.inf) for n in range(1, 9))
     evidence = Evidence(8, 0, past=past, bad_and_applied=8, watched=in_loss(operation))
     found = judge(evidence)
     assert found.kind == "silent"
@@ -184,7 +184,7 @@ def test_a_loss_that_no_step_is_skipped_for_has_its_operation_s_advice(operation
 
 
 def test_a_divergence_speaks_of_a_cast():
-    past = tuple(Past(n, 8.0, n > 99, 10.0 ** (n // 20)) for n in range(1, 119))
+    past = tuple(Step(n, 8.0, n > 99, 10.0 ** (n // 20)) for n in range(1, 119))
     located = replace(LOCATED, operation="to", line="model.py:3")
     found = judge(replace(STUCK, past=past, located=located))
     assert found.kind == "divergence"
@@ -323,7 +323,7 @@ def test_gradients_lost_below_a_scale_that_could_be_larger_are_an_underflow(shar
 
 
 def test_a_scale_that_skips_keep_low_should_not_be_raised():
-    past = tuple(Past(step, 2.0**-40, skipped=step <= 33) for step in range(1, 101))
+    past = tuple(Step(step, 2.0**-40, skipped=step <= 33) for step in range(1, 101))
     found = sampled(FLUSHED, largest_exponent=-20, scale=2.0**-40, skipped=33, past=past)
     assert (found.kind, found.where) == ("underflow", "w")
     assert "because 33 of 100 steps were skipped" in found.text
@@ -460,7 +460,7 @@ def test_skips_that_do_not_lower_the_scale_are_not_explained_by_large_gradients(
     """As of a NaN in each tenth batch, where hysteresis wants two skips in a row."""
     past, scale = [], 2.0**15
     for step in range(1, 101):
-        past.append(Past(step, scale, step % 10 == 5))
+        past.append(Step(step, scale, step % 10 == 5))
         scale *= backoff if past[-1].skipped else 1.0
     scale = past[-1].scale
     sample = Sample(
@@ -471,7 +471,7 @@ def test_skips_that_do_not_lower_the_scale_are_not_explained_by_large_gradients(
 
 @pytest.mark.parametrize("loss", [0.0, 0.5])
 def test_a_loss_that_was_0_is_no_divergence(loss):
-    past = tuple(Past(n, 8.0, n > 20 and n % 4 < 2, loss if n > 20 else 0.0) for n in range(1, 41))
+    past = tuple(Step(n, 8.0, n > 20 and n % 4 < 2, loss if n > 20 else 0.0) for n in range(1, 41))
     assert judge(Evidence(40, 20, past=past)).kind != "divergence"
 
 

@@ -96,7 +96,7 @@ def _normal(evidence: Evidence) -> Finding:
         if is_unusual:
             return Finding("elsewhere", text, EXPLAIN_ALL, is_certain=False)
         return Finding("normal", text, _nothing(evidence))
-    if bad := [step.step for step in evidence.past if step.is_bad]:
+    if bad := [step.step for step in evidence.past if step.has_bad_loss]:
         listed = " and ".join(map(str, bad[-2:]))
         steps = "steps" if len(bad) > 1 else "step"
         return Finding(

@@ -6,7 +6,7 @@ import math
 from itertools import pairwise
 from statistics import median
 
-from gradscaler.diagnose._findings.evidence import Before, Evidence, Past
+from gradscaler.diagnose._findings.evidence import Before, Evidence, Step
 from gradscaler.diagnose._findings.finding import Finding
 
 _FEW = 5
@@ -128,8 +128,8 @@ def updated_too_often(evidence: Evidence) -> Finding | None:
 def scaled_in_loss(evidence: Evidence) -> Finding | None:
     """A loss that depends on the loss scale, such as by a penalty on scaled gradients."""
     # A skip leaves the parameters as they are, so the loss should stay about the same.
-    falls: list[Past] = []
-    latest: list[Past] = []
+    falls: list[Step] = []
+    latest: list[Step] = []
     for before, after in pairwise(evidence.past):
         is_fall = before.skipped and after.scale < before.scale and _falls(before, after)
         latest = [*(latest or [before]), after] if is_fall else []
@@ -157,9 +157,9 @@ def scaled_in_loss(evidence: Evidence) -> Finding | None:
     )
 
 
-def _falls(before: Past, after: Past) -> bool:
+def _falls(before: Step, after: Step) -> bool:
     """Whether a finite loss fell by more than a factor of ``_FALL`` from one step to the next."""
-    if not before.loss or not after.loss or before.is_bad or after.is_bad:
+    if not before.loss or not after.loss or before.has_bad_loss or after.has_bad_loss:
         return False
     return before.loss > _FALL * after.loss > 0
 
@@ -232,7 +232,7 @@ def restarted(evidence: Evidence) -> Finding | None:
     )
 
 
-def _goes_on(first: Past, before: Before) -> bool:
+def _goes_on(first: Step, before: Before) -> bool:
     """Whether a first step continues the previous run's training at a different scale."""
     if first.loss is None or 1 / _JUMPED < first.scale / before.scale < _JUMPED:
         return False

@@ -13,21 +13,31 @@ from gradscaler.diagnose._fitting_scales import MOST_SAMPLES, has_sizes
 from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._run.lines import Sample, Skip, VerdictLine, Watched
-from gradscaler.outcome import HISTORY_LENGTH
+from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient
 from gradscaler.policies import FixedScale
 
 
-class Past(NamedTuple):
-    """A finished step."""
+class Step(NamedTuple):
+    """One step of the training.
+
+    Attributes:
+        step: its number, from 1.
+        scale: the loss scale that it used.
+        skipped: whether its gradients held an Inf or a NaN.
+        loss: the unscaled loss, if it was read.
+        nonfinite: the gradients that held an Inf or a NaN, if the step was skipped and inspected;
+            else None.
+    """
 
     step: int
     scale: float
     skipped: bool
     loss: float | None = None
+    nonfinite: tuple[NonfiniteGradient, ...] | None = None
 
     @property
-    def is_bad(self) -> bool:
-        """Whether the loss is known to be NaN or Inf."""
+    def has_bad_loss(self) -> bool:
+        """Whether the loss was read, and is NaN or Inf."""
         return self.loss is not None and not math.isfinite(self.loss)
 
 
@@ -64,11 +74,11 @@ class Evidence:
     sample: Sample | None = None  # the latest sample with shares
     sizes: tuple[Sample, ...] = ()  # the latest samples with nonzero gradients
     before: Before | None = None  # the previous run in the same file, if any
-    first: Past | None = None  # the first step
+    first: Step | None = None  # the first step
     unmoved: tuple[float, ...] = ()  # Sample.unmoved of the latest samples
     world_size: int = 1  # how many processes train together
     is_finite_here: bool = False  # whether all inspected skips had finite gradients here
-    past: tuple[Past, ...] = ()  # the latest steps
+    past: tuple[Step, ...] = ()  # the latest steps
     bad_and_skipped: int = 0  # skipped steps whose loss was not finite
     bad_and_applied: int = 0  # applied steps whose loss was not finite
     measured: tuple[Sample, ...] = ()  # the latest samples with finite gradients
@@ -88,7 +98,7 @@ class Evidence:
         """Whether more steps were skipped than a loss scale needs to settle."""
         return self.skipped > max(_FEW, self.steps / 10)
 
-    def is_close_to_overflow(self, step: Past, share: float) -> bool:
+    def is_close_to_overflow(self, step: Step, share: float) -> bool:
         """Whether gradients came close to overflow at a step's scale, by the nearest sample.
 
         They did if the largest reached ``share`` of the dtype's largest number.
@@ -136,8 +146,9 @@ class Evidence:
             sample=self.sample if line.shares is None else line,
             sizes=(*self.sizes, line)[-MOST_SAMPLES:] if has_sizes(line) else self.sizes,
             past=(*self.past, *steps)[-HISTORY_LENGTH:],
-            bad_and_skipped=self.bad_and_skipped + sum(s.is_bad and s.skipped for s in steps),
-            bad_and_applied=self.bad_and_applied + sum(s.is_bad and not s.skipped for s in steps),
+            bad_and_skipped=self.bad_and_skipped + sum(s.has_bad_loss and s.skipped for s in steps),
+            bad_and_applied=self.bad_and_applied
+            + sum(s.has_bad_loss and not s.skipped for s in steps),
             measured=measured,
             backward=self.backward.union(line.backward),
             calls=Counter(self.calls) + Counter(line.calls),
@@ -170,7 +181,7 @@ def _gets_nothing(name: str, sample: Sample) -> bool:
     return found is None or found.zero == 1
 
 
-def _steps_of(sample: Sample) -> list[Past]:
+def _steps_of(sample: Sample) -> list[Step]:
     """The latest steps since the previous sample, at most ``HISTORY_LENGTH``."""
     skipped, since = set(sample.skips), [step for step, _ in sample.scales]
     first = max(sample.step - sample.steps, sample.step - HISTORY_LENGTH) + 1
@@ -181,5 +192,5 @@ def _steps_of(sample: Sample) -> list[Past]:
     for step in range(first, sample.step + 1):
         place = bisect_right(since, step) - 1
         scale = sample.scales[place][1] if place >= 0 else sample.scale
-        found.append(Past(step, scale, step in skipped, losses.get(step)))
+        found.append(Step(step, scale, step in skipped, losses.get(step)))
     return found

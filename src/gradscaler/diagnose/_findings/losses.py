@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from gradscaler.diagnose._findings.advice import at_line, of_operation
-from gradscaler.diagnose._findings.evidence import Evidence, Past
+from gradscaler.diagnose._findings.evidence import Evidence, Step
 from gradscaler.diagnose._findings.finding import Finding
 from gradscaler.diagnose._findings.over_time import are_many, place_of, when
 
@@ -27,7 +27,7 @@ def silent(evidence: Evidence) -> Finding | None:
     steps = [
         step
         for step in evidence.past
-        if step.is_bad and (evidence.is_elsewhere or not step.skipped)
+        if step.has_bad_loss and (evidence.is_elsewhere or not step.skipped)
     ]
     loss = steps[-1].loss if steps else math.nan
     so = "no step is skipped for it" if evidence.is_elsewhere else "the steps are applied"
@@ -70,7 +70,7 @@ def diverged(evidence: Evidence) -> Finding | None:
     if loss is None and weights is None:
         return None
     latest = evidence.past[-_RECENT:]
-    num_failed = sum(step.skipped or step.is_bad for step in latest)
+    num_failed = sum(step.skipped or step.has_bad_loss for step in latest)
     if not evidence.skips and num_failed <= _OFTEN * len(latest):
         return None  # the loss may just follow its targets
     grew = []
@@ -98,7 +98,7 @@ def diverged(evidence: Evidence) -> Finding | None:
     )
 
 
-def explosion(past: Sequence[Past], in_streak: bool) -> tuple[Past, Past] | None:
+def explosion(past: Sequence[Step], in_streak: bool) -> tuple[Step, Step] | None:
     """A step with the usual loss and one with the exploded loss; None if no loss exploded.
 
     In a streak of skips, the losses of skipped steps count too.
@@ -127,5 +127,5 @@ def _is_finite(loss: float | None) -> bool:
     return loss is not None and math.isfinite(loss)
 
 
-def _size(step: Past) -> float:
+def _size(step: Step) -> float:
     return abs(step.loss or 0.0)

@@ -14,7 +14,7 @@ from gradscaler.diagnose._findings.advice import (
     of_forward,
     of_gradient,
 )
-from gradscaler.diagnose._findings.evidence import Evidence, Past
+from gradscaler.diagnose._findings.evidence import Evidence, Step
 from gradscaler.diagnose._findings.finding import Finding
 from gradscaler.diagnose._locate.located import Located
 
@@ -39,7 +39,7 @@ def data(evidence: Evidence) -> Finding | None:
     """Skips that a lower scale does not cure, or that happen at the smallest scale allowed."""
     if evidence.is_elsewhere:
         return None
-    bad = [step for step in evidence.past if step.skipped and step.is_bad]
+    bad = [step for step in evidence.past if step.skipped and step.has_bad_loss]
     skips = bad or unexplained(evidence)
     is_often = has_settled_and_skips(evidence) or _are_outliers(skips, evidence)
     if not _are_several(bad, evidence) and not is_often:
@@ -71,7 +71,7 @@ def data(evidence: Evidence) -> Finding | None:
     )
 
 
-def _losses_of(skips: Sequence[Past], evidence: Evidence) -> tuple[str, str]:
+def _losses_of(skips: Sequence[Step], evidence: Evidence) -> tuple[str, str]:
     """A clause about the losses of skips, which are finite or not seen, and what to try."""
     own, others = _usual_losses(skips, evidence)
     if own is None:
@@ -94,7 +94,7 @@ def _seen_in(found: Located | None, is_loss: bool) -> tuple[str, str | None]:
     return at_line(found, ", first seen in the gradient of"), advice
 
 
-def _at_floor(evidence: Evidence, skips: Sequence[Past]) -> Finding:
+def _at_floor(evidence: Evidence, skips: Sequence[Step]) -> Finding:
     """The finding for skips at a scale that cannot fall further."""
     earlier = evidence.earlier
     return Finding(
@@ -109,7 +109,7 @@ def _at_floor(evidence: Evidence, skips: Sequence[Past]) -> Finding:
     )
 
 
-def _usual_losses(skips: Sequence[Past], evidence: Evidence) -> tuple[float | None, float | None]:
+def _usual_losses(skips: Sequence[Step], evidence: Evidence) -> tuple[float | None, float | None]:
     """The median finite loss of some skips, and of the applied steps; None if not seen."""
     applied = (step for step in evidence.past if not step.skipped)
     own, others = (
@@ -119,7 +119,7 @@ def _usual_losses(skips: Sequence[Past], evidence: Evidence) -> tuple[float | No
     return median(own) if own else None, median(others) if others else None
 
 
-def _are_outliers(skips: Sequence[Past], evidence: Evidence) -> bool:
+def _are_outliers(skips: Sequence[Step], evidence: Evidence) -> bool:
     """Whether skips with unusually large losses are too many to be an accident.
 
     Such skips stop once the scale has fallen far enough. It is then too small for other steps.
@@ -140,7 +140,7 @@ def place_of(found: Located | None) -> tuple[str | None, str | None]:
     return (None, None) if found is None else (found.module, found.line)
 
 
-def _are_several(bad: Sequence[Past], evidence: Evidence) -> bool:
+def _are_several(bad: Sequence[Step], evidence: Evidence) -> bool:
     """Whether batches whose loss is not finite are too many to be an accident."""
     if evidence.bad_and_skipped >= max(evidence.steps, _FEW):
         return True
@@ -204,7 +204,7 @@ def has_settled_and_skips(evidence: Evidence) -> bool:
     return count > max(_FEW - 1, _MOST_SKIPPED * len(late))
 
 
-def unexplained(evidence: Evidence) -> list[Past]:
+def unexplained(evidence: Evidence) -> list[Step]:
     """The skips since the first applied step that the loss scale does not explain.
 
     The scale explains a skip that undoes a growth of the scale. It also explains a skip while
@@ -220,14 +220,14 @@ def unexplained(evidence: Evidence) -> list[Past]:
         if step.skipped and growths:
             growths -= 1
         elif step.skipped:
-            is_close = not step.is_bad and evidence.is_close_to_overflow(step, _CLOSE)
+            is_close = not step.has_bad_loss and evidence.is_close_to_overflow(step, _CLOSE)
             num_close[step.scale] += is_close
             if not is_close or num_close[step.scale] > _FEW:
                 found.append(step)
     return found
 
 
-def when(steps: Sequence[Past], evidence: Evidence) -> str:
+def when(steps: Sequence[Step], evidence: Evidence) -> str:
     """A clause that says how steps follow one another; empty if there are too many or too few."""
     if not _are_few(len(steps), evidence):
         return ""

@@ -13,11 +13,11 @@ from typing import Any, get_args
 from weakref import WeakSet
 
 from gradscaler.diagnose._findings import Verdict, judge
-from gradscaler.diagnose._findings.evidence import min_scale_of
+from gradscaler.diagnose._findings.evidence import Step, min_scale_of
 from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._monitor.observer import EagerObserver
 from gradscaler.diagnose._monitor.recorder import Recorder
-from gradscaler.diagnose._monitor.step_log import OnStuck, Step, StepLog
+from gradscaler.diagnose._monitor.step_log import OnStuck, StepLog
 from gradscaler.diagnose._monitor.traced_scalers import policy_of, read
 from gradscaler.diagnose._run.lines import Start
 from gradscaler.diagnose._run.writer import EventFile, RunFile, load_writer

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gradscaler.diagnose._findings.evidence import Step
 from gradscaler.diagnose._gradients.arrays import named_arrays
 from gradscaler.diagnose._gradients.reading import inspect
 from gradscaler.diagnose._monitor.gradient_sample import fields_of, is_sampled, measure
-from gradscaler.diagnose._monitor.step_log import Step, StepLog, StepSource
+from gradscaler.diagnose._monitor.step_log import StepLog, StepSource
 from gradscaler.diagnose._monitor.traced_scalers import Reading, number_of, policy_of, read
 from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient
 

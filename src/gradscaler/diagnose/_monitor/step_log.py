@@ -16,11 +16,12 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from gradscaler.diagnose._findings import Evidence, Finding, Verdict
+from gradscaler.diagnose._findings.evidence import Step
 from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._monitor.news import News
 from gradscaler.diagnose._run.lines import Line, Sample, Skip, VerdictLine, Watched
 from gradscaler.diagnose._run.writer import EventFile, RunFile
-from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient
+from gradscaler.outcome import HISTORY_LENGTH
 
 OnStuck = Literal["warn", "raise", "continue"]
 
@@ -42,30 +43,6 @@ class StuckWarning(FindingWarning):
 
 class StuckError(RuntimeError):
     """Step after step is skipped; the message is the verdict, and how to go on."""
-
-
-class Step(NamedTuple):
-    """One step of the training.
-
-    Attributes:
-        step: its number, from 1.
-        scale: the loss scale that it used.
-        skipped: whether its gradients held an Inf or a NaN.
-        loss: the unscaled loss, if it was read.
-        nonfinite: the gradients that held an Inf or a NaN, if the step was skipped and inspected;
-            else None.
-    """
-
-    step: int
-    scale: float
-    skipped: bool
-    loss: float | None = None
-    nonfinite: tuple[NonfiniteGradient, ...] | None = None
-
-    @property
-    def has_bad_loss(self) -> bool:
-        """Whether the loss was read, and is NaN or Inf."""
-        return self.loss is not None and not math.isfinite(self.loss)
 
 
 class Seen(NamedTuple):
