@@ -347,10 +347,11 @@ def mutants(session: nox.Session) -> None:
 
 @task("pictures", "torch")
 def pictures(session: nox.Session) -> None:
-    """Draw the pictures of docs/. A test compares them with those that the code draws."""
+    """Draw the pictures of docs/ and the charts. Tests compare them with what the code draws."""
     folder = Path(".pictures")
     shutil.rmtree(folder, ignore_errors=True)
     run(session, "torch", "docs/pictures.py")
+    run(session, "torch", "benchmarks/report.py")
     run(session, "torch", "examples/torch_stuck.py", "parameter", "--runs", str(folder))
     report = ["report", str(folder / "parameter.jsonl"), "-o", "docs/stuck.png"]
     run(session, "torch", "-m", "gradscaler", *report)

@@ -20,7 +20,9 @@ import paired
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from gradscaler.diagnose.report._picture import png_of
 
 HERE = Path(__file__).parent
 PAGES = HERE.parent / "docs" / "benchmarks"
@@ -209,61 +211,70 @@ def headline(results: Results) -> list[tuple[Row, paired.Comparison]]:
     return [(row, found[row.benchmark, row.workload]) for row in HEADLINE]
 
 
-def draw_headline(rows: list[tuple[Row, paired.Comparison]], path: Path) -> None:
-    """Draw a bar for each row, from 1 to its ratio, with its interval, by framework."""
-    figure = Figure(figsize=(9, 5.2), dpi=110, layout="constrained")
+Panel = tuple[str, list[tuple[str, paired.Comparison]]]
+PANEL = 5.4  # inches, which a phone shows at about two thirds of the size
+
+
+def headline_panels(results: Results) -> list[Panel]:
+    """The rows of the first page, in a panel for each framework."""
+    rows = [(framework_of(row.benchmark), row.shown, each) for row, each in headline(results)]
+    return [
+        (title, [(shown, each) for framework, shown, each in rows if framework == name])
+        for name, title in NAMES.items()
+    ]
+
+
+def panels_of(results: Results, framework: str) -> list[Panel]:
+    """The rows of a framework's page, in a panel for each section; compilation has its own."""
+    panels: dict[str, list[tuple[str, paired.Comparison]]] = {}
+    for name in sorted(results, key=_place):
+        if framework_of(name) == framework and not name.startswith("imports_"):
+            for each in results[name][1]:
+                kind = ", compilation" * each.workload.startswith("compile ")
+                if each.ratio > 0:  # the axis is logarithmic
+                    row = readable(each.workload).replace(kind, ""), each
+                    panels.setdefault(section_of(name) + kind, []).append(row)
+    return list(panels.items())
+
+
+def draw_panels(panels: list[Panel]) -> Figure:
+    """Draw a point for each ratio, below its name, and a line for its interval."""
+    rows = [each for _, part in panels for _, each in part]
+    ends = [end for each in rows for end in each.interval]
+    least, most = max(min(*ends, 0.8), 2**-5), max(*ends, 1.25)
+    heights = [len(part) + 0.3 for _, part in panels]
+    height = 0.3 * sum(heights) + 0.4 * len(panels) + 0.4
+    figure = Figure(figsize=(PANEL, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    place, ticks, labels = 0.0, [], []
-    for i, (row, each) in enumerate(rows):
-        framework = framework_of(row.benchmark)
-        if i and framework != framework_of(rows[i - 1][0].benchmark):
-            place += 0.6
-        low, high = each.interval
-        colour = ORANGE if low > 1 else BLUE if high < 1 else GREY
-        axes.barh(place, each.ratio - 1, left=1, height=0.7, color=colour, alpha=0.85)
-        axes.plot([low, high], [place, place], color="black", linewidth=1)
-        axes.text(max(high, 1) + 0.02, place, f"{each.ratio:.2f}", va="center", fontsize=8)
-        ticks.append(place)
-        labels.append(f"{NAMES[framework]}: {row.shown}")
-        place += 1
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_yticks(ticks, labels, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.6)
-    axes.set_xlabel("time of gradscaler / time of native (below 1: gradscaler is faster)")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    figure.savefig(path)
+    grid = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)
+    for axes, (title, part) in zip(grid[:, 0], panels, strict=True):
+        axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+        for place, (name, each) in enumerate(part):
+            low, high = each.interval
+            colour = ORANGE if low > 1 else BLUE if high < 1 else GREY
+            axes.plot([max(low, least), high], [place, place], color=colour, alpha=0.6)
+            axes.plot(each.ratio, place, "o", color=colour, markersize=4)
+            above, right = axes.get_yaxis_transform(), {"ha": "right", "color": colour}
+            axes.text(0, place - 0.42, name, fontsize=8, va="center", transform=above)
+            axes.text(1, place, f"{each.ratio:.2f}", fontsize=8, transform=above, **right)
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set_ylim(len(part) - 0.6, -0.9)
+        axes.set_yticks([])
+        axes.set_xscale("log", base=2)
+        axes.set_xlim(least / 1.05, most * 1.3)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.grid(axis="x", alpha=0.3)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    grid[-1, 0].set_xlabel("time of gradscaler / time of native", fontsize=9)
+    return figure
 
 
-def draw_ratios(comparisons: list[paired.Comparison], path: Path) -> None:
-    """Draw a point for each ratio of a framework, and a line for its interval."""
-    rows = [each for each in comparisons if each.ratio > 0][::-1]
-    figure = Figure(figsize=(9, 0.22 * len(rows) + 1), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for place, each in enumerate(rows):
-        low, high = each.interval
-        colour = ORANGE if low > 1 else BLUE if high < 1 else GREY
-        axes.plot([max(low, 2**-5), high], [place, place], color=colour, alpha=0.6)
-        axes.plot(each.ratio, place, "o", color=colour, markersize=4)
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [readable(each.workload) for each in rows], size=7)
-    axes.set_ylim(-1, len(rows))
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(2**-5, 2**4)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_xlabel("time of gradscaler / time of native (below 1: gradscaler is faster)")
-    axes.grid(axis="x", alpha=0.3)
-    figure.savefig(path)
-
-
-def draw_curves(comparisons: list[paired.Comparison], path: Path) -> None:
+def draw_curves(comparisons: list[paired.Comparison]) -> Figure:
     """Draw time against the number of tensors, and against bytes."""
-    figure = Figure(figsize=(9, 3.4), dpi=110, layout="constrained")
+    figure = Figure(figsize=(PANEL, 2 * PANEL / 2.2), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    counts, sizes = figure.subplots(1, 2)
+    counts, sizes = figure.subplots(2)
     points = []
     for each in comparisons:
         tensors, megabytes = re.findall(r"([\d,]+) (?:tensors|MB)", each.workload)
@@ -272,9 +283,17 @@ def draw_curves(comparisons: list[paired.Comparison], path: Path) -> None:
     _draw_curve(
         sizes, [(mb, each) for t, mb, each in points if t == 100 and mb != 64], "MB, in 100 tensors"
     )
-    counts.set_ylabel("added time, ms")
     counts.legend(frameon=False)
-    figure.savefig(path)
+    return figure
+
+
+def charts(results: Results) -> dict[Path, Figure]:
+    """All charts, by the paths of their files."""
+    return {
+        HERE / "headline.png": draw_panels(headline_panels(results)),
+        PAGES / "torch_curves.png": draw_curves(results["torch_curves"][1]),
+        **{PAGES / f"{name}.png": draw_panels(panels_of(results, name)) for name in NAMES},
+    }
 
 
 def _draw_curve(axes: Axes, points: list[tuple[int, paired.Comparison]], label: str) -> None:
@@ -283,6 +302,7 @@ def _draw_curve(axes: Axes, points: list[tuple[int, paired.Comparison]], label: 
         shown = [median if median > 0 else math.nan for median in medians]
         axes.loglog([x for x, _ in points], shown, "o-", color=colour, label=name)
     axes.set_xlabel(label)
+    axes.set_ylabel("added time, ms")
     axes.grid(alpha=0.3)
 
 
@@ -384,19 +404,12 @@ def _place(benchmark: str) -> tuple[bool, bool]:
 def main() -> None:
     """Write the pages and the charts."""
     results = read_results()
-    draw_headline(headline(results), HERE / "headline.png")
     (HERE / "RESULTS.md").write_text(first_page(results))
     PAGES.mkdir(exist_ok=True)
-    draw_curves(results["torch_curves"][1], PAGES / "torch_curves.png")
     for framework in NAMES:
         (PAGES / f"{framework}.md").write_text(framework_page(results, framework))
-        rows = [
-            each
-            for name in sorted(results, key=_place)
-            for each in results[name][1]
-            if framework_of(name) == framework and not name.startswith("imports_")
-        ]
-        draw_ratios(rows, PAGES / f"{framework}.png")
+    for path, figure in charts(results).items():
+        path.write_bytes(png_of(figure))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 import re
 import statistics
 import sys
+from io import BytesIO
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 
@@ -119,13 +121,30 @@ def test_the_site_lists_the_pages_in_the_order_of_the_frameworks(report):
     assert "\n".join(listed) in page
 
 
-def test_it_draws_each_chart(report, tmp_path):
+def test_the_charts_are_those_of_the_results(report):
+    charts = report.charts(report.read_results())
+    folders = ROOT / "benchmarks", ROOT / "docs" / "benchmarks"
+    shown = {path for folder in folders for path in folder.glob("*.png")}
+    assert set(charts) == shown - {ROOT / "benchmarks" / "policies.png"}
+    for path, figure in charts.items():
+        texts = [
+            Image.open(file).text["Description"] for file in (path, BytesIO(report.png_of(figure)))
+        ]
+        assert texts[0] == texts[1], f"{path} is not of today: make pictures"
+
+
+def test_a_chart_has_each_ratio_in_the_panel_of_its_section(report):
     results = report.read_results()
-    report.draw_headline(report.headline(results), tmp_path / "a.png")
-    report.draw_curves(results["torch_curves"][1], tmp_path / "b.png")
-    report.draw_ratios(results["jax_scaler"][1], tmp_path / "c.png")
-    for name in "abc":
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    for framework in report.NAMES:
+        figure = report.charts(results)[report.PAGES / f"{framework}.png"]
+        texts = {axes.get_title("left"): [t.get_text() for t in axes.texts] for axes in figure.axes}
+        for name, (_, comparisons) in results.items():
+            if report.framework_of(name) == framework and not name.startswith("imports_"):
+                for each in comparisons:
+                    kind = ", compilation" * each.workload.startswith("compile ")
+                    panel = texts[report.section_of(name) + kind]
+                    place = panel.index(report.readable(each.workload).replace(kind, ""))
+                    assert panel[place + 1] == f"{each.ratio:.2f}"
 
 
 def test_the_method_names_the_colours_of_the_figures(report):
