@@ -60,6 +60,8 @@ WORDS = (  # patterns in the benchmarks' names of workloads, and the words on th
     (r"^tensorflow,", "TensorFlow,"),
     (r"^torch,", "PyTorch,"),
 )
+# Rows of a section whose names share one of these have a panel of their own.
+KINDS = ", compilation", ", added to fused AdamW", ", with a monitor"
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#777777"  # Okabe and Ito's
 
 
@@ -212,7 +214,7 @@ def headline(results: Results) -> list[tuple[Row, paired.Comparison]]:
 
 
 Panel = tuple[str, list[tuple[str, paired.Comparison]]]
-PANEL = 5.4  # inches, which a phone shows at about two thirds of the size
+PANEL = 4.6  # inches: narrow, so that a phone shows the text at about its size
 
 
 def headline_panels(results: Results) -> list[Panel]:
@@ -225,16 +227,22 @@ def headline_panels(results: Results) -> list[Panel]:
 
 
 def panels_of(results: Results, framework: str) -> list[Panel]:
-    """The rows of a framework's page, in a panel for each section; compilation has its own."""
+    """The rows of a framework's page, in panels for each section and kind."""
     panels: dict[str, list[tuple[str, paired.Comparison]]] = {}
     for name in sorted(results, key=_place):
         if framework_of(name) == framework and not name.startswith("imports_"):
             for each in results[name][1]:
-                kind = ", compilation" * each.workload.startswith("compile ")
+                title, shown = placed(section_of(name), readable(each.workload))
                 if each.ratio > 0:  # the axis is logarithmic
-                    row = readable(each.workload).replace(kind, ""), each
-                    panels.setdefault(section_of(name) + kind, []).append(row)
+                    panels.setdefault(title, []).append((shown, each))
     return list(panels.items())
+
+
+def placed(section: str, workload: str) -> tuple[str, str]:
+    """The title of a workload's panel, and the workload's name in it."""
+    kind = next((kind for kind in KINDS if kind in workload), "")
+    title = section if kind[2:].capitalize() == section else section + kind
+    return title, workload.replace(kind, "")
 
 
 def draw_panels(panels: list[Panel]) -> Figure:
@@ -248,13 +256,13 @@ def draw_panels(panels: list[Panel]) -> Figure:
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)
     for axes, (title, part) in zip(grid[:, 0], panels, strict=True):
-        axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+        axes.set_title(fill(title, 50), loc="left", fontsize=10, fontweight="bold")
         for place, (name, each) in enumerate(part):
             low, high = each.interval
             colour = ORANGE if low > 1 else BLUE if high < 1 else GREY
             axes.plot([max(low, least), high], [place, place], color=colour, alpha=0.6)
             axes.plot(each.ratio, place, "o", color=colour, markersize=4)
-            above, right = axes.get_yaxis_transform(), {"ha": "right", "color": colour}
+            above, right = axes.get_yaxis_transform(), {"ha": "right", "va": "center", "color": colour}
             axes.text(0, place - 0.42, name, fontsize=8, va="center", transform=above)
             axes.text(1, place, f"{each.ratio:.2f}", fontsize=8, transform=above, **right)
         axes.axvline(1, color="black", linewidth=0.8)

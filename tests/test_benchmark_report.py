@@ -137,14 +137,29 @@ def test_a_chart_has_each_ratio_in_the_panel_of_its_section(report):
     results = report.read_results()
     for framework in report.NAMES:
         figure = report.charts(results)[report.PAGES / f"{framework}.png"]
-        texts = {axes.get_title("left"): [t.get_text() for t in axes.texts] for axes in figure.axes}
+        texts = {
+            " ".join(axes.get_title("left").split()): [text.get_text() for text in axes.texts]
+            for axes in figure.axes
+        }
         for name, (_, comparisons) in results.items():
             if report.framework_of(name) == framework and not name.startswith("imports_"):
                 for each in comparisons:
-                    kind = ", compilation" * each.workload.startswith("compile ")
-                    panel = texts[report.section_of(name) + kind]
-                    place = panel.index(report.readable(each.workload).replace(kind, ""))
-                    assert panel[place + 1] == f"{each.ratio:.2f}"
+                    title, shown = report.placed(
+                        report.section_of(name), report.readable(each.workload)
+                    )
+                    assert texts[title][texts[title].index(shown) + 1] == f"{each.ratio:.2f}"
+
+
+@pytest.mark.parametrize(
+    ("section", "workload", "panel"),
+    [
+        ("A step", "a, compilation: b", ("A step, compilation", "a: b")),
+        ("A step", "a", ("A step", "a")),
+        ("With a monitor", "a, with a monitor", ("With a monitor", "a")),
+    ],
+)
+def test_workloads_of_a_kind_have_a_panel_that_names_it(report, section, workload, panel):
+    assert report.placed(section, workload) == panel
 
 
 def test_the_method_names_the_colours_of_the_figures(report):
