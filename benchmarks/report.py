@@ -262,9 +262,13 @@ def draw_panels(panels: list[Panel]) -> Figure:
             colour = ORANGE if low > 1 else BLUE if high < 1 else GREY
             axes.plot([max(low, least), high], [place, place], color=colour, alpha=0.6)
             axes.plot(each.ratio, place, "o", color=colour, markersize=4)
-            above, right = axes.get_yaxis_transform(), {"ha": "right", "va": "center", "color": colour}
-            axes.text(0, place - 0.42, name, fontsize=8, va="center", transform=above)
-            axes.text(1, place, f"{each.ratio:.2f}", fontsize=8, transform=above, **right)
+            style: dict[str, Any] = {
+                "transform": axes.get_yaxis_transform(),
+                "fontsize": 8,
+                "va": "center",
+            }
+            axes.text(0, place - 0.42, name, **style)
+            axes.text(1, place, f"{each.ratio:.2f}", ha="right", color=colour, **style)
         axes.axvline(1, color="black", linewidth=0.8)
         axes.set_ylim(len(part) - 0.6, -0.9)
         axes.set_yticks([])

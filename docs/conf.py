@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import tomllib  # sorted by ruff as a package, because Python 3.10's standard library lacks it
+from docutils import nodes
 
 ROOT = Path(__file__).parents[1]
 
@@ -53,6 +54,7 @@ autoapi_options = [
     "inherited-members",
     "imported-members",
     "show-module-summary",
+    "show-inheritance",
 ]
 autoapi_python_class_content = "class"
 autoapi_member_order = "groupwise"
@@ -83,15 +85,68 @@ MODULES = {
 }
 
 
+FIRST = {
+    "GradScaler",
+    "LossScaleOptimizer",
+}  # on the page of each module that has it
+# The frameworks' names in signatures and bases, which are linked without their inventories, because
+# those are on the network.
+TORCH = "https://docs.pytorch.org/docs/stable"
+PADDLE = "https://www.paddlepaddle.org.cn/documentation/docs/en/api/paddle"
+MINDSPORE = "https://www.mindspore.cn/docs/en/master/api_python"
+KERAS = "https://keras.io/api/optimizers"
+KERAS_2 = "https://keras.io/2/api/mixed_precision/loss_scale_optimizer"
+TENSORFLOW = "https://www.tensorflow.org/api_docs/python/tf"
+ELSEWHERE = {
+    "torch.Tensor": f"{TORCH}/tensors.html",
+    "torch.amp.GradScaler": f"{TORCH}/amp.html#gradient-scaling",
+    "torch.device": f"{TORCH}/tensor_attributes.html",
+    "torch.dtype": f"{TORCH}/tensor_attributes.html",
+    "torch.nn.Module": f"{TORCH}/generated/torch.nn.Module.html",
+    "torch.optim.Optimizer": f"{TORCH}/optim.html",
+    "paddle.Tensor": f"{PADDLE}/Tensor_en.html",
+    "paddle.amp.GradScaler": f"{PADDLE}/amp/GradScaler_en.html",
+    "keras.optimizers.LossScaleOptimizer": f"{KERAS}/loss_scale_optimizer/",
+    "keras.optimizers.Optimizer": f"{KERAS}/",
+    "jax.Array": "https://docs.jax.dev/en/latest/_autosummary/jax.Array.html",
+    "optax.GradientTransformationExtraArgs": "https://optax.readthedocs.io/en/latest/api/transformations.html",
+    "tensorflow.GradientTape": f"{TENSORFLOW}/GradientTape",
+    "tensorflow.Variable": f"{TENSORFLOW}/Variable",
+    "mindspore.Model": f"{MINDSPORE}/train/mindspore.train.Model.html",
+    "mindspore.Parameter": f"{MINDSPORE}/mindspore/mindspore.Parameter.html",
+    "mindspore.Tensor": f"{MINDSPORE}/mindspore/mindspore.Tensor.html",
+}
+
+
+def address_of(name: str) -> str | None:
+    """The page of a framework's documentation that describes a name."""
+    if name.startswith("tf_keras."):
+        return KERAS_2
+    if found := re.match(r"mindspore\.(amp|nn)\.", name):
+        return f"{MINDSPORE}/{found[1]}/{name}.html"
+    return ELSEWHERE.get(name)
+
+
 def skip(
     app: Any, what: str, name: str, node: Any, skipped: bool, options: Any
 ) -> bool:
-    """Leave out private names, and modules that users do not import."""
+    """Leave out private names and bases, and modules that users do not import."""
     if what in ("module", "package"):
+        node.children.sort(key=lambda child: child.name not in FIRST)
         return name not in MODULES
+    if what == "class":
+        node.bases[:] = [each for each in node.bases if "._" not in f".{each}"]
     return bool(skipped)
 
 
+def refer(app: Any, env: Any, node: Any, shown: Any) -> Any:
+    """Link the name of a framework's object to the framework's documentation."""
+    if address := address_of(node.get("reftarget", "")):
+        return nodes.reference("", "", shown, refuri=address, internal=False)
+    return None
+
+
 def setup(app: Any) -> None:
-    """Register ``skip``, which chooses the contents of the reference."""
+    """Register the functions that choose and link the contents of the reference."""
     app.connect("autoapi-skip-member", skip)
+    app.connect("missing-reference", refer)

@@ -3,6 +3,7 @@
 import ast
 import html
 import html.parser
+import json
 import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -77,6 +78,51 @@ def test_every_public_name_is_described(objects, path):
 def test_the_reference_shows_nothing_private(objects):
     private = [name for name in objects if re.search(r"\._(?!_)", name)]
     assert private == []
+
+
+@pytest.mark.parametrize(
+    ("module", "first", "base"),
+    [
+        ("torch", "GradScaler", "torch.amp.GradScaler"),
+        ("jax", "GradScaler", None),
+        ("keras", "LossScaleOptimizer", "keras.optimizers.LossScaleOptimizer"),
+        ("tf_keras", "LossScaleOptimizer", "BaseLossScaleOptimizer"),
+        ("paddle", "GradScaler", "paddle.amp.GradScaler"),
+        ("tensorplay", "GradScaler", None),  # has no documentation of its classes to link
+    ],
+)
+def test_a_reference_page_begins_with_the_scaler_and_links_its_base(module, first, base):
+    page = (SITE / "reference" / "gradscaler" / module / "index.html").read_text()
+    described = re.findall(r'<dt class="sig sig-object py" id="([^"]+)"', page)
+    assert described[0] == f"gradscaler.{module}.{first}"
+    links = re.findall(r'<p>Bases: (?:.*?)<a class="reference external" href="https:.*', page)
+    assert base is None or base in re.sub(r"<[^>]+>", "", links[0])
+
+
+def test_no_base_is_private():
+    for page in (SITE / "reference").rglob("*.html"):
+        for bases in re.findall(r"<p>Bases: (.*)", page.read_text()):
+            assert not re.search(r"(^|[. ])_[a-z]", re.sub(r"<[^>]+>", "", bases)), page
+
+
+def index_of_search():
+    """The titles of the pages that hold each stem of a word."""
+    data = (SITE / "searchindex.js").read_text()
+    index = json.loads(data.removeprefix("Search.setIndex(").removesuffix(")"))
+    found = {}
+    for terms in (index["terms"], index["titleterms"]):
+        for stem, pages in terms.items():
+            numbers = pages if isinstance(pages, list) else [pages]
+            found.setdefault(stem, set()).update(index["docnames"][each] for each in numbers)
+    return found
+
+
+@pytest.mark.parametrize(
+    "query", [["gan"], ["gradient", "accumul"], ["clip"], ["resum"], ["ema"]], ids=" ".join
+)
+def test_search_finds_the_recipe(query):
+    found = index_of_search()
+    assert "cookbook" in set.intersection(*(found[stem] for stem in query))
 
 
 def test_types_are_shown(objects):
