@@ -25,6 +25,7 @@ extensions = [
     "autoapi.extension",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
+    "sphinx_design",
 ]
 html_theme = "furo"
 html_title = f"gradscaler {release}"

@@ -76,6 +76,7 @@ def on_keras():
 
 def on_jax():
     """Parameters in float32, a loss and a batch."""
+    import jax
     import jax.numpy as jnp
 
     def loss_fn(params, inputs, targets):
@@ -83,8 +84,60 @@ def on_jax():
         return jnp.mean((outputs.astype(jnp.float32) - targets) ** 2)
 
     return {
+        "jax": jax,
         "params": {"w": jnp.full((4, 1), 0.1), "b": jnp.zeros(1)},
         "loss_fn": loss_fn,
         "inputs": jnp.ones((16, 4)),
         "targets": jnp.zeros((16, 1)),
+    }
+
+
+def on_tf_keras():
+    """A model and a batch."""
+    import numpy as np
+    import tf_keras
+
+    return {
+        "tf_keras": tf_keras,
+        "model": tf_keras.Sequential([tf_keras.layers.Dense(1)]),
+        "inputs": np.ones((16, 4), np.float32),
+        "targets": np.zeros((16, 1), np.float32),
+    }
+
+
+def on_paddle():
+    """An optimizer, and the loss of its model."""
+    import paddle
+
+    model = paddle.nn.Linear(4, 1)
+    return {
+        "optimizer": paddle.optimizer.SGD(0.1, parameters=model.parameters()),
+        "loss": model(paddle.ones([16, 4])).square().mean(),
+    }
+
+
+def on_tensorplay():
+    """An optimizer, and the loss of its model."""
+    import tensorplay
+
+    model = tensorplay.nn.Linear(4, 1)
+    return {
+        "optimizer": tensorplay.optim.SGD(model.parameters(), lr=0.1),
+        "loss": model(tensorplay.ones(16, 4)).pow(2).mean(),
+    }
+
+
+def on_mindspore():
+    """A network with its loss function and optimizer, and batches."""
+    import numpy as np
+    from mindspore import nn
+    from mindspore.dataset import NumpySlicesDataset
+
+    network = nn.Dense(4, 1)
+    batch = np.ones((16, 4), np.float32), np.zeros((16, 1), np.float32)
+    return {
+        "network": network,
+        "loss_fn": nn.MSELoss(),
+        "optimizer": nn.SGD(network.trainable_params(), 0.1),
+        "data": NumpySlicesDataset(batch, ["inputs", "targets"]).batch(8),
     }
