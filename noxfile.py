@@ -366,6 +366,13 @@ def evidence(session: nox.Session) -> None:
     run(session, "torch", "-m", "benchmarks.evidence", *session.posargs)
 
 
+@task("notebooks", "torch")
+def notebooks(session: nox.Session) -> None:
+    """Run the notebooks of docs/, and keep their outputs. A test compares them with today's."""
+    command = [".venv/torch/bin/jupyter-execute", "--NotebookClient.record_timing=False"]
+    session.run(*command, "--inplace", *matching("docs/notebooks/*.ipynb"), external=True)
+
+
 RESULTS = Path("benchmarks/results")
 # The first has a session of its own, and the others have no table among those pages yet.
 NOT_IN_BENCH = "torch_gpu", "jax_compiled"

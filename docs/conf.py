@@ -21,7 +21,7 @@ version = release = re.findall(
 )[0]
 
 extensions = [
-    "myst_parser",
+    "myst_nb",  # myst_parser, and the notebooks
     "autoapi.extension",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
@@ -37,7 +37,9 @@ if "Source" in addresses:
     html_theme_options["source_repository"] = addresses["Source"]
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "**.ipynb_checkpoints"]
+# A test compares the outputs in the notebooks with those of today.
+nb_execution_mode = "off"
 suppress_warnings = [
     "autoapi.python_import_resolution"
 ]  # the frameworks are not installed here

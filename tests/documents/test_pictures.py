@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,9 @@ if os.environ.get("GRADSCALER_FRAMEWORK", "torch") != "torch":
     pytest.skip("PyTorch's tests draw the pictures", allow_module_level=True)
 pytest.importorskip("matplotlib", reason="the pictures are drawn with it")
 
-from PIL import Image
-
 from gradscaler.__main__ import main
 from gradscaler.diagnose.report._picture import png_of
+from tests.support.pictures import words_of
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -27,12 +25,6 @@ def script(path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def words_of(path):
-    """The texts in a picture; another processor may round their numbers another way."""
-    with Image.open(path) as image:
-        return re.sub(r"[\d.,+%-]+|inf|nan", "0", image.text["Description"])
 
 
 def test_no_other_picture_is_shown():

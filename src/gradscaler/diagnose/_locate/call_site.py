@@ -159,7 +159,14 @@ def _whose(filename: str) -> Literal["user", "functions", "framework", "gradscal
 
 
 def shown_line(filename: str, number: int) -> str:
-    """A line as ``file:number``; the path is relative if the file is in the working directory."""
+    """A line as ``file:number``; the path is relative if the file is in the working directory.
+
+    A line of a notebook's cell is shown as ``In[2]:3``: its file has a random name.
+    """
+    notebook: Any = sys.modules.get("IPython")
+    shell = notebook and notebook.get_ipython()
+    if shell and (cell := shell.compile.format_code_name(filename)):
+        return f"{cell[1]}:{number}"
     path = Path(filename)
     if path.is_relative_to(Path.cwd()):
         filename = str(path.relative_to(Path.cwd()))

@@ -1,0 +1,72 @@
+"""The notebooks of docs/ run, and hold the outputs of today; ``make notebooks`` updates them."""
+
+import os
+import re
+from base64 import b64decode
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+if os.environ.get("GRADSCALER_FRAMEWORK", "torch") != "torch":
+    pytest.skip("PyTorch's tests run the notebooks", allow_module_level=True)
+pytest.importorskip("nbclient", reason="it runs the notebooks")
+
+import nbclient
+import nbformat
+
+from tests.support.pictures import words_of
+
+DOCS = Path(__file__).parents[2] / "docs"
+NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
+NUMBER = re.compile(r"\d[\d,]*\.?\d*(?:e[+-]?\d+)?")
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def text_of(output):
+    if output.output_type == "stream":
+        return output.text
+    if "image/png" in output.data:
+        return words_of(BytesIO(b64decode(output.data["image/png"])))
+    return output.data["text/plain"]
+
+
+def texts_and_numbers(cell):
+    """The words of a cell's outputs, and their numbers, which may depend on the processor."""
+    texts = [text_of(output) for output in cell.outputs]
+    numbers = [float(found.replace(",", "")) for text in texts for found in NUMBER.findall(text)]
+    return [NUMBER.sub("0", text) for text in texts], numbers
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.usefixtures("own_random_numbers_and_one_thread")
+def test_a_notebook_holds_the_outputs_of_today(path, tmp_path):
+    kept, fresh = read(path), read(path)
+    nbclient.NotebookClient(
+        fresh, timeout=300, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    for before, after in zip(code_cells(kept), code_cells(fresh), strict=True):
+        words, numbers = texts_and_numbers(before)
+        words_today, numbers_today = texts_and_numbers(after)
+        assert words == words_today
+        assert numbers == pytest.approx(numbers_today, rel=0.05)
+        assert before.execution_count == after.execution_count  # a verdict names In[2]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_lines_for_other_frameworks_are_those_of_their_start_pages():
+    (notebook,) = (read(path) for path in NOTEBOOKS if path.stem == "start")
+    text = "".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    found = dict(re.findall(r"\(\.\./start/(\w+)\.md\):\n\n```python\n(.*?)```", text, re.DOTALL))
+    pages = {path.stem: path for path in (DOCS / "start").glob("*.md")}
+    assert found.keys() == pages.keys() - {"torch"}
+    for name, code in found.items():
+        lines = {line.strip() for line in pages[name].read_text().splitlines()}
+        assert {line.strip() for line in code.splitlines()} <= lines
