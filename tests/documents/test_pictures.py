@@ -1,7 +1,9 @@
 """The pictures of docs/ are those that the code draws today; ``make pictures`` draws them anew."""
 
 import importlib.util
+import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import pytest
 if os.environ.get("GRADSCALER_FRAMEWORK", "torch") != "torch":
     pytest.skip("PyTorch's tests draw the pictures", allow_module_level=True)
 pytest.importorskip("matplotlib", reason="the pictures are drawn with it")
+
+from PIL import Image
 
 from gradscaler.__main__ import main
 from gradscaler.diagnose.report._picture import png_of
@@ -23,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
 def script(path):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # for its dataclasses
     spec.loader.exec_module(module)
     return module
 
@@ -51,3 +56,13 @@ def test_the_picture_of_the_demo_is_of_today(tmp_path):
     drawn = tmp_path / "demo.png"
     assert main(["demo", "--steps", "3", "--output", str(drawn)]) == 0
     assert words_of(DOCS / "demo.png") == words_of(drawn)
+
+
+def test_the_picture_and_the_tables_of_policies_are_of_one_run():
+    policies = script(ROOT / "benchmarks" / "policies.py")
+    results = json.loads((ROOT / "benchmarks" / "policies.json").read_text())
+    tables = policies.described(results)
+    with Image.open(ROOT / "benchmarks" / "policies.png") as image:
+        assert image.text["Description"] == tables
+    page = (DOCS / "policies.md").read_text()
+    assert [table for table in tables.split("\n\n") if table not in page] == []

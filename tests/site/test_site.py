@@ -5,6 +5,8 @@ import html
 import html.parser
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -172,3 +174,38 @@ def test_no_power_is_taken_for_bold_text():
     for page in (ROOT / "docs").rglob("*.md"):
         built = (SITE / page.relative_to(ROOT / "docs")).with_suffix(".html")
         assert re.findall(r"\d<strong>.{,30}", built.read_text()) == [], page
+
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+WIDER = """<pre></pre><script>
+(async () => {
+  for (const page of PAGES) {
+    const frame = document.createElement("iframe");
+    frame.style.width = "390px";
+    frame.src = page;
+    document.body.append(frame);
+    await new Promise((loaded) => { frame.onload = loaded; });
+    const { scrollWidth, clientWidth } = frame.contentDocument.querySelector(".content");
+    if (scrollWidth > clientWidth) document.querySelector("pre").append(`${page}\\n`);
+    frame.remove();
+  }
+  document.title = "measured";
+})();
+</script>"""
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium or Chrome is on PATH")
+def test_no_page_is_wider_than_a_phone(pages, tmp_path):
+    """Tables, code and wide pictures scroll by themselves."""
+    measure = tmp_path / "measure.html"
+    measure.write_text(WIDER.replace("PAGES", json.dumps([path.as_uri() for path in pages])))
+    options = "--headless=new --no-sandbox --disable-gpu --allow-file-access-from-files"
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    command = [BROWSER, *options.split(), profile, "--virtual-time-budget=300000", "--dump-dom"]
+    result = subprocess.run(
+        [*command, measure.as_uri()], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert "<title>measured</title>" in result.stdout
+    assert re.findall(r"<pre>(.*?)</pre>", result.stdout, re.DOTALL) == [""]
