@@ -11,7 +11,7 @@ tasks: $(NOX)
 	$(NOX) --list
 
 clean:
-	rm -rf .venv mutants site docs/reference
+	rm -rf .venv mutants site jupyter_execute docs/reference
 
 %: $(NOX) FORCE
 	$(NOX) --session $@ -- $(OPTIONS)
