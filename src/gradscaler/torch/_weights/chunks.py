@@ -17,7 +17,6 @@ from gradscaler._on_torch.operations import TorchOperations
 from gradscaler._on_torch.processes import Part, placed, to_local
 from gradscaler.torch._weights.rounding import DTYPES
 
-_BLOCK = 2**16  # elements
 _OPERATIONS = TorchOperations()
 
 
@@ -96,14 +95,6 @@ class Piece:
         if factor is not None:
             self.gradients.mul_(factor)
         return self.gradient_views
-
-    def blocks(self, *flats: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Flat tensors, some elements at a time: on a CPU, what is computed then stays in a cache.
-
-        It also stays small enough for the allocator to reuse its pages.
-        """
-        size = _BLOCK if self.device.type == "cpu" else max(self.size, 1)
-        return zip(*(flat.split(size) for flat in flats), strict=True)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of a flat tensor in the shape and memory order of each parameter."""

@@ -84,21 +84,17 @@ class Remainders:
         assert piece.narrow is not None
         torch._foreach_copy_(piece.wide_views, piece.locals)
         torch._foreach_copy_(piece.narrow_views, entries)
-        for wide, remainder in piece.blocks(piece.wide, piece.narrow):
-            join_(wide, remainder, piece.dtype)
+        join_(piece.wide, piece.narrow, piece.dtype)
 
     def close(self, piece: Piece, entries: list[torch.Tensor]) -> None:
         assert piece.wide is not None
         assert piece.narrow is not None
         assert piece.gradients is not None
-        distances = []
-        near_values = piece.gradients  # the gradients are no longer needed
-        for wide, bits, near in piece.blocks(piece.wide, piece.narrow, near_values):
-            narrow = bits.view(piece.dtype).copy_(wide)
-            distances.append(split_(wide, narrow, near.copy_(narrow)))
+        narrow = piece.narrow.view(piece.dtype).copy_(piece.wide)
+        near = piece.gradients.copy_(narrow)  # the gradients are no longer needed
+        distances = split_(piece.wide, narrow, near)
         torch._foreach_copy_(piece.locals, piece.rounded_views)
-        for (remainder,), distance in zip(piece.blocks(piece.narrow), distances, strict=True):
-            remainder.copy_(distance)
+        piece.narrow.copy_(distances)
         torch._foreach_copy_(entries, piece.narrow_views)
 
 
@@ -131,8 +127,8 @@ class Nothing:
             span = () if piece.is_whole else (piece.begin,)
             generator.manual_seed(_mixed(*entry.tolist(), *_shard_of(parameter), *span))
             drawn.append(random_bits(local.numel(), generator))
-        for wide, bits, random in piece.blocks(piece.wide, piece.narrow, torch.cat(drawn)):
-            bits.copy_(round_at_random(wide, piece.dtype, random).view(torch.int16))
+        rounded = round_at_random(piece.wide, piece.dtype, torch.cat(drawn))
+        piece.narrow.copy_(rounded.view(torch.int16))
         torch._foreach_copy_(piece.locals, piece.rounded_views)
         for entry in entries if piece.is_last else ():
             entry[1] += 1
