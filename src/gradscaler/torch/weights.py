@@ -336,7 +336,7 @@ class MasterWeights(torch.optim.Optimizer):
         for piece in chunk:
             piece.look_up()
             if piece.is_narrow:
-                values = self._entries.open(piece, self.state, self.param_groups)
+                values = self._entries.open(piece, self.state, places)
             else:
                 values = piece.spans([p.detach() for p in piece.parameters])
             stands.update(zip(piece.parameters, values, strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from gradscaler._on_torch.processes import is_dtensor, to_local
 from gradscaler.torch._weights.chunks import Piece
 from gradscaler.torch._weights.stores import KEYS, Store, stream_of, wide_values
+from gradscaler.torch._weights.wrapped import Places
 
 State = MutableMapping[torch.Tensor, dict[str, Any]]
 
@@ -31,7 +31,6 @@ class Entries:
         self.store, self._seed = store, seed
         self._fresh: dict[torch.Tensor, torch.Tensor] = {}
         self._written: dict[torch.Tensor, tuple[int, int]] = {}  # versions after our last write
-        self._places: dict[torch.Tensor, int] = {}  # in the order of the optimizer's groups
 
     def add(self, parameter: torch.Tensor, wide: torch.Tensor, index: int) -> None:
         """Set a parameter to its float32 values, rounded, and make its entry."""
@@ -39,13 +38,13 @@ class Entries:
         entry = self.store.entry(local, local_wide, stream_of(self._seed, index))
         self._fresh[parameter] = entry if self.store.is_random else like(parameter, entry)
 
-    def open(self, piece: Piece, state: State, groups: list[dict[str, Any]]) -> list[torch.Tensor]:
-        """Widen the parameters of a piece; ``groups`` are the optimizer's.
+    def open(self, piece: Piece, state: State, places: Places) -> list[torch.Tensor]:
+        """Widen the parameters of a piece; ``places`` are theirs in the groups.
 
         Returns:
             Tensors with the float32 values, each with its parameter's layout.
         """
-        entries = [self._entry(p, state, groups) for p in piece.parameters]
+        entries = [self._entry(p, state, places) for p in piece.parameters]
         piece.entries = to_local(entries)
         if self.store.has_values and piece.is_first:
             self._follow(piece)
@@ -80,10 +79,10 @@ class Entries:
 
     def forget(self) -> None:
         """Discard all that belongs to the old state, after another state was loaded."""
-        self._fresh, self._written, self._places = {}, {}, {}
+        self._fresh, self._written = {}, {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_written": {}, "_places": {}}
+        return {**self.__dict__, "_written": {}}
 
     def _follow(self, piece: Piece) -> None:
         """Set masters to their parameters' values where other code has set the parameters."""
@@ -91,9 +90,7 @@ class Entries:
             if self._written.get(p) != _version(local):
                 master.copy_(wide_values(local, {"master": master}))
 
-    def _entry(
-        self, parameter: torch.Tensor, state: State, groups: list[dict[str, Any]]
-    ) -> torch.Tensor:
+    def _entry(self, parameter: torch.Tensor, state: State, places: Places) -> torch.Tensor:
         """The entry of a parameter.
 
         If there is none, it is made from another store's entry, or from the parameter's value.
@@ -102,20 +99,12 @@ class Entries:
         of_parameter = state.setdefault(parameter, {})
         if key not in of_parameter:
             if parameter not in self._fresh:
-                place = self._place_of(parameter, groups)
-                self.add(parameter, self.wide(parameter, state), place)
+                self.add(parameter, self.wide(parameter, state), places[parameter][1])
             for other in KEYS:
                 of_parameter.pop(other, None)
             of_parameter[key] = self._fresh[parameter]
         entry: torch.Tensor = of_parameter[key]
         return entry
-
-    def _place_of(self, parameter: torch.Tensor, groups: list[dict[str, Any]]) -> int:
-        """The index of a parameter, found for all in one pass: there may be 100,000."""
-        if parameter not in self._places:
-            in_order = chain.from_iterable(group["params"] for group in groups)
-            self._places = {each: i for i, each in enumerate(in_order)}
-        return self._places[parameter]
 
     def _local(self, parameter: torch.Tensor, state: State) -> dict[str, torch.Tensor]:
         """The entries of a parameter, of any store, by the store's key; this process' parts."""

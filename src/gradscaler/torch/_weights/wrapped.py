@@ -21,7 +21,7 @@ Stand = dict[torch.Tensor, torch.Tensor]
 
 
 Places = dict[torch.Tensor, tuple[int, int]]
-"""The place of each parameter: its group's index, and its own index in the group."""
+"""The place of each parameter: its group's index, and its own index among all parameters."""
 
 _ELEMENTWISE = {
     torch.optim.ASGD,
@@ -201,7 +201,8 @@ def first_stands(parameters: list[torch.Tensor]) -> Stand:
 
 def places_in(groups: list[Group]) -> Places:
     """The places of all parameters in their groups."""
-    return {p: (g, i) for g, group in enumerate(groups) for i, p in enumerate(group["params"])}
+    of_group = ((p, g) for g, group in enumerate(groups) for p in group["params"])
+    return {p: (g, i) for i, (p, g) in enumerate(of_group)}
 
 
 def groups_of(params: Any) -> list[Group]:
