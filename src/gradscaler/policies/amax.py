@@ -76,8 +76,8 @@ class AmaxScale:
     - A bad batch. At or below the floor, only gradients ``2**margin`` times the peak would
       overflow, so a non-finite step is taken for a bad batch, and the scale stays. This may be
       wrong, for example if gradients of activations are that much larger than those of parameters.
-      So if more than one step in six is non-finite for long, the scale backs off after all, by at
-      most 8 powers of 2.
+      So if more than one step in six is non-finite for long, or one in eight at random distances,
+      the scale backs off after all. The reach then falls below the floor by at most 8 powers of 2.
 
     If ``a`` is never known, the scale moves like that of :class:`gradscaler.DynamicScale`, and
     grows after ``growth_interval + 1`` finite steps. Scales stay between ``min_scale`` and
