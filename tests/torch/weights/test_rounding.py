@@ -112,6 +112,13 @@ def test_the_16_bits_are_the_nearest_and_mostly_those_of_a_cast(dtype):
     assert (is_a_tie if dtype is torch.bfloat16 else is_tiny)[differs].all()
 
 
+def test_a_float16_tie_below_2_to_the_minus_15_is_rounded_up():
+    units = torch.arange(2**9 - 1).double()
+    ties = torch.cat([units + 0.5, -units - 0.5]) * 2.0**-24
+    narrow, _ = split(ties.float(), torch.float16)
+    assert torch.equal(narrow.double(), torch.cat([units + 1, -units]) * 2.0**-24)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_inf_and_nan_come_back(dtype):
     wide = torch.tensor([math.inf, -math.inf, math.nan, -math.nan])

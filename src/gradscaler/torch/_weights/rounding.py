@@ -33,8 +33,8 @@ def split(wide: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
     ``narrow`` is the nearest value. For float16 below 2**-17, it may be farther than the nearest
     value by at most 2**-40. A tie goes to the even mantissa, as in a cast, unless only the distance
-    from the other value fits into 16 bits. So each bfloat16 tie that a cast rounds towards zero is
-    rounded away from zero, and so are some float16 ties below 2**-15.
+    from the other value fits into 16 bits. So each bfloat16 tie is rounded away from zero, and each
+    float16 tie below 2**-15 - 2**-24 is rounded up.
 
     Returns:
         ``narrow`` and the remainder. If ``narrow`` is finite, :func:`join` restores the float32
