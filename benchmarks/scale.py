@@ -362,8 +362,13 @@ def cross_check(rows: list[dict[str, Any]], ranks: list[int], tensors: list[int]
     return "\n".join(table)
 
 
+def is_shown(row: dict[str, Any]) -> bool:
+    """Whether the tables show a row: ours as on a device; PyTorch's does the same on the CPU."""
+    return bool(row["on_device"] == (row["whose"] == "ours"))
+
+
 def first_table(rows: list[dict[str, Any]]) -> str:
-    """Collectives and bytes of each layout."""
+    """Collectives and bytes of each layout, on a device."""
     table = [
         "| Layout | Collectives, ours / PyTorch's | Bytes | With clipping: collectives | Bytes |",
         "|---|--:|--:|--:|--:|",
@@ -373,7 +378,7 @@ def first_table(rows: list[dict[str, Any]]) -> str:
         for clip, key in product((False, True), ("collectives", "reduced")):
             shown = {"ours": "-", "native": "-"}
             for row in rows:
-                if (row["layout"], row["clip"], row["on_device"]) == (name, clip, False):
+                if (row["layout"], row["clip"]) == (name, clip) and is_shown(row):
                     shown[row["whose"]] = str(row["lines"][key])
             cells.append(f"{shown['ours']} / {shown['native']}")
         table.append(f"| {' | '.join(cells)} |")
@@ -388,7 +393,7 @@ def second_table(rows: list[dict[str, Any]]) -> str:
         "|---|--:|--:|--:|--:|",
     ]
     for row in rows:
-        if row["layout"] not in ("DDP", "FSDP2") or (row["on_device"] != (row["whose"] == "ours")):
+        if row["layout"] not in ("DDP", "FSDP2") or not is_shown(row):
             continue
         clip = ", clipping" * row["clip"]
         whose = {"ours": "ours", "native": "PyTorch's"}[row["whose"]]
@@ -416,11 +421,7 @@ def third_table(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> st
         "| Collectives |",
         "|--:|--:|--:|---|--:|--:|--:|--:|",
     ]
-    sharded = [
-        row
-        for row in rows
-        if row["layout"] == "FSDP2" and row["on_device"] == (row["whose"] == "ours")
-    ]
+    sharded = [row for row in rows if row["layout"] == "FSDP2" and is_shown(row)]
     for (processes, tensors), row in product(arguments.sizes, sharded):
         elements = arguments.parameters // processes
         lines = row["lines"]

@@ -86,6 +86,15 @@ def test_between_default_rules_every_format_converts_to_every_other(
     assert read(_files.load(tmp_path / "b.json").values)[1] == policy.init()
 
 
+@pytest.mark.parametrize("suffix", [".json", ".pt", ".pdparams"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_can_be_read_back_from_every_kind_of_file(name, suffix, tmp_path):
+    policy = getattr(DynamicScale, name)()
+    file = tmp_path / f"a{suffix}"
+    _files.save(file, write(policy, policy.init(), name))
+    assert read(_files.load(file).values) == (policy, policy.init())
+
+
 def test_leaving_out_what_a_format_cannot_hold_needs_an_option(tmp_path, capsys):
     source, target = tmp_path / "in.json", tmp_path / "out.json"
     policy = DynamicScale.paddle(decr_every_n_nan_or_inf=3)

@@ -155,22 +155,23 @@ def save(path: Path, state_dict: Mapping[str, object]) -> None:
     Raises:
         FileError: the suffix is unknown, or the file cannot be written.
     """
-    plain = {
-        key: value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
+    numbers = {
+        key: value.item() if isinstance(value, (np.generic, np.ndarray)) else value
         for key, value in state_dict.items()
     }
+    arrays = {k: v for k, v in state_dict.items() if isinstance(v, np.ndarray)}  # Paddle's scale
     data = io.BytesIO()
     if path.suffix == ".json":
-        data.write(json.dumps(plain, indent=2).encode() + b"\n")
+        lists = {key: value.tolist() for key, value in arrays.items()}
+        data.write(json.dumps({**numbers, **lists}, indent=2).encode() + b"\n")
     elif path.suffix in TORCH_SUFFIXES:
         try:
-            importlib.import_module("torch").save(plain, data)
+            importlib.import_module("torch").save(numbers, data)
         except ImportError:
             message = "writing torch's files needs torch: pip install 'gradscaler[torch]'"
             raise FileError(message) from None
     elif path.suffix in PADDLE_SUFFIXES:
-        arrays = {k: v for k, v in state_dict.items() if isinstance(v, np.ndarray)}
-        pickle.dump({**plain, **arrays}, data, protocol=4)
+        pickle.dump({**numbers, **arrays}, data, protocol=4)
     else:
         suffixes = ", ".join((".json", *TORCH_SUFFIXES, *PADDLE_SUFFIXES))
         raise FileError(f"the name must end in one of {suffixes}")
