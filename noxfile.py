@@ -203,7 +203,8 @@ def docs(session: nox.Session) -> None:
 TO_DO = """\
 Left for a person:
   1. Write the repository's and the site's addresses where CONTRIBUTING.md says, once they exist.
-  2. Write the day of the release in CHANGELOG.md, in place of "not released yet", and commit it.
+  2. Write the day of the release in CHANGELOG.md, in place of "not released yet"; delete the
+     sentences of README.md and docs/index.md that say so too; and commit this.
   3. Let the package index trust .github/workflows/release.yml, in an environment named pypi.
   4. git tag v{version} && git push origin v{version}: the workflow runs every test, and uploads.
   5. Write the sdist's address and SHA-256 ({digest})
