@@ -143,6 +143,15 @@ def test_adjust_is_traced_once(scale, counted_jit):
     assert len(traces) == 1
 
 
+def test_a_python_number_multiplies_in_float32_and_jmp_s_first_step_in_float16():
+    gradient = jnp.ones(1, jnp.float16)
+    for module, first in (ours, jnp.float32), (jmp, jnp.float16):
+        loss_scale = jax.jit(module.DynamicLossScale)(2.0**15)
+        assert loss_scale.unscale(gradient).dtype == first
+        loss_scale = loss_scale.adjust(jnp.array(True))
+        assert loss_scale.unscale(gradient).dtype == jnp.float32
+
+
 @pytest.mark.parametrize("name", CLASSES)
 def test_trees_are_scaled_as_jmp_scales_them(name, exact):
     tree = {

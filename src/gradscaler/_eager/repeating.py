@@ -280,7 +280,7 @@ class ClosureStep:
         """Evaluate until the gradients are finite; return the unscaled loss, and the gradients.
 
         If they overflow at every scale, the scale from before is put back: the batch is bad, the
-        scale was not too high, and ``update`` backs off once.
+        scale was not too high, and ``update`` counts one overflow.
 
         Raises:
             _RetriesExhaustedError: the gradients overflowed in every evaluation.
@@ -353,7 +353,7 @@ class AttemptLoop:
 
         If the loop is left early, the gradients and their record stay as they are; ``update`` then
         keeps the scale that the loop backed off to only if ``step`` found the gradients finite. If
-        all attempts overflowed, ``update`` backs off once.
+        all attempts overflowed, ``update`` counts one overflow.
         """
         try:
             yield from self._attempts()
