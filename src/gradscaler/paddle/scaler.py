@@ -123,8 +123,9 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     it is a bool or None, the order is Paddle's. A first 0 or 1 may be ``enable`` or ``init_scale``,
     so it raises unless the other of the two is given by name.
 
-    The defaults are those of Paddle's reference documentation. Release 3.3.1 itself has 65536.0,
-    2000 and 1 for ``init_loss_scaling``, ``incr_every_n_steps`` and ``decr_every_n_nan_or_inf``.
+    The defaults are those of the documentation of Paddle 2.2. Releases from 2.5 to 3.3.1 have
+    65536.0, 2000 and 1 for ``init_loss_scaling``, ``incr_every_n_steps`` and
+    ``decr_every_n_nan_or_inf``.
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.

@@ -56,9 +56,9 @@ class Presets:
         incr_every_n_steps: int = 1000,
         decr_every_n_nan_or_inf: int = 2,
     ) -> T:
-        """``paddle.amp.GradScaler``, with the defaults of its reference documentation.
+        """``paddle.amp.GradScaler``, with the defaults of the documentation of Paddle 2.2.
 
-        Release 3.3.1 itself defaults to 2**16, 2000 and 1.
+        Releases from 2.5 to 3.3.1 default to 2**16, 2000 and 1.
         """
         counts = incr_every_n_steps, decr_every_n_nan_or_inf
         return spelled(cls, PADDLE, init_loss_scaling, incr_ratio, decr_ratio, *counts)
