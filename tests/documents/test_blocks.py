@@ -111,7 +111,13 @@ def test_a_recipe_of_many_processes_runs_as_a_script(code, tmp_path):
     assert code.count("\n") < 40
     (tmp_path / "recipe.py").write_text(code)
     command = [sys.executable, "recipe.py"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=120, stderr=subprocess.PIPE)
+    for _ in range(4):
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        # PyTorch may abort a process that ends while a thread of gloo's still holds a tensor
+        # (pytorch#179291), one in twenty on a busy machine, with its own scaler, too.
+        if "terminate called without an active exception" not in result.stderr:
+            break
+    assert result.returncode == 0, result.stderr
 
 
 # Readers copy the blocks of the start pages into loops of their own.
