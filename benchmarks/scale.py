@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -318,6 +319,7 @@ def count_in_rank(rank: int, folder: str, world: int, tensors: list[int]) -> Non
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # else a thread of gloo's may abort the process as it ends (pytorch#179291)
 
 
 def counted(processes: int, tensors: list[int]) -> list[Any]:
