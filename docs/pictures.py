@@ -147,10 +147,10 @@ def figures() -> dict[str, Figure]:
     return {**drawn, "scale.png": figure}
 
 
-def main() -> None:
-    """Draw both pictures into docs/pictures/."""
+def main(folder: Path = HERE / "pictures") -> None:
+    """Draw both pictures into a folder."""
     for name, figure in figures().items():
-        (HERE / "pictures" / name).write_bytes(png_of(figure))
+        (folder / name).write_bytes(png_of(figure))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The figures, as pixels: each class of gradients has one colour, which nothing tints or hides."""
 
-from io import BytesIO
 from itertools import combinations
 from pathlib import Path
 
@@ -9,15 +8,11 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="the figures are drawn with it")
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from matplotlib.legend import Legend
 
-from gradscaler.diagnose.report._content import content_of
-from gradscaler.diagnose.report._figures import COLOURS, drawing_settings
-from gradscaler.diagnose.report._picture import draw
 from tests.support import run_files
+from tests.support.reports import drawn
 
 STEPS = 40
 SHARES = run_files.shares(0.2, 0.1, 0.2, 0.3, 0.05, 0.15)
@@ -64,16 +59,17 @@ def run_of_every_class(skipped, dtype="float16"):
     return run_files.run_of(start, *samples)
 
 
-class Drawn:
-    """The picture of a run, and its pixels in the PNG."""
+def pixels_of(png):
+    return np.round(255 * imread(png)[..., :3]).astype(int)
 
-    def __init__(self, run):
-        with drawing_settings():
-            self.figure = draw(content_of(run))
-            FigureCanvasAgg(self.figure)
-            file = BytesIO()
-            self.figure.savefig(file, format="png", dpi=self.figure.dpi)
-        self.pixels = np.round(255 * imread(BytesIO(file.getvalue()))[..., :3]).astype(int)
+
+class Picture:
+    """The picture of a run: its figure, and the pixels of the PNG."""
+
+    def __init__(self, run, path):
+        self.figure, self.pixels = drawn(run, path), pixels_of(path)
+        self.figure.dpi = len(self.pixels) / self.figure.get_figheight()
+        self.figure.draw_without_rendering()  # so that places in it are those of the pixels
 
     def axes(self, title):
         found = (axes for axes in self.figure.axes if axes.get_title(loc="left").startswith(title))
@@ -94,21 +90,21 @@ class Drawn:
         }
 
     def _pixel(self, x, y):
-        return tuple(self.pixels[self.pixels.shape[0] - 1 - int(y), int(x)].tolist())
+        return tuple(self.pixels[len(self.pixels) - 1 - int(y), int(x)].tolist())
 
 
 SKIPPED = {"none": (), "most": tuple(range(8, STEPS + 1)), "all": tuple(range(1, STEPS + 1))}
 
 
 @pytest.mark.parametrize("skips", SKIPPED)
-def test_each_class_is_stacked_in_the_colour_of_the_legend(skips):
-    drawn = Drawn(run_of_every_class(SKIPPED[skips]))
+def test_each_class_is_stacked_in_the_colour_of_the_legend(skips, tmp_path):
+    picture = Picture(run_of_every_class(SKIPPED[skips]), tmp_path / "report.png")
     shares = {**SHARES, "overflow": SHARES["overflow"] + SHARES["nonfinite"]}
-    axes, below = drawn.axes("What float16"), 0.0
-    for name, colour in drawn.legend().items():
+    axes, below = picture.axes("What float16"), 0.0
+    for name, colour in picture.legend().items():
         middle = below + 50 * shares[name]
         below += 100 * shares[name]
-        pixels = {drawn.at(axes, step, middle) for step in range(1, STEPS + 1)}
+        pixels = {picture.at(axes, step, middle) for step in range(1, STEPS + 1)}
         assert pixels == {colour}, name
 
 
@@ -138,29 +134,33 @@ TO_XYZ = np.array(
 
 def lab(colour, matrix):
     """The CIELAB coordinates of a colour as somebody sees it."""
-    encoded = np.array(to_rgb(colour))
+    encoded = np.array(colour) / 255
     linear = np.where(encoded <= 0.04045, encoded / 12.92, ((encoded + 0.055) / 1.055) ** 2.4)
     xyz = TO_XYZ @ np.clip(matrix @ linear, 0, 1) / TO_XYZ.sum(axis=1)
     x, y, z = np.where(xyz > 216 / 24389, np.cbrt(xyz), (24389 / 27 * xyz + 16) / 116)
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
-def as_pixel(colour):
-    return tuple(round(255 * channel) for channel in to_rgb(colour))
+@pytest.fixture(scope="module")
+def colours(tmp_path_factory):
+    """The colours of a picture's legend, as pixels."""
+    path = tmp_path_factory.mktemp("picture") / "report.png"
+    found = Picture(run_of_every_class(()), path).legend()
+    assert set(found) == {"flushed", "subnormal", "overflow", "zero", "normal"}
+    return list(found.values())
 
 
 @pytest.mark.parametrize("who", SEEN_BY)
-def test_no_two_colours_of_a_legend_look_alike(who):
-    seen = [lab(colour, np.array(SEEN_BY[who])) for colour in COLOURS.values()]
+def test_no_two_colours_of_a_legend_look_alike(who, colours):
+    seen = [lab(colour, np.array(SEEN_BY[who])) for colour in colours]
     assert min(np.linalg.norm(one - other) for one, other in combinations(seen, 2)) > 30
 
 
-def test_the_colours_of_a_legend_differ_in_grey():
-    lightness = [lab(colour, np.eye(3))[0] for colour in COLOURS.values()]
+def test_the_colours_of_a_legend_differ_in_grey(colours):
+    lightness = [lab(colour, np.eye(3))[0] for colour in colours]
     assert min(abs(one - other) for one, other in combinations(lightness, 2)) > 12
 
 
-def test_the_picture_of_the_page_has_these_colours():
-    path = Path(__file__).parents[3] / "docs" / "stuck.png"
-    pixels = np.round(255 * imread(path)[..., :3]).astype(int).reshape(-1, 3)
-    assert set(map(as_pixel, COLOURS.values())) <= set(map(tuple, pixels.tolist()))
+def test_the_picture_of_the_page_has_these_colours(colours):
+    pixels = pixels_of(Path(__file__).parents[3] / "docs" / "stuck.png").reshape(-1, 3)
+    assert set(colours) <= set(map(tuple, pixels.tolist()))

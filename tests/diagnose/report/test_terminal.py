@@ -3,33 +3,25 @@
 import os
 import subprocess
 import sys
-from io import StringIO
 
-import numpy as np
 import pytest
 
 pytest.importorskip("rich", reason="the terminal is written to with it")
 
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from gradscaler.__main__ import main
-from gradscaler.diagnose.report._content import content_of
-from gradscaler.diagnose.report._terminal import Printed, curve
 from gradscaler.outcome import NonfiniteGradient
 from tests.support import run_files
+from tests.support.reports import explained, line_of
 from tests.support.run_files import run_of, skip
 
 
-def explained(run, width=80, **console):
-    file = StringIO()
-    Console(file=file, width=width, highlight=False, **console).print(Printed(content_of(run)))
-    return file.getvalue()
-
-
-def line_of(text, name):
-    return next(line for line in text.splitlines() if line.startswith(name))
+def chart_of(losses, width=80):
+    """The chart of a run whose steps have these losses."""
+    run = run_of(*(skip(step, 1.0, loss) for step, loss in enumerate(losses, 1)))
+    return line_of(explained(run, width), "loss  ").split()[1]
 
 
 def test_the_verdict_comes_first(made_up_run):
@@ -56,9 +48,7 @@ def test_a_chart_has_a_column_for_each_step_of_a_short_run(made_up_run):
 
 
 def test_the_largest_and_the_smallest_float_differ_in_a_chart():
-    run = run_of(skip(1, 1.0, -1.7e308), skip(2, 1.0, 1.7e308))
-    loss = line_of(explained(run), "loss  ")
-    assert loss.split()[1] == "▁█"
+    assert chart_of([-1.7e308, 1.7e308]) == "▁█"
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -111,6 +101,7 @@ def test_the_command_prints_in_any_encoding(save, made_up_run, encoding):
     assert ("名前" in text) == (encoding == "utf-8")
 
 
+NAN = float("nan")
 numbers = st.floats() | st.sampled_from([0.0, 1.0, 65536.0, 5e-324, float("nan"), float("inf")])
 scales = st.floats(2.0**-149, 2.0**127)
 steps = st.integers(1, 50) | st.integers(1, 10**11)
@@ -152,16 +143,18 @@ def test_whatever_a_file_may_hold_can_be_explained(made_up_samples, made_up_skip
     assert explained(run_of(*made_up_samples, *made_up_skips, verdict))
 
 
-def test_a_curve_marks_nan_and_shows_the_latest_number_of_a_column():
-    columns, heights = np.arange(4), np.array([0.0, 1.0, np.nan, 0.5])
-    assert curve(columns, heights, 4, "12345678") == "18!5"
-    assert curve(columns // 2, heights, 2, "12345678") == "8!"
-    assert curve(columns[1:2], heights[3:], 4, "12345678") == " 555"
+def test_a_chart_marks_nan_and_shows_the_latest_number_of_a_column():
+    assert chart_of([0.0, 1.0, NAN, 0.5]) == "▁█!▅"
+    # 16 steps in 8 columns
+    assert chart_of([0.0, 1.0, NAN, 0.5] * 3 + [1.0, 0.5, NAN, NAN], width=40) == "█!█!█!▅!"
+
+
+def test_a_chart_goes_on_from_the_latest_number():
+    run = run_of(skip(2, 1.0, 0.0), skip(3, 1.0, 1.0), skip(6, 1.0))
+    indent = len("loss scale  ")
+    assert line_of(explained(run), "loss  ")[indent:].rstrip() == " ▁████  0 → 1"
 
 
 def test_numbers_of_very_different_sizes_are_drawn_by_their_logarithms():
-    losses = [skip(step, 1.0, loss) for step, loss in enumerate((1.0, 10.0, 1e4), 1)]
-    text = explained(run_of(*losses))
-    assert line_of(text, "loss  ").split()[1] == "▁▃█"
-    text = explained(run_of(*losses[:2]))
-    assert line_of(text, "loss  ").split()[1] == "▁█"
+    assert chart_of([1.0, 10.0, 1e4]) == "▁▃█"
+    assert chart_of([1.0, 10.0]) == "▁█"

@@ -1,0 +1,42 @@
+"""What the commands show of a run: the text in a terminal, and the figure of a picture."""
+
+import os
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
+
+from gradscaler.__main__ import main
+from gradscaler.diagnose import report
+from tests.support.run_files import append_run
+
+
+def explained(run, width=80):
+    """What ``python -m gradscaler explain`` prints on a run, in a terminal of this width."""
+    with TemporaryDirectory() as folder:
+        path = append_run(Path(folder) / "run.jsonl", run)
+        return printed("explain", path, width=width)
+
+
+def printed(*arguments, width=80):
+    """What ``python -m gradscaler`` prints with these arguments."""
+    output = StringIO()
+    with redirect_stdout(output), mock.patch.dict(os.environ, COLUMNS=str(width)):
+        assert main([*map(str, arguments)]) == 0
+    return output.getvalue()
+
+
+def line_of(text, name):
+    """The first line that begins with a name."""
+    return next(line for line in text.splitlines() if line.startswith(name))
+
+
+def drawn(run, path):
+    """Write the report on a run, or on several, as a picture; return matplotlib's figure of it."""
+    from matplotlib.figure import Figure
+
+    with mock.patch.object(Figure, "savefig", autospec=True, side_effect=Figure.savefig) as saved:
+        report.write(run, path)
+    ((figure, *_),) = (call.args for call in saved.call_args_list)
+    return figure
