@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from gradscaler.diagnose import exponents
+
+# A report shows the sentence only if a scale may help, and would take 30 times as long for each of
+# 300 random runs.
 from gradscaler.diagnose.report._content import headline_of
 from gradscaler.diagnose.report._words import sentence_of
 from tests.support import run_files

@@ -3,6 +3,7 @@
 import math
 import re
 import struct
+import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -21,8 +22,7 @@ from gradscaler.diagnose import report
 
 # A kind without a headline in the tests would not be noticed.
 from gradscaler.diagnose._findings.finding import KINDS
-from gradscaler.diagnose.report import _figures, _page
-from gradscaler.diagnose.report._words import number, percent
+from tests.support.reports import explained, line_of
 
 HOSTILE = ["<script>alert(1)</script>", "$x_{", r"$\bad{$ & <b>", "name\n\x00\u202e", "w" * 300]
 VERDICT = ("nan", "The gradient of encoder.0.weight is NaN. Look there.", "encoder.0.weight")
@@ -115,11 +115,13 @@ def test_the_headlines_are_those_of_all_kinds():
 
 @pytest.mark.parametrize("kind", HEADLINES)
 def test_each_verdict_comes_first(page_of, made_up_run, kind):
+    level, headline = HEADLINES[kind]
     skips = 0 if kind == "normal" else 3  # those of a made-up run have a loss of NaN
     page = page_of(made_up_run(samples=1, stuck=skips, verdict=(kind, "What. Why.", None)))
     texts = [text for text in page.texts if text]
-    start = texts.index(HEADLINES[kind][1], 1)
+    start = texts.index(headline, 1)
     assert texts[start + 1] == "What. Why."
+    assert f'<header class="{level}">' in page.source
     assert page.tags.count("h1") == 1
 
 
@@ -198,9 +200,9 @@ def test_where_the_first_inf_was_made_comes_first(page_of, made_up_run):
 def test_of_the_parameter_that_decided_a_verdict_the_shares_are_shown(page_of, made_up_run):
     name = "encoder.5.weight"
     facts = page_of(made_up_run(verdict=("underflow", "What. Why.", name))).facts
-    share = percent(made_up_run().samples[-1].parameters[name].subnormal)
-    assert f"{name} at step 1,000: " in facts
-    assert f"{share} subnormal, " in facts
+    found = made_up_run().samples[-1].parameters[name]
+    shares = f"{found.flushed:.1%} flushed, {found.subnormal:.1%} subnormal, {found.zero:.1%} zero"
+    assert f"{name} at step 1,000: {shares}. " in facts
     others = page_of(made_up_run(stuck=3, verdict=("nan", "What. Why.", name))).facts
     assert "subnormal" not in others
 
@@ -261,7 +263,15 @@ def test_drawing_leaves_the_settings_of_matplotlib_alone(tmp_path, made_up_run):
     before = dict(matplotlib.rcParams)
     report.write(made_up_run(samples=1), tmp_path / "report.html")
     assert dict(matplotlib.rcParams) == before
-    assert "matplotlib.pyplot" not in vars(_figures)
+
+
+def test_a_report_does_not_load_pyplot(save, made_up_run, path):
+    code = "import sys; from gradscaler.__main__ import main; main(sys.argv[1:]); print(*sys.modules)"
+    arguments = ["report", save(made_up_run(samples=1)), "-o", str(path.with_suffix(".png"))]
+    command = [sys.executable, "-c", code, *arguments]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert "matplotlib.figure" in loaded
+    assert "matplotlib.pyplot" not in loaded
 
 
 FILES = {
@@ -315,7 +325,7 @@ def test_what_cannot_be_drawn_is_one_line_with_exit_status_1(
 def test_a_failed_drawing_leaves_the_old_report(tmp_path, made_up_run, monkeypatch):
     target = tmp_path / "report.html"
     target.write_text("kept")
-    monkeypatch.setattr(_page, "_table", lambda table: 1 / 0)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         report.write(made_up_run(samples=1), target)
     assert target.read_text() == "kept"
@@ -350,11 +360,17 @@ def test_without_matplotlib_the_command_says_what_to_install(
     ],
 )
 def test_numbers_are_short(value, text):
-    assert number(value) == text
+    run = run_of(run_files.skip(1, 1.0, value))
+    assert line_of(explained(run), "loss  ").split()[-1] == text
 
 
 @pytest.mark.parametrize(
     ("share", "text"), [(0.0, "0%"), (1e-9, "<0.1%"), (0.1234, "12.3%"), (1.0, "100.0%")]
 )
 def test_only_zero_is_shown_as_0_percent(share, text):
-    assert percent(share) == text
+    shares = [run_files.shares(value, 0.0, 0.0, 0.0, 0.0, 0.0) for value in (0.5, share)]
+    samples = [
+        run_files.sample(step, 1.0, [], 1, [], None, None, each, (0, []))
+        for step, each in enumerate(shares, 1)
+    ]
+    assert line_of(explained(run_of(*samples)), "zero  ").split()[2:] == ["50.0%", "→", text]

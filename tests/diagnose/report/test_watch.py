@@ -29,6 +29,7 @@ pytest.importorskip("rich", reason="the terminal is written to with it")
 from rich.cells import cell_len
 from rich.console import Console
 
+# Each of 100 random views in a terminal would start the command.
 from gradscaler.diagnose.report._watch import view
 
 pty = pytest.importorskip("pty", reason="it is of Unix")

@@ -2,19 +2,14 @@
 
 import re
 from dataclasses import replace
-from io import StringIO
 
 import pytest
 
 pytest.importorskip("matplotlib", reason="the report is drawn with it")
 pytest.importorskip("rich", reason="the terminal is written to with it")
 
-from rich.console import Console
-
 from gradscaler.diagnose import report
-from gradscaler.diagnose.report._content import content_of, headline_of
-from gradscaler.diagnose.report._terminal import Printed
-from gradscaler.diagnose.report._words import sentence_of
+from tests.support.reports import explained
 from tests.support.run_files import HEADLINES, parameter, run_of, shares, skip, verdict
 from tests.support.run_files import sample as sample_line
 
@@ -34,9 +29,7 @@ def texts_of(tmp_path):
     def texts_of(*samples):
         run = run_of(*samples)
         report.write(run, tmp_path / "report.html")
-        console = Console(file=StringIO(), width=300)
-        console.print(Printed(content_of(run)))
-        return (tmp_path / "report.html").read_text(encoding="utf-8"), console.file.getvalue()
+        return (tmp_path / "report.html").read_text(encoding="utf-8"), explained(run, width=300)
 
     return texts_of
 
@@ -56,20 +49,27 @@ def test_numbers_that_are_never_finite_are_marked(texts_of):
     assert re.search("\ngradient norm +!! +NaN", terminal)
 
 
+def assert_banner(run, kind):
+    """Assert that the banner of a run in the terminal is that of a kind of verdict."""
+    assert explained(run).startswith(f"╭─ {HEADLINES[kind][1]} ─")
+
+
 def test_the_banner_is_not_green_over_figures_that_show_otherwise(made_up_run):
     run = made_up_run()
-    assert headline_of(run) == HEADLINES["normal"]
+    assert_banner(run, "normal")
     lost = run_of(*(skip(step, 8.0, NAN) for step in (1_010, 1_050, 1_099))).skips
-    assert headline_of(replace(run, skips=(*run.skips, *lost[2:]))) == HEADLINES["normal"]
-    assert headline_of(replace(run, skips=(*run.skips, *lost))) == HEADLINES["data"]
-    stuck = replace(run, verdicts=run_of(verdict(50, "nan", "")).verdicts)
-    assert headline_of(stuck) == HEADLINES["nan"]  # though it recovered
-    fit = run.fit  # of the smallest parameter's gradients most fit at the largest scale
-    assert fit.is_empty
-    assert fit.lost < 0.5
-    assert " fits best: " in sentence_of(fit)
-    low = run_of(sample(1, loss=1.0, scale=0.5))
-    assert headline_of(low) == HEADLINES["floor"]
+    assert_banner(replace(run, skips=(*run.skips, *lost[2:])), "normal")
+    assert_banner(replace(run, skips=(*run.skips, *lost)), "data")
+    stuck = replace(run, verdicts=run_of(verdict(50, "nan", "The gradient is NaN.")).verdicts)
+    assert_banner(stuck, "nan")  # though it recovered
+    assert_banner(run_of(sample(1, loss=1.0, scale=0.5)), "floor")
+
+
+def test_a_run_is_normal_if_most_gradients_of_the_smallest_parameter_fit(made_up_run):
+    assert_banner(made_up_run(), "normal")
+    assert made_up_run().fit.is_empty
+    shown = explained(made_up_run(verdict=("underflow", "What. Why.", None)))
+    assert " fits best: encoder.5.weight needs at least " in " ".join(shown.split())
 
 
 def test_a_run_that_no_scale_fits_is_not_green(made_up_run):
@@ -77,6 +77,6 @@ def test_a_run_that_no_scale_fits_is_not_green(made_up_run):
     parameters = {name: parameter(0.0, 0.0, 0.0, 0.0, (end, [1000])) for name, end in ends.items()}
     given = run_of(sample_line(1, 8.0, [], 1, [], parameters=parameters)).samples[0].parameters
     spread = replace(run, samples=(replace(run.samples[0], parameters=given),))
-    assert headline_of(spread) == HEADLINES["range"]
+    assert_banner(spread, "range")
     assert spread.verdict.where == "a"
     assert "those of b overflow from 65536 on" in spread.verdict.text
