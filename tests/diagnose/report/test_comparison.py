@@ -1,6 +1,8 @@
 """``python -m gradscaler compare``: several runs side by side."""
 
+import re
 from dataclasses import replace
+from html import unescape
 
 import pytest
 
@@ -11,22 +13,28 @@ from matplotlib.colors import to_hex
 
 from gradscaler.__main__ import main
 from gradscaler.diagnose import report
-from gradscaler.diagnose.report._content import content_of_runs, read_each
-from gradscaler.diagnose.report._figures import drawing_settings
-from gradscaler.diagnose.report._picture import draw
-from gradscaler.diagnose.report._words import percent
-from tests.support.run_files import HEADLINES, append, append_run, start
+from tests.support.reports import drawn, printed
+from tests.support.run_files import HEADLINES, append, append_run, skip, start
 
 
-def test_runs_of_the_same_name_go_by_their_paths_and_a_file_is_given_once(tmp_path):
-    first, second = tmp_path / "run.jsonl", tmp_path / "other" / "run.jsonl"
-    second.parent.mkdir()
-    for path in (first, second):
-        append(path, start())
-    assert list(read_each([first])) == ["run"]
-    assert list(read_each([first, second])) == [str(first), str(second)]
-    with pytest.raises(ValueError, match="is given twice"):
-        read_each([first, first])
+def test_runs_of_the_same_name_go_by_their_paths_and_a_file_is_given_once(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    for folder, scale in (("a", 8.0), ("b", 4.0)):
+        (tmp_path / folder).mkdir()
+        append(tmp_path / folder / "run.jsonl", start(), skip(1, scale))
+    append(tmp_path / "third.jsonl", start())
+    assert headings_of("a/run.jsonl", "third.jsonl") == ["run", "third"]
+    assert headings_of("a/run.jsonl", "b/run.jsonl") == ["a/run.jsonl", "b/run.jsonl"]
+    assert main(["compare", "third.jsonl", "third.jsonl"]) == 1
+    assert "third.jsonl: is given twice" in capsys.readouterr().err
+
+
+def headings_of(*paths):
+    """The runs' names above the table of what differs."""
+    _title, headings, *_ = printed("compare", *paths).splitlines()
+    return headings.split()
 
 
 def test_ranks_of_one_run_can_be_compared(save_ranks, capsys):
@@ -56,46 +64,62 @@ def runs(made_up_run):
     return {"a<b>": made_up_run(samples=8), "stuck": stuck}
 
 
-def test_the_table_has_a_column_for_each_run_and_a_row_for_each_difference(runs):
-    content = content_of_runs(runs)
-    (table,), (alike,) = content.first, content.tables
-    assert table.headings == ("", "a<b>", "stuck")
-    rows = {row[0]: row[1:] for row in table.rows}
-    assert list(rows) == [
-        *("verdict", "growth_interval", "steps", "skipped", "last scale", "last finite loss"),
-        *("flushed", "subnormal"),
-    ]
-    assert rows["growth_interval"] == ("", "50")
-    assert rows["steps"] == ("800", "437")
-    assert rows["skipped"] == ("6 (0.8%)", "41 (9.4%)")
-    assert rows["last finite loss"] == ("0.2875", "0.575")
+class Page:
+    """The page that compares runs: its level, its headline, and the rows of its tables."""
+
+    def __init__(self, runs, path):
+        report.write(runs, path)
+        text = path.read_text(encoding="utf-8")
+        self.headline = re.search(r'<header class="(\w+)">\s*<h1>(.*?)</h1>', text).groups()
+        self.tables = {
+            unescape(title): [cells_of(row) for row in re.findall("<tr>(.*?)</tr>", table)]
+            for title, table in re.findall(
+                r"<h2>([^<]*)</h2>\s*<div.*?<table>(.*?)</table>", text, re.S
+            )
+        }
+
+
+def cells_of(row):
+    return [unescape(cell) for cell in re.findall("<t[hd][^>]*>(.*?)</t[hd]>", row)]
+
+
+def test_the_table_has_a_column_for_each_run_and_a_row_for_each_difference(runs, tmp_path):
+    page = Page(runs, tmp_path / "report.html")
+    headings, *rows = page.tables["What differs"]
+    assert headings == ["", "a<b>", "stuck"]
     first, second = (run.samples[-1].shares for run in runs.values())
-    assert rows["flushed"] == (percent(first.flushed), percent(second.flushed))
-    assert rows["verdict"] == (HEADLINES["normal"][1], HEADLINES["nan"][1])
-    assert alike.rows == [
-        ("policy", "DynamicScale"),
-        ("init_scale", "65,536"),
-        ("measured against", "float16"),
-        ("framework", "torch"),
+    assert rows == [
+        ["verdict", HEADLINES["normal"][1], HEADLINES["nan"][1]],
+        ["growth_interval", "", "50"],
+        ["steps", "800", "437"],
+        ["skipped", "6 (0.8%)", "41 (9.4%)"],
+        ["last scale", "32,768", "2⁻²²"],
+        ["last finite loss", "0.2875", "0.575"],
+        ["flushed", "0%", f"{second.flushed:.1%}"],
+        ["subnormal", f"{first.subnormal:.1%}", f"{second.subnormal:.1%}"],
+    ]
+    assert page.tables["What is alike"][1:] == [
+        ["policy", "DynamicScale"],
+        ["init_scale", "65,536"],
+        ["measured against", "float16"],
+        ["framework", "torch"],
     ]
 
 
-def test_runs_that_do_not_differ_have_no_table(made_up_run):
-    same = dict.fromkeys("ab", made_up_run())
-    content = content_of_runs(same)
-    assert content.first == []
-    assert ("steps", "1,000") in content.tables[0].rows
+def test_runs_that_do_not_differ_have_no_table(made_up_run, tmp_path):
+    page = Page(dict.fromkeys("ab", made_up_run()), tmp_path / "report.html")
+    assert list(page.tables) == ["What is alike"]
+    assert ["steps", "1,000"] in page.tables["What is alike"]
 
 
-def test_the_headline_is_as_bad_as_the_worst_run(runs):
-    assert content_of_runs(runs).headline == ("bad", "2 runs side by side")
-    good = dict.fromkeys(("a", "b", "c"), runs["a<b>"])
-    assert content_of_runs(good).headline == ("good", "3 runs side by side")
+def test_the_headline_is_as_bad_as_the_worst_run(runs, tmp_path):
+    path, good = tmp_path / "report.html", dict.fromkeys("abc", runs["a<b>"])
+    assert Page(runs, path).headline == ("bad", "2 runs side by side")
+    assert Page(good, path).headline == ("good", "3 runs side by side")
 
 
-def test_scales_skips_and_losses_are_drawn_over_the_same_steps(runs):
-    with drawing_settings():
-        figure = draw(content_of_runs(runs))
+def test_scales_skips_and_losses_are_drawn_over_the_same_steps(runs, tmp_path):
+    figure = drawn(runs, tmp_path / "report.png")
     scale, skips, loss = (axes for axes in figure.axes if axes.get_xlim()[0] == 0.5)
     assert {axes.get_xlim() for axes in (scale, skips, loss)} == {(0.5, 800.5)}
     colours = [to_hex(line.get_color()) for line in scale.lines]

@@ -266,7 +266,9 @@ def test_drawing_leaves_the_settings_of_matplotlib_alone(tmp_path, made_up_run):
 
 
 def test_a_report_does_not_load_pyplot(save, made_up_run, path):
-    code = "import sys; from gradscaler.__main__ import main; main(sys.argv[1:]); print(*sys.modules)"
+    code = (
+        "import sys; from gradscaler.__main__ import main; main(sys.argv[1:]); print(*sys.modules)"
+    )
     arguments = ["report", save(made_up_run(samples=1)), "-o", str(path.with_suffix(".png"))]
     command = [sys.executable, "-c", code, *arguments]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
