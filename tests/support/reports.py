@@ -1,7 +1,7 @@
 """What the commands show of a run: the text in a terminal, and the figure of a picture."""
 
 import os
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,9 +34,22 @@ def line_of(text, name):
 
 def drawn(run, path):
     """Write the report on a run, or on several, as a picture; return matplotlib's figure of it."""
+    with figures_saved() as figures:
+        report.write(run, path)
+    (figure,) = figures
+    return figure
+
+
+@contextmanager
+def figures_saved():
+    """Collect the figures that matplotlib saves."""
     from matplotlib.figure import Figure
 
-    with mock.patch.object(Figure, "savefig", autospec=True, side_effect=Figure.savefig) as saved:
-        report.write(run, path)
-    ((figure, *_),) = (call.args for call in saved.call_args_list)
-    return figure
+    figures, save = [], Figure.savefig
+
+    def savefig(figure, *arguments, **options):
+        figures.append(figure)
+        save(figure, *arguments, **options)
+
+    with mock.patch.object(Figure, "savefig", savefig):
+        yield figures

@@ -84,6 +84,12 @@ def test_several_ranks_have_one_verdict_and_a_row_each(save_ranks, capsys):
     assert capsys.readouterr().out.count("another rank's") == 1  # in the table of skipped steps
 
 
+@pytest.mark.parametrize(("skips", "text"), [(1, "1 step"), (2, "2 steps")])
+def test_the_skipped_steps_are_counted(skips, text):
+    run = run_of(*(skip(step, 8.0) for step in range(1, skips + 1)))
+    assert line_of(explained(run), "skipped").rstrip().endswith(f"  {text}")
+
+
 def test_a_run_without_steps_is_no_error(made_up_run):
     assert "No step is recorded yet" in explained(made_up_run(samples=0))
 

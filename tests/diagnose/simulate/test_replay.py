@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from gradscaler import AmaxScale, DynamicScale, FixedScale
 from gradscaler.diagnose.simulate import Replay, Spike, Trace, replay
-from gradscaler.diagnose.simulate._replay import at_scales
 
 
 def trace_of(gradients):
@@ -57,7 +56,7 @@ def test_shares_are_those_of_float16(exponents, scale):
 
 def test_a_scale_between_powers_of_two_splits_a_bin_evenly():
     trace = Trace([2.0**-20], None, -25, [[8.0, 0, 0, 0, 0]])
-    found = at_scales([2.0**-0.25], trace)
+    found = replay(FixedScale(2.0**-0.25), trace)
     assert found.flushed[0] == pytest.approx(0.25)
 
 
@@ -120,6 +119,7 @@ def spikes_by_definition(found):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_spikes_are_as_they_are_defined(seed, monkeypatch):
+    # 700 steps take several chunks.
     monkeypatch.setattr("gradscaler.diagnose.simulate._trace._CHUNK", 37)
     rng = np.random.default_rng(seed)
     sizes = 2.0 ** rng.integers(-9, 3, 700) * (rng.random(700) > 0.1)
@@ -138,9 +138,12 @@ def test_steps_that_share_a_histogram_are_replayed_as_with_one_each():
     shared = Trace(sizes, None, -24, rows, row_of)
     apart = Trace(sizes, None, -24, rows[row_of])
     assert (shared.counts == apart.counts).all()
-    scales = 2.0 ** rng.integers(-4, 6, 300)
+    policy = DynamicScale(2.0**-4, growth_factor=4.0, growth_interval=40)
+    ours, theirs = (replay(policy, trace) for trace in (shared, apart))
+    assert ours.scales[-1] == 2.0**10
+    assert len({*ours.flushed[:40].tolist()}) == 5  # one for each row, at the first scale
     for name in ("flushed", "subnormal", "flushed_magnitude", "subnormal_magnitude"):
-        one, other = (getattr(at_scales(scales, trace), name) for trace in (shared, apart))
+        one, other = getattr(ours, name), getattr(theirs, name)
         assert (one == other).all()
         assert one.any()
 

@@ -132,7 +132,7 @@ def _over_time(courses: Mapping[str, Course], options: ConsoleOptions) -> Table:
     if any(run.skipped for run in runs):
         skips = [columns_of(run.skipped, last_step, width) for run in runs]
         lines = [Text(density(columns, width, blocks), "red") for columns in skips]
-        counts = [f"{len(run.skipped):,} steps" for run in runs]
+        counts = [f"{len(run.skipped):,} step{'s' * (len(run.skipped) != 1)}" for run in runs]
         add("skipped", zip(lines, counts, strict=True))
     return chart
 
