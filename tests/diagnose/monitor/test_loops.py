@@ -177,6 +177,7 @@ def said(loop, flags):
 
 @pytest.fixture
 def looks_cost_nothing(monkeypatch):
+    """So a monitor looks for findings as often as it may, however busy the machine is."""
     monkeypatch.setattr("gradscaler.diagnose._monitor.news.clock", lambda: 0.0)
 
 
