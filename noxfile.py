@@ -34,7 +34,7 @@ ENVIRONMENTS = {
     "mindspore": ["mindspore"],
 }
 ENVIRONMENT_OF = {name: where for where, names in ENVIRONMENTS.items() for name in names}
-BACKENDS = {"keras": ["tensorflow", "jax", "torch"]}  # Keras is one backend a process
+BACKENDS = {"keras": ["tensorflow", "jax", "torch"]}  # a process has one of them
 LOWEST_PYTHON = os.environ.get("LOWEST_PYTHON", "3.10")
 
 # Packages that are installed without their dependencies.
@@ -153,7 +153,7 @@ def test_session(framework: str, environment: str) -> None:
         options = session.posargs or ["-n", "auto", *tests_of(framework)]
         for variables in runs_of(framework):
             run(session, environment, "-m", "pytest", *options, env=variables)
-        # Once more on a device that is not the CPU: it is compiled, and stays in its process.
+        # Another device than the CPU is compiled for these tests, and cannot be unloaded again.
         if framework == "torch" and not session.posargs and shutil.which("g++"):
             run(session, environment, "-m", "pytest", "tests/device")
             on_device = {"GRADSCALER_DEVICE": "accel"}
@@ -376,7 +376,7 @@ def notebooks(session: nox.Session) -> None:
 
 
 RESULTS = Path("benchmarks/results")
-# The first has a session of its own, and the others have no table among those pages yet.
+# The first has a session of its own, and the pages have no table for the second.
 NOT_IN_BENCH = "torch_gpu", "jax_compiled"
 
 

@@ -58,6 +58,7 @@ _EXAMPLES = {
     "doctor": "",
 }
 _RUNS = "the file to read, or one file of each rank"
+_OUTPUT = "a page (.html) or a picture (.png) to write"
 
 
 class _FailedError(Exception):
@@ -87,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--steps", _positive, 250, "training steps of each run"),
     ):
         demo.add_argument(option, type=number, default=default, help=f"{text} (%(default)s)")
-    threads = "numbers of threads, each at most 256; repeat everything with each of them (1)"
+    threads = "numbers of threads, each at most 256; all runs are repeated with each number (1)"
     demo.add_argument(
         "--threads", type=_threads, nargs="+", default=(1,), metavar="N", help=threads
     )
@@ -102,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     convert = commands.add_parser(
         "convert",
         help="convert the state dict of one framework's scaler to another framework's format",
-        description="Read a loss scale's state dict from a file: JSON, or a file that torch or "
+        description="Read a loss scaler's state dict from a file: JSON, or a file that torch or "
         "Paddle saved. The file may also hold models and optimizers. Write only the state dict, in "
         "another format: as JSON (.json), or as torch (.pt, .pth) or Paddle (.pdparams) saves it. "
         "No code in the file is run.",
@@ -130,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         "ranks, the gradients are those of the rank at fault.",
     )
     report.add_argument("sources", type=Path, nargs="+", metavar="RUN", help=_RUNS)
-    report.add_argument("-o", "--output", type=Path, required=True, help="the file to write")
+    report.add_argument("-o", "--output", type=Path, required=True, help=_OUTPUT)
     report.set_defaults(run=_report)
 
     explain = commands.add_parser(
@@ -149,17 +150,15 @@ def _parser() -> argparse.ArgumentParser:
         "scales, losses and skips side by side, and last what they have in common. With -o, also "
         "draw the scales, the skips and the losses of all runs on the same axes.",
     )
-    compare.add_argument("sources", type=Path, nargs="+", metavar="RUN", help="the files to read")
-    compare.add_argument(
-        "-o", "--output", type=Path, help="a page (.html) or a picture (.png) to write"
-    )
+    compare.add_argument("sources", type=Path, nargs="+", metavar="RUN", help="two files or more")
+    compare.add_argument("-o", "--output", type=Path, help=_OUTPUT)
     compare.set_defaults(run=partial(_compare, compare))
 
     doctor = commands.add_parser(
         "doctor",
         help="say which frameworks are installed, and whether loss scaling works with them",
-        description="With every framework that is installed, skip one step and take one, in a "
-        "process of its own. Say what works, on which devices, and what to do about the rest.",
+        description="Skip one step and take one with every framework that is installed, each in "
+        "its own process. Say what works, on which devices, and what to do about the rest.",
     )
     doctor.set_defaults(run=_doctor)
 
@@ -190,9 +189,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a preset such as torch or paddle, or a call such as 'AmaxScale(margin=10)'; repeat "
         "the option for more policies (torch and AmaxScale)",
     )
-    simulate.add_argument(
-        "-o", "--output", type=Path, help="a page (.html) or a picture (.png) to write"
-    )
+    simulate.add_argument("-o", "--output", type=Path, help=_OUTPUT)
     simulate.set_defaults(run=partial(_simulate, simulate))
 
     for name, command in commands.choices.items():
