@@ -37,7 +37,7 @@ class FlatGradients:
             handle.remove()
 
 
-class _Layer:
+class _IntoPlace:
     """A parameter's hook that moves each new gradient to its place in a buffer."""
 
     def __init__(self, place: torch.Tensor) -> None:
@@ -56,9 +56,9 @@ class _Layer:
 def _alike(grad: torch.Tensor, place: torch.Tensor) -> bool:
     """Whether a gradient still has the dtype, device, shape and strides of its place.
 
-    The model may have been changed since. A fused optimizer reads a gradient's memory in the order
-    of its parameter's, so with other strides it would take one element for another. The stride of
-    a dimension of size 1 does not matter.
+    The model may have changed since :func:`flat_gradients`. A fused optimizer reads a gradient's
+    memory in the order of its parameter's, so with other strides it would take one element for
+    another. The stride of a dimension of size 1 does not matter.
     """
     if (grad.dtype, grad.device, grad.shape) != (place.dtype, place.device, place.shape):
         return False
@@ -87,8 +87,8 @@ def flat_gradients(model_or_optimizer: torch.nn.Module | torch.optim.Optimizer) 
     the buffer. Either way the next gradient overwrites this one: clone a gradient to keep it.
 
     Args:
-        model_or_optimizer: the owner of the parameters. The buffers have its order of them, and
-            an optimizer's order is the fastest for its steps.
+        model_or_optimizer: the owner of the parameters. The buffers follow its order; an
+            optimizer's own order is the fastest for its steps.
 
     Returns:
         The buffers, with a method ``remove()`` that undoes this call.
@@ -117,7 +117,7 @@ def flat_gradients(model_or_optimizer: torch.nn.Module | torch.optim.Optimizer) 
         for parameter, piece in zip(parameters, buffer.split(sizes), strict=True):
             # Autograd gives a gradient its parameter's strides, unless those leave gaps or overlap.
             strides = torch.empty_like(parameter, device="meta").stride()
-            layer = _Layer(piece.as_strided(parameter.shape, strides))
+            layer = _IntoPlace(piece.as_strided(parameter.shape, strides))
             layer(parameter)
             handles.append(parameter.register_post_accumulate_grad_hook(layer))
         buffers.append(buffer)
@@ -150,7 +150,7 @@ def _can_lie_flat(parameter: torch.Tensor) -> bool:
         parameter.requires_grad
         and type(parameter.detach()) is torch.Tensor
         and not getattr(parameter, "_fsdp_flattened", False)
-        and not any(isinstance(hook, _Layer) for hook in hooks.values())
+        and not any(isinstance(hook, _IntoPlace) for hook in hooks.values())
     )
 
 

@@ -99,12 +99,12 @@ class TorchOperations(TorchLikeOperations):
     def needs_no_unset_flag(self, optimizer: Optimizer) -> bool:
         """Whether a finite step may leave out the optimizer's flag.
 
-        A compiled step may not: its first overflow, which has a flag, would be traced again.
+        A compiled step may not: its first overflow, which has a flag, would compile it again.
         """
         return super().needs_no_unset_flag(optimizer) and not is_compiling()
 
     def current_gradients(self, optimizer: Optimizer) -> list[torch.Tensor]:
-        """The dense tensors that hold the gradients now, DTensors by this process's part."""
+        """The dense tensors that hold the gradients now; of a DTensor, this process's part."""
         return to_local(super().current_gradients(optimizer))
 
     def next_on_host(
@@ -129,7 +129,7 @@ class TorchOperations(TorchLikeOperations):
         if not _is_torch_s(policy):
             return super().next_on_device(policy, state, found_infs, amaxes)
         # The kernel grows only when the count equals the interval, and lets the scale sink to 0:
-        # hence the two clamps. It works in place, so it gets copies: an interrupt moves nothing.
+        # hence the two clamps. It works in place, so it gets copies: an interrupt changes nothing.
         growth_interval = min(policy.growth_interval, _checks.LONGEST_COUNT)
         scale = state.scale.clone()
         finite_steps = state.finite_steps.clamp(max=growth_interval - 1)

@@ -1,7 +1,8 @@
-"""Ways to step an optimizer that unscales and skips itself, or by a user's ``_maybe_opt_step``.
+"""Ways to step an optimizer other than by a plain ``optimizer.step()``.
 
-In torch, fused optimizers do so; they have ``_step_supports_amp_scaling``. They read their
-attributes ``grad_scale`` and ``found_inf``, or take the scaler as an argument, which is deprecated.
+PyTorch's fused optimizers unscale and skip by themselves: they have ``_step_supports_amp_scaling``.
+They read their attributes ``grad_scale`` and ``found_inf``, or take the scaler as an argument,
+which is deprecated. A subclass or a user may also have replaced ``_maybe_opt_step``.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class ByArgument:
 class ByAttributes:
     """Steps an optimizer that reads the scale and the flag from two attributes of its own.
 
-    It hands over ``clip_coefficient``, too, if the optimizer has such an attribute, which then
-    multiplies as ``unscale_`` would.
+    An optimizer with an attribute ``clip_coefficient`` gets that too, and multiplies the gradients
+    as ``unscale_`` would.
 
     This waits for the device only in a first step that the optimizer must not skip by itself.
     """
@@ -141,7 +142,7 @@ class ByAttributes:
             raise
 
     def _unscale_skipped(self, optimizer: Optimizer, gradients: Gradients) -> None:
-        """Unscale, as the optimizer will skip; not where that would make wider gradients."""
+        """Unscale for a step that the optimizer will skip, unless that would widen gradients."""
         if not hasattr(optimizer, "widen_gradients_"):
             self._scaler.unscale_(optimizer)
         gradients.clip_coefficient = None

@@ -96,7 +96,7 @@ class _Opcodes:
         code = self._file.read(1)
         opcode = _OPCODES.get(code)
         if opcode is None:
-            raise ValueError(f"no opcode is {code!r}" if code else "the pickle has no end")
+            raise ValueError(f"unknown opcode {code!r}" if code else "the pickle has no end")
         if opcode.arg is None:
             return opcode, None
         width = _LENGTHS.get(opcode.arg.n)

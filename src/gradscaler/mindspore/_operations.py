@@ -192,10 +192,9 @@ def as_amax(value: Tensor | float | None, wanted: int) -> Tensor | None:
         return None
     if value is None:
         raise TypeError(
-            "the policy needs the largest gradient: pass amax(grads) of gradscaler.mindspore "
-            "after the flag, or 0.0 in a step in which the policy does not need it, because "
-            "amax_interval is above 1. gradscaler.mindspore's TrainOneStepWithLossScaleCell "
-            "passes it by itself"
+            "the policy needs the largest gradient: pass gradscaler.mindspore.amax(grads) after "
+            "the flag; if amax_interval is above 1, pass 0.0 in the steps in which the policy does "
+            "not need it. gradscaler.mindspore.TrainOneStepWithLossScaleCell does both by itself"
         )
     if isinstance(value, (int, float)):
         value = Tensor(value, mindspore.float32)

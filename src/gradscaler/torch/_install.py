@@ -109,7 +109,7 @@ _ENGINES = {
 def _replacement(engine: str) -> _Replacement:
     """The replacement for an engine's name; there is one for each engine."""
     if engine not in ("torch", *_ENGINES):
-        raise ValueError(f"engine must be 'torch', 'deepspeed' or 'megatron', not {engine!r}")
+        raise ValueError(f"engine must be 'torch', 'deepspeed' or 'megatron', got {engine!r}")
     return _OF_TORCH if engine == "torch" else _replacement_in(engine)
 
 

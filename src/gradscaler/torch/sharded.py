@@ -23,7 +23,7 @@ if issubclass(sharded_grad_scaler.ShardedGradScaler, GradScaler):
 
 
 class _Operations(TorchOperations):
-    """Adds what FSDP expects: a scaled loss has the dtype of the loss."""
+    """Gives a scaled loss the dtype of the loss, as FSDP's scaler does."""
 
     def multiply(self, output: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         scaled: torch.Tensor = super().multiply(output, scale)
@@ -47,7 +47,7 @@ class ShardedGradScaler(GradScaler, sharded_grad_scaler.ShardedGradScaler):
         enabled: if False, ``step`` only calls ``optimizer.step``, and other calls pass their
             arguments through.
         process_group: the processes that decide together; None is the world.
-        policy: the rule, in place of the four numbers before.
+        policy: the rule, in place of the four numbers above.
         max_retries: the largest number of repetitions of an evaluation that overflows, in
             ``step(optimizer, closure)``, and of the body of a loop over ``attempts``.
         overflow: a callable for hardware or engines that detect overflow themselves, as for

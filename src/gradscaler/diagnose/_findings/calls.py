@@ -9,13 +9,13 @@ from statistics import median
 from gradscaler.diagnose._findings.evidence import Before, Evidence, Step
 from gradscaler.diagnose._findings.finding import Finding
 
-_FEW = 5
+_FEW = 5  # steps or calls; fewer may be chance
 _FEW_SAMPLES = 2
-_HALF = 0.5
+_HALF = 0.5  # of the parameters
 _EXACTLY = 0.3  # the largest distance of the power of the scale from 1 or 2
 _FALL = 1.3  # the least factor by which a loss falls
-_ALMOST_ALL = 0.9
-_MANY = 0.25
+_ALMOST_ALL = 0.9  # of the steps
+_MANY = 0.25  # of the steps
 _SAME = 2e-5  # relative difference of norms that are clipped to one number
 _JUMPED = 4.0  # times the scale of the run before
 _LARGEST_LIMIT = 1e3  # the largest number that people clip gradients to
@@ -68,6 +68,7 @@ def unscaled_loss(evidence: Evidence) -> Finding | None:
 
 
 def clipped_while_scaled(evidence: Evidence) -> Finding | None:
+    """Gradients that are clipped to a limit while they are still scaled."""
     samples = evidence.measured
     norms = [s.norm * s.scale for s in samples if s.norm is not None]
     largest = [s.largest * s.scale for s in samples if s.largest is not None]
@@ -99,14 +100,15 @@ def _one_limit(values: list[float]) -> float | None:
 
 
 def updated_too_often(evidence: Evidence) -> Finding | None:
+    """Calls of ``update`` between micro-batches, or between optimizers."""
     calls, steps = evidence.calls, evidence.steps
     unstepped = calls.get("unstepped", 0)
     if unstepped >= max(_FEW, _MANY * (unstepped + steps)):
         return Finding(
             "misuse",
-            f"update() was called {unstepped} times after unscale_(optimizer) and without a step, "
-            f"and {steps} times after one: gradients that are accumulated over micro-batches are "
-            "divided by the loss scale again and again.",
+            f"update() was called {unstepped} times after unscale_(optimizer) without a step, "
+            f"and {steps} times after a step: gradients that are accumulated over micro-batches "
+            "are divided by the loss scale again and again.",
             "Call unscale_(optimizer), step(optimizer) and update() once each, after the last "
             "micro-batch's backward pass.",
             count=unstepped,

@@ -96,7 +96,7 @@ class Verdict:
             buffer is itself not finite. ``"activations"``: a module makes Inf or NaN from finite
             inputs. ``"loss"``: the unscaled loss is not finite. ``"nan"``: a gradient is NaN at
             every scale, even at 1 or less. ``"floor"``: the gradients are too large for a scale of
-            1, or for the smallest one. ``"divergence"``: the loss exploded before.
+            1, or for the smallest one. ``"divergence"``: the loss exploded before them.
 
             Kinds for steps that are skipped now and then. ``"data"``: skips go on after the scale
             has settled. ``"restart"``: the run was continued without the scaler's state.

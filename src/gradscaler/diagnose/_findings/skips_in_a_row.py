@@ -75,7 +75,7 @@ def bad_state(evidence: Evidence) -> Finding | None:
     return Finding(
         "state",
         f"The optimizer's {evidence.state} is Inf or NaN, so each of its steps writes that into "
-        "the parameter, or leaves it where it is for ever.",
+        "the parameter, or cannot move it.",
         f"{_WONT} go back to an earlier checkpoint, and look for a step that was taken without the "
         "scaler, or on gradients that were changed after unscale_().",
         evidence.state,
