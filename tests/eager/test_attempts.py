@@ -16,7 +16,7 @@ INF = np.inf
 nn = library.framework.nn
 
 
-# What a loop comes to.
+# The steps after a loop.
 
 
 def test_a_body_whose_gradients_are_finite_runs_once_and_changes_nothing(make_optimizer, place):
@@ -115,7 +115,7 @@ def test_gradients_from_before_the_loop_are_kept_to_the_bit(scaler):
     assert library.exact(ours.gradients()) == library.exact(plain.gradients())
 
 
-def test_gradients_that_were_not_there_are_not_there_in_a_repetition(scaler, parameters, finite):
+def test_a_parameter_without_a_gradient_has_none_in_a_repetition(scaler, parameters, finite):
     optimizer = library.sgd(parameters)
     for attempt in scaler.attempts(optimizer):
         assert [parameter.grad for parameter in parameters] == [None, None]
@@ -276,7 +276,7 @@ def test_gradients_unscaled_after_the_loop_are_the_true_ones(make_optimizer):
     assert library.kept(ours.optimizer) == library.kept(plain.optimizer)
 
 
-# Several losses and several optimizers: parameters that start at 1.0, and a learning rate of 1.
+# Several losses and several optimizers. Weights start at 1.0, and the learning rate is 1.
 
 
 @pytest.fixture
@@ -287,7 +287,7 @@ def weights():
 
 @pytest.fixture
 def optimizers(weights):
-    """One for each of them, which subtracts the true gradient."""
+    """An optimizer for each weight, which subtracts the true gradient."""
     return [library.sgd([weight], lr=1.0) for weight in weights]
 
 
@@ -510,9 +510,7 @@ def test_a_scale_that_cannot_back_off_is_not_tried_twice(policy):
 
 
 @pytest.mark.parametrize(("overflows", "scale"), [(0, 1024.0), (2, 256.0)])
-def test_break_leaves_the_gradients_as_they_are_and_step_divides_them_rightly(
-    scaler, overflows, scale
-):
+def test_break_leaves_the_gradients_and_step_divides_them_by_their_scale(scaler, overflows, scale):
     ours, plain = Regression(batches=1), Regression(batches=1)
     for attempt in scaler.attempts(ours.optimizer):
         ours.backward(scaler, 0, overflows=attempt < overflows)
@@ -632,7 +630,7 @@ def test_buffers_are_put_back_and_so_batch_statistics_count_each_batch_once(scal
     assert library.kept(ours.optimizer) == library.kept(plain.optimizer)
 
 
-# Disabled, and calls that may not come.
+# A disabled scaler, and calls that are refused.
 
 
 def test_disabled_the_body_runs_once(parameters, finite):

@@ -68,7 +68,7 @@ else:
 
 
 def names(scaler, gradients, fused=False):
-    """What the calls above name; ``exec`` runs them with it."""
+    """The names that the calls above use, for ``exec``."""
     parameters = library.parameters()
     return {
         "scaler": scaler,
@@ -241,7 +241,7 @@ def test_an_optimizer_that_raises_leaves_the_step_to_be_taken(fused, parameters,
 def test_an_optimizer_freed_in_mid_iteration_leaves_no_record_to_another(
     scaler, parameters, finite
 ):
-    """An id is used again once its object is gone, as in a loop that makes an optimizer a time."""
+    """Python gives the id of a freed object to another one, such as the next optimizer here."""
     for _ in range(50):
         optimizer = library.sgd(parameters, lr=0.0)
         library.clear_gradients(optimizer)

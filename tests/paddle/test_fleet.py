@@ -30,7 +30,7 @@ INF = float("inf")
 
 @pytest.fixture(autouse=True)
 def reduced(monkeypatch):
-    """all_reduce where no other process overflows; the operations of its calls."""
+    """Replace all_reduce, as if no other process overflowed; return the operations of its calls."""
     operations = []
     monkeypatch.setattr(
         paddle.distributed, "all_reduce", lambda tensor, op, group: operations.append(op)
@@ -40,7 +40,7 @@ def reduced(monkeypatch):
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """all_reduce where another process overflows."""
+    """Replace all_reduce, as if another process overflowed."""
     monkeypatch.setattr(paddle.distributed, "all_reduce", lambda tensor, op, group: tensor.fill_(1))
 
 
@@ -48,9 +48,9 @@ class Way(NamedTuple):
     """How Paddle's code takes a scaler and an optimizer.
 
     Attributes:
-        change: of a scaler; what a training then calls.
-        wrap: of an optimizer; what it then steps.
-        backward: a backward pass with a scaler and parameters, of these true gradients.
+        change: takes a scaler, and returns the object that a training calls in its place.
+        wrap: takes an optimizer, and returns the object that a training steps in its place.
+        backward: takes a scaler, parameters and their true gradients, and runs a backward pass.
     """
 
     change: Callable[[Any], Any]
@@ -69,7 +69,7 @@ def by_fleet(monkeypatch):
 
 
 class Sharded:
-    """As GroupShardedOptimizerStage2 wraps an optimizer."""
+    """Wraps an optimizer, as GroupShardedOptimizerStage2 does."""
 
     offload = True
 
@@ -449,7 +449,7 @@ def test_the_hybrid_parallel_wrapper_goes_as_around_paddle_s_own(mode, native, f
 
 
 def test_group_sharding_takes_it_for_a_scaler():
-    """As paddle.distributed.sharding.group_sharded_parallel asks before it wraps one."""
+    """paddle.distributed.sharding.group_sharded_parallel checks this before it wraps a scaler."""
     assert isinstance(GradScaler(), paddle.amp.GradScaler)
     scaler = GradScaler()
     assert GroupShardedScaler(scaler) is scaler
@@ -467,7 +467,7 @@ def mesh():
 
 @pytest.fixture
 def sharded(mesh):
-    """A layer on the mesh, its optimizer, and a loss of which one may overflow."""
+    """A layer on the mesh, its optimizer, and its loss, which a factor of Inf makes overflow."""
     layer = paddle.nn.Linear(3, 2)
     dist.shard_layer(layer, mesh)
     optimizer = dist.shard_optimizer(paddle.optimizer.SGD(1.0, parameters=layer.parameters()))

@@ -33,7 +33,7 @@ def mesh_of(world):
 
 
 class Model(torch.nn.Module):
-    """A residual block."""
+    """A norm, two linear layers, and a scale."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +71,7 @@ def fsdp_over(parallel):
 
 
 def two_meshes(model, mesh):
-    """One layer is split over each dimension alone."""
+    """Split one layer over each dimension of the mesh."""
     parallelize_module(model.up, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
     parallelize_module(model.down, mesh["dp"], RowwiseParallel(input_layouts=Replicate()))
     return model
@@ -103,7 +103,7 @@ def loss_of(model, name, mesh, step):
 
 
 def adamw(parameters, fused):
-    """Each parameter is stepped by itself; if fused, those are stepped together that lie alike."""
+    """AdamW that steps each parameter by itself; if fused, the parameters of a mesh together."""
     if not fused:
         return torch.optim.AdamW(parameters, lr=2**-6, foreach=False)
     groups = {}
@@ -121,24 +121,24 @@ def all_whole(tensors):
 
 
 def put_inf_into(gradient):
-    """Into the last element that this rank has of it."""
+    """Put an Inf into the last element of this rank's part."""
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     local.view(-1)[-1:] = INF
 
 
 def assert_close(found, expected, atol=1e-5):
-    """Matrix products of parts, and two means, are rounded in other places."""
+    """Allow for rounding: products of parts, and two means, are rounded in other places."""
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(torch.tensor(mine), theirs, rtol=1e-4, atol=atol)
 
 
 def agreed(results):
-    """What all ranks return."""
+    """The result of all ranks, which must be the same."""
     assert all(result == results[0] for result in results)
     return results[0]
 
 
-# Eight steps, the second of which overflows in one rank: the scale doubles after two finite steps.
+# In the second of eight steps one rank overflows. The scale doubles after two finite steps.
 
 
 def eight_steps(name, fused, order, overflows_in, bad):
@@ -187,7 +187,7 @@ def test_all_skip_what_overflows_in_one_rank_and_end_as_one_process(
     assert_close(parameters, model.parameters())
 
 
-# What unscale_ and clip_grad_norm_ leave, in three steps, the second of which overflows.
+# Gradients after unscale_ or clip_grad_norm_, in three steps. The second step overflows.
 
 
 def unscaled_gradients(name, fused):
@@ -241,7 +241,7 @@ def clipped(name, fused, order, unscale_first):
         norms.append(scaler.clip_grad_norm_(optimizer, 0.125).item())
         scaler.step(optimizer)
         scaler.update()
-    # An Inf in one replica alone is in the norm of its process.
+    # The second norm is left out: an Inf in one replica is in the norm of its process only.
     return norms[0], norms[2], scaler.state_dict(), all_whole(parameters)
 
 
@@ -270,7 +270,7 @@ def test_the_norm_is_that_of_one_process_and_clips_as_there(
 
 
 def all_reduces_of_three_steps(clip):
-    """Those of the scaler: DTensors reduce by other functions."""
+    """The scaler's all-reduces in each step; DTensors reduce by other functions."""
     mesh = mesh_of(4)
     model = fsdp_over(tensor_parallel)(Model(), mesh)
     optimizer = adamw(list(model.parameters()), fused=False)
@@ -298,11 +298,11 @@ def test_two_more_measure_the_norm_over_the_two_dimensions_of_a_mesh(ranks):
     assert ranks(4).run(all_reduces_of_three_steps, True) == [[3, 3, 3]] * 4
 
 
-# How a gradient lies: a replicated parameter of ones and a sharded one, each with gradients of 2.
+# Placements of gradients: a replicated and a sharded parameter of ones, with gradients of 2.
 
 
 def step_on(inputs_placement, number, placement):
-    """A step of lr 1; the numbered gradient lies by ``placement``, unlike its parameter."""
+    """A step of lr 1. The numbered gradient has this placement, unlike its parameter."""
     mesh = mesh_of(2)
     replicated = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
     sharded = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
@@ -324,7 +324,7 @@ def step_on(inputs_placement, number, placement):
     [(Shard(0), 0, Partial()), (Replicate(), 1, Replicate())],
     ids=["partial", "replicated"],
 )
-def test_a_gradient_that_lies_unlike_its_parameter_is_unscaled(
+def test_a_gradient_with_another_placement_than_its_parameter_is_unscaled(
     ranks, inputs_placement, number, placement
 ):
     results = ranks(2).run(step_on, inputs_placement, number, placement)
@@ -379,7 +379,7 @@ def test_an_inf_in_one_shard_after_a_replicated_gradient_skips(ranks, bad, fused
 
 @cache
 def rows_and_columns():
-    """Of four ranks in a square, which no mesh of both dimensions connects."""
+    """The meshes of four ranks in a square. No mesh of both dimensions connects them."""
     return (
         [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])],
         [DeviceMesh("cpu", [0, 2]), DeviceMesh("cpu", [1, 3])],
