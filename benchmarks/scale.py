@@ -1,4 +1,4 @@
-"""What a scaler's step costs by the numbers of processes, tensors and parameters.
+"""The costs of a scaler's step, by the numbers of processes, tensors and parameters.
 
     python benchmarks/scale.py                       the tables of docs/scale.md
     python benchmarks/scale.py --ranks 2 4 8         counts in real processes beside predicted ones
@@ -388,7 +388,7 @@ def first_table(rows: list[dict[str, Any]]) -> str:
 
 
 def second_table(rows: list[dict[str, Any]]) -> str:
-    """What grows with the tensors."""
+    """The costs that grow with the tensors."""
     table = [
         "| Layout, scaler | Operations | Python calls | Python's memory, bytes "
         "| Bytes moved per element |",

@@ -1,4 +1,4 @@
-"""What a step of 16-bit parameters takes beside one of float32 parameters: time and memory.
+"""Time and memory of a step of 16-bit parameters, beside a step of float32 parameters.
 
     python benchmarks/torch_master_weights.py
 
@@ -69,7 +69,7 @@ class Training:
         torch._foreach_add_(grads, 2.0**-10 * eager.SCALE)
 
     def step(self) -> None:
-        """What a training loop does after the backward pass."""
+        """Do as a training loop does after the backward pass."""
         scaler, optimizer = self.scaler, self.optimizer
         scaler.scale(self.loss)
         scaler.step(optimizer)
@@ -124,7 +124,7 @@ def measure_memory(store: str, fused: bool) -> tuple[float, float]:
 
 
 def memory_table() -> str:
-    """What each kind takes, each measured in its own process."""
+    """The costs of each kind, each measured in its own process."""
     rows: list[tuple[str, ...]] = [("bytes per parameter", "after a step", "at the highest point")]
     for store in (NATIVE, *STORES):
         for fused in (False, True):

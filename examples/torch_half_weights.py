@@ -69,7 +69,7 @@ WAYS: dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
 
 
 class Result(NamedTuple):
-    """What one way came to: its loss, how far fine-tuning lowered it, and its memory.
+    """The result of one way: its loss, how far fine-tuning lowered it, and its memory.
 
     Attributes:
         loss: after training.

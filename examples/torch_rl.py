@@ -36,7 +36,7 @@ CLIP = 0.2  # how far the importance ratio may be from 1
 
 
 class Step(NamedTuple):
-    """What one step measured; ``difference`` and ``kl`` are between the two numeric paths."""
+    """The measurements of one step; ``difference`` and ``kl`` compare the two numeric paths."""
 
     reward: float
     difference: float

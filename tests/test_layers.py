@@ -90,7 +90,7 @@ def part(name):
 
 
 def forbidden(importer, code):
-    """What code in the part ``importer`` imports against the table."""
+    """The imports of code in the part ``importer`` that the table forbids."""
     found = set()
     for name in imports(code):
         imported, inner = part(name), name.split(".")[1:]

@@ -14,7 +14,7 @@ PAGE = (ROOT / "docs" / "scale.md").read_text()
 
 @pytest.fixture(scope="module")
 def counted():
-    """What the command prints for a small world, with the counts of two real processes."""
+    """The command's output for a small world, with the counts of two real processes."""
     command = [sys.executable, "benchmarks/scale.py", "--processes", "8", "--ranks", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(

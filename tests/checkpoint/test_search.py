@@ -107,7 +107,7 @@ def test_a_key_that_is_not_there_gets_a_list_of_those_that_are():
 
 @pytest.fixture
 def converted(tmp_path, capsys):
-    """What ``convert`` wrote to a JSON file, or None, and what it said."""
+    """The values that ``convert`` wrote to a JSON file, or None, and its message."""
 
     def run(data, *options, name="run.pt", target="out.json"):
         source, target = tmp_path / name, tmp_path / target

@@ -48,7 +48,7 @@ class Line(nn.Cell):
 
 
 class Held:
-    """What a scaler in parameters has in common: kept, and put into a new one."""
+    """A mode of a scaler that holds its state in parameters, which are put into a new one."""
 
     def __init__(self, make, mode, policy):
         self.make, self.mode, self.policy = make, mode, policy

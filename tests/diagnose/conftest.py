@@ -1,4 +1,4 @@
-"""What all tests of the diagnosis use."""
+"""Fixtures of all tests of the diagnosis."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a monitor says of trainings that it was not written for, and what it finds in their files.
+"""The monitor's verdicts on trainings that it was not written for, and those from their files.
 
 Each is run with several seeds, sizes and frequencies, so that no rule fits one case alone.
 """

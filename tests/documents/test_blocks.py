@@ -138,7 +138,7 @@ def called(statement):
 
 
 def body_of(code):
-    """What a loop over the training in a block repeats; nothing if the block does not train."""
+    """The statements that a loop over a block's training repeats; none if it does not train."""
     statements = ast.parse(code).body
     training = [statement for statement in statements if called(statement) & (STEPS | LOOPS)]
     if not training:

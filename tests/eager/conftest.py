@@ -1,4 +1,4 @@
-"""What the suite's tests are handed: data, scalers, and the kinds that they run for."""
+"""The suite's fixtures: data, scalers, and the kinds that tests run for."""
 
 import os
 
@@ -58,7 +58,7 @@ def finite():
 
 @pytest.fixture
 def overflowed(finite):
-    """The same, with an inf in the last."""
+    """The same gradients, with an inf in the last one."""
     return [*finite[:-1], np.full_like(finite[-1], np.inf)]
 
 

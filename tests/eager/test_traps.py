@@ -1,4 +1,4 @@
-"""What goes wrong in existing scalers, and does not here."""
+"""Faults of existing scalers that ours does not have."""
 
 import copy
 import pickle

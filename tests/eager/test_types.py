@@ -1,4 +1,4 @@
-"""What a type checker says of a user's code."""
+"""A type checker's errors in a user's code."""
 
 from tests.support.eager import library
 

@@ -1,4 +1,4 @@
-"""What the engines' code asks of a scaler, in the versions of requirements/engines.txt.
+"""The calls that the engines' code makes of a scaler, in the versions of requirements/engines.txt.
 
 If a test fails with a newer version, compare the engine's change with gradscaler's class and with
 docs/engines.md before you change the list.

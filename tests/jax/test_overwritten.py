@@ -1,4 +1,4 @@
-"""What flax's fp8 layers set to its gradient: new scales and histories of maxima, no gradients."""
+"""Variables of flax's fp8 layers whose gradients are new values: scales, histories of maxima."""
 
 import functools
 

@@ -330,7 +330,7 @@ def test_the_element_that_differs_is_named():
 
 
 def run_as_process(rank, port):
-    """What each of the two processes does; an assertion that fails ends it."""
+    """The program of each of the two processes; an assertion that fails ends it."""
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank)
     assert [device.process_index for device in jax.devices()] == [0, 0, 1, 1]
     for way in ("jit, FSDP", "shard_map", "shard_map, FSDP", "shard_map, dp x tp"):

@@ -1,4 +1,4 @@
-"""What only TensorFlow has: tapes, compiled functions, sparse gradients and replicas."""
+"""Features of TensorFlow only: tapes, compiled functions, sparse gradients and replicas."""
 
 import numpy as np
 import pytest

@@ -27,7 +27,7 @@ def build(layer):
 
 
 class Outputs(Callback):
-    """What each step of ``Model.train`` returned."""
+    """The results of each step of ``Model.train``."""
 
     def __init__(self):
         super().__init__()

@@ -13,7 +13,7 @@ TRACES = st.lists(st.booleans(), max_size=20)
 
 
 class Step(nn.Cell):
-    """What an update cell needs of a train step: the scale that the cell moves."""
+    """The part of a train step that an update cell needs: the scale that the cell moves."""
 
     def __init__(self, cell, shape=()):
         super().__init__(auto_prefix=False)

@@ -28,7 +28,7 @@ def workers():
 
 @pytest.fixture(scope="module")
 def results(workers, tmp_path_factory):
-    """What each worker has seen, by its mode."""
+    """The results of each worker, by its mode."""
     folder = tmp_path_factory.mktemp("workers")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

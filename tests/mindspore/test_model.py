@@ -109,7 +109,7 @@ def without_scale(parameters):
 
 
 def without_time(printed):
-    """What callbacks printed, each loss in float32: that of an only output is printed as float."""
+    """The output of callbacks, with each loss in float32, in which MindSpore prints only some."""
     printed = re.sub(r"(epoch|per step) time.*", "", printed)
     return re.sub(r"(?<=loss is )\S+", lambda loss: str(np.float32(loss[0])), printed)
 

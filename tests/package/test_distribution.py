@@ -55,7 +55,7 @@ def metadata(built):
 
 
 def files(folder):
-    """What belongs in a distribution, of a folder: no caches."""
+    """The files of a folder that belong in a distribution: no caches."""
     found = (ROOT / folder).rglob("*")
     return {
         path.relative_to(ROOT / folder).as_posix()

@@ -1,4 +1,4 @@
-"""What several test modules need, handed to them as fixtures: they cannot import one another."""
+"""Fixtures of several test modules, which cannot import one another."""
 
 from types import MethodType
 
@@ -74,7 +74,7 @@ def finite():
 
 @pytest.fixture
 def overflowed(finite):
-    """The same, with an inf in the last."""
+    """The same gradients, with an inf in the last one."""
     return [*finite[:-1], np.full_like(finite[-1], INF)]
 
 

@@ -217,7 +217,7 @@ def private_tensors(scaler):
 
 
 def test_no_two_private_tensors_are_one_as_in_paddle_s(native):
-    """What writes to one in place would write to the other."""
+    """A write to one in place would also write to the other."""
     theirs = {name for name, value in vars(native()).items() if library.is_tensor(value)}
     tensors = private_tensors(GradScaler())
     assert set(tensors) == theirs

@@ -1,4 +1,4 @@
-"""What clip_grad_norm_ does on Paddle alone: its own clipping after ours, halves and float64."""
+"""clip_grad_norm_ in Paddle only: Paddle's own clipping after ours, float16 and float64."""
 
 import numpy as np
 import paddle

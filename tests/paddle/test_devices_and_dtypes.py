@@ -33,7 +33,7 @@ def backward(scaler, parameters, gradients):
 
 
 class MasterWeightSGD(paddle.optimizer.Optimizer):
-    """What multi_precision=True does on a GPU, in operations that the CPU has for fp16."""
+    """Steps as multi_precision=True does on a GPU, with operations that the CPU has for fp16."""
 
     def __init__(self, learning_rate, parameters, **options):
         super().__init__(learning_rate, parameters, **options)

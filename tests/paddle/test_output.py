@@ -1,4 +1,4 @@
-"""What a user sees of an overflow: a logging record, and nothing on stdout."""
+"""A user sees an overflow as a logging record, and nothing on stdout."""
 
 import logging
 import subprocess

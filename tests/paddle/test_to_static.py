@@ -119,7 +119,7 @@ def traced(monkeypatch):
 
 
 def run(step, kind, compiled):
-    """What is seen of each of seven steps."""
+    """The results of each of seven steps."""
     model = library.model()
     make = library.closure_optimizers["SGD"] if step is with_a_closure else library.adamw
     optimizer = make(model.parameters())

@@ -1,4 +1,4 @@
-"""What ``make docs`` has built: the reference is whole, and no link in it leads nowhere."""
+"""The site of ``make docs``: the reference is whole, and no link in it is broken."""
 
 import ast
 import html

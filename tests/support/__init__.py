@@ -1,1 +1,1 @@
-"""What several test files use. It holds no tests; docs/contributing.md lists its modules."""
+"""Code that several test files use. It holds no tests; docs/contributing.md lists its modules."""

@@ -1,4 +1,4 @@
-"""What the examples of the documents take for granted, by framework."""
+"""The names that the documents' examples take for granted, by framework."""
 
 import importlib
 from contextlib import contextmanager

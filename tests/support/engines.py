@@ -32,7 +32,7 @@ def batches(overflows, rank, overflowing_rank=0):
 
 
 def network():
-    """The same weights in each rank."""
+    """Weights that are the same in each rank."""
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(INPUTS, 3), torch.nn.Linear(3, 1))
 

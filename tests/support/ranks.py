@@ -128,7 +128,7 @@ class Ranks:
         self._processes = []
 
     def run(self, function, *args):
-        """What each rank returns from ``function(*args)``; all are killed if one hangs or raises.
+        """The results of ``function(*args)`` in each rank; all are killed if one hangs or raises.
 
         It is the module-level function of this name in its file, so it need not be picklable.
         """

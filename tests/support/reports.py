@@ -1,4 +1,4 @@
-"""What the commands show of a run: the text in a terminal, and the figure of a picture."""
+"""The text that a command prints on a run, and the figure that it draws."""
 
 import os
 from contextlib import contextmanager, redirect_stdout
@@ -13,14 +13,14 @@ from tests.support.run_files import append_run
 
 
 def explained(run, width=80):
-    """What ``python -m gradscaler explain`` prints on a run, in a terminal of this width."""
+    """The text that ``python -m gradscaler explain`` prints on a run, at this width."""
     with TemporaryDirectory() as folder:
         path = append_run(Path(folder) / "run.jsonl", run)
         return printed("explain", path, width=width)
 
 
 def printed(*arguments, width=80):
-    """What ``python -m gradscaler`` prints with these arguments."""
+    """The text that ``python -m gradscaler`` prints with these arguments."""
     output = StringIO()
     with redirect_stdout(output), mock.patch.dict(os.environ, COLUMNS=str(width)):
         assert main([*map(str, arguments)]) == 0

@@ -1,4 +1,4 @@
-"""What several test modules need, handed to them as fixtures: they cannot import one another."""
+"""Fixtures of several test modules, which cannot import one another."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -39,7 +39,7 @@ EXAMPLE_OF_UNSCALE_ = """
 
 
 def names(randn):
-    """What the examples take for granted."""
+    """The names that the examples take for granted."""
     tp.manual_seed(0)
     model = tp.nn.Linear(3, 1)
     inputs, targets = randn(0, (4, 3), (4, 1))

@@ -1,4 +1,4 @@
-"""What several test modules need, handed to them as fixtures: they cannot import one another."""
+"""Fixtures of several test modules, which cannot import one another."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def finite(parameters):
 
 @pytest.fixture
 def overflowed(finite):
-    """The same, with an inf in the last."""
+    """The same gradients, with an inf in the last one."""
     return [*finite[:-1], torch.full_like(finite[-1], INF)]
 
 

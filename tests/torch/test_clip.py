@@ -1,4 +1,4 @@
-"""What clip_grad_norm_ does on PyTorch alone: gradients of its kinds, read and copied how often."""
+"""clip_grad_norm_ in PyTorch only: its kinds of gradients, and how often each is read or copied."""
 
 import itertools
 import math

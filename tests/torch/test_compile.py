@@ -69,7 +69,7 @@ class FiveIterations:
 
 @pytest.fixture
 def eager_trace(exact):
-    """The same with torch's own scaler, uncompiled."""
+    """The results with torch's own scaler, uncompiled."""
     return FiveIterations(torch.amp.GradScaler).run(exact)
 
 

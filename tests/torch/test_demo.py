@@ -32,7 +32,7 @@ def test_fp16_learns_nothing_and_with_gradscaler_as_much_as_fp32(photographs, se
 
 
 class Restoring(torch.nn.Module):
-    """What restores patches by a function, and has a parameter to train without effect."""
+    """Restores patches by a function, and has a parameter without effect, to train."""
 
     def __init__(self, function):
         super().__init__()

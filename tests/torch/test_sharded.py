@@ -10,7 +10,7 @@ CLASSES = [ShardedGradScaler, Native]
 
 
 class OneProcess:
-    """What PyTorch's own tests, and others, pass for a process group."""
+    """A stand-in for a process group, such as PyTorch's own tests and others pass."""
 
     def rank(self):
         return 0

@@ -1,4 +1,4 @@
-"""What goes wrong in existing scalers and does not here, beyond what ``tests/eager`` shows."""
+"""Faults of existing scalers that ours does not have, beyond those in ``tests/eager``."""
 
 import inspect
 

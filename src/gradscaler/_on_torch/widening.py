@@ -35,7 +35,7 @@ def widen_gradients(optimizer: object) -> None:
 def measure(
     operations: TorchLikeOperations, grads: list[torch.Tensor], scale: torch.Tensor
 ) -> tuple[torch.Tensor, SupportsFloat, torch.Tensor, FoundInf] | None:
-    """What ``Operations.measure`` gives, of 16-bit gradients as their float32 copies have it.
+    """Like ``Operations.measure``, with the results that float32 copies of the gradients give.
 
     A few are copied at a time, and none changes.
     """

@@ -41,7 +41,7 @@ DTYPES = ["float16", "float32"] if FRAMEWORK == "numpy" else [*HALVES, "float32"
 
 
 def as_in(dtype, values=VALUES):
-    """What is left of float32 values in a dtype, in float32."""
+    """The values in float32 after a cast to a dtype."""
     if dtype != "bfloat16":
         return values.astype(dtype).astype(np.float32)
     kept = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)

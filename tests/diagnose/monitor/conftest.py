@@ -1,4 +1,4 @@
-"""What all tests of the monitor use."""
+"""Fixtures of all tests of the monitor."""
 
 import gc
 import math

@@ -1,4 +1,4 @@
-"""What a run file holds when a process ends without closing its monitor."""
+"""The run file of a process that ends without closing its monitor."""
 
 import gc
 import logging
@@ -102,7 +102,7 @@ def test_a_killed_process_leaves_the_steps_of_all_but_the_last_second(tmp_path):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """What the monitor takes for the time, in seconds."""
+    """The time in seconds that the monitor reads."""
     now = [0.0]
     monkeypatch.setattr(step_log, "_LONGEST_UNWRITTEN", 1.0)
     monkeypatch.setattr(step_log, "monotonic", lambda: now[0])

@@ -296,7 +296,7 @@ GRADIENTS = {".": np.float32([1.0, 0.5]), "!": np.float32([1.0, np.inf])}
 
 
 def recorded(path, at, disturbance, **options):
-    """What is known after all steps are recorded, with step ``at`` disturbed, or left out."""
+    """The record of all steps, with step ``at`` disturbed, or left out."""
     path.unlink(missing_ok=True)
     policy = DynamicScale(init_scale=4.0)
     state = policy.init()

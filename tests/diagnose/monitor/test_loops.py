@@ -64,7 +64,7 @@ class Loop:
 
 
 def hooked_in(probe, call, *args):
-    """What a probe notes in a call."""
+    """The hooks that a probe notes in a call."""
     probe.hooked.clear()
     call(*args)
     return probe.hooked

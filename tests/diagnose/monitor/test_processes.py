@@ -220,7 +220,7 @@ class Touched(TorchFunctionMode):
 
 
 def touched(rank, model):
-    """What the monitor, and not the training, calls with DTensors, in samples and skips."""
+    """The calls with DTensors that the monitor makes, not the training, in samples and skips."""
     training = ShardedTraining(4.0, model)
     monitor = Monitor(training.scaler, training.model, 1, stuck_after=2, on_stuck="continue")
     mode, source = Touched(), monitor._source

@@ -1,4 +1,4 @@
-"""What is drawn of a run too long, or a model too large, to draw in full."""
+"""Reports of a run that is too long, or of a model that is too large, to draw in full."""
 
 import re
 from dataclasses import replace

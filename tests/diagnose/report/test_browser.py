@@ -30,7 +30,7 @@ def page(tmp_path_factory, made_up_run):
 
 
 def browse(page, *arguments):
-    """What the browser prints, after a check that it logs no complaint."""
+    """The browser's output, after a check that it logs no complaint."""
     options = "--headless=new --no-sandbox --disable-gpu --hide-scrollbars --enable-logging=stderr"
     profile = f"--user-data-dir={page.parent / 'profile'}"
     command = [BROWSER, *options.split(), profile, *arguments, page.as_uri()]

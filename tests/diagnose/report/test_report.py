@@ -29,7 +29,7 @@ VERDICT = ("nan", "The gradient of encoder.0.weight is NaN. Look there.", "encod
 
 
 class Page(HTMLParser):
-    """What a browser reads in a page, as far as these tests need it."""
+    """The parts of a page that these tests need, as a browser reads them."""
 
     def __init__(self, text):
         super().__init__()
@@ -45,7 +45,7 @@ class Page(HTMLParser):
 
     @property
     def facts(self):
-        """What is said at a glance."""
+        """The summary in one line."""
         return next(text for text in self.texts if ". Policy: " in text)
 
     def values(self, *names):

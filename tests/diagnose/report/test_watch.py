@@ -83,7 +83,7 @@ class Terminal:
 
     @property
     def frame(self):
-        """What the terminal shows: the last frame that was written whole."""
+        """The last frame that was written in full, which the terminal shows."""
         frames = [
             frame for frame in self.output.split("\x1b[H") if frame.count("\n") >= self._rows - 1
         ]

@@ -1,4 +1,4 @@
-"""What was not seen has no panel. The banner agrees with the figures."""
+"""Quantities that were not seen have no panel. The banner agrees with the figures."""
 
 import re
 from dataclasses import replace
@@ -24,7 +24,7 @@ def sample(step, shares=None, loss=None, norm=None, scale=8.0):
 
 @pytest.fixture
 def texts_of(tmp_path):
-    """What the page and the terminal say of a run with these samples."""
+    """The texts of the page and of the terminal on a run with these samples."""
 
     def texts_of(*samples):
         run = run_of(*samples)

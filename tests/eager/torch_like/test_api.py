@@ -1,4 +1,4 @@
-"""What PyTorch's scaler takes and Paddle's does not: nested losses, a device, a new scale."""
+"""Arguments of PyTorch's scaler that Paddle's lacks: nested losses, a device, a new scale."""
 
 import collections
 import math

@@ -72,7 +72,7 @@ def test_the_wrapper_s_own_step_is_called(scaler, parameters, finite):
 def test_a_fused_optimizer_is_stepped_through_a_wrapper_that_has_its_attributes(
     scaler, parameters, finite, overflowed, clips
 ):
-    """What is set on the wrapper, as its scale, is not seen by the optimizer inside."""
+    """The optimizer inside does not see attributes of the wrapper, such as its scale."""
 
     class Transparent:
         def __init__(self, optimizer):

@@ -74,7 +74,7 @@ def sum_over(group):
 
 def copy_to(group):
     class Copy(paddle.autograd.PyLayer):
-        """The same for each process of a group, whose gradients add up."""
+        """A copy for each process of a group; their gradients add up."""
 
         @staticmethod
         def forward(ctx, inputs):

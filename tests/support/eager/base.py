@@ -1,4 +1,4 @@
-"""What each framework's library has, and all of it that needs no framework."""
+"""The interface of each framework's library, with the parts that need no framework."""
 
 import importlib
 from collections.abc import Mapping
@@ -109,7 +109,7 @@ class Library:
             parameter.grad = self.tensor(gradient, parameter.dtype)
 
     def clear_gradients(self, optimizer):
-        """What a loop calls before a backward pass, such as ``optimizer.zero_grad()``."""
+        """Do as a loop does before a backward pass, such as ``optimizer.zero_grad()``."""
         raise NotImplementedError
 
     # Optimizers.
@@ -126,7 +126,7 @@ class Library:
         raise NotImplementedError
 
     def state(self, optimizer):
-        """What the optimizer keeps, by names that do not depend on when it was made."""
+        """The optimizer's state, by names that do not depend on when it was made."""
         raise NotImplementedError
 
     def kept(self, optimizer):
@@ -157,14 +157,14 @@ class Library:
         return self.GradScaler(**self.spelled(options))
 
     def native(self, monkeypatch):
-        """What makes the framework's own scaler, enabled on the CPU, of the same parameters."""
+        """A maker of the framework's own scaler, enabled on the CPU, from our parameters."""
         raise NotImplementedError
 
     def spelled(self, options):
         return {self.spelling.get(name, name): value for name, value in options.items()}
 
     def records(self, scaler):
-        """What a scaler knows of each optimizer in this iteration, for ``==``."""
+        """A scaler's record of each optimizer in this iteration, for ``==``."""
         raise NotImplementedError
 
     def scale_of(self, scaler):

@@ -43,7 +43,7 @@ class Regression:
         (scaled * np.inf if overflows else scaled).backward()
 
     def step_without_a_scaler(self, before_the_step=lambda: None):
-        """What every scaler must come to: one step on the gradients of all batches."""
+        """Take the step that every scaler must equal: on the gradients of all batches."""
         library.clear_gradients(self.optimizer)
         for batch in range(len(self.batches)):
             self.loss(batch).backward()

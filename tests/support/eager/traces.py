@@ -18,7 +18,7 @@ SHAPES = (2, 3), (4,), ()
 
 @dataclass(frozen=True)
 class Turn:
-    """What one optimizer goes through in one iteration."""
+    """The events of one optimizer in one iteration."""
 
     seed: int
     overflow: float | None  # what is put into a gradient
@@ -166,6 +166,6 @@ def run(kinds, trace, ours, native, native_side=NativeSide, exchange=()):
 
 
 def run_by_rule(kinds, rule, trace, device="cpu", **options):
-    """The same, with scalers of these parameters."""
+    """Like the function above, with scalers of these parameters."""
     native = library.framework.amp.GradScaler(device, **rule)
     run(kinds, trace, library.GradScaler(device, **rule), native, **options)

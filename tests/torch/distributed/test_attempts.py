@@ -93,7 +93,7 @@ def train(way, overflows, max_retries=None):
 
 
 def agreed(results):
-    """What all ranks return."""
+    """The result of all ranks, which must be the same."""
     assert all(result == results[0] for result in results)
     return results[0]
 

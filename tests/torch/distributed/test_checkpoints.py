@@ -29,7 +29,7 @@ def build():
 
 
 def train(model, optimizer, scaler, steps):
-    """What the scaler says in each step, and the parameters at the end; Inf comes on one rank."""
+    """The scaler's outcome of each step, and the last parameters; an Inf comes on one rank."""
     results = []
     world, rank = dist.get_world_size(), dist.get_rank()
     for step in steps:

@@ -110,7 +110,7 @@ class Trainer:
         self.calls = 0
 
     def step(self, step, faults=(), bad=None, where="after", raises=(), **options):
-        """What a step came to; the closure overflows on rank ``bad`` at the calls in ``faults``."""
+        """The result of a step; the calls of the closure in ``faults`` overflow on rank ``bad``."""
         self.calls = 0
 
         def closure():
@@ -176,13 +176,13 @@ class Trainer:
 
 
 def train(way, make, steps, faults, given, options):
-    """What each step came to; ``faults`` are the calls that overflow in each step."""
+    """The result of each step; ``faults`` are the calls that overflow in each step."""
     trainer = Trainer(way, make, **options)
     return {step: trainer.step(step, faults.get(step, ()), **given) for step in steps}
 
 
 def together(ranks, world, way, make, steps, faults=None, given=None, **options):
-    """What each step came to, which all processes agree on."""
+    """The result of each step, which all processes agree on."""
     first, *others = ranks(world).run(train, way, make, steps, faults or {}, given or {}, options)
     assert all(other == first for other in others)
     return first

@@ -145,7 +145,7 @@ def test_processes_with_different_scales_all_raise_and_can_go_on(ranks, what, na
 
 
 def different_on_a_device():
-    """What each call to step() or update() raises, where nothing waits for the host."""
+    """The error of each call of step() or update(), where nothing waits for the host."""
 
     class Operations(type(GradScaler._operations)):
         def on_host(self, tensor):

@@ -27,7 +27,7 @@ def script():
 
 
 def train(skipping, *arguments):
-    """What a run prints, or the message that it exits with."""
+    """The output of a run, or the message that it exits with."""
     module = script()
     if skipping:
         module.GradScaler = lambda: GradScaler(init_scale=2.0**26, growth_interval=2)

@@ -19,7 +19,7 @@ OVERFLOW = 1  # the step with an Inf
 
 
 def inputs(expert, step):
-    """What an expert's weights are multiplied by: its gradient, exact in float32."""
+    """The factors of an expert's weights: its gradient, exact in float32."""
     return torch.arange(4.0) + expert - step
 
 

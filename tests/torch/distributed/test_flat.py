@@ -13,7 +13,7 @@ INF = float("inf")
 
 
 def trained(kind, set_to_none):
-    """What each step leaves, and in how many tensors the gradients lie in the last."""
+    """The result of each step, and the number of tensors that hold the last gradients."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(4)))
     parallel = DistributedDataParallel(model, gradient_as_bucket_view="bucket" in kind)

@@ -146,7 +146,7 @@ def parts(parameters, tensors):
 
 
 def sharded(engine, fused, clip, reverse):
-    """What each step leaves on this rank."""
+    """The result of each step on this rank."""
     model, optimizer, parameters, shards = prepared(engine, fused, reverse)
     scaler = scaler_for(engine)
     steps = []
@@ -172,7 +172,7 @@ def sharded(engine, fused, clip, reverse):
 
 @cache
 def one_process(world, clip):
-    """The same of torch's own scaler on the whole batch; a gradient may be left scaled."""
+    """The results of torch's own scaler on the whole batch; a gradient may be left scaled."""
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)
@@ -227,7 +227,7 @@ def joined(parts_of_shards):
 
 
 def by_fsdps_own_class(engine, clip, dtype):
-    """What the class of ours and FSDP's own leave in each step."""
+    """The result of each step with our class, and with FSDP's own."""
     results = []
     for theirs in (True, False):
         options = MixedPrecision(dtype, dtype, keep_low_precision_grads=True)

@@ -46,7 +46,7 @@ def overflows(world):
 
 
 def trained(engine, when, fused, clip, reverse):
-    """What each step leaves on this rank; an Inf comes before gradients are reduced, or after."""
+    """The result of each step on this rank; an Inf comes before or after gradients are reduced."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Model())
     parameters = list(model.parameters())
@@ -90,7 +90,7 @@ def flat(parameters):
 
 @cache
 def one_process(world, clip):
-    """The same of torch's own scaler on the whole batch, without counts."""
+    """The results of torch's own scaler on the whole batch, without counts."""
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)

@@ -1,4 +1,4 @@
-"""What 16 bits have no room for is kept beside them, or decides by chance."""
+"""The bits that 16 bits have no room for are kept beside them, or decide by chance."""
 
 import math
 import struct
