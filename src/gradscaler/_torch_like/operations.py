@@ -346,7 +346,7 @@ class TorchLikeOperations:
         return norm, _nonfinite(norm)
 
     def norm_on_device(self, grads: list[Tensor]) -> Tensor:
-        """The 2-norm in float64 of narrower tensors, in which no sum of their squares overflows.
+        """The 2-norm of narrower tensors, in float64, where no sum of their squares overflows.
 
         So it is finite if and only if all tensors are.
         """
@@ -365,7 +365,7 @@ class TorchLikeOperations:
     def can_measure(self, grads: list[Tensor]) -> bool:
         """Whether ``norm_and_flag`` takes these gradients.
 
-        They must be float32, on a device that has float64, and not of a subclass of tensors: of a
+        They must be float32, on a device that has float64, and not of a subclass of tensors: for a
         sharded tensor, each process would find only its own shard's flag.
         """
         return not grads or (
@@ -382,7 +382,7 @@ class TorchLikeOperations:
             if key not in flags:
                 flags[key] = self.scalar(0.0, device)
             # For large gradients a norm or a sum is faster than unscaling by 1, which writes all
-            # that it reads. For small ones its calls take longer than that.
+            # that it reads. For small ones it is slower, because it makes more calls.
             large = [grad for grad in grads if grad.numel() >= _LARGE]
             if large and self.can_measure(large):
                 flags[key] = self.framework.maximum(flags[key], self.nonfinite_flag(large))

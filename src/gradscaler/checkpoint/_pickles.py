@@ -15,7 +15,7 @@ from typing import IO, Any
 import numpy as np
 
 _MOST_OPCODES = 2**21  # a tensor in a checkpoint takes about 40
-_MOST_BYTES = 2**25  # of the opcodes' arguments, but for long values, which are skipped
+_MOST_BYTES = 2**25  # of the opcodes' arguments, without long values, which are skipped
 _LONGEST_VALUE = 2**16  # bytes of a text or an array
 _LONGEST_LINE = 2**10  # bytes
 _LONGEST_TUPLE = 16  # NumPy describes a dtype by 8 values

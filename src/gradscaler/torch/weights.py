@@ -364,7 +364,7 @@ class MasterWeights(torch.optim.Optimizer):
         scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Step a span of a parameter; what its state has only once changes with the last span."""
+        """Step a span of a parameter. A count of steps and the like change with the last span."""
         assert self._wrapped is not None
         (parameter,) = piece.parameters
         state = self.state[parameter]

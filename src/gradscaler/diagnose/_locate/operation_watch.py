@@ -125,7 +125,7 @@ class OperationWatch:
         """Call an operation, and check its outputs for Inf and NaN."""
         from torch import Tensor
 
-        is_fork = os.getpid() != self._process  # which inherits the mode
+        is_fork = os.getpid() != self._process  # a fork inherits the mode
         if is_fork or not self._is_on or (self.goes_on is not None and not self.goes_on()):
             return func(*args, **kwargs)
         is_read = self._hooks is None or not self._hooks.is_evaluating

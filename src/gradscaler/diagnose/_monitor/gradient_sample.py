@@ -29,7 +29,7 @@ _WHOLE = 2**64
 
 
 def is_sampled(step: int, every: int) -> bool:
-    """Whether a step, counted from 1, is sampled: one step in every ``every`` steps is.
+    """Whether a step, counted from 1, is sampled. One of ``every`` steps is.
 
     The sample of window ``k``, the steps from ``k * every + 1`` to ``(k + 1) * every``, is
     ``floor(every * frac(k * golden_ratio))`` steps before the window's last step. So the first
@@ -53,7 +53,7 @@ class GradientSample:
     norm: float  # of all gradients, unscaled
     sizes: Mapping[str, int]  # the number of elements of each gradient
     histograms: Mapping[str, Histogram]  # of a part of each gradient
-    unseen: frozenset[str] = frozenset()  # gradients that are not all 0, but whose part is
+    unseen: frozenset[str] = frozenset()  # gradients that are not all 0, though this part is
     missing: tuple[str, ...] = ()  # parameters that require a gradient and have none
     unmoved: float | None = None  # share of 16-bit elements unchanged since the sample before
 
