@@ -204,7 +204,7 @@ class AmaxScale:
             found_inf, where = bool(found_inf), host_where
         where = where or where_for(scale)
         if isinstance(found_inf, (bool, np.bool_)) and not on_host(scale):
-            # Made into a tensor of True or False.
+            # This makes a tensor of True or False, in the library of the scale.
             found_inf = scale == scale if found_inf else scale != scale  # noqa: PLR0124
         if not isinstance(state.scale, (np.ndarray, np.generic)):
             return AmaxState(*next_values(self._constants, *state, found_inf, where, amax))

@@ -168,7 +168,7 @@ class DynamicScale(Presets):
                 return ScaleState(scale, finite_steps + 1, nonfinite_steps)
         where = where or where_for(scale)
         if isinstance(found_inf, (bool, np.bool_)) and not on_host(scale):
-            # Made into a tensor of True or False.
+            # This makes a tensor of True or False, in the library of the scale.
             found_inf = scale == scale if found_inf else scale != scale  # noqa: PLR0124
         values = scale, finite_steps, nonfinite_steps, found_inf, where
         if not isinstance(scale, (np.ndarray, np.generic)):

@@ -64,7 +64,7 @@ def runs(made_up_run):
     return {"a<b>": made_up_run(samples=8), "stuck": stuck}
 
 
-class Page:
+class ComparisonPage:
     """The page that compares runs: its level, its headline, and the rows of its tables."""
 
     def __init__(self, runs, path):
@@ -84,7 +84,7 @@ def cells_of(row):
 
 
 def test_the_table_has_a_column_for_each_run_and_a_row_for_each_difference(runs, tmp_path):
-    page = Page(runs, tmp_path / "report.html")
+    page = ComparisonPage(runs, tmp_path / "report.html")
     headings, *rows = page.tables["What differs"]
     assert headings == ["", "a<b>", "stuck"]
     first, second = (run.samples[-1].shares for run in runs.values())
@@ -107,15 +107,15 @@ def test_the_table_has_a_column_for_each_run_and_a_row_for_each_difference(runs,
 
 
 def test_runs_that_do_not_differ_have_no_table(made_up_run, tmp_path):
-    page = Page(dict.fromkeys("ab", made_up_run()), tmp_path / "report.html")
+    page = ComparisonPage(dict.fromkeys("ab", made_up_run()), tmp_path / "report.html")
     assert list(page.tables) == ["What is alike"]
     assert ["steps", "1,000"] in page.tables["What is alike"]
 
 
 def test_the_headline_is_as_bad_as_the_worst_run(runs, tmp_path):
     path, good = tmp_path / "report.html", dict.fromkeys("abc", runs["a<b>"])
-    assert Page(runs, path).headline == ("bad", "2 runs side by side")
-    assert Page(good, path).headline == ("good", "3 runs side by side")
+    assert ComparisonPage(runs, path).headline == ("bad", "2 runs side by side")
+    assert ComparisonPage(good, path).headline == ("good", "3 runs side by side")
 
 
 def test_scales_skips_and_losses_are_drawn_over_the_same_steps(runs, tmp_path):
