@@ -1,7 +1,8 @@
 """Optimizers that take 16-bit gradients and widen them to float32 themselves, in their step.
 
-Such an optimizer has a method ``widen_gradients_()``, for whoever wants to change them before, and
-an attribute ``clip_coefficient``, by which its step multiplies beside 1/scale.
+Such an optimizer has a method ``widen_gradients_()``, for code that changes gradients before the
+step. It also has an attribute ``clip_coefficient``: its step multiplies the gradients by that
+coefficient and by 1/scale.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _ELSEWHERE = 2**25
 
 
 def widens(optimizer: object) -> bool:
-    """Whether it is such an optimizer, a part of one, or a trainer's wrapper around one."""
+    """Whether an optimizer is of this kind, or a part of one, or a trainer's wrapper around one."""
     return hasattr(owner_of(optimizer), "widen_gradients_") or getattr(optimizer, "widens", False)
 
 
@@ -37,7 +38,7 @@ def measure(
 ) -> tuple[torch.Tensor, SupportsFloat, torch.Tensor, FoundInf] | None:
     """Like ``Operations.measure``, with the results that float32 copies of the gradients give.
 
-    A few are copied at a time, and none changes.
+    A few gradients are copied at a time; none is changed.
     """
     if not all(
         grad.device == scale.device and grad.dtype in (*_NARROW, torch.float32) for grad in grads
@@ -59,7 +60,7 @@ def measure(
 
 
 def total_norm(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm of gradients, those of 16 bits as their float32 copies have it."""
+    """The norm of gradients; 16-bit ones are measured by float32 copies."""
     sized = [grad.detach() for grad in grads if grad.numel()]
     if not sized:
         return torch.tensor(0.0)

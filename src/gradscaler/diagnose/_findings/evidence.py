@@ -68,7 +68,7 @@ class Evidence:
     parameter: str | None = None  # the name of a parameter or a buffer that is not finite
     state: str | None = None  # the name of an optimizer's state that is not finite
     lost_eps: float | None = None  # an optimizer's eps that rounds to 0 in float16
-    weights: tuple[float, float] | None = None  # their norm at first and now, in such a streak
+    weights: tuple[float, float] | None = None  # the parameters' norm, first and in that streak
     located: Located | None = None  # the first Inf or NaN of that streak
     watched: Located | None = None  # the latest Inf or NaN found in a watched step
     sample: Sample | None = None  # the latest sample with shares

@@ -204,7 +204,7 @@ def _with_source(array: Array, source: Located | None) -> _Value:
 
 
 def _read(array: Array) -> Reading:
-    """The reading of an array; arrays of other than floating-point numbers count as finite."""
+    """The reading of an array; an array of another kind than floating-point counts as finite."""
     is_number = dtype_name(array).startswith(("float", "bfloat", "complex"))
     return read(array) if is_number else Reading("finite")
 
