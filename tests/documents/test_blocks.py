@@ -10,6 +10,7 @@ Each block in docs/start/ that trains also runs as the body of a loop, under a m
 """
 
 import ast
+import importlib
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+import gradscaler
 from gradscaler.diagnose import Monitor
 from tests.support import document_names
 
@@ -85,6 +87,20 @@ def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
             exec(compile("\n" * line + code, page, "exec"), names)
     for monitor in [value for value in names.values() if isinstance(value, Monitor)]:
         monitor.close()
+
+
+CALL = re.compile(r"`(gradscaler\.(\w+)\.\w+\((?!\.\.\.)[^`]+\))`")
+
+
+def test_the_calls_that_the_migration_says_to_write_make_scalers():
+    calls = CALL.findall((ROOT / "docs" / "migration.md").read_text())
+    assert {"torch", "jax", "keras", "paddle"} == {framework for _, framework in calls}
+    for call in [call for call, framework in calls if framework == FRAMEWORK]:
+        module = importlib.import_module(f"gradscaler.{FRAMEWORK}")
+        names = {"gradscaler": gradscaler}
+        if "inner" in call:
+            names["inner"] = importlib.import_module(FRAMEWORK).optimizers.SGD()
+        assert type(eval(call, names)).__module__.startswith(module.__name__)
 
 
 # Readers copy each recipe of the cookbook as a script of its own.
