@@ -17,20 +17,20 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from sklearn.datasets import load_digits, load_sample_images
 from torch import nn
 
 from gradscaler import AmaxScale, DynamicScale, FixedScale, Policy
-from gradscaler.diagnose.report._picture import picture_of
-from gradscaler.diagnose.simulate import Trace, replay
-from gradscaler.diagnose.simulate._command import HEADINGS, content_of_replays, rows_of
+from gradscaler.diagnose.report._words import power
+from gradscaler.diagnose.simulate import Replay, Trace, replay
+from gradscaler.diagnose.simulate._command import HEADINGS, rows_of
 from gradscaler.torch import GradScaler
 
 HERE = Path(__file__).parent
@@ -148,7 +148,13 @@ RULES: dict[str, Any] = {
     "Graphcore": Graphcore(),
     "AmaxScale": AmaxScale(),
 }
-DRAWN = ("torch", "Megatron", "fairseq", "LogMax", "AmaxScale")
+DRAWN = {  # the line and the colour of each, which are Okabe and Ito's
+    "torch": ("-", "#0072B2"),
+    "Megatron": ("--", "#E69F00"),
+    "fairseq": ("-.", "#009E73"),
+    "LogMax": (":", "#000000"),
+    "AmaxScale": ("-", "#D55E00"),
+}
 
 
 # Trainings.
@@ -330,8 +336,14 @@ def accuracy(policy: Policy, seed: int, steps: int) -> tuple[float, float]:
     return float(correct.float().mean()), float(state.scale)
 
 
+HEADINGS_OF_RANDOM = (
+    "trace",
+    *(f"{rule}: {what}" for rule in ("torch", "AmaxScale") for what in ("skips", "back", "at")),
+)
+
+
 def random_rows(runs: int = 200) -> Iterator[tuple[str, ...]]:
-    """Table rows about random traces, from seed 0, with torch's rule and with AmaxScale.
+    """Table rows about random traces, from seed 0, with torch's rule and then with AmaxScale.
 
     Each trace has a typical largest gradient between 2**-14 and 2**2, and lognormal noise.
     """
@@ -343,7 +355,7 @@ def random_rows(runs: int = 200) -> Iterator[tuple[str, ...]]:
 
     def moved(sizes: Any, within: float = 1.0, spiked: bool = False) -> tuple[str, ...]:
         """Under each rule: skips that a lower scale would avoid, recovery, and the last scale."""
-        cells = []
+        cells: list[str] = []
         for rule in ("torch", "AmaxScale"):
             policy: Any = RULES[rule]
             leaves = (np.full(runs, leaf, np.asarray(leaf).dtype) for leaf in policy.init())
@@ -356,34 +368,31 @@ def random_rows(runs: int = 200) -> Iterator[tuple[str, ...]]:
                 looks = hasattr(policy, "amax_interval")
                 told = {"amax": np.where(found_inf, 0, size)} if looks else {}
                 state = policy.update(state, found_inf, np.where, **told)
-            text = f"{skips / runs:.1f} skips"
             after = np.array(scales[SPIKE.stop :]) >= scales[SPIKE.start - 1]
             steps = np.where(after.any(axis=0), after.argmax(axis=0), np.inf)
-            if spiked:
-                text += " / back after " + ", ".join(
-                    f"{np.quantile(steps, q, method='higher'):.0f}" for q in (0.5, 0.9)
-                )
+            quantiles = [np.quantile(steps, q, method="higher") for q in (0.5, 0.9)]
+            back = [f"{count:,.0f}" if np.isfinite(count) else "never" for count in quantiles]
             typical = np.nanmedian(np.where(np.isfinite(sizes), sizes, np.nan)[-500:], axis=0)
-            text += f" / at 2^{np.median(np.log2(scales[-1] * typical)):.0f}"
-            cells.append(text)
+            last = round(np.median(np.log2(scales[-1] * typical)))
+            cells += [f"{skips / runs:.1f}", ", ".join(back) if spiked else "-", power(2, last)]
         return tuple(cells)
 
     for share in (0.05, 0.3):
         sizes = noise(4000, 0.2)
         sizes[generator.random(sizes.shape) < share] = np.inf
-        yield f"{share:.0%} NaN batches, 4,000 steps", *moved(sizes)
-    for power in (8, 12, 16):
+        yield f"{share:.0%} NaN batches", *moved(sizes)
+    for exponent in (8, 12, 16):
         sizes = noise(5000, 0.2)
-        sizes[SPIKE] *= 2.0**power
-        yield f"spike of 2^{power} for 30 steps", *moved(sizes, spiked=True)
+        sizes[SPIKE] *= 2.0**exponent
+        yield f"spike of {power(2, exponent)} for 30 steps", *moved(sizes, spiked=True)
     for sigma in (0.1, 0.5, 1.0):
-        yield f"no events, noise of {sigma}, 10,000 steps", *moved(noise(10_000, sigma))
+        yield f"no events, noise of {sigma}", *moved(noise(10_000, sigma))
     sizes = noise(10_000, 0.2)
     sizes[250::500] *= 2.0**6
-    yield "gradients 2^6 larger every 500 steps, 10,000 steps", *moved(sizes)
+    yield "gradients 2⁶ larger every 500 steps", *moved(sizes)
     drift = 2.0 ** np.interp(np.arange(10_000), [0, 5000, 10_000], [0, -20, 0])
-    yield "drift by 2^-20 and back, 10,000 steps", *moved(noise(10_000, 0.1) * drift[:, None])
-    yield "activations' gradients 2^12 times larger, 8,000 steps", *moved(noise(8000, 0.2), 2.0**12)
+    yield "drift by 2⁻²⁰ and back", *moved(noise(10_000, 0.1) * drift[:, None])
+    yield "activations' gradients 2¹² times larger", *moved(noise(8000, 0.2), 2.0**12)
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -400,24 +409,22 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results: dict[str, Any] = {"seed": arguments.seed, "steps": arguments.steps}
-    pictures = []
+    replays: dict[str, dict[str, Replay]] = {}
     for name, make in TRAININGS.items():
         start = time.perf_counter()
         trace = record(make(arguments.seed), arguments.steps)
         seconds = time.perf_counter() - start
-        replays = {rule: replay(policy, trace) for rule, policy in RULES.items()}
-        rows = rows_of(replays)
+        replays[name] = {rule: replay(policy, trace) for rule, policy in RULES.items()}
+        rows = rows_of(replays[name])
         results[name] = {"seconds": round(seconds, 1), "rows": rows}
-        bad, spikes = int(trace.is_bad.sum()), len(replays["torch"].spikes)
+        bad, spikes = int(trace.is_bad.sum()), len(replays[name]["torch"].spikes)
         print(
             f"\n### {name}: {bad} bad batches, {spikes} spikes\n\n{table(HEADINGS, rows)}",
             flush=True,
         )
-        drawn = {rule: replays[rule] for rule in DRAWN}
-        pictures.append(picture_of(content_of_replays(drawn, name)))
     rows = list(random_rows())
     results["random"] = rows
-    print(f"\n### Random traces\n\n{table(('trace', 'torch', 'AmaxScale'), rows)}", flush=True)
+    print(f"\n### Random traces\n\n{table(HEADINGS_OF_RANDOM, rows)}", flush=True)
     trained = {
         rule: [accuracy(RULES[rule], seed, 4000) for seed in range(3)]
         for rule in ("torch", "AmaxScale")
@@ -430,7 +437,8 @@ def main() -> None:
     ]
     print(f"\n### Trained with 5 % NaN batches\n\n{table(headings, rows)}")
     (HERE / "policies.json").write_text(json.dumps(results, indent=1) + "\n")
-    (HERE / "policies.png").write_bytes(side_by_side(pictures, described(results)))
+    description = {"Description": described(results)}  # for screen readers and for a test
+    picture_of(replays).savefig(HERE / "policies.png", metadata=description)
 
 
 def described(results: dict[str, Any]) -> str:
@@ -438,14 +446,21 @@ def described(results: dict[str, Any]) -> str:
     return "\n\n".join(table(HEADINGS, results[name]["rows"]) for name in TRAININGS)
 
 
-def side_by_side(pictures: Sequence[bytes], description: str) -> bytes:
-    """Four pictures in one, with its description for screen readers and for tests."""
-    images = [plt.imread(BytesIO(picture)) for picture in pictures]
-    rows = [np.concatenate(images[i : i + 2], axis=1) for i in range(0, len(images), 2)]
-    file = BytesIO()
-    metadata = {"Description": description}
-    plt.imsave(file, np.concatenate(rows), format="png", metadata=metadata)
-    return file.getvalue()
+def picture_of(replays: dict[str, dict[str, Replay]]) -> Figure:
+    """The scale of some rules over the steps of each training."""
+    figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
+    for axes, (name, found) in zip(figure.subplots(2, 2).flat, replays.items(), strict=True):
+        for rule, (line, colour) in DRAWN.items():
+            axes.plot(np.log2(found[rule].scales), line, color=colour, label=rule)
+        axes.set_title(f"{name}: loss scale", loc="left", fontsize=10, fontweight="bold")
+        axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.yaxis.set_major_formatter(lambda value, _: power(2, value))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(DRAWN))
+    return figure
 
 
 if __name__ == "__main__":
