@@ -248,7 +248,7 @@ def main(argv: list[str] | None = None) -> None:
             path = (arguments.runs or Path(temporary)) / f"{name}.jsonl"
             steps, verdict = train(TRAININGS[name], path)
             print(f"{name}, after {steps} steps: {verdict.kind}")
-            print(fill(verdict.text, 96, initial_indent="    ", subsequent_indent="    "), "\n")
+            print(fill(verdict.text, 80, initial_indent="    ", subsequent_indent="    "), "\n")
 
 
 def train(make: Callable[[], Training], path: Path) -> tuple[int, Verdict]:
