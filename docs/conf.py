@@ -8,6 +8,7 @@ from typing import Any
 
 import tomllib  # sorted by ruff as a package, because Python 3.10's standard library lacks it
 from docutils import nodes
+from sphinx.util.nodes import make_refnode
 
 ROOT = Path(__file__).parents[1]
 
@@ -143,10 +144,18 @@ def skip(
 
 
 def refer(app: Any, env: Any, node: Any, shown: Any) -> Any:
-    """Link the name of a framework's object to the framework's documentation."""
-    if address := address_of(node.get("reftarget", "")):
+    """Link a framework's object to its documentation, and shorten a private name in a signature."""
+    name = node.get("reftarget", "")
+    if address := address_of(name):
         return nodes.reference("", "", shown, refuri=address, internal=False)
-    return None
+    if not name.startswith(("gradscaler.policies.", "gradscaler._")):
+        return None
+    short = name.rpartition(".")[2]
+    public = env.domains["py"].objects.get(f"gradscaler.{short}")
+    if not public:
+        return nodes.Text(short)
+    place = public.docname, public.node_id
+    return make_refnode(app.builder, node["refdoc"], *place, nodes.Text(short))
 
 
 def setup(app: Any) -> None:

@@ -104,8 +104,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         policy: the rule, in place of the parameters after ``enable``: a
             :class:`gradscaler.DynamicScale`, a :class:`gradscaler.FixedScale`, or a
             :class:`gradscaler.AmaxScale`.
-        max_retries: the largest number of repetitions of an evaluation that overflows, in
-            ``step(optimizer, closure)``, and of the body of a loop over ``attempts``.
+        max_retries: the largest number of repetitions, by default 16, of an evaluation that
+            overflows, in ``step(optimizer, closure)``, and of the body of a loop over ``attempts``.
         group: the process group that decides together whether to step, and at which scale, by one
             all-reduce a step. None takes all processes for an optimizer of fleet's hybrid
             parallelism (sharding, model, pipeline and segment), and this process alone otherwise:

@@ -41,8 +41,8 @@ class GradScaler(
             arguments through.
         policy: the rule, in place of the four parameters before.
         allow_fp16_gradients: whether to unscale float16 gradients in place. If False they raise.
-        max_retries: the largest number of repetitions of an evaluation that overflows, in
-            ``step(optimizer, closure)``, and of the body of a loop over ``attempts``.
+        max_retries: the largest number of repetitions, by default 16, of an evaluation that
+            overflows, in ``step(optimizer, closure)``, and of the body of a loop over ``attempts``.
 
     Raises:
         ValueError: a parameter is out of range; the message names it and its value.

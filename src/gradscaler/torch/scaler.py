@@ -49,8 +49,8 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             :class:`gradscaler.FixedScale`, or a :class:`gradscaler.AmaxScale`.
         allow_fp16_gradients: whether to unscale float16 gradients in place. Values that underflow
             in that division are lost. If False they raise, as always in torch.
-        max_retries: the largest number of repetitions of an evaluation that overflows, in
-            ``step(optimizer, closure)``, and of the body of a loop over ``attempts``.
+        max_retries: the largest number of repetitions, by default 16, of an evaluation that
+            overflows, in ``step(optimizer, closure)``, and of the body of a loop over ``attempts``.
         group: the process group that decides together whether to step, and at which scale. None
             takes the processes that hold the optimizer's DTensors, so FSDP2, tensor parallelism and
             combinations of them need no group. DDP needs none either: it gives all processes the
