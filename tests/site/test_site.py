@@ -179,16 +179,17 @@ def test_no_power_is_taken_for_bold_text():
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
 )
-WIDER = """<pre></pre><script>
+MEASURE = """<pre></pre><script>
 (async () => {
   for (const page of PAGES) {
     const frame = document.createElement("iframe");
-    frame.style.width = "390px";
+    frame.style.width = "WIDTHpx";
     frame.src = page;
     document.body.append(frame);
     await new Promise((loaded) => { frame.onload = loaded; });
-    const { scrollWidth, clientWidth } = frame.contentDocument.querySelector(".content");
-    if (scrollWidth > clientWidth) document.querySelector("pre").append(`${page}\\n`);
+    const wider = (box) => box.scrollWidth > box.clientWidth;
+    if ([...frame.contentDocument.querySelectorAll("SELECTOR")].some(wider))
+      document.querySelector("pre").append(`${page}\\n`);
     frame.remove();
   }
   document.title = "measured";
@@ -197,10 +198,17 @@ WIDER = """<pre></pre><script>
 
 
 @pytest.mark.skipif(not BROWSER, reason="no Chromium or Chrome is on PATH")
-def test_no_page_is_wider_than_a_phone(pages, tmp_path):
-    """Tables, code and wide pictures scroll by themselves."""
+@pytest.mark.parametrize(
+    ("width", "selector"),
+    [(390, ".content"), (1400, ".content, article .table-wrapper")],
+    ids=["page, on a phone", "table, in a wide window"],
+)
+def test_nothing_is_wider_than_its_place(width, selector, pages, tmp_path):
+    """On a phone, tables, code and wide pictures scroll by themselves."""
     measure = tmp_path / "measure.html"
-    measure.write_text(WIDER.replace("PAGES", json.dumps([path.as_uri() for path in pages])))
+    places = json.dumps([path.as_uri() for path in pages])
+    script = MEASURE.replace("WIDTH", str(width)).replace("SELECTOR", selector)
+    measure.write_text(script.replace("PAGES", places))
     options = "--headless=new --no-sandbox --disable-gpu --allow-file-access-from-files"
     profile = f"--user-data-dir={tmp_path / 'profile'}"
     command = [BROWSER, *options.split(), profile, "--virtual-time-budget=300000", "--dump-dom"]
