@@ -214,6 +214,7 @@ def headline(results: Results) -> list[tuple[Row, paired.Comparison]]:
 
 
 Panel = tuple[str, list[tuple[str, paired.Comparison]]]
+OPAQUE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 PANEL = 4.6  # inches: narrow, so that a phone shows the text at about its size
 
 
@@ -251,7 +252,7 @@ def draw_panels(panels: list[Panel]) -> Figure:
     ends = [end for each in rows for end in each.interval]
     least, most = max(min(*ends, 0.8), 2**-5), max(*ends, 1.25)
     heights = [len(part) + 0.3 for _, part in panels]
-    height = 0.3 * sum(heights) + 0.4 * len(panels) + 0.4
+    height = 0.3 * sum(heights) + 0.6 * len(panels) + 0.4
     figure = Figure(figsize=(PANEL, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)
@@ -267,13 +268,14 @@ def draw_panels(panels: list[Panel]) -> Figure:
                 "fontsize": 8,
                 "va": "center",
             }
-            axes.text(0, place - 0.42, name, **style)
+            axes.text(0, place - 0.42, name, bbox=OPAQUE, **style)  # no line strikes it through
             axes.text(1, place, f"{each.ratio:.2f}", ha="right", color=colour, **style)
         axes.axvline(1, color="black", linewidth=0.8)
         axes.set_ylim(len(part) - 0.6, -0.9)
         axes.set_yticks([])
         axes.set_xscale("log", base=2)
-        axes.set_xlim(least / 1.05, most * 1.3)
+        axes.set_xlim(least / 1.05, most * (most / least) ** 0.2)  # room for the numbers
+        axes.tick_params(labelbottom=True, labelsize=8)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(axis="x", alpha=0.3)
