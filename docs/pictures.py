@@ -92,7 +92,7 @@ def draw_range(axes: Axes, values: np.ndarray, scale: float) -> None:
     axes.set_xlim(-40, 19)
     axes.set_xlabel("exponent of the gradient, log2")
     axes.set_yticks([])
-    name = "no scale" if scale == 1 else f"scale 2^{int(np.log2(scale))}"
+    name = "no scale" if scale == 1 else f"scale $2^{{{int(np.log2(scale))}}}$"
     flushed, subnormal = shares(values, scale)
     axes.set_title(
         f"{name}: {flushed:.0%} flushed, {subnormal:.0%} subnormal", fontsize=10
@@ -117,7 +117,12 @@ def figures() -> dict[str, Figure]:
     ):
         draw_range(axes, values, scale)
         axes.spines[["top", "right", "left"]].set_visible(False)
-    figure.axes[0].legend(frameon=False, fontsize=8, loc="upper left")
+    figure.axes[0].legend(
+        frameon=False,
+        fontsize=8,
+        loc="center right",
+        bbox_to_anchor=(0.94, 0.5),
+    )
     drawn = {"range.png": figure}
 
     scales, fits, skipped = training()
