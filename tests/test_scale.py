@@ -23,8 +23,8 @@ def counted():
         env=environment,
         capture_output=True,
         text=True,
-        check=True,
     )
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 
