@@ -305,6 +305,14 @@ def predicted(processes: int) -> list[dict[str, Any]]:
 EXACT = "collectives", "reduced", "operations"
 
 
+def leave() -> None:
+    """End one of the real processes; do not return."""
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # else a thread of gloo's may abort the process as it ends (pytorch#179291)
+
+
 def count_in_rank(rank: int, folder: str, world: int, tensors: list[int]) -> None:
     """Be one of the real processes: count every layout, and write a file."""
     torch.set_num_threads(1)
@@ -318,9 +326,7 @@ def count_in_rank(rank: int, folder: str, world: int, tensors: list[int]) -> Non
             counts = asdict(counts_of(whose, name, clip, count))
             found.append(((name, clip, whose), count, [counts[key] for key in EXACT]))
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)  # else a thread of gloo's may abort the process as it ends (pytorch#179291)
+    leave()
 
 
 def counted(processes: int, tensors: list[int]) -> list[Any]:
@@ -453,11 +459,10 @@ def measure_rank(rank: int, folder: str, world: int) -> None:
         begin = perf_counter()
         dist.all_reduce(value)
         seconds.append(perf_counter() - begin)
-    dist.barrier()
     if rank == 0:
         median = statistics.median(seconds) * 1e6
         print(f"an all-reduce of one integer by gloo, {world} processes: {median:.0f} us")
-    dist.destroy_process_group()
+    leave()
 
 
 def measure(ranks: list[int]) -> None:

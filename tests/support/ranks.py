@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import socket
+import subprocess
 import sys
 import traceback
 from functools import cache
@@ -186,6 +187,22 @@ class Ranks:
             process.kill()
             process.join()
         self._processes = []
+
+
+def output_of(*arguments, cwd):
+    """Run a Python script that starts processes itself, and return its output.
+
+    PyTorch may abort a process that ends while a thread of gloo's still holds a tensor
+    (pytorch#179291): one in twenty on a busy machine, with its own scaler, too. The script is then
+    run again.
+    """
+    command = [sys.executable, *arguments]
+    for _ in range(4):
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+        if "terminate called without an active exception" not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="session")
