@@ -38,9 +38,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.fixture(autouse=True)
-def _the_same_random_numbers_each_time():
-    """Tests may run in any order."""
+def _each_test_starts_alike():
+    """Tests may run in any order: seed all frameworks, and restore MindSpore's mode afterwards."""
     seed_frameworks()
+    mindspore = sys.modules.get("mindspore")
+    mode = mindspore and mindspore.get_context("mode")
+    yield
+    if mindspore:
+        mindspore.set_context(mode=mode)
 
 
 @pytest.fixture

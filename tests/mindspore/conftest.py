@@ -100,10 +100,8 @@ def _what_mindspore_writes_goes_to_a_folder_of_its_own(tmp_path_factory):
 
 @pytest.fixture(params=MODES)
 def mode(request):
-    before = mindspore.get_context("mode")
     mindspore.set_context(mode=MODES[request.param])
-    yield request.param
-    mindspore.set_context(mode=before)
+    return request.param
 
 
 @pytest.fixture(params=OPTIMIZERS)
