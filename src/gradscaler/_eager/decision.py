@@ -113,6 +113,6 @@ def check_same(fields: Iterable[str], maxima: Sequence[float]) -> None:
             f"processes that decide together hold different loss scales or counters: {name} is "
             f"{smallest:g} on one and {largest:g} on another. Construct the scaler with the "
             "same arguments on each, load the same state dict on each, and call step() and "
-            "update() as often on each. If it has optimizers that different processes share, "
-            "name the group of all of them, group="
+            "update() as often on each. If different groups of processes share its optimizers, "
+            "construct it with group=, the group of all these processes"
         )

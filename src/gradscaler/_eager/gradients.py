@@ -202,7 +202,8 @@ class Gradients:
         norms, found_infs = [], []
         for part in parts.parts:
             measured = self._operations.measure(part, scaling.scale)
-            # Another process may go on to measure, while unscaling here runs the same collectives.
+            # Another process may measure its parts while this one unscales: both run the same
+            # collectives.
             if measured is None:
                 return None
             norm, scale, inverse, found_inf = measured
@@ -292,8 +293,8 @@ class Gradients:
     def apply(self, step: Callable[..., object], args: Args, kwargs: Kwargs) -> Any:
         """Call the optimizer's ``step``, and keep what it returns in ``result``.
 
-        ``extend`` is one call into C, so no interrupt comes between the two: a step that has
-        returned is never taken for one that has not.
+        ``extend`` calls ``step`` and keeps the value in one call into C. So no interrupt comes
+        between the return and the record of it.
         """
         result: list[object] = []
         self.result = result

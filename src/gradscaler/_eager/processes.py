@@ -2,8 +2,8 @@
 
 A decision, whether to step and at which scale, is a maximum over all processes that must act alike.
 A norm is a sum over processes that hold different parts. The engine asks for both before any
-gradient changes, so that a refusal changes nothing. Which collectives run follows from parameters
-and arguments alone: it must not depend on gradients, which one process may have and another not.
+gradient changes, so that a refusal changes nothing. Parameters and arguments alone determine which
+collectives run. Gradients must not, because one process may have some and another none.
 """
 
 from __future__ import annotations

@@ -33,14 +33,15 @@ DEFAULT_MAX_RETRIES = 16
 class Repeating:
     """A scaler's record of closures and loops over ``attempts`` since the last ``update``.
 
-    A body is a closure, or what such a loop repeats.
+    A body is a closure, or the body of such a loop.
 
     Attributes:
         backed_off: the state that bodies use, if one overflowed. The scaler's own state moves only
             in ``update``, because other optimizers' gradients were made with its scale.
-        open_loop: while a loop runs, and after it was left early, a tuple that holds ``backed_off``
-            from before it; else None.
-        losses: while a body runs, the losses that it scaled, each scaled and unscaled; else None.
+        open_loop: a tuple of one item, ``backed_off`` from before the loop that runs or was left
+            early; None without such a loop.
+        losses: the losses that the running body has scaled, as pairs of scaled and unscaled loss;
+            None if no body runs.
         in_loop: whether the body that runs is that of a loop.
     """
 
@@ -101,8 +102,8 @@ class Repeating:
     def must_scale_in_loop(self, known: list[Gradients]) -> None:
         """Raise CallOrderError if a loss is scaled between a loop and ``step``, outside of a loop.
 
-        The loss would be scaled by the scaler's own scale, but the gradients that its own are
-        added to may have been made with a lower one.
+        The loss would use the scaler's own scale. The gradients of the loop may have a lower one,
+        and the backward pass would add both.
         """
         if self.is_running:
             return

@@ -1,8 +1,8 @@
 """Many processes: which decide together, and which hold parts of one norm.
 
 A decision is a MAX over processes that must act alike. A norm is a SUM over processes that hold
-different parts. Which collectives run, and in which order, follows from parameters and arguments
-alone: it must not depend on gradients, which one process may have and another not.
+different parts. Parameters and arguments alone determine which collectives run, and in which order.
+Gradients must not, because one process may have some and another none.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def load(file: IO[bytes]) -> Value:
             warnings.simplefilter("ignore", DeprecationWarning)  # of escapes in damaged texts
             return _run(_Opcodes(file))
     except LookupError:  # the stack is empty, or the memo lacks the entry
-        raise ValueError("the pickle uses what it does not hold") from None
+        raise ValueError("the pickle refers to a value that it does not hold") from None
 
 
 class _Opcodes:

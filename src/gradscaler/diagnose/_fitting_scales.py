@@ -109,10 +109,10 @@ def fit_of(samples: Sequence[Sample], dtype: str) -> Fit | None:
 def _gone(sample: Sample, parts: Mapping[str, _Counts], edge: int) -> tuple[str, ...]:
     """The parameters that are flushed to 0, and that no scale without overflow brings back.
 
-    Empty unless another parameter fades, or the scale is below 1. How often the scale would have to
-    double is estimated from ``parts``, the parameters that are left: the span of their exponents,
-    times the number gone per parameter left. Also empty if the scale can double more often than
-    that without an overflow.
+    Empty unless another parameter fades, or the scale is below 1. The doublings that would bring
+    them back are estimated from ``parts``, the other parameters: the span of their exponents, times
+    the ratio of parameters gone to parameters left. Empty too if the scale can double more often
+    than that without an overflow.
     """
     parameters = sample.parameters
     gone = tuple(n for n, found in parameters.items() if found.zero == 1 and n not in parts)

@@ -36,9 +36,9 @@ class Transformation(Protocol):
 lax: ModuleType = jax.lax  # partly untyped
 
 OVERWRITTEN = "_overwrite_with_gradient"
-"""flax's name of the collection, and in NNX of the type, of variables that their gradient replaces.
+"""flax's mark of variables whose gradient is their new value: a collection, or a type in NNX.
 
-flax's fp8 layers return new values of their scales and histories of maxima as such gradients.
+flax's fp8 layers compute the new values of their scales and histories of maxima in this way.
 """
 
 

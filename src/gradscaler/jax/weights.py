@@ -91,8 +91,8 @@ class BitUpdate:
         if not (integers and _rounding.is_narrow(parameter)):
             raise ParameterTypeError(
                 f"cannot add an update of {jnp.result_type(self.steps)} to a parameter of "
-                f"{parameter.dtype}: master_weights updates 16-bit parameters by int16. Put what "
-                "changes updates inside it: master_weights(optax.chain(...))"
+                f"{parameter.dtype}: master_weights updates 16-bit parameters by int16. Put "
+                "transformations that change updates inside it: master_weights(optax.chain(...))"
             )
         new = _rounding.bits(parameter) + self.steps
         return jax.lax.bitcast_convert_type(new, parameter.dtype)
@@ -238,7 +238,7 @@ def _wide(leaf: ArrayLike) -> Array:
 
 
 def _check_key(key: Any, store: Store) -> None:
-    """Refuse a key without stochastic rounding, none with it, and what is no key."""
+    """Refuse a wrong key, a missing one for "stochastic", and any key for another store."""
     if (store == "stochastic") is (key is None):
         raise ParameterError(
             f"key belongs to store='stochastic': got store={store!r} and key={key!r}. Write "

@@ -14,7 +14,7 @@ from gradscaler.policies._presets import PADDLE
 Init = TypeVar("Init", bound=Callable[..., None])
 
 _OWN_NAMES = {"enabled": "enable", **{other: name for name, other in PADDLE.items()}}
-"""For PyTorch's name of each parameter, Paddle's."""
+"""Maps PyTorch's names of parameters to Paddle's."""
 
 _TORCH_ORDER = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
 """The order of ``torch.cuda.amp.GradScaler``; ``torch.amp.GradScaler`` takes ``device`` first."""

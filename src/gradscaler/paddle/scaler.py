@@ -565,7 +565,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     # Where Paddle's rules differ from the engine's.
 
     def _state_of_loss(self, state: State) -> State:
-        """The state of the last loss. The ``minimize`` of an optimizer may have moved it since."""
+        """The state with the last loss's scale: ``minimize`` may have moved the scale since."""
         if self._scaled_by is None or self._repeating.in_closure:
             return state
         return state._replace(scale=self._scaled_by)

@@ -17,10 +17,10 @@ PADDLE = {
     "incr_every_n_steps": "growth_interval",
     "decr_every_n_nan_or_inf": "hysteresis",
 }
-"""For Paddle's name of each parameter, that of :class:`gradscaler.DynamicScale`."""
+"""Maps Paddle's names of parameters to those of :class:`gradscaler.DynamicScale`."""
 
 KERAS = {"initial_scale": "init_scale", "dynamic_growth_steps": "growth_interval"}
-"""For the name of each parameter in Keras 2 and 3, that of :class:`gradscaler.DynamicScale`."""
+"""Maps the names of parameters in Keras 2 and 3 to those of :class:`gradscaler.DynamicScale`."""
 
 
 class Presets:

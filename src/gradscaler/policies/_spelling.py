@@ -61,7 +61,7 @@ def check_policy(policy: object, kind: type | UnionType = Policy, fixed: str = "
     Args:
         policy: the argument to check.
         kind: a class, or a union of classes; by default, any class with a policy's methods.
-        fixed: if the kind excludes FixedScale, the name of what to use for a fixed scale instead.
+        fixed: if the kind excludes FixedScale, the names of classes for a fixed scale.
     """
     if isinstance(policy, type) or not isinstance(policy, kind):
         also = ", an AmaxScale or a FixedScale"

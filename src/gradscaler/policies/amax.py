@@ -80,15 +80,15 @@ class AmaxScale:
       the scale backs off after all. The reach then falls below the floor by at most 8 powers of 2.
 
     If ``a`` is never known, the scale moves like that of :class:`gradscaler.DynamicScale`, and
-    grows after ``growth_interval + 1`` finite steps. Scales stay between ``min_scale`` and
-    ``max_scale`` as there, and all values are float32, on the host and on any device.
+    grows after ``growth_interval + 1`` finite steps. As there, scales stay between ``min_scale``
+    and ``max_scale``, and all values are float32, on the host and on any device.
 
     Args:
         init_scale: the scale before the first step.
         growth_factor: multiplies the scale, and the reach, when they grow, > 1.
         backoff_factor: multiplies the scale, and the reach, when they back off, in (0, 1).
         growth_interval: finite steps in a row before the reach grows.
-        margin: a room between ``scale * peak`` and ``F``, in powers of 2, >= 3. The scale grows
+        margin: the room between ``scale * peak`` and ``F``, in powers of 2, >= 3. The scale grows
             immediately until only this room is left. With this room or more, a non-finite step is
             taken for a bad batch.
         patience: non-finite steps before the peak is forgotten, so that the scale backs off.

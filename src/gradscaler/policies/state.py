@@ -114,5 +114,5 @@ def where_for(value: Scalar) -> Where:
             return where
     raise TypeError(
         f"no where() is known for a scale of type {type(value).__module__}."
-        f"{type(value).__qualname__}: pass update(..., where=) that library's own"
+        f"{type(value).__qualname__}: pass that library's own to update(..., where=)"
     )

@@ -208,7 +208,8 @@ class DynamicLossScaler(LossScalerBase):
             raise RuntimeError(
                 f"Current loss scale already at minimum: min_scale is {self.min_scale!r}, and the "
                 "gradients still overflow. Gradients that overflow at every scale come from Inf or "
-                "NaN in the weights, the data or the loss; raise_error_at_min_scale=False goes on"
+                "NaN in the weights, the data or the loss; with "
+                "raise_error_at_min_scale=False the training goes on"
             )
         if overflow:
             self.last_overflow_iter = self.cur_iter

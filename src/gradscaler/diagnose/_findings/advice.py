@@ -26,8 +26,8 @@ _BASE = (
     "a negative power of 0 is Inf, and a fractional power of a negative number NaN: clamp the base"
 )
 _CAST = (
-    "a number beyond 65504 becomes Inf when it is cast to float16: keep what follows in float32 "
-    "too, or lower the numbers before the cast"
+    "a number beyond 65504 becomes Inf when it is cast to float16: keep the next "
+    "operations in float32 too, or lower the numbers before the cast"
 )
 _MASKED = (
     "a row of the softmax is masked entirely (0 / 0): leave one place unmasked, or mask with a "
@@ -92,7 +92,7 @@ _OF_TOO_FEW = {  # if they make NaN but no Inf
     "std var": "the deviation of one element is 0 / 0: set correction=0, or take more elements",
 }
 _SLOPE = "add a small number under the root, or clamp its input, as its slope at 0 is Inf"
-_LOG_SLOPE = "clamp what the logarithm is of, as its slope at 0 is Inf"
+_LOG_SLOPE = "clamp the input of the logarithm, as its slope at 0 is Inf"
 _POWER_SLOPE = "clamp the base, as the slope of a power below 1 is Inf at 0"
 _ANGLE_SLOPE = "clamp its input to within -1 and 1, where its slope is Inf"
 _BACKWARD = {

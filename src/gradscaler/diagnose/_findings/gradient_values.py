@@ -90,9 +90,9 @@ def dead(evidence: Evidence) -> Finding | None:
         "dead",
         f"{which} are exactly 0 in step {sample.step}, at a loss scale of {sample.scale:g}"
         f"{none_small}.",
-        f"A larger scale would not help: look for {zeroed}what has no slope before the loss: ReLUs "
-        "that are all off (biases, learning rate), a clamp, rounding, argmax, a saturated "
-        "function, or detach().",
+        f"A larger scale would not help: look for {zeroed}an operation without a slope before "
+        "the loss: ReLUs that are all off (biases, learning rate), a clamp, rounding, argmax, a "
+        "saturated function, or detach().",
         where,
         is_certain=False,
     )

@@ -341,8 +341,8 @@ def _framework_of(scaler: Any) -> str:
 def _rank_and_world_size() -> tuple[int, int]:
     """The rank of this process, and how many processes there are; (0, 1) if it trains alone.
 
-    From torch.distributed, if it is initialized, else from the environment variables that
-    launchers set: ``RANK`` and ``WORLD_SIZE``.
+    Both come from torch.distributed if it is initialized, else from the environment variables that
+    launchers set, ``RANK`` and ``WORLD_SIZE``.
     """
     torch: Any = sys.modules.get("torch")
     distributed = getattr(torch, "distributed", None)

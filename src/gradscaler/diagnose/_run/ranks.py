@@ -52,12 +52,13 @@ def of_ranks(files: Sequence[tuple[str, Run]]) -> Run:
                 )
         if start.world_size == 1:
             raise ValueError(
-                f"{path}: is of a process that trained alone, and no rank of a run: {_COMPARE}"
+                f"{path}: its process trained alone, so it is no rank of a run: {_COMPARE}"
             )
         if start.rank in path_of:
             other = path_of[start.rank]
             raise ValueError(
-                f"{path}: is of rank {start.rank}, as {other} is: give one file each; {_COMPARE}"
+                f"{path}: is of rank {start.rank}, as {other} is: give one file of each rank; "
+                f"{_COMPARE}"
             )
         path_of[start.rank] = path
     runs = sorted((run for _, run in files), key=_order)

@@ -10,9 +10,9 @@ from gradscaler.diagnose._fitting_scales import FLUSHED, ROOM, SMALL, Fit
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 RULE = (
-    f"A scale fits if no gradient overflows even when it is {2**ROOM} times as large, and if of "
-    f"each parameter's nonzero gradients at most {FLUSHED:.0%} are flushed to zero, and at most "
-    f"{SMALL:.0%} that or subnormal"
+    f"A scale fits if no gradient overflows even when it is {2**ROOM} times as large, and if at "
+    f"most {FLUSHED:.0%} of each parameter's nonzero gradients are flushed to zero, and at most "
+    f"{SMALL:.0%} are flushed or subnormal"
 )
 
 

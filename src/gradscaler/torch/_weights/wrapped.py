@@ -187,8 +187,8 @@ def check(optimizer_class: object, kwargs: Mapping[str, Any]) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ParameterError(
             f"{optimizer_class.__name__} evaluates a closure repeatedly in each step, and "
-            "MasterWeights steps by gradients that are there: use an optimizer whose step takes no "
-            "closure, or may go without"
+            "MasterWeights steps with gradients that were computed before: use an optimizer whose "
+            "step needs no closure"
         )
     if kwargs.get("differentiable"):
         raise ParameterError("MasterWeights cannot be differentiated: leave out differentiable")
@@ -256,7 +256,7 @@ def _must_not_hold(optimizer: torch.optim.Optimizer, groups: list[Group]) -> Non
         if any(id(each) in stands for each in _tensors_in(value)):
             raise ParameterError(
                 f"{type(optimizer).__name__} keeps parameters in its attribute {name!r}, and "
-                "MasterWeights hands others to each step: let its step take them from param_groups"
+                "MasterWeights steps other tensors in their place: let its step read param_groups"
             )
 
 
