@@ -1,4 +1,4 @@
-"""Counts what ``torch.distributed`` is asked to reduce."""
+"""Counts the all-reduces of ``torch.distributed``."""
 
 from collections import Counter
 
@@ -6,10 +6,10 @@ import torch.distributed as dist
 
 
 class CountedAllReduces:
-    """Counts all-reduces while it is entered: those from Python, not those of a framework's C++.
+    """A context that counts all-reduces: those from Python, not those of a framework's C++.
 
     Attributes:
-        counts: by what they compute, "MAX" or "SUM".
+        counts: the number of all-reduces by operation, "MAX" or "SUM".
     """
 
     def __enter__(self):
@@ -27,5 +27,5 @@ class CountedAllReduces:
 
     @property
     def count(self):
-        """All of them."""
+        """The number of all-reduces."""
         return self.counts.total()

@@ -41,7 +41,7 @@ def load():
 
 
 def _module():
-    """``torch.accel``, with what PyTorch asks of a device's module."""
+    """``torch.accel``, with the functions that PyTorch calls in a device's module."""
     module = ModuleType(f"torch.{NAME}")
     module.is_available = module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 @contextmanager
 def kept_settings(framework):
-    """Restore what an example changes for the whole process."""
+    """Restore the settings that an example changes for the whole process."""
     if framework == "keras":
         config = importlib.import_module("keras").config
         policy = config.dtype_policy()
@@ -23,7 +23,7 @@ def kept_settings(framework):
 
 
 def on_torch():
-    """A model that has trained for one step, and what a loop has."""
+    """A model that has trained for one step, and the other names of a loop."""
     import torch
 
     from gradscaler.torch import GradScaler
@@ -55,7 +55,7 @@ def on_torch():
 
 
 def on_keras():
-    """A compiled JAX step, as far as docs/differences/keras.md takes it for granted."""
+    """The names around the compiled JAX step in docs/differences/keras.md."""
     import jax
     import keras
     import numpy as np

@@ -1,6 +1,6 @@
-"""DeepSpeed's and Megatron's own code on the CPU, in ranks that gloo joins already.
+"""DeepSpeed's and Megatron's own code on the CPU, in ranks that gloo has joined.
 
-What stands in for a GPU is here, and nothing of the loss scaling is.
+This module replaces the parts of the engines that need a GPU, but no part of their loss scaling.
 """
 
 import os
@@ -24,7 +24,7 @@ MEGATRON_S_FP16 = {"initial_loss_scale": 1024.0, "loss_scale_window": 2, "hyster
 
 
 def batches(overflows, rank, overflowing_rank=0):
-    """One batch for each flag; those that are set overflow fp16, in one rank alone."""
+    """One batch for each flag; where the flag is set, it overflows fp16 in one rank."""
     random = torch.Generator().manual_seed(rank)
     for overflow in overflows:
         batch = torch.randn(2, INPUTS, generator=random)
@@ -38,17 +38,17 @@ def network():
 
 
 def deepspeed_config(**settings):
-    """A configuration, in a rank where DeepSpeed then works on the CPU."""
+    """A configuration for DeepSpeed, which from here on works on the CPU in this rank."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(DS_ACCELERATOR="cpu", RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world)
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime import torch_autocast
 
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # which an engine sets for all after it
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # an engine sets it for all later ones
     deepspeed.logger.setLevel("ERROR")
-    type(get_accelerator()).is_fp16_supported = lambda self: True  # not only where it is fast
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # which needs a compiler
+    type(get_accelerator()).is_fp16_supported = lambda self: True  # also if it is slow
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # the original needs a compiler
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,
@@ -59,7 +59,7 @@ def deepspeed_config(**settings):
 
 
 def zero_with_fp16(stage, **fp16):
-    """Settings of ZeRO, and of fp16 with a rule of which a few steps show all."""
+    """Settings of ZeRO, and of fp16 with a rule that acts within a few steps."""
     return {"zero_optimization": {"stage": stage}, "fp16": FP16 | fp16}
 
 
@@ -80,7 +80,7 @@ def zero(stage, **fp16):
 
 
 def deepspeed_weights(engine):
-    """The weights, of which ZeRO 3 leaves a part in each rank."""
+    """The whole weights, also if ZeRO 3 keeps only a part of them in each rank."""
     import deepspeed
 
     parameters = list(engine.module.parameters())
@@ -89,7 +89,7 @@ def deepspeed_weights(engine):
 
 
 class _OnTheCPU(TorchFunctionMode):
-    """Makes what is made for CUDA on the CPU, and calls its type what CUDA's is called."""
+    """Makes tensors for CUDA on the CPU, and reports the types of CUDA's tensors for them."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -103,7 +103,7 @@ class _OnTheCPU(TorchFunctionMode):
 
 @contextmanager
 def megatron():
-    """Megatron's process groups, with every rank for data parallelism, and the CPU for CUDA."""
+    """Set up Megatron's process groups for data parallelism, with the CPU in place of CUDA."""
     from megatron.core import parallel_state
 
     current_device, torch.cuda.current_device = torch.cuda.current_device, lambda: "cpu"

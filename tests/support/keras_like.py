@@ -30,7 +30,7 @@ if BACKEND == "tensorflow":
     )
 
 if BACKEND == "jax":
-    # Before JAX starts, and for the examples' processes too: threads decide about the last bits.
+    # Set before JAX starts, and for the processes of examples: threads change the last bits.
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 
 if KERAS_3:
@@ -41,7 +41,7 @@ else:
 
 @functools.cache
 def mirrored():
-    """A strategy of two replicas; a second in a process would abort the first's collectives."""
+    """The strategy of two replicas; a second one would abort the collectives of the first."""
     return tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"])
 
 
@@ -54,14 +54,14 @@ def dtype(value):
 
 
 def scale_of(optimizer):
-    """Of Keras' own wrapper, too."""
+    """The loss scale of gradscaler's or Keras' own wrapper, as a float."""
     return float(numpy(optimizer.dynamic_scale) if KERAS_3 else optimizer.loss_scale)
 
 
 def stepper(optimizer, variables, compiled=True):
-    """A function that applies gradients as they are, in the way of the backend's trainer."""
+    """A function that passes gradients to the optimizer as the backend's trainer does."""
     if not KERAS_3:
-        optimizer.get_scaled_loss(tf.constant(1.0))  # or these would be missed
+        optimizer.get_scaled_loss(tf.constant(1.0))  # without these two calls, it would warn
         optimizer.get_unscaled_gradients([])
 
         def step(grads):
@@ -89,11 +89,11 @@ def stepper(optimizer, variables, compiled=True):
 
 
 def drive(optimizer, variables, steps, compiled=True):
-    """Step by step, apply these gradients of the unscaled loss; the scale after each."""
+    """Apply these gradients of the unscaled loss, step by step; return the scale after each."""
     step = stepper(optimizer, variables, compiled)
     scales = []
     for grads in steps:
-        scale = np.float32(scale_of(optimizer) if KERAS_3 else 1)  # which Keras 3 divides by
+        scale = np.float32(scale_of(optimizer) if KERAS_3 else 1)  # Keras 3 divides by it
         step([None if grad is None else tensor(grad * scale) for grad in grads])
         scales.append(scale_of(optimizer))
     return scales

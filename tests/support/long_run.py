@@ -1,4 +1,4 @@
-"""Writes the file of a long run, and measures what a command takes for it.
+"""Writes the file of a long run, and measures the time and memory of a command on it.
 
 ``python tests/support/long_run.py run.jsonl`` writes a million steps with a sample at each 100.
 ``python tests/support/long_run.py run.jsonl explain run.jsonl`` then runs ``gradscaler explain``
@@ -67,11 +67,11 @@ def main() -> None:
     if not arguments:
         write_long_run(Path(path))
         return
-    import resource  # it is of Unix
+    import resource  # not on Windows
 
     status = subprocess.run([sys.executable, "-m", "gradscaler", *arguments]).returncode
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    memory = used.ru_maxrss / 1024  # on Linux
+    memory = used.ru_maxrss / 1024  # Linux counts KiB
     print(f"{used.ru_utime:.1f} s, {memory:.0f} MB, status {status}", file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""Processes that are joined over the loopback, each for many cases."""
+"""Processes in one group over the loopback, which run many cases."""
 
 import contextlib
 import importlib.util
@@ -18,8 +18,8 @@ import pytest
 FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch")
 ON_TORCH = "torch" in (FRAMEWORK, os.environ.get("KERAS_BACKEND"))
 TIME_LIMIT = 60.0 if ON_TORCH else 90.0  # seconds, for each case
-ABANDONED = 5.0  # seconds that the others have to end once one has raised
-SEED = {  # what seeds all random numbers of a framework; the others' seeds are arguments
+ABANDONED = 5.0  # seconds for the other ranks to end after one has raised
+SEED = {  # the functions that seed a framework; the others take seeds as arguments
     "torch": "manual_seed",
     "tensorplay": "manual_seed",
     "paddle": "seed",
@@ -64,7 +64,7 @@ def _join_by_gloo(rank, ports):
 
 
 def _join_by_paddle(rank, ports, **degrees):
-    """Lay the ranks out by fleet, if degrees are given."""
+    """Join the ranks, and lay them out by fleet if degrees are given."""
     address = f"127.0.0.1:{ports[0]}"
     os.environ.update(
         PADDLE_DISTRI_BACKEND="gloo",
@@ -96,7 +96,7 @@ def _join_by_paddle(rank, ports, **degrees):
 
 
 def _name_the_workers_of_tensorflow(rank, ports, strategy=None):
-    """A process of its own for each strategy, by its name."""
+    """Name the workers; ``strategy`` only gives each strategy processes of its own."""
     cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
     task = {"type": "worker", "index": rank}
     if len(ports) > 1:
@@ -129,9 +129,10 @@ class Ranks:
         self._processes = []
 
     def run(self, function, *args):
-        """The results of ``function(*args)`` in each rank; all are killed if one hangs or raises.
+        """Run ``function(*args)`` in each rank, and return the results.
 
-        It is the module-level function of this name in its file, so it need not be picklable.
+        All ranks are killed if one hangs or raises. The function is found by its name in its file,
+        so it need not be picklable.
         """
         for _ in range(ATTEMPTS):
             if self._processes or self._start():

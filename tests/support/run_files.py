@@ -1,4 +1,4 @@
-"""Run files by hand: their lines as JSON, which the public ``read_run`` reads."""
+"""Run files written by hand: lines in JSON, which the public ``read_run`` reads."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def start(**changes):
 
 
 def sample(*values, **more):
-    """A sample, whose first values may be given by their places."""
+    """A sample; its first values may be given by position."""
     return {"kind": "sample", **dict(zip(SAMPLED, values, strict=False)), **more}
 
 
@@ -76,7 +76,7 @@ def parameter(zero, flushed, subnormal, nonfinite, histogram):
 
 
 def text_of(line):
-    """A line of a file; from a line as it is above, or as ``read_run`` returns it."""
+    """The text of a line, given as the functions above or ``read_run`` return it."""
     if is_dataclass(line):
         version = {"gradscaler": 1} if line.kind == "start" else {}
         line = {**version, "kind": line.kind, **vars(line)}
@@ -97,7 +97,7 @@ def append_run(path, run):
 
 
 def run_of(*lines):
-    """The run of a file with these lines, behind a start if they have none."""
+    """The run of a file with these lines, after a start line if they have none."""
     is_started = bool(lines) and json.loads(text_of(lines[0]))["kind"] == "start"
     with TemporaryDirectory() as folder:
         path = append(Path(folder) / "run.jsonl", *(() if is_started else (start(),)), *lines)
@@ -105,7 +105,7 @@ def run_of(*lines):
 
 
 def _plain(value):
-    """A value in JSON, in which numbers that are not finite are texts."""
+    """A value for JSON: numbers that are not finite become texts."""
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Short trainings in fp16 on the CPU, as users write them, and what a monitor is to say of each.
+"""Short trainings in fp16 on the CPU, as users write them, with the verdict that each must get.
 
 Each is a plain function of a :class:`Setting`, which varies its numbers and makes its monitor.
 """
@@ -40,10 +40,10 @@ class Setting:
 
 
 class DiagnosedTraining(NamedTuple):
-    """A training, and the verdict that it is to get.
+    """A training, and the verdict that it must get.
 
-    ``kind`` may hold several, the best first. ``where`` is the culprit's name, or a part of it,
-    and None if nothing is to be named. ``advice`` is a regular expression found in the text.
+    ``kind`` may hold several, the best first. ``where`` is the culprit's name, or a part of it; it
+    is None if the verdict must name nothing. ``advice`` is a regular expression found in the text.
     """
 
     run: Callable[[Setting], None]

@@ -1,4 +1,4 @@
-"""Trainings with nothing wrong, which are to raise no alarm."""
+"""Trainings with nothing wrong, which must raise no alarm."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def relus_with_many_zeros(setting: Setting) -> None:
 
 @training("normal")
 def a_head_that_starts_at_zero(setting: Setting) -> None:
-    """The body's first gradients are 0, and an unused branch's all are."""
+    """The first gradients of the body are 0, and all gradients of an unused branch are."""
     model = mlp(16, 32, 32, 1)
     nn.init.zeros_(model.get_parameter("4.weight"))
     unused = nn.Linear(16, 1)
@@ -405,7 +405,7 @@ def experts_that_are_cold_now_and_then(setting: Setting) -> None:
 
 @training("normal", None, "b.0.weight and 3 more should be trained")
 def heads_that_are_not_used_in_this_phase(setting: Setting) -> None:
-    """They are called, or not, and nothing is done with what they return."""
+    """They are called or not, and nothing uses their outputs."""
     body, used, idle = mlp(16, 32, 32), mlp(32, 16, 1), mlp(32, 16, 4)
     model = nn.ModuleDict({"body": body, "b": idle, "a": used})
 
@@ -568,7 +568,7 @@ def bfloat16_at_a_scale_that_is_fixed_at_1(setting: Setting) -> None:
 
 @training("normal")
 def a_loss_that_is_0_while_the_scale_settles(setting: Setting) -> None:
-    """A margin is met from the start, but for some batches, which overflow."""
+    """A margin is met from the start, except in some batches, which overflow."""
     model = mlp(16, 32, 1)
 
     def loss_of(step: int) -> Tensor:

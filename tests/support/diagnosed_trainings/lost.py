@@ -1,4 +1,4 @@
-"""Trainings that lose what they compute: updates, an optimizer's state, a scaler's state."""
+"""Trainings that lose updates, an optimizer's state or a scaler's state."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def a_gan_that_updates_twice(setting: Setting) -> None:
 
 @training("misuse", None, r"update\(\) once")
 def a_step_after_each_micro_batch(setting: Setting) -> None:
-    """And zero_grad() after the last one."""
+    """zero_grad() comes only after the last one."""
     model = mlp(16, 32, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     scaler = GradScaler("cpu")
@@ -175,7 +175,7 @@ def zero_grad_before_the_step(setting: Setting) -> None:
 
 @training("misuse", None, "get_scale")
 def a_penalty_on_gradients_that_are_still_scaled(setting: Setting) -> None:
-    """As of WGAN-GP, without 1 / scale."""
+    """The penalty of WGAN-GP, without the factor 1 / scale."""
     model = mlp(16, 32, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = GradScaler("cpu", init_scale=2.0**14)

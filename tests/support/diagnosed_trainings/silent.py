@@ -1,4 +1,4 @@
-"""Trainings that lose what they should learn while no step is skipped."""
+"""Trainings that fail to learn although no step is skipped."""
 
 from __future__ import annotations
 

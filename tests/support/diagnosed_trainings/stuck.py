@@ -1,4 +1,4 @@
-"""Trainings whose every step is skipped, from some step on."""
+"""Trainings that skip every step from some step on."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def attention_scores_without_their_root(setting: Setting) -> None:
 
 @training("activations", "attention", "mask")
 def a_sequence_that_is_all_padding(setting: Setting) -> None:
-    """A row of the softmax holds -inf alone: NaN, and nothing is too large."""
+    """A row of the softmax holds only -inf: it is NaN, though no number is too large."""
     attention = Attention(16)
     attention.mask = torch.zeros(4, 1, 6)
     attention.mask[setting.pick(2, 0, 3)] = -math.inf
@@ -174,7 +174,7 @@ def the_logarithm_of_a_sigmoid(setting: Setting) -> None:
 
 @training("silent", None, "no elements")
 def the_mean_over_no_element(setting: Setting) -> None:
-    """The label to ignore is that of all: 0 / 0."""
+    """Every label is the one to ignore: 0 / 0."""
     model = mlp(8, setting.pick(16, 24, 32), 4)
 
     def loss_of(step: int) -> Tensor:
@@ -243,7 +243,7 @@ def a_sum_of_squares_above_a_scale_of_1(setting: Setting) -> None:
 
 @training("floor", None, "below 1")
 def a_scale_below_1_cures_it(setting: Setting) -> None:
-    """The gradients are some 2**20 and more: no scale above 1 fits, and one below does."""
+    """The gradients are 2**20 or more: no scale above 1 fits, but one below 1 does."""
     model = mlp(32, 32, 1)
     far = setting.pick(1e4, 3e4, 2e4)
 
@@ -370,7 +370,7 @@ def a_teacher_that_overflows(setting: Setting) -> None:
 
 @training("loss|activations|divergence", None, r"ratio|clamp|divergence|learning rate")
 def a_ratio_of_probabilities_that_grows(setting: Setting) -> None:
-    """As of PPO: the exponential of a difference of logarithms, without a clamp."""
+    """The ratio of PPO: the exponential of a difference of logarithms, without a clamp."""
     model = mlp(8, 16, 1)
     with torch.no_grad():
         old = model(torch.ones(1, 8))
@@ -385,7 +385,7 @@ def a_ratio_of_probabilities_that_grows(setting: Setting) -> None:
 
 @training("loss", None, "kept from step to step")
 def averaged_weights_become_inf(setting: Setting) -> None:
-    """They are of another model, and no skip undoes what was written to them."""
+    """They belong to another model, and no skip repairs them."""
     model, teacher = mlp(16, 32, 4), mlp(16, 32, 4).requires_grad_(False)
     bad = setting.pick(40, 70, 110)
 

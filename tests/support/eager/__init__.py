@@ -12,13 +12,13 @@
         scaler.step(optimizer)
         scaler.update()
 
-Calls that every scaler has are written out: ``scaler.step(optimizer)``. The library is for what the
-frameworks spell differently. ``Library`` in ``base.py`` documents it all; ``on_torch.py`` and
-the others say what differs. Its fixtures are in ``tests/eager/conftest.py``. A framework's own
-tests may import it too.
+Calls that every scaler has are written out: ``scaler.step(optimizer)``. The library has the calls
+that frameworks spell differently. ``Library`` in ``base.py`` documents them; ``on_torch.py`` and
+the others implement them. Fixtures are in ``tests/eager/conftest.py``. A framework's own tests may
+import the library too.
 
-Arrays: tests keep values as NumPy arrays. ``library.tensor`` makes a tensor of one,
-``library.numpy`` an array of a tensor, and ``library.exact`` compares any of both to the bit.
+Tests keep values as NumPy arrays. ``library.tensor`` converts one to a tensor, ``library.numpy``
+converts it back, and ``library.exact`` compares both kinds to the bit.
 """
 
 import importlib

@@ -18,17 +18,18 @@ class Library:
     """One framework.
 
     Attributes:
-        name: of its module, and of ours for it.
+        name: the name of its module, and of gradscaler's module for it.
         framework: its module: ``library.framework.no_grad()``, ``nn.utils.clip_grad_norm_``, ...
-        GradScaler: ours.
-        places: where the code runs: "host", and "accelerator" if there is code for that alone.
+        GradScaler: gradscaler's class for it.
+        places: "host", and "accelerator" if its adapter has code for accelerators alone.
         fused: the values of ``fused`` that its optimizers take.
-        dtypes: of gradients that it unscales, those of float16 under the options ``with_float16``.
-        optimizers: by name, what makes an optimizer of parameters.
-        closure_optimizers: the same, of optimizers whose ``step`` takes a closure.
-        spelling: its names of the parameters of :meth:`scaler`, which are PyTorch's. ``hysteresis``
-            is one where it can be set. Its getters and setters have these names too.
-        state_keys: its keys of a state dict, by the same names; ``scale`` and ``finite_steps`` too.
+        dtypes: the dtypes of gradients that it unscales. float16 needs the options
+            ``with_float16``.
+        optimizers: functions from parameters to an optimizer, by name.
+        closure_optimizers: the same for optimizers whose ``step`` takes a closure.
+        spelling: its names of the parameters of :meth:`scaler`, by PyTorch's names, and by
+            ``hysteresis`` if it can be set. Its getters and setters have these names too.
+        state_keys: its keys of a state dict, by the same names, ``scale`` and ``finite_steps``.
     """
 
     places = ("host",)
@@ -51,13 +52,13 @@ class Library:
         raise NotImplementedError
 
     def numpy(self, tensor):
-        """A tensor's values in float64, which holds those of every real dtype."""
+        """A tensor's values in float64, which can represent every real dtype."""
         raise NotImplementedError
 
     def exact(self, value):
-        """Something that compares equal if and only if two values are the same to the bit.
+        """An object that is equal for two values if and only if they are the same to the bit.
 
-        Tensors, arrays, and mappings and lists of them.
+        Values are tensors, arrays, and mappings and lists of them.
         """
         if self.is_tensor(value):
             return self.exact_tensor(value)
@@ -95,9 +96,9 @@ class Library:
         raise NotImplementedError
 
     def backward(self, scaler, parameters, gradients):
-        """A backward pass whose unscaled gradients are ``gradients``; the scaled loss.
+        """Run a backward pass whose unscaled gradients are ``gradients``; return the scaled loss.
 
-        None for a parameter left out.
+        A parameter whose gradient is None takes no part in the loss.
         """
         used = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
         scaled = scaler.scale(sum((p * self.tensor(g, p.dtype)).sum() for p, g in used))
@@ -109,7 +110,7 @@ class Library:
             parameter.grad = self.tensor(gradient, parameter.dtype)
 
     def clear_gradients(self, optimizer):
-        """Do as a loop does before a backward pass, such as ``optimizer.zero_grad()``."""
+        """Clear the gradients as a training loop does, such as by ``optimizer.zero_grad()``."""
         raise NotImplementedError
 
     # Optimizers.
@@ -130,34 +131,37 @@ class Library:
         raise NotImplementedError
 
     def kept(self, optimizer):
-        """All that a skipped step leaves as it is: parameters and state, for ``==``."""
+        """The parameters and the state, which a skipped step must not change, for ``==``."""
         return {
             "parameters": self.exact(self.owned(optimizer)),
             "state": self.exact(self.state(optimizer)),
         }
 
     def stepped(self, optimizer):
-        """All that a step may change: the same, and the gradients."""
+        """All that a step may change: parameters, state and gradients, for ``==``."""
         gradients = [parameter.grad for parameter in self.owned(optimizer)]
         return {**self.kept(optimizer), "gradients": self.exact(gradients)}
 
     def everything(self, scaler, *optimizers):
-        """All that a call which raises leaves alone, for ``==``."""
+        """All that a call must not change if it raises, for ``==``."""
         state = self.exact(scaler.state_dict())
         return state, self.records(scaler), [self.stepped(optimizer) for optimizer in optimizers]
 
     # Scalers.
 
     def scaler(self, **options):
-        """Our scaler, its parameters as PyTorch spells them and with PyTorch's defaults.
+        """gradscaler's scaler, from parameters with PyTorch's names and PyTorch's defaults.
 
-        So in each framework the first scale is 2**16, and the first overflow halves it. Under
-        ``policy=`` every parameter is the policy's.
+        So in each framework the first scale is 2**16, and the first overflow halves it. With
+        ``policy=`` there are no other parameters of the rule.
         """
         return self.GradScaler(**self.spelled(options))
 
     def native(self, monkeypatch):
-        """A maker of the framework's own scaler, enabled on the CPU, from our parameters."""
+        """A function that makes the framework's own scaler, enabled on the CPU.
+
+        It takes the parameters of :meth:`scaler`.
+        """
         raise NotImplementedError
 
     def spelled(self, options):
@@ -176,7 +180,7 @@ class Library:
         return scaler.state_dict()[self.state_keys["finite_steps"]]
 
     def set_scale(self, scaler, value):
-        """By the framework's own call for it."""
+        """Set the scale by the framework's own call."""
         raise NotImplementedError
 
     def on_accelerator(self, monkeypatch):
@@ -191,13 +195,13 @@ class Library:
 
     @property
     def other_rule(self):
-        """Parameters of :meth:`scaler`, each unlike its default."""
+        """Parameters of :meth:`scaler`, each with another value than its default."""
         rule = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3, "hysteresis": 5}
         rule = {name: value for name, value in rule.items() if name in self.spelling}
         return {"init_scale": 512.0, **rule}
 
     def train(self, scaler, trace="ooo"):
-        """One iteration a letter, "x" for one that overflows; the scale after each."""
+        """Run an iteration for each letter, which overflows at "x"; return the scale after each."""
         (parameter,) = self.make_parameters(np.ones(2, np.float32))
         optimizer = self.sgd([parameter], lr=1e-3)
         scales = []

@@ -14,7 +14,7 @@ from tests.support.eager.base import Library
 
 
 class _TakesClosure:
-    """A ``step`` that takes a closure, which of Paddle's own only LBFGS has."""
+    """A ``step`` that takes a closure; of Paddle's own optimizers, only LBFGS has one."""
 
     def step(self, closure=None):
         loss = None if closure is None else closure()
@@ -139,8 +139,8 @@ class Paddle(Library):
     def native(self, monkeypatch):
         """Paddle's own scaler as it works on a GPU under float16 autocast, but on the CPU.
 
-        It asks two functions of its module where it is, and switches itself off on a wrong answer.
-        It takes Paddle's own spelling too, and its arguments by position.
+        Paddle's scaler asks two functions of its module for the device and the dtype, and disables
+        itself on others. It also takes Paddle's own names and positional arguments.
         """
         module = sys.modules["paddle.amp.grad_scaler"]
         gpu = SimpleNamespace(_expected_place=SimpleNamespace(is_gpu_place=lambda: True))
@@ -160,7 +160,7 @@ class Paddle(Library):
 
 
 class _Native:
-    """Makes Paddle's own scaler; what it printed is in ``printed``."""
+    """Makes Paddle's own scaler, and keeps its output in ``printed``."""
 
     def __init__(self, spelled):
         self.printed = io.StringIO()

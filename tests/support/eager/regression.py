@@ -10,13 +10,13 @@ class Regression:
     """Batches of inputs and targets, a model, and an optimizer of its parameters.
 
     Attributes:
-        before: a layer that inputs pass before the model.
+        before: a layer in front of the model.
         scales: the loss scale of each backward pass.
 
     Args:
-        make_optimizer: of the parameters.
-        half: the gradients are cast to float16 on their way back, so that they may overflow.
-        batches: how many.
+        make_optimizer: makes the optimizer, given the parameters.
+        half: whether the backward pass casts to float16, so that gradients may overflow.
+        batches: the number of batches.
     """
 
     def __init__(self, make_optimizer=library.optimizers["SGD"], half=False, batches=3):
@@ -43,7 +43,7 @@ class Regression:
         (scaled * np.inf if overflows else scaled).backward()
 
     def step_without_a_scaler(self, before_the_step=lambda: None):
-        """Take the step that every scaler must equal: on the gradients of all batches."""
+        """Step on the gradients of all batches, as every scaler must."""
         library.clear_gradients(self.optimizer)
         for batch in range(len(self.batches)):
             self.loss(batch).backward()

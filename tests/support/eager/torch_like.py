@@ -97,7 +97,7 @@ class TorchLike(Library):
         }
 
     def set_scale(self, scaler, value):
-        """At the end of an iteration in which a loss was scaled."""
+        """Set the scale by ``update``, so a loss must have been scaled before."""
         scaler.update(value)
 
     def on_accelerator(self, monkeypatch):

@@ -1,7 +1,7 @@
-"""Random trainings, which a test takes with ours and with the framework's own scaler alike.
+"""Random trainings, which a test runs with gradscaler's scaler and with the framework's own.
 
-PyTorch's and TensorPlay's tests use all of it. Paddle's, whose scaler differs more, use the turns
-and the losses.
+PyTorch's and TensorPlay's tests use the whole module. Paddle's scaler differs more, so its tests
+use only the turns and the losses.
 """
 
 import math
@@ -21,8 +21,8 @@ class Turn:
     """The events of one optimizer in one iteration."""
 
     seed: int
-    overflow: float | None  # what is put into a gradient
-    where: int  # into which parameter's
+    overflow: float | None  # the Inf or NaN in a gradient, if any
+    where: int  # the parameter with that gradient
     left_out: int | None  # the parameter without a gradient
     passes: int  # backward passes
     unscale: bool
@@ -53,7 +53,7 @@ PAIRED_TRACES = st.lists(st.tuples(TURNS, TURNS), min_size=1, max_size=6)
 
 
 def rules(largest_scale):
-    """Factors that float32 holds exactly: gradscaler rounds any other before it multiplies."""
+    """Rules with factors that float32 holds exactly, because gradscaler rounds all others."""
     return st.fixed_dictionaries(
         {
             "init_scale": st.sampled_from([2.0**16, 1.0, 0.1, 3.0, largest_scale]),
@@ -65,7 +65,7 @@ def rules(largest_scale):
 
 
 def loss(parameters, turn, part, complete=False):
-    """A loss with random gradients, into one of which the first part puts an overflow."""
+    """A loss with random gradients; in the first part, one of them may overflow."""
     gradients = normal([turn.seed, part], *[tuple(p.shape) for p in parameters])
     if part == 0 and turn.overflow is not None:
         gradients[turn.where].flat[-1] = turn.overflow
@@ -77,7 +77,8 @@ def loss(parameters, turn, part, complete=False):
 class Side:
     """One of the two scalers, with parameters and optimizers of its own.
 
-    Each kind of optimizer makes one of parameters; it may have ``shapes`` that it takes.
+    Each of ``kinds`` is a function from parameters to an optimizer. Its attribute ``shapes``, if
+    any, gives the shapes of the parameters that the optimizer takes.
     """
 
     def __init__(self, scaler, kinds):
@@ -88,7 +89,7 @@ class Side:
             self.owned.append((parameters, returning(kind(parameters))))
 
     def iterate(self, turns):
-        """One iteration; what the calls returned, and gradients that are finite."""
+        """Run one iteration; return the results of the calls, and the finite gradients."""
         for (parameters, optimizer), turn in zip(self.owned, turns, strict=True):
             optimizer.zero_grad()
             for part in range(turn.passes):  # fused SGD takes no late parameters
@@ -123,10 +124,10 @@ class Side:
 
 
 class NativeSide(Side):
-    """The framework's, but for what its fused SGD does when its first step overflows.
+    """The framework's side, without a fault of its fused SGD.
 
-    It then leaves the momentum uninitialised. gradscaler leaves it out, and so does not call
-    ``optimizer.step``.
+    If that optimizer's first step overflows, it leaves an uninitialised momentum. gradscaler does
+    not call ``optimizer.step`` then, so this side removes the momentum and returns None.
     """
 
     def step(self, optimizer):
@@ -145,14 +146,14 @@ def is_fused_sgd(optimizer):
 
 
 def returning(optimizer):
-    """Make ``step`` return something, as it does a closure's loss."""
+    """Make ``step`` return a value, as it returns a closure's loss."""
     step = optimizer.step
     optimizer.step = lambda *args, **kwargs: (step(*args, **kwargs), "stepped")[1]
     return optimizer
 
 
 def run(kinds, trace, ours, native, native_side=NativeSide, exchange=()):
-    """Take a trace with both scalers, which exchange state dicts after some of the turns."""
+    """Run a trace with both scalers, which exchange state dicts after the turns ``exchange``."""
     mine, theirs = Side(ours, kinds), native_side(native, kinds)
     for index, turns in enumerate(trace):
         assert mine.iterate(turns) == theirs.iterate(turns)
@@ -166,6 +167,6 @@ def run(kinds, trace, ours, native, native_side=NativeSide, exchange=()):
 
 
 def run_by_rule(kinds, rule, trace, device="cpu", **options):
-    """Like the function above, with scalers of these parameters."""
+    """Like ``run``, with scalers that have the parameters in ``rule``."""
     native = library.framework.amp.GradScaler(device, **rule)
     run(kinds, trace, library.GradScaler(device, **rule), native, **options)
