@@ -15,7 +15,7 @@ GUIDE = (ROOT / "docs" / "contributing.md").read_text()
 TABLE = re.findall(r"^\| `(.+?)` \| (?:.+: `(.+?)`|.+?) \|$", GUIDE, re.MULTILINE)
 # Environments without a framework.
 TOOLS = {"test", "nox", "lint", "mutants", "integrations", "engines", "package", "docs", "release"}
-# What can be compared with the guide: not results, nor what the tests write.
+# The files to compare with the guide, without results and files that tests write.
 SOURCES = [
     path
     for folder in ("src", "tests", "examples", "benchmarks", "requirements")

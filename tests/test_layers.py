@@ -18,8 +18,8 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-# Each may import what is named here. Adapters do not know each other, and nothing that trains
-# knows what explains.
+# The modules that each part may import. Adapters do not import each other, and no code that trains
+# imports the diagnosis.
 RULES = {"errors", "outcome", "policies"}
 EAGER = RULES | {"_formats", "_eager"}
 TORCH_LIKE = EAGER | {"_torch_like"}

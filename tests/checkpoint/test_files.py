@@ -164,7 +164,7 @@ def test_a_file_that_would_run_code_is_refused(save, tmp_path, check_refused):
 
 @pytest.fixture(params=[True, False], ids=["zip file", "older file"])
 def run(request, tmp_path):
-    """The checkpoint of a run, with what would write a file when it is unpickled."""
+    """The checkpoint of a run, with an object that would write a file if it were unpickled."""
     model = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.BatchNorm1d(200))
     optimizer = torch.optim.Adam(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=50)

@@ -18,7 +18,7 @@ TORCH = {
     "growth_interval": 200,
     "_growth_tracker": 7,
 }
-# The same rule at the same point: written by hand, from what each framework saves.
+# One rule in one state in every format, written by hand as each framework saves it.
 SAVED = {
     "torch": TORCH,
     "tensorplay": TORCH,
@@ -69,7 +69,7 @@ SAVED = {
 }
 FLOOR_OF_ONE = ("tf_keras", "mindspore")
 OWN_FLOOR = ("jmp", "flax")
-# What each framework's own scaler holds when it is made with its defaults.
+# The state of each framework's own scaler with its defaults.
 TORCH_DEFAULT = {**TORCH, "scale": 65536.0, "growth_interval": 2000, "_growth_tracker": 0}
 KERAS_DEFAULT = {"initial_scale": 32768.0, "dynamic_growth_steps": 2000}
 DEFAULTS = {
@@ -163,7 +163,7 @@ def test_a_fixed_scale_is_read_and_written(name):
 
 
 def in_format(policy, name):
-    """A rule of default floor and hysteresis, with those of a format where it has others."""
+    """A rule with the default floor and hysteresis, unless the format holds or implies others."""
     floor = 1.0 if name in FLOOR_OF_ONE else 2.0**-126
     return dataclasses.replace(
         policy,
@@ -297,7 +297,7 @@ def test_a_peak_or_reach_in_a_dict_that_does_not_describe_its_rule_is_refused(na
         read({**SAVED[name], key: 0.5})
 
 
-# What gradscaler's adapters add to a dict for an AmaxScale.
+# The keys that gradscaler's adapters add to a dict for an AmaxScale.
 OF_AMAX = {
     "torch": {"_nonfinite_steps": 3, "_peak": 0.5, "_reach": 256.0},
     "paddle": {"decr_count": 3, "_peak": 0.5, "_reach": 256.0},
@@ -383,7 +383,7 @@ def journeys(draw):
 
 
 def has_place(name, policy, state):
-    """Whether a format holds a rule of :func:`journeys`, but for a convention that gives way."""
+    """Whether a format holds a rule of :func:`journeys`, if conventions need not be kept."""
     return not (
         (policy.growth_factor != 2 and name in ("keras", "tf_keras"))
         or (policy.growth_interval == 1 and name == "flax")

@@ -92,7 +92,7 @@ def test_a_value_that_doubles_is_one_line_and_status_1_anywhere(place, levels, t
 
 
 def peak(data):
-    """The most memory that reading took, and what it gave, or the error."""
+    """The peak of memory while reading, and the result or the error."""
     tracemalloc.start()
     try:
         value = load(data)
@@ -127,7 +127,7 @@ UNREAD = {
         text("storage") + named("torch", "HalfStorage") + b"\x86Q",
         "a tensor of torch.HalfStorage, not a number; save tensor.item()",
     ),
-    # What is nearly an array of one number.
+    # Values that are nearly an array of one number.
     "order": (FLOAT + b"(K\x03K\x01tb", NO_ARRAY),
     "unknown order": (FLOAT + b"(K\x03" + text("x") + b"tb", NO_ARRAY),
     "no dtype": (SCALAR + RECONSTRUCT + b")RC\x04\0\0\x80?\x86R", NO_ARRAY),
@@ -207,7 +207,7 @@ def test_dicts_of_other_classes_are_dicts():
     assert load(pickle.dumps(collections.defaultdict(list, a=1), 4)) == {"a": 1}
 
 
-# What pickle writes.
+# Pickles that Python itself writes.
 
 NUMBERS = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**80), 2**80), st.floats(allow_nan=False), st.text()
@@ -312,7 +312,7 @@ def damaged(draw):
 
 
 def check_plain(value):
-    """All is of the kinds that ``load`` promises. A dict may hold itself."""
+    """Assert that values are of the kinds that ``load`` promises. A dict may hold itself."""
     todo, seen = [value], set()
     while todo:
         part = todo.pop()

@@ -30,7 +30,7 @@ def folder():
 
 @pytest.fixture
 def unprivileged():
-    """Whoever runs the tests, who is not root meanwhile."""
+    """Run the test as a user who is not root."""
     if ROOT:
         os.seteuid(NOBODY)
     yield
@@ -47,7 +47,7 @@ def contents(folder):
 
 
 def check_failed(folder, capsys, message, **names):
-    """One line, status 1, and a folder that holds what it held."""
+    """Assert one line on stderr, status 1, and an unchanged folder."""
     before = contents(folder)
     assert convert(folder, **names) == 1
     out, err = capsys.readouterr()

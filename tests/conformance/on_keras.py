@@ -136,7 +136,7 @@ def train(make, policy, steps, network):
 
 
 def gradients(function, variables):
-    """Of a function of the variables' values."""
+    """The gradients of a function of the variables' values."""
     if BACKEND == "tensorflow":
         import tensorflow as tf
 

@@ -15,7 +15,7 @@ from tests.conformance.replay import COMMON, INTERVAL, RATE, SCALE, Mode
 
 
 class Manager:
-    """A manager, whose count of finite steps nobody sees."""
+    """A manager, which does not show its count of finite steps."""
 
     def __init__(self, make, policy):
         self.manager = make(policy)
@@ -110,7 +110,7 @@ class TrainStep(Cell):
         self.train_step(value.reshape(1))
 
 
-# MindSpore keeps what it compiled by the ids of objects, which later ones may have again.
+# MindSpore caches compiled code by the ids of objects, which later ones may have again.
 KEPT = []
 
 

@@ -25,7 +25,7 @@ from gradscaler import DynamicScale, ScaleState
 RECORDED = json.loads((Path(__file__).parent / "traces.json").read_text())
 TRACES: dict[str, list[str]] = RECORDED["traces"]
 
-SCALE, INTERVAL = 2.0**10, 4  # what every preset starts from here
+SCALE, INTERVAL = 2.0**10, 4  # for every preset
 COMMON = DynamicScale(
     init_scale=SCALE, growth_interval=3, hysteresis=2, min_scale=2.0**-4, max_scale=2.0**126
 )
@@ -51,7 +51,7 @@ class Driver(Protocol):
         """Save the state, and go on from it in a new scaler."""
 
     def state(self) -> State:
-        """Where it stands."""
+        """The scale and the counts."""
 
 
 class Mode(NamedTuple):
@@ -81,7 +81,7 @@ def ours(name: str, make: Callable[[DynamicScale], Driver], preset: DynamicScale
 
 
 def by_policy(policy: DynamicScale, state: ScaleState, overflows: list[bool]) -> ScaleState:
-    """The host's policy: any optimizer's overflow is one."""
+    """The next state by the host's policy, for which an overflow of any optimizer counts."""
     return policy.update(state, any(overflows))
 
 

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_time_passes(monkeypatch):
-    """So no step is watched because there was time for it."""
+    """Stop the clock: no step is watched because time is left for it."""
     monkeypatch.setattr("gradscaler.diagnose._monitor.failure_watch.clock", lambda: 0.0)
 
 

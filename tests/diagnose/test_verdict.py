@@ -54,7 +54,7 @@ SOME_INSPECTED = tuple(
         ("nan", "fc2.weight", {"skips": NAN_AT_1}),
         ("normal", "fc1.weight", {"skips": ending(streak(INF, NAN), 32.0, INF)}),
         ("nan", "fc2.weight", {"skips": SOME_INSPECTED}),
-        # What makes the Inf comes before what it makes.
+        # The operation that makes the Inf comes before its effects.
         ("activations", "encoder.3", {"located": LOCATED, "skips": NAN_LOSS}),
         ("parameter", "fc1.bias", {"parameter": "fc1.bias", "located": LOCATED, "skips": NAN_LOSS}),
         ("parameter", "encoder.3.weight", {"located": replace(LOCATED, parameter="weight")}),
@@ -225,7 +225,7 @@ ALONG = {"world_size": 4, "is_finite_here": True}  # this rank's gradients are f
             {"skips": streak(first=2.0**19)},
         ),
         ("elsewhere", "which cannot fall further", {"min_scale": 32.0}),
-        # At last: an overflow of its own before is no reason, nor a skip that was not inspected.
+        # The latest inspected skip decides, not an earlier overflow.
         ("elsewhere", "Another rank's", {"skips": (*NAN_AT_1, Skip(120, 1.0, 2.5, ()))}),
         ("elsewhere", "Another rank's", {"skips": (*streak(first=1.0), Skip(120, 0.5))}),
         ("nan", "The gradient of fc2.weight is NaN", {"skips": (*streak(), *NAN_AT_1)}),
@@ -366,7 +366,7 @@ def test_gradients_that_are_all_zero_are_an_underflow():
 def test_gradients_of_a_loss_of_zero_are_no_underflow_where_the_scale_fits_others(
     kind, loss, scale, others
 ):
-    """As of a policy gradient, in a batch whose rewards are all equal."""
+    """Such as that of a policy gradient in a batch whose rewards are all equal."""
     nothing = Shares(1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     zero = Sample(200, scale, (), 100, (), loss=loss, shares=nothing, histogram=Bins(0, ()))
     sizes = tuple(replace(zero, step=100, histogram=Bins(first, (1,))) for first in others)
@@ -374,7 +374,7 @@ def test_gradients_of_a_loss_of_zero_are_no_underflow_where_the_scale_fits_other
 
 
 def having_cut(cut, zero=(), missing=(), alive=("c.weight",), later=None):
-    """The verdict on gradients that are 0, missing or alive; ``later`` is of one more sample."""
+    """The verdict on gradients that are 0, missing or alive; ``later``: in one more sample."""
     evidence = Evidence(400, 0)
     for gone, missed, looked in ((zero, missing, cut), *([(*later, None)] if later else ())):
         found = {name: ParameterSample(1.0, 0, 0, 0, Bins(0, ())) for name in gone}
@@ -457,7 +457,7 @@ def test_a_rank_whose_loss_is_anothers_does_not_miss_it():
 
 @pytest.mark.parametrize(("kind", "backoff"), [("normal", 0.5), ("data", 1.0)])
 def test_skips_that_do_not_lower_the_scale_are_not_explained_by_large_gradients(kind, backoff):
-    """As of a NaN in each tenth batch, where hysteresis wants two skips in a row."""
+    """Such as a NaN in each tenth batch, if the hysteresis needs two skips in a row."""
     past, scale = [], 2.0**15
     for step in range(1, 101):
         past.append(Step(step, scale, step % 10 == 5))

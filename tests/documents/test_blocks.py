@@ -1,7 +1,7 @@
 """Every Python block of the README and of docs/ runs, in the framework that it is about.
 
 Blocks of one page share their names, in their order. Pages in docs/start/ must bring all they use.
-Other pages may use what ``tests/support/document_names.py`` has: a model, an optimizer, a batch. A
+Other pages may use the names in ``tests/support/document_names.py``, such as a model or a batch. A
 block that is not about PyTorch is marked by a comment in the line before it::
 
     <!-- framework: jax -->
@@ -138,7 +138,7 @@ ONCE = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 
 
 def called(statement):
-    """The names of what a statement calls; a definition calls nothing yet."""
+    """The names of the functions that a statement calls; a definition calls none yet."""
     calls = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
     names = {getattr(function, "attr", getattr(function, "id", None)) for function in calls}
     return set() if isinstance(statement, ONCE) else names

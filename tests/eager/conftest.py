@@ -75,7 +75,7 @@ def native(monkeypatch):
 
 @pytest.fixture(params=library.fused, ids=lambda fused: "fused" if fused else "unfused")
 def fused(request):
-    """For ``library.sgd`` and ``library.adamw``."""
+    """The argument ``fused`` of ``library.sgd`` and ``library.adamw``."""
     return request.param
 
 

@@ -53,7 +53,7 @@ each_way = pytest.mark.parametrize("prepare", WAYS.values(), ids=WAYS)
 
 
 def policy(**parameters):
-    """One that shows each rule within few steps."""
+    """A policy that shows each part of its rule within a few steps."""
     options = {"init_scale": 1024.0, "growth_interval": 3, "patience": 1, "half_life": 3.0}
     return AmaxScale(**{**options, **parameters})
 
@@ -75,7 +75,7 @@ class AsThePolicy:
         self.optimizers = [make(parameters, lr=1e-3, **options) for parameters in self.owned]
 
     def step(self, *largest, prepare=WAYS["step"]):
-        """One iteration whose gradients are at most so large, one number for each optimizer."""
+        """Take one iteration; ``largest`` are the largest gradients, one for each optimizer."""
         for parameters, optimizer, most in zip(self.owned, self.optimizers, largest, strict=True):
             library.clear_gradients(optimizer)
             gradients = [np.full(tuple(p.shape), most / 4, np.float32) for p in parameters]

@@ -162,7 +162,7 @@ def disabled():
 @pytest.mark.parametrize("minimize", [False, True], ids=["step", "minimize"])
 @pytest.mark.parametrize("gradients", ["finite", "overflowed"])
 def test_disabled_every_call_passes_through(minimize, gradients, disabled, request):
-    """The overflow too: it is up to the optimizer then."""
+    """An overflow too, which is left to the optimizer."""
     gradients = request.getfixturevalue(gradients)
     sides = [library.parameters() for _ in range(2)]
     optimizer, plain = map(library.sgd, sides)

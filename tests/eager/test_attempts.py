@@ -584,7 +584,7 @@ def test_a_loop_that_is_left_open_is_refused_until_it_is_closed(scaler):
     assert scaler.last_step(regression.optimizer).applied
 
 
-# What a repetition puts back.
+# The state that a repetition puts back.
 
 
 def test_a_repetition_draws_the_same_dropout_mask(scaler):
@@ -802,7 +802,7 @@ def test_a_scaler_cannot_be_copied_between_a_loop_and_update(scaler):
 
 
 class Observer:
-    """Notes what it is told."""
+    """Records the calls that it is told of."""
 
     def __init__(self):
         self.heard = []

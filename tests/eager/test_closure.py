@@ -34,7 +34,7 @@ EVALUATIONS = [
 
 
 class ByClosure(Regression):
-    """A regression in one batch, stepped by closures; ``make``: of an optimizer, or its name."""
+    """A regression in one batch, stepped by closures; ``make`` makes or names the optimizer."""
 
     def __init__(self, make="SGD", half=False):
         super().__init__(library.closure_optimizers.get(make, make), half, batches=1)
@@ -262,7 +262,7 @@ def test_an_overflow_in_a_later_evaluation_is_repeated_too(scaler):
 
 
 def test_gradients_that_overflowed_do_not_reach_the_repetition():
-    """A closure that leaves the clearing to the loop accumulates into what it finds."""
+    """A closure that does not clear gradients adds to those that are there."""
     (parameter,) = library.make_parameters(np.ones(1, np.float32))
     scaler = library.scaler(init_scale=2.0**17)
 

@@ -54,7 +54,7 @@ def test_a_power_of_two_is_divided_out_exactly(dtype, scale):
 @pytest.mark.parametrize("scale", [1000.0, 3.0, 50000.0, 0.1])
 @dtypes
 def test_gradients_are_multiplied_by_the_inverse_in_float32_and_rounded_once(dtype, scale):
-    """As on a GPU, halves too."""
+    """Half precision too, as on a GPU."""
     held = rounded(np.random.default_rng(0).uniform(-200, 200, 500), dtype)
     (grad,) = unscaled([held], [dtype], scale)
     product = np.float32(held) * (np.float32(1.0) / np.float32(scale))
@@ -103,7 +103,7 @@ def test_dtypes_may_be_mixed():
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("overflowed", range(len(library.dtypes)))
 def test_an_overflow_in_one_dtype_skips_them_all_and_the_rest_is_unscaled(overflowed, bad):
-    """TensorPlay's own kernel leaves those of that dtype and after scaled; Paddle's zeroes them."""
+    """TensorPlay's own kernel leaves it and later ones scaled; Paddle's zeroes gradients."""
     gradients = np.full((len(library.dtypes), 2), SCALE)
     gradients[overflowed, 0] = bad
     optimizer, parameters = with_gradients(gradients, library.dtypes)

@@ -1,4 +1,4 @@
-"""Bad parameters and bad state: errors that name what is wrong, and nothing lost."""
+"""Bad parameters and bad state: errors name the mistake, and nothing is lost."""
 
 import math
 import re

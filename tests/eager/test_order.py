@@ -10,7 +10,7 @@ import pytest
 from gradscaler import CallOrderError, DynamicScale, FixedScale
 from tests.support.eager import library
 
-# What a user wrote so far, the call that raises, and the call that its message asks for.
+# The code before, the call that raises, and the call that its message asks for.
 IN_MID_ITERATION = [
     ("backward(); scaler.unscale_(optimizer)", "scaler.unscale_(optimizer)", "update"),
     ("backward(); scaler.step(optimizer)", "scaler.unscale_(optimizer)", "update"),

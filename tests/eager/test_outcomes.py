@@ -186,7 +186,7 @@ def test_an_optimizer_without_gradients_does_not_hide_the_other_s_overflow(
 
 
 class Recorder:
-    """An observer that notes what it is told, and what the gradients are then."""
+    """An observer that records the calls that it is told of, with the gradients."""
 
     def __init__(self, parameters):
         self.parameters = parameters

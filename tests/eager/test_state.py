@@ -38,7 +38,7 @@ ages = pytest.mark.parametrize("age", [new, used, overflowed])
 
 @pytest.fixture
 def state():
-    """Of a scaler that will grow from 8 to 32 at the next finite step."""
+    """The state of a scaler that will grow from 8 to 32 at the next finite step."""
     state = library.scaler(init_scale=8.0, growth_factor=4.0, growth_interval=3).state_dict()
     return {**state, library.state_keys["finite_steps"]: 2}
 
@@ -165,7 +165,7 @@ def test_disabled_copies_are_disabled(duplicate):
     assert repr(duplicate(library.scaler(enabled=False))) == "<GradScaler disabled>"
 
 
-# What a policy adds to a state.
+# Fields that a policy adds to a state.
 
 
 def through_a_state_dict(scaler):

@@ -53,7 +53,7 @@ def test_lowering_the_interval_below_the_counter_does_not_freeze_growth(by, iter
 
 
 def test_growth_stops_short_of_inf(place, iterate, finite):
-    """2**127 doubled is inf, of which there is no way back."""
+    """2**127 doubled is inf, which no backoff lowers."""
     scaler = library.scaler(init_scale=2.0**126, growth_interval=1)
     for _ in range(4):
         iterate(scaler, [2.0**-10 * gradient for gradient in finite])
@@ -75,7 +75,7 @@ def test_at_the_smallest_scale_finite_gradients_are_still_unscaled(iterate, para
 
 @pytest.mark.parametrize("ill", range(3))
 def test_an_overflow_in_one_gradient_leaves_none_scaled(ill, scaler):
-    """Unscaling that stops at the first inf."""
+    """TensorPlay's own scaler stops unscaling at the first inf."""
     parameters, gradients = library.parameters((2,), (2,), (2,)), np.ones((3, 2), np.float32)
     gradients[ill][0] = np.inf
     library.backward(scaler, parameters, gradients)
@@ -94,7 +94,7 @@ def test_an_overflow_in_one_gradient_leaves_none_scaled(ill, scaler):
     ids=["deepcopy", "pickle", "state dict"],
 )
 def test_the_floor_survives_a_checkpoint(through, iterate, overflowed):
-    """A floor that is lost with the rest of what is not saved."""
+    """A floor that a checkpoint does not save is lost."""
     scaler = through(library.scaler(policy=DynamicScale(init_scale=8.0, min_scale=4.0)))
     for _ in range(3):
         iterate(scaler, overflowed)

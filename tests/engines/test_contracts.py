@@ -42,7 +42,7 @@ def spelled(attribute):
 
 
 class Recorded:
-    """A scaler, and what it was asked for."""
+    """A scaler, and the attributes that were read from it."""
 
     def __init__(self, scaler):
         vars(self).update(scaler=scaler, asked=[])

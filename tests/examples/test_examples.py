@@ -82,7 +82,7 @@ def as_in_a_process_of_its_own():
 def script():
     specification = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
     module = importlib.util.module_from_spec(specification)
-    sys.modules[SCRIPT.stem] = module  # where MindSpore looks for what it compiles
+    sys.modules[SCRIPT.stem] = module  # where MindSpore looks up the code that it compiles
     specification.loader.exec_module(module)
     return module
 

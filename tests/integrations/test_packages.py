@@ -150,7 +150,7 @@ def assert_equal(ours, theirs):
         assert torch.equal(mine, other)
 
 
-# Packages that make their scaler: each trains a task, and returns what it made.
+# Packages that make their scaler: each trains a task, and returns the scaler.
 
 
 def with_accelerate(task, monkeypatch):

@@ -20,7 +20,7 @@ def scaler():
 
 @pytest.fixture(params=["accelerate", "fabric", "lightning"])
 def stepping(request, task, scaler, accelerator):
-    """Call what is given, with the wrapper, where the package's users call it: before a step.
+    """Call a given function with the wrapper before a step, where the package's users would.
 
     The gradients have a norm of 10 or more, and the learning rate is 1.
     """

@@ -21,7 +21,7 @@ TRACE += [1e-3, 0.0, -5.0, 1e-4, 1e-4, 300.0, -INF, 2.0]
 
 
 def policy(**parameters):
-    """One that shows each rule within few steps."""
+    """A policy that shows each part of its rule within a few steps."""
     options = {"init_scale": 1024.0, "growth_interval": 3, "patience": 1, "half_life": 3.0}
     return AmaxScale(**{**options, **parameters})
 
@@ -31,7 +31,7 @@ def weights():
 
 
 def loss(weights, most):
-    """Its gradients are at most so large."""
+    """A loss whose largest gradient is ``most``."""
     return (weights["a"] * most / 4).sum() - weights["b"][0][-1] * most
 
 
@@ -163,7 +163,7 @@ def test_a_state_of_another_policy_is_refused():
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("interval", [1, 2])
 def test_an_amax_that_is_left_out_is_refused(interval, jit):
-    """The rule would be the ordinary one, and nothing would tell."""
+    """Without it the ordinary rule would apply, and nobody would notice."""
     adjust = jax.jit(GradScaler.adjust) if jit else GradScaler.adjust
     message = r"AmaxScale\(.* needs the .*: write adjust\(all_finite\(grads\), amax\(grads\)\)"
     with pytest.raises(TypeError, match=message):

@@ -120,7 +120,7 @@ def bits_of(array):
 
 
 def split(wide, dtype):
-    """A value in 16 bits, its remainder, and what they make together."""
+    """A value in 16 bits, its remainder, and the value that both restore."""
     narrow = rounding.with_remainder(wide, dtype)
     remainder = rounding.remainder(wide, narrow)
     return narrow, remainder, rounding.completed(narrow, remainder)
@@ -621,7 +621,7 @@ def test_replicas_inside_shard_map_draw_alike():
     assert 0 < (copies[0] != 1).sum() < 64
 
 
-# With what others build on optax.
+# With packages that build on optax.
 
 
 @every_store
@@ -752,7 +752,7 @@ def test_a_typed_key_gives_the_bits_of_a_raw_one_and_a_skip_keeps_it(exact):
     assert ends[0] == ends[1]
 
 
-# What cannot work.
+# Uses that are refused.
 
 
 def test_update_without_parameters_is_refused():

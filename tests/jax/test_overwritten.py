@@ -55,7 +55,7 @@ def test_they_are_the_new_values_and_the_others_are_unscaled(variables, jit, exa
     assert exact(result.grads["params"]) == exact(plain["params"])
     seen, of_plain = histories(result.grads), histories(plain)
     assert seen[:2] == of_plain[:2]
-    assert seen[2] == 1024 * of_plain[2]  # what the backward pass quantizes is scaled
+    assert seen[2] == 1024 * of_plain[2]  # the backward pass quantizes scaled gradients
     assert result.grads_finite
 
 
@@ -133,7 +133,7 @@ def test_devices_keep_the_largest_and_average_the_gradients(variables, check_vma
     )
     def step(scaler, weights, amax):
         def loss(weights, amax):
-            """The gradient of what is marked is this device's maximum."""
+            """The gradient of the marked variable is this device's maximum."""
             overwrite = weights[NAME] * jax.lax.stop_gradient(amax / scaler.loss_scale)
             return (weights["params"] * amax + overwrite).sum()
 

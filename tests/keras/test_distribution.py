@@ -53,7 +53,7 @@ def replicas_are_equal(value):
 
 
 def trained(distribution, bad):
-    """After each step the scale and the counters; at the end all weights and what is kept."""
+    """The scale and the counters after each step; all weights and variables at the end."""
     inputs = INPUTS.copy()
     inputs[8 + 2 * bad] = inputs[24 + 2 * bad] = np.inf  # of the second step, and of the fourth
     if distribution is not None:

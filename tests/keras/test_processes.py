@@ -1,4 +1,4 @@
-"""Keras on PyTorch in many processes: all of them skip what one finds, and clip by one norm."""
+"""Keras on PyTorch in many processes: an overflow in one skips in all, and all clip by one norm."""
 
 import functools
 import os

@@ -47,7 +47,7 @@ def trained(wrapper, inner, epochs, **arguments):
 
 
 def kept(optimizer):
-    """The state that both wrappers keep, to the bit; ours also tracks what Keras' does not."""
+    """The state that both wrappers keep, to the bit; ours also tracks further variables."""
     untracked = getattr(optimizer, "_untracked_by_keras", ())
     kept = [v for v in optimizer.variables if not any(v is each for each in untracked)]
     return [(v.dtype, numpy(v).tobytes()) for v in kept]

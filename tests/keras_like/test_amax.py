@@ -24,7 +24,7 @@ TRACE += [1e-3, 0.0, -5.0, 1e-4, 1e-4, 300.0, -INF, 2.0]
 
 
 def policy(**parameters):
-    """One that shows each rule within few steps."""
+    """A policy that shows each part of its rule within a few steps."""
     options = {"init_scale": 1024.0, "growth_interval": 3, "patience": 1, "half_life": 3.0}
     return AmaxScale(**{**options, **parameters})
 
@@ -178,7 +178,7 @@ def test_the_largest_gradient_is_that_of_all_replicas(family, large):
         step([tf.stack([size, -size / 2])])
 
     tf.function(lambda: strategy.run(in_replica))()
-    # Keras 2 looks at what the replicas' gradients add up to.
+    # Keras 2 measures the sum of the replicas' gradients.
     amax = 5.0 if KERAS_3 else 5.25
     assert state_of(optimizer) == as_bits(rule.update(rule.init(), False, amax=amax))
 

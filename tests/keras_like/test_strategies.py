@@ -30,7 +30,7 @@ each_replica = pytest.mark.parametrize("bad", range(WORLD))
 
 
 def steps(strategy, family, name, bad, call=lambda run, *args: run(*args)):
-    """After each step the scale, the counters and the weights, which all replicas agree on."""
+    """The scale, the counters and the weights after each step; all replicas agree on them."""
     family = keras.optimizers if family == "new" else keras.optimizers.legacy
     with strategy.scope():
         weights = Variable(np.ones((2, 1), "float32"))

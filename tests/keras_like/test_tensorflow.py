@@ -189,7 +189,7 @@ def prepare(optimizer, variable):
 @pytest.mark.parametrize("policy", [DynamicScale(), AmaxScale()])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_autograph_translates_none_of_our_code(strategy, family, replicas, policy, monkeypatch):
-    """To translate it takes a second, and warns of a function without statements."""
+    """Translating it would take a second, and warn of a function without statements."""
     translated = []
     translate = api._convert_actual
 

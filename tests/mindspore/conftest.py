@@ -155,5 +155,5 @@ def count_compilations():
 
     with _count_compilations() as compiled:
         mindspore.jit(compiled_once)(Tensor(1.0))
-    assert compiled  # or MindSpore has renamed what is counted, and no count means anything
+    assert compiled  # else MindSpore has renamed the function, and no count means anything
     return _count_compilations

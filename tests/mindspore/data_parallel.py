@@ -37,7 +37,7 @@ def make_step(sense=None):
 
 
 def train(rank):
-    """After each step whether it overflowed, the scale, the counter and the weights.
+    """Whether each step overflowed, and the scale, the counter and the weights after it.
 
     Args:
         rank: of the worker, which trains on its part of the inputs; None trains on all.

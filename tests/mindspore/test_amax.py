@@ -19,7 +19,7 @@ MISSING = "policy needs the largest gradient"
 
 
 def policy(**parameters):
-    """One that shows each rule within few steps."""
+    """A policy that shows each part of its rule within a few steps."""
     options = {"init_scale": 1024.0, "growth_interval": 3, "patience": 1, "half_life": 3.0}
     return AmaxScale(**{**options, **parameters})
 
@@ -136,7 +136,7 @@ class Functional:
 
 
 Functional = mindspore.jit_class(Functional)
-KEPT = []  # MindSpore keeps what it compiled by the ids of objects, which later ones may have
+KEPT = []  # MindSpore caches compiled code by the ids of objects, so they must live on
 
 
 @pytest.mark.parametrize("in_jit", [False, True], ids=["called", "compiled"])
@@ -207,7 +207,7 @@ def test_other_devices_train_by_the_policy_too(monkeypatch, layer):
     assert type(step) is ours.TrainOneStepWithLossScaleCell
 
 
-# What cannot see the gradients says so.
+# Code that cannot see the gradients says so.
 
 
 class NativeStep(nn.TrainOneStepWithLossScaleCell):

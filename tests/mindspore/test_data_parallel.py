@@ -1,4 +1,4 @@
-"""MindSpore's data_parallel: what one worker finds, all skip, and they end as one process does."""
+"""MindSpore's data_parallel: an overflow in one skips in all, and they end as one process does."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ def workers():
     """The module that the workers run."""
     specification = importlib.util.spec_from_file_location(WORKER.stem, WORKER)
     module = importlib.util.module_from_spec(specification)
-    sys.modules[WORKER.stem] = module  # where MindSpore looks for what it compiles
+    sys.modules[WORKER.stem] = module  # where MindSpore looks up the code that it compiles
     specification.loader.exec_module(module)
     return module
 

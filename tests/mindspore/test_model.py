@@ -45,7 +45,7 @@ def scale_of(model):
 
 
 def test_the_examples_of_mindspores_document_train(mode, layer, dataset, bits):
-    """A scale that is a power of two does not change a bit of what is trained without one."""
+    """A scale that is a power of two changes no bit of the training."""
     ms = ours
     models = []
 

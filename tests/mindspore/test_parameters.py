@@ -12,7 +12,7 @@ import gradscaler.mindspore as ours
 from gradscaler import AmaxScale, DynamicScale, FixedScale, ParameterError
 
 INF = float("inf")
-# The class, MindSpore's own, and what both call the loss scale.
+# The class, MindSpore's own, and their name of the loss scale.
 DYNAMIC = {
     "manager": (ours.DynamicLossScaleManager, amp.DynamicLossScaleManager, "init_loss_scale"),
     "cell": (ours.DynamicLossScaleUpdateCell, nn.DynamicLossScaleUpdateCell, "loss_scale_value"),
@@ -79,7 +79,7 @@ def raised_by(function, *args):
         function(*args)
     except Exception as error:
         return type(error)
-    return None  # it takes what it cannot work with
+    return None  # it accepts values that it cannot work with
 
 
 @pytest.mark.parametrize(("which", "refused"), [("manager", 15), ("scaler", 18), ("cell", 1)])
@@ -118,7 +118,7 @@ TENSORS = {
     ],
 )
 def test_a_tensor_as_the_scale_is_taken_where_mindspore_takes_it(mine, native, tensor):
-    """And its value stays what it was, whatever becomes of the tensor."""
+    """The scale keeps its value if the tensor changes later."""
     others = () if "Fixed" in mine.__name__ else (2, 3)
     given = tensor()
     scale = mine(given, *others)

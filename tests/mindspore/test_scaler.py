@@ -292,7 +292,7 @@ def compiled(functional):
 
 
 Functional = jit_class(Functional)
-# MindSpore finds what it compiled of a method by the id of its object. A later object may have the
+# MindSpore finds the compiled code of a method by the id of its object. A later object may have the
 # same id, and then computes with the scale of the earlier one, MindSpore's own scaler too.
 KEPT = []
 

@@ -1,6 +1,6 @@
 """The wheel and the sdist: built from the sources, and the wheel used in an empty environment.
 
-``make test-package`` runs this in an environment that has what builds them. Installing NumPy beside
+``make test-package`` runs this in an environment with the build tools. Installing NumPy beside
 the wheel needs a package index.
 """
 
@@ -33,7 +33,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def python(built, tmp_path_factory):
-    """Run Python where there is nothing but the wheel and what it depends on."""
+    """Run Python with nothing but the wheel and its dependencies."""
     folder = tmp_path_factory.mktemp("empty")
     venv.create(folder / "venv", with_pip=True)
     scripts = folder / "venv" / "bin"

@@ -106,7 +106,7 @@ class PaddleSide:
         return operators, [(parameter.name, self.seen(gradient)) for parameter, gradient in pairs]
 
     def seen(self, gradient):
-        """A gradient; nothing after a skip, for what Paddle leaves there is the kernel's affair."""
+        """A gradient; None after a skip, when Paddle's kernel may leave anything there."""
         return None if self.scaler._cache_found_inf else gradient
 
     def tensors(self):
@@ -130,10 +130,10 @@ class PaddleSide:
 
 
 class NativePaddleSide(PaddleSide):
-    """Paddle's, but for what its optimizers do in a step that is skipped.
+    """Paddle's side, without the changes that its optimizers make in a skipped step.
 
-    They make the accumulators that they lack, which is harmless and remembered here; and Adamax
-    moves its beta1_pow, which is undone.
+    They make missing accumulators, which is harmless and recorded in ``made_by_a_skip``. Adamax
+    also moves its beta1_pow, which is undone.
     """
 
     def __init__(self, *args):
@@ -159,7 +159,7 @@ class NativePaddleSide(PaddleSide):
 
 
 def compare(ours, native):
-    """Everything equal, and the optimizers' states but for what Paddle makes in a skip."""
+    """Assert that everything is equal, except accumulators that Paddle makes in a skip."""
     assert ours.everything() == native.everything()
     mine, theirs = ours.tensors(), native.tensors()
     assert theirs.keys() - mine.keys() <= native.made_by_a_skip
@@ -270,7 +270,7 @@ def test_setters_called_on_the_way_act_as_paddle_s(rule, trace, changes, native)
         compare(ours, theirs)
 
 
-# What Paddle's does that gradscaler does not.
+# Faults of Paddle's scaler that gradscaler does not have.
 
 
 def finite_turn(seed=0, **options):

@@ -27,7 +27,7 @@ def test_the_optimizer_s_own_grad_clip_comes_after(make, backward, finite):
     ("dtype", "scale", "gradient", "norm", "max_norm", "clipped"),
     [
         *((dtype, 1024.0, [3.0, 4.0], 5.0, 1.25, [0.75, 1.0]) for dtype in library.dtypes),
-        # A coefficient below 2**-24 is 0 in fp16, but what it leaves of a gradient is not.
+        # A coefficient below 2**-24 is 0 in fp16, but the clipped gradient is not.
         ("float16", 1.0, [32768.0], 32768.0, 2.0**-12, [2.0**-12]),
         ("float64", 1.0, [3e100, 4e100], 5e100, 1.0, [0.6, 0.8]),
     ],

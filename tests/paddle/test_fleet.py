@@ -1,6 +1,6 @@
 """Paddle's distributed code finds the names that it needs in a scaler; all in one process.
 
-The functions are Paddle's own; stand-ins replace the other processes and what starts them.
+The functions are Paddle's own; stand-ins replace the other processes and their launcher.
 """
 
 import warnings

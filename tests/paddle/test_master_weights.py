@@ -61,6 +61,6 @@ def test_paddle_s_kernels_for_bfloat16_on_the_cpu_leave_the_masters_aside(kind):
 
 @pytest.mark.parametrize("kind", ["SGD", "Momentum", "Adam", "AdamW", "Lamb"])
 def test_paddle_has_no_kernel_for_float16_parameters_on_the_cpu(kind):
-    """Where this fails, Paddle has one now."""
+    """If this fails, Paddle has such a kernel."""
     with pytest.raises(RuntimeError, match=r"float16.* of kernel .* is not registered"):
         trained(kind, "float16", GRADIENTS)

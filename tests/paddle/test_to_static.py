@@ -141,5 +141,5 @@ def test_a_compiled_step_goes_as_an_eager_one(step, traced):
     assert traced == []
     assert list(run(step, STEPS[step], compiled=True)) == eager
     assert step.__code__ in traced
-    assert any("resume" in code.co_name for code in traced)  # what follows a call of the scaler
+    assert any("resume" in code.co_name for code in traced)  # the code after a call of the scaler
     assert not [code for code in traced if code.co_filename.startswith(PACKAGE)]

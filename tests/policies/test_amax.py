@@ -139,7 +139,7 @@ def test_a_state_is_host_scalars():
     assert state == AmaxState(65536.0, 1, 0, 0.25, 65504 / 4)
 
 
-# What it is for.
+# The purpose of the rule.
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -162,7 +162,7 @@ def test_the_scale_sinks_below_the_floor_if_one_batch_in_eight_is_bad(share, sin
 
 
 def recovery(seed):
-    """Steps after a spike of 2**12 for 30 steps until the scale is what it was before."""
+    """The number of steps after a spike, 2**12 for 30 steps, until the scale is back."""
     sizes = noisy(seed, 4000)
     sizes[3000:3030] *= 2.0**12
     scales, *_ = replayed(AmaxScale(), sizes)

@@ -18,7 +18,7 @@ from gradscaler import DynamicScale
 SMALLEST_NORMAL = 2.0**-126
 LARGEST = (2.0 - 2.0**-23) * 2.0**127
 
-# What the frameworks document, where it differs from the first entry.
+# The documented values that differ from the first entry.
 RULES = {
     "torch": {
         "init_scale": 65536.0,
@@ -367,7 +367,7 @@ ONE_GROWTH_A_RUN = st.lists(
 ).map("".join)
 THREE = (powers_of_two, intervals, hystereses)
 SIXTY = st.text(".x", max_size=60)
-# A preset, the framework's rule, what both are given, and traces in which no scale overflows.
+# A preset, the framework's rule, the arguments of both, and traces without an overflowing scale.
 FOLLOWED = {
     "paddle": (
         lambda init, *counts: DynamicScale.paddle(init, 2.0, 0.5, *counts),

@@ -106,7 +106,7 @@ def test_the_norm_of_millions_of_gradients_is_exact_to_float32():
 
 
 class Calls(TorchDispatchMode):
-    """Counts what is done to every tensor of a list at once."""
+    """Counts the operations on lists of tensors."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""step(optimizer, closure) with what only PyTorch's optimizers and gradients can be."""
+"""step(optimizer, closure) with optimizers and gradients that only PyTorch has."""
 
 import pytest
 import torch

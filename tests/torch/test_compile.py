@@ -200,7 +200,7 @@ def test_a_closure_may_run_a_compiled_model(exact):
 
 @pytest.fixture(params=["a name", "the module"])
 def without_private_names(request, monkeypatch):
-    """A release of PyTorch that lacks what keeps code out of graphs."""
+    """A release of PyTorch without the names that keep code out of graphs."""
     torch.compile(torch.sin, backend="eager")(torch.ones(()))  # the compiler itself has them
     if request.param == "the module":
         monkeypatch.setitem(sys.modules, "torch._C._dynamo", None)

@@ -1,6 +1,6 @@
 """DeepSpeed's loss scalers beside its own, whose module runs here without its package.
 
-What that module imports from the package is replaced by stand-ins; none of it is the rule.
+Stand-ins replace the module's imports from the package; the rule is not among them.
 """
 
 import copy

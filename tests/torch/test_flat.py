@@ -18,7 +18,7 @@ INF = math.inf
 
 
 class Model(torch.nn.Module):
-    """Dense layers of two dtypes, and what flat_gradients has to leave alone or to get right."""
+    """Dense layers of two dtypes, and parameters that need care or must be left alone."""
 
     def __init__(self):
         super().__init__()
@@ -149,7 +149,7 @@ def trained(flat, kind, sequence, set_to_none, max_norm):
 @pytest.mark.parametrize("sequence", ["step", "unscale, step", "clip, step", "unscale, clip, step"])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_training_is_the_same_to_the_bit(kind, sequence, set_to_none):
-    """Norms may differ in the last bit, so nothing is clipped here but what overflows."""
+    """Norms may differ in the last bit, so only overflows are clipped here."""
     flat, plain = (trained(lay, kind, sequence, set_to_none, INF) for lay in (True, False))
     norms, others = ([first for first, *_ in left[::3]] for left in (flat, plain))
     assert norms == pytest.approx(others, rel=1e-6, nan_ok=True)
@@ -307,7 +307,7 @@ def test_what_is_no_model_is_refused():
         flat_gradients(torch.nn.LazyLinear(2))
 
 
-# Finding what lies side by side.
+# Finding tensors that lie side by side.
 
 
 def pieces(*sizes, memory=None):

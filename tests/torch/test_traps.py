@@ -11,7 +11,7 @@ from gradscaler.torch import GradScaler
 
 
 def test_on_the_cpu_and_outside_autocast_it_does_not_switch_itself_off():
-    """A scaler that goes silent where it thinks itself not needed."""
+    """Some scalers disable themselves there."""
     scaler = GradScaler()
     assert scaler.scale(torch.ones(())) == 2.0**16
     assert scaler.is_enabled()
@@ -20,7 +20,7 @@ def test_on_the_cpu_and_outside_autocast_it_does_not_switch_itself_off():
 
 
 def test_positional_arguments_mean_what_they_mean_in_torch():
-    """Growth and backoff exchanged."""
+    """FSDP's scaler takes growth and backoff in the other order."""
     arguments = ("cpu", 8.0, 4.0, 0.25, 7, True)
     ours, theirs = GradScaler(*arguments), torch.amp.GradScaler(*arguments)
     assert ours.state_dict() == theirs.state_dict()
@@ -35,7 +35,7 @@ def test_a_scaled_float16_loss_is_not_cast_to_float16():
     assert scaled.dtype is torch.float32
 
 
-def test_no_norm_is_measured_anew_after_another_loss_and_an_error():
+def test_no_norm_is_measured_again_after_another_loss_and_an_error():
     """The flags of the first loss say nothing of the second's."""
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer, scaler = torch.optim.SGD([parameter]), GradScaler(init_scale=64.0)

@@ -18,7 +18,7 @@ A, B = np.ones(2, np.float32), np.zeros(3, np.float32)
 
 
 class Module:
-    """Has what modules have; and a dtype, as some do."""
+    """A module with a dtype, which some modules have."""
 
     dtype = "float32"
 

@@ -316,7 +316,7 @@ def test_other_calls_are_not_doubted(gradients, scale, recwarn):
     assert not recwarn.list
 
 
-# What it is asked for.
+# Its arguments.
 
 
 def test_float8_e4m3fn_is_another_name_and_another_format_is_refused():

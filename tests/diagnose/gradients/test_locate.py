@@ -271,7 +271,7 @@ def test_checkpointed_modules_are_judged(reentrant, factors, expected):
     assert named(located(model)) == (expected and (expected, "block.1"))
 
 
-# What is left behind.
+# The state after a call of locate.
 
 
 def everything(model):
@@ -374,7 +374,7 @@ def test_hooks_locate_from_their_start_to_their_stop():
     model[1].factors = 1, 1
     hooks.start()
     model(ones())
-    assert hooks.located is None  # of what was located before
+    assert hooks.located is None  # the earlier one is forgotten
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""An Inf or NaN that comes from outside of the model: a batch, or what other code made of one."""
+"""An Inf or NaN from outside of the model: from a batch, or from code that changed one."""
 
 import inspect
 import math
@@ -171,6 +171,6 @@ def test_what_was_computed_in_another_thread_is_not_the_batch(how):
 def test_a_teacher_beside_a_model_in_evaluation_mode_is_not_the_batch():
     found = found_in(by_locate, teacher_without_gradients, is_training=False)
     assert (found.kind, found.line) == ("forward", line_of(Teacher))
-    # A monitor reads nothing in what may be an evaluation.
+    # A monitor reads nothing in passes that may be an evaluation.
     found = found_in(by_monitor, teacher_without_gradients, is_training=False)
     assert (found.kind, found.operation, found.made_by) == ("input", "sub", "matmul")

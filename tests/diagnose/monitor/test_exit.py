@@ -49,7 +49,7 @@ def train(steps, pause=0.0):
 
 
 def run(path, script):
-    """The exit status of a script that trains, and what it writes to stderr."""
+    """The exit status of a script that trains, and its stderr."""
     code = SCRIPT + textwrap.dedent(script)
     done = subprocess.run(
         [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=120

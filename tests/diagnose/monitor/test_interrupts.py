@@ -47,7 +47,7 @@ def watching_lines(see):
         code = frame.f_code
         if not code.co_filename.startswith(PACKAGE) or code.co_filename.endswith(PURE):
             return None
-        if code.co_name == "remove_all":  # the collector calls it too, and ignores what it raises
+        if code.co_name == "remove_all":  # the collector calls it too, and ignores its errors
             return None
         # A generator that the collector finishes cannot be interrupted. What a constructor has
         # returned is the caller's.
@@ -59,7 +59,7 @@ def watching_lines(see):
         return trace
 
     before = sys.gettrace()
-    gc.disable()  # it would close the monitors of earlier trainings, and ignore what that raises
+    gc.disable()  # it would close the monitors of earlier trainings, and ignore errors
     sys.settrace(trace)
     try:
         yield
@@ -168,7 +168,7 @@ class CallsAgain:
 
 
 def known(training, without=None):
-    """All that a monitor and its file know, without what an interrupted step may lack."""
+    """The contents of a monitor and its file, without fields that an interrupt may lose."""
     run, monitor = read_run(training.path), training.monitor
     steps, scales = map(list, zip(*run.scales.items(), strict=True))
     found = {
@@ -186,7 +186,7 @@ def known(training, without=None):
             if sample.step not in (without, run.num_steps)
         },
     }
-    return {name: repr(what) for name, what in found.items()}  # in which NaN is NaN
+    return {name: repr(what) for name, what in found.items()}  # so that NaN equals NaN
 
 
 CASES = {

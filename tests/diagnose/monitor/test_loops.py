@@ -1,4 +1,4 @@
-"""Training loops as users write them: what a monitor hooks, says and costs in each, by counts."""
+"""Training loops as users write them: counts of a monitor's hooks, warnings and calls in each."""
 
 import math
 import sys
@@ -177,7 +177,7 @@ def said(loop, flags):
 
 @pytest.fixture
 def looks_cost_nothing(monkeypatch):
-    """So a monitor looks for findings as often as it may, however busy the machine is."""
+    """Let a monitor look for findings as often as it may, however busy the machine is."""
     monkeypatch.setattr("gradscaler.diagnose._monitor.news.clock", lambda: 0.0)
 
 
@@ -212,7 +212,7 @@ def test_with_every_warning_in_continue_mode_nothing_is_said():
 
 @pytest.mark.parametrize("reads_from", ["one model", "two models"])
 def test_two_optimizers_with_accumulated_gradients_are_one_step_of_each_update(reads_from):
-    """As of a GAN: each has its own losses, of two micro-batches, and there is one update."""
+    """As in a GAN: each has its own losses, of two micro-batches, and there is one update."""
     models = [torch.nn.Sequential(torch.nn.Linear(4, 1), Probe()) for _ in range(2)]
     if reads_from == "one model":
         models[1] = models[0]

@@ -47,12 +47,12 @@ def as_in_a_test(case, arguments):
 
 @pytest.fixture
 def on_both_ranks(ranks):
-    """Run a case on each rank; the list of what it returns on each."""
+    """Run a case on each rank, and return the list of results."""
     return lambda case, *arguments: ranks(RANKS).run(as_in_a_test, case.__name__, arguments)
 
 
 def fsdp2():
-    """A small model; of its last layer's parameters, of length 1, rank 1 holds nothing."""
+    """A small model. Its last layer's parameters have length 1: rank 1 has no part of them."""
     mesh = init_device_mesh("cpu", (RANKS,))
     layers = torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
     model = torch.nn.Sequential(*layers)
@@ -127,7 +127,7 @@ def test_a_monitor_samples_its_own_shards_whoever_else_has_one(on_both_ranks, tm
 
 
 def stopped(rank, monitored, path, model):
-    """Steps of which the last ones overflow on rank 1 alone, and what each monitor says."""
+    """Take steps of which the last ones overflow on rank 1 alone; return each monitor's report."""
     training = ShardedTraining(32.0, model)
     flags = "..!..!!!!!!"
     options = {"every": 2, "stuck_after": 4, "path": path}
@@ -190,7 +190,7 @@ def test_a_parameter_that_is_nan_is_found_in_a_shard(on_both_ranks):
 
 def overflowing_activations(rank):
     training = ShardedTraining(4.0, "tensor parallel")
-    with torch.no_grad():  # what comes out of tanh is 1
+    with torch.no_grad():  # the output of tanh is 1
         training.model[0].weight.zero_()
         training.model[0].bias.fill_(100.0)
         training.model[2].weight.fill_(3e38)
@@ -207,7 +207,7 @@ def test_activations_that_are_dtensors_are_read_by_one_rank_alone(on_both_ranks)
 
 
 class Touched(TorchFunctionMode):
-    """Notes what is called with a DTensor."""
+    """Records the functions that are called with a DTensor."""
 
     def __init__(self):
         super().__init__()
@@ -251,7 +251,7 @@ def test_a_monitor_touches_dtensors_only_to_get_what_is_local(on_both_ranks, mod
 
 
 def without_a_loss_of_its_own(rank):
-    """A loss that is a DTensor, and of which rank 1 holds nothing."""
+    """A loss that is a DTensor without a part on rank 1."""
     training = ShardedTraining()
     monitor = Monitor(training.scaler, training.model)
     part = torch.ones(1 - rank)

@@ -1,4 +1,4 @@
-"""A monitor of one rank among several, simulated: launchers say which in the environment."""
+"""A monitor of one simulated rank: launchers name the rank in the environment."""
 
 import json
 from types import SimpleNamespace

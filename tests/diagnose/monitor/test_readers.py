@@ -18,7 +18,7 @@ INF = float("inf")
 
 
 class BadAtTimes:
-    """Steps of a small model; each third overflows, or what ``is_bad`` says of its number."""
+    """Steps of a small model; each third overflows, or those whose numbers ``is_bad`` accepts."""
 
     def __init__(self, is_bad=lambda number: number % 3 == 0, **options):
         torch.manual_seed(0)

@@ -9,7 +9,7 @@ import pytest
 from gradscaler import DynamicScale
 from gradscaler.diagnose import Monitor, read_run
 
-# A monitor would need millions of steps for what these tests of the rule see.
+# These tests of the rule take millions of steps, too many for a monitor.
 from gradscaler.diagnose._monitor.gradient_sample import is_sampled
 from tests.support import run_files
 

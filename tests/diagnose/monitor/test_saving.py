@@ -17,7 +17,7 @@ from gradscaler.torch import GradScaler
 
 
 def watched(every=100):
-    """A model of whose next step a monitor watches each operation, as after a bad loss."""
+    """A model whose next step is watched operation by operation, as after a bad loss."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

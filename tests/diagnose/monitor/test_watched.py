@@ -114,7 +114,7 @@ def test_a_verdict_names_the_operation_in_the_file_as_in_the_monitor(kind, flags
 
 @pytest.fixture
 def takes_time(monkeypatch):
-    """Each step of a training takes a second; one that is watched takes ten, or what is given."""
+    """Each step of a training takes a second; a watched step takes ten, or the given number."""
 
     def add(training, slower=10.0):
         now, seen = 0.0, 0
@@ -141,7 +141,7 @@ def watched_steps(training):
         # Twenty seconds, as may be, are 5 % of the time from step 401 on, and thirty from 601 on.
         ((7, 20, 430, 500, 700), [431, 701]),
         ((430, 431, 700), [431]),  # located
-        (range(20, 501, 40), [140]),  # the first that is due takes what it takes
+        (range(20, 501, 40), [140]),  # the first that is due has no time limit
     ],
 )
 @pytest.mark.parametrize("flag", ["!", "?"])

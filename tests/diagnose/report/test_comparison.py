@@ -32,7 +32,7 @@ def test_runs_of_the_same_name_go_by_their_paths_and_a_file_is_given_once(
 
 
 def headings_of(*paths):
-    """The runs' names above the table of what differs."""
+    """The runs' names above the table of differences."""
     _title, headings, *_ = printed("compare", *paths).splitlines()
     return headings.split()
 

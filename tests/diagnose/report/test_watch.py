@@ -48,9 +48,7 @@ def sample(step, loss=1.0):
 
 
 def _lead_the_terminal():
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # a shell lets what it runs beside itself ignore it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell makes its background processes ignore it
     os.setsid()
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
@@ -150,7 +148,7 @@ def test_it_waits_for_a_file_follows_it_and_leaves_the_terminal_as_it_was(open_t
         append(path, sample(step, 0.5 / step))
     append(path, skip(60, 8.0, float("nan")))
     append(path, verdict(60, "nan", "The gradient of w is NaN. Look there.", "w"))
-    lines = terminal.wait_for("Look there.")  # what is written last
+    lines = terminal.wait_for("Look there.")  # the text written last
     assert lines[0] == "run.jsonl  step 60"
     assert lines[1].startswith("╭─ A gradient is NaN at every scale ─")
     assert lines[2].startswith("│ The gradient of w is NaN. Look there. ")

@@ -112,7 +112,7 @@ def changed(lines, draw):
 
 
 def status_of(command, folder):
-    """A command's exit status, and what it says on stderr."""
+    """A command's exit status, and its stderr."""
     names = {"RUN": "run.jsonl", "RANK": "run.jsonl", "OTHER": "whole.jsonl"}
     arguments = [names.get(each, each) for each in command]
     paths = {"run.jsonl", "whole.jsonl", "OUT.html", "OUT.png"}

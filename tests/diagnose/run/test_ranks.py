@@ -68,11 +68,11 @@ def healthy(skipped=(), bad=True):
         (1, [stuck(kind, bad_since=21) for kind in ("activations", "parameter", "parameter")]),
         # Those average their gradients, and one has the loss that is not finite.
         (1, [stuck("data", bad_since=21, loss=2.5), stuck("data", bad_since=21, loss=math.nan)]),
-        # What overflowed in the warm-up does not count, nor what no longer does.
+        # Overflows in the warm-up do not count, nor those that have ended.
         (1, [stuck("elsewhere", earlier=(1, 2, 3)), stuck("floor", bad_since=30)]),
         (1, [stuck("nan", bad_since=22, earlier=(1, 2)), stuck("floor", bad_since=21)]),
         (1, [stuck("nan", bad_since=21, earlier=(1, 2)), stuck("loss", bad_since=21)]),
-        # A cause counts before what has none.
+        # A verdict that names a cause comes before one that names none.
         (1, [healthy((3,)), stuck("floor")]),
         (0, [stuck("underflow"), healthy((3,)), stuck("elsewhere")]),
         (1, [stuck("elsewhere"), stuck("normal", bad_since=21)]),
@@ -104,7 +104,7 @@ def test_one_file_is_a_run_without_other_ranks(files):
     assert run.verdict.text.startswith("None of 40 steps was skipped. ")
 
 
-# What a rank's own file says.
+# The verdict in one rank's own file.
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,7 @@ def test_a_stage_without_flags_is_an_error(scaler, optimizer, parameters, finite
 
 
 class Logged(GradScaler):
-    """Overrides what subclasses of the framework's class override, and writes down each call."""
+    """Overrides the methods that subclasses of the framework's class do, and records each call."""
 
     def __init__(self, *args, **kwargs):
         self.calls = []

@@ -1,4 +1,4 @@
-"""Optimizers that a trainer wraps: the user knows the wrapper, the trainer steps what is inside."""
+"""Optimizers that a trainer wraps: the user has the wrapper, the trainer steps the inner one."""
 
 import pytest
 

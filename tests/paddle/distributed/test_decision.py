@@ -159,7 +159,7 @@ def test_processes_with_different_scales_all_raise_and_can_go_on(ranks, what, na
 
 
 def order_of_two(orders, sizes, classes):
-    """Steps two optimizers in this rank's order of each iteration; what each iteration raises."""
+    """Step two optimizers in this rank's order of each iteration; return the error of each."""
     scaler = scaler_of()
     parameters = [paddle.create_parameter([size], "float32") for size in sizes[dist.get_rank()]]
     kinds = paddle.optimizer.SGD, paddle.optimizer.Adam if classes else paddle.optimizer.SGD

@@ -70,7 +70,7 @@ def test_a_mesh_trains_as_one_process_does(ranks, wrapped, clip, norm_type, bad,
             assert (reason, state) == (one_reason, one_state)
             if reason == "finite":
                 assert norm == pytest.approx(one_norm, rel=1e-5)
-            elif clip and norm_type:  # the 0-norm counts what is not 0
+            elif clip and norm_type:  # the 0-norm counts elements that are not 0
                 assert not np.isfinite(norm)
         for ours, one in zip(parameters, (weight, bias), strict=True):
             np.testing.assert_allclose(ours, one, rtol=1e-4, atol=1e-6)

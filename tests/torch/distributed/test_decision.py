@@ -184,7 +184,7 @@ def test_processes_on_devices_raise_one_step_later_and_can_go_on(ranks):
 
 
 def order_of_two(orders, sizes, on_device, kind):
-    """Steps two optimizers in this rank's order of each iteration; what each iteration raises."""
+    """Step two optimizers in this rank's order of each iteration; return the error of each."""
 
     class Operations(type(GradScaler._operations)):
         def on_host(self, tensor):

@@ -150,7 +150,7 @@ def of_each_process(fused, clip, routing, bad):
             scaler.step(optimizer)
         scaler.update()
         results.append(([scaler.last_step(o).reason for o in optimizers], scaler.state_dict()))
-    # Closed forms, exact in float32: what overflows is not stepped, what is cold has no gradient.
+    # Closed forms, exact in float32: overflows skip the step, and cold experts have no gradient.
     skipped = OVERFLOW if routing == "none" else None  # else the experts alone overflow
     moved = [inputs(0, step) for step in range(STEPS) if step != skipped]
     assert torch.equal(shared, 1 - RATE * sum(moved))

@@ -121,7 +121,7 @@ def train(schedule, fused, clip, backwards, bad, bad_last, norm_type=2.0, unscal
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None and not overflows(step):
                     expected = gradients[step][names.index(name)]
-                    # Clipping has moved weights by what another order of the norm's sum rounds.
+                    # The norm's sum rounds in another order, so clipped weights differ a little.
                     atol = 1e-5 if clip else 0.0
                     torch.testing.assert_close(parameter.grad, expected, rtol=atol, atol=atol)
         if clip:

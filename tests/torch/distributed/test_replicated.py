@@ -127,7 +127,7 @@ def test_each_rank_does_what_one_process_does(ranks, world, engine, when, fused,
     for i, (reason, state, norm, values) in enumerate(one_process(world, clip)):
         bad = overflows(world)[i][0]
         for rank, steps in enumerate(answers):
-            # DDP spreads what overflows before it reduces; a group is for what does afterwards.
+            # DDP spreads overflows from before its reduction; a group is for later ones.
             assert steps[i][:3] == (reason, state, 0 if when == "before" else 1)
             if when == "before" or bad in (None, rank):
                 assert steps[i][3] == near(norm)

@@ -130,7 +130,7 @@ def test_ranks_train_as_one_process_and_skip_together(ranks, kind, store, clip):
     assert dtypes == {"torch.float16"}
     model, optimizer = plain(store)
     train(model, optimizer, GradScaler(init_scale=1024.0), clip=clip)
-    # What ranks add up is rounded in another order, and what is random differs.
+    # Sums over ranks round in another order, and random numbers differ.
     within = {"atol": 2.0**-8 if store == "stochastic" else 2.0**-12, "rtol": 0}
     for name, expected in values(model, optimizer).items():
         torch.testing.assert_close(torch.tensor(parameters[name]), torch.tensor(expected), **within)

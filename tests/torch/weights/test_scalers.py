@@ -11,7 +11,7 @@ from gradscaler.torch import GradScaler, MasterWeights
 
 SCALE = 1024.0
 STORES = ("float32", "remainder16", "stochastic")
-TINY = 2.0**-30  # of a gradient; times the scale it is a float16, alone it is none
+TINY = 2.0**-30  # a gradient that float16 can hold only times the scale
 
 
 def linear(store="remainder16", size=4, **options):
