@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gradscaler import AmaxScale, DynamicScale, FixedScale
+from gradscaler import DynamicScale, FixedScale
 from gradscaler.policies.state import host_where
+from tests.support.amax import INF, NAN, TRACE, as_bits, policy
 from tests.support.eager import library
 
 WAYS = {
@@ -29,40 +30,9 @@ WAYS = {
         scaler.unscale_(optimizer),
     ),
 }
-INF, NAN = math.inf, math.nan
-TRACE = [
-    2.0**-20,
-    NAN,
-    0.1,
-    NAN,
-    0.3,
-    7.0,
-    INF,
-    NAN,
-    NAN,
-    1e-3,
-    0.0,
-    -5.0,
-    *[1e-4] * 8,
-    300.0,
-    -INF,
-    2.0,
-]
 
 each_way = pytest.mark.parametrize("prepare", WAYS.values(), ids=WAYS)
-
-
-def policy(**parameters):
-    """A policy that shows each part of its rule within a few steps."""
-    options = {"init_scale": 1024.0, "growth_interval": 3, "patience": 1, "half_life": 3.0}
-    return AmaxScale(**{**options, **parameters})
-
-
 START = policy(init_scale=2.0)
-
-
-def as_bits(state):
-    return [np.asarray(value, np.float32).tobytes() for value in state]
 
 
 class AsThePolicy:

@@ -11,19 +11,10 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from gradscaler import AmaxScale, AmaxState, DynamicScale, ScaleState
+from gradscaler import AmaxState, DynamicScale, ScaleState
 from gradscaler.errors import ParameterError
 from gradscaler.jax import GradScaler, all_finite, amax, loss_scaled
-
-INF, NAN = float("inf"), float("nan")
-TRACE = [2.0**-20, NAN, 0.1, NAN, 0.3, 7.0, INF, NAN, NAN]
-TRACE += [1e-3, 0.0, -5.0, 1e-4, 1e-4, 300.0, -INF, 2.0]
-
-
-def policy(**parameters):
-    """A policy that shows each part of its rule within a few steps."""
-    options = {"init_scale": 1024.0, "growth_interval": 3, "patience": 1, "half_life": 3.0}
-    return AmaxScale(**{**options, **parameters})
+from tests.support.amax import INF, NAN, TRACE, as_bits, policy
 
 
 def weights():
@@ -68,10 +59,6 @@ def followed(step, rule, trace):
         dtypes = [leaf.dtype for leaf in scaler.state]
         assert dtypes == [jnp.float32, *[jnp.int32] * 2, *[jnp.float32] * 2]
     return scaler
-
-
-def as_bits(state):
-    return [np.asarray(value, np.float32).tobytes() for value in state]
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])

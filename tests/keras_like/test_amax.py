@@ -5,7 +5,8 @@ import importlib
 import numpy as np
 import pytest
 
-from gradscaler import AmaxScale, DynamicScale, FixedScale
+from gradscaler import DynamicScale, FixedScale
+from tests.support.amax import TRACE, as_bits, policy
 from tests.support.keras_like import (
     BACKEND,
     KERAS_3,
@@ -18,16 +19,6 @@ from tests.support.keras_like import (
     tensor,
 )
 
-INF, NAN = float("inf"), float("nan")
-TRACE = [2.0**-20, NAN, 0.1, NAN, 0.3, 7.0, INF, NAN, NAN]
-TRACE += [1e-3, 0.0, -5.0, 1e-4, 1e-4, 300.0, -INF, 2.0]
-
-
-def policy(**parameters):
-    """A policy that shows each part of its rule within a few steps."""
-    options = {"init_scale": 1024.0, "growth_interval": 3, "patience": 1, "half_life": 3.0}
-    return AmaxScale(**{**options, **parameters})
-
 
 def state_of(optimizer):
     """The five leaves of the state, as the bits of float32."""
@@ -37,10 +28,6 @@ def state_of(optimizer):
     else:
         leaves = optimizer._loss_scale.variables.values()
     return as_bits(map(numpy, leaves))
-
-
-def as_bits(state):
-    return [np.asarray(value, np.float32).tobytes() for value in state]
 
 
 def gradients(most):

@@ -9,19 +9,11 @@ from mindspore import Parameter, Tensor, amp, nn, ops
 from mindspore.common.sparse_tensor import RowTensorInner
 
 import gradscaler.mindspore as ours
-from gradscaler import AmaxScale, DynamicScale
+from gradscaler import DynamicScale
 from gradscaler.mindspore import _operations
+from tests.support.amax import INF, NAN, TRACE, policy
 
-INF, NAN = float("inf"), float("nan")
-SIZES = [2.0**-20, NAN, 0.1, NAN, 0.3, 7.0, INF, NAN, NAN]
-SIZES += [1e-3, 0.0, -5.0, 1e-4, 1e-4, 300.0, -INF, 2.0]
 MISSING = "policy needs the largest gradient"
-
-
-def policy(**parameters):
-    """A policy that shows each part of its rule within a few steps."""
-    options = {"init_scale": 1024.0, "growth_interval": 3, "patience": 1, "half_life": 3.0}
-    return AmaxScale(**{**options, **parameters})
 
 
 POLICIES = {
@@ -111,7 +103,7 @@ def test_any_trace_gives_the_bits_of_the_host(mode, rule, compiled):
 def test_a_train_step_hands_the_cell_the_largest_unscaled_gradient(mode, interval):
     rule = policy(amax_interval=interval)
     step, state = make_step(ours.DynamicLossScaleUpdateCell(policy=rule)), rule.init()
-    for size in SIZES:
+    for size in TRACE:
         overflow = step(Tensor(size, mindspore.float32))[1]
         state = rule.update(state, not np.isfinite(size), amax=np.float32(abs(size)))
         assert bool(overflow) != np.isfinite(size)
@@ -149,7 +141,7 @@ def test_a_functional_loop_hands_the_scaler_the_largest_gradient(mode, in_jit):
         return loop.step(size)
 
     KEPT.extend([loop, jitted])
-    for size in SIZES:
+    for size in TRACE:
         (jitted if in_jit else loop.step)(Tensor(size, mindspore.float32))
         state = rule.update(state, not np.isfinite(size), amax=np.float32(abs(size)))
         scaler = loop.scaler
@@ -317,12 +309,12 @@ def test_a_sparse_gradient_counts_by_its_values(mode):
 def test_a_checkpoint_brings_every_leaf_back(mode, tmp_path):
     rule = policy()
     whole, resumed = (make_step(ours.DynamicLossScaleUpdateCell(policy=rule)) for _ in range(2))
-    for size in SIZES[:8]:
+    for size in TRACE[:8]:
         whole(Tensor(size, mindspore.float32))
     mindspore.save_checkpoint(whole, str(tmp_path / "half.ckpt"))
     loaded = mindspore.load_checkpoint(str(tmp_path / "half.ckpt"))
     assert mindspore.load_param_into_net(resumed, loaded, strict_load=True) == ([], [])
-    for size in SIZES[8:]:
+    for size in TRACE[8:]:
         for step in (whole, resumed):
             step(Tensor(size, mindspore.float32))
     ends = [leaves_of(s.scale_sense, s.loss_scaling_manager) for s in (whole, resumed)]

@@ -190,6 +190,12 @@ class Ranks:
         self._processes = []
 
 
+def agreed(results):
+    """The result of all ranks, which must be the same."""
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
 def output_of(*arguments, cwd):
     """Run a Python script that starts processes itself, and return its output.
 

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradscaler.errors import CallOrderError, ParameterError
 from gradscaler.torch import GradScaler, ShardedGradScaler
 from tests.support.all_reduces import CountedAllReduces
+from tests.support.ranks import agreed
 
 INF = float("inf")
 MICRO_BATCHES = 3
@@ -90,12 +91,6 @@ def train(way, overflows, max_retries=None):
         scaler.update()
         results.append((scales, reason, scaler.state_dict(), counted.count, parameters_of(model)))
     return results
-
-
-def agreed(results):
-    """The result of all ranks, which must be the same."""
-    assert all(result == results[0] for result in results)
-    return results[0]
 
 
 NONE = [[[], [], []]] * 3  # in three steps

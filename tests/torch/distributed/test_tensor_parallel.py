@@ -19,6 +19,7 @@ from gradscaler import ParameterError
 from gradscaler._on_torch import processes
 from gradscaler.torch import GradScaler
 from tests.support.all_reduces import CountedAllReduces
+from tests.support.ranks import agreed
 
 INF = float("inf")
 WIDTH = 4
@@ -130,12 +131,6 @@ def assert_close(found, expected, atol=1e-5):
     """Allow for rounding: products of parts, and two means, are rounded in other places."""
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(torch.tensor(mine), theirs, rtol=1e-4, atol=atol)
-
-
-def agreed(results):
-    """The result of all ranks, which must be the same."""
-    assert all(result == results[0] for result in results)
-    return results[0]
 
 
 # In the second of eight steps one rank overflows. The scale doubles after two finite steps.
