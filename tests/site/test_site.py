@@ -127,6 +127,14 @@ def test_search_finds_the_recipe(query):
     assert "cookbook" in set.intersection(*(found[stem] for stem in query))
 
 
+@pytest.mark.parametrize("query", ["GAN", "gradient accumulation", "SAM"])
+def test_search_finds_the_section_of_the_recipe(query):
+    """The page of results lists a section if its title is at most twice as long as the query."""
+    data = (SITE / "searchindex.js").read_text()
+    titles = json.loads(data.removeprefix("Search.setIndex(").removesuffix(")"))["alltitles"]
+    assert any(query.lower() in t.lower() and len(t) <= 2 * len(query) for t in titles)
+
+
 def test_types_are_shown(objects):
     page = (SITE / "reference/gradscaler/torch/index.html").read_text()
     signature = re.sub(r"<[^>]+>", "", page)
