@@ -135,6 +135,12 @@ def test_search_finds_the_section_of_the_recipe(query):
     assert any(query.lower() in t.lower() and len(t) <= 2 * len(query) for t in titles)
 
 
+def test_every_picture_has_a_text_for_readers_who_cannot_see_it():
+    for page in SITE.rglob("*.html"):
+        for picture in re.findall(r"<img [^>]+>", page.read_text()):
+            assert re.search(r'alt="[^"]+(?<!\.png)"', picture), f"{page}: {picture}"
+
+
 def test_types_are_shown(objects):
     page = (SITE / "reference/gradscaler/torch/index.html").read_text()
     signature = re.sub(r"<[^>]+>", "", page)
