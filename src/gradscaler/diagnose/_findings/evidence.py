@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gradscaler.diagnose._fitting_scales import MOST_SAMPLES, has_sizes
 from gradscaler.diagnose._gradients.formats import format_named
@@ -155,7 +155,7 @@ class Evidence:
         )
 
 
-def min_scale_of(policy: Any) -> float | None:
+def min_scale_of(policy: object) -> float | None:
     """The lower limit of the scale, from a policy or its parameters; None if there is none.
 
     A fixed scale is its own limit.

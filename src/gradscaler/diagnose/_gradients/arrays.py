@@ -23,7 +23,7 @@ _UNKNOWN_TO_NUMPY = ("bfloat16", "float8")
 _OVERWRITTEN = "_overwrite_with_gradient"  # flax's collection, or its NNX type of variable
 
 
-def named_arrays(gradients: Any) -> dict[str, Array]:
+def named_arrays(gradients: object) -> dict[str, Array]:
     """The arrays in a structure of gradients, by name.
 
     The structure is any that :func:`~gradscaler.diagnose.exponents` takes. A name is the path to
@@ -169,7 +169,7 @@ def _summed(indices: Any, rows: NDArray[Any]) -> NDArray[Any]:
     return total
 
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Array]]:
+def _leaves(name: str, value: object) -> Iterator[tuple[str, Array]]:
     if value is None:
         return
     if hasattr(value, "named_parameters"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 from gradscaler.diagnose._gradients.formats import (
     NO_GRADIENTS,
@@ -78,7 +77,7 @@ class Exponents:
         )
 
 
-def exponents(gradients: Any, dtype: str = "float16", scale: float = 1.0) -> Exponents:
+def exponents(gradients: object, dtype: str = "float16", scale: float = 1.0) -> Exponents:
     """Count gradients by exponent, and by what ``gradients * scale`` becomes in a format.
 
     Each product is rounded once, to the nearest number of the format, ties to even.

@@ -60,7 +60,7 @@ def format_named(name: str) -> Format:
     return form
 
 
-def _share(doc: str, *names: str) -> Any:
+def _share(doc: str, *names: str) -> property:
     """A property: the sum of some of a histogram's counts, as a share of all gradients."""
 
     def share(histogram: Histogram) -> float:
@@ -140,7 +140,7 @@ def sum_of_bins(parts: Iterable[tuple[int, NDArray[Any]]]) -> tuple[int, NDArray
     return start, total
 
 
-def histograms_of(gradients: Any, form: Format, scale: float) -> dict[str, Histogram]:
+def histograms_of(gradients: object, form: Format, scale: float) -> dict[str, Histogram]:
     """The histogram of each array by name, for :func:`~gradscaler.diagnose.exponents`."""
     return {
         name: _histogram(to_numpy(array), form, scale)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradscaler.diagnose._gradients.arrays import (
+    Array,
     dtype_name,
     local,
     named_arrays,
@@ -20,11 +21,10 @@ from gradscaler.diagnose._gradients.arrays import (
 )
 from gradscaler.outcome import NonfiniteGradient
 
-Array = Any
 Tensor = Any
 
 
-def inspect(gradients: Any) -> tuple[NonfiniteGradient, ...]:
+def inspect(gradients: object) -> tuple[NonfiniteGradient, ...]:
     """The gradients that hold an Inf or a NaN, in the order given.
 
     For a sparse gradient, the values are inspected, after rows of the same index are summed. For a
@@ -69,7 +69,7 @@ class Reading(NamedTuple):
         return self.state != "finite"
 
 
-def floating(kind: type[Any], value: Any) -> Iterator[Tensor]:
+def floating(kind: type[Any], value: object) -> Iterator[Tensor]:
     """The floating-point and complex tensors in a structure; ``kind`` is their class."""
     if isinstance(value, kind):
         if value.is_floating_point() or value.is_complex():

@@ -44,7 +44,7 @@ class _Place(NamedTuple):
     is_forward: Sequence[bool]
 
 
-def locate_jax(fn: Callable[..., Any], *args: Any) -> Located | None:
+def locate_jax(fn: Callable[..., object], *args: object) -> Located | None:
     """Run a function of JAX primitive by primitive, and locate its first Inf or NaN.
 
     The primitive that makes it is the first, in the order of the computation, whose output is not
@@ -98,7 +98,7 @@ def _run(closed: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def value_of(atom: Any) -> _Value:
+    def value_of(atom: object) -> _Value:
         return _given(atom.val) if isinstance(atom, constant) else values[atom]
 
     for equation, own_place in zip(jaxpr.eqns, _places_in(jaxpr, place), strict=True):

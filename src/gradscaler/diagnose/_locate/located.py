@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from gradscaler.diagnose._gradients.arrays import dtype_name, to_numpy
+from gradscaler.diagnose._gradients.arrays import Array, dtype_name, to_numpy
 from gradscaler.diagnose._gradients.reading import count_nonfinite
 
 
@@ -95,7 +95,7 @@ class Site(NamedTuple):
 def located_at(
     site: Site,
     kind: Literal["forward", "backward", "input"],
-    tensor: Any,
+    tensor: Array,
     largest_input: float,
     **fields: Any,
 ) -> Located:

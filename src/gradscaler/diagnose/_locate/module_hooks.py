@@ -9,15 +9,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from traceback import walk_stack
-from typing import Any
+from typing import Any, Protocol
 
 from gradscaler.diagnose._gradients.arrays import dtype_name
-from gradscaler.diagnose._gradients.reading import floating, largest, largest_of
+from gradscaler.diagnose._gradients.reading import Tensor, floating, largest, largest_of
 from gradscaler.diagnose._locate.call_site import users_line
 from gradscaler.diagnose._locate.located import Located, Site, located_at
 
 Module = Any
-Tensor = Any
+
+
+class Handle(Protocol):
+    """A framework's handle of a hook."""
+
+    def remove(self) -> None:
+        """Remove the hook."""
 
 
 class ModuleHooks:
@@ -51,7 +57,7 @@ class ModuleHooks:
         self.goes_on: Callable[[], bool] | None = None
         self.dtypes: dict[str, str] = {}
         self._reads_evaluation = reads_evaluation
-        self._handles: list[Any] = []
+        self._handles: list[Handle] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
         self._inputs: defaultdict[str, list[float]] = defaultdict(list)  # the largest of each call
 
@@ -78,13 +84,13 @@ class ModuleHooks:
         is_training = self.model.training or self._framework.is_grad_enabled()
         return not (is_training or self._reads_evaluation)
 
-    def _enter(self, name: str, _: Module, *inputs: Any) -> None:
+    def _enter(self, name: str, _: Module, *inputs: object) -> None:
         is_seen = self.goes_on() if self.goes_on is not None else not self.is_evaluating
         if is_seen and not self.located:
             # The input is read now, as the module may change it in place.
             self._inputs[name].append(self._largest(inputs))
 
-    def _leave(self, name: str, module: Module, _: Any, output: Any) -> None:
+    def _leave(self, name: str, module: Module, _: object, output: object) -> None:
         outputs = list(floating(self._framework.Tensor, output))
         for tensor in outputs:
             self.dtypes.setdefault(name, dtype_name(tensor))
@@ -102,7 +108,7 @@ class ModuleHooks:
             parameter = next(given, None)
             self.located = located_at(site, "forward", tensor, largest_input, parameter=parameter)
 
-    def _largest(self, value: Any) -> float:
+    def _largest(self, value: object) -> float:
         """The largest magnitude in a structure; -inf does not count."""
         tensors = floating(self._framework.Tensor, value)
         return largest_of(largest(tensor, masks=True) for tensor in tensors)
@@ -115,11 +121,11 @@ class Hook:
     nothing.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
+    def __init__(self, function: Callable[..., object], name: str) -> None:
         self._function = function
         self._name = name
 
-    def __call__(self, module: Module, *args: Any) -> None:
+    def __call__(self, module: Module, *args: object) -> None:
         self._function(self._name, module, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -127,7 +133,7 @@ class Hook:
 
 
 def add_hooks(
-    handles: list[Any],
+    handles: list[Handle],
     framework: Any,
     model: Module,
     leave: Callable[..., None],
@@ -154,7 +160,7 @@ def add_hooks(
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
 
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+def weakly(method: Callable[..., object]) -> Callable[..., Any]:
     """A function that calls a method, suppresses its errors, and does not keep its object alive.
 
     Python's garbage collector cannot see into PyTorch's graph, so a hook there that holds the
@@ -162,7 +168,7 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """
     own = weakref.WeakMethod(method)
 
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> Any:
         bound = own()
         with suppress(Exception):
             return None if bound is None else bound(*args)
@@ -170,7 +176,7 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def remove_all(handles: list[Any]) -> None:
+def remove_all(handles: list[Handle]) -> None:
     """Remove the hooks of handles, and clear the list."""
     for handle in handles:
         handle.remove()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
-from gradscaler.diagnose._gradients.reading import largest_finite, memory_of, read
+from gradscaler.diagnose._gradients.reading import Tensor, largest_finite, memory_of, read
 from gradscaler.diagnose._locate.call_site import Node, operation_of, source_of
 from gradscaler.diagnose._locate.located import Site, located_at
-from gradscaler.diagnose._locate.module_hooks import remove_all, weakly
+from gradscaler.diagnose._locate.module_hooks import Handle, remove_all, weakly
 from gradscaler.diagnose._locate.value_watch import Event, ValueWatch
 
 
@@ -32,7 +32,7 @@ class NodeWatch:
         self._values = values
         self._sites: dict[Node, Site] = {}
         self._reached: dict[Node, Event] = {}
-        self._handles: list[Any] = []
+        self._handles: list[Handle] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
 
     def __contains__(self, node: Node) -> bool:
@@ -49,7 +49,7 @@ class NodeWatch:
         self._sites.clear()
         self._reached.clear()
 
-    def _after(self, node: Node, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+    def _after(self, node: Node, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Check a node's results ``inputs``: the gradients of its operation's inputs."""
         line, self.line = self.line, None
         bad = [n for n, grad in enumerate(inputs) if read(grad).bad]

@@ -13,10 +13,10 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from gradscaler.diagnose._gradients.reading import floating, read
+from gradscaler.diagnose._gradients.reading import Tensor, floating, read
 from gradscaler.diagnose._locate.call_site import Caller, called, caller_of
 from gradscaler.diagnose._locate.located import Located, Site
-from gradscaler.diagnose._locate.module_hooks import ModuleHooks, Tensor
+from gradscaler.diagnose._locate.module_hooks import ModuleHooks
 from gradscaler.diagnose._locate.node_watch import NodeWatch
 from gradscaler.diagnose._locate.value_watch import Operation, ValueWatch
 
@@ -52,7 +52,7 @@ class OperationWatch:
             supports_higher_order_operators = True  # without it, flex_attention and such raise
 
             def __torch_dispatch__(
-                self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+                self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None
             ) -> Any:
                 watch = own()
                 if watch is None:
@@ -120,7 +120,11 @@ class OperationWatch:
         self._nodes.stop()
 
     def call(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType | None
+        self,
+        func: Any,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        frame: FrameType | None,
     ) -> Any:
         """Call an operation, and check its outputs for Inf and NaN."""
         from torch import Tensor
@@ -204,7 +208,7 @@ def _any_bad(tensors: Iterable[Tensor]) -> bool:
     return any(read(tensor).bad for tensor in tensors)
 
 
-def _leave_on(thread: int, mode: Any, stances: list[Any]) -> None:
+def _leave_on(thread: int, mode: object, stances: list[object]) -> None:
     """Leave a mode on the thread that entered it, at that thread's next call of a module.
 
     Each thread has its own stack of modes, which no other thread can change. Until that call, the
@@ -212,7 +216,7 @@ def _leave_on(thread: int, mode: Any, stances: list[Any]) -> None:
     """
     from torch.nn.modules.module import register_module_forward_pre_hook
 
-    def leave(*_: Any) -> None:
+    def leave(*_: object) -> None:
         if threading.get_ident() == thread:
             _leave(mode, stances)
             handle.remove()
@@ -221,7 +225,7 @@ def _leave_on(thread: int, mode: Any, stances: list[Any]) -> None:
         handle = register_module_forward_pre_hook(leave)
 
 
-def _leave(mode: Any, stances: list[Any]) -> None:
+def _leave(mode: object, stances: list[Any]) -> None:
     """Leave a dispatch mode and restore the user's stance, if the mode is the innermost one."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 

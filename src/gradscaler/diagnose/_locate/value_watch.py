@@ -10,6 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from gradscaler.diagnose._gradients.reading import (
     Reading,
+    Tensor,
     floating,
     largest_finite,
     largest_of,
@@ -18,7 +19,7 @@ from gradscaler.diagnose._gradients.reading import (
 )
 from gradscaler.diagnose._locate.call_site import called, operation_of, source_of
 from gradscaler.diagnose._locate.located import Located, Site, located_at
-from gradscaler.diagnose._locate.module_hooks import Module, Tensor
+from gradscaler.diagnose._locate.module_hooks import Module
 
 Source = TypeVar("Source")
 
@@ -97,7 +98,7 @@ class Operation:
         changes_inputs: whether it may change its inputs.
     """
 
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         from torch import Tensor
 
         self.name: str = func.name().partition("::")[2].partition(".")[0]
@@ -178,7 +179,7 @@ class ValueWatch:
         made = map(memory_of, operation.outputs)
         self._sources |= {memory: s for memory in made for s in sources if s is not None}
 
-    def end_in(self, results: Any) -> None:
+    def end_in(self, results: object) -> None:
         """Note the results of a pass. An Inf or NaN that reaches none of them does no harm."""
         from torch import Tensor
 

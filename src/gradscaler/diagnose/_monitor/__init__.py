@@ -21,6 +21,7 @@ from gradscaler.diagnose._monitor.step_log import OnStuck, StepLog
 from gradscaler.diagnose._monitor.traced_scalers import policy_of, read
 from gradscaler.diagnose._run.lines import Start
 from gradscaler.diagnose._run.writer import EventFile, RunFile, load_writer
+from gradscaler.policies import Scalar
 from gradscaler.policies._checks import count
 
 _open_monitors: WeakSet[Monitor] = WeakSet()
@@ -122,7 +123,7 @@ class Monitor:
     def __init__(  # noqa: PLR0913 # each is an option of its own
         self,
         scaler: Any,
-        model: Any = None,
+        model: object = None,
         every: int = 100,
         path: str | os.PathLike[str] | None = None,
         *,
@@ -179,11 +180,11 @@ class Monitor:
     def record(
         self,
         *,
-        scaler: Any = None,
-        finite: Any = None,
-        gradients: Any = None,
-        loss: Any = None,
-        parameters: Any = None,
+        scaler: object = None,
+        finite: Scalar | None = None,
+        gradients: object = None,
+        loss: Scalar | None = None,
+        parameters: object = None,
     ) -> None:
         """Record a step of JAX, Keras or MindSpore once it is done and the scale has moved.
 
@@ -226,7 +227,7 @@ class Monitor:
         monitor = self
 
         class Recording(keras.callbacks.Callback):  # type: ignore[misc] # untyped base
-            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            def on_train_batch_end(self, batch: int, logs: object = None) -> None:
                 _ = self.model  # on JAX, reading it updates the optimizer's variables
                 monitor.record()
 
@@ -311,7 +312,7 @@ def _close_all() -> None:
         monitor._close_if_own()
 
 
-def _check(scaler: Any, model: Any, is_eager: bool) -> None:
+def _check(scaler: object, model: object, is_eager: bool) -> None:
     if not is_eager:
         read(scaler)
     names = ("named_parameters",) if is_eager else ("trainable_params", "trainable_variables")
@@ -320,7 +321,7 @@ def _check(scaler: Any, model: Any, is_eager: bool) -> None:
         raise TypeError(f"model must have {' or '.join(names)}, got {type(model).__name__}{rest}")
 
 
-def _describe(policy: Any) -> dict[str, Any]:
+def _describe(policy: object) -> dict[str, Any]:
     """The name and the parameters of a policy."""
     names = [field.name for field in fields(policy)] if is_dataclass(policy) else []
     values = {name: getattr(policy, name) for name in names if not name.startswith("_")}
@@ -328,7 +329,7 @@ def _describe(policy: Any) -> dict[str, Any]:
     return {"name": type(policy).__name__, **plain}
 
 
-def _framework_of(scaler: Any) -> str:
+def _framework_of(scaler: object) -> str:
     """The framework of a scaler, or of the optax state that holds one."""
     for base in type(scaler).__mro__:
         package, _, rest = base.__module__.partition(".")

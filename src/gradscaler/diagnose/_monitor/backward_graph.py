@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from gradscaler.diagnose._findings.gradient_values import CUT, ENDED, SATURATED, STEPS
-from gradscaler.diagnose._gradients.reading import largest, largest_of
-from gradscaler.diagnose._locate.call_site import differentiated
-from gradscaler.diagnose._locate.module_hooks import remove_all, weakly
+from gradscaler.diagnose._gradients.reading import Tensor, largest, largest_of
+from gradscaler.diagnose._locate.call_site import Node, differentiated
+from gradscaler.diagnose._locate.module_hooks import Handle, remove_all, weakly
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 
 _MOST_NODES = 10_000
@@ -21,7 +20,7 @@ _LOOKS = 3  # consecutive steps that a round examines
 _MOST_ROUNDS = 4  # each may make PyTorch compile modules again
 
 
-def listen(loss: Any, dtypes: set[str]) -> None:
+def listen(loss: object, dtypes: set[str]) -> None:
     """Add the names of the gradients' dtypes in a loss' next backward pass to ``dtypes``.
 
     If the graph is too large or hides a part of itself, ``"unknown"`` is added too. The call
@@ -38,7 +37,7 @@ def listen(loss: Any, dtypes: set[str]) -> None:
             node.register_prehook(partial(_note, dtypes))
 
 
-def _note(dtypes: set[str], gradients: tuple[Any, ...]) -> None:
+def _note(dtypes: set[str], gradients: Sequence[Tensor]) -> None:
     dtypes.update(str(g.dtype).rpartition(".")[2] for g in gradients if g is not None)
 
 
@@ -65,10 +64,10 @@ class CutOff:
         self._rounds = _MOST_ROUNDS if is_on else 0  # rounds left
         self._cut: dict[str, str] | None = None  # blocked in all steps of this round
         self.is_looking = False
-        self._handles: list[Any] = []
+        self._handles: list[Handle] = []
         weakref.finalize(self, remove_all, self._handles).atexit = False
         self._called: dict[str, bool] = {}  # whether a module's output is in the graph
-        self._flat: dict[Any, str] = {}  # operations by node, of nodes that block gradients
+        self._flat: dict[Node, str] = {}  # operations by node, of nodes that block gradients
         self._now: dict[str, str] = {}  # blocked in this step
 
     def begin(self, step: int) -> None:
@@ -77,10 +76,10 @@ class CutOff:
             self.stop()  # the step before may have raised an error
             self.is_looking = self._watch.look(step, weakly(self._see_output))
 
-    def _see_output(self, output: Any, module: str, _: str) -> None:
+    def _see_output(self, output: Tensor, module: str, _: str) -> None:
         self._called[module] = self._called.get(module, False) or output.requires_grad
 
-    def see(self, loss: Any) -> None:
+    def see(self, loss: Tensor) -> None:
         """Watch the backward pass of a loss."""
         for node in _nodes_from([loss.grad_fn]):
             operation = differentiated(node.name())
@@ -90,7 +89,7 @@ class CutOff:
                 note = partial(_note_slope, self._flat, node, operation)
                 self._handles.append(node.register_hook(note))
 
-    def note(self, parameters: Mapping[str, Any]) -> None:
+    def note(self, parameters: Mapping[str, Tensor]) -> None:
         """Note what blocks the gradients of named parameters, before their optimizer steps."""
         self.is_looking = self._watch.is_on  # the watch may have broken off
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -149,7 +148,11 @@ class CutOff:
 
 
 def _note_slope(
-    flat: dict[Any, str], node: Any, operation: str, inputs: Iterable[Any], outputs: Iterable[Any]
+    flat: dict[Node, str],
+    node: Node,
+    operation: str,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
 ) -> None:
     with suppress(Exception):
         before = largest_of(largest(grad) for grad in outputs if grad is not None)
@@ -158,9 +161,9 @@ def _note_slope(
             flat[node] = operation
 
 
-def _nodes_from(waiting: list[Any]) -> Iterator[Any]:
+def _nodes_from(waiting: list[Node]) -> Iterator[Node]:
     """The given nodes of PyTorch's graph, and all nodes that they lead to."""
-    seen: set[Any] = set()
+    seen = set[Node]()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen or not hasattr(node, "register_prehook"):

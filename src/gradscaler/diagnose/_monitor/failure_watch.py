@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from time import perf_counter as clock
-from typing import Any
 
+from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._locate.module_hooks import ModuleHooks, weakly
 from gradscaler.diagnose._locate.operation_watch import OperationWatch
@@ -33,7 +33,7 @@ class FailureWatch:
         located: the origin of the first Inf or NaN in the latest streak of skips; None if unknown.
     """
 
-    def __init__(self, model: Any, log: StepLog, sees_operations: bool) -> None:
+    def __init__(self, model: object, log: StepLog, sees_operations: bool) -> None:
         self._log = log
         self._hooks: ModuleHooks | None = None
         with suppress(TypeError):  # there may be no model
@@ -53,7 +53,7 @@ class FailureWatch:
         self.located: Located | None = None
 
     @property
-    def owners(self) -> tuple[Any, ...]:
+    def owners(self) -> tuple[object, ...]:
         """The objects whose methods run while an operation is watched."""
         return () if self._operations is None else (self._operations, self._operations.mode)
 
@@ -78,7 +78,7 @@ class FailureWatch:
                 each.start()
             self.step, self._is_whole = step, True
 
-    def look(self, step: int, see_output: Callable[[Any, str, str], None]) -> bool:
+    def look(self, step: int, see_output: Callable[[Tensor, str, str], None]) -> bool:
         """Give the outputs of a step's modules to ``see_output``.
 
         Returns:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gradscaler.diagnose._gradients.arrays import sample_of, shape_of, to_numpy
+from gradscaler.diagnose._gradients.arrays import Array, sample_of, shape_of, to_numpy
 from gradscaler.diagnose._gradients.formats import (
     Histogram,
     format_named,
@@ -65,7 +65,7 @@ class GradientSample:
 
 
 def measure(
-    gradients: Mapping[str, Any],
+    gradients: Mapping[str, Array],
     dtype: str,
     scale: float,
     scaled: bool,
@@ -150,7 +150,7 @@ def _worst(parameters: Mapping[str, ParameterSample], small: float) -> tuple[str
     return tuple(sorted(parameters, key=badness)[:_MOST_WORST])
 
 
-def _norm_of(array: Any) -> float:
+def _norm_of(array: Array) -> float:
     """The 2-norm of one array; JAX computes it on the array's device."""
     jax: Any = sys.modules.get("jax")
     if jax is not None and isinstance(array, jax.Array):

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 from gradscaler.diagnose._findings.evidence import Step
+from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of, is_sampled
 from gradscaler.diagnose._monitor.step_log import Seen, StepLog
 from gradscaler.outcome import StepOutcome
@@ -22,17 +23,17 @@ class Iteration:
     is_first: bool  # whether this is the first observed iteration
     is_sampled: bool
     calls: list[str]  # calls that suggest misuse; see Sample
-    optimizers: dict[int, Any] = field(default_factory=dict)  # optimizers that stepped
+    optimizers: dict[int, object] = field(default_factory=dict)  # optimizers that stepped
     outcomes: dict[int, StepOutcome] = field(default_factory=dict)
-    losses: list[Any] = field(default_factory=list)  # given to scale(), without their graphs
+    losses: list[Tensor] = field(default_factory=list)  # given to scale(), without their graphs
     measured: dict[int, GradientSample] = field(default_factory=dict)
     backward: set[str] = field(default_factory=set)  # dtypes, if first or sampled
     cut: Mapping[str, str] | None = None  # see Sample
     begun: set[int] = field(default_factory=set)  # optimizers that unscaled or began a step
     is_unscaled: bool = False  # whether any gradients were unscaled
-    added_to: list[Any] = field(default_factory=list)  # magnitudes from UsedGradients
+    added_to: list[Tensor] = field(default_factory=list)  # magnitudes from UsedGradients
 
-    def place_of(self, optimizer: Any) -> int:
+    def place_of(self, optimizer: object) -> int:
         """The number of other optimizers that have stepped so far."""
         return len(self.optimizers.keys() - {id(optimizer)})
 
@@ -96,7 +97,7 @@ class Iterations:
         """The iterations that ended and may not be in the log yet."""
         return self._all[:-1]
 
-    def note(self, optimizer: Any, outcome: StepOutcome) -> None:
+    def note(self, optimizer: object, outcome: StepOutcome) -> None:
         """Note a step of the latest iteration."""
         self.latest.optimizers[id(optimizer)] = optimizer
         self.latest.outcomes[id(optimizer)] = outcome

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from types import FrameType
-from typing import Any, TypeVar
+from typing import SupportsFloat, TypeVar
 
 from gradscaler.diagnose._gradients.arrays import local
-from gradscaler.diagnose._gradients.reading import inspect
+from gradscaler.diagnose._gradients.reading import Tensor, inspect
 from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._locate.operation_watch import OperationWatch
 from gradscaler.diagnose._monitor.backward_graph import CutOff, listen
@@ -29,7 +29,7 @@ def _call(method: MethodT) -> MethodT:
     """Make an observer's method close the observer at its end, if it was asked to close."""
 
     @wraps(method)
-    def call(self: EagerObserver, *args: Any) -> None:
+    def call(self: EagerObserver, *args: object) -> None:
         try:
             method(self, *args)
         finally:
@@ -72,7 +72,7 @@ class EagerObserver(StepSource):
         return self._iterations.waiting
 
     @_call
-    def scaled(self, outputs: Any, /) -> None:
+    def scaled(self, outputs: Tensor, /) -> None:
         """Remember the loss, without its graph."""
         if is_locating.get():
             return
@@ -94,17 +94,17 @@ class EagerObserver(StepSource):
         iteration.losses.append(loss if loss.ndim == 0 else loss.mean())
 
     @_call
-    def unscaling(self, optimizer: Any, scale: Any, /) -> None:
+    def unscaling(self, optimizer: object, scale: SupportsFloat, /) -> None:
         """Measure the gradients if a sample is due, before anything clips them."""
         self._before_step(optimizer, scale)
         self._iterations.latest.is_unscaled = True
 
     @_call
-    def stepping(self, optimizer: Any, scale: Any, /) -> None:
+    def stepping(self, optimizer: object, scale: SupportsFloat | None, /) -> None:
         """Measure the gradients if a sample is due and ``unscaling`` has not measured them."""
         self._before_step(optimizer, scale)
 
-    def _before_step(self, optimizer: Any, scale: Any) -> None:
+    def _before_step(self, optimizer: object, scale: SupportsFloat | None) -> None:
         iteration = self._iterations.latest
         if id(optimizer) in iteration.outcomes:
             self._update()
@@ -117,7 +117,7 @@ class EagerObserver(StepSource):
         if iteration.is_sampled:
             self._measure(optimizer, scale)
 
-    def _see_before_step(self, iteration: Iteration, optimizer: Any) -> None:
+    def _see_before_step(self, iteration: Iteration, optimizer: object) -> None:
         """Note what an optimizer's parameters and gradients show before its step."""
         if iteration.is_first:
             self.parameters.note_norms(optimizer)
@@ -129,7 +129,7 @@ class EagerObserver(StepSource):
             self._cut_off.note(self._named(optimizer))
 
     @_call
-    def stepped(self, optimizer: Any, outcome: StepOutcome, /) -> None:
+    def stepped(self, optimizer: object, outcome: StepOutcome, /) -> None:
         """Inspect the gradients if they are not finite."""
         self._is_in_step = False
         if outcome.known_reason == "no_gradients":
@@ -244,18 +244,17 @@ class EagerObserver(StepSource):
         self._iterations.end()
         iteration.optimizers = {}  # the iteration, if unread, must not keep them alive
 
-    def _is_resumed(self, optimizer: Any) -> bool:
+    def _is_resumed(self, optimizer: object) -> bool:
         """Whether an optimizer has an earlier run's state, but the scaler has its initial one."""
         observed = self.scaler.observed
         is_new = not observed.last_steps() and observed.state == observed.policy.init()
         return is_new and has_stepped(optimizer)
 
-    def _named(self, optimizer: Any) -> dict[str, Any]:
+    def _named(self, optimizer: object) -> dict[str, Tensor]:
         place = self._iterations.latest.place_of(optimizer)
-        named: dict[str, Any] = self.parameters.named(optimizer, place)
-        return named
+        return self.parameters.named(optimizer, place)
 
-    def _measure(self, optimizer: Any, scaled_by: Any = None) -> None:
+    def _measure(self, optimizer: object, scaled_by: SupportsFloat | None = None) -> None:
         """Measure an optimizer's gradients, once in an iteration.
 
         ``scaled_by`` is the scale that they are still multiplied by; None if they are unscaled.
@@ -269,7 +268,7 @@ class EagerObserver(StepSource):
             norm = self.scaler.observed.total_norm(optimizer)
             known = norm if math.isfinite(norm) else None
         is_scaled = scaled_by is not None
-        scale = float(scaled_by if is_scaled else self.scaler.observed.state.scale)
+        scale = float(self.scaler.observed.state.scale if scaled_by is None else scaled_by)
         found = measure(gradients, self.dtype, scale, is_scaled, known)
         missing = tuple(name for name, p in named.items() if p.grad is None and _is_trained(p))
         unmoved = self.parameters.unmoved(optimizer, named)
@@ -280,11 +279,11 @@ class EagerObserver(StepSource):
 _CALLS = EagerObserver.updated.__code__, OperationWatch.call.__code__
 
 
-def _gradients_of(named: dict[str, Any]) -> dict[str, Any]:
+def _gradients_of(named: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: p.grad for name, p in named.items() if p.grad is not None}
 
 
-def _is_trained(parameter: Any) -> bool:
+def _is_trained(parameter: Tensor) -> bool:
     """Whether a parameter requires a gradient; ``stop_gradient`` is Paddle's."""
     if hasattr(parameter, "stop_gradient"):
         return not parameter.stop_gradient

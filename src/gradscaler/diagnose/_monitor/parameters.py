@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradscaler.diagnose._gradients.arrays import dtype_name, local, sample_of
-from gradscaler.diagnose._gradients.reading import inspect, read
+from gradscaler.diagnose._gradients.reading import Tensor, inspect, read
 from gradscaler.outcome import NonfiniteGradient
 
 _MOST_ELEMENTS = 2**12  # of one parameter
@@ -29,11 +29,11 @@ class OptimizersParameters:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.optimizers: list[Any] = []
-        self._norms: dict[int, list[Any]] = {}  # before the first step; may be on a device
+        self.optimizers: list[object] = []
+        self._norms: dict[int, list[Tensor]] = {}  # before the first step; may be on a device
         self._parts: dict[int, dict[str, NDArray[Any]]] = {}  # at the latest sample
 
-    def named(self, optimizer: Any, place: int = 0) -> dict[str, Any]:
+    def named(self, optimizer: Any, place: int = 0) -> dict[str, Tensor]:
         """An optimizer's parameters, by the names in the model, else by group and index.
 
         ``place`` is the index of the optimizer in its iteration.
@@ -85,7 +85,7 @@ class OptimizersParameters:
                         return f"{key} of {name}" if name else str(key)
         return None
 
-    def note_norms(self, optimizer: Any) -> None:
+    def note_norms(self, optimizer: object) -> None:
         """Note the norms of an optimizer's parameters, once, before its first step."""
         if id(optimizer) not in self._norms:
             self._norms[id(optimizer)] = self._norms_of(optimizer)
@@ -99,7 +99,7 @@ class OptimizersParameters:
         first = [norm for norms in before for norm in norms or ()]
         return math.hypot(*map(float, first)), math.hypot(*map(float, now))
 
-    def _norms_of(self, optimizer: Any) -> list[Any]:
+    def _norms_of(self, optimizer: object) -> list[Tensor]:
         """The norm of each parameter, which may be on a device; empty if they cannot be taken."""
         with suppress(Exception):
             return [local(p).detach().norm() for p in self.named(optimizer).values()]
@@ -117,7 +117,7 @@ class OptimizersParameters:
                     return float(eps)
         return None
 
-    def unmoved(self, optimizer: Any, parameters: Mapping[str, Any]) -> float | None:
+    def unmoved(self, optimizer: object, parameters: Mapping[str, Tensor]) -> float | None:
         """The share of 16-bit elements unchanged since the sample before; None if unknown.
 
         An update smaller than half the distance to the next number is lost in rounding, at every
@@ -152,8 +152,9 @@ class UsedGradients:
     """
 
     def __init__(self) -> None:
-        self._parameters: dict[int, Any] = {}  # one of each optimizer that stepped
-        self._used: dict[int, tuple[Any, int, Any]] = {}  # its gradient, version, largest magnitude
+        # One parameter of each optimizer that stepped; its gradient, version and largest magnitude.
+        self._parameters: dict[int, Callable[[], Tensor]] = {}
+        self._used: dict[int, tuple[Callable[[], Tensor], int, Tensor]] = {}
 
     def before_backward(self) -> None:
         """Note the gradients that earlier steps left."""
@@ -164,7 +165,7 @@ class UsedGradients:
                 largest = gradient.detach().abs().amax()
                 self._used[key] = weakref.ref(gradient), gradient._version, largest
 
-    def before_step(self, optimizer: Any) -> Any:
+    def before_step(self, optimizer: object) -> Tensor | None:
         """The largest magnitude that was in the gradient before a backward pass added to it.
 
         None if something else changed the gradient, or nothing did. A magnitude of 0 means that the
@@ -188,7 +189,7 @@ class UsedGradients:
         return held
 
 
-def has_stepped(optimizer: Any) -> bool:
+def has_stepped(optimizer: object) -> bool:
     """Whether an optimizer's state shows that it has stepped before; False if unknown."""
     for _, values in _items(getattr(optimizer, "state", None)):
         kept = dict(_items(values))
@@ -197,10 +198,10 @@ def has_stepped(optimizer: Any) -> bool:
     return False
 
 
-def _steps_in_float32(optimizer: Any) -> bool:
+def _steps_in_float32(optimizer: object) -> bool:
     """Whether an optimizer is a ``gradscaler.torch.MasterWeights``, which alone has the method."""
     return hasattr(optimizer, "widen_gradients_")
 
 
-def _items(mapping: Any) -> Iterable[tuple[Any, Any]]:
+def _items(mapping: object) -> Iterable[tuple[Any, Any]]:
     return mapping.items() if isinstance(mapping, Mapping) else ()

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradscaler.diagnose._findings.evidence import Step
-from gradscaler.diagnose._gradients.arrays import named_arrays
+from gradscaler.diagnose._gradients.arrays import Array, named_arrays
 from gradscaler.diagnose._gradients.reading import inspect
 from gradscaler.diagnose._monitor.gradient_sample import fields_of, is_sampled, measure
 from gradscaler.diagnose._monitor.step_log import StepLog, StepSource
 from gradscaler.diagnose._monitor.traced_scalers import Reading, number_of, policy_of, read
 from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient
+from gradscaler.policies import Scalar
 
 
 @dataclass
@@ -22,7 +23,7 @@ class RecordedStep:
     after: Reading
     before: Reading
     growth_interval: float = 1
-    loss: Any = None
+    loss: Scalar | None = None
     nonfinite: tuple[NonfiniteGradient, ...] | None = None
 
     @property
@@ -57,7 +58,9 @@ class Recorder(StepSource):
         """The steps that are over; the latest may not be in the log yet."""
         return self._steps
 
-    def record(self, scaler: Any, finite: Any, gradients: Any, loss: Any, parameters: Any) -> None:
+    def record(
+        self, scaler: object, finite: Scalar, gradients: object, loss: Scalar, parameters: object
+    ) -> None:
         """Record one step; see :meth:`gradscaler.diagnose.Monitor.record`."""
         if self.parameters.latest is None:  # refuse a bad structure now, not when it is needed
             named_arrays(parameters)
@@ -88,7 +91,7 @@ class Recorder(StepSource):
             self.log.add_sample()
         self.log.check()
 
-    def _named(self, gradients: Any) -> dict[str, Any]:
+    def _named(self, gradients: object) -> dict[str, Array]:
         """The gradients by name; a list as long as the model's parameters takes their names."""
         names = list(parameters_of(self.model))
         if isinstance(gradients, (list, tuple)) and len(names) == len(gradients):
@@ -101,7 +104,7 @@ class RecordedParameters:
     """The parameters recorded with the latest step, else the model's."""
 
     model: Any
-    latest: Any = None
+    latest: object = None
 
     def of_optimizers(self, is_stuck: bool) -> dict[str, Any]:
         """No fields: a recorded step gives no optimizer."""
@@ -116,7 +119,7 @@ class RecordedParameters:
         return inspect(present)
 
 
-def parameters_of(model: Any) -> dict[str, Any]:
+def parameters_of(model: Any) -> dict[str, Array]:
     """The trained parameters of a Keras, tf-keras or MindSpore model, by their names."""
     if model is None:
         return {}

@@ -168,7 +168,7 @@ class StepLog:
         if is_inspected and skip is not None:
             self._write(skip)
 
-    def add_sample(self, loss: float | None = None, **measured: Any) -> None:
+    def add_sample(self, loss: float | None = None, **measured: object) -> None:
         """Write a sample: the steps since the last one, and the measurements of the last step."""
         counts = self.counts
         if counts.step == counts.sampled:
@@ -373,7 +373,6 @@ class StepSource:
     forensics: int  # inspect every n-th skipped step; 0 disables
     dtype: str  # the format for samples
     world_size: int  # processes that train together
-    parameters: Any = field(init=False)  # OptimizersParameters or RecordedParameters
     located: Located | None = field(init=False, default=None)  # in the latest streak of skips
 
     def __post_init__(self) -> None:

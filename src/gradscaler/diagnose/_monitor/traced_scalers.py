@@ -8,16 +8,17 @@ from functools import partial
 from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import to_numpy
+from gradscaler.policies import Scalar
 
 
 @dataclass(frozen=True)
 class Reading:
     """The state of a scaler, in scalars that may be on a device and will not change."""
 
-    scale: Any
-    finite_steps: Any = None  # in a row; None if the scale is fixed
-    finite: Any = None  # whether the latest step's gradients were finite, if the scaler knows
-    applied: Any = None  # how many steps its optimizer took, if the scaler knows
+    scale: Scalar
+    finite_steps: Scalar | None = None  # in a row; None if the scale is fixed
+    finite: Scalar | None = None  # whether the latest gradients were finite, if the scaler knows
+    applied: Scalar | None = None  # how many steps its optimizer took, if the scaler knows
 
     def was_finite(self, before: Reading, growth_interval: float) -> bool:
         """Whether the step since ``before`` had finite gradients; waits for the device.
@@ -36,7 +37,7 @@ class Reading:
         return number_of(self.finite_steps) > 0 or scale > scale_before or is_at_largest
 
 
-def read(scaler: Any) -> Reading:
+def read(scaler: object) -> Reading:
     """The state of a scaler for JAX, Keras, tf-keras or MindSpore; TypeError for anything else."""
     for part in _parts(scaler):
         for attribute, reader in _READERS.items():
@@ -48,7 +49,7 @@ def read(scaler: Any) -> Reading:
     )
 
 
-def policy_of(scaler: Any) -> Any:
+def policy_of(scaler: object) -> Any:
     """The policy of a scaler; the scaler itself if it holds no policy."""
     for part in _parts(scaler):
         part = getattr(part, "scaler", part)
@@ -58,12 +59,12 @@ def policy_of(scaler: Any) -> Any:
     return scaler
 
 
-def number_of(scalar: Any) -> float:
+def number_of(scalar: Scalar) -> float:
     """A scalar of any framework, or the mean of an array, as a Python number."""
     return float(to_numpy(scalar).mean())
 
 
-def _parts(scaler: Any) -> Iterator[Any]:
+def _parts(scaler: object) -> Iterator[Any]:
     """The scaler itself, or each part of an optax state that may hold one."""
     if isinstance(scaler, (tuple, list, Mapping)) and not hasattr(scaler, "grads_finite"):
         for item in scaler.values() if isinstance(scaler, Mapping) else scaler:
@@ -100,7 +101,7 @@ def _of_mindspore(scaler: Any) -> Reading:
     return Reading(scale, None if last is None else manager.cur_iter - 1 - last)
 
 
-def _of_counter(scale: str, counter: str, scaler: Any) -> Reading:
+def _of_counter(scale: str, counter: str, scaler: object) -> Reading:
     """The state of a scaler with these attributes; a fixed scaler has no counter."""
     steps = getattr(scaler, counter, None)
     return Reading(getattr(scaler, scale) + 0, None if steps is None else steps + 0)

@@ -11,9 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from gradscaler.policies._checks import LARGEST_SCALE
+
+T = TypeVar("T")
+
+Reader = Callable[[object], Any]
+"""Converts a JSON value, or raises ValueError."""
 
 _LARGEST_COUNT = 2**63 - 1
 _MOST_STEPS = 10**11  # three years at one step per millisecond
@@ -29,7 +34,7 @@ def loads(line: bytes) -> dict[str, Any]:
         raise ValueError("is not UTF-8") from None
     except ValueError as error:
         raise ValueError(f"is not JSON: {str(error)[:200]}") from None
-    return _checked(isinstance(value, dict), value, "a JSON object")  # type: ignore[no-any-return]
+    return _checked(isinstance(value, dict), value, "a JSON object")
 
 
 def _refuse(constant: str) -> None:
@@ -42,14 +47,14 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:60] + "..."
 
 
-def _checked(is_valid: bool, value: Any, what: str) -> Any:
+def _checked(is_valid: bool, value: T, what: str) -> T:
     """Return the value if it is valid; otherwise raise an error that says what it must be."""
     if not is_valid:
         raise ValueError(f"must be {what}, got {shown(value)}")
     return value
 
 
-def value_as(kind: Any, value: Any) -> Any:
+def value_as(kind: object, value: object) -> Any:
     """Convert a JSON value to a type: the type of a line, or of a field of a line.
 
     Unknown keys are ignored, because a later version may add some.
@@ -61,7 +66,7 @@ def value_as(kind: Any, value: Any) -> Any:
 
 
 @lru_cache
-def _reader_of(kind: Any) -> Callable[[Any], Any]:  # noqa: PLR0911 # a case for each kind of type
+def _reader_of(kind: Any) -> Reader:  # noqa: PLR0911 # a case for each kind of type
     """The converter from JSON values to a type; cached, because a file may hold millions."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
@@ -86,19 +91,19 @@ def _reader_of(kind: Any) -> Callable[[Any], Any]:  # noqa: PLR0911 # a case for
     return lambda value: None if value is None else of(value)
 
 
-def _readers_of(kind: Any) -> dict[str, Callable[[Any], Any]]:
+def _readers_of(kind: Any) -> dict[str, Reader]:
     """The converter of each field of a dataclass or a named tuple, by the field's name."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: _reader_of(hints[name]) for name in kind.__match_args__}
 
 
-def _each(readers: Sequence[Callable[[Any], Any]], value: Any) -> list[Any]:
+def _each(readers: Sequence[Reader], value: object) -> list[Any]:
     """Convert the items of an array, which must have one item for each reader."""
     items = _array(value, len(readers))
     return [reader(item) for reader, item in zip(readers, items, strict=True)]
 
 
-def _instance(kind: Any, readers: Mapping[str, Callable[[Any], Any]], value: Any) -> Any:
+def _instance(kind: Any, readers: Mapping[str, Reader], value: object) -> Any:
     """Convert an object to a dataclass; a field that has a default may be missing."""
     found = _object(value)
     for field in fields(kind):
@@ -121,7 +126,7 @@ def number(value: Any) -> float:
     return float(_checked(is_finite, value, "a number"))
 
 
-def _number_that(is_valid: Callable[[float], bool], what: str, value: Any) -> float:
+def _number_that(is_valid: Callable[[float], bool], what: str, value: object) -> float:
     checked = number(value)
     _checked(is_valid(checked), value, what)
     return checked
@@ -145,7 +150,7 @@ _finite = partial(_number_that, lambda size: 0 <= size < math.inf, "a finite mag
 FiniteMagnitude = Annotated[float, _finite]
 
 
-def _integer(least: int, most: int, value: Any) -> int:
+def _integer(least: int, most: int, value: object) -> int:
     if type(value) is int and least <= value <= most:
         return value
     raise ValueError(f"must be an integer from {least} to {most}, got {shown(value)}")
@@ -175,7 +180,7 @@ def _bin_counts(value: Any) -> tuple[int, ...]:
 BinCounts = Annotated[tuple[int, ...], _bin_counts]
 
 
-def one_of(names: Sequence[str]) -> Callable[[Any], Any]:
+def one_of(names: Sequence[str]) -> Reader:
     """A check that a value is one of some texts."""
     return lambda value: _checked(value in names, value, f"one of {', '.join(names)}")
 
@@ -186,21 +191,21 @@ def check_steps(key: str, steps: Sequence[int], first: int, last: int) -> None:
         raise ValueError(f"{key}: must be steps that rise, from {first} to {last}")
 
 
-def _instance_of(kind: type[Any], what: str, value: Any) -> Any:
+def _instance_of(kind: type[object], what: str, value: object) -> Any:
     return _checked(isinstance(value, kind), value, what)
 
 
 _object = partial(_instance_of, dict, "an object")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Check that a value is a text, a flag, null or a number."""
     if value is None or isinstance(value, (str, bool)):
         return value
     return value if isinstance(value, int) and abs(value) <= _LARGEST_COUNT else number(value)
 
 
-_CHECKS: dict[Any, Callable[[Any], Any]] = {
+_CHECKS: dict[Any, Reader] = {
     bool: partial(_instance_of, bool, "true or false"),
     int: _count,
     float: number,
@@ -209,12 +214,12 @@ _CHECKS: dict[Any, Callable[[Any], Any]] = {
 }
 
 
-def _array(value: Any, length: int | None = None) -> Any:
+def _array(value: object, length: int | None = None) -> Any:
     is_valid = isinstance(value, list) and length in (None, len(value))
     return _checked(is_valid, value, "an array" if length is None else f"an array of {length}")
 
 
-def _field(key: str, reader: Callable[[Any], Any], value: Any) -> Any:
+def _field(key: str, reader: Reader, value: object) -> Any:
     try:
         return reader(value)
     except ValueError as error:

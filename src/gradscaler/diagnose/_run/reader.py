@@ -109,7 +109,7 @@ def _read(path: Path) -> Run:
     return run
 
 
-def _line(record: dict[str, Any], first: bool) -> Line:
+def _line(record: dict[str, object], first: bool) -> Line:
     """Convert a record to a line; ValueError if it is not one, or cannot come first."""
     if first and "gradscaler" not in record:
         raise ValueError("is not the first line of a gradscaler run")

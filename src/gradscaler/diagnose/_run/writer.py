@@ -91,7 +91,7 @@ class RunFile:
         self._file.close()
         _open_files.discard(self._file)
 
-    def _append(self, record: dict[str, Any]) -> None:
+    def _append(self, record: dict[str, object]) -> None:
         if self._file.closed:
             raise OSError(f"{self._file.name}: was opened before this process was forked; {_SHARE}")
         text = json.dumps(record, default=vars)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gradscaler.diagnose._findings.finding import Kind, Level, kind_of
 from gradscaler.diagnose._fitting_scales import Fit
 from gradscaler.diagnose._run.lines import Shares, Skip, Watched
 from gradscaler.diagnose._run.reader import read_run
-from gradscaler.diagnose._run.run import Run
+from gradscaler.diagnose._run.run import LineT, Run
 from gradscaler.diagnose.report._words import ends, number, percent, shown
 
 LEVELS: tuple[Level, ...] = ("bad", "warning", "good")
@@ -194,7 +194,7 @@ def _skips(run: Run) -> Table:
     return Table(title, headings, rows, names=2)
 
 
-def _latest_first(groups: Iterable[list[Any]]) -> list[list[Any]]:
+def _latest_first(groups: Iterable[list[LineT]]) -> list[list[LineT]]:
     """The latest groups of lines, sorted by the last step of each group, the latest first."""
     return sorted(groups, key=lambda alike: alike[-1].step, reverse=True)[:_MOST_ROWS]
 
