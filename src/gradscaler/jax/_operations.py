@@ -11,12 +11,12 @@ from typing import Any, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
 
 from gradscaler.errors import ParameterError
 
 T = TypeVar("T")
-Array = Any
 Tree = Any
 Leaf = Any
 KeyPath = tuple[Any, ...]
@@ -85,7 +85,7 @@ def amax(
         TypeError: a leaf is neither an array nor a number.
     """
     largest = [jnp.abs(leaf).max(initial=0).astype(jnp.float32) for leaf in _gradients(tree)]
-    everywhere = functools.reduce(jnp.maximum, largest, jnp.float32(0))
+    everywhere: Array = functools.reduce(jnp.maximum, largest, jnp.float32(0))
     axes = _axes(axis_name, finite_axis)
     return lax.pmax(everywhere, axes) if axes else everywhere
 
@@ -174,7 +174,7 @@ def varies_over(leaf: Leaf) -> frozenset[Hashable]:
     return axes
 
 
-def select_tree(pred: Array, a: T, b: T) -> T:
+def select_tree(pred: ArrayLike, a: T, b: T) -> T:
     """``a`` if ``pred``, else ``b``, leaf by leaf and bit for bit.
 
     A leaf that is not an array, such as an activation function or a setting of a model, must be the

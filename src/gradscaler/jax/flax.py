@@ -6,14 +6,15 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from gradscaler.jax import _operations, _trees
-from gradscaler.jax._operations import Array, AxisName, Tree
+from gradscaler.jax._operations import AxisName, Leaf, Tree
 from gradscaler.jax.scaler import GradScaler
 from gradscaler.policies import DynamicScale as DynamicPolicy
 from gradscaler.policies import ScaleState, _checks
@@ -78,8 +79,8 @@ class DynamicScale:
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
-    fin_steps: Array = 0
-    scale: Array = 65536.0
+    fin_steps: Leaf = 0
+    scale: Leaf = 65536.0
     minimum_scale: float | None = _checks.SMALLEST_SCALE
 
     _flax_dataclass: ClassVar[bool]  # flax.struct.dataclass leaves a class that has it as it is
@@ -101,7 +102,7 @@ class DynamicScale:
 
     def value_and_grad(
         self,
-        fun: Callable[..., Any],
+        fun: Callable[..., object],
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
         axis_name: AxisName | None = None,
@@ -118,7 +119,7 @@ class DynamicScale:
         differentiated = scaler.value_and_grad(fun, argnums, has_aux, axis_name)
 
         @functools.wraps(fun)
-        def unscaled(*args: Any, **kwargs: Any) -> DynamicScaleResult:
+        def unscaled(*args: object, **kwargs: object) -> DynamicScaleResult:
             moved, finite, aux, grad = differentiated(*args, **kwargs)
             scale, fin_steps, _ = moved.state
             grad = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grad)

@@ -11,10 +11,11 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
 
 from gradscaler.jax import _operations, _trees
-from gradscaler.jax._operations import Array
+from gradscaler.jax._operations import Leaf
 from gradscaler.policies import ScaleState, _checks
 from gradscaler.policies.rule import Constants, next_values
 
@@ -35,7 +36,7 @@ class NoOpLossScale:
         """Return ``tree`` unchanged."""
         return tree
 
-    def adjust(self, grads_finite: Array) -> NoOpLossScale:
+    def adjust(self, grads_finite: ArrayLike) -> NoOpLossScale:
         """Return this loss scale unchanged."""
         return self
 
@@ -48,7 +49,7 @@ class StaticLossScale:
         loss_scale: the scale. If it is not above 0, ``scale`` and ``unscale`` raise ValueError.
     """
 
-    loss_scale: Array
+    loss_scale: Leaf
 
     def scale(self, tree: T) -> T:
         """Multiply every leaf by the loss scale."""
@@ -60,7 +61,7 @@ class StaticLossScale:
         _operations.check_scale("loss_scale", self.loss_scale)
         return _multiplied(tree, 1 / self.loss_scale)
 
-    def adjust(self, grads_finite: Array) -> StaticLossScale:
+    def adjust(self, grads_finite: ArrayLike) -> StaticLossScale:
         """Return this loss scale unchanged."""
         return self
 
@@ -101,11 +102,11 @@ class DynamicLossScale:
     8.0
     """
 
-    loss_scale: Array
-    counter: Array = field(default_factory=lambda: np.zeros([], np.int32))
+    loss_scale: Leaf
+    counter: Leaf = field(default_factory=lambda: np.zeros([], np.int32))
     period: int = 2000
     factor: int = 2
-    min_loss_scale: Array = field(default_factory=lambda: np.ones([], np.float32))
+    min_loss_scale: Leaf = field(default_factory=lambda: np.ones([], np.float32))
 
     def __post_init__(self) -> None:
         axes = _operations.are_axes(self.counter, self.loss_scale)
@@ -130,7 +131,7 @@ class DynamicLossScale:
             object.__setattr__(self, name, _operations.strong(getattr(self, name)))
         _trees.serialise()
 
-    def tree_flatten(self) -> tuple[tuple[Array, ...], tuple[object, ...]]:
+    def tree_flatten(self) -> tuple[tuple[Leaf, ...], tuple[object, ...]]:
         """The leaves and the static values. A floor that is not traced is static."""
         if isinstance(self.min_loss_scale, np.generic):
             leaves = self.loss_scale, self.counter
@@ -139,7 +140,7 @@ class DynamicLossScale:
 
     @classmethod
     def tree_unflatten(
-        cls, metadata: tuple[object, ...], leaves: tuple[Array, ...]
+        cls, metadata: tuple[object, ...], leaves: tuple[Leaf, ...]
     ) -> DynamicLossScale:
         """Rebuild a loss scale from the values that ``tree_flatten`` returned."""
         (loss_scale, counter, *floor), (period, factor, *static_floor) = leaves, metadata
@@ -154,7 +155,7 @@ class DynamicLossScale:
         """Multiply every leaf by 1 / the loss scale."""
         return _multiplied(tree, 1 / self.loss_scale)
 
-    def adjust(self, grads_finite: Array) -> DynamicLossScale:
+    def adjust(self, grads_finite: ArrayLike) -> DynamicLossScale:
         """The loss scale for the next step.
 
         Args:
@@ -191,13 +192,13 @@ LossScale: TypeAlias = NoOpLossScale | StaticLossScale | DynamicLossScale
 class _Reciprocal:
     """A factor that divides by ``divisor``, as jmp's backoff does. So 1/divisor is not rounded."""
 
-    divisor: Array
+    divisor: float
 
     def __rmul__(self, scale: Array) -> Array:
         return scale / self.divisor
 
 
-def _multiplied(tree: T, factor: Array) -> T:
+def _multiplied(tree: T, factor: Leaf) -> T:
     product: T = jax.tree.map(lambda leaf: leaf * factor, tree)
     return product
 

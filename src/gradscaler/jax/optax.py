@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from gradscaler._frameworks import require
 from gradscaler.jax._callers import check_outermost
-from gradscaler.jax._operations import Array, AxisName, Leaf, Transformation, Tree, select_tree
+from gradscaler.jax._operations import AxisName, Leaf, Transformation, Tree, select_tree
 from gradscaler.jax.scaler import GradScaler
 from gradscaler.jax.weights import holds_masters
 from gradscaler.policies import DynamicScale, Policy

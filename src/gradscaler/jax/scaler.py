@@ -9,11 +9,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
 
 from gradscaler.errors import ParameterError, ParameterTypeError
 from gradscaler.jax import _operations, _trees
-from gradscaler.jax._operations import Array, AxisName, Leaf, Tree, all_finite, amax, select_tree
+from gradscaler.jax._operations import AxisName, Leaf, Tree, all_finite, amax, select_tree
 from gradscaler.policies import DynamicScale, Policy, _checks, amax_interval, leaf_dtypes
 from gradscaler.policies._spelling import check_policy
 
@@ -81,7 +82,8 @@ class GradScaler:
     @property
     def loss_scale(self) -> Array:
         """The loss scale, a float32 scalar."""
-        return self.state.scale
+        scale: Array = self.state.scale
+        return scale
 
     def scale(self, tree: T) -> T:
         """Multiply a loss, or every leaf of a pytree, by the loss scale.
@@ -107,7 +109,7 @@ class GradScaler:
             leaf = leaf.astype(jnp.float32)
         return leaf, self.loss_scale.astype(leaf.real.dtype)
 
-    def adjust(self, grads_finite: Array, amax: Array | None = None) -> GradScaler:
+    def adjust(self, grads_finite: ArrayLike, amax: ArrayLike | None = None) -> GradScaler:
         """The scaler for the next step, by the policy's rule.
 
         Args:
@@ -220,7 +222,7 @@ class GradScaler:
                 transform=transform,
             )
 
-        def scaled(*args: Any, **kwargs: Any) -> tuple[Array, Tree]:
+        def scaled(*args: object, **kwargs: object) -> tuple[Array, Tree]:
             value = fun(*args, **kwargs)
             if has_aux and not (isinstance(value, (tuple, list)) and len(value) == 2):
                 raise TypeError(
@@ -238,7 +240,7 @@ class GradScaler:
         is_weight = _operations.is_inexact if natively else _operations.is_inexact_array
 
         @functools.wraps(fun)
-        def unscaled(*args: Any, **kwargs: Any) -> ScaledGradients:
+        def unscaled(*args: object, **kwargs: object) -> ScaledGradients:
             if axis_name is not None:
                 places = (argnums,) if isinstance(argnums, int) else argnums
                 chosen = {place % len(args) for place in places}
@@ -261,7 +263,7 @@ class GradScaler:
         """:meth:`value_and_grad`, repeated while it overflows and the scale backs off."""
 
         @functools.wraps(fun)
-        def evaluated(*args: Any, **kwargs: Any) -> ScaledGradients:
+        def evaluated(*args: object, **kwargs: object) -> ScaledGradients:
             def evaluate(scaler: GradScaler) -> ScaledGradients:
                 return scaler.value_and_grad(fun, **options)(*args, **kwargs)
 

@@ -184,7 +184,7 @@ def master_weights(
         return MasterWeightsState(kept, key, inner.init(masters_of(narrow, kept)))
 
     def update(
-        updates: Tree, state: MasterWeightsState, params: Tree = None, **extra_args: Any
+        updates: Tree, state: MasterWeightsState, params: Tree = None, **extra_args: object
     ) -> tuple[Tree, MasterWeightsState]:
         check_last()
         if params is None:
