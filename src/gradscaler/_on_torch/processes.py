@@ -29,7 +29,7 @@ from gradscaler.policies import State
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
 
 _CPU = torch.device("cpu")
 _IS_AVAILABLE = dist.is_available()
@@ -66,12 +66,12 @@ def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
 
 def to_local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors, with each DTensor replaced by a view of this process's part."""
-    module: Any = sys.modules.get("torch.distributed.tensor")
+    module: ModuleType | None = sys.modules.get("torch.distributed.tensor")
     if module is None or set(map(type, tensors)) <= {torch.Tensor}:
         return tensors
     dtensor = module.DTensor
     # Their own attribute: detach().to_local() takes 20 times as long, in Python for each tensor.
-    parts: list[Any] = [t._local_tensor.detach() if isinstance(t, dtensor) else t for t in tensors]
+    parts = [t._local_tensor.detach() if isinstance(t, dtensor) else t for t in tensors]
     if set(map(type, parts)) == {torch.Tensor}:
         return parts
     return [part.wait() if hasattr(part, "wait") else part for part in parts]
@@ -79,7 +79,7 @@ def to_local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def is_displaced(parameter: torch.Tensor) -> bool:
     """Whether a gradient is placed in another way than its parameter, such as a partial sum."""
-    grad: Any = parameter.grad
+    grad = parameter.grad
     placements = getattr(parameter, "placements", None)
     return grad is not None and is_dtensor(grad) and grad.placements != placements
 
@@ -118,7 +118,7 @@ def group_of(optimizer: Optimizer) -> Group | None:
         return None
     on_meshes = filter(is_dtensor, parameters)
     meshes = tuple(dict.fromkeys(parameter.device_mesh for parameter in on_meshes))
-    world: Any = dist.group.WORLD
+    world: Group = dist.group.WORLD
     found_in, found = _found.get(meshes, (None, None))
     if found_in is not world:  # comparing the ranks of 10,000 processes takes half a millisecond
         ranks = _connected(meshes)
@@ -138,7 +138,7 @@ def _group_with(ranks: list[int], meshes: tuple[DeviceMesh, ...]) -> Group:
 
     All its processes search in the same order, so they find the same group.
     """
-    world: Any = dist.group.WORLD
+    world: Group = dist.group.WORLD
     of_meshes = (mesh.get_group(i) for mesh in meshes for i in range(mesh.ndim))
     for group in chain((world,), of_meshes):
         if sorted(dist.get_process_group_ranks(group)) == ranks:
@@ -543,7 +543,7 @@ def split_by(
             "max_norm, shards=...) with the process group that it sharded them over"
         )
     split: dict[tuple[Group, ...], list[torch.Tensor]] = {}
-    known: dict[tuple[int, tuple[Any, ...]], tuple[Group, ...]] = {}
+    known: dict[tuple[int, tuple[Placement, ...]], tuple[Group, ...]] = {}
     if not parameters:
         split[() if shards is None else (shards,)] = []
     for parameter, is_flat in zip(parameters, flattened, strict=True):

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.optimizer import ParamsT
 
 from gradscaler._on_torch.operations import TorchOperations
 from gradscaler._on_torch.processes import is_dtensor
@@ -114,7 +115,7 @@ class MasterWeights(torch.optim.Optimizer):
     def __init__(  # noqa: PLR0913 # an optimizer's own parameters come as kwargs
         self,
         optimizer_class: type[torch.optim.Optimizer],
-        params: torch.nn.Module | Iterable[Any],
+        params: torch.nn.Module | ParamsT,
         *,
         model: torch.nn.Module | None = None,
         dtype: torch.dtype | None = torch.float16,
@@ -123,7 +124,7 @@ class MasterWeights(torch.optim.Optimizer):
         fp32_gradients: bool = False,
         seed: int = 0,
         chunk_elements: int | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         check(optimizer_class, kwargs)
         if dtype is not None and dtype not in DTYPES:
@@ -241,8 +242,8 @@ class MasterWeights(torch.optim.Optimizer):
             loaded = hook(self, loaded) or loaded
         # torch.distributed.checkpoint identifies parameters by names instead of numbers.
         places = dict.fromkeys(i for group in loaded["param_groups"] for i in group["params"])
-        entries: dict[Any, dict[str, torch.Tensor]] = {}
-        rest: dict[Any, Any] = {}
+        entries: dict[int | str, dict[str, torch.Tensor]] = {}
+        rest: dict[object, object] = {}
         for i, state in loaded["state"].items():
             if i not in places:  # not a parameter's state
                 rest[i] = state
@@ -382,7 +383,7 @@ class MasterWeights(torch.optim.Optimizer):
                 if not _has_layout(state.get(key), parameter)
             )
 
-    def _may_skip_on_device(self, found_inf: Any) -> bool:
+    def _may_skip_on_device(self, found_inf: object) -> bool:
         """Whether the step may run without reading the flag, so that the host need not wait.
 
         False for a random store, because a skipped step must not draw random numbers.

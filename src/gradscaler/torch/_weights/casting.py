@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -89,7 +88,7 @@ def _kept(model: torch.nn.Module | None, keep_fp32: Kept) -> set[int]:
         known.add(name)
         if name in names or isinstance(module, types):
             kept |= {id(each) for each in (*module.parameters(), *module.buffers())}
-    named: list[tuple[str, Any]] = [
+    named: list[tuple[str, torch.Tensor]] = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]

@@ -114,7 +114,7 @@ class Entries:
         return {key: to_local([entries[key]])[0] for key in KEYS if key in entries}
 
 
-def like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
+def like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Make a tensor with a parameter's layout from this process' part of it."""
     if not is_dtensor(parameter):
         return local

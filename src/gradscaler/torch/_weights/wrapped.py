@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -165,7 +165,7 @@ class Wrapped:
             delattr(self._optimizer, name)
 
 
-def check(optimizer_class: object, kwargs: Mapping[str, Any]) -> None:
+def check(optimizer_class: object, kwargs: Mapping[str, object]) -> None:
     """Refuse an optimizer that cannot be wrapped.
 
     Raises:
@@ -205,7 +205,7 @@ def places_in(groups: list[Group]) -> Places:
     return {p: (g, i) for i, (p, g) in enumerate(of_group)}
 
 
-def groups_of(params: Any) -> list[Group]:
+def groups_of(params: Iterable[object]) -> list[Group]:
     """Convert an optimizer's ``params`` to groups, each with a new list of parameters."""
     if isinstance(params, torch.Tensor):
         raise TypeError("params must be an iterable of parameters or groups, got a tensor")
@@ -260,7 +260,7 @@ def _must_not_hold(optimizer: torch.optim.Optimizer, groups: list[Group]) -> Non
             )
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Find the tensors in lists, tuples and dicts, and the parameters of an optimizer."""
     if isinstance(value, torch.Tensor):
         yield value
