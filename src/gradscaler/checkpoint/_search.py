@@ -11,7 +11,7 @@ from gradscaler._formats.reading import layout_of
 
 _MOST_NAMES = 12  # in a message
 
-Path = tuple[Any, Any]  # the path of the dict that holds an entry, None at the top; and its key
+Path = tuple[Any, object]  # the path of the dict that holds an entry, None at the top; and its key
 
 
 def find(saved: Any, key: str | None, option: str = "key=") -> tuple[str | None, Values]:

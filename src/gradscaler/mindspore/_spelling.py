@@ -61,7 +61,7 @@ class HasPolicy(Protocol):
 def parameter(own: str, field: str, doc: str) -> property:
     """A property that reads and sets a field of ``_policy`` under MindSpore's name."""
 
-    def get(self: HasPolicy) -> Any:
+    def get(self: HasPolicy) -> object:
         return getattr(self._policy, field)
 
     def set_(self: HasPolicy, value: object) -> None:

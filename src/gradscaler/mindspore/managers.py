@@ -17,7 +17,7 @@ from gradscaler.mindspore._spelling import (
     parameter,
 )
 from gradscaler.mindspore.cells import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
-from gradscaler.policies import AmaxScale, DynamicScale, _checks, amax_interval
+from gradscaler.policies import AmaxScale, DynamicScale, State, _checks, amax_interval
 
 
 class FixedLossScaleManager(mindspore.amp.FixedLossScaleManager):  # type: ignore[misc] # untyped base
@@ -159,7 +159,7 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
             self.last_overflow_iter = self.cur_iter
         self.cur_iter += 1
 
-    def _next_state(self, overflow: bool, amax: Tensor | float | None) -> Any:
+    def _next_state(self, overflow: bool, amax: Tensor | float | None) -> State:
         steps, policy = self.cur_iter - 1 - self.last_overflow_iter, self._policy
         state = self._state._replace(scale=np.float32(self.loss_scale))
         if isinstance(policy, DynamicScale):

@@ -318,7 +318,7 @@ def save_random_state(optimizer: Optimizer) -> Callable[[], None]:
     return functools.partial(paddle.set_rng_state, paddle.get_rng_state())
 
 
-def _copied(value: Any, tensors: dict[int, tuple[Tensor, Tensor]]) -> Any:
+def _copied(value: object, tensors: dict[int, tuple[Tensor, Tensor]]) -> Any:
     """A copy of nested containers with the same tensors, whose values are saved in ``tensors``."""
     if isinstance(value, paddle.Tensor):
         tensors.setdefault(id(value), (value, value.detach().clone()))
