@@ -1,4 +1,7 @@
-"""An autoencoder of photographs, trained in fp32, in fp16, and in fp16 with loss scaling."""
+"""An autoencoder of photographs, trained in fp32, in fp16, and in fp16 with loss scaling.
+
+It is not among the examples, because ``gradscaler demo`` also runs where only a wheel is installed.
+"""
 
 from __future__ import annotations
 

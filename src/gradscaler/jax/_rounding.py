@@ -12,8 +12,8 @@ from jax.typing import DTypeLike
 lax: ModuleType = jax.lax  # partly untyped
 
 # Below 2**-16, float16's spacing is 2**-24 everywhere, but float32's shrinks. Distances there are
-# counted in a fixed unit: float32's spacing from 2**-17 to 2**-16. There are 2**16
-# units from one float16 to the next.
+# counted in a fixed unit: float32's spacing from 2**-17 to 2**-16. There are 2**16 units from one
+# float16 to the next.
 _FIXED_POINT_BELOW = 2.0**-16
 _UNIT = 2.0**-40
 
