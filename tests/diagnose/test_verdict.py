@@ -405,6 +405,15 @@ def test_what_lets_no_gradient_through_is_named(operation, words):
     assert found.text.count(". ") == 1
 
 
+@pytest.mark.parametrize(("before", "kind"), [(2.0**-3, "dead"), (2.0**-20, "underflow")])
+def test_all_gradients_are_lost_at_a_small_scale_only_after_small_ones(before, kind):
+    """Zeros beside gradients in the middle of float16's range are no underflow."""
+    some = Sample(100, 8.0, (), 100, (), norm=1.234 * before, largest=before, shares=RELU)
+    none = Shares(zero=1.0, flushed=0.0, subnormal=0.0, normal=0.0, overflow=0.0, nonfinite=0.0)
+    last = Sample(200, 8.0, (), 100, (), norm=0.0, shares=none, histogram=Bins(0, ()))
+    assert judge(Evidence(200, 0).after(some).after(last)).kind == kind
+
+
 def test_what_cuts_the_graph_is_looked_for_behind_the_last_module_without_a_gradient():
     names = "a.weight", "b.weight"
     found = having_cut(dict.fromkeys(names, ""), missing=names)

@@ -104,10 +104,11 @@ class Evidence:
         They did if the largest reached ``share`` of the dtype's largest number.
         """
         nearest = min(self.measured, key=lambda each: abs(each.step - step.step), default=None)
-        if nearest is None:
-            return False
-        largest = nearest.norm if nearest.largest is None else nearest.largest
-        return (largest or 0.0) * step.scale >= share * format_named(self.dtype).largest
+        return _largest(nearest) * step.scale >= share * format_named(self.dtype).largest
+
+    def is_far_from_zero(self, scale: float) -> bool:
+        """Whether the latest nonzero gradients would be far from underflow at this scale."""
+        return _largest(self.measured[-1] if self.measured else None) * scale >= 1
 
     def after(self, line: Sample | VerdictLine | Watched) -> Evidence:
         """The evidence extended by one line."""
@@ -153,6 +154,13 @@ class Evidence:
             backward=self.backward.union(line.backward),
             calls=Counter(self.calls) + Counter(line.calls),
         )
+
+
+def _largest(sample: Sample | None) -> float:
+    """The largest magnitude in a sample, or the norm where that is unknown."""
+    if sample is None:
+        return 0.0
+    return (sample.norm if sample.largest is None else sample.largest) or 0.0
 
 
 def min_scale_of(policy: object) -> float | None:
