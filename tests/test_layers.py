@@ -202,3 +202,13 @@ def test_a_circle_is_noticed():
     codes = {"gradscaler.policies.state": there, "gradscaler.policies.amax": back}
     assert set(circle(codes)) == set(codes)
     assert circle({**codes, "gradscaler.policies.state": ""}) is None
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_no_named_tuple_has_another_base(module):
+    """Python 3.10 cannot make such a class."""
+    classes = (
+        n for n in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(n, ast.ClassDef)
+    )
+    bases = [list(map(ast.unparse, each.bases)) for each in classes]
+    assert all(names == ["NamedTuple"] for names in bases if "NamedTuple" in names)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from gradscaler.diagnose._gradients.reading import (
     Reading,
@@ -30,7 +30,8 @@ _OVERWRITES = ("copy_", "fill_", "normal_", "uniform_", "zero_")  # their first 
 _DIVIDES = re.compile("div|reciprocal|rsqrt")
 
 
-class Value(NamedTuple, Generic[Source]):
+@dataclass(frozen=True)
+class Value(Generic[Source]):
     """An array's reading, and the source of its Inf, NaN or -inf; None for a given mask."""
 
     found: Reading
