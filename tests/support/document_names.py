@@ -55,16 +55,15 @@ def on_torch():
 
 
 def on_keras():
-    """The names around the compiled JAX step in docs/differences/keras.md."""
-    import jax
+    """A model, a batch, and the names around the JAX step in docs/differences/keras.md."""
     import keras
     import numpy as np
 
     from gradscaler.keras import LossScaleOptimizer
 
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1))
-    return {
-        "jax": jax,
+    of_jax = {"jax": importlib.import_module("jax")} if keras.backend.backend() == "jax" else {}
+    return of_jax | {
         "keras": keras,
         "optimizer": optimizer,
         "loss": lambda trainable, batch: (trainable[0] * batch).mean(),
