@@ -66,12 +66,10 @@ def content(path):
 
 
 def as_in_a_process_of_its_own():
-    """In this context, a run neither finds nor leaves its framework's names and modes."""
+    """In this context, a run neither finds nor leaves its framework's names and dtype policy."""
     stack = contextlib.ExitStack()
     if FRAMEWORK == "paddle":
         stack.enter_context(framework.utils.unique_name.guard())
-    elif FRAMEWORK == "mindspore":
-        stack.callback(framework.set_context, mode=framework.get_context("mode"))
     elif FRAMEWORK.endswith("keras"):
         framework.backend.clear_session()
         stack.callback(framework.mixed_precision.set_global_policy, "float32")

@@ -107,11 +107,14 @@ def test_no_base_is_private():
             assert not re.search(r"(^|[. ])_[a-z]", re.sub(r"<[^>]+>", "", bases)), page
 
 
-def index_of_search():
-    """The titles of the pages that hold each stem of a word."""
+def search_index():
     data = (SITE / "searchindex.js").read_text()
-    index = json.loads(data.removeprefix("Search.setIndex(").removesuffix(")"))
-    found = {}
+    return json.loads(data.removeprefix("Search.setIndex(").removesuffix(")"))
+
+
+def pages_of_stems():
+    """The names of the pages that hold each stem of a word."""
+    index, found = search_index(), {}
     for terms in (index["terms"], index["titleterms"]):
         for stem, pages in terms.items():
             numbers = pages if isinstance(pages, list) else [pages]
@@ -123,15 +126,14 @@ def index_of_search():
     "query", [["gan"], ["gradient", "accumul"], ["clip"], ["resum"], ["ema"]], ids=" ".join
 )
 def test_search_finds_the_recipe(query):
-    found = index_of_search()
+    found = pages_of_stems()
     assert "cookbook" in set.intersection(*(found[stem] for stem in query))
 
 
 @pytest.mark.parametrize("query", ["GAN", "gradient accumulation", "SAM"])
 def test_search_finds_the_section_of_the_recipe(query):
     """The page of results lists a section if its title is at most twice as long as the query."""
-    data = (SITE / "searchindex.js").read_text()
-    titles = json.loads(data.removeprefix("Search.setIndex(").removesuffix(")"))["alltitles"]
+    titles = search_index()["alltitles"]
     assert any(query.lower() in t.lower() and len(t) <= 2 * len(query) for t in titles)
 
 

@@ -106,8 +106,8 @@ class Evidence:
         nearest = min(self.measured, key=lambda each: abs(each.step - step.step), default=None)
         return _largest(nearest) * step.scale >= share * format_named(self.dtype).largest
 
-    def is_far_from_zero(self, scale: float) -> bool:
-        """Whether the latest nonzero gradients would be far from underflow at this scale."""
+    def reached_one(self, scale: float) -> bool:
+        """Whether the latest nonzero gradients, at this scale, are far above float16's smallest."""
         return _largest(self.measured[-1] if self.measured else None) * scale >= 1
 
     def after(self, line: Sample | VerdictLine | Watched) -> Evidence:

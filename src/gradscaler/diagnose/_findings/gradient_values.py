@@ -77,9 +77,10 @@ def dead(evidence: Evidence) -> Finding | None:
     parameters = sample.parameters
     zeros = [name for name, found in parameters.items() if found.zero == 1]
     is_all = sample.shares.zero == 1
-    is_small = any(map(fades, parameters.values()))
     if is_all:
-        is_small = sample.scale < _LARGE_SCALE and not evidence.is_far_from_zero(sample.scale)
+        is_small = sample.scale < _LARGE_SCALE and not evidence.reached_one(sample.scale)
+    else:
+        is_small = any(map(fades, parameters.values()))
     if is_small or not (is_all or len(zeros) > len(parameters) / 2):
         return None
     which, zeroed = "All gradients", "zero_grad() between backward() and step(), or "
