@@ -270,6 +270,50 @@ def test(session: nox.Session) -> None:
     """Run the linter and all tests, with every framework, and build the site."""
 
 
+# What makes each library use the instructions of an older processor. Keras takes TensorFlow's
+# switches. Paddle's and MindSpore's own kernels have none, but they call oneDNN and MKL.
+PROCESSORS = {
+    "sse4": {
+        "ATEN_CPU_CAPABILITY": "default",
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+        "MKL_CBWR": "COMPATIBLE",
+        "XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2",
+        "TF_ENABLE_ONEDNN_OPTS": "0",
+        "OMP_NUM_THREADS": "1",
+    },
+    "avx2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_CBWR": "AVX2",
+        "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
+        "OMP_NUM_THREADS": "2",
+    },
+}
+PRINT_NUMPY_S_CHOICES = """
+from numpy import __version__
+from importlib import import_module
+core = import_module("numpy._core" if int(__version__[0]) > 1 else "numpy.core")._multiarray_umath
+print(*(each for each in core.__cpu_dispatch__ if core.__cpu_features__[each]))
+"""
+
+
+@task("test-processors", *ENVIRONMENTS)
+def test_processors(session: nox.Session) -> None:
+    """Run every framework's tests by older processors' instructions, on one thread and on two."""
+    for framework, environment in ENVIRONMENT_OF.items():
+        python = f".venv/{environment}/bin/python"
+        choices = session.run(
+            python, "-c", PRINT_NUMPY_S_CHOICES, silent=True, external=True, log=False
+        )
+        for processor, switches in PROCESSORS.items():
+            if processor == "sse4":
+                switches = {**switches, "NPY_DISABLE_CPU_FEATURES": str(choices).strip()}
+            for variables in runs_of(framework):
+                command = ["-m", "pytest", *(session.posargs or ["-n", "auto"])]
+                session.log(f"{framework} on {processor}")
+                run(session, environment, *command, *tests_of(framework), env=variables | switches)
+
+
 @task("coverage", *ENVIRONMENTS)
 def coverage(session: nox.Session) -> None:
     """Run every framework's tests, and report the package's lines that none of them runs."""

@@ -2,7 +2,9 @@
 
 import os
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # before JAX starts
+from tests.support import xla
+
+os.environ["XLA_FLAGS"] = xla.flags(devices=8)  # before JAX starts
 
 import jax
 import numpy as np

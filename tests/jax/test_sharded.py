@@ -28,6 +28,7 @@ from gradscaler.jax import (
     select_tree,
 )
 from gradscaler.jax import DynamicScale as FlaxScale
+from tests.support import xla
 
 POLICY = DynamicScale(init_scale=8.0, growth_interval=2)
 RATE = 0.125
@@ -353,7 +354,7 @@ def test_two_processes_decide_as_one_device_does_and_notice_that_their_scales_di
         port = free.getsockname()[1]
     code = "import sys; sys.path.insert(0, {!r}); import {} as here; here.run_as_process({}, {})"
     path = Path(__file__)
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    environment = {**os.environ, "XLA_FLAGS": xla.flags(devices=2)}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code.format(str(path.parent), path.stem, rank, port)],

@@ -10,6 +10,8 @@ import os
 import numpy as np
 import pytest
 
+from tests.support import xla
+
 FRAMEWORK = os.environ["GRADSCALER_FRAMEWORK"]
 KERAS_3 = FRAMEWORK == "keras"
 keras = importlib.import_module(FRAMEWORK)
@@ -31,7 +33,7 @@ if BACKEND == "tensorflow":
 
 if BACKEND == "jax":
     # Set before JAX starts, and for the processes of examples: threads change the last bits.
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    os.environ["XLA_FLAGS"] = xla.flags(devices=4)
 
 if KERAS_3:
     Variable, tensor = keras.Variable, keras.ops.convert_to_tensor
