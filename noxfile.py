@@ -164,6 +164,21 @@ for framework, environment in ENVIRONMENT_OF.items():
     test_session(framework, environment)
 
 
+# The tests of the rule, the engine and the files, and those of the repository itself.
+QUICK = [
+    *CORE,
+    *(f"tests/{name}" for name in ("policies", "checkpoint", "eager", "conformance")),
+    *(f"tests/test_{name}.py" for name in ("layers", "frameworks", "import", "outcome")),
+]
+
+
+@task("quick", "lint", "torch")
+def quick(session: nox.Session) -> None:
+    """Check style and types, and run the tests that need no training (2 minutes)."""
+    run(session, "torch", "-m", "mypy", *CORE, *sources_of("torch"))
+    run(session, "torch", "-m", "pytest", *(session.posargs or ["-n", "auto", *QUICK]))
+
+
 @nox.session(name="test-integrations")
 def test_integrations(session: nox.Session) -> None:
     """Test with trainers and other packages that use PyTorch's scaler."""
@@ -202,7 +217,7 @@ def docs(session: nox.Session) -> None:
 # The steps that are left for a person after `make rehearse`.
 TO_DO = """\
 Left for a person:
-  1. Write the repository's and the site's addresses where CONTRIBUTING.md says, once they exist.
+  1. Write the repository's and the site's addresses where docs/releasing.md says, once they exist.
   2. Write the day of the release in CHANGELOG.md, in place of "not released yet"; delete the
      sentences of README.md and docs/index.md that say so too; and commit this.
   3. Let the package index trust .github/workflows/release.yml, in an environment named pypi.
