@@ -12,12 +12,8 @@ from typing import Any
 import numpy as np
 
 from gradscaler.diagnose._gradients.arrays import Array, sample_of, shape_of, to_numpy
-from gradscaler.diagnose._gradients.formats import (
-    Histogram,
-    format_named,
-    histograms_of,
-    sum_of_bins,
-)
+from gradscaler.diagnose._gradients.formats import format_named
+from gradscaler.diagnose._gradients.histogram import Histogram, histograms_of, sum_of_bins
 from gradscaler.diagnose._gradients.reading import largest
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Shares
 
