@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 from gradscaler.diagnose._gradients.arrays import dtype_name
 from gradscaler.diagnose._gradients.reading import Reading, largest_finite, largest_of, read
 from gradscaler.diagnose._locate.call_site import users_line
-from gradscaler.diagnose._locate.located import Located, Site, located_at
+from gradscaler.diagnose._locate.located import Located
+from gradscaler.diagnose._locate.site import Site, located_at
 from gradscaler.diagnose._locate.value_watch import Value, result
 
 Array = Any

@@ -8,8 +8,8 @@ from functools import partial
 
 from gradscaler.diagnose._gradients.reading import Tensor, largest_finite, memory_of, read
 from gradscaler.diagnose._locate.call_site import Node, operation_of, source_of
-from gradscaler.diagnose._locate.located import Site, located_at
 from gradscaler.diagnose._locate.module_hooks import Handle, remove_all, weakly
+from gradscaler.diagnose._locate.site import Site, located_at
 from gradscaler.diagnose._locate.value_watch import Event, ValueWatch
 
 
