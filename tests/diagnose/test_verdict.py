@@ -9,7 +9,7 @@ from gradscaler.diagnose import Located
 # Each row of these tables would need a training that ends in just this evidence. The trainings of
 # tests/diagnose/test_trainings.py and examples/torch_stuck.py end in one for each kind of verdict.
 from gradscaler.diagnose._findings import Evidence, judge
-from gradscaler.diagnose._findings.evidence import Step
+from gradscaler.diagnose._findings.step import Step
 from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip
 
 INF = NonfiniteGradient("fc1.weight", (4, 4), "float32", 3, 0, 65504.0)

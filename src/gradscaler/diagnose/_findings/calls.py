@@ -6,8 +6,9 @@ import math
 from itertools import pairwise
 from statistics import median
 
-from gradscaler.diagnose._findings.evidence import Before, Evidence, Step
+from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.finding import Finding
+from gradscaler.diagnose._findings.step import Before, Step
 
 _FEW = 5  # steps or calls; fewer may be chance
 _FEW_SAMPLES = 2

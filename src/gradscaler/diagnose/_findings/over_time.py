@@ -14,8 +14,9 @@ from gradscaler.diagnose._findings.advice import (
     of_forward,
     of_gradient,
 )
-from gradscaler.diagnose._findings.evidence import Evidence, Step
+from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.finding import Finding
+from gradscaler.diagnose._findings.step import Step
 from gradscaler.diagnose._locate.located import Located
 
 _FEW = 3  # skips or events; fewer prove nothing

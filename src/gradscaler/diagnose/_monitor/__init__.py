@@ -13,7 +13,8 @@ from typing import Any, get_args
 from weakref import WeakSet
 
 from gradscaler.diagnose._findings import Verdict, judge
-from gradscaler.diagnose._findings.evidence import Step, min_scale_of
+from gradscaler.diagnose._findings.evidence import min_scale_of
+from gradscaler.diagnose._findings.step import Step
 from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._monitor.observer import EagerObserver
 from gradscaler.diagnose._monitor.recorder import Recorder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradscaler.diagnose._findings.evidence import Step
+from gradscaler.diagnose._findings.step import Step
 from gradscaler.diagnose._gradients.arrays import Array, named_arrays
 from gradscaler.diagnose._gradients.reading import inspect
 from gradscaler.diagnose._monitor.gradient_sample import fields_of, is_sampled, measure

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from gradscaler.diagnose._findings import Evidence, Finding, Verdict
-from gradscaler.diagnose._findings.evidence import Step
+from gradscaler.diagnose._findings.step import Step
 from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._monitor.news import News
 from gradscaler.diagnose._run.lines import Line, Sample, Skip, VerdictLine, Watched

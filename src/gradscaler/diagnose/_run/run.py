@@ -10,7 +10,8 @@ from statistics import median
 from typing import TypeVar
 
 from gradscaler.diagnose._findings import Evidence, Verdict, judge
-from gradscaler.diagnose._findings.evidence import Before, min_scale_of
+from gradscaler.diagnose._findings.evidence import min_scale_of
+from gradscaler.diagnose._findings.step import Before
 from gradscaler.diagnose._fitting_scales import Fit, fit_of
 from gradscaler.diagnose._run.lines import (
     Line,

@@ -12,7 +12,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from gradscaler.diagnose._findings.evidence import Before
+from gradscaler.diagnose._findings.step import Before
 from gradscaler.diagnose._run.lines import VERSION, Line, Sample, Start
 from gradscaler.diagnose._run.reader import read_run
 
