@@ -12,7 +12,7 @@ from gradscaler.diagnose._locate.locate import locate
 from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._monitor import Monitor
 from gradscaler.diagnose._monitor.step_log import FindingWarning, StuckError, StuckWarning
-from gradscaler.diagnose._run.reader import read_run
+from gradscaler.diagnose._run.ranks import read_run
 
 __all__ = [
     "Finding",

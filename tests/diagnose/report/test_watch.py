@@ -21,6 +21,7 @@ from gradscaler.diagnose import read_run
 
 # `watch` shows neither how often it reads a line nor which run it then holds.
 from gradscaler.diagnose._run.reader import RunFollower
+from gradscaler.diagnose._run.run import Run
 from tests.support import run_files
 from tests.support.run_files import append, run_of, skip, start, verdict
 
@@ -251,7 +252,7 @@ def test_no_line_is_wider_than_the_terminal_and_no_letter_controls_it(
 
 
 def test_a_follower_reads_what_a_reader_does_each_line_once(path):
-    follower = RunFollower(path)
+    follower = RunFollower(path, Run)
     append(path, start())
     for step in range(1, 6):
         append(path, sample(step))
@@ -267,7 +268,7 @@ def test_a_follower_reads_what_a_reader_does_each_line_once(path):
 
 def test_a_follower_notices_a_longer_run_in_the_place_of_the_one_it_read(path):
     append(path, start(), sample(1))
-    follower = RunFollower(path)
+    follower = RunFollower(path, Run)
     assert follower.read().num_steps == 1
     other = path.with_name("other.jsonl")
     append(other, start(time="2026-01-02T00:00Z"), *map(sample, range(10, 20)))

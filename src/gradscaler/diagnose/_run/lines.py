@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from gradscaler.diagnose._findings.finding import Finding, Verdict
 from gradscaler.diagnose._gradients.formats import FORMATS
@@ -247,3 +247,4 @@ class Watched:
 
 
 Line = Start | Sample | Skip | VerdictLine | Watched
+LineT = TypeVar("LineT", bound=Line)

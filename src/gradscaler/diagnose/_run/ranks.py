@@ -1,14 +1,16 @@
-"""Combines the runs of several ranks into one: finds the rank at fault and the differences."""
+"""Reads a run from its file, or from the files of several ranks: finds the rank at fault."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 
 from gradscaler.diagnose._findings import Verdict
 from gradscaler.diagnose._findings.finding import KINDS
 from gradscaler.diagnose._run.checks import shown
+from gradscaler.diagnose._run.reader import read
 from gradscaler.diagnose._run.run import Run
 
 _COMPARE = "explain each run by itself, or compare them: python -m gradscaler compare A B"
@@ -16,6 +18,30 @@ _SEVERITY = tuple(KINDS)
 # Kinds of verdicts that name no cause of skipped steps. A larger number comes later in the order.
 _NAMES_NO_CAUSE = dict.fromkeys(_SEVERITY[_SEVERITY.index("silent") :], 1)
 _NAMES_NO_CAUSE |= {"elsewhere": 2, "normal": 2}
+
+
+def read_run(path: str | Path, *others: str | Path) -> Run:
+    """Read a run file, or the files of several ranks of one run.
+
+    An incomplete last line, left by a writer that was killed, is ignored. For several files, the
+    result is the run of the rank at fault. Its verdict covers all ranks, and its attribute
+    ``ranks`` holds every run by rank.
+
+    A rank whose verdict names a cause of skipped steps goes before the others. Among several such
+    ranks, the one at fault is the rank whose gradients were first to hold an Inf or a NaN in the
+    latest streak of skips. A tie goes to the rank with the fewest skips whose loss is finite or
+    unknown; then to the most severe verdict: parameter, divergence, activations, loss, nan, floor,
+    data; then to the lowest rank. If ranks used different scales or skipped different steps, the
+    verdict begins with these differences, and its kind is ``"ranks"``.
+
+    Raises:
+        ValueError: a file is not a valid run, or the files do not belong together. The message is
+            one line that names the file, the number of the line and the mistake.
+        OSError: a file cannot be read.
+    """
+    if not others:
+        return read(Path(path), Run)
+    return _of_ranks([(str(each), read(Path(each), Run)) for each in (path, *others)])
 
 
 class RunOfRanks(Run):
@@ -32,8 +58,13 @@ class RunOfRanks(Run):
         kind = "ranks" if differences else own.kind
         return Verdict(kind, f"{differences}rank {rank}: {own.text}", own.where)
 
+    @cached_property
+    def latest(self) -> Run:
+        """The latest run in the file of the rank at fault."""
+        return self.ranks[self.starts[-1].rank].latest
 
-def of_ranks(files: Sequence[tuple[str, Run]]) -> Run:
+
+def _of_ranks(files: Sequence[tuple[str, Run]]) -> Run:
     """Combine the runs of several ranks, each with its file's name, into that of the one at fault.
 
     Raises:
@@ -64,7 +95,8 @@ def of_ranks(files: Sequence[tuple[str, Run]]) -> Run:
     runs = sorted((run for _, run in files), key=_order)
     ranks = {run.starts[-1].rank: run for run in runs}
     run = runs[0]
-    return RunOfRanks(run.starts, run.samples, run.skips, run.verdicts, ranks, run.watched)
+    lines = run.starts, run.samples, run.skips, run.verdicts, run.watched
+    return RunOfRanks(*lines, ranks=ranks)
 
 
 def _order(run: Run) -> tuple[int, float, int, int, int]:

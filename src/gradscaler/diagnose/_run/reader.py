@@ -1,10 +1,10 @@
-"""Reads a run from its file, or from the files of several ranks."""
+"""Reads the lines of a run file."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 from gradscaler.diagnose._run.checks import loads, shown, value_as
 from gradscaler.diagnose._run.lines import (
@@ -16,8 +16,7 @@ from gradscaler.diagnose._run.lines import (
     VerdictLine,
     Watched,
 )
-from gradscaler.diagnose._run.ranks import of_ranks
-from gradscaler.diagnose._run.run import Run
+from gradscaler.diagnose._run.recorded_run import RunT
 
 _LONGEST_LINE = 2**26  # bytes; a model of 10,000 parameters takes 2**22
 _KINDS: dict[str, type[Line]] = {
@@ -25,35 +24,12 @@ _KINDS: dict[str, type[Line]] = {
 }
 
 
-def read_run(path: str | Path, *others: str | Path) -> Run:
-    """Read a run file, or the files of several ranks of one run.
+class RunFollower(Generic[RunT]):
+    """Reads a run file as it grows, each line once, into runs of a class."""
 
-    An incomplete last line, left by a writer that was killed, is ignored. For several files, the
-    result is the run of the rank at fault. Its verdict covers all ranks, and its attribute
-    ``ranks`` holds every run by rank.
-
-    A rank whose verdict names a cause of skipped steps goes before the others. Among several such
-    ranks, the one at fault is the rank whose gradients were first to hold an Inf or a NaN in the
-    latest streak of skips. A tie goes to the rank with the fewest skips whose loss is finite or
-    unknown; then to the most severe verdict: parameter, divergence, activations, loss, nan, floor,
-    data; then to the lowest rank. If ranks used different scales or skipped different steps, the
-    verdict begins with these differences, and its kind is ``"ranks"``.
-
-    Raises:
-        ValueError: a file is not a valid run, or the files do not belong together. The message is
-            one line that names the file, the number of the line and the mistake.
-        OSError: a file cannot be read.
-    """
-    if not others:
-        return _read(Path(path))
-    return of_ranks([(str(each), _read(Path(each))) for each in (path, *others)])
-
-
-class RunFollower:
-    """Reads a run file as it grows, each line once."""
-
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kind: type[RunT]) -> None:
         self._path = path
+        self._kind = kind
         self._restart()
 
     def _restart(self) -> None:
@@ -61,16 +37,16 @@ class RunFollower:
         self._number = self._end = 0  # lines read so far, and the offset in bytes where they end
         self._first = b""  # the first line
         self._identity: tuple[int, int] | None = None
-        self._run: Run | None = None
+        self._run: RunT | None = None
 
-    def read(self) -> Run | None:
+    def read(self) -> RunT | None:
         """Return the run so far, or None if the file has no complete line.
 
         It is the same object until new lines are found. If the file was truncated or replaced, it
         is read again from its start.
 
         Raises:
-            ValueError, OSError: for the same reasons as :func:`read_run`.
+            ValueError, OSError: for the same reasons as :func:`~gradscaler.diagnose.read_run`.
         """
         if self._path.exists() and not self._path.is_file():
             raise ValueError(f"{self._path}: is not a file")
@@ -88,7 +64,7 @@ class RunFollower:
                 self._add(data)
         if self._run is None and self._lines[Start]:
             starts, samples, skips, verdicts, watched = map(tuple, self._lines.values())
-            self._run = Run(starts, samples, skips, verdicts, watched=watched)
+            self._run = self._kind(starts, samples, skips, verdicts, watched)
         return self._run
 
     def _add(self, data: bytes) -> None:
@@ -102,8 +78,9 @@ class RunFollower:
         self._number, self._end, self._run = number, self._end + len(data), None
 
 
-def _read(path: Path) -> Run:
-    run = RunFollower(path).read()
+def read(path: Path, kind: type[RunT]) -> RunT:
+    """Read a run file; ValueError or OSError as by :func:`~gradscaler.diagnose.read_run`."""
+    run = RunFollower(path, kind).read()
     if run is None:
         raise ValueError(f"{path}: line 1: is empty or incomplete, so the file holds no run")
     return run

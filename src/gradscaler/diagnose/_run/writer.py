@@ -14,7 +14,8 @@ from typing import Any
 
 from gradscaler.diagnose._findings.step import Before
 from gradscaler.diagnose._run.lines import VERSION, Line, Sample, Start
-from gradscaler.diagnose._run.reader import read_run
+from gradscaler.diagnose._run.reader import read
+from gradscaler.diagnose._run.recorded_run import RecordedRun
 
 logger = logging.getLogger("gradscaler")
 
@@ -56,7 +57,7 @@ class RunFile:
             _lock(self._file)
             _open_files.add(self._file)
             if self._file.seek(0, os.SEEK_END):
-                run = read_run(path)
+                run = read(path, RecordedRun)
                 self.step, self.before = max(self.step, run.num_steps), run.ended
                 what = "%s: holds a run of %d steps already; this one is appended, and judged alone"
                 if self.step:

@@ -31,7 +31,7 @@ def watch(path: Path, console: Console) -> None:
     """
     if not console.is_terminal or console.is_dumb_terminal:
         raise ValueError("watch redraws a terminal, and the output is not one; explain prints once")
-    follower, before = RunFollower(path), None
+    follower, before = RunFollower(path, Run), None
     with _ended_by_sigterm(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             start = time.monotonic()
@@ -50,7 +50,7 @@ def view(path: Path, run: Run | None, note: str) -> Group | Text:
     return Group(Text(title, no_wrap=True, overflow="ellipsis"), Printed(content_of(run)))
 
 
-def _look(path: Path, follower: RunFollower) -> tuple[Run | None, str]:
+def _look(path: Path, follower: RunFollower[Run]) -> tuple[Run | None, str]:
     """Read the run so far, and describe the state of its file."""
     try:
         run = follower.read()
