@@ -170,7 +170,7 @@ def test_every_exception_is_needed():
         ("torch", "from gradscaler import checkpoint", "checkpoint"),
         ("torch", "import gradscaler", ""),
         ("_torch_like", "from gradscaler.policies.amax import _DOUBTS", "policies.amax._DOUBTS"),
-        ("demo", "from gradscaler.diagnose._run import lines", "diagnose._run.lines"),
+        ("demo", "from gradscaler.diagnose._record import lines", "diagnose._record.lines"),
         ("demo", "from gradscaler.torch import _install", "torch._install"),
     ],
 )

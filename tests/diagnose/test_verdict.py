@@ -8,9 +8,10 @@ from gradscaler.diagnose import Located
 
 # Each row of these tables would need a training that ends in just this evidence. The trainings of
 # tests/diagnose/test_trainings.py and examples/torch_stuck.py end in one for each kind of verdict.
-from gradscaler.diagnose._findings import Evidence, judge
-from gradscaler.diagnose._findings.step import Step
-from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample, Shares, Skip
+from gradscaler.diagnose._findings import judge
+from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._record.lines import Bins, ParameterSample, Sample, Shares, Skip
+from gradscaler.diagnose._record.step import Step
 
 INF = NonfiniteGradient("fc1.weight", (4, 4), "float32", 3, 0, 65504.0)
 NAN = NonfiniteGradient("fc2.weight", (4, 4), "float32", 0, 2, 1.0)

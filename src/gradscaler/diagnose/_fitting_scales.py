@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gradscaler.diagnose._gradients.formats import Format, format_named
 from gradscaler.diagnose._gradients.histogram import sum_of_bins
-from gradscaler.diagnose._run.lines import Bins, ParameterSample, Sample
+from gradscaler.diagnose._record.formats import Format, format_named
+from gradscaler.diagnose._record.lines import Bins, ParameterSample, Sample
 
 FLUSHED = 0.01  # largest share of a parameter's nonzero gradients that may be flushed
 SMALL = 0.1  # largest share of them that may be flushed or subnormal

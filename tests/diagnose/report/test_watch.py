@@ -20,7 +20,7 @@ from gradscaler.__main__ import main
 from gradscaler.diagnose import read_run
 
 # `watch` shows neither how often it reads a line nor which run it then holds.
-from gradscaler.diagnose._run.reader import RunFollower
+from gradscaler.diagnose._record.reader import RunFollower
 from gradscaler.diagnose._run.run import Run
 from tests.support import run_files
 from tests.support.run_files import append, run_of, skip, start, verdict

@@ -15,7 +15,7 @@ from gradscaler import DynamicScale
 from gradscaler.diagnose import Monitor, read_run
 
 # Its module of locks is replaced, as no file system without locks is at hand.
-from gradscaler.diagnose._run import writer
+from gradscaler.diagnose._record import writer
 
 pytest.importorskip("fcntl", reason="files are not locked here")
 

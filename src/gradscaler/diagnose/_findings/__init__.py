@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 from gradscaler.diagnose._findings import calls, gradient_values, losses, over_time
 from gradscaler.diagnose._findings.evidence import Evidence
-from gradscaler.diagnose._findings.finding import Finding, Verdict, verdict_of
 from gradscaler.diagnose._findings.skips_in_a_row import (
     EXPLAIN_ALL,
     bad_parameter,
     bad_state,
     of_skips,
 )
-
-__all__ = ["Evidence", "Finding", "Verdict", "judge"]
+from gradscaler.diagnose._record.finding import Finding, Verdict, verdict_of
 
 _Detector = Callable[[Evidence], Finding | None]
 

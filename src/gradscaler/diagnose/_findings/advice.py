@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gradscaler.diagnose._locate.located import Located
+from gradscaler.diagnose._record.located import Located
 
 _SOFTMAXES = "softmax", "attention", "transformer"
 _TINY = 2.0**-14  # the smallest normal number of float16

@@ -7,8 +7,8 @@ from itertools import pairwise
 from statistics import median
 
 from gradscaler.diagnose._findings.evidence import Evidence
-from gradscaler.diagnose._findings.finding import Finding
-from gradscaler.diagnose._findings.step import Before, Step
+from gradscaler.diagnose._record.finding import Finding
+from gradscaler.diagnose._record.step import Before, Step
 
 _FEW = 5  # steps or calls; fewer may be chance
 _FEW_SAMPLES = 2

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from gradscaler.diagnose._findings.step import Before, Step
 from gradscaler.diagnose._fitting_scales import MOST_SAMPLES, has_sizes
-from gradscaler.diagnose._gradients.formats import format_named
-from gradscaler.diagnose._locate.located import Located
-from gradscaler.diagnose._run.lines import Sample, Skip, VerdictLine, Watched
+from gradscaler.diagnose._record.formats import format_named
+from gradscaler.diagnose._record.lines import Sample, Skip, VerdictLine, Watched
+from gradscaler.diagnose._record.located import Located
+from gradscaler.diagnose._record.step import Before, Step
 from gradscaler.outcome import HISTORY_LENGTH
 from gradscaler.policies import FixedScale
 

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Mapping
 
 from gradscaler.diagnose._findings.evidence import Evidence
-from gradscaler.diagnose._findings.finding import Finding
 from gradscaler.diagnose._fitting_scales import Fit, fades, fit_of
-from gradscaler.diagnose._gradients.formats import format_named
-from gradscaler.diagnose._run.lines import ParameterSample, Sample
+from gradscaler.diagnose._record.finding import Finding
+from gradscaler.diagnose._record.formats import format_named
+from gradscaler.diagnose._record.lines import ParameterSample, Sample
 
 _LOST = 0.05  # the share of gradients that are flushed, or zero beside many small ones
 _DEAD = 0.9  # the share of gradients that are exactly 0

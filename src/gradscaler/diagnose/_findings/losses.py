@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from gradscaler.diagnose._findings.advice import at_line, of_operation
 from gradscaler.diagnose._findings.evidence import Evidence
-from gradscaler.diagnose._findings.finding import Finding
 from gradscaler.diagnose._findings.over_time import are_many, place_of, when
-from gradscaler.diagnose._findings.step import Step
+from gradscaler.diagnose._record.finding import Finding
+from gradscaler.diagnose._record.step import Step
 
 _EXPLODED = 50.0  # times the loss before
 _GREW = 10.0  # times the norm of the first weights

@@ -15,9 +15,9 @@ from gradscaler.diagnose._findings.advice import (
     of_gradient,
 )
 from gradscaler.diagnose._findings.evidence import Evidence
-from gradscaler.diagnose._findings.finding import Finding
-from gradscaler.diagnose._findings.step import Step
-from gradscaler.diagnose._locate.located import Located
+from gradscaler.diagnose._record.finding import Finding
+from gradscaler.diagnose._record.located import Located
+from gradscaler.diagnose._record.step import Step
 
 _FEW = 3  # skips or events; fewer prove nothing
 _CURED = "floor", "nan"  # verdicts that a lower scale proved wrong

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from gradscaler.diagnose._findings.advice import at_line, of_backward, of_forward
 from gradscaler.diagnose._findings.evidence import Evidence
-from gradscaler.diagnose._findings.finding import Finding
 from gradscaler.diagnose._findings.losses import diverged
-from gradscaler.diagnose._locate.located import Located
-from gradscaler.diagnose._run.lines import Skip
+from gradscaler.diagnose._record.finding import Finding
+from gradscaler.diagnose._record.lines import Skip
+from gradscaler.diagnose._record.located import Located
 
 EXPLAIN_ALL = (
     'To see which, give each rank\'s monitor a file of its own (path="run.{rank}.jsonl"), and '

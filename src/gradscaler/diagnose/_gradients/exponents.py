@@ -6,8 +6,8 @@ import math
 import warnings
 from dataclasses import dataclass
 
-from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._gradients.histogram import NO_GRADIENTS, Histogram, histograms_of
+from gradscaler.diagnose._record.formats import format_named
 from gradscaler.policies._checks import loss_scale
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradscaler.diagnose._gradients.arrays import named_arrays, to_numpy
-from gradscaler.diagnose._gradients.formats import Format
+from gradscaler.diagnose._record.formats import Format
 
 _CHUNK = 2**17  # elements, so that intermediate results stay in the cache
 

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from itertools import chain
 
-from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._locate.module_hooks import (
     Module,
     ModuleHooks,
@@ -16,6 +15,7 @@ from gradscaler.diagnose._locate.module_hooks import (
     modules_of,
 )
 from gradscaler.diagnose._locate.operation_watch import OperationWatch
+from gradscaler.diagnose._record.located import Located
 
 is_locating = ContextVar("is_locating", default=False)
 """Whether a closure of :func:`locate` is running. Its losses belong to no step."""

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from gradscaler.diagnose._gradients.arrays import dtype_name
 from gradscaler.diagnose._gradients.reading import Tensor, floating, largest, largest_of
 from gradscaler.diagnose._locate.call_site import users_line
-from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._locate.site import Site, located_at
+from gradscaler.diagnose._record.located import Located
 
 Module = Any
 

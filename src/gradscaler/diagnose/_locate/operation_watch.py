@@ -15,11 +15,11 @@ from typing import Any
 
 from gradscaler.diagnose._gradients.reading import Tensor, floating, read
 from gradscaler.diagnose._locate.call_site import Caller, called, caller_of
-from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._locate.module_hooks import ModuleHooks
 from gradscaler.diagnose._locate.node_watch import NodeWatch
 from gradscaler.diagnose._locate.site import Site
 from gradscaler.diagnose._locate.value_watch import Operation, ValueWatch
+from gradscaler.diagnose._record.located import Located
 
 _LEAVES_UNWRITTEN = re.compile("empty|resize")
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from gradscaler.diagnose._gradients.arrays import Array, dtype_name, to_numpy
 from gradscaler.diagnose._gradients.reading import count_nonfinite
-from gradscaler.diagnose._locate.located import Located
+from gradscaler.diagnose._record.located import Located
 
 
 class Site(NamedTuple):

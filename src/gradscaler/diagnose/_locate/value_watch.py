@@ -18,9 +18,9 @@ from gradscaler.diagnose._gradients.reading import (
     read,
 )
 from gradscaler.diagnose._locate.call_site import called, operation_of, source_of
-from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._locate.module_hooks import Module
 from gradscaler.diagnose._locate.site import Site, located_at
+from gradscaler.diagnose._record.located import Located
 
 Source = TypeVar("Source")
 

@@ -12,16 +12,17 @@ from time import gmtime, strftime
 from typing import Any, get_args
 from weakref import WeakSet
 
-from gradscaler.diagnose._findings import Verdict, judge
+from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import min_scale_of
-from gradscaler.diagnose._findings.step import Step
-from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._monitor.observer import EagerObserver
 from gradscaler.diagnose._monitor.recorder import Recorder
 from gradscaler.diagnose._monitor.step_log import OnStuck, StepLog
 from gradscaler.diagnose._monitor.traced_scalers import policy_of, read
-from gradscaler.diagnose._run.lines import Start
-from gradscaler.diagnose._run.writer import EventFile, RunFile, load_writer
+from gradscaler.diagnose._record.finding import Verdict
+from gradscaler.diagnose._record.formats import format_named
+from gradscaler.diagnose._record.lines import Start
+from gradscaler.diagnose._record.step import Step
+from gradscaler.diagnose._record.writer import EventFile, RunFile, load_writer
 from gradscaler.policies import Scalar
 from gradscaler.policies._checks import count
 
@@ -84,12 +85,12 @@ class Monitor:
         every: the mean number of steps from one sample to the next. The sampled step of each
             ``every`` steps varies by a fixed rule, so that batches in a periodic order are all
             seen.
-        path: a run file to create or append to; see :mod:`gradscaler.diagnose._run.lines`. Training
-            writes its new steps to the file at least once a second, and the rest when the process
-            exits. Only one monitor at a time may write to a file. If the file already holds a run,
-            the monitor continues it, says so in the log "gradscaler", and bases the verdict on the
-            new steps. ``{rank}`` in the path becomes the process' rank, from torch.distributed,
-            else from the environment variable ``RANK``, else 0.
+        path: a run file to create or append to; see :mod:`gradscaler.diagnose._record.lines`.
+            Training writes its new steps to the file at least once a second, and the rest when the
+            process exits. Only one monitor at a time may write to a file. If the file already holds
+            a run, the monitor continues it, says so in the log "gradscaler", and bases the verdict
+            on the new steps. ``{rank}`` in the path becomes the process' rank, from
+            torch.distributed, else from the environment variable ``RANK``, else 0.
         forensics: inspect every n-th skipped step; 0 disables.
         on_stuck: ``"warn"`` warns once in a streak of skips. ``"raise"`` raises before the scale
             moves, and the next ``update()`` continues. ``"continue"`` only writes the verdict, and

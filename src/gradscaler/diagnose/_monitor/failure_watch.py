@@ -10,10 +10,10 @@ from itertools import pairwise
 from time import perf_counter as clock
 
 from gradscaler.diagnose._gradients.reading import Tensor
-from gradscaler.diagnose._locate.located import Located
 from gradscaler.diagnose._locate.module_hooks import ModuleHooks, weakly
 from gradscaler.diagnose._locate.operation_watch import OperationWatch
 from gradscaler.diagnose._monitor.step_log import StepLog
+from gradscaler.diagnose._record.located import Located
 
 SHARE = 0.05  # of the training time, for all watches together
 _WATCHED = 20  # mean step times that a watch must be able to take

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from gradscaler.diagnose._gradients.arrays import Array, sample_of, shape_of, to_numpy
-from gradscaler.diagnose._gradients.formats import format_named
 from gradscaler.diagnose._gradients.histogram import Histogram, histograms_of, sum_of_bins
 from gradscaler.diagnose._gradients.reading import largest
-from gradscaler.diagnose._run.lines import Bins, ParameterSample, Shares
+from gradscaler.diagnose._record.formats import format_named
+from gradscaler.diagnose._record.lines import Bins, ParameterSample, Shares
 
 _MOST_ELEMENTS = 2**12  # of one gradient
 _MOST_WORST = 5
@@ -89,7 +89,7 @@ def measure(
 
 
 def fields_of(measured: Iterable[GradientSample]) -> dict[str, Any]:
-    """The fields of a :class:`~gradscaler.diagnose._run.lines.Sample` over all optimizers."""
+    """The fields of a :class:`~gradscaler.diagnose._record.lines.Sample` over all optimizers."""
     norm, sizes, histograms = 0.0, dict[str, int](), dict[str, Histogram]()
     unseen, missing, unmoved = set[str](), list[str](), list[float]()
     for one in measured:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from gradscaler.diagnose._findings.step import Step
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of, is_sampled
 from gradscaler.diagnose._monitor.step_log import Seen, StepLog
+from gradscaler.diagnose._record.step import Step
 from gradscaler.outcome import StepOutcome
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter as clock
 
-from gradscaler.diagnose._findings import Finding
+from gradscaler.diagnose._record.finding import Finding
 
 _LEAST_NEW = 10  # steps from one look to the next
 _SHARE = 0.01  # of the training time, for looks

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradscaler.diagnose._findings.step import Step
 from gradscaler.diagnose._gradients.arrays import Array, named_arrays
 from gradscaler.diagnose._gradients.reading import inspect
 from gradscaler.diagnose._monitor.gradient_sample import fields_of, is_sampled, measure
 from gradscaler.diagnose._monitor.step_log import StepLog, StepSource
 from gradscaler.diagnose._monitor.traced_scalers import Reading, number_of, policy_of, read
+from gradscaler.diagnose._record.step import Step
 from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient
 from gradscaler.policies import Scalar
 

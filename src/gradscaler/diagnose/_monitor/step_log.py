@@ -15,12 +15,13 @@ from time import monotonic
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from gradscaler.diagnose._findings import Evidence, Finding, Verdict
-from gradscaler.diagnose._findings.step import Step
-from gradscaler.diagnose._locate.located import Located
+from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._monitor.news import News
-from gradscaler.diagnose._run.lines import Line, Sample, Skip, VerdictLine, Watched
-from gradscaler.diagnose._run.writer import EventFile, RunFile
+from gradscaler.diagnose._record.finding import Finding, Verdict
+from gradscaler.diagnose._record.lines import Line, Sample, Skip, VerdictLine, Watched
+from gradscaler.diagnose._record.located import Located
+from gradscaler.diagnose._record.step import Step
+from gradscaler.diagnose._record.writer import EventFile, RunFile
 from gradscaler.outcome import HISTORY_LENGTH
 
 OnStuck = Literal["warn", "raise", "continue"]

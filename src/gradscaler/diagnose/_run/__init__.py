@@ -1,1 +1,1 @@
-"""The run file that a monitor writes: its lines, its writer and its reader."""
+"""A run and its verdict."""

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from gradscaler.diagnose._findings import Verdict
-from gradscaler.diagnose._findings.finding import KINDS
-from gradscaler.diagnose._run.checks import shown
-from gradscaler.diagnose._run.reader import read
+from gradscaler.diagnose._record.checks import shown
+from gradscaler.diagnose._record.finding import KINDS, Verdict
+from gradscaler.diagnose._record.reader import read
 from gradscaler.diagnose._run.run import Run
 
 _COMPARE = "explain each run by itself, or compare them: python -m gradscaler compare A B"

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from gradscaler.diagnose._findings import Evidence, Verdict, judge
-from gradscaler.diagnose._findings.evidence import min_scale_of
+from gradscaler.diagnose._findings import judge
+from gradscaler.diagnose._findings.evidence import Evidence, min_scale_of
 from gradscaler.diagnose._fitting_scales import Fit, fit_of
-from gradscaler.diagnose._run.lines import Sample, VerdictLine, Watched
-from gradscaler.diagnose._run.recorded_run import RecordedRun
+from gradscaler.diagnose._record.finding import Verdict
+from gradscaler.diagnose._record.lines import Sample, VerdictLine, Watched
+from gradscaler.diagnose._record.recorded_run import RecordedRun
 from gradscaler.outcome import HISTORY_LENGTH
 
 

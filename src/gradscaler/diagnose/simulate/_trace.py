@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import ArrayLike, NDArray
 
 from gradscaler.diagnose._fitting_scales import has_sizes
-from gradscaler.diagnose._run.lines import Bins
+from gradscaler.diagnose._record.lines import Bins
 from gradscaler.diagnose._run.run import Run
 
 OVERFLOW = 65520.0

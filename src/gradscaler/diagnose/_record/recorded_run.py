@@ -8,8 +8,7 @@ from functools import cached_property
 from statistics import median
 from typing import TypeVar
 
-from gradscaler.diagnose._findings.step import Before
-from gradscaler.diagnose._run.lines import (
+from gradscaler.diagnose._record.lines import (
     Line,
     LineT,
     Sample,
@@ -19,6 +18,7 @@ from gradscaler.diagnose._run.lines import (
     VerdictLine,
     Watched,
 )
+from gradscaler.diagnose._record.step import Before
 
 RunT = TypeVar("RunT", bound="RecordedRun")
 

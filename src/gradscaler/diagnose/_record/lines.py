@@ -12,10 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
-from gradscaler.diagnose._findings.finding import Finding, Verdict
-from gradscaler.diagnose._gradients.formats import FORMATS
-from gradscaler.diagnose._locate.located import Located
-from gradscaler.diagnose._run.checks import (
+from gradscaler.diagnose._record.checks import (
     BinCounts,
     Exponent,
     FiniteMagnitude,
@@ -28,6 +25,9 @@ from gradscaler.diagnose._run.checks import (
     check_steps,
     one_of,
 )
+from gradscaler.diagnose._record.finding import Finding, Verdict
+from gradscaler.diagnose._record.formats import FORMATS
+from gradscaler.diagnose._record.located import Located
 from gradscaler.outcome import NonfiniteGradient
 
 VERSION = 1

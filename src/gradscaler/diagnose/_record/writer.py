@@ -12,10 +12,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from gradscaler.diagnose._findings.step import Before
-from gradscaler.diagnose._run.lines import VERSION, Line, Sample, Start
-from gradscaler.diagnose._run.reader import read
-from gradscaler.diagnose._run.recorded_run import RecordedRun
+from gradscaler.diagnose._record.lines import VERSION, Line, Sample, Start
+from gradscaler.diagnose._record.reader import read
+from gradscaler.diagnose._record.recorded_run import RecordedRun
+from gradscaler.diagnose._record.step import Before
 
 logger = logging.getLogger("gradscaler")
 

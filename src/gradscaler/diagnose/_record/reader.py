@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any, Generic
 
-from gradscaler.diagnose._run.checks import loads, shown, value_as
-from gradscaler.diagnose._run.lines import (
+from gradscaler.diagnose._record.checks import loads, shown, value_as
+from gradscaler.diagnose._record.lines import (
     VERSION,
     Line,
     Sample,
@@ -16,7 +16,7 @@ from gradscaler.diagnose._run.lines import (
     VerdictLine,
     Watched,
 )
-from gradscaler.diagnose._run.recorded_run import RunT
+from gradscaler.diagnose._record.recorded_run import RunT
 
 _LONGEST_LINE = 2**26  # bytes; a model of 10,000 parameters takes 2**22
 _KINDS: dict[str, type[Line]] = {
