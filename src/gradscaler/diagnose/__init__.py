@@ -4,6 +4,7 @@ Nothing else in gradscaler imports this package. It imports no framework; it rea
 framework that is already loaded.
 """
 
+from gradscaler.diagnose._findings.ranks import read_run
 from gradscaler.diagnose._gradients.exponents import exponents
 from gradscaler.diagnose._gradients.reading import inspect
 from gradscaler.diagnose._locate.jaxpr import locate_jax
@@ -12,7 +13,6 @@ from gradscaler.diagnose._monitor import Monitor
 from gradscaler.diagnose._monitor.step_log import FindingWarning, StuckError, StuckWarning
 from gradscaler.diagnose._record.finding import Finding, Verdict
 from gradscaler.diagnose._record.located import Located
-from gradscaler.diagnose._run.ranks import read_run
 
 __all__ = [
     "Finding",

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from gradscaler.__main__ import main
 from gradscaler.diagnose import read_run
+from gradscaler.diagnose._findings.run import Run
 
 # `watch` shows neither how often it reads a line nor which run it then holds.
 from gradscaler.diagnose._record.reader import RunFollower
-from gradscaler.diagnose._run.run import Run
 from tests.support import run_files
 from tests.support.run_files import append, run_of, skip, start, verdict
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from gradscaler.diagnose._fitting_scales import MOST_SAMPLES, has_sizes
+from gradscaler.diagnose._gradients.fitting_scales import MOST_SAMPLES, has_sizes
 from gradscaler.diagnose._record.formats import format_named
 from gradscaler.diagnose._record.lines import Sample, Skip, VerdictLine, Watched
 from gradscaler.diagnose._record.located import Located

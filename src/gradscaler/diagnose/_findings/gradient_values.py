@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from gradscaler.diagnose._findings.evidence import Evidence
-from gradscaler.diagnose._fitting_scales import Fit, fades, fit_of
+from gradscaler.diagnose._gradients.fitting_scales import Fit, fades, fit_of
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.formats import format_named
 from gradscaler.diagnose._record.lines import ParameterSample, Sample

@@ -1,1 +1,1 @@
-"""Gradients of any framework: how large they are, and which are not finite."""
+"""Gradients of any framework: their sizes, which are not finite, and which scales fit them."""

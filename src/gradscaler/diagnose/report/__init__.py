@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gradscaler._atomic import replacing
-from gradscaler.diagnose._run.run import Run
+from gradscaler.diagnose._findings.run import Run
 from gradscaler.diagnose.report._content import Content, content_of, content_of_runs
 
 

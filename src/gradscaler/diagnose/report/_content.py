@@ -9,11 +9,11 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from gradscaler.diagnose._fitting_scales import Fit
+from gradscaler.diagnose._findings.ranks import read_run
+from gradscaler.diagnose._findings.run import Run
+from gradscaler.diagnose._gradients.fitting_scales import Fit
 from gradscaler.diagnose._record.finding import Kind, Level, kind_of
 from gradscaler.diagnose._record.lines import LineT, Shares, Skip, Watched
-from gradscaler.diagnose._run.ranks import read_run
-from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._words import ends, number, percent, shown
 
 LEVELS: tuple[Level, ...] = ("bad", "warning", "good")

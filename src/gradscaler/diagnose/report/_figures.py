@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from gradscaler.diagnose._fitting_scales import Fit, Range
+from gradscaler.diagnose._gradients.fitting_scales import Fit, Range
 from gradscaler.diagnose._record.lines import Shares
 from gradscaler.diagnose.report._content import CLASSES, Content, Course
 from gradscaler.diagnose.report._words import RULE, number, power, sentence_of, shown

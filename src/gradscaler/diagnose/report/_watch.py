@@ -13,8 +13,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from gradscaler.diagnose._findings.run import Run
 from gradscaler.diagnose._record.reader import RunFollower
-from gradscaler.diagnose._run.run import Run
 from gradscaler.diagnose.report._content import content_of
 from gradscaler.diagnose.report._terminal import Printed
 from gradscaler.diagnose.report._words import shown

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from gradscaler.diagnose._fitting_scales import FLUSHED, ROOM, SMALL, Fit
+from gradscaler.diagnose._gradients.fitting_scales import FLUSHED, ROOM, SMALL, Fit
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import ArrayLike, NDArray
 
-from gradscaler.diagnose._fitting_scales import has_sizes
+from gradscaler.diagnose._findings.run import Run
+from gradscaler.diagnose._gradients.fitting_scales import has_sizes
 from gradscaler.diagnose._record.lines import Bins
-from gradscaler.diagnose._run.run import Run
 
 OVERFLOW = 65520.0
 """The smallest magnitude that float16 rounds to Inf."""

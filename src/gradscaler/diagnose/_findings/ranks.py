@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
+from gradscaler.diagnose._findings.run import Run
 from gradscaler.diagnose._record.checks import shown
 from gradscaler.diagnose._record.finding import KINDS, Verdict
 from gradscaler.diagnose._record.reader import read
-from gradscaler.diagnose._run.run import Run
 
 _COMPARE = "explain each run by itself, or compare them: python -m gradscaler compare A B"
 _SEVERITY = tuple(KINDS)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import Evidence, min_scale_of
-from gradscaler.diagnose._fitting_scales import Fit, fit_of
+from gradscaler.diagnose._gradients.fitting_scales import Fit, fit_of
 from gradscaler.diagnose._record.finding import Verdict
 from gradscaler.diagnose._record.lines import Sample, VerdictLine, Watched
 from gradscaler.diagnose._record.recorded_run import RecordedRun
