@@ -23,6 +23,7 @@ MODULES = {
 RULES = {"errors", "outcome", "policies"}
 EAGER = RULES | {"_formats", "_eager"}
 TORCH_LIKE = EAGER | {"_torch_like"}
+ROOMS = {"diagnose._record", "diagnose._gradients", "diagnose._findings"}
 TABLE = {
     "errors": set(),
     "outcome": set(),
@@ -43,10 +44,19 @@ TABLE = {
     "mindspore": RULES | {"_frameworks"},
     "gradscaler": RULES | {"_frameworks"},
     "checkpoint": RULES | {"_atomic", "_formats"},
-    "diagnose": RULES | {"_atomic", "gradscaler"},
-    "demo": {"_frameworks", "torch", "diagnose"},
+    # The rooms of the diagnosis, from the ground up.
+    "diagnose._record": RULES,
+    "diagnose._gradients": RULES | {"diagnose._record"},
+    "diagnose._locate": {"gradscaler", "diagnose._record", "diagnose._gradients"},
+    "diagnose._findings": RULES | {"diagnose._record", "diagnose._gradients"},
+    "diagnose._monitor": RULES | ROOMS | {"diagnose._locate"},
+    "diagnose.report": {"_atomic"} | ROOMS,
+    "diagnose.simulate": RULES | ROOMS | {"diagnose.report"},
+    "diagnose": ROOMS | {"diagnose._locate", "diagnose._monitor"},
+    "demo": {"_frameworks", "torch", "diagnose", "diagnose.report"},
     "_doctor": {"_frameworks", "gradscaler"},
-    "__main__": {"_atomic", "_doctor", "gradscaler", "checkpoint", "diagnose", "demo"},
+    "__main__": {"_atomic", "_doctor", "gradscaler", "checkpoint", "demo"}
+    | {"diagnose", "diagnose.report", "diagnose.simulate"},
 }
 
 # Private modules that others may import: by whom.
@@ -56,10 +66,11 @@ PRIVATE = {
     "policies._presets": EVERYONE,
     "policies._spelling": EVERYONE,
     "checkpoint._files": {"__main__"},
-    "diagnose.report._content": {"__main__"},
+    "diagnose.report._content": {"__main__", "diagnose.simulate"},
     "diagnose.report._picture": {"demo"},
     "diagnose.report._terminal": {"__main__"},
     "diagnose.report._watch": {"__main__"},
+    "diagnose.report._words": {"diagnose.simulate"},
     "diagnose.simulate": {"__main__"},
 }
 
@@ -84,8 +95,11 @@ def is_in(name, module):
 
 
 def part(name):
-    """The row of the table that a dotted name belongs to."""
-    first = name.partition(".")[0]
+    """The row of the table that a dotted name belongs to: a package, or a room of the diagnosis."""
+    first, *inner = name.split(".")
+    room = ".".join([first, *inner[:1]])
+    if first == "diagnose" and f"gradscaler.{room}" in MODULES:
+        return room
     return first if f"gradscaler.{first}" in MODULES else "gradscaler"
 
 
@@ -93,7 +107,8 @@ def forbidden(importer, code):
     """The imports of code in the part ``importer`` that the table forbids."""
     found = set()
     for name in imports(code):
-        imported, inner = part(name), name.split(".")[1:]
+        imported = part(name)
+        inner = name.removeprefix(imported).split(".")[1:]
         if imported == importer:
             continue
         private = any(each.startswith("_") for each in inner)
@@ -172,6 +187,22 @@ def test_every_exception_is_needed():
         ("_torch_like", "from gradscaler.policies.amax import _DOUBTS", "policies.amax._DOUBTS"),
         ("demo", "from gradscaler.diagnose._record import lines", "diagnose._record.lines"),
         ("demo", "from gradscaler.torch import _install", "torch._install"),
+        (
+            "diagnose._record",
+            "from gradscaler.diagnose._findings import judge",
+            "diagnose._findings.judge",
+        ),
+        (
+            "diagnose._findings",
+            "from gradscaler.diagnose._locate.locate import locate",
+            "diagnose._locate.locate.locate",
+        ),
+        ("diagnose._monitor", "from gradscaler import diagnose", "diagnose"),
+        (
+            "diagnose.report",
+            "from gradscaler.diagnose.simulate import replay",
+            "diagnose.simulate.replay",
+        ),
     ],
 )
 def test_an_import_against_the_table_is_noticed(importer, code, found):
@@ -185,6 +216,7 @@ def test_an_import_against_the_table_is_noticed(importer, code, found):
         ("torch", "import torch, numpy"),
         ("demo", "from gradscaler.diagnose.report._picture import png_of"),
         ("jax", "from gradscaler.policies import _checks"),
+        ("diagnose._findings", "from gradscaler.diagnose._record.lines import Sample"),
     ],
 )
 def test_other_imports_are_not(importer, code):
