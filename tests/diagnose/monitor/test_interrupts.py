@@ -29,8 +29,8 @@ from gradscaler.torch import GradScaler
 pytestmark = pytest.mark.filterwarnings("ignore::gradscaler.diagnose.FindingWarning")
 
 PACKAGE = str(Path(diagnose.__file__).parent)
-PURE = ("arrays.py", "call_site.py", "event.py", "exponents.py", "formats.py", "histogram.py")
-PURE += ("node_watch.py", "reading.py", "value_watch.py", "verdict.py")
+PURE = ("arrays.py", "call_site.py", "exponents.py", "formats.py", "histogram.py")
+PURE += ("node_watch.py", "reading.py", "value_watch.py")
 PURE += ("operation_watch.py",)  # runs in each operation: an interrupt is one in the operation
 
 
