@@ -17,7 +17,7 @@ from gradscaler.diagnose._findings.evidence import min_scale_of
 from gradscaler.diagnose._monitor.observer import EagerObserver
 from gradscaler.diagnose._monitor.recorder import Recorder
 from gradscaler.diagnose._monitor.step_log import OnStuck, StepLog
-from gradscaler.diagnose._monitor.traced_scalers import policy_of, read
+from gradscaler.diagnose._monitor.traced_scalers import policy_of, state_of
 from gradscaler.diagnose._record.finding import Verdict
 from gradscaler.diagnose._record.formats import format_named
 from gradscaler.diagnose._record.lines import Start
@@ -316,7 +316,7 @@ def _close_all() -> None:
 
 def _check(scaler: object, model: object, is_eager: bool) -> None:
     if not is_eager:
-        read(scaler)
+        state_of(scaler)
     names = ("named_parameters",) if is_eager else ("trainable_params", "trainable_variables")
     if model is not None and not any(hasattr(model, name) for name in names):
         rest = "" if is_eager else "; for JAX, use record(parameters=...)"

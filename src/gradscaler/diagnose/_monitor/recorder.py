@@ -9,7 +9,7 @@ from gradscaler.diagnose._gradients.arrays import Array, named_arrays
 from gradscaler.diagnose._gradients.reading import inspect
 from gradscaler.diagnose._monitor.gradient_sample import fields_of, is_sampled, measure
 from gradscaler.diagnose._monitor.step_log import StepLog, StepSource
-from gradscaler.diagnose._monitor.traced_scalers import Reading, number_of, policy_of, read
+from gradscaler.diagnose._monitor.traced_scalers import ScalerState, number_of, policy_of, state_of
 from gradscaler.diagnose._record.step import Step
 from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient
 from gradscaler.policies import Scalar
@@ -20,8 +20,8 @@ class RecordedStep:
     """A step, and the scaler before and after it."""
 
     number: int
-    after: Reading
-    before: Reading
+    after: ScalerState
+    before: ScalerState
     growth_interval: float = 1
     loss: Scalar | None = None
     nonfinite: tuple[NonfiniteGradient, ...] | None = None
@@ -46,7 +46,7 @@ class Recorder(StepSource):
 
     def __post_init__(self) -> None:
         """Note the scaler's present state."""
-        policy, first = policy_of(self.scaler), read(self.scaler)
+        policy, first = policy_of(self.scaler), state_of(self.scaler)
         self._growth_interval = getattr(policy, "growth_interval", getattr(policy, "period", 1))
         self.parameters = RecordedParameters(self.model)
         # The first item is in the log already, or stands for the start. The list is replaced, not
@@ -64,11 +64,11 @@ class Recorder(StepSource):
         """Record one step; see :meth:`gradscaler.diagnose.Monitor.record`."""
         if self.parameters.latest is None:  # refuse a bad structure now, not when it is needed
             named_arrays(parameters)
-        reading = read(self.scaler if scaler is None else scaler)
+        state = state_of(self.scaler if scaler is None else scaler)
         if finite is not None:
-            reading = replace(reading, finite=finite)
+            state = replace(state, finite=finite)
         last = self._steps[-1]
-        step = RecordedStep(last.number + 1, reading, last.after, self._growth_interval, loss)
+        step = RecordedStep(last.number + 1, state, last.after, self._growth_interval, loss)
         is_due = is_sampled(step.number, self.every)
         inspects = self.forensics > 0 and gradients is not None
         named = self._named(gradients) if gradients is not None and (is_due or inspects) else None

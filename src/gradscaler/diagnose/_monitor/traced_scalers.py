@@ -12,7 +12,7 @@ from gradscaler.policies import Scalar
 
 
 @dataclass(frozen=True)
-class Reading:
+class ScalerState:
     """The state of a scaler, in scalars that may be on a device and will not change."""
 
     scale: Scalar
@@ -20,7 +20,7 @@ class Reading:
     finite: Scalar | None = None  # whether the latest gradients were finite, if the scaler knows
     applied: Scalar | None = None  # how many steps its optimizer took, if the scaler knows
 
-    def was_finite(self, before: Reading, growth_interval: float) -> bool:
+    def was_finite(self, before: ScalerState, growth_interval: float) -> bool:
         """Whether the step since ``before`` had finite gradients; waits for the device.
 
         A fixed scale gives no evidence; the step is assumed to be finite.
@@ -37,7 +37,7 @@ class Reading:
         return number_of(self.finite_steps) > 0 or scale > scale_before or is_at_largest
 
 
-def read(scaler: object) -> Reading:
+def state_of(scaler: object) -> ScalerState:
     """The state of a scaler for JAX, Keras, tf-keras or MindSpore; TypeError for anything else."""
     for part in _parts(scaler):
         for attribute, reader in _READERS.items():
@@ -76,38 +76,40 @@ def _parts(scaler: object) -> Iterator[Any]:
 # Adding 0 copies a value that may change later, or that JAX may delete when it is donated.
 
 
-def _of_optax(state: Any) -> Reading:
-    return replace(read(state.scaler), finite=state.grads_finite + 0)
+def _of_optax(state: Any) -> ScalerState:
+    return replace(state_of(state.scaler), finite=state.grads_finite + 0)
 
 
-def _of_jax(scaler: Any) -> Reading:
+def _of_jax(scaler: Any) -> ScalerState:
     scale, finite_steps = scaler.state[:2]
     moves = hasattr(scaler.policy, "growth_interval")
-    return Reading(scale + 0, finite_steps + 0 if moves else None)
+    return ScalerState(scale + 0, finite_steps + 0 if moves else None)
 
 
-def _of_keras(optimizer: Any) -> Reading:
+def _of_keras(optimizer: Any) -> ScalerState:
     counter = optimizer.dynamic_counter
     is_keras_3 = hasattr(optimizer, "dynamic_scale")  # tf-keras counts skipped steps too
     applied = optimizer.inner_optimizer.iterations + 0 if is_keras_3 else None
-    return Reading(optimizer.loss_scale, None if counter is None else counter + 0, None, applied)
+    return ScalerState(
+        optimizer.loss_scale, None if counter is None else counter + 0, None, applied
+    )
 
 
-def _of_mindspore(scaler: Any) -> Reading:
+def _of_mindspore(scaler: Any) -> ScalerState:
     """The state of a manager, or of a train step that may hold one."""
     manager = getattr(scaler, "loss_scaling_manager", scaler)
     last = getattr(manager, "last_overflow_iter", None)
     scale = scaler.scale_sense + 0 if hasattr(scaler, "scale_sense") else scaler.get_loss_scale()
-    return Reading(scale, None if last is None else manager.cur_iter - 1 - last)
+    return ScalerState(scale, None if last is None else manager.cur_iter - 1 - last)
 
 
-def _of_counter(scale: str, counter: str, scaler: object) -> Reading:
+def _of_counter(scale: str, counter: str, scaler: object) -> ScalerState:
     """The state of a scaler with these attributes; a fixed scaler has no counter."""
     steps = getattr(scaler, counter, None)
-    return Reading(getattr(scaler, scale) + 0, None if steps is None else steps + 0)
+    return ScalerState(getattr(scaler, scale) + 0, None if steps is None else steps + 0)
 
 
-_READERS: dict[str, Callable[[Any], Reading]] = {
+_READERS: dict[str, Callable[[Any], ScalerState]] = {
     "grads_finite": _of_optax,
     "state": _of_jax,
     "fin_steps": partial(_of_counter, "scale", "fin_steps"),  # flax's
