@@ -241,12 +241,12 @@ class Monitor:
 
         Another thread or a signal handler may read the history and the verdict at any time.
         """
-        return tuple(self._source.seen().history)
+        return tuple(self._source.snapshot().history)
 
     @property
     def verdict(self) -> Verdict:
         """The verdict on the steps so far; see :class:`~gradscaler.diagnose.Verdict`."""
-        log = self._source.seen()
+        log = self._source.snapshot()
         streak = log.stuck_streak
         if streak is not None and streak.verdict is not None:
             return streak.verdict.in_full

@@ -10,7 +10,7 @@ from typing import Any
 
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of, is_sampled
-from gradscaler.diagnose._monitor.step_log import Seen, StepLog
+from gradscaler.diagnose._monitor.step_log import Observations, StepLog
 from gradscaler.diagnose._record.step import Step
 from gradscaler.outcome import StepOutcome
 
@@ -47,9 +47,9 @@ class Iteration:
         is_unzeroed = any(float(held) != 0 for held in self.added_to)
         step = Step(self.number, last.scale, any(skipped.values()), loss, nonfinite)
         calls = *self.calls, *["unzeroed"] * is_unzeroed, *["lossless"] * (not self.losses)
-        has_seen = calls or self.backward or self.cut is not None
-        seen = [Seen(calls, frozenset(self.backward), self.cut)] if has_seen else []
-        log.add(step, skipped, *seen)
+        has_any = calls or self.backward or self.cut is not None
+        observed = [Observations(calls, frozenset(self.backward), self.cut)] if has_any else []
+        log.add(step, skipped, *observed)
         if self.measured:
             log.add_sample(loss, **fields_of(self.measured.values()))
 

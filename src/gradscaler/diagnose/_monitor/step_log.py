@@ -46,20 +46,20 @@ class StuckError(RuntimeError):
     """Step after step is skipped; the message is the verdict, and how to go on."""
 
 
-class Seen(NamedTuple):
+class Observations(NamedTuple):
     """Observations other than losses and gradients; :class:`Sample` describes each field."""
 
     calls: tuple[str, ...] = ()
     backward: frozenset[str] = frozenset()
     cut: Mapping[str, str] | None = None
 
-    def after(self, other: Seen) -> Seen:
+    def after(self, other: Observations) -> Observations:
         """These observations, followed by those of ``other``."""
         cut = self.cut if other.cut is None else other.cut
-        return Seen(self.calls + other.calls, self.backward | other.backward, cut)
+        return Observations(self.calls + other.calls, self.backward | other.backward, cut)
 
 
-_NOTHING = Seen()
+_NOTHING = Observations()
 
 
 class SkipStreak(NamedTuple):
@@ -81,7 +81,7 @@ class Counts(NamedTuple):
     is_finite_here: bool | None = None  # this process' gradients in all inspected skips
     evidence: Evidence = Evidence(0, 0)  # from the lines written so far
     optimizer: int | None = None  # the only one in the last step; None if there were several
-    seen: Seen = _NOTHING  # since the last sample
+    observed: Observations = _NOTHING  # since the last sample
 
 
 class StepLog:
@@ -132,7 +132,10 @@ class StepLog:
         return self.counts.step - self._step_before
 
     def add(
-        self, step: Step, optimizers: Mapping[int, bool] | None = None, seen: Seen = _NOTHING
+        self,
+        step: Step,
+        optimizers: Mapping[int, bool] | None = None,
+        observed: Observations = _NOTHING,
     ) -> None:
         """Add a step, unless it was added before; :meth:`check_stuck` gives the verdict.
 
@@ -151,8 +154,10 @@ class StepLog:
             is_finite_here = is_finite_here is not False and not step.nonfinite
         last = next(iter(optimizers)) if optimizers and len(optimizers) == 1 else None
         if last is not None and counts.optimizer not in (None, last):
-            seen = seen.after(Seen(("switched", *["unscaled"] * (step.loss is None))))
-        before = counts.seen if self.num_steps else _NOTHING  # the first step has them too
+            observed = observed.after(
+                Observations(("switched", *["unscaled"] * (step.loss is None)))
+            )
+        before = counts.observed if self.num_steps else _NOTHING  # the first step has them too
         streaks, skip = counts.streaks, _skip_of(step) if step.skipped else None
         if streaks or skip is not None:
             streaks = self._continued(streaks, step, skip, optimizers or {0: step.skipped})
@@ -164,7 +169,7 @@ class StepLog:
             streaks=streaks,
             is_finite_here=is_finite_here,
             optimizer=last,
-            seen=before if seen is _NOTHING else before.after(seen),
+            observed=before if observed is _NOTHING else before.after(observed),
         )
         if is_inspected and skip is not None:
             self._write(skip)
@@ -178,7 +183,7 @@ class StepLog:
         self._write(sample)
         self._written_at = monotonic()
         evidence = counts.evidence.after(sample)
-        self.counts = counts._replace(sampled=counts.step, seen=_NOTHING, evidence=evidence)
+        self.counts = counts._replace(sampled=counts.step, observed=_NOTHING, evidence=evidence)
 
     @property
     def is_write_due(self) -> bool:
@@ -189,7 +194,7 @@ class StepLog:
         """Note the calls before a run's first step, the latest last; see :class:`Sample`."""
         if self.num_steps:
             return
-        self.counts = self.counts._replace(seen=Seen(tuple(calls)))
+        self.counts = self.counts._replace(observed=Observations(tuple(calls)))
         if calls.count(calls[-1]) == _MANY_CALLS:
             _warn(self._look(is_last=False))
 
@@ -206,7 +211,7 @@ class StepLog:
 
     def _sample(self, loss: float | None = None, **measured: Any) -> Sample:
         """The sample of the steps since the last one."""
-        counts, seen = self.counts, self.counts.seen
+        counts, observed = self.counts, self.counts.observed
         steps = [step for step in self.history if step.step > counts.sampled]
         losses = tuple(step.loss for step in steps)
         scales = [(step.step, step.scale) for step in steps]
@@ -219,15 +224,15 @@ class StepLog:
             skips=tuple(step.step for step in steps if step.skipped),
             loss=loss,
             losses=() if losses.count(None) == len(losses) else losses,
-            backward=tuple(sorted(seen.backward)),
-            calls=Counter(seen.calls),
-            cut=seen.cut,
+            backward=tuple(sorted(observed.backward)),
+            calls=Counter(observed.calls),
+            cut=observed.cut,
             **measured,
         )
 
     def _calls(self) -> Watched:
         """The line with the calls of a run that has made no step."""
-        return Watched(self.counts.step, calls=Counter(self.counts.seen.calls))
+        return Watched(self.counts.step, calls=Counter(self.counts.observed.calls))
 
     def add_watched(self, located: Located | None, dtypes: Mapping[str, str]) -> None:
         """Write what a watch saw in the last step, once; dtypes only if they changed."""
@@ -348,7 +353,7 @@ class StepLog:
     def close(self) -> None:
         """Write what is left, close the files, and warn of the last findings."""
         news = self._look(is_last=True)
-        if not self.num_steps and self.counts.seen.calls:
+        if not self.num_steps and self.counts.observed.calls:
             self._write(self._calls())
         self.add_sample()
         writers, self._writers = self._writers, ()  # an interrupted call writes no more
@@ -388,7 +393,7 @@ class StepSource:
         """Add the waiting steps to the log; waits for the device."""
         self._add_to(self.log, self.waiting)
 
-    def seen(self) -> StepLog:
+    def snapshot(self) -> StepLog:
         """A copy of the log as :meth:`read` would leave it; any thread may call this."""
         waiting = self.waiting  # before the copy, as the log may add some meanwhile
         log = self.log.copy()
