@@ -178,7 +178,7 @@ def said(loop, flags):
 @pytest.fixture
 def looks_cost_nothing(monkeypatch):
     """Let a monitor look for findings as often as it may, however busy the machine is."""
-    monkeypatch.setattr("gradscaler.diagnose._monitor.news.clock", lambda: 0.0)
+    monkeypatch.setattr("gradscaler.diagnose._monitor.warning_filter.clock", lambda: 0.0)
 
 
 @pytest.mark.usefixtures("looks_cost_nothing")

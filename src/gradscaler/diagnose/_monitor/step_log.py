@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from gradscaler.diagnose._findings.evidence import Evidence
-from gradscaler.diagnose._monitor.news import News
+from gradscaler.diagnose._monitor.warning_filter import WarningFilter
 from gradscaler.diagnose._record.finding import Finding, Verdict
 from gradscaler.diagnose._record.lines import Line, Sample, Skip, VerdictLine, Watched
 from gradscaler.diagnose._record.located import Located
@@ -114,7 +114,7 @@ class StepLog:
         self._written_at = monotonic()  # the time of the last sample
         self._watched = step  # the last step that add_watched was called for
         self._dtypes: Mapping[str, str] = {}
-        self._news = News(step)
+        self._filter = WarningFilter(step)
         self._nonfinite: dict[str, str | None] = {}  # the names last written
 
     def copy(self) -> StepLog:
@@ -249,10 +249,10 @@ class StepLog:
     def check(self) -> None:
         """Report a stuck run (see :meth:`check_stuck`) and, if a look is due, other findings."""
         self.check_stuck()
-        if self._news.is_due(self.counts.step):
-            news = self._look(is_last=False)
-            self._news.has_looked()
-            _warn(news)
+        if self._filter.is_due(self.counts.step):
+            findings = self._look(is_last=False)
+            self._filter.has_looked()
+            _warn(findings)
 
     def _look(self, is_last: bool) -> list[Finding]:
         """The findings to warn of; writes which parameter or optimizer state is not finite."""
@@ -264,8 +264,8 @@ class StepLog:
             self._nonfinite = found
             parameter, state = (found.get(kind) for kind in _NONFINITE)
             self._write(Watched(self.counts.step, parameter=parameter, state=state))
-        news = self._news.of(findings, self.counts.step, self.counts.sampled, is_last)
-        return news if self._on_stuck != "continue" else []
+        selected = self._filter.select(findings, self.counts.step, self.counts.sampled, is_last)
+        return selected if self._on_stuck != "continue" else []
 
     def check_stuck(self) -> None:
         """Give the verdict if ``stuck_after`` steps in a row were skipped, once in that streak.
@@ -299,7 +299,7 @@ class StepLog:
             return
         if self._on_stuck == "raise":
             raise StuckError(line.text)
-        self._news.note(line.verdict, streak.length)
+        self._filter.note(line.verdict, streak.length)
         if self._on_stuck == "warn":
             warnings.warn(StuckWarning(line.text), stacklevel=_levels_to_caller())
 
@@ -352,14 +352,14 @@ class StepLog:
 
     def close(self) -> None:
         """Write what is left, close the files, and warn of the last findings."""
-        news = self._look(is_last=True)
+        findings = self._look(is_last=True)
         if not self.num_steps and self.counts.observed.calls:
             self._write(self._calls())
         self.add_sample()
         writers, self._writers = self._writers, ()  # an interrupted call writes no more
         for writer in writers or ():
             writer.close()
-        _warn(news)  # last, as warnings may be errors
+        _warn(findings)  # last, as warnings may be errors
 
     def _write(self, line: Line) -> None:
         if self._writers is not None and isinstance(line, Skip):

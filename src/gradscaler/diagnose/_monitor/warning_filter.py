@@ -1,4 +1,4 @@
-"""The choice of the findings to report during a run, and of when to look for them."""
+"""The choice of the findings to warn of during a run, and of when to look for them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _FEWEST = 50  # steps of a run that make an uncertain finding worth a report at 
 _OF_SAMPLES = "misuse", "underflow", "range", "dead", "stalled"  # a later sample may disprove them
 
 
-class News:
-    """Reports each kind of finding once, and again when it gets worse.
+class WarningFilter:
+    """Lets each kind of finding through once, and again when it gets worse.
 
     An uncertain finding is reported if a later look finds it again, or at the end of a long run.
     """
@@ -39,7 +39,7 @@ class News:
         now = clock()
         self._next = now + (now - self._began) / _SHARE
 
-    def of(
+    def select(
         self, findings: Sequence[Finding], step: int, sampled: int, is_last: bool
     ) -> list[Finding]:
         """The findings to report.
@@ -53,7 +53,7 @@ class News:
         before = self._found
         self._found = {each.kind: before.get(each.kind, sampled) for each in findings}
         is_long = step - self._first >= _FEWEST
-        news = []
+        selected = []
         for finding in findings:
             kind, count = finding.kind, max(finding.count, 1)
             is_stale = kind in _OF_SAMPLES and before.get(kind) == sampled
@@ -61,8 +61,8 @@ class News:
             is_sure = finding.is_certain or is_found_again or (is_last and is_long)
             if kind != "normal" and is_sure and count >= _WORSE * self._told.get(kind, 0):
                 self._told[kind] = count
-                news.append(finding)
-        return news
+                selected.append(finding)
+        return selected
 
     def note(self, kind: str, count: int) -> None:
         """Note that a kind was reported in another way."""
