@@ -104,11 +104,11 @@ class CutOff:
             if operation not in ENDED or (first and first <= reached):
                 self._now |= dict.fromkeys((n for n in trained if n in reached), operation)
 
-    def end(self, has_gone: bool) -> dict[str, str] | None:
+    def end(self, lacks_gradient: bool) -> dict[str, str] | None:
         """End a step.
 
         Args:
-            has_gone: whether the step was sampled, and a gradient was all 0 or missing.
+            lacks_gradient: whether the step was sampled, and a gradient was all 0 or missing.
 
         Returns:
             At the last step of a round, the operation that blocked a parameter's gradient in every
@@ -122,7 +122,7 @@ class CutOff:
             self._cut = {name: by for name, by in now.items() if name in before}
             self._left -= 1
             return None if self._left else self._cut
-        if has_gone and self._rounds and not self._left:
+        if lacks_gradient and self._rounds and not self._left:
             self._left, self._cut, self._rounds = _LOOKS, None, self._rounds - 1
         return None
 

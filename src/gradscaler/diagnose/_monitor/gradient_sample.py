@@ -54,7 +54,7 @@ class GradientSample:
     unmoved: float | None = None  # share of 16-bit elements unchanged since the sample before
 
     @property
-    def has_gone(self) -> bool:
+    def lacks_gradient(self) -> bool:
         """Whether a parameter's gradient is all 0, or missing."""
         zeros = {name for name, h in self.histograms.items() if h.num_zero == h.size > 0}
         return bool(zeros - self.unseen or self.missing)

@@ -239,8 +239,10 @@ class EagerObserver(StepSource):
         iteration = self._iterations.latest
         if iteration.outcomes:
             self.parameters.optimizers = list(iteration.optimizers.values())
-            has_gone = any(measured.has_gone for measured in iteration.measured.values())
-            iteration.cut = self._cut_off.end(has_gone)
+            lacks_gradient = any(
+                measured.lacks_gradient for measured in iteration.measured.values()
+            )
+            iteration.cut = self._cut_off.end(lacks_gradient)
         self._iterations.end()
         iteration.optimizers = {}  # the iteration, if unread, must not keep them alive
 
