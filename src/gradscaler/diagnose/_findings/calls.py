@@ -219,7 +219,7 @@ def restarted(evidence: Evidence) -> Finding | None:
             "The optimizer has the state of an earlier run, but the scaler starts from "
             f"{first.scale:g}, which overflows in its first step"
         )
-    elif before is not None and _goes_on(first, before):
+    elif before is not None and _continues(first, before):
         cause = (
             f"The run before ended at a loss scale of {before.scale:g}, and this one continues its "
             f"training from {first.scale:g} in step {first.step}"
@@ -235,7 +235,7 @@ def restarted(evidence: Evidence) -> Finding | None:
     )
 
 
-def _goes_on(first: Step, before: Before) -> bool:
+def _continues(first: Step, before: Before) -> bool:
     """Whether a first step continues the previous run's training at a different scale."""
     if first.loss is None or 1 / _JUMPED < first.scale / before.scale < _JUMPED:
         return False

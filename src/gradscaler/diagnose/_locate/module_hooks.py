@@ -39,7 +39,7 @@ class ModuleHooks:
             the order in which the modules returned.
         model: the model.
         see_output: called with each tensor that a module returns, and the module's name and type.
-        goes_on: called at each call of a module; returns whether to read that call.
+        may_continue: called at each call of a module; returns whether to read that call.
 
     Args:
         model: the model.
@@ -55,7 +55,7 @@ class ModuleHooks:
         self._framework = framework_of(model)
         self.model = model
         self.see_output: Callable[[Tensor, str, str], None] | None = None
-        self.goes_on: Callable[[], bool] | None = None
+        self.may_continue: Callable[[], bool] | None = None
         self.dtypes: dict[str, str] = {}
         self._reads_evaluation = reads_evaluation
         self._handles: list[Handle] = []
@@ -86,7 +86,7 @@ class ModuleHooks:
         return not (is_training or self._reads_evaluation)
 
     def _enter(self, name: str, _: Module, *inputs: object) -> None:
-        is_seen = self.goes_on() if self.goes_on is not None else not self.is_evaluating
+        is_seen = self.may_continue() if self.may_continue is not None else not self.is_evaluating
         if is_seen and not self.located:
             # The input is read now, as the module may change it in place.
             self._inputs[name].append(self._largest(inputs))

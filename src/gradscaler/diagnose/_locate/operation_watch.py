@@ -60,7 +60,7 @@ class OperationWatch:
                     return func(*args, **(kwargs or {}))
                 return watch.call(func, args, kwargs or {}, inspect.currentframe())
 
-        self.goes_on: Callable[[], bool] | None = None  # called at each operation
+        self.may_continue: Callable[[], bool] | None = None  # called at each operation
         self.mode: Any = Mode()  # type: ignore[no-untyped-call]
         self._stances: list[Any] = []  # restore the user's stance of PyTorch's compiler
         self._entered = self.mode, self._stances
@@ -131,7 +131,11 @@ class OperationWatch:
         from torch import Tensor
 
         is_fork = os.getpid() != self._process  # a fork inherits the mode
-        if is_fork or not self._is_on or (self.goes_on is not None and not self.goes_on()):
+        if (
+            is_fork
+            or not self._is_on
+            or (self.may_continue is not None and not self.may_continue())
+        ):
             return func(*args, **kwargs)
         is_read = self._hooks is None or not self._hooks.is_evaluating
         operation = None

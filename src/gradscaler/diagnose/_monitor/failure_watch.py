@@ -38,11 +38,11 @@ class FailureWatch:
         self._hooks: ModuleHooks | None = None
         with suppress(TypeError):  # there may be no model
             self._hooks = ModuleHooks(model)
-            self._hooks.goes_on = weakly(self._goes_on)
+            self._hooks.may_continue = weakly(self._may_continue)
         self._operations: OperationWatch | None = None
         if sees_operations:
             self._operations = OperationWatch(self._hooks)
-            self._operations.goes_on = weakly(self._is_within_budget)
+            self._operations.may_continue = weakly(self._is_within_budget)
         self._parts = [each for each in (self._hooks, self._operations) if each is not None]
         self._budget = Budget()
         self._next: float | None = None  # seconds for a watch of the next step, if wanted
@@ -104,7 +104,7 @@ class FailureWatch:
         for each in self._parts:
             each.stop()
 
-    def _goes_on(self) -> bool:
+    def _may_continue(self) -> bool:
         """Whether to go on watching at a module's call."""
         is_evaluating = self._hooks is not None and self._hooks.is_evaluating
         return self._is_within_budget(is_evaluating)
