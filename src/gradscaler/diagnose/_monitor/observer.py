@@ -25,7 +25,7 @@ from gradscaler.outcome import HISTORY_LENGTH, StepOutcome
 MethodT = TypeVar("MethodT", bound=Callable[..., None])
 
 
-def _call(method: MethodT) -> MethodT:
+def _closes_if_asked(method: MethodT) -> MethodT:
     """Make an observer's method close the observer at its end, if it was asked to close."""
 
     @wraps(method)
@@ -71,7 +71,7 @@ class EagerObserver(StepSource):
         """The iterations that ended and may not be in the log yet."""
         return self._iterations.waiting
 
-    @_call
+    @_closes_if_asked
     def scaled(self, outputs: Tensor, /) -> None:
         """Remember the loss, without its graph."""
         if is_locating.get():
@@ -93,13 +93,13 @@ class EagerObserver(StepSource):
             self._watch.start_again(iteration.number)
         iteration.losses.append(loss if loss.ndim == 0 else loss.mean())
 
-    @_call
+    @_closes_if_asked
     def unscaling(self, optimizer: object, scale: SupportsFloat, /) -> None:
         """Measure the gradients if a sample is due, before anything clips them."""
         self._before_step(optimizer, scale)
         self._iterations.latest.is_unscaled = True
 
-    @_call
+    @_closes_if_asked
     def stepping(self, optimizer: object, scale: SupportsFloat | None, /) -> None:
         """Measure the gradients if a sample is due and ``unscaling`` has not measured them."""
         self._before_step(optimizer, scale)
@@ -128,7 +128,7 @@ class EagerObserver(StepSource):
         if self._cut_off.is_looking:
             self._cut_off.note(self._named(optimizer))
 
-    @_call
+    @_closes_if_asked
     def stepped(self, optimizer: object, outcome: StepOutcome, /) -> None:
         """Inspect the gradients if they are not finite."""
         self._is_in_step = False
@@ -144,7 +144,7 @@ class EagerObserver(StepSource):
         if is_skip and (is_watched or self._inspects_next_skip):
             outcome.nonfinite = inspect(_gradients_of(self._named(optimizer)))
 
-    @_call
+    @_closes_if_asked
     def updating(self) -> None:
         """End the iteration, and report what is wrong, such as too many skips."""
         self._is_in_step = False
@@ -185,7 +185,7 @@ class EagerObserver(StepSource):
         if not is_late:
             self.log.check()
 
-    @_call
+    @_closes_if_asked
     def updated(self) -> None:
         """Begin to watch the next iteration if that is wanted, now that the scale has moved."""
         if self._updated == self._iterations.ended:
@@ -277,7 +277,7 @@ class EagerObserver(StepSource):
         measured[id(optimizer)] = replace(found, missing=missing, unmoved=unmoved)
 
 
-# All methods under @_call share one code object, that of its wrapper.
+# All methods under @_closes_if_asked share one code object, that of its wrapper.
 _CALLS = EagerObserver.updated.__code__, OperationWatch.call.__code__
 
 
