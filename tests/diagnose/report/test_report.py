@@ -21,7 +21,7 @@ from gradscaler.__main__ import main
 from gradscaler.diagnose import report
 
 # A kind without a headline in the tests would not be noticed.
-from gradscaler.diagnose._record.finding import KINDS
+from gradscaler.diagnose._record.kinds import KINDS
 from tests.support.reports import explained, line_of
 
 HOSTILE = ["<script>alert(1)</script>", "$x_{", r"$\bad{$ & <b>", "name\n\x00\u202e", "w" * 300]

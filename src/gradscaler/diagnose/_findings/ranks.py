@@ -9,7 +9,8 @@ from pathlib import Path
 
 from gradscaler.diagnose._findings.run import Run
 from gradscaler.diagnose._record.checks import shown
-from gradscaler.diagnose._record.finding import KINDS, Verdict
+from gradscaler.diagnose._record.finding import Verdict
+from gradscaler.diagnose._record.kinds import KINDS
 from gradscaler.diagnose._record.reader import read
 
 _COMPARE = "explain each run by itself, or compare them: python -m gradscaler compare A B"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from gradscaler.diagnose._findings.ranks import read_run
 from gradscaler.diagnose._findings.run import Run
 from gradscaler.diagnose._gradients.fitting_scales import Fit
-from gradscaler.diagnose._record.finding import Kind, Level, kind_of
+from gradscaler.diagnose._record.kinds import Kind, Level, kind_of
 from gradscaler.diagnose._record.lines import LineT, Shares, Skip, Watched
 from gradscaler.diagnose.report._words import ends, number, percent, shown
 

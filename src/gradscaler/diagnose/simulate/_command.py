@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradscaler.diagnose._record.finding import Kind
+from gradscaler.diagnose._record.kinds import Kind
 from gradscaler.diagnose.report._content import Content, Course, Table
 from gradscaler.diagnose.report._words import number, percent, shown
 from gradscaler.diagnose.simulate._replay import Replay
