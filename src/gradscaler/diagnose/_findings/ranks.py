@@ -10,14 +10,12 @@ from pathlib import Path
 from gradscaler.diagnose._findings.run import Run
 from gradscaler.diagnose._record.checks import shown
 from gradscaler.diagnose._record.finding import Verdict
-from gradscaler.diagnose._record.kinds import KINDS
+from gradscaler.diagnose._record.kinds import KINDS, kind_of
 from gradscaler.diagnose._record.reader import read
 
 _COMPARE = "explain each run by itself, or compare them: python -m gradscaler compare A B"
 _SEVERITY = tuple(KINDS)
-# Kinds of verdicts that name no cause of skipped steps. A larger number comes later in the order.
-_NAMES_NO_CAUSE = dict.fromkeys(_SEVERITY[_SEVERITY.index("silent") :], 1)
-_NAMES_NO_CAUSE |= {"elsewhere": 2, "normal": 2}
+_BLAMELESS = "elsewhere", "normal"  # the verdict of a rank that did nothing wrong
 
 
 def read_run(path: str | Path, *others: str | Path) -> Run:
@@ -31,8 +29,8 @@ def read_run(path: str | Path, *others: str | Path) -> Run:
     ranks, the one at fault is the rank whose gradients were first to hold an Inf or a NaN in the
     latest streak of skips. A tie goes to the rank with the fewest skips whose loss is finite or
     unknown; then to the most severe verdict: parameter, divergence, activations, loss, nan, floor,
-    data; then to the lowest rank. If ranks used different scales or skipped different steps, the
-    verdict begins with these differences, and its kind is ``"ranks"``.
+    state, data; then to the lowest rank. If ranks used different scales or skipped different steps,
+    the verdict begins with these differences, and its kind is ``"ranks"``.
 
     Raises:
         ValueError: a file is not a valid run, or the files do not belong together. The message is
@@ -106,7 +104,8 @@ def _order(run: Run) -> tuple[int, float, int, int, int]:
     since = run.nonfinite_since - start.step
     # Ranks that average their gradients all get NaN gradients. Only the culprit's loss is NaN too.
     num_finite = sum(skip.loss is None or math.isfinite(skip.loss) for skip in run.skips)
-    return _NAMES_NO_CAUSE.get(kind, 0), since, num_finite, severity, start.rank
+    innocence = 2 if kind in _BLAMELESS else int(not kind_of(kind).explains_skips)
+    return innocence, since, num_finite, severity, start.rank
 
 
 def _differences(ranks: Mapping[int, Run]) -> str:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from time import perf_counter as clock
 
 from gradscaler.diagnose._record.finding import Finding
+from gradscaler.diagnose._record.kinds import kind_of
 
 _LEAST_NEW = 10  # steps from one look to the next
 _SHARE = 0.01  # of the training time, for looks
 _WORSE = 10  # times as many steps, for a second report
 _FEWEST = 50  # steps of a run that make an uncertain finding worth a report at its end
-_OF_SAMPLES = "misuse", "underflow", "range", "dead", "stalled"  # a later sample may disprove them
 
 
 class WarningFilter:
@@ -56,7 +56,7 @@ class WarningFilter:
         selected = []
         for finding in findings:
             kind, count = finding.kind, max(finding.count, 1)
-            is_stale = kind in _OF_SAMPLES and before.get(kind) == sampled
+            is_stale = kind_of(kind).is_of_sample and before.get(kind) == sampled
             is_found_again = kind in before and not is_stale
             is_sure = finding.is_certain or is_found_again or (is_last and is_long)
             if kind != "normal" and is_sure and count >= _WORSE * self._told.get(kind, 0):

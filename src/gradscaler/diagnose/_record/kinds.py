@@ -8,30 +8,44 @@ Level = Literal["good", "warning", "bad"]
 
 
 class Kind(NamedTuple):
-    """The severity of a kind of finding, and its name in a few words."""
+    """A kind of finding.
+
+    Attributes:
+        level: how bad it is.
+        headline: its name in a few words.
+        explains_skips: whether it names a cause of skipped steps. Of several ranks, the one at
+            fault has a finding that does.
+        is_of_sample: whether the latest sample shows it, so that a later one may disprove it.
+        shows_fit: whether its report shows which loss scales fit.
+    """
 
     level: Level
     headline: str
+    explains_skips: bool = False
+    is_of_sample: bool = False
+    shows_fit: bool = False
 
 
 KINDS: dict[str, Kind] = {
     # Causes come before their effects. Lost steps come before lost precision.
-    "ranks": Kind("bad", "The ranks do not decide together"),
-    "parameter": Kind("bad", "A parameter is NaN or Inf"),
-    "divergence": Kind("bad", "The training diverges"),
-    "activations": Kind("bad", "A module makes NaN or Inf"),
-    "loss": Kind("bad", "The loss itself is NaN or Inf"),
-    "nan": Kind("bad", "A gradient is NaN at every scale"),
-    "floor": Kind("bad", "Gradients overflow at the smallest scale"),
-    "state": Kind("bad", "The optimizer's state is NaN or Inf"),
-    "data": Kind("bad", "Steps are skipped, again and again"),
+    "ranks": Kind("bad", "The ranks do not decide together", explains_skips=True),
+    "parameter": Kind("bad", "A parameter is NaN or Inf", explains_skips=True),
+    "divergence": Kind("bad", "The training diverges", explains_skips=True),
+    "activations": Kind("bad", "A module makes NaN or Inf", explains_skips=True),
+    "loss": Kind("bad", "The loss itself is NaN or Inf", explains_skips=True),
+    "nan": Kind("bad", "A gradient is NaN at every scale", explains_skips=True),
+    "floor": Kind(
+        "bad", "Gradients overflow at the smallest scale", explains_skips=True, shows_fit=True
+    ),
+    "state": Kind("bad", "The optimizer's state is NaN or Inf", explains_skips=True),
+    "data": Kind("bad", "Steps are skipped, again and again", explains_skips=True),
     "silent": Kind("bad", "The loss is NaN or Inf, and no step is skipped"),
-    "misuse": Kind("bad", "The scaler is used the wrong way"),
+    "misuse": Kind("bad", "The scaler is used the wrong way", is_of_sample=True),
     "restart": Kind("warning", "The run was continued without the scaler's state"),
-    "dead": Kind("bad", "Gradients are exactly 0"),
-    "stalled": Kind("bad", "Parameters in 16 bits no longer move"),
-    "range": Kind("warning", "No scale fits all parameters"),
-    "underflow": Kind("warning", "The scale is too small"),
+    "dead": Kind("bad", "Gradients are exactly 0", is_of_sample=True),
+    "stalled": Kind("bad", "Parameters in 16 bits no longer move", is_of_sample=True),
+    "range": Kind("warning", "No scale fits all parameters", is_of_sample=True, shows_fit=True),
+    "underflow": Kind("warning", "The scale is too small", is_of_sample=True, shows_fit=True),
     "elsewhere": Kind("bad", "Another rank's gradients are Inf or NaN"),
     "normal": Kind("good", "Nothing unusual"),
 }
@@ -39,5 +53,5 @@ KINDS: dict[str, Kind] = {
 
 
 def kind_of(name: str) -> Kind:
-    """A kind by its name. A file from a later version may hold an unknown name."""
-    return KINDS.get(name, Kind("bad", name))
+    """A kind by its name. An unknown one, from a later version's file, may explain skips."""
+    return KINDS.get(name, Kind("bad", name, explains_skips=True))

@@ -12,14 +12,13 @@ from typing import NamedTuple
 from gradscaler.diagnose._findings.ranks import read_run
 from gradscaler.diagnose._findings.run import Run
 from gradscaler.diagnose._gradients.fitting_scales import Fit
-from gradscaler.diagnose._record.kinds import Kind, Level, kind_of
+from gradscaler.diagnose._record.kinds import Level, kind_of
 from gradscaler.diagnose._record.lines import LineT, Shares, Skip, Watched
 from gradscaler.diagnose.report._words import ends, number, percent, shown
 
 LEVELS: tuple[Level, ...] = ("bad", "warning", "good")
 _MOST_ROWS = 10
 _MOST_RANKS = 20
-_SCALE_DECIDES = {"underflow", "range", "floor"}
 
 CLASSES: dict[str, Callable[[Shares], float]] = {
     "flushed": lambda share: share.flushed,
@@ -29,6 +28,13 @@ CLASSES: dict[str, Callable[[Shares], float]] = {
     "normal": lambda share: share.normal,
 }
 """The classes of gradients after a cast to a format, each with a function for its share."""
+
+
+class Headline(NamedTuple):
+    """A report in a few words, and how bad they are."""
+
+    level: Level
+    text: str
 
 
 class Table(NamedTuple):
@@ -55,7 +61,7 @@ class Course(NamedTuple):
 class Content:
     """The headline, its text, and the evidence, in the order in which a report shows them."""
 
-    headline: Kind
+    headline: Headline
     text: str
     first: Sequence[Table]  # tables that explain the headline
     facts: str  # a summary in one line
@@ -75,7 +81,7 @@ def content_of(run: Run) -> Content:
         _with_rows(_origins(latest)),
         _facts_of(latest),
         {"": _course_of(run, norms, run.shares)} if run.scales else {},
-        latest.fit if kinds & _SCALE_DECIDES else None,
+        latest.fit if any(kind_of(kind).shows_fit for kind in kinds) else None,
         _with_rows(_skips(latest), _ranks(run)),
     )
 
@@ -89,7 +95,7 @@ def content_of_runs(runs: Mapping[str, Run]) -> Content:
     alike = [(name, row[0]) for name, row in cells.items() if len(set(row)) == 1 and row[0]]
     names = "", *(shown(name, 40) for name in runs)
     return Content(
-        Kind(worst, f"{len(runs)} runs side by side"),
+        Headline(worst, f"{len(runs)} runs side by side"),
         "",
         _with_rows(Table("What differs", names, differing, names=0)),
         "",
@@ -116,12 +122,12 @@ def read_each(paths: Iterable[Path]) -> dict[str, Run]:
     return {name: read_run(path) for name, path in zip(names, paths, strict=True)}
 
 
-def headline_of(run: Run) -> Kind:
+def headline_of(run: Run) -> Headline:
     """The headline of a run's verdict, and its level."""
     if run.num_steps == run.starts[-1].step and run.verdict.kind == "normal":
-        return Kind("warning", "No step is recorded yet")
-    level, headline = kind_of(run.verdict.kind)
-    return Kind(level, shown(headline, 60))
+        return Headline("warning", "No step is recorded yet")
+    kind = kind_of(run.verdict.kind)
+    return Headline(kind.level, shown(kind.headline, 60))
 
 
 def _facts_of(run: Run) -> str:
@@ -240,7 +246,7 @@ def _cells(runs: Mapping[str, Run]) -> dict[str, list[str]]:
     policies = [start.policy for start in starts]
     keys = dict.fromkeys(key for policy in policies for key in policy if key != "name")
     cells = {
-        "verdict": [headline_of(run).headline for run in each],
+        "verdict": [headline_of(run).text for run in each],
         "policy": [str(policy.get("name", "unknown")) for policy in policies],
         **{key: [_value(policy.get(key)) for policy in policies] for key in keys},
         "measured against": [start.dtype for start in starts],

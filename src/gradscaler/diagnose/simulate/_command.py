@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradscaler.diagnose._record.kinds import Kind
-from gradscaler.diagnose.report._content import Content, Course, Table
+from gradscaler.diagnose.report._content import Content, Course, Headline, Table
 from gradscaler.diagnose.report._words import number, percent, shown
 from gradscaler.diagnose.simulate._replay import Replay
 from gradscaler.policies import AmaxScale, DynamicScale, FixedScale, Policy
@@ -80,7 +79,7 @@ def content_of_replays(
     )
     table = Table("What each policy would have done", HEADINGS, rows_of(replays), names=0)
     courses = {name: _course_of(replay) for name, replay in replays.items()}
-    return Content(Kind("good", title), text, [table], "", courses, None, [])
+    return Content(Headline("good", title), text, [table], "", courses, None, [])
 
 
 def rows_of(replays: Mapping[str, Replay]) -> list[tuple[str, ...]]:
