@@ -1,11 +1,11 @@
-"""Fifteen short trainings in fp16, and what gradscaler says is wrong with each.
+"""Short trainings in fp16, and what gradscaler says is wrong with each.
 
     python examples/torch_stuck.py
     python examples/torch_stuck.py nan --runs runs
     python -m gradscaler report runs/nan.jsonl -o nan.html
 
-Fourteen make a common mistake: their loss scale falls forever, or is too small, or they learn
-nothing without any sign of it. One makes no mistake. docs/stuck.md explains each.
+All but one make a common mistake: their loss scale falls forever, or is too small, or they learn
+nothing without any sign of it. docs/stuck.md explains each.
 """
 
 from __future__ import annotations
