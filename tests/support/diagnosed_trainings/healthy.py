@@ -282,6 +282,7 @@ def activations_computed_again(setting: Setting) -> None:
 
 @training("normal")
 def the_same_batch_at_a_learning_rate_of_0(setting: Setting) -> None:
+    """The loss and the parameters stay as they are, because they are meant to."""
     model = mlp(16, 32, 1)
     inputs = torch.randn(32, 16)
     fit(setting, model, lambda step: regression(model, inputs), 250, lr=setting.pick(0.0, 1e-9))

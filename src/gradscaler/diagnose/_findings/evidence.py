@@ -98,6 +98,7 @@ class Evidence:
         if line.norm is not None and 0 < line.norm < math.inf:
             measured = (*measured, line)[-_LATEST:]
         unmoved = self.unmoved
+        # Skipped steps move no parameter, so a sample of mostly skips shows no lost update.
         if line.unmoved is not None and len(line.skips) < line.steps / 2:
             unmoved = (*unmoved, line.unmoved)[-_LATEST:]
         missing, cut = self.missing, self.cut if line.cut is None else line.cut
@@ -148,7 +149,7 @@ def min_scale_of(policy: object) -> float | None:
 
 
 _LATEST = 10  # samples
-_FEW = 20  # skips that a loss scale may need to settle
+_FEW = 20  # skips that a loss scale may need to settle: 16 halvings take 65536, the default, to 1
 
 
 def _gets_nothing(name: str, sample: Sample) -> bool:

@@ -77,7 +77,7 @@ def dead(evidence: Evidence) -> Finding | None:
     parameters = sample.parameters
     zeros = [name for name, found in parameters.items() if found.zero == 1]
     is_all = sample.shares.zero == 1
-    if is_all:
+    if is_all:  # zeros right after large gradients are no underflow: a softmax may saturate
         is_small = sample.scale < _LARGE_SCALE and not evidence.reached_one(sample.scale)
     else:
         is_small = any(map(fades, parameters.values()))

@@ -15,7 +15,7 @@ _EXPLODED = 50.0  # times the loss before
 _GREW = 10.0  # times the norm of the first weights
 _RECENT = 20  # steps
 _FEW = 3  # steps that a finding lists
-_OFTEN = 0.3  # the share of the latest steps that fail if the training diverges
+_OFTEN = 0.3  # the share of the latest steps that fail if it diverges; as targets grow, fewer fail
 
 
 def silent(evidence: Evidence) -> Finding | None:
@@ -23,6 +23,7 @@ def silent(evidence: Evidence) -> Finding | None:
     count, num_caused = evidence.bad_and_applied, evidence.bad_and_skipped
     if evidence.is_elsewhere:  # another rank's gradients caused the skips, not these losses
         count, num_caused = count + num_caused, 0
+    # One such loss does no harm: a mean of no elements is NaN, and its gradients are 0.
     if count <= num_caused or not are_many(count, count, evidence):
         return None
     steps = [

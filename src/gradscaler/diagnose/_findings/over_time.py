@@ -19,10 +19,14 @@ from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.step import Step
 
-_FEW = 3  # skips or events; fewer prove nothing
+_FEW = 3  # skips or events; fewer prove nothing: one bad batch does no harm in a longer run
 _CURED = "floor", "nan"  # verdicts that a lower scale proved wrong
-_MOST_SKIPPED = 0.01  # the share of steps that may be skipped once the scale has settled
-_CLOSE = 2.0**-5  # of the largest number; gradients may grow by the rest in one step
+# The share of steps that may be skipped once the scale has settled. PyTorch's default growth tries
+# a higher scale every 2,000 steps, which skips 0.05 % of them.
+_MOST_SKIPPED = 0.01
+# Of the largest number. Gradients may grow by the rest in one step: those of healthy batches can be
+# ten times apart (`noisy_gradients_at_the_edge` in the tests' trainings).
+_CLOSE = 2.0**-5
 _OUTLIER = 10.0  # times the usual loss
 _IN_INPUTS = "look in these batches for NaN or Inf in inputs and labels"
 _IN_LOSSES = "an empty mask, a fully masked row, or a sum too long for float16"

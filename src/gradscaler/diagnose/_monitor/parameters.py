@@ -128,6 +128,7 @@ class OptimizersParameters:
             return None
         before, now = self._parts.get(id(optimizer), {}), dict[str, NDArray[Any]]()
         self._parts[id(optimizer)] = now
+        # A learning rate of 0, as at the start of a warm-up, means to move nothing: no rounding.
         if not any(group.get("lr") for group in getattr(optimizer, "param_groups", ())):
             return None
         num_unmoved = num_seen = 0
