@@ -5,6 +5,7 @@ An import counts wherever it is: in a function, or for type checkers alone. One 
 """
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import gradscaler
 
 PACKAGE = Path(gradscaler.__file__).parent
+TESTS = Path(__file__).parent
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -154,6 +156,24 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def test_the_table_itself_has_no_circle():
     TopologicalSorter(TABLE).prepare()
+
+
+def rooms():
+    """The rooms of the diagnosis, in the order of docs/contributing.md."""
+    guide = (TESTS.parent / "docs" / "contributing.md").read_text("utf-8")
+    listed = guide.partition("The rooms of `diagnose/`")[2].partition("\n\n`tests/")[0]
+    return [f"diagnose.{name}" for name in re.findall(r"^    (\w+) ", listed, re.MULTILINE)]
+
+
+def test_a_room_imports_only_the_rooms_above_it_in_the_guide():
+    assert set(rooms()) == {name for name in TABLE if name.startswith("diagnose.")}
+    for index, room in enumerate(rooms()):
+        assert TABLE[room] & set(rooms()) <= set(rooms()[:index])
+
+
+def test_each_room_has_a_folder_of_tests():
+    folders = {path.parent.name for path in TESTS.glob("diagnose/*/test_*.py")}
+    assert folders == {name.removeprefix("diagnose.").lstrip("_") for name in rooms()}
 
 
 def test_every_exception_is_needed():
