@@ -29,7 +29,7 @@ def train(*arguments):
 
 
 def soon_growing(device, growth_interval, enabled):
-    """A scaler that skips its first steps and more later, however few steps a slow machine takes."""
+    """A scaler that skips its first steps, and more later, however slow the machine is."""
     return GradScaler(device, 2.0**30, growth_interval=2, enabled=enabled)
 
 
