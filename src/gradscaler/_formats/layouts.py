@@ -108,16 +108,19 @@ def read_leaves(policy: Policy, state: ScaleState, values: Values) -> State:
 def read_torch(values: Values, policy: Q) -> tuple[Q | FixedScale, ScaleState]:
     """The rule and the state in ``values``.
 
-    Parameters that are not in ``values`` are taken from ``policy``. A policy that is not of this
-    package is returned unchanged. ``_nonfinite_steps`` may be missing.
+    A policy that is not of this package is returned unchanged. ``_nonfinite_steps`` may be missing.
     """
     scale = _checks.loss_scale("scale", values["scale"])
     state = _state(values, scale, "_growth_tracker", "_nonfinite_steps")
     if not isinstance(policy, (DynamicScale, AmaxScale)):
         return policy, state
-    if values["growth_factor"] == values["backoff_factor"] == 1.0:
+    ones = {key for key in _RULE[:2] if values[key] == 1.0}
+    moves = "_nonfinite_steps" in values  # a fixed scale counts nothing
+    if len(ones) == 2 and not moves:
         return FixedScale(scale), state
-    parameters = {key: values[key] for key in ("scale", *_RULE)}
+    # Early state dicts hold 1.0 for a factor that a moving policy of one's own lacks.
+    lacking = ones if moves else set()
+    parameters = {key: values[key] for key in ("scale", *_RULE) if key not in lacking}
     return changed(policy, {"scale": "init_scale"}, **parameters), state
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -24,8 +23,8 @@ from gradscaler._torch_like.stepping import (
     takes_grad_scaler,
 )
 from gradscaler.errors import CallOrderError, ParameterError
-from gradscaler.policies import AmaxScale, DynamicScale, FixedScale, Policy, Rule, State, _checks
-from gradscaler.policies._spelling import check_alone, check_policy
+from gradscaler.policies import DynamicScale, FixedScale, Policy, State, _checks, is_fixed
+from gradscaler.policies._spelling import check_alone, check_policy, replaced
 
 # Cached, because checking its arguments takes most of the time of constructing a scaler.
 _dynamic_scale = lru_cache(typed=True)(DynamicScale)
@@ -79,41 +78,50 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         return float(self._host_state().scale) if self._enabled else 1.0
 
     def get_growth_factor(self) -> float:
-        """The factor by which the scale grows; 1.0 under a fixed scale."""
-        return float(getattr(self._policy, "growth_factor", 1.0))
+        """The factor by which the scale grows; 1.0 under a fixed scale.
+
+        Under a policy that lacks this parameter, it is torch's default, without effect.
+        """
+        return float(self._parameter("growth_factor", 1.0))
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Grow by ``new_factor`` from now on.
 
         Raises:
             ValueError: ``new_factor`` is not above 1.
-            TypeError: ``new_factor`` is not a number, or the scale is fixed.
+            TypeError: ``new_factor`` is not a number, or the policy has no such field to set.
         """
         self._change_policy(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
-        """The factor by which the scale backs off; 1.0 under a fixed scale."""
-        return float(getattr(self._policy, "backoff_factor", 1.0))
+        """The factor by which the scale backs off; 1.0 under a fixed scale.
+
+        Under a policy that lacks this parameter, it is torch's default, without effect.
+        """
+        return float(self._parameter("backoff_factor", 1.0))
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Back off by ``new_factor`` from now on.
 
         Raises:
             ValueError: ``new_factor`` is not between 0 and 1.
-            TypeError: ``new_factor`` is not a number, or the scale is fixed.
+            TypeError: ``new_factor`` is not a number, or the policy has no such field to set.
         """
         self._change_policy(backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
-        """Finite steps in a row before growth; 2000, without effect, under a fixed scale."""
-        return int(getattr(self._policy, "growth_interval", 2000))
+        """Finite steps in a row before growth; 2000, without effect, under a fixed scale.
+
+        Under a policy that lacks this parameter, too, it is torch's default, without effect.
+        """
+        return int(self._parameter("growth_interval", 2000))
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Grow after ``new_interval`` finite steps from now on. Those already taken count.
 
         Raises:
             ValueError: ``new_interval`` is below 1.
-            TypeError: ``new_interval`` is not an integer, or the scale is fixed.
+            TypeError: ``new_interval`` is not an integer, or the policy has no such field to set.
         """
         self._change_policy(growth_interval=new_interval)
 
@@ -128,8 +136,9 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         A policy of your own adds ``_nonfinite_steps``, and each field of its state after the third
         under its name with an underscore before it. torch ignores these additions.
 
-        Under a fixed scale both factors are 1.0. The dict is empty if scaling is disabled. Call
-        this after ``update()``.
+        Under a fixed scale both factors are 1.0. A parameter that a policy of your own lacks has
+        torch's default, so that a scaler which loads the dict without the policy goes on by torch's
+        rule. The dict is empty if scaling is disabled. Call this after ``update()``.
         """
         if not self._enabled:
             return {}
@@ -142,7 +151,8 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
             int(state.finite_steps),
         )
         state_dict: dict[str, object] = dict(zip(TORCH_KEYS, values, strict=True))
-        if not isinstance(self._policy, Rule) or getattr(self._policy, "hysteresis", 1) > 1:
+        # A policy whose hysteresis is 1 does not use the count; one without a hysteresis may.
+        if not is_fixed(self._policy) and getattr(self._policy, "hysteresis", 2) > 1:
             state_dict["_nonfinite_steps"] = int(state.nonfinite_steps)
         return {**state_dict, **write_leaves(state)}
 
@@ -323,9 +333,12 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         return self._state or self._operations.place(self._initial_state, device)
 
     def _change_policy(self, **changes: Any) -> None:
-        if not isinstance(self._policy, (DynamicScale, AmaxScale)):
-            raise TypeError(f"{self._policy!r} has no {', '.join(changes)} to set")
-        self._policy = dataclasses.replace(self._policy, **changes)
+        self._policy = replaced(self._policy, **changes)
+
+    def _parameter(self, name: str, if_fixed: float) -> Any:
+        """A parameter of the rule; torch's default if a moving policy lacks it."""
+        default = if_fixed if is_fixed(self._policy) else getattr(DynamicScale, name)
+        return getattr(self._policy, name, default)
 
 
 class OwnUnscaler:

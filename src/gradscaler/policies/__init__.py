@@ -9,6 +9,7 @@ from gradscaler.policies.state import (
     Scalar,
     ScaleState,
     amax_interval,
+    is_fixed,
     leaf_dtypes,
 )
 
@@ -33,5 +34,6 @@ __all__ = [
     "ScaleState",
     "State",
     "amax_interval",
+    "is_fixed",
     "leaf_dtypes",
 ]

@@ -45,6 +45,27 @@ def changed(policy: D, fields: Mapping[str, str], /, **changes: object) -> D:
     return spelled(partial(dataclasses.replace, policy), fields, **changes)
 
 
+def replaced(policy: T, /, **changes: object) -> T:
+    """A copy of any policy with some parameters changed.
+
+    Raises:
+        TypeError: the policy lacks a parameter, or has it other than as a field of a dataclass.
+    """
+    fields = dataclasses.fields(policy) if dataclasses.is_dataclass(policy) else ()
+    names = {field.name for field in fields if field.init}
+    for name, value in changes.items():
+        if not hasattr(policy, name):
+            raise TypeError(f"{policy!r} has no {name} to set")
+        if name not in names:
+            raise TypeError(
+                f"{policy!r} cannot be copied with another {name}, because it has no field {name} "
+                f"of a dataclass: construct the policy with {name}={value!r}, and the scaler "
+                "with GradScaler(policy=...)"
+            )
+    changed: T = dataclasses.replace(policy, **changes)  # type: ignore[type-var] # has the fields
+    return changed
+
+
 def check_alone(policy: object, defaults: tuple[object, ...], /, **parameters: object) -> None:
     """Raise ParameterError if a parameter that ``policy`` replaces is not at its default."""
     given = tuple(parameters.values())

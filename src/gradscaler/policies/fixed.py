@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -25,6 +26,8 @@ class FixedScale:
     >>> policy.update(policy.init(), found_inf=True) == policy.init()
     True
     """
+
+    fixed: ClassVar[bool] = True
 
     scale: float
 

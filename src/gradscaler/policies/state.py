@@ -65,6 +65,9 @@ class Policy(Protocol):
     A policy with an attribute ``amax_interval`` >= 1 needs the largest gradient. Its scaler calls
     ``update(..., amax=)`` with the largest magnitude of the step's unscaled gradients whenever
     ``finite_steps`` is a multiple of the interval. In other steps ``amax`` may be left out.
+
+    A policy whose scale never moves has an attribute ``fixed`` that is True. State dicts then say
+    so. Without it, a scaler that cannot load the policy goes on by its own rule.
     """
 
     def init(self) -> ScaleState | AmaxState:
@@ -79,6 +82,11 @@ class Policy(Protocol):
 def amax_interval(policy: object) -> int:
     """The number of finite steps from one needed ``amax`` to the next; 0 if none is needed."""
     return getattr(policy, "amax_interval", 0)
+
+
+def is_fixed(policy: object) -> bool:
+    """Whether the policy says that its scale never moves."""
+    return getattr(policy, "fixed", False)
 
 
 def leaf_dtypes(state: ScaleState | AmaxState) -> tuple[type[np.float32] | type[np.int32], ...]:
