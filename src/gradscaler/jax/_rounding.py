@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import jax
@@ -32,6 +33,12 @@ def bits(value: Array) -> Array:
 def nearest(wide: Array, dtype: DTypeLike) -> Array:
     """Round float32 values to the nearest of a 16-bit dtype, with ties to even."""
     return wide.astype(dtype)
+
+
+def master(wide: Array, narrow: Array, rounded: Callable[[Array, DTypeLike], Array]) -> Array:
+    """`wide` where it is rounded to `narrow`; else `narrow`, which the user has set by hand."""
+    wide = wide.astype(jnp.float32)
+    return jnp.where(bits(rounded(wide, narrow.dtype)) == bits(narrow), wide, _widened(narrow))
 
 
 def with_remainder(wide: Array, dtype: DTypeLike) -> Array:

@@ -35,12 +35,14 @@ _STORES = {
     "float32": _Store(
         rounded=lambda wide, dtype, key: _rounding.nearest(wide, dtype),
         kept=lambda wide, narrow: wide,
-        completed=lambda narrow, kept: kept,
+        completed=lambda narrow, kept: _rounding.master(kept, narrow, _rounding.nearest),
     ),
     "remainder16": _Store(
         rounded=lambda wide, dtype, key: _rounding.with_remainder(wide, dtype),
         kept=_rounding.remainder,
-        completed=_rounding.completed,
+        completed=lambda narrow, kept: _rounding.master(
+            _rounding.completed(narrow, kept), narrow, _rounding.with_remainder
+        ),
     ),
     "stochastic": _Store(
         rounded=_rounding.stochastic,
@@ -48,6 +50,8 @@ _STORES = {
         completed=lambda narrow, kept: narrow.astype(jnp.float32),
     ),
 }
+
+_STORE_THAT_KEEPS = {jnp.dtype("float32"): "float32", jnp.dtype("int16"): "remainder16"}
 
 
 class MasterWeightsState(NamedTuple):
@@ -146,11 +150,14 @@ def master_weights(
             the same key.
 
     Raises:
-        TypeError: `optimizer` is not an optax transformation, or `cast` is not a function.
+        TypeError: `optimizer` is not an optax transformation, `cast` is not a function, or
+            ``update`` gets a state of another type.
         ValueError: `store` is not one of the three, `key` is missing for ``"stochastic"``, or is
             given for another store.
-        ValueError: ``update`` gets no ``params``, a parameter has 16 bits only in ``init`` or only
-            in ``update``, or more transformations follow in an ``optax.chain``.
+        ValueError: in ``init``, `cast` makes a parameter an integer, or narrower than 16 bits.
+        ValueError: ``update`` gets no ``params``, or the state of another store; a parameter has 16
+            bits only in ``init`` or only in ``update``; or more transformations follow in an
+            ``optax.chain``.
 
     >>> import jax, optax
     >>> weight = jax.numpy.float16(1.0)
@@ -180,6 +187,7 @@ def master_weights(
 
     def init(params: Tree) -> MasterWeightsState:
         narrow = params if cast is None else cast(params)
+        jax.tree_util.tree_map_with_path(_check_cast, narrow, params)
         kept = _map_narrow(lambda new, old: kept_of(_wide(old), new), narrow, params)
         return MasterWeightsState(kept, key, inner.init(masters_of(narrow, kept)))
 
@@ -189,8 +197,7 @@ def master_weights(
         check_last()
         if params is None:
             raise ParameterError("master_weights needs params: update(grads, state, params)")
-        if store != "stochastic":
-            _check_dtypes(params, state.kept)
+        _check_state(params, state, store)
         masters = masters_of(params, state.kept)
         grads = _map_narrow(lambda leaf, grad: _wide(grad), params, updates, others=updates)
         updates, inner_state = inner.update(grads, state.inner_state, masters, **extra_args)
@@ -260,16 +267,54 @@ def _split(key: Array | None, params: Tree) -> tuple[Array | None, Tree]:
     return following, jax.tree.unflatten(structure, keys)
 
 
-def _check_dtypes(params: Tree, kept: Tree) -> None:
-    """ValueError if a leaf has 16 bits only in ``init``, or only in ``update``."""
+def _check_cast(path: KeyPath, new: ArrayLike, old: ArrayLike) -> None:
+    """ValueError if a cast makes a floating leaf an integer, or narrower than 16 bits."""
+    dtype, before = jnp.result_type(new), jnp.result_type(old)
+    is_wide_enough = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 2
+    if dtype != before and jnp.issubdtype(before, jnp.inexact) and not is_wide_enough:
+        raise ParameterError(
+            f"cast makes leaf {jax.tree_util.keystr(path)} {dtype}, but master_weights has masters "
+            "for float16 and bfloat16 alone. Cast to one of these, and to "
+            f"{dtype} in the forward pass"
+        )
+
+
+def _check_state(params: Tree, state: MasterWeightsState, store: Store) -> None:
+    """Refuse a state of another type, of another store, or for parameters of other dtypes.
+
+    Dtypes are all that tells the stores apart. Checkpoints keep them, but orbax casts to those of
+    the tree that it restores into.
+    """
+    if not isinstance(state, MasterWeightsState):
+        raise ParameterTypeError(
+            f"state must be a MasterWeightsState, got a {type(state).__name__}. Restore a "
+            "checkpoint into the tree that optimizer.init(params) returns"
+        )
 
     def check(path: KeyPath, leaf: ArrayLike, kept: Array | None) -> None:
-        if _rounding.is_narrow(leaf) is (kept is None):
+        is_narrow = _rounding.is_narrow(leaf)
+        found = _store_of(kept, state.key)
+        if is_narrow and found not in (store, None):
+            raise ParameterError(
+                f"the state is of store={found!r}, and the optimizer of store={store!r}. Continue "
+                "with the state's store. To change it and lose only the masters' low bits, write "
+                "state = optimizer.init(params)._replace(inner_state=state.inner_state)"
+            )
+        if found is None if is_narrow else kept is not None:
             raise ParameterError(
                 f"leaf {jax.tree_util.keystr(path)} is {jnp.result_type(leaf)} in update, and was "
                 f"{'wider' if kept is None else 'of 16 bits'} in init. Either cast the parameters "
                 "before init, or pass master_weights(cast=...) the function that casts them "
-                "between init and update"
+                "between init and update. If the state is from a checkpoint, restore it by the "
+                "store that wrote it"
             )
 
-    jax.tree_util.tree_map_with_path(check, params, kept)
+    jax.tree_util.tree_map_with_path(check, params, state.kept)
+
+
+def _store_of(kept: Array | None, key: Array | None) -> str | None:
+    """The store whose state keeps this for a 16-bit parameter; None if none does."""
+    if kept is None:
+        return None if key is None else "stochastic"
+    dtype = jnp.result_type(kept)
+    return _STORE_THAT_KEEPS.get(dtype, dtype.name)
