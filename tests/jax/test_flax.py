@@ -205,10 +205,21 @@ def test_shapes_are_restored_as_flax_restores_them():
     assert restored(ours) == restored(flax) == [((), np.int32), ((), np.float32)]
 
 
-@pytest.mark.parametrize("scale", [0, "large", -1.0])
+@pytest.mark.parametrize("scale", [0, "large", -1.0, 1e39, 1e-46, 1e-40, 10**400])
 def test_a_scale_that_cannot_work_is_refused_when_it_is_used_at_the_latest(scale):
     with pytest.raises((TypeError, ValueError), match="must be"):
         ours.DynamicScale(scale=scale).value_and_grad(product)(1.0, 1.0)
+
+
+@pytest.mark.parametrize("count", [-7, 2.5, np.nan, 2**31, jnp.array([3.0, 2.5])])
+def test_a_count_that_is_none_is_refused_and_not_rounded(count):
+    with pytest.raises(ValueError, match="fin_steps must be an integer of at least 0 in int32"):
+        ours.DynamicScale(fin_steps=count)
+
+
+def test_a_count_may_be_a_whole_number_of_any_dtype():
+    assert ours.DynamicScale(fin_steps=jnp.float32(3)).fin_steps == 3
+    assert ours.DynamicScale(fin_steps=np.uint8(3)).fin_steps == 3
 
 
 def subclass(module, **options):

@@ -204,7 +204,15 @@ def test_rebuilding_the_tree_of_anything_does_not_warn():
         ("loss_scale", -1.0, ValueError),
         ("loss_scale", "large", TypeError),
         ("loss_scale", jnp.float32("nan"), ValueError),
+        ("loss_scale", 1e39, ValueError),
+        ("loss_scale", 1e-46, ValueError),
+        ("loss_scale", jnp.float16(2.0**-24), ValueError),
+        ("counter", -7, ValueError),
+        ("counter", 2.5, ValueError),
+        ("counter", jnp.array([0, -7]), ValueError),
+        ("counter", "many", TypeError),
         ("min_loss_scale", jnp.float32(-1), ValueError),
+        ("min_loss_scale", 1e39, ValueError),
         ("min_loss_scale", jnp.float32("inf"), ValueError),
         ("period", 0, ValueError),
         ("period", 2.5, TypeError),
@@ -216,9 +224,24 @@ def test_a_parameter_that_cannot_work_is_named(name, value, error):
         ours.DynamicLossScale(**{"loss_scale": jnp.float32(1), name: value})
 
 
+@pytest.mark.parametrize("value", [1e39, 1e-46, np.float64(1e300)])
+@pytest.mark.parametrize("method", ["scale", "unscale"])
+def test_a_static_scale_that_float32_cannot_hold_cannot_be_used(method, value):
+    with pytest.raises(ValueError, match="loss_scale must be positive and finite in float32"):
+        getattr(ours.StaticLossScale(value), method)(1.0)
+
+
+def test_a_scale_that_float64_holds_is_taken_with_x64():
+    with jax.enable_x64(True):
+        scale = ours.DynamicLossScale(1e39)
+        assert scale.unscale(scale.scale(2.0)) == 2.0 == scale.loss_scale / 1e39 * 2
+
+
 @pytest.mark.parametrize("method", ["scale", "unscale"])
 def test_a_static_scale_of_zero_cannot_be_used(method):
-    with pytest.raises(ValueError, match="loss_scale must be positive and finite, got 0"):
+    with pytest.raises(
+        ValueError, match=r"loss_scale must be positive and finite in float32 .*, got 0"
+    ):
         jax.jit(lambda x: getattr(ours.StaticLossScale(0), method)(x))(1.0)
 
 

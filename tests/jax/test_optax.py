@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradscaler import DynamicScale, FixedScale
-from gradscaler.jax import GradScaler, loss_scaled
+from gradscaler.jax import GradScaler, loss_scaled, master_weights
 
 POLICY = DynamicScale(init_scale=2.0**10, growth_interval=3)
 OPTIMIZERS = {
@@ -144,6 +144,22 @@ def test_a_transformation_around_it_is_refused_with_what_to_write(name, jit):
     init = OUTSIDE[name](loss_scaled(optax.sgd(0.1))).init
     with pytest.raises(ValueError, match=r"inside another .*outermost: loss_scaled\(optax.chain"):
         (jax.jit(init) if jit else init)(params())
+
+
+TWICE = {
+    "itself": lambda scaled: scaled,
+    "master_weights": master_weights,
+    "a package that is not optax": lambda scaled: optax.GradientTransformation(
+        lambda params: (scaled.init(params),), scaled.update
+    ),
+}
+
+
+@pytest.mark.parametrize("between", TWICE.values(), ids=TWICE)
+def test_loss_scaled_twice_is_refused(between):
+    optimizer = loss_scaled(between(loss_scaled(optax.sgd(0.1))))
+    with pytest.raises(ValueError, match=r"divided by both scales\. Write it once, outermost"):
+        optimizer.init(params())
 
 
 def test_without_frames_nothing_is_refused(monkeypatch):

@@ -3,6 +3,7 @@
 import copy
 import functools
 import importlib
+import math
 import pickle
 import subprocess
 import sys
@@ -16,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gradscaler import DynamicScale, FixedScale, ScaleState
+from gradscaler import AmaxScale, DynamicScale, FixedScale, ScaleState
 from gradscaler.jax import GradScaler, all_finite, loss_scaled, select_tree
+from gradscaler.policies._checks import LARGEST_SCALE, SMALLEST_SCALE
 
 INF = float("inf")
 POLICIES = st.builds(
@@ -266,10 +268,34 @@ def test_flax_s_class_of_the_policy_s_name_is_refused_by_its_module(name):
             make(namesake)
 
 
-@pytest.mark.parametrize("scale", [0.0, INF, jnp.float32(-1)])
-def test_a_scale_that_is_not_positive_and_finite_is_refused(scale):
-    with pytest.raises(ValueError, match="the scale in state must be positive and finite"):
+BAD_SCALES = [0.0, INF, jnp.float32(-1), 1e39, 1e-46, 1e-40, np.array([8.0, 1e39]), 10**400]
+
+
+@pytest.mark.parametrize("scale", BAD_SCALES)
+def test_a_scale_that_is_not_positive_and_finite_in_float32_is_refused(scale):
+    message = "the scale in state must be positive and finite in float32"
+    with pytest.raises(ValueError, match=message):
         GradScaler(DynamicScale(), ScaleState(scale, 0, 0))
+
+
+@pytest.mark.parametrize("field", ["finite_steps", "nonfinite_steps"])
+@pytest.mark.parametrize("count", [-7, 2.5, math.nan, 2**31, jnp.array([1, -7])])
+def test_a_count_in_the_state_that_is_none_is_refused_and_not_rounded(field, count):
+    with pytest.raises(ValueError, match=f"{field} in state must be an integer of at least 0"):
+        GradScaler(state=DynamicScale().init()._replace(**{field: count}))
+
+
+@pytest.mark.parametrize("size", [math.nan, INF, 1e39])
+@pytest.mark.parametrize("field", ["peak", "reach"])
+def test_a_size_in_the_state_that_is_not_finite_in_float32_is_refused(field, size):
+    with pytest.raises(ValueError, match=f"{field} in state must be a finite number in float32"):
+        GradScaler(AmaxScale(), AmaxScale().init()._replace(**{field: size}))
+
+
+def test_the_largest_and_the_smallest_scale_are_taken_and_multiply():
+    for scale in (LARGEST_SCALE, SMALLEST_SCALE):
+        scaler = GradScaler(state=ScaleState(scale, 0, 0))
+        assert scaler.unscale(scaler.scale(1.0)) == 1.0
 
 
 @pytest.mark.parametrize("state", [ScaleState("large", 0, 0), 65536.0, (65536.0, 0, 0)])

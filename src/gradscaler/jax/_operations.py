@@ -218,29 +218,60 @@ def _are_the_same(a: Leaf, b: Leaf) -> bool:
     return a is b or (type(a) is type(b) and a == b and str(a) == str(b))
 
 
-def check_scale(name: str, value: Leaf, *, zero: bool = False) -> None:
+def check_scale(
+    name: str, value: Leaf, dtype: DTypeLike | None = None, *, zero: bool = False
+) -> None:
     """Check that a loss scale, or every element of an array of them, is positive and finite.
 
-    Traced values and placeholders pass, because their values are not known.
+    It must be so in the dtype in which it is used, and not subnormal there: devices may flush such
+    a number to 0, or its reciprocal is Inf.
 
     Args:
         name: the parameter's name, for the error.
         value: the loss scale.
-        zero: whether it may also be 0.
+        dtype: the dtype in which it is used; by default, the one in which JAX takes it.
+        zero: whether it may also be 0, or subnormal.
 
     Raises:
         ValueError: the value is not positive, or not finite.
         TypeError: the value is not a number.
     """
+    used = jnp.dtype(dtype or jnp.result_type(value if hasattr(value, "dtype") else float))
+    untyped: ModuleType = jnp
+    is_floating = jnp.issubdtype(used, jnp.floating)
+    lowest = 0 if zero else float(untyped.finfo(used).smallest_normal) if is_floating else 1
+    positive, least = ("0 or positive", "") if zero else ("positive", f" (at least {lowest:.4g})")
+    check_number(name, value, used, lowest, f"{positive} and finite in {used}{least}")
+
+
+def check_number(
+    name: str, value: Leaf, dtype: DTypeLike, lowest: float, demand: str | None = None
+) -> None:
+    """Check that a dtype can hold a number, or every element of an array, above a bound.
+
+    An integer dtype must hold it exactly. Traced values and placeholders pass, because their values
+    are not known.
+
+    Raises:
+        ValueError: the dtype cannot hold it, or it is too low.
+        TypeError: it is not a number.
+    """
     if isinstance(value, jax.core.Tracer) or is_placeholder(value):
         return
     try:
-        scale = np.asarray(value, dtype=np.float64)
+        given = np.asarray(value, np.float64)
+    except OverflowError:  # an int that no float can hold
+        given = np.asarray(np.inf)
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be a number, got {value!r}") from None
-    if not np.all(((scale > 0) | (zero & (scale == 0))) & np.isfinite(scale)):
-        positive = "0 or positive" if zero else "positive"
-        raise ParameterError(f"{name} must be {positive} and finite, got {value}")
+    with np.errstate(all="ignore"):
+        held = given.astype(dtype).astype(np.float64)
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    if not np.all((held == given if is_integer else np.isfinite(held)) & (held >= lowest)):
+        kind = "an integer" if is_integer else "a finite number"
+        at_least = f" of at least {lowest}" if np.isfinite(lowest) else ""
+        demand = demand or f"{kind}{at_least} in {np.dtype(dtype)}"
+        raise ParameterError(f"{name} must be {demand}, got {value}")
 
 
 def is_placeholder(leaf: Leaf) -> bool:

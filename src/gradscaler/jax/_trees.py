@@ -40,6 +40,12 @@ def register(cls: type, static: Sequence[str]) -> None:
     serialise(cls, *data)
 
 
+def holds(tree: object, kind: type) -> bool:
+    """Whether a tree includes a node of a class."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return any(isinstance(node, kind) for node in nodes)
+
+
 def rebuilt(cls: type[T], names: Sequence[str], values: Iterable[object]) -> T:
     """An instance made without its constructor: JAX may replace leaves by any object."""
     instance = object.__new__(cls)

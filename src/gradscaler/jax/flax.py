@@ -66,7 +66,7 @@ class DynamicScale:
     both are the same int, 0 or less, they count as axes.
 
     Raises:
-        ValueError: the scale is not above 0.
+        ValueError: the scale is not positive and finite in float32, or ``fin_steps`` is no count.
 
     >>> dynamic_scale = DynamicScale(scale=8.0, growth_interval=1)
     >>> for _ in range(2):
@@ -92,7 +92,8 @@ class DynamicScale:
 
     def __post_init__(self) -> None:
         if not _operations.are_axes(self.fin_steps, self.scale):
-            _operations.check_scale("scale", self.scale)
+            _operations.check_scale("scale", self.scale, np.float32)
+            _operations.check_number("fin_steps", self.fin_steps, np.int32, lowest=0)
             # With weak types, jit would compile the second call again.
             object.__setattr__(self, "fin_steps", _operations.strong(self.fin_steps, np.int32))
             object.__setattr__(self, "scale", _operations.strong(self.scale, np.float32))

@@ -118,6 +118,8 @@ class DynamicLossScale:
             dtype = jnp.result_type(value)
             if not _is_floating(dtype):
                 warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=3)
+        if not axes:
+            _operations.check_number("counter", self.counter, np.int32, lowest=0)
         period: Any = self.period
         if isinstance(period, float) and period.is_integer():  # jmp accepts 5.0
             period = int(period)

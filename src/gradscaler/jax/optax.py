@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from gradscaler._frameworks import require
+from gradscaler.errors import ParameterError
 from gradscaler.jax._callers import check_outermost
 from gradscaler.jax._operations import AxisName, Leaf, Transformation, Tree, select_tree
+from gradscaler.jax._trees import holds
 from gradscaler.jax.scaler import GradScaler
-from gradscaler.jax.weights import holds_masters
+from gradscaler.jax.weights import MasterWeightsState
 from gradscaler.policies import DynamicScale, Policy
 from gradscaler.policies._spelling import check_policy
 
@@ -74,7 +76,8 @@ def loss_scaled(
 
     Raises:
         TypeError: `optimizer` is not an optax transformation, or `policy` is not a policy.
-        ValueError: in ``init``, if a transformation of optax's is around this one.
+        ValueError: in ``init``, if a transformation of optax's or another ``loss_scaled`` is around
+            this one.
 
     >>> import jax, optax
     >>> optimizer = loss_scaled(optax.sgd(0.5), DynamicScale(init_scale=1024.0))
@@ -95,7 +98,13 @@ def loss_scaled(
 
     def init(params: Tree) -> LossScaledState:
         check_outermost()
-        return LossScaledState(GradScaler(policy), jnp.array(True), inner.init(params))
+        inner_state = inner.init(params)
+        if holds(inner_state, LossScaledState):
+            raise ParameterError(
+                "loss_scaled is inside loss_scaled, so gradients would be divided by both scales. "
+                "Write it once, outermost: loss_scaled(optax.adam(0.001))"
+            )
+        return LossScaledState(GradScaler(policy), jnp.array(True), inner_state)
 
     def update(
         updates: Tree, state: LossScaledState, params: Tree = None, **extra_args: object
@@ -104,7 +113,7 @@ def loss_scaled(
         alike = structure(params) == structure(updates)
         dtypes = jax.tree.map(jnp.result_type, updates, *([params] if alike else []))
         grads = state.scaler.unscale(updates)
-        if not holds_masters(state.inner_state):
+        if not holds(state.inner_state, MasterWeightsState):
             grads = jax.tree.map(jnp.asarray, grads, dtypes)
         grads_finite, scaler = state.scaler._measured(grads, axis_name, finite_axis)
         updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from gradscaler.errors import ParameterError, ParameterTypeError
 from gradscaler.jax import _operations, _trees
 from gradscaler.jax._operations import AxisName, Leaf, Tree, all_finite, amax, select_tree
-from gradscaler.policies import DynamicScale, Policy, _checks, amax_interval, leaf_dtypes
+from gradscaler.policies import (
+    DynamicScale,
+    Policy,
+    ScaleState,
+    _checks,
+    amax_interval,
+    leaf_dtypes,
+)
 from gradscaler.policies._spelling import check_policy
 
 T = TypeVar("T")
@@ -56,7 +65,8 @@ class GradScaler:
 
     Raises:
         TypeError: ``policy`` is not a policy, or ``state`` is not of the policy's type of state.
-        ValueError: the scale in ``state`` is not above 0.
+        ValueError: the scale in ``state`` is not positive and finite in float32, or another value
+            is not a number of its dtype.
 
     >>> import jax
     >>> scaler = GradScaler(DynamicScale(init_scale=8.0, growth_interval=1))
@@ -75,8 +85,10 @@ class GradScaler:
         state = first if self.state is None else self.state
         if not isinstance(state, kind):
             raise TypeError(f"state must be of type {kind.__name__}, got {state!r}")
-        _operations.check_scale("the scale in state", state.scale)
-        object.__setattr__(self, "state", kind(*map(_as_leaf, state, leaf_dtypes(first))))
+        dtypes = leaf_dtypes(first)
+        if state is not first:
+            _check_state(state, dtypes)
+        object.__setattr__(self, "state", kind(*map(_as_leaf, state, dtypes)))
         _trees.serialise()
 
     @property
@@ -285,6 +297,17 @@ class GradScaler:
             return ScaledGradients(scaler, *last[1:])
 
         return evaluated
+
+
+def _check_state(state: Any, dtypes: Sequence[DTypeLike]) -> None:
+    """Refuse a scale that is none in float32, a count that is none, and a float that is not finite.
+
+    Fields that a policy adds may be negative.
+    """
+    _operations.check_scale("the scale in state", state.scale, np.float32)
+    for name, value, dtype in list(zip(state._fields, state, dtypes, strict=True))[1:]:
+        lowest = 0 if name in ScaleState._fields else -math.inf
+        _operations.check_number(f"{name} in state", value, dtype, lowest)
 
 
 def _as_leaf(value: Leaf, dtype: DTypeLike) -> Leaf:

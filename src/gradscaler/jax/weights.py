@@ -220,12 +220,6 @@ def master_weights(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def holds_masters(state: Tree) -> bool:
-    """Whether an optimizer's state includes a state of :func:`master_weights`."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, MasterWeightsState))
-    return any(isinstance(node, MasterWeightsState) for node in nodes)
-
-
 def _map_narrow(
     function: Callable[..., object], params: Tree, *trees: Tree, others: Tree = None
 ) -> Tree:
