@@ -1,6 +1,7 @@
 """State dicts of every format, read, written and converted, without any framework."""
 
 import dataclasses
+import math
 import re
 
 import numpy as np
@@ -274,6 +275,13 @@ def test_a_count_towards_a_hysteresis_that_the_dict_does_not_describe_is_refused
         read({**SAVED[name], key: 0})
 
 
+def test_torch_s_count_may_also_be_of_a_policy_of_one_s_own_and_no_other_format_s():
+    with pytest.raises(ValueError, match=r"or to a policy of your own.* a DynamicScale in place"):
+        convert({**TORCH, "_nonfinite_steps": 0, "_survived": 0.0}, "paddle")
+    with pytest.raises(ValueError, match=r"hysteresis, which .* takes the rule itself$"):
+        convert({**SAVED["keras"], "nonfinite_counter": 0}, "paddle")
+
+
 def test_what_means_nothing_to_a_rule_is_not_lost():
     apex = DynamicScale.apex()
     assert detect(write(apex, apex.init(), "torch")) == "torch"
@@ -440,7 +448,8 @@ def test_paddle_s_format_holds_its_whole_rule_and_state(policy, counts):
 @pytest.mark.parametrize(
     ("state_dict", "error", "message"),
     [
-        ({}, ValueError, "empty"),
+        ({}, ValueError, "empty.* Construct the next scaler with the scale to start from"),
+        ({"model": {"w": 1}, "scaler": {}}, ValueError, r"model, scaler\. scaler is empty, like"),
         ({"x" * 1000: 1, "y": 2}, ValueError, f"do not match any known format: {'x' * 80}, y$"),
         ([1], TypeError, "must be a dict, got list"),
         (
@@ -487,6 +496,13 @@ def test_a_missing_key_is_named(name):
         rest = {other: value for other, value in SAVED[name].items() if other != key}
         with pytest.raises(ValueError, match=rf"missing from the state dict.*{key}"):
             read(rest)
+
+
+@pytest.mark.parametrize("scale", [1e39, 1e-46, 1e-40, np.float64(1e300), 0.0, math.nan])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_scale_that_float32_cannot_hold_is_not_written(name, scale):
+    with pytest.raises(ValueError, match="scale must"):
+        write(policy_for(name), ScaleState(scale, 0, 0), name)
 
 
 def test_an_unknown_format_or_rule_is_refused():

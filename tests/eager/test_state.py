@@ -118,6 +118,8 @@ def test_the_empty_state_of_a_disabled_scaler_is_the_framework_s_error(scaler, n
         native().load_state_dict(empty)
     with pytest.raises(type(theirs.value), match="disabled"):
         scaler.load_state_dict(empty)
+    with pytest.raises(RuntimeError, match="leave out load_state_dict"):
+        scaler.load_state_dict(empty)
     assert library.everything(scaler) == before
 
 

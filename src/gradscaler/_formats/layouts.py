@@ -59,10 +59,15 @@ def _no_extras(values: Values, *keys: str) -> None:
     """Raise ValueError if there are keys that an adapter adds for a rule outside of the format."""
     for key in keys:
         if key in values:
-            rule = "an AmaxScale" if key in AMAX else "a rule with a hysteresis"
+            rule, takes = "a rule with a hysteresis", "the rule itself"
+            if key in AMAX:
+                rule = "an AmaxScale"
+            elif key == "_nonfinite_steps":  # only torch's and TensorPlay's scalers take others
+                rule += " or to a policy of your own"
+                takes += ", or a DynamicScale in place of your own policy"
             raise ValueError(
                 f"{key} belongs to {rule}, which this state dict does not describe: "
-                "write(policy, state, to) takes the rule itself"
+                f"write(policy, state, to) takes {takes}"
             )
 
 

@@ -59,14 +59,23 @@ def numbers(layout: Layout, state_dict: Values) -> dict[str, Any]:
     }
 
 
+_EMPTY = (
+    "like that of a disabled scaler, so it holds no scale. Construct the next scaler with the "
+    "scale to start from, and load nothing"
+)
+
+
 def _unrecognised(state_dict: Values) -> str:
     if not state_dict:
-        return "the state dict is empty, like that of a disabled scaler"
+        return f"the state dict is empty, {_EMPTY}"
     closest = max(LAYOUTS, key=lambda layout: len(state_dict.keys() & set(layout.keys)))
     missing = [key for key in closest.keys if key not in state_dict]
     held = ", ".join(f"{key!s:.80}" for key in list(state_dict)[:12])
     if len(missing) == len(closest.keys):
-        if any(isinstance(value, Mapping) for value in state_dict.values()):
-            return f"no entry has the keys of any known format; the keys are {held}"
+        places = {k: v for k, v in state_dict.items() if isinstance(v, Mapping)}
+        if places:
+            empty = [key for key, value in places.items() if not value]
+            hint = f". {empty[0]!s:.80} is empty, {_EMPTY}" if empty else ""
+            return f"no entry has the keys of any known format; the keys are {held}{hint}"
         return f"these keys do not match any known format: {held}"
     return f"missing from the state dict for {closest.format}'s format: {', '.join(missing)}"

@@ -18,7 +18,8 @@ def state_values(state_dict: Mapping[str, object], keys: tuple[str, ...]) -> dic
     if not state_dict:
         raise RuntimeError(
             "The source state dict is empty, possibly because it was saved from a disabled "
-            "instance of GradScaler."
+            "instance of GradScaler. It holds no scale: leave out load_state_dict, and this scaler "
+            "starts from its own. Or construct it with scaling disabled, as the source was."
         )
     missing = [key for key in keys if key not in state_dict]
     if missing:

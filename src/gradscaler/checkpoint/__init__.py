@@ -28,7 +28,15 @@ from gradscaler._formats.reading import layout_of, numbers
 from gradscaler._formats.state_dicts import count_in, number_in
 from gradscaler.checkpoint._losses import losses
 from gradscaler.checkpoint._search import find
-from gradscaler.policies import AmaxScale, DynamicScale, OwnPolicy, Rule, ScaleState, State
+from gradscaler.policies import (
+    AmaxScale,
+    DynamicScale,
+    OwnPolicy,
+    Rule,
+    ScaleState,
+    State,
+    _checks,
+)
 from gradscaler.policies._spelling import check_policy
 
 __all__ = ["FORMATS", "convert", "detect", "read", "write"]
@@ -125,6 +133,7 @@ def _write(policy: OwnPolicy, state: State, to: str, lossy: bool, lost: list[str
         raise ValueError(f"unknown format {to!r}; the formats are {', '.join(FORMATS)}")
     check_policy(policy, OwnPolicy)
     scale, *counts = (number_in(name, getattr(state, name)) for name in ScaleState._fields)
+    scale = _checks.loss_scale("scale", scale)
     state = ScaleState(scale, *map(count_in, ScaleState._fields[1:], counts))
     if isinstance(policy, AmaxScale):
         lost = [_blind(to)]
