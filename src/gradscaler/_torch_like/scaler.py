@@ -14,7 +14,7 @@ from gradscaler._eager.scaler import EagerScaler, OptimizerT, TensorT
 from gradscaler._eager.stepping import PLAIN, Stepping, step_if_finite
 from gradscaler._formats import reading
 from gradscaler._formats.layouts import TORCH_KEYS, read_leaves, read_torch, write_leaves
-from gradscaler._formats.state_dicts import state_values
+from gradscaler._formats.state_dicts import number_in, state_values
 from gradscaler._torch_like.operations import TorchLikeOperations
 from gradscaler._torch_like.stepping import (
     ByArgument,
@@ -65,6 +65,8 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
                 growth_interval=growth_interval,
             )
             check_policy(policy)
+            scale = number_in("scale", policy.init().scale)
+            _checks.loss_scale("the scale of policy.init()", scale)
         super().__init__(policy, enabled, max_retries)
 
     # Getters and setters.

@@ -86,8 +86,7 @@ class GradScaler:
         if not isinstance(state, kind):
             raise TypeError(f"state must be of type {kind.__name__}, got {state!r}")
         dtypes = leaf_dtypes(first)
-        if state is not first:
-            _check_state(state, dtypes)
+        _check_state(state, dtypes)
         object.__setattr__(self, "state", kind(*map(_as_leaf, state, dtypes)))
         _trees.serialise()
 

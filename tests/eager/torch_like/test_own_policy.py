@@ -128,6 +128,18 @@ def test_the_getters_give_the_framework_s_default_of_a_parameter_that_a_policy_l
     assert getattr(ours, f"get_{name}")() == getattr(theirs, f"get_{name}")()
 
 
+@pytest.mark.parametrize("scale", [1e39, 1e-46, 0.0, np.float32(np.nan), np.float64(1e39)])
+def test_a_first_scale_that_float32_cannot_hold_is_refused(scale):
+    class Beyond(Own):
+        def init(self):
+            return ScaleState(scale, 0, 0)
+
+    with pytest.raises(
+        ValueError, match=r"the scale of policy.init\(\) must be positive and finite"
+    ):
+        library.scaler(policy=Beyond())
+
+
 # Setters.
 
 
