@@ -98,6 +98,16 @@ def test_the_buffers_are_as_large_as_the_gradients():
     assert storages == {flat.buffers[0].data_ptr()}
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_empty_parameters_alone_get_an_empty_buffer(dtype):
+    empty = [torch.nn.Parameter(torch.empty(shape, dtype=dtype)) for shape in (0, (3, 0))]
+    model = torch.nn.ParameterList(empty)
+    (buffer,) = flat_gradients(model).buffers
+    sum(parameter.sum() for parameter in model).backward()
+    assert (buffer.shape, buffer.dtype) == ((0,), dtype)
+    assert [parameter.grad.shape for parameter in model] == [(0,), (3, 0)]
+
+
 def test_gradients_that_are_there_are_laid_at_once():
     model = torch.nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()

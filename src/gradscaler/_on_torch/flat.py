@@ -159,7 +159,7 @@ def _empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
     On the CPU, NumPy allocates it: NumPy asks for huge pages, which are read a tenth faster.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or size == 0:  # NumPy's empty arrays have no stride that fits
         return torch.empty(size, dtype=dtype, device=device)
     return torch.from_numpy(np.empty(size * dtype.itemsize, np.uint8)).view(dtype)
 

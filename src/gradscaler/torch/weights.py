@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar
 
@@ -16,9 +16,10 @@ from gradscaler._on_torch.processes import is_dtensor
 from gradscaler._torch_like.operations import Fp16GradientsError, parameters_of
 from gradscaler.errors import ParameterError
 from gradscaler.policies._checks import count
-from gradscaler.torch._weights.casting import Kept, cast
+from gradscaler.torch._weights.casting import Kept, cast, kept_by, must_not_be_wide
 from gradscaler.torch._weights.chunks import Chunks, Piece, is_dense
 from gradscaler.torch._weights.entries import Entries, like
+from gradscaler.torch._weights.replicas import share
 from gradscaler.torch._weights.rounding import DTYPES
 from gradscaler.torch._weights.stores import KEYS, STORES
 from gradscaler.torch._weights.wrapped import (
@@ -64,7 +65,8 @@ class MasterWeights(torch.optim.Optimizer):
         optimizer_class: the class of any PyTorch optimizer, such as ``torch.optim.AdamW``. Its step
             must not need a closure, and must read the parameters from ``param_groups`` each time.
         params: a model; or parameters, named parameters or groups, as for any optimizer.
-        model: the model that the parameters belong to, if ``params`` is not the model.
+        model: the model that the parameters belong to, if ``params`` is not the model. Its
+            parameters that are trained and not in ``params`` are left to other optimizers.
         dtype: the dtype that float32 parameters and buffers of the model are cast to: float16 or
             bfloat16. Pass the float32 model, because ``model.half()`` discards the low bits.
             Without a model, only the parameters are cast. None casts nothing. Frozen parameters are
@@ -133,6 +135,8 @@ class MasterWeights(torch.optim.Optimizer):
             raise ParameterError(f"store must be one of {sorted(STORES)}, got {store!r}")
         if chunk_elements is not None:
             chunk_elements = count("chunk_elements", chunk_elements)
+        if not isinstance(fp32_gradients, bool):
+            raise ParameterError(f"fp32_gradients must be True or False, got {fp32_gradients!r}")
         if not isinstance(seed, int):
             raise ParameterError(f"seed must be an int, got {seed!r}")
         if model is not None and not isinstance(model, torch.nn.Module):
@@ -146,11 +150,14 @@ class MasterWeights(torch.optim.Optimizer):
         self._entries = Entries(STORES[store], seed)
         groups = groups_of(params)
         stands = first_stands(parameters_in(groups))
+        if dtype is not None:
+            must_not_be_wide(stands if model is None else model.parameters())
         wrapped = Wrapped(optimizer_class, in_place_of(groups, stands), kwargs)
         super().__init__(groups, wrapped.defaults)
         wide = self._cast(stands, model, keep_fp32)  # once nothing else can be refused
         self._wrapped = wrapped
         self._begin(stands, wide, wrapped.first_state())
+        share(self._entries_of)
 
     # The interface of every optimizer.
 
@@ -270,6 +277,7 @@ class MasterWeights(torch.optim.Optimizer):
         super().__setstate__(state)
         if self._fp32_gradients:  # a copied or unpickled parameter loses its grad_dtype
             _take_float32_gradients(parameters_of(self))
+        share(self._entries_of)
 
     # The interface for float32 values and gradients.
 
@@ -440,11 +448,10 @@ class MasterWeights(torch.optim.Optimizer):
                 )
         wide = {}
         if self._dtype is not None:
-            kept = {id(parameter) for parameter in self._kept}
-            parameters = [parameter for parameter in parameters if id(parameter) not in kept]
-            wide = cast(parameters, model, self._dtype, keep_fp32)
-        if self._dtype is not None and model is not None:
-            self._kept = [p for p in model.parameters() if p.dtype is torch.float32]
+            kept = kept_by(model, keep_fp32) | set(map(id, self._kept))
+            wide = cast(parameters, model, self._dtype, kept)
+            if model is not None:
+                self._kept = [p for p in model.parameters() if id(p) in kept]
         if self._fp32_gradients:
             _take_float32_gradients(parameters)
         return wide
@@ -461,6 +468,15 @@ class MasterWeights(torch.optim.Optimizer):
         for i, parameter in enumerate(parameters_of(self)):
             if parameter in wide:
                 self._entries.add(parameter, wide.pop(parameter), i)
+
+    @torch.no_grad()
+    def _entries_of(self, parameters: Collection[int]) -> list[torch.Tensor]:
+        """The store's entries of those 16-bit parameters whose ids are given."""
+        return [
+            self._entries.local(p, self.state, i)
+            for i, p in enumerate(parameters_of(self))
+            if id(p) in parameters and p.dtype in DTYPES
+        ]
 
 
 _PICKLED = "_wrapped", "_entries", "_dtype", "_chunk_elements", "_fp32_gradients", "_kept"

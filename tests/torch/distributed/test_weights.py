@@ -217,21 +217,6 @@ def test_ranks_resume_from_a_distributed_checkpoint_with_the_same_bits(
         assert resumed == expected
 
 
-def refused_after_the_wrapper():
-    model = DistributedDataParallel(Model())
-    try:
-        MasterWeights(torch.optim.AdamW, model, lr=1e-3)
-    except ValueError as error:
-        return str(error), str(next(model.parameters()).dtype)
-    return "", ""
-
-
-def test_a_model_that_ddp_has_wrapped_is_refused(ranks):
-    for message, dtype in ranks(2).run(refused_after_the_wrapper):
-        assert "call MasterWeights with the model before it is wrapped" in message
-        assert dtype == "torch.float32"
-
-
 def refused_without_the_model():
     model = Model()
     fully_shard(model, mesh=mesh_of(2))

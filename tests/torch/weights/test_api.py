@@ -225,11 +225,29 @@ def test_without_a_dtype_nothing_is_cast():
 
 def test_float64_parameters_are_stepped_as_they_are():
     parameter = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    optimizer = MasterWeights(torch.optim.SGD, [parameter], lr=1e-12)
+    other = nn.Parameter(torch.ones(3))
+    optimizer = MasterWeights(torch.optim.SGD, [parameter, other], lr=1e-12)
     scaler = GradScaler(init_scale=1024.0)
     scaler.scale(parameter.sum()).backward()
     scaler.step(optimizer)
     assert torch.equal(parameter, torch.full_like(parameter, 1 - 1e-12))
+    assert other.dtype is torch.float16
+
+
+def as_groups(model):
+    return [{"params": list(model.parameters())}]
+
+
+@pytest.mark.parametrize("of", [lambda model: model, nn.Module.parameters, as_groups])
+def test_a_float64_model_is_refused_unless_nothing_shall_be_cast(of):
+    model = small().double()
+    with pytest.raises(ParameterError, match=r"all of these are float64: call model\.float\(\)"):
+        MasterWeights(torch.optim.SGD, of(model), lr=0.1)
+    optimizer = MasterWeights(torch.optim.SGD, of(model), dtype=None, lr=0.1)
+    start = model[0].weight.detach().clone()
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    optimizer.step()
+    assert torch.equal(model[0].weight, start - 0.1)
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -581,6 +599,30 @@ REFUSED = {
         {"keep_fp32": "0"},
         ParameterError,
         "keep_fp32 must be a collection of names and classes",
+    ),
+    "no list of names": (
+        (torch.optim.SGD, small()),
+        {"keep_fp32": None},
+        ParameterError,
+        "keep_fp32 must be a collection of names and classes .* got None",
+    ),
+    "names that can be read only once": (
+        (torch.optim.SGD, small()),
+        {"keep_fp32": iter(["0"])},
+        ParameterError,
+        "keep_fp32 must be a collection of names and classes",
+    ),
+    "a text for a bool": (
+        (torch.optim.SGD, small()),
+        {"fp32_gradients": "no"},
+        ParameterError,
+        "fp32_gradients must be True or False, got 'no'",
+    ),
+    "a number for a bool": (
+        (torch.optim.SGD, small()),
+        {"fp32_gradients": 1},
+        ParameterError,
+        "fp32_gradients must be True or False, got 1",
     ),
     "a seed": (
         (torch.optim.SGD, small()),

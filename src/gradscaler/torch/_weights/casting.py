@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 
 from gradscaler._on_torch.processes import is_dtensor, is_flattened
 from gradscaler.errors import ParameterError
+from gradscaler.torch._weights.replicas import must_not_be_replicated
 
 Kept = Collection[str | type[torch.nn.Module]]
 
@@ -18,26 +18,26 @@ def cast(
     parameters: Iterable[torch.Tensor],
     model: torch.nn.Module | None,
     dtype: torch.dtype,
-    keep_fp32: Kept,
+    kept: set[int],
 ) -> dict[torch.Tensor, torch.Tensor]:
     """Cast float32 parameters, and a model's float32 buffers, in place.
 
     Args:
-        parameters: the parameters to cast, except those that ``keep_fp32`` names.
-        model: the model to cast as a whole, with parameters that are not in ``parameters``.
+        parameters: the parameters to cast.
+        model: the model, whose frozen parameters are cast too. Its other parameters are left to
+            the optimizer that steps them, with the buffers of modules that have no others.
         dtype: the 16-bit dtype to cast to.
-        keep_fp32: the modules, by their class, and the modules, parameters and buffers, by their
-            name in the model, that are not cast. A module stands for everything that it holds.
+        kept: the ids of parameters and buffers that are not cast.
 
     Returns:
         The float32 values of each parameter that was cast and requires gradients. The tensors are
         the original ones, not copies.
 
     Raises:
-        ParameterError: a name is not in the model, or a parameter or the model cannot be cast.
+        ParameterError: a parameter or the model cannot be cast.
     """
-    kept = _kept(model, keep_fp32)
     own = [] if model is None else list(model.parameters())
+    kept = kept | _left_to_others(model, parameters)
     cast_parameters = {
         parameter: parameter.detach()
         for parameter in [*own, *parameters]
@@ -46,8 +46,8 @@ def cast(
     in_model = {id(each) for each in own}
     for parameter in cast_parameters:
         _must_be_castable(parameter, id(parameter) in in_model)
-    if model is not None and cast_parameters:
-        _must_not_be_replicated(model)
+    if cast_parameters:
+        must_not_be_replicated(cast_parameters)
     if model is not None:
         chosen = {id(each) for each in cast_parameters}
         chosen |= {id(each.grad) for each in cast_parameters if each.grad is not None}
@@ -64,15 +64,16 @@ def cast(
     return {p: wide for p, wide in cast_parameters.items() if p.requires_grad}
 
 
-def _kept(model: torch.nn.Module | None, keep_fp32: Kept) -> set[int]:
-    """The ids of all parameters and buffers that are not cast."""
-    if isinstance(keep_fp32, (str, type)) or not all(
-        isinstance(each, (str, type)) for each in keep_fp32
-    ):
-        raise ParameterError(
-            "keep_fp32 must be a collection of names and classes of modules, as in "
-            f"keep_fp32=['head', torch.nn.LayerNorm], got {keep_fp32!r}"
-        )
+def kept_by(model: torch.nn.Module | None, keep_fp32: Kept) -> set[int]:
+    """The ids of the parameters and buffers that an optimizer's ``keep_fp32`` stands for.
+
+    It has classes of modules, and names of modules, parameters and buffers in the model. A module
+    stands for everything that it holds.
+
+    Raises:
+        ParameterError: it is not a collection of these, or a name is not in the model.
+    """
+    _must_be_names_and_classes(keep_fp32)
     names = {name for name in keep_fp32 if isinstance(name, str)}
     types = tuple(kind for kind in keep_fp32 if not isinstance(kind, str))
     if model is None:
@@ -101,6 +102,34 @@ def _kept(model: torch.nn.Module | None, keep_fp32: Kept) -> set[int]:
     return kept
 
 
+def _must_be_names_and_classes(keep_fp32: object) -> None:
+    if (
+        isinstance(keep_fp32, (str, type))
+        or not isinstance(keep_fp32, Collection)
+        or not all(isinstance(each, (str, type)) for each in keep_fp32)
+    ):
+        raise ParameterError(
+            "keep_fp32 must be a collection of names and classes of modules, as in "
+            f"keep_fp32=['head', torch.nn.LayerNorm], got {keep_fp32!r}"
+        )
+
+
+def _left_to_others(model: torch.nn.Module | None, parameters: Iterable[torch.Tensor]) -> set[int]:
+    """The ids of the parameters and buffers of a model that another optimizer may step."""
+    if model is None:
+        return set()
+    stepped = set(map(id, parameters))
+    left = {id(p) for p in model.parameters() if p.requires_grad} - stepped
+    if not left:
+        return left
+    buffers: set[int] = set()
+    for module in model.modules():
+        trained = {id(p) for p in module.parameters() if p.requires_grad}
+        if trained and trained <= left:
+            buffers.update(map(id, module.buffers()))
+    return left | buffers
+
+
 def _must_be_castable(parameter: torch.Tensor, is_in_model: bool) -> None:
     if is_flattened(parameter):
         raise ParameterError(
@@ -118,9 +147,14 @@ def _must_be_castable(parameter: torch.Tensor, is_in_model: bool) -> None:
         )
 
 
-def _must_not_be_replicated(model: torch.nn.Module) -> None:
-    if any(isinstance(each, DistributedDataParallel) for each in model.modules()):
+def must_not_be_wide(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse parameters that are all float64, as after ``model.double()``.
+
+    Raises:
+        ParameterError: nothing would be cast.
+    """
+    if {parameter.dtype for parameter in parameters} == {torch.float64}:
         raise ParameterError(
-            "DistributedDataParallel has laid out gradients for float32 parameters: call "
-            "MasterWeights with the model before it is wrapped"
+            "MasterWeights casts float32 parameters, and all of these are float64: call "
+            "model.float() before, or give dtype=None to step them in float64"
         )

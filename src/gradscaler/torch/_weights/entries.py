@@ -65,6 +65,10 @@ class Entries:
             versions = map(_version, piece.wholes)
             self._written.update(zip(piece.parameters, versions, strict=True))
 
+    def local(self, parameter: torch.Tensor, state: State, index: int) -> torch.Tensor:
+        """A parameter's entry, to be changed in place before a step; this process' part."""
+        return to_local([self._before_step(parameter, state, index)])[0]
+
     def wide(self, parameter: torch.Tensor, state: State) -> torch.Tensor:
         """The float32 values of a parameter, in a new tensor."""
         (local,) = to_local([parameter.detach()])
@@ -91,20 +95,25 @@ class Entries:
                 master.copy_(wide_values(local, {"master": master}))
 
     def _entry(self, parameter: torch.Tensor, state: State, places: Places) -> torch.Tensor:
-        """The entry of a parameter.
+        """The entry of a parameter, from now on in the state."""
+        entry = self._before_step(parameter, state, places[parameter][1])
+        state.setdefault(parameter, {})[self.store.key] = entry
+        return entry
+
+    def _before_step(self, parameter: torch.Tensor, state: State, index: int) -> torch.Tensor:
+        """The entry of a parameter; if not in the state, it stays in this object.
 
         If there is none, it is made from another store's entry, or from the parameter's value.
         """
-        key = self.store.key
-        of_parameter = state.setdefault(parameter, {})
-        if key not in of_parameter:
-            if parameter not in self._fresh:
-                self.add(parameter, self.wide(parameter, state), places[parameter][1])
-            for other in KEYS:
-                of_parameter.pop(other, None)
-            of_parameter[key] = self._fresh[parameter]
-        entry: torch.Tensor = of_parameter[key]
-        return entry
+        of_parameter = state.get(parameter, {})
+        if self.store.key in of_parameter:
+            entry: torch.Tensor = of_parameter[self.store.key]
+            return entry
+        if parameter not in self._fresh:
+            self.add(parameter, self.wide(parameter, state), index)
+        for other in KEYS:
+            of_parameter.pop(other, None)
+        return self._fresh[parameter]
 
     def _local(self, parameter: torch.Tensor, state: State) -> dict[str, torch.Tensor]:
         """The entries of a parameter, of any store, by the store's key; this process' parts."""

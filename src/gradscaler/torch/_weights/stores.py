@@ -125,7 +125,7 @@ class Nothing:
         drawn = []
         for parameter, local, entry in zip(piece.parameters, piece.locals, entries, strict=True):
             span = () if piece.is_whole else (piece.begin,)
-            generator.manual_seed(_mixed(*entry.tolist(), *_shard_of(parameter), *span))
+            generator.manual_seed(mixed(*entry.tolist(), *_shard_of(parameter), *span))
             drawn.append(random_bits(local.numel(), generator))
         rounded = round_at_random(piece.wide, piece.dtype, torch.cat(drawn))
         piece.narrow.copy_(rounded.view(torch.int16))
@@ -156,10 +156,10 @@ def wide_values(local: torch.Tensor, entries: dict[str, torch.Tensor]) -> torch.
 
 def stream_of(seed: int, index: int) -> int:
     """The seed of one parameter's random numbers."""
-    return _mixed((seed + 2**63) % 2**64 - 2**63, index)  # torch.seed() returns up to 64 bits
+    return mixed((seed + 2**63) % 2**64 - 2**63, index)  # torch.seed() returns up to 64 bits
 
 
-def _mixed(*numbers: int) -> int:
+def mixed(*numbers: int) -> int:
     """A 63-bit hash of the numbers."""
     digest = blake2b(struct.pack(f"{len(numbers)}q", *numbers), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
