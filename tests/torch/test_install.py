@@ -3,6 +3,7 @@
 import copy
 import importlib
 import inspect
+import itertools
 import pickle
 import subprocess
 import sys
@@ -108,6 +109,23 @@ def test_without_a_with_statement_it_holds_until_uninstall():
     assert is_torch_s(torch.amp.GradScaler("cpu"))
     uninstall()
     assert is_torch_s(torch.amp.GradScaler("cpu"))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_it_holds_until_the_last_context_is_closed_in_any_order(order):
+    contexts = [install() for _ in order]
+    for closed, i in enumerate(order, start=1):
+        contexts[i].__exit__(None, None, None)
+        assert is_torch_s(torch.amp.GradScaler("cpu")) is (closed == 3)
+
+
+def test_after_uninstall_an_open_context_neither_installs_nor_ends_a_later_one():
+    earlier = install()
+    uninstall()
+    assert is_torch_s(torch.amp.GradScaler("cpu"))
+    with install():
+        earlier.__exit__(None, None, None)
+        assert type(torch.amp.GradScaler("cpu")) is GradScaler
 
 
 def test_ours_is_not_made_twice():

@@ -12,7 +12,7 @@ it out.
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache, partial, wraps
 from importlib import import_module
@@ -74,10 +74,26 @@ class _Replacement:
             return object.__new__(cls)
 
         self.make_ours, self.make_theirs = make_ours, make_theirs
+        self._open: set[ExitStack] = set()
 
-    def put(self, make: Callable[..., object]) -> None:
-        """Replace the ``__new__`` of the base class."""
-        self.base.__new__ = make
+    def begin(self) -> AbstractContextManager[object]:
+        """Construct ours until the returned context and all others are closed, in any order."""
+        context = ExitStack()
+        context.callback(self._end, context)
+        self._open.add(context)
+        self.base.__new__ = self.make_ours
+        return context
+
+    def _end(self, context: ExitStack) -> None:
+        self._open.discard(context)
+        if not self._open:
+            self.end_all()
+
+    def end_all(self) -> None:
+        """Construct theirs again. Closing a context that was open has no effect then."""
+        self._open.clear()
+        if self.base.__new__ is self.make_ours:
+            self.base.__new__ = self.make_theirs
 
 
 _OF_TORCH = _Replacement(
@@ -165,7 +181,8 @@ def install(engine: str = "torch") -> AbstractContextManager[object]:
             ``"megatron"``.
 
     Returns:
-        A context manager. Its exit undoes this call.
+        A context manager. Its exit undoes this call; the classes return their own scalers again
+        when the last open one exits, in whatever order.
 
     Raises:
         ValueError: ``engine`` is another name.
@@ -188,10 +205,7 @@ def install(engine: str = "torch") -> AbstractContextManager[object]:
                 f"of the installed version already has one, {cls.__new__!r}: construct a scaler of "
                 "gradscaler.torch yourself and pass it"
             )
-    stack = ExitStack()
-    stack.callback(replacement.put, vars(replacement.base).get("__new__", replacement.make_theirs))
-    replacement.put(replacement.make_ours)
-    return stack
+    return replacement.begin()
 
 
 def uninstall(engine: str = "torch") -> None:
@@ -207,6 +221,4 @@ def uninstall(engine: str = "torch") -> None:
         ValueError: ``engine`` is another name.
         ModuleNotFoundError: the engine, or a package that it imports, is not installed.
     """
-    replacement = _replacement(engine)
-    if replacement.base.__new__ is replacement.make_ours:
-        replacement.put(replacement.make_theirs)
+    _replacement(engine).end_all()
