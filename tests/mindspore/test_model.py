@@ -241,7 +241,8 @@ def test_level_o2_scales_the_loss_by_default(make, dataset):
 
 
 def test_what_mindspore_can_build_on_the_cpu_is_its_own(make, line):
-    for kwargs in ({}, {"loss_scale_manager": ours.FixedLossScaleManager(8.0, False)}):
+    fixed = {"loss_scale_manager": ours.FixedLossScaleManager(8.0, False), "loss_scale": 8.0}
+    for kwargs in ({}, fixed):
         assert type(make(**kwargs).train_network) is nn.TrainOneStepCell
     step = ours.build_train_network(line(), nn.SGD(line().trainable_params()))
     assert ours.Model(step).train_network is step

@@ -9,7 +9,7 @@ from mindspore import amp, nn
 from mindspore.train import Callback
 
 from gradscaler.mindspore.managers import DynamicLossScaleManager
-from gradscaler.mindspore.train import own_update_cell, with_loss_scaling
+from gradscaler.mindspore.train import finished, own_update_cell
 
 
 class Model(mindspore.Model):  # type: ignore[misc] # untyped base
@@ -60,13 +60,14 @@ class Model(mindspore.Model):  # type: ignore[misc] # untyped base
         if self._amp_level == "O2" and not self._loss_scale_manager_set:
             self._process_amp_args({"loss_scale_manager": DynamicLossScaleManager()})
         manager = self._loss_scale_manager
-        update_cell = None if self._optimizer is None else own_update_cell(manager)
-        if update_cell is None:
+        if self._optimizer is None:
             return super()._build_train_network()
-        self._loss_scale_manager = None
+        update_cell = own_update_cell(manager)
+        if update_cell is not None:
+            self._loss_scale_manager = None
         step = super()._build_train_network()
         self._loss_scale_manager = manager
-        return with_loss_scaling(step, manager, update_cell)
+        return finished(step, self._optimizer, manager, update_cell)
 
     def _transform_callbacks(self, callbacks: list[Callback]) -> list[Callback]:
         callbacks = super()._transform_callbacks(callbacks)

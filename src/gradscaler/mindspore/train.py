@@ -8,6 +8,7 @@ import mindspore
 from mindspore import Tensor, amp, nn, ops
 
 from gradscaler.mindspore._operations import every_finite, largest, on_cpu, unscale_all
+from gradscaler.mindspore._two_scales import left_by, warn_of_other_scale
 from gradscaler.mindspore.managers import DynamicLossScaleManager
 from gradscaler.policies import _checks, amax_interval
 
@@ -28,6 +29,9 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
         optimizer: the optimizer of the network's parameters.
         scale_sense: an update cell, which moves the scale after each step; or the scale, a Tensor
             of shape () or (1,), which :meth:`set_sense_scale` sets.
+
+    Warns:
+        UserWarning: the optimizer has a ``loss_scale`` of its own, by which it would divide again.
 
     Raises:
         TypeError: ``scale_sense`` is neither an update cell nor a Tensor.
@@ -57,6 +61,7 @@ class TrainOneStepWithLossScaleCell(nn.TrainOneStepWithLossScaleCell):  # type: 
                 f"{type(scale_sense).__name__}, which has no get_loss_scale()"
             )
         super().__init__(network, optimizer, scale_sense)
+        warn_of_other_scale(optimizer, 1.0)
         self._wants_amax = amax_interval(scale_sense) > 0
         if self._wants_amax and self.is_distributed:
             self._all_gather = ops.AllGather()  # on the CPU, AllReduce has no maximum
@@ -150,7 +155,9 @@ def build_train_network(
     """Build a train step: a drop-in for ``mindspore.amp.build_train_network``, also on the CPU.
 
     On the CPU, MindSpore's own function refuses loss scaling that skips steps.
-    :class:`gradscaler.mindspore.Model` builds its train step in the same way.
+    :class:`gradscaler.mindspore.Model` builds its train step in the same way. Both warn if the
+    optimizer's ``loss_scale`` is not the scale that the train step leaves in the gradients: that of
+    a ``FixedLossScaleManager(drop_overflow_update=False)``, or 1 with any other manager.
 
     Args:
         network: the network; if ``loss_fn`` is None, a cell that returns the loss.
@@ -188,7 +195,28 @@ def build_train_network(
     if update_cell is not None:
         kwargs["loss_scale_manager"] = None
     step = _native_build(network, optimizer, loss_fn, level, boost_level, **kwargs)
-    return step if update_cell is None else with_loss_scaling(step, manager, update_cell)
+    return finished(step, optimizer, manager, update_cell)
+
+
+def finished(
+    step: nn.Cell,
+    optimizer: nn.Cell,
+    manager: amp.LossScaleManager | None,
+    update_cell: nn.Cell | None,
+) -> nn.Cell:
+    """A train step with loss scaling, from one that MindSpore has built.
+
+    Args:
+        step: MindSpore has built it with ``manager``, or without if there is an ``update_cell``.
+        optimizer: the optimizer of the network's parameters.
+        manager: the user's manager.
+        update_cell: the result of ``own_update_cell(manager)``.
+    """
+    if update_cell is not None:
+        return _with_loss_scaling(step, manager, update_cell)
+    if manager is not None:
+        warn_of_other_scale(optimizer, left_by(step))
+    return step
 
 
 def own_update_cell(manager: amp.LossScaleManager | None) -> nn.Cell | None:
@@ -199,8 +227,8 @@ def own_update_cell(manager: amp.LossScaleManager | None) -> nn.Cell | None:
     return None
 
 
-def with_loss_scaling(
-    step: nn.Cell, manager: amp.LossScaleManager, update_cell: nn.Cell
+def _with_loss_scaling(
+    step: nn.Cell, manager: amp.LossScaleManager | None, update_cell: nn.Cell
 ) -> nn.Cell:
     """A train step with loss scaling, from one that MindSpore has built without ``manager``."""
     if type(step) is not nn.TrainOneStepCell:
