@@ -6,6 +6,8 @@ A sparse gradient, which only graph mode makes, is represented by its values.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
+from threading import RLock
 from typing import Any, TypeAlias, TypeVar
 
 import mindspore
@@ -22,9 +24,26 @@ _LARGE = 2**16  # elements
 _native_all_finite = mindspore.amp.all_finite  # kept, because a user may replace it by ours
 
 
+_one_thread = RLock()
+
+
+def in_turn(function: F) -> F:
+    """``function``, run by one thread at a time, because MindSpore's executor fails in several.
+
+    Its compiler reads ``function`` itself: it unwraps functions.
+    """
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _one_thread:
+            return function(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
 def compiled(function: F) -> F:
     """``mindspore.jit`` of a function, with the backend that every device supports."""
-    return mindspore.jit(function, backend="ms_backend")  # type: ignore[no-any-return]
+    return in_turn(mindspore.jit(function, backend="ms_backend"))  # type: ignore[no-any-return]
 
 
 def scaled(scale: Tensor, value: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import mindspore
 from mindspore import Parameter, Tensor, mutable, ops
 
 from gradscaler.errors import ParameterError
-from gradscaler.mindspore._operations import as_amax, as_flag, compiled, scaled, unscaled
+from gradscaler.mindspore._operations import as_amax, as_flag, compiled, in_turn, scaled, unscaled
 from gradscaler.mindspore._spelling import WindowAndFactor, dynamic_policy
 from gradscaler.mindspore._state import assign, next_values, own_leaves
 from gradscaler.policies import AmaxScale, DynamicScale, Scalar, _checks, amax_interval
@@ -46,6 +46,7 @@ def _adjusted(
 class _Scaling(mindspore.amp.LossScaler):  # type: ignore[misc] # untyped base
     """Multiplies and divides by ``scale_value``."""
 
+    @in_turn
     def scale(self, inputs: Tensors) -> Tensors:
         """``inputs * scale_value``, each tensor in its own dtype.
 
@@ -54,6 +55,7 @@ class _Scaling(mindspore.amp.LossScaler):  # type: ignore[misc] # untyped base
         """
         return _scale(_value_of(self.scale_value), _tensors(inputs))
 
+    @in_turn
     def unscale(self, inputs: Tensors) -> Tensors:
         """``inputs / scale_value``, each tensor in its own dtype.
 
@@ -157,6 +159,7 @@ class DynamicLossScaler(WindowAndFactor, _Scaling, mindspore.amp.DynamicLossScal
             f"counter={self.counter.asnumpy().item()!r}, policy={self._policy!r})"
         )
 
+    @in_turn
     def adjust(self, grads_finite: Tensor | bool, amax: Tensor | float | None = None) -> bool:
         """Move the scale after a step.
 
