@@ -265,6 +265,25 @@ def test_a_single_element_that_is_not_finite_is_an_overflow(dtype, value, layout
         assert has_overflow(iter(parameters)) is (value != 0.0)
 
 
+FLOAT8 = [getattr(torch, name) for name in dir(torch) if name.startswith("float8_")]
+
+
+@pytest.mark.parametrize("dtype", [*FLOAT8, torch.complex64], ids=str)
+def test_a_dtype_without_minimum_and_maximum_is_checked(dtype):
+    for value in (1.0, float("nan"), float("inf")):
+        gradient = torch.tensor([1.0, value, 2.0]).to(dtype)
+        wide = gradient.to(torch.complex64 if dtype.is_complex else torch.float32)
+        found = DynamicLossScaler._has_inf_or_nan(gradient)
+        assert (found.dtype, found.shape) == (torch.bool, ())
+        assert found.item() is not bool(torch.isfinite(wide).all())
+
+
+def test_an_imaginary_part_that_is_not_finite_is_an_overflow():
+    gradient = torch.tensor([complex(1.0, float("inf"))])
+    for each in (gradient, gradient.conj()):
+        assert DynamicLossScaler._has_inf_or_nan(each)
+
+
 def test_without_gradients_there_is_no_overflow():
     assert DynamicLossScaler(**RULE).has_overflow([torch.zeros(2)]) is False
 

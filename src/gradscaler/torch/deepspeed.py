@@ -176,6 +176,11 @@ class DynamicLossScaler(LossScalerBase):
             x = x._values()
         if x.numel() == 0:
             return torch.zeros((), dtype=torch.bool, device=x.device)
+        # aminmax takes neither complex tensors nor float8.
+        if x.is_complex():
+            x = torch.view_as_real(x.resolve_conj())
+        elif x.is_floating_point() and x.dtype.itemsize == 1:
+            x = x.float()
         return torch.stack(torch.aminmax(x)).isfinite().logical_not().any()
 
     def update_scale(self, overflow: bool) -> None:
