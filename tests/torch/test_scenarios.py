@@ -9,6 +9,10 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.utils import clip_grad_norm_
 
 from gradscaler import CallOrderError
@@ -465,3 +469,46 @@ def test_a_new_scale_drops_the_iteration_s_records(scaler, parameters, overflowe
     assert scaler.get_scale() == 4.0
     assert len(scaler._per_optimizer_states) == 0
     scaler.unscale_(optimizer)
+
+
+class Accelerated(torch.optim.Optimizer):
+    """Steps by the scaler, as Accelerate's wrapper does, whoever calls ``step``."""
+
+    def __init__(self, optimizer, scaler):
+        vars(self).update(vars(optimizer))
+        self.optimizer, self.scaler = optimizer, scaler
+
+    def step(self, closure=None):
+        self.scaler.step(self.optimizer, closure)
+        self.scaler.update()
+
+    def load_state_dict(self, state_dict):
+        self.optimizer.load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_after_accelerate_s_load_state_under_fsdp2_the_scaler_is_loaded_again(is_placed):
+    """Its calls one by one; in the third, PyTorch makes the optimizer's state by a step."""
+
+    def start():
+        task = Task(partial(torch.optim.AdamW, lr=0.1))
+        scaler = GradScaler("cpu", 1024.0, growth_interval=5)
+        return task, scaler, Accelerated(task.optimizer, scaler)
+
+    task, scaler, optimizer = start()
+    for inputs, targets in task.batches:
+        optimizer.zero_grad()
+        scaler.scale(task.model(inputs).sub(targets).square().mean()).backward()
+        optimizer.step()
+    saved, of_optimizer = scaler.state_dict(), get_optimizer_state_dict(task.model, task.optimizer)
+
+    task, scaler, optimizer = start()
+    if is_placed:
+        scaler.scale(torch.ones(()))
+    scaler.load_state_dict(saved)
+    scaler._lazy_init_scale_growth_tracker(scaler._device)
+    set_optimizer_state_dict(task.model, optimizer, of_optimizer)
+    assert scaler.get_scale() == 2048.0  # the step was the fifth
+    scaler.load_state_dict(saved)
+    assert scaler.state_dict() == saved
+    assert saved["scale"] == 1024.0

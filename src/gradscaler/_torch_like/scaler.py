@@ -22,7 +22,7 @@ from gradscaler._torch_like.stepping import (
     ByReplacement,
     takes_grad_scaler,
 )
-from gradscaler.errors import CallOrderError, ParameterError
+from gradscaler.errors import ParameterError
 from gradscaler.policies import DynamicScale, FixedScale, Policy, State, _checks, is_fixed
 from gradscaler.policies._spelling import check_alone, check_policy, replaced
 
@@ -244,9 +244,9 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
                 self._per_optimizer_states[key][name] = state[name]
 
     def _lazy_init_scale_growth_tracker(self, dev: Device) -> None:
-        if self._state is not None:
-            raise CallOrderError("the scale is already on a device")
-        self._state = self._operations.place(self._initial_state, dev)
+        # Accelerate calls this when it loads a checkpoint, also in the middle of a training.
+        if self._state is None:
+            self._state = self._operations.place(self._initial_state, dev)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         state = self._state_in_force(funcname)
