@@ -23,6 +23,7 @@ from gradscaler._eager.decision import Order, ballot, bounds, check_same, result
 from gradscaler._eager.operations import FoundInf, Optimizer
 from gradscaler._eager.processes import ALONE, Deciders, OnePart, Parts
 from gradscaler._on_torch import widening
+from gradscaler._torch_like.float64 import widest
 from gradscaler._torch_like.operations import TorchLikeOperations, parameters_of
 from gradscaler.errors import ParameterError
 from gradscaler.policies import State
@@ -391,9 +392,10 @@ class Vote:
             zero, one = (operations.scalar(value, scale.device) for value in (0.0, 1.0))
             flag = operations.combine([found_inf], scale.device) if found_inf else zero
             seen = [] if amax is None else [operations.on_device(amax, scale.device)]
-            identity = torch.full((), optimizer, dtype=torch.float64, device=scale.device)
+            dtype = widest(torch, scale.device)  # float32 rounds alike on all processes
+            identity = torch.full((), optimizer, dtype=dtype, device=scale.device)
             scalars = [flag, one if found_inf else zero, *seen, *bounds((*state, identity))]
-            vote = torch.stack([scalar.double() for scalar in scalars])
+            vote = torch.stack([scalar.to(dtype) for scalar in scalars])
             dist.all_reduce(vote, dist.ReduceOp.MAX, group)
             self._unread = _read_later(state._fields, vote[2 + len(seen) :])
             flag = vote[0].float()
@@ -406,7 +408,8 @@ class Vote:
 
 
 def _maxima(group: Group, values: list[float]) -> list[float]:
-    maxima = torch.tensor(values, dtype=torch.float64, device=_device_of(group, _CPU))
+    device = _device_of(group, _CPU)
+    maxima = torch.tensor(values, dtype=widest(torch, device), device=device)
     dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
     found: list[float] = maxima.tolist()
     return found
@@ -447,9 +450,9 @@ def _device_of(group: Group, device: torch.device) -> torch.device:
 def reduce_norm(norms: dict[tuple[Group, ...], torch.Tensor], norm_type: float) -> torch.Tensor:
     """The p-norm of gradients whose parts lie on many processes, a scalar.
 
-    It is ``(sum of n**p)**(1/p)`` in float64, where n are the norms of the parts, and the largest n
-    for p = inf. Each all-reduce takes one value, however many parts this process has, because
-    another process may have fewer.
+    It is ``(sum of n**p)**(1/p)``, in float64 if the device has it, where n are the norms of the
+    parts, and the largest n for p = inf. Each all-reduce takes one value, however many parts this
+    process has, because another process may have fewer.
 
     Args:
         norms: the norm of this process's part of the gradients that are split over each tuple of
@@ -462,7 +465,8 @@ def reduce_norm(norms: dict[tuple[Group, ...], torch.Tensor], norm_type: float) 
     is_max = math.isinf(norm_type)
     power = 1.0 if is_max or norm_type == 0 else norm_type
     first = next(iter(norms.values()))
-    parts = {groups: norm.to(first.device).double() ** power for groups, norm in norms.items()}
+    dtype = widest(torch, first.device)
+    parts = {groups: norm.to(first.device, dtype) ** power for groups, norm in norms.items()}
     while groups := max(parts, key=len):
         part, rest = _all_reduced(parts.pop(groups), groups[-1], is_max), groups[:-1]
         if rest in parts:
@@ -474,16 +478,18 @@ def reduce_norm(norms: dict[tuple[Group, ...], torch.Tensor], norm_type: float) 
 
 
 def _all_reduced(value: torch.Tensor, group: Group, is_max: bool) -> torch.Tensor:
-    """The sum of a float64 scalar over a group, or the largest value; NaN if any value is."""
+    """The sum of a scalar over a group, or the largest value; NaN if any value is."""
     device = _device_of(group, value.device)
+    dtype = widest(torch, device)
     if not is_max:
-        total = value.to(device, copy=True)
+        total = value.to(device, dtype, copy=True)
         dist.all_reduce(total, dist.ReduceOp.SUM, group)
-        return total.to(value.device)
+        return total.to(value)
     # A backend's maximum may drop a NaN, so whether there is one is reduced beside it.
-    pair = torch.stack([value.nan_to_num(torch.inf, torch.inf), value.isnan().double()]).to(device)
+    pair = torch.stack([value.nan_to_num(torch.inf, torch.inf), value.isnan().to(value.dtype)])
+    pair = pair.to(device, dtype)
     dist.all_reduce(pair, dist.ReduceOp.MAX, group)
-    largest, is_nan = pair.to(value.device)
+    largest, is_nan = pair.to(value)
     return torch.where(is_nan == 0, largest, torch.nan)
 
 

@@ -14,6 +14,7 @@ from typing import Any, SupportsFloat, TypeGuard
 import numpy as np
 
 from gradscaler._eager.operations import Device, FoundInf, GradientsRefusedError, Optimizer, Tensor
+from gradscaler._torch_like.float64 import has_float64
 from gradscaler._torch_like.norm import norm_on_cpu
 from gradscaler.errors import CallOrderError
 from gradscaler.policies import Policy, State, leaf_dtypes
@@ -269,7 +270,7 @@ class TorchLikeOperations:
     def _check_then_unscale_(self, grads: list[Tensor], flag: Tensor, inv_scale: Tensor) -> None:
         """``check_and_unscale_`` in two passes, by operations that exist for every dtype."""
         framework = self.framework
-        if grads[0].dtype == framework.float64 or grads[0].device.type == "mps":  # has no float64
+        if grads[0].dtype == framework.float64 or not has_float64(framework, grads[0].device):
             is_set = framework.stack([(~grad.isfinite()).any() for grad in grads]).any().float()
         else:  # few calls, however many gradients there are
             is_set = _nonfinite(self.norm_on_device(grads))
@@ -300,7 +301,8 @@ class TorchLikeOperations:
     def inverse(self, scale: Tensor) -> tuple[SupportsFloat, Tensor]:
         """A copy of the scale for the record, and 1/scale as a float32 scalar on its device.
 
-        It is computed in float64 and rounded once, because some builds divide float32 inexactly.
+        It is computed in float64, if the device has it, and rounded once, because some builds
+        divide float32 inexactly.
         Do not change it in place: it is cached until another scale is inverted.
         """
         if self.on_host(scale):
@@ -309,7 +311,7 @@ class TorchLikeOperations:
             if inverse is None or inverse[0] != used:
                 inverse = self._inverse = used, self.scalar(1.0 / used, scale.device)
             return inverse
-        if scale.device.type == "mps":  # has no float64
+        if not has_float64(self.framework, scale.device):
             return scale.clone(), scale.reciprocal()
         wide = scale.double()
         return wide, wide.reciprocal().float()
@@ -370,7 +372,7 @@ class TorchLikeOperations:
         """
         return not grads or (
             grads[0].dtype == self.framework.float32
-            and grads[0].device.type != "mps"
+            and has_float64(self.framework, grads[0].device)
             and set(map(type, grads)) == {self.framework.Tensor}
         )
 
