@@ -31,10 +31,9 @@ class Piece:
     Attributes:
         dtype: the dtype of the parameters.
         is_whole: whether the piece has whole parameters.
-        is_first, is_last: whether the piece has the first and the last element of its parameters.
+        is_last: whether the piece has the last element of its parameters.
         is_narrow: whether ``dtype`` has 16 bits, so that the parameters are stepped in float32.
-        wholes: this process' parts of the parameters.
-        locals: the same, or the span of the one parameter.
+        locals: this process' parts of the parameters, or the span of the one parameter.
         entries: the store's entries for ``locals``.
         gradients: flat memory for all float32 gradients; None for a dtype other than 16 bits and
             float32.
@@ -44,6 +43,9 @@ class Piece:
         narrow: flat int16 memory for 16 bits of each value; None if ``wide`` is None.
         narrow_views: views of ``narrow`` in the shape of each parameter.
         rounded_views: ``narrow_views``, read as ``dtype``.
+        halves: two flat tensors of ``dtype`` for all values, in the memory of ``gradients``; empty
+            if ``wide`` is not None.
+        half_views: views of both ``halves`` in the shape of each parameter.
     """
 
     gradients: torch.Tensor | None = None
@@ -55,7 +57,6 @@ class Piece:
     ) -> None:
         self.parameters, self.begin, self._end = parameters, begin, end
         self.is_whole = end is None
-        self.is_first = begin == 0
         self.is_last = end in (None, parameters[0].numel())
         self.dtype, self.device = parameters[0].dtype, parameters[0].device
         self.is_narrow = self.dtype in DTYPES
@@ -65,13 +66,14 @@ class Piece:
         self.wide_views: list[torch.Tensor] = []
         self.narrow_views: list[torch.Tensor] = []
         self.rounded_views: list[torch.Tensor] = []
+        self.halves: list[torch.Tensor] = []
+        self.half_views: list[list[torch.Tensor]] = []
         self.look_up()
         self.size = sum(local.numel() for local in self.locals)
 
     def look_up(self) -> None:
         """Find this process' parts again, because FSDP, for example, may have moved them."""
-        self.wholes = to_local([parameter.detach() for parameter in self.parameters])
-        self.locals = self.spans(self.wholes)
+        self.locals = self.spans(to_local([parameter.detach() for parameter in self.parameters]))
 
     def spans(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The span of this piece in tensors that have its parameters' layout."""
@@ -145,6 +147,9 @@ class Chunks:
                 piece.wide_views = piece.views(piece.wide)
                 piece.narrow_views = piece.views(piece.narrow)
                 piece.rounded_views = [view.view(piece.dtype) for view in piece.narrow_views]
+            elif piece.gradients is not None and piece.is_narrow:
+                piece.halves = list(piece.gradients.view(piece.dtype).chunk(2))
+                piece.half_views = [piece.views(half) for half in piece.halves]
         self._release()
 
     @contextmanager

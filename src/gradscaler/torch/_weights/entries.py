@@ -30,7 +30,6 @@ class Entries:
     def __init__(self, store: Store, seed: int) -> None:
         self.store, self._seed = store, seed
         self._fresh: dict[torch.Tensor, torch.Tensor] = {}
-        self._written: dict[torch.Tensor, tuple[int, int]] = {}  # versions after our last write
 
     def add(self, parameter: torch.Tensor, wide: torch.Tensor, index: int) -> None:
         """Set a parameter to its float32 values, rounded, and make its entry."""
@@ -46,13 +45,11 @@ class Entries:
         """
         entries = [self._entry(p, state, places) for p in piece.parameters]
         piece.entries = to_local(entries)
-        if self.store.has_values and piece.is_first:
-            self._follow(piece)
         if not self.store.is_random:
             piece.entries = piece.spans(piece.entries)
+        self.store.open(piece, piece.entries)
         if self.store.has_values:
             return entries if piece.is_whole else piece.entries
-        self.store.open(piece, piece.entries)
         return list(map(like, piece.parameters, piece.wide_views))
 
     def close(self, piece: Piece) -> None:
@@ -61,9 +58,6 @@ class Entries:
         if self._fresh:  # kept until now: if a step raises, the user may restore the old state
             for parameter in piece.parameters:
                 self._fresh.pop(parameter, None)
-        if self.store.has_values and piece.is_last:
-            versions = map(_version, piece.wholes)
-            self._written.update(zip(piece.parameters, versions, strict=True))
 
     def local(self, parameter: torch.Tensor, state: State, index: int) -> torch.Tensor:
         """A parameter's entry, to be changed in place before a step; this process' part."""
@@ -83,16 +77,7 @@ class Entries:
 
     def forget(self) -> None:
         """Discard all that belongs to the old state, after another state was loaded."""
-        self._fresh, self._written = {}, {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_written": {}}
-
-    def _follow(self, piece: Piece) -> None:
-        """Set masters to their parameters' values where other code has set the parameters."""
-        for p, local, master in zip(piece.parameters, piece.wholes, piece.entries, strict=True):
-            if self._written.get(p) != _version(local):
-                master.copy_(wide_values(local, {"master": master}))
+        self._fresh = {}
 
     def _entry(self, parameter: torch.Tensor, state: State, places: Places) -> torch.Tensor:
         """The entry of a parameter, from now on in the state."""
@@ -137,8 +122,3 @@ def like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def _version(local: torch.Tensor) -> tuple[int, int]:
-    """A value that changes when a tensor is written to, or its memory is replaced."""
-    return local._version, local.data_ptr()

@@ -43,7 +43,7 @@ class Store(Protocol):
         """
 
     def open(self, piece: Piece, entries: list[torch.Tensor]) -> None:
-        """Fill ``piece.wide`` with the float32 values; not called if ``has_values``."""
+        """Fill ``piece.wide``, or entries that have the values, with the float32 values."""
 
     def close(self, piece: Piece, entries: list[torch.Tensor]) -> None:
         """Set the parameters to the stepped values, rounded, and update the entries."""
@@ -61,7 +61,20 @@ class Masters:
         return wide
 
     def open(self, piece: Piece, entries: list[torch.Tensor]) -> None:
-        raise NotImplementedError
+        """Set masters to their parameters' values where other code has set the parameters.
+
+        A tensor's version does not show that: it stays where ``parameter.data`` is written to.
+        """
+        assert piece.gradients is not None
+        (rounded, narrow), (rounded_views, narrow_views) = piece.halves, piece.half_views
+        torch._foreach_copy_(rounded_views, entries)
+        torch._foreach_copy_(narrow_views, piece.locals)
+        if rounded.is_cpu and torch.equal(rounded.view(torch.int16), narrow.view(torch.int16)):
+            return  # elsewhere, the host would wait
+        is_kept, values = rounded == narrow, narrow.float()
+        torch._foreach_copy_(piece.gradient_views, entries)
+        torch.where(is_kept, piece.gradients, values, out=piece.gradients)
+        torch._foreach_copy_(entries, piece.gradient_views)
 
     def close(self, piece: Piece, entries: list[torch.Tensor]) -> None:
         torch._foreach_copy_(piece.locals, entries)
