@@ -420,6 +420,7 @@ class MasterWeights(torch.optim.Optimizer):
         assert self._wrapped is not None
         grad, state = parameter.grad, self.state.get(parameter, {})
         of_optimizer = [value for key, value in state.items() if key not in KEYS]
+        entries = self._entries.of(parameter, self.state)
         return (
             self._wrapped.is_elementwise
             and bool(of_optimizer)
@@ -430,6 +431,7 @@ class MasterWeights(torch.optim.Optimizer):
                 for value in of_optimizer
             )
             and _has_layout(grad, parameter)
+            and all(_has_layout(e, parameter) for key, e in entries.items() if key != "rounding")
             and is_dense(parameter)
         )
 

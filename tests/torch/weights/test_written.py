@@ -122,3 +122,105 @@ def test_an_average_copied_into_the_parameters_is_where_training_goes_on():
         reference.step()
     for own, other in zip(model.parameters(), native, strict=True):
         assert torch.equal(optimizer.wide(own), other)
+
+
+# In any layout.
+
+
+def strided():
+    """A parameter whose memory has gaps, as a slice of a fused matrix."""
+    return torch.randn(4, 9)[:, :3]
+
+
+LAYOUTS = {
+    "a slice of columns": strided,
+    "a transposed slice": lambda: torch.randn(9, 4)[:3].t()[:, ::2],
+    "every second row": lambda: torch.randn(8, 3)[::2],
+    "one row for all": lambda: torch.randn(1, 3).expand(4, 3),
+    "transposed": lambda: torch.randn(3, 4).t(),
+    "an offset": lambda: torch.randn(20)[5:17].view(4, 3),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("store", ["float32", "remainder16"])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, None])
+def test_a_parameter_of_any_layout_steps_as_on_float32(layout, store, optimizer_class, dtype):
+    torch.manual_seed(0)
+    parameter = nn.Parameter(LAYOUTS[layout]())
+    native = nn.Parameter(parameter.detach().clone(memory_format=torch.contiguous_format))
+    if dtype is None and layout == "one row for all":
+        parameter = nn.Parameter(parameter.detach().clone())  # float32 itself cannot be stepped so
+    options = {"dtype": dtype, "store": store, "chunk_elements": 5}
+    optimizer = MasterWeights(optimizer_class, [parameter], lr=0.01, **options)
+    reference = optimizer_class([native], lr=0.01)
+    for _ in range(4):
+        grad = torch.randn(parameter.shape).to(dtype or torch.float32)
+        parameter.grad, native.grad = grad, grad.float()
+        optimizer.step()
+        reference.step()
+    assert torch.equal(optimizer.wide(parameter), native)
+
+
+@pytest.mark.parametrize("store", ["float32", "remainder16"])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_model_whose_layout_changes_steps_as_on_float32(store, optimizer_class, steps):
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 2, bias=False)
+    native = nn.Parameter(model.weight.detach().clone())
+    optimizer = MasterWeights(optimizer_class, model, store=store, lr=0.01, chunk_elements=7)
+    reference = optimizer_class([native], lr=0.01)
+    for i in range(4):
+        if i == steps:
+            model.to(memory_format=torch.channels_last)
+            state = optimizer.state[model.weight]
+            for key in {"exp_avg", "exp_avg_sq", "sum"} & state.keys():
+                state[key] = state[key].to(memory_format=torch.channels_last)
+        grad = torch.randn(native.shape).half()
+        model.weight.grad = grad.to(memory_format=torch.channels_last) if i >= steps else grad
+        native.grad = grad.float()
+        optimizer.step()
+        reference.step()
+    assert torch.equal(optimizer.wide(model.weight), native)
+
+
+@pytest.mark.parametrize("store", ["float32", "remainder16"])
+def test_a_loaded_state_of_another_layout_steps_as_on_float32(store):
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 2, bias=False).to(memory_format=torch.channels_last)
+    native = nn.Parameter(model.weight.detach().clone())
+    optimizer = MasterWeights(torch.optim.AdamW, model, store=store, lr=0.01, chunk_elements=7)
+    reference = torch.optim.AdamW([native], lr=0.01)
+    for i in range(4):
+        if i == 2:
+            saved = optimizer.state_dict()
+            key = "master" if store == "float32" else "remainder"
+            saved["state"][0] = {**saved["state"][0], key: saved["state"][0][key].contiguous()}
+            optimizer.load_state_dict(saved)
+        grad = torch.randn(native.shape).half()
+        model.weight.grad = grad.to(memory_format=torch.channels_last)
+        native.grad = grad.float()
+        optimizer.step()
+        reference.step()
+    assert torch.equal(optimizer.wide(model.weight), native)
+
+
+def test_a_master_lies_in_memory_as_its_parameter_so_that_it_is_stepped_in_spans(monkeypatch):
+    parameter = nn.Parameter(strided())
+    optimizer = MasterWeights(
+        torch.optim.AdamW, [parameter], store="float32", lr=0.1, chunk_elements=5
+    )
+    sizes = []
+    native = torch.optim.AdamW.step
+
+    def counting(inner, *args):
+        sizes.append(sum(p.numel() for group in inner.param_groups for p in group["params"]))
+        return native(inner, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", counting)
+    for _ in range(2):
+        parameter.grad = torch.ones(4, 3).half()
+        optimizer.step()
+    assert sizes == [12, 5, 5, 2]

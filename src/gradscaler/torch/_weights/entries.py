@@ -66,7 +66,7 @@ class Entries:
     def wide(self, parameter: torch.Tensor, state: State) -> torch.Tensor:
         """The float32 values of a parameter, in a new tensor."""
         (local,) = to_local([parameter.detach()])
-        return like(parameter, wide_values(local, self._local(parameter, state)))
+        return like(parameter, wide_values(local, self.of(parameter, state)))
 
     def saved(self, state: State) -> State:
         """The state of all parameters, with the entries of parameters that have not yet stepped."""
@@ -100,7 +100,7 @@ class Entries:
             of_parameter.pop(other, None)
         return self._fresh[parameter]
 
-    def _local(self, parameter: torch.Tensor, state: State) -> dict[str, torch.Tensor]:
+    def of(self, parameter: torch.Tensor, state: State) -> dict[str, torch.Tensor]:
         """The entries of a parameter, of any store, by the store's key; this process' parts."""
         entries = dict(state.get(parameter, {}))
         if parameter in self._fresh:

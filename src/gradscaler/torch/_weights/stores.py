@@ -58,7 +58,8 @@ class Masters:
 
     def entry(self, local: torch.Tensor, wide: torch.Tensor, stream: int) -> torch.Tensor:
         local.copy_(wide)
-        return wide
+        same_layout = wide.stride() == local.stride()
+        return wide if same_layout else torch.empty_like(local, dtype=wide.dtype).copy_(wide)
 
     def open(self, piece: Piece, entries: list[torch.Tensor]) -> None:
         """Set masters to their parameters' values where other code has set the parameters.
