@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +33,7 @@ from gradscaler.torch._weights.wrapped import (
     in_place_of,
     parameters_in,
     places_in,
+    without_entries,
 )
 
 _ON_CPU = 2**19  # elements of a chunk on a CPU; with Adam's state, they fit into a cache
@@ -175,13 +177,18 @@ class MasterWeights(torch.optim.Optimizer):
         groups = groups_of([param_group])
         stands = first_stands(parameters_in(groups))
         state = self._wrapped.first_state(*in_place_of(groups, stands))
-        super().add_param_group(groups[0])
+        (group,) = groups
+        checking: Any = SimpleNamespace(defaults=self.defaults, param_groups=[*self.param_groups])
+        torch.optim.Optimizer.add_param_group(checking, group)
+        values = {parameter: parameter.data for parameter in stands}
         try:
             wide = self._cast(stands, None, ())
-        except ParameterError:
-            self.param_groups.pop()
+            self._begin(stands, wide, state, len(parameters_of(self)))
+            self.param_groups.append(group)  # last, so that an interrupt adds all of it or nothing
+        except BaseException:
+            if all(each is not group for each in self.param_groups):
+                self._undo(values)
             raise
-        self._begin(stands, wide, state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -226,12 +233,12 @@ class MasterWeights(torch.optim.Optimizer):
         The store adds one key to a parameter's state: "master" for "float32", "remainder" for
         "remainder16", and "rounding" for "stochastic".
         """
-        state = self.state
-        self.state = defaultdict(dict, self._entries.saved(state))
-        try:
-            return super().state_dict()
-        finally:
-            self.state = state
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        packed = self._packed()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            packed = after(self, packed) or packed
+        return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of this class, with any store, or of the wrapped class.
@@ -258,15 +265,19 @@ class MasterWeights(torch.optim.Optimizer):
             entries[i] = {key: state[key] for key in KEYS if key in state}
             rest[i] = {key: value for key, value in state.items() if key not in KEYS}
         states, others, groups = self._wrapped.load(self.param_groups, {**loaded, "state": rest})
-        self.state = defaultdict(dict, others)
+        new: defaultdict[Any, dict[str, Any]] = defaultdict(dict, others)
         for p, i, state in zip(parameters_of(self), places, states, strict=True):
             kept = entries.get(i, {})
             state.update((key, _copied(key, value, p)) for key, value in kept.items())
             if state:
-                self.state[p] = state
-        for group, new in zip(self.param_groups, groups, strict=True):
-            group.update((key, value) for key, value in new.items() if key != "params")
-        self._entries.forget()
+                new[p] = state
+        groups = [
+            {**own, **group, "params": own["params"]}
+            for own, group in zip(self.param_groups, groups, strict=True)
+        ]
+        emptied = self._entries.emptied()
+        # In one statement without a call, which nothing interrupts.
+        self.state, self.param_groups, self._entries = new, groups, emptied
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -323,6 +334,23 @@ class MasterWeights(torch.optim.Optimizer):
 
     # The step.
 
+    def _packed(self) -> dict[str, Any]:
+        """The state dict, as PyTorch packs it, without a parameter that is just being added."""
+        groups, entries, state = self.param_groups, self._entries, self.state  # of one moment
+        groups = [*groups]
+        places = places_in(groups)
+        numbered = {
+            places[key][1] if key in places else key: value
+            for key, value in entries.saved(state).items()
+            if key in places or not isinstance(key, torch.Tensor)
+        }
+        return {
+            "state": numbered,
+            "param_groups": [
+                {**group, "params": [places[p][1] for p in group["params"]]} for group in groups
+            ],
+        }
+
     def _step_chunk(
         self,
         chunk: list[Piece],
@@ -342,6 +370,7 @@ class MasterWeights(torch.optim.Optimizer):
         """
         assert self._wrapped is not None
         stands: Stand = {}
+        gradients: Stand = {}
         for piece in chunk:
             piece.look_up()
             if piece.is_narrow:
@@ -350,20 +379,23 @@ class MasterWeights(torch.optim.Optimizer):
                 values = piece.spans([p.detach() for p in piece.parameters])
             stands.update(zip(piece.parameters, values, strict=True))
             for p, grad in zip(piece.parameters, piece.widened_gradients(factor), strict=True):
-                stands[p].grad = like(p, grad)
-        if all(piece.is_whole for piece in chunk):
-            kept = {p: _taken(self.state[p]) for p in stands if p in self.state}
-            try:
+                gradients[p] = like(p, grad)
+        narrow = [piece for piece in chunk if piece.is_narrow]
+        try:
+            for p, stand in stands.items():
+                stand.grad = gradients[p]
+            if all(piece.is_whole for piece in chunk):
                 self._wrapped.step(self.param_groups, places, stands, self.state, scale, found_inf)
-            finally:
-                for p, entry in kept.items():
-                    self.state[p].update(entry)
-        else:
-            (piece,) = chunk
-            self._step_span(piece, places, stands, scale, found_inf)
-        for piece in chunk:
-            if piece.is_narrow:
+            else:
+                self._step_span(chunk[0], places, stands, scale, found_inf)
+            for piece in narrow:
                 self._entries.close(piece)
+            _clear_gradients(stands)
+        except BaseException:  # an interrupt, too: the masters and the parameters must agree
+            for piece in narrow:
+                self._entries.keep(piece)
+            _clear_gradients(stands)
+            raise
 
     def _step_span(
         self,
@@ -377,19 +409,18 @@ class MasterWeights(torch.optim.Optimizer):
         assert self._wrapped is not None
         (parameter,) = piece.parameters
         state = self.state[parameter]
-        of_optimizer = {key: value for key, value in state.items() if key not in KEYS}
         of_span = {
             key: piece.spans([value])[0] if _has_layout(value, parameter) else deepcopy(value)
-            for key, value in of_optimizer.items()
+            for key, value in without_entries(state).items()
         }
         stepped = {parameter: of_span}
         self._wrapped.step(self.param_groups, places, stands, stepped, scale, found_inf)
         if piece.is_last:
-            state.update(
-                (key, value)
+            self.state[parameter] = state | {
+                key: value
                 for key, value in stepped[parameter].items()
                 if not _has_layout(state.get(key), parameter)
-            )
+            }
 
     def _may_skip_on_device(self, found_inf: object) -> bool:
         """Whether the step may run without reading the flag, so that the host need not wait.
@@ -419,7 +450,7 @@ class MasterWeights(torch.optim.Optimizer):
         """Whether a parameter can be stepped in spans. Its first step makes its state, in one."""
         assert self._wrapped is not None
         grad, state = parameter.grad, self.state.get(parameter, {})
-        of_optimizer = [value for key, value in state.items() if key not in KEYS]
+        of_optimizer = without_entries(state).values()
         entries = self._entries.of(parameter, self.state)
         return (
             self._wrapped.is_elementwise
@@ -464,10 +495,14 @@ class MasterWeights(torch.optim.Optimizer):
         stands: Stand,
         wide: dict[torch.Tensor, torch.Tensor],
         state: dict[torch.Tensor, dict[str, Any]],
+        first: int = 0,
     ) -> None:
-        """Add the state of new parameters, and keep their float32 values."""
+        """Add the state of new parameters, and keep their float32 values.
+
+        ``first`` is the index of the first one among all parameters.
+        """
         self.state.update((p, state[tensor]) for p, tensor in stands.items() if state.get(tensor))
-        for i, parameter in enumerate(parameters_of(self)):
+        for i, parameter in enumerate(stands, first):
             if parameter in wide:
                 self._entries.add(parameter, wide.pop(parameter), i)
 
@@ -480,13 +515,21 @@ class MasterWeights(torch.optim.Optimizer):
             if id(p) in parameters and p.dtype in DTYPES
         ]
 
+    def _undo(self, values: Stand) -> None:
+        """Set parameters that were not added back to the tensors that they had."""
+        for parameter, value in values.items():
+            self.state.pop(parameter, None)
+            self._entries.drop(parameter)
+            parameter.data = value
+
 
 _PICKLED = "_wrapped", "_entries", "_dtype", "_chunk_elements", "_fp32_gradients", "_kept"
 
 
-def _taken(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Remove the store's entries from a parameter's state, and return them."""
-    return {key: state.pop(key) for key in KEYS if key in state}
+def _clear_gradients(stands: Stand) -> None:
+    """Remove the gradients of stand-ins, because masters are kept, and gradients are not."""
+    for stand in stands.values():
+        stand.grad = None
 
 
 def _copied(key: str, entry: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

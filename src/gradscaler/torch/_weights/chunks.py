@@ -43,6 +43,8 @@ class Piece:
         narrow: flat int16 memory for 16 bits of each value; None if ``wide`` is None.
         narrow_views: views of ``narrow`` in the shape of each parameter.
         rounded_views: ``narrow_views``, read as ``dtype``.
+        remainders: flat int16 memory, a part of that of ``wide``; None if ``wide`` is None.
+        remainder_views: views of ``remainders`` in the shape of each parameter.
         halves: two flat tensors of ``dtype`` for all values, in the memory of ``gradients``; empty
             if ``wide`` is not None.
         half_views: views of both ``halves`` in the shape of each parameter.
@@ -51,6 +53,7 @@ class Piece:
     gradients: torch.Tensor | None = None
     wide: torch.Tensor | None = None
     narrow: torch.Tensor | None = None
+    remainders: torch.Tensor | None = None
 
     def __init__(
         self, parameters: list[torch.Tensor], begin: int = 0, end: int | None = None
@@ -66,6 +69,7 @@ class Piece:
         self.wide_views: list[torch.Tensor] = []
         self.narrow_views: list[torch.Tensor] = []
         self.rounded_views: list[torch.Tensor] = []
+        self.remainder_views: list[torch.Tensor] = []
         self.halves: list[torch.Tensor] = []
         self.half_views: list[list[torch.Tensor]] = []
         self.look_up()
@@ -147,6 +151,8 @@ class Chunks:
                 piece.wide_views = piece.views(piece.wide)
                 piece.narrow_views = piece.views(piece.narrow)
                 piece.rounded_views = [view.view(piece.dtype) for view in piece.narrow_views]
+                piece.remainders = piece.wide.view(torch.int16)[: piece.size]
+                piece.remainder_views = piece.views(piece.remainders)
             elif piece.gradients is not None and piece.is_narrow:
                 piece.halves = list(piece.gradients.view(piece.dtype).chunk(2))
                 piece.half_views = [piece.views(half) for half in piece.halves]

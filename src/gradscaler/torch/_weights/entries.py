@@ -10,7 +10,7 @@ import torch
 from gradscaler._on_torch.processes import is_dtensor, to_local
 from gradscaler.torch._weights.chunks import Piece
 from gradscaler.torch._weights.stores import KEYS, Store, stream_of, wide_values
-from gradscaler.torch._weights.wrapped import Places
+from gradscaler.torch._weights.wrapped import Places, without_entries
 
 State = MutableMapping[torch.Tensor, dict[str, Any]]
 
@@ -25,6 +25,10 @@ class Entries:
     Args:
         store: the store that makes and uses the entries.
         seed: the seed of random numbers.
+
+    A step may be interrupted at any line. An entry is in this object until it is in the state, and
+    neither is without it in between. So a state dict has it at any time, in a handler of signals
+    and in another thread, too.
     """
 
     def __init__(self, store: Store, seed: int) -> None:
@@ -63,26 +67,41 @@ class Entries:
         """A parameter's entry, to be changed in place before a step; this process' part."""
         return to_local([self._before_step(parameter, state, index)])[0]
 
+    def keep(self, piece: Piece) -> None:
+        """Round the parameters of a piece after a step that raised, as far as it was taken.
+
+        Masters that it has changed would else be set back to their parameters, without low bits.
+        """
+        if self.store.has_values:
+            self.store.close(piece, piece.entries)
+
+    def drop(self, parameter: torch.Tensor) -> None:
+        """Discard the entry of a parameter that was not added after all."""
+        self._fresh.pop(parameter, None)
+
     def wide(self, parameter: torch.Tensor, state: State) -> torch.Tensor:
         """The float32 values of a parameter, in a new tensor."""
         (local,) = to_local([parameter.detach()])
         return like(parameter, wide_values(local, self.of(parameter, state)))
 
-    def saved(self, state: State) -> State:
+    def saved(self, state: State) -> dict[Any, dict[str, Any]]:
         """The state of all parameters, with the entries of parameters that have not yet stepped."""
-        saved = dict(state)
-        for parameter, entry in self._fresh.items():
-            saved[parameter] = {**saved.get(parameter, {}), self.store.key: entry}
+        fresh, saved = dict(self._fresh), dict(state)  # in this order: entries move to the state
+        for parameter, entry in fresh.items():
+            kept = without_entries(saved.get(parameter, {}))
+            saved[parameter] = {**kept, self.store.key: entry}
         return saved
 
-    def forget(self) -> None:
-        """Discard all that belongs to the old state, after another state was loaded."""
-        self._fresh = {}
+    def emptied(self) -> Entries:
+        """Entries of the same store for another state, which was loaded."""
+        return Entries(self.store, self._seed)
 
     def _entry(self, parameter: torch.Tensor, state: State, places: Places) -> torch.Tensor:
         """The entry of a parameter, from now on in the state."""
         entry = self._before_step(parameter, state, places[parameter][1])
-        state.setdefault(parameter, {})[self.store.key] = entry
+        of_parameter = state.get(parameter, {})
+        if self.store.key not in of_parameter:
+            state[parameter] = {**without_entries(of_parameter), self.store.key: entry}
         return entry
 
     def _before_step(self, parameter: torch.Tensor, state: State, index: int) -> torch.Tensor:
@@ -96,15 +115,12 @@ class Entries:
             return entry
         if parameter not in self._fresh:
             self.add(parameter, self.wide(parameter, state), index)
-        for other in KEYS:
-            of_parameter.pop(other, None)
         return self._fresh[parameter]
 
     def of(self, parameter: torch.Tensor, state: State) -> dict[str, torch.Tensor]:
         """The entries of a parameter, of any store, by the store's key; this process' parts."""
-        entries = dict(state.get(parameter, {}))
-        if parameter in self._fresh:
-            entries[self.store.key] = self._fresh[parameter]
+        fresh = self._fresh.get(parameter)  # before the state, to which entries move
+        entries = state.get(parameter, {}) if fresh is None else {self.store.key: fresh}
         return {key: to_local([entries[key]])[0] for key in KEYS if key in entries}
 
 

@@ -104,12 +104,14 @@ class Remainders:
         assert piece.wide is not None
         assert piece.narrow is not None
         assert piece.gradients is not None
+        assert piece.remainders is not None
         narrow = piece.narrow.view(piece.dtype).copy_(piece.wide)
         near = piece.gradients.copy_(narrow)  # the gradients are no longer needed
         distances = split_(piece.wide, narrow, near)
-        torch._foreach_copy_(piece.locals, piece.rounded_views)
-        piece.narrow.copy_(distances)
-        torch._foreach_copy_(entries, piece.narrow_views)
+        piece.remainders.copy_(distances)  # the float32 values are no longer needed either
+        # In one call, which nothing interrupts. All are int16, for the kernel that takes them all.
+        locals_ = [local.view(torch.int16) for local in piece.locals]
+        torch._foreach_copy_([*locals_, *entries], [*piece.narrow_views, *piece.remainder_views])
 
 
 class Nothing:
@@ -143,9 +145,9 @@ class Nothing:
             drawn.append(random_bits(local.numel(), generator))
         rounded = round_at_random(piece.wide, piece.dtype, torch.cat(drawn))
         piece.narrow.copy_(rounded.view(torch.int16))
-        torch._foreach_copy_(piece.locals, piece.rounded_views)
         for entry in entries if piece.is_last else ():
-            entry[1] += 1
+            entry[1] += 1  # first, so that an interrupt repeats no numbers
+        torch._foreach_copy_(piece.locals, piece.rounded_views)
 
 
 STORES: dict[str, Store] = {

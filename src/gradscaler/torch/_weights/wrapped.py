@@ -13,6 +13,7 @@ import torch
 from gradscaler._on_torch.processes import to_local
 from gradscaler.errors import ParameterError
 from gradscaler.torch._weights.rounding import DTYPES
+from gradscaler.torch._weights.stores import KEYS
 
 Group = dict[str, Any]
 
@@ -102,34 +103,36 @@ class Wrapped:
                 are copied back to them.
             places: the places of the parameters in the groups.
             stands: the tensors to step in place of the parameters.
-            state: the optimizer's state by parameter; it changes in place.
+            state: the optimizer's state by parameter; it changes in place. The optimizer does not
+                see a store's entries in it, which stay there meanwhile.
             scale: the divisor of the gradients, applied by the optimizer; None for 1.
             found_inf: the flag by which the optimizer skips; None for no skip.
         """
-        optimizer = self._optimizer
         pairs = []
         for g, members in groupby(sorted(stands, key=places.__getitem__), lambda p: places[p][0]):
             pairs.append((groups[g], {**groups[g], "params": [stands[p] for p in members]}))
-        optimizer.param_groups = [inner for _, inner in pairs]
-        optimizer.state.update((stands[p], state[p]) for p in stands if state.get(p))
-        if not self.is_pytorch_s:  # PyTorch's have no such state
-            optimizer.state.update(_of_no_parameter(state))
-        if scale is not None:
-            optimizer.grad_scale = scale
-        if found_inf is not None:
-            optimizer.found_inf = found_inf
-        try:
-            optimizer.step()
-        finally:
-            if not self.is_pytorch_s:
-                _own(optimizer.state, stands)
-            state.update((p, optimizer.state[t]) for p, t in stands.items() if t in optimizer.state)
-            state.update(_of_no_parameter(optimizer.state))
-            for tensor in stands.values():
-                tensor.grad = None
+
+        def step() -> None:
+            self._optimizer.param_groups = [inner for _, inner in pairs]
+            self._lend(stands, state)
+            if scale is not None:
+                self._optimizer.grad_scale = scale
+            if found_inf is not None:
+                self._optimizer.found_inf = found_inf
+            self._optimizer.step()
+
+        def finish() -> None:
+            self._take_back(stands, state)
+            for group, inner in pairs:
+                group.update((key, value) for key, value in inner.items() if key != "params")
             self._clear()
-        for group, inner in pairs:
-            group.update((key, value) for key, value in inner.items() if key != "params")
+
+        try:
+            step()
+            finish()
+        except BaseException:  # the call of finish() may have been interrupted, too
+            finish()
+            raise
 
     def load(
         self, groups: list[Group], state_dict: dict[str, Any]
@@ -158,6 +161,24 @@ class Wrapped:
             return states, _of_no_parameter(state), self._optimizer.param_groups
         finally:
             self._clear()
+
+    def _lend(self, stands: Stand, state: Mapping[Any, dict[str, Any]]) -> None:
+        """Give the optimizer the state of stand-ins, without a store's entries."""
+        own = {stands[p]: without_entries(state[p]) for p in stands if p in state}
+        self._optimizer.state = defaultdict(dict, {t: each for t, each in own.items() if each})
+        if not self.is_pytorch_s:  # PyTorch's have no such state
+            self._optimizer.state.update(_of_no_parameter(state))
+
+    def _take_back(self, stands: Stand, state: dict[Any, dict[str, Any]]) -> None:
+        """Copy the optimizer's state to that of the parameters, beside a store's entries."""
+        own = self._optimizer.state
+        if not self.is_pytorch_s:
+            _own(own, stands)
+        for p, tensor in stands.items():
+            if tensor in own:
+                entries = {key: state[p][key] for key in KEYS if p in state and key in state[p]}
+                state[p] = {**own[tensor], **entries}
+        state.update(_of_no_parameter(own))
 
     def _clear(self) -> None:
         self._optimizer.param_groups, self._optimizer.state = [], defaultdict(dict)
@@ -240,6 +261,11 @@ def in_place_of(groups: list[Group], stands: Stand) -> list[Group]:
     """Copies of groups, with the tensors that stand in for their parameters."""
     unnamed = ({k: v for k, v in group.items() if k != "param_names"} for group in groups)
     return [{**group, "params": [stands[p] for p in parameters_in([group])]} for group in unnamed]
+
+
+def without_entries(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a parameter's state that belongs to the optimizer."""
+    return {key: value for key, value in state.items() if key not in KEYS}
 
 
 def _of_no_parameter(state: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -1,0 +1,346 @@
+"""Ctrl-C at any line of a call loses no float32 value, and a state dict has all of them then."""
+
+import copy
+import itertools
+import sys
+from inspect import CO_GENERATOR
+
+import pytest
+import torch
+from torch import nn
+
+from gradscaler.torch import MasterWeights
+
+PLACES = ("/gradscaler/torch/weights.py", "/gradscaler/torch/_weights/")
+LR = 2.0**-9
+KEYS = {"float32": "master", "remainder16": "remainder", "stochastic": "rounding"}
+STORES = tuple(KEYS)
+
+
+class Training:
+    """Two parameters of 16 bits and one that stays float32, in several chunks and spans."""
+
+    def __init__(self, store, optimizer_class=torch.optim.SGD, steps=0, **options):
+        torch.manual_seed(0)
+        self.store = store
+        self.model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.LayerNorm(4, bias=False))
+        self.model.append(nn.Linear(4, 2, bias=False))
+        options = {"chunk_elements": 10, "keep_fp32": ["1"], "lr": LR, **options}
+        self.optimizer = MasterWeights(optimizer_class, self.model, store=store, **options)
+        self.more = [nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(2, 2))]
+        for _ in range(steps):
+            self.begin()
+            self.step()
+
+    def begin(self):
+        """Each gradient is 1 where it is unscaled."""
+        for parameter in self.parameters():
+            parameter.grad = torch.full_like(parameter, 4.0)
+
+    def parameters(self):
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def step(self):
+        self.optimizer.grad_scale, self.optimizer.found_inf = torch.tensor(4.0), torch.zeros(())
+        self.optimizer.step()
+
+    def state_dict(self):
+        self.optimizer.state_dict()
+
+    def load_state_dict(self):
+        self.optimizer.load_state_dict(self.saved)
+
+    def add_param_group(self):
+        self.optimizer.add_param_group({"params": self.more, "lr": 0.5 * LR})
+
+    def wide(self):
+        return [self.optimizer.wide(parameter) for parameter in self.parameters()]
+
+    def must_have_every_entry(self):
+        state = self.optimizer.state_dict()["state"]
+        for i, parameter in enumerate(self.parameters()):
+            if parameter.dtype is torch.float16:
+                assert set(state[i]) & set(KEYS.values()) == {KEYS[self.store]}
+
+    def must_go_on(self):
+        """The next step is right, and the optimizer can be copied."""
+        before = self.wide()
+        tensors = (t for state in self.optimizer.state.values() for t in state.values())
+        assert all(tensor.grad is None for tensor in tensors)
+        copy.deepcopy(self.optimizer)
+        self.begin()
+        self.step()
+        for old, new in zip(before, self.wide(), strict=True):
+            assert ((old - new - LR).abs() <= 2.0**-20).all()
+
+
+def each_event(look, call):
+    """Call ``look`` before each line of a call, and where a function begins or ends.
+
+    Except in the end of a generator, where Python may ignore exceptions.
+    """
+
+    def trace(frame, event, _):
+        code = frame.f_code
+        is_traced = any(place in code.co_filename for place in PLACES)
+        is_step = "/torch/optim/" in code.co_filename and code.co_name == "step"
+        if not (is_traced or is_step) or code.co_name == "<genexpr>":
+            return None
+        if event in ("call", "line") or (event == "return" and not code.co_flags & CO_GENERATOR):
+            look()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+        torch.set_grad_enabled(True)  # a decorator may leave it off
+
+
+def is_interrupted_at(event, call):
+    """Whether a call has that many events; KeyboardInterrupt is raised at the n-th."""
+    events = itertools.count()
+
+    def look():
+        if next(events) == event:
+            raise KeyboardInterrupt
+
+    try:
+        each_event(look, call)
+    except KeyboardInterrupt:
+        return True
+    assert next(events) <= event
+    return False
+
+
+def interrupted(make, call):
+    """Trainings, each interrupted at another event of a call."""
+    for event in itertools.count():
+        each = make()
+        each.begin()
+        if not is_interrupted_at(event, getattr(each, call)):
+            assert event > 20
+            return
+        yield each
+
+
+def are_equal(ours, others):
+    return all(itertools.starmap(torch.equal, zip(ours, others, strict=True)))
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("store", STORES[:2])
+def test_an_interrupted_step_leaves_each_value_as_it_was_or_stepped(store, steps):
+    def make():
+        return Training(store, steps=steps)
+
+    before = make().wide()
+    seen = set()
+    for each in interrupted(make, "step"):
+        each.must_have_every_entry()
+        for old, new in zip(before, each.wide(), strict=True):
+            assert torch.equal(new, old) or torch.equal(new, old - LR)
+            seen.add(torch.equal(new, old))
+        each.must_go_on()
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("store", STORES)
+def test_an_interrupted_step_loses_neither_entries_nor_moments(store, steps, fused):
+    def make():
+        return Training(store, torch.optim.Adam, steps, fused=fused)
+
+    before, error = make().wide(), 2.0**-10 if store == "stochastic" else 0
+    for each in interrupted(make, "step"):
+        each.must_have_every_entry()
+        wide = each.wide()
+        for parameter, old, new in zip(each.parameters(), before, wide, strict=True):
+            assert "exp_avg" in each.optimizer.state.get(parameter, {}) or torch.equal(old, new)
+        each.begin()
+        each.step()
+        for old, new in zip(before, each.wide(), strict=True):
+            assert (new < old + error).all()
+
+
+@pytest.mark.parametrize(("saved_by", "store"), [STORES[:2], STORES[1::-1]])
+def test_a_step_interrupted_while_it_converts_another_store_s_entries_loses_none(saved_by, store):
+    saved = Training(saved_by, steps=2)
+
+    def make():
+        each = Training(store)
+        each.model.load_state_dict(saved.model.state_dict())
+        each.optimizer.load_state_dict(saved.optimizer.state_dict())
+        return each
+
+    before = saved.wide()
+    for each in interrupted(make, "step"):
+        for old, new in zip(before, each.wide(), strict=True):
+            assert torch.equal(new, old) or torch.equal(new, old - LR)
+        each.must_go_on()
+        each.must_have_every_entry()
+
+
+@pytest.mark.parametrize("store", STORES[:2])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_an_optimizer_that_raises_after_its_step_leaves_values_and_gradients_apart(store, error):
+    class Raising(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            if raises:
+                raise error
+
+    raises = False
+    each = Training(store, Raising)
+    raises = True
+    before = each.wide()
+    each.begin()
+    with pytest.raises(error):
+        each.step()
+    raises = False
+    each.must_have_every_entry()
+    for old, new in zip(before, each.wide(), strict=True):
+        assert torch.equal(new, old) or torch.equal(new, old - LR)
+    each.must_go_on()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("store", STORES[:2])
+def test_a_state_dict_taken_at_any_line_of_a_step_has_every_entry(store, steps):
+    each = Training(store, torch.optim.Adam, steps)
+    each.begin()
+    counts = itertools.count()
+
+    def look():
+        next(counts)
+        each.must_have_every_entry()
+        taken = each.optimizer.state_dict()
+        loaded = Training(store, torch.optim.Adam)
+        loaded.model.load_state_dict(each.model.state_dict())
+        loaded.optimizer.load_state_dict(taken)
+        for value, own, first in zip(loaded.wide(), each.wide(), before, strict=True):
+            assert torch.equal(value, own)
+            assert (value - first).abs().max() <= 2 * LR
+
+    before = each.wide()
+    each_event(look, each.step)
+    assert next(counts) > 100
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("store", STORES)
+def test_a_handler_in_the_wrapped_optimizer_s_step_gets_every_entry(store, steps):
+    class Asking(torch.optim.AdamW):
+        def step(self, closure=None):
+            each.must_have_every_entry()
+            super().step(closure)
+            each.must_have_every_entry()
+            asked.append(True)
+
+    asked = []
+    Asking.__module__ = "torch.optim.asking"  # so that it steps several chunks
+    each = Training(store)
+    each = Training(store, Asking)
+    for _ in range(steps + 1):
+        each.begin()
+        each.step()
+    assert len(asked) >= 2 * (steps + 1)
+
+
+def loading(store, steps):
+    each, other = Training(store, torch.optim.Adam, steps), Training(store, torch.optim.Adam, 3)
+    each.saved = copy.deepcopy(other.optimizer.state_dict())
+    each.saved["param_groups"][0]["lr"] = 0.125
+    return each
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("store", STORES)
+def test_an_interrupted_load_state_dict_changes_all_or_nothing(store, steps, exact):
+    def all_of(each):
+        each.must_have_every_entry()
+        return exact([each.optimizer.state_dict(), each.wide()])
+
+    old, new = loading(store, steps), loading(store, steps)
+    new.load_state_dict()
+    allowed = {"old": all_of(old), "new": all_of(new)}
+    seen = set()
+    for each in interrupted(lambda: loading(store, steps), "load_state_dict"):
+        found = all_of(each)
+        seen |= {name for name, state in allowed.items() if state == found}
+        assert found in allowed.values()
+        each.load_state_dict()
+        assert all_of(each) == allowed["new"]
+    assert seen == {"old", "new"}
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize("store", STORES[:2])
+def test_an_interrupted_add_param_group_adds_a_cast_group_or_nothing(store, optimizer_class):
+    start = Training(store).more
+    seen = set()
+
+    def make():
+        return Training(store, optimizer_class)
+
+    for each in interrupted(make, "add_param_group"):
+        count = len(each.optimizer.param_groups)
+        seen.add(count)
+        expected = torch.float32 if count == 1 else torch.float16
+        assert [parameter.dtype for parameter in each.more] == [expected] * 2
+        each.must_have_every_entry()
+        if count == 1:
+            assert are_equal(each.more, start)
+            assert not set(each.more) & each.optimizer.state.keys()
+            each.add_param_group()
+        assert are_equal(map(each.optimizer.wide, each.more), start)
+        each.must_have_every_entry()
+        for parameter in each.more:
+            assert KEYS[store] not in each.optimizer.state.get(parameter, {})
+        each.begin()
+        each.step()
+        rate = 0.5 * LR
+        for parameter, first in zip(each.more, start, strict=True):
+            assert ((first - each.optimizer.wide(parameter) - rate).abs() < 2.0**-20).all()
+    assert seen == {1, 2}
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("store", STORES)
+def test_an_interrupted_state_dict_changes_nothing(store, steps, exact):
+    def make():
+        return Training(store, torch.optim.Adam, steps)
+
+    before = exact([make().optimizer.state_dict(), make().wide()])
+    for each in interrupted(make, "state_dict"):
+        assert exact([each.optimizer.state_dict(), each.wide()]) == before
+        assert type(each.optimizer.state).__name__ == "defaultdict"
+
+
+def test_a_state_dict_lacks_what_is_just_being_added_and_nothing_else():
+    each = Training("remainder16", torch.optim.Adagrad)
+
+    def look():
+        state = each.optimizer.state_dict()
+        numbers = [i for group in state["param_groups"] for i in group["params"]]
+        assert sorted(state["state"]) == numbers
+        each.must_have_every_entry()
+
+    each_event(look, each.add_param_group)
+
+
+def test_a_group_that_is_refused_leaves_the_parameters_and_the_state_as_they_were(exact):
+    each = Training("float32", torch.optim.Adagrad)
+    before = exact([each.optimizer.state_dict(), each.wide()])
+    for params in (
+        [*each.more, each.model[0].weight],
+        [each.more[0], torch.ones(2, requires_grad=True) * 2],
+        [("name", each.more[0])],
+    ):
+        with pytest.raises(ValueError, match=r"param|leaf"):
+            each.optimizer.add_param_group({"params": params})
+        assert {parameter.dtype for parameter in each.more} == {torch.float32}
+        assert exact([each.optimizer.state_dict(), each.wide()]) == before
