@@ -18,10 +18,10 @@ LEVELS = ["O0", "O1", "O2", "O3"]
 
 @pytest.fixture
 def build(layer):
-    def build(build_train_network=ours.build_train_network, *args, loss_scale=1.0, **kwargs):
+    def build(build_train_network=ours.build_train_network, *args, divisor=1.0, **kwargs):
         network = layer()
         parameters = network.trainable_params()
-        optimizer = nn.Momentum(parameters, 0.1, momentum=0.9, loss_scale=loss_scale)
+        optimizer = nn.Momentum(parameters, 0.1, momentum=0.9, loss_scale=divisor)
         return build_train_network(network, optimizer, nn.MSELoss(), *args, **kwargs)
 
     return build
@@ -109,7 +109,7 @@ def test_the_network_is_made_as_mindspore_makes_it(mode, build, batch, level):
 )
 def test_mindspore_builds_what_it_can_on_the_cpu(mode, build, bits, batch, manager):
     mine, native = (
-        build(function, loss_scale_manager=manager, loss_scale=8.0 if manager else 1.0)
+        build(function, loss_scale_manager=manager, divisor=8.0 if manager else 1.0)
         for function in (ours.build_train_network, amp.build_train_network)
     )
     assert type(mine) is type(native) is nn.TrainOneStepCell
