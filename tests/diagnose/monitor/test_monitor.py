@@ -658,8 +658,10 @@ def test_bad_arguments_are_refused_before_anything_is_opened(arguments, error, m
 
 
 def test_what_is_not_a_scaler_is_refused():
-    with pytest.raises(TypeError, match="scaler must be one of gradscaler's"):
-        Monitor(torch.amp.GradScaler("cpu"))
+    for other in (torch.amp.GradScaler("cpu"), None):
+        with pytest.raises(TypeError, match="scaler must be one of gradscaler's") as caught:
+            Monitor(other)
+        assert str(caught.value).endswith(f"got {other!r} ({type(other).__name__})")
 
 
 def test_a_foreign_file_is_refused(path):

@@ -43,9 +43,11 @@ def state_of(scaler: object) -> ScalerState:
         for attribute, reader in _READERS.items():
             if hasattr(part, attribute):
                 return reader(part)
+    is_update_cell = hasattr(scaler, "get_loss_scale")
+    advice = "; pass the train step that calls this update cell" if is_update_cell else ""
     raise TypeError(
         f"scaler must be one of gradscaler's, or an optax state that holds one, got {scaler!r} "
-        f"({type(scaler).__name__}); for an update cell, pass the train step that calls it"
+        f"({type(scaler).__name__}){advice}"
     )
 
 
