@@ -61,6 +61,16 @@ def test_minimize_takes_only_variables(var_list):
         LossScaleOptimizer(SGD()).minimize(lambda: variable * variable, var_list)
 
 
+@pytest.mark.parametrize("name", ["learning_rate", "lr"])
+def test_a_multi_optimizer_says_where_its_learning_rates_are(name):
+    parts = keras.optimizers.OptimizerMap(SGD(0.5))
+    optimizer = LossScaleOptimizer(keras.optimizers.MultiOptimizer(parts))
+    with pytest.raises(AttributeError, match="Access the learning rate on the individual sub-opt"):
+        getattr(optimizer, name)
+    with pytest.raises(AttributeError, match="Set the learning rate on the individual sub-opt"):
+        setattr(optimizer, name, 0.1)
+
+
 def test_a_python_number_is_scaled():
     assert float(LossScaleOptimizer(SGD(), initial_scale=8.0).scale_loss(2.0)) == 16.0
 

@@ -50,11 +50,29 @@ def test_hyperparameters_are_the_inner_optimizer_s(family):
 
 def test_other_attributes_are_the_wrapper_s(family):
     optimizer = LossScaleOptimizer(family.Adam(epsilon=1e-5))
-    message = "'LossScaleOptimizer' object has no attribute 'epsilon'"
+    message = f"'{type(optimizer).__name__}' object has no attribute 'epsilon'"
     with pytest.raises(AttributeError, match=message):
         _ = optimizer.epsilon
     optimizer.epsilon = 1e-4
     assert (optimizer.epsilon, optimizer.inner_optimizer.epsilon) == (1e-4, 1e-5)
+
+
+def test_an_attribute_error_of_a_property_is_the_one_that_is_raised(family):
+    class Advising(family.SGD):
+        @property
+        def iterations(self):
+            raise AttributeError("read them on the parts")
+
+    class Advised(type(LossScaleOptimizer(family.SGD()))):
+        @property
+        def advice(self):
+            return self.inner_optimizer.iterations
+
+    optimizer = Advised(Advising())
+    for name in ("advice", "iterations"):
+        assert not hasattr(optimizer, name)
+        with pytest.raises(AttributeError, match=r"^read them on the parts$"):
+            getattr(optimizer, name)
 
 
 def test_the_defaults_are_the_document_s(family):

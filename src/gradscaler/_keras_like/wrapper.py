@@ -173,7 +173,7 @@ class Wrapper:
     def __getattr__(self, name: str) -> Any:  # if the wrapper itself has no such attribute
         if self._delegates(name):
             return getattr(vars(self)[self._inner_name], name)
-        raise AttributeError(f"'LossScaleOptimizer' object has no attribute '{name}'")
+        return super().__getattribute__(name)  # raises again, with a property's own message
 
     def __setattr__(self, name: str, value: object) -> None:
         if self._delegates(name):
