@@ -1,5 +1,6 @@
 """Files of Keras' own wrapper and of ours, each loaded by the other, with every inner optimizer."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import gradscaler.keras
-from gradscaler import AmaxScale, DynamicScale
+from gradscaler import AmaxScale, DynamicScale, FixedScale
 from gradscaler.keras import LossScaleOptimizer
 from tests.support.keras_like import FINITE, NATIVE, Variable, numpy, stepper
 
@@ -53,9 +54,9 @@ def kept(optimizer):
     return [(v.dtype, numpy(v).tobytes()) for v in kept]
 
 
-def filled(wrapper, inner, seed):
+def filled(wrapper, inner, seed, **arguments):
     """A model whose optimizer's variables have any values, as if after a training."""
-    model = trained(wrapper, inner, 0)
+    model = trained(wrapper, inner, 0, **arguments)
     model.optimizer.build(model.trainable_variables)
     random = np.random.default_rng(seed)
     for variable in model.optimizer.variables[2:]:
@@ -212,6 +213,65 @@ def test_a_count_of_the_hysteresis_is_saved_but_may_be_missing(variables, hyster
     loaded.load_own_variables(stored)
     assert float(loaded.loss_scale) == (512.0 if hysteresis == 1 else 1024.0)
     assert int(loaded.nonfinite_counter) == (0 if hysteresis == 1 else 1)
+
+
+POLICIES = {
+    "dynamic": DynamicScale(64.0),
+    "hysteresis": DynamicScale(64.0, hysteresis=2),
+    "amax": AmaxScale(init_scale=64.0),
+    "fixed": FixedScale(64.0),
+}
+COUNTERS = {"dynamic": 0, "hysteresis": 1, "amax": 3, "fixed": 0}
+HOW = {
+    "store": lambda saved, loaded, path: stored_and_loaded(saved.optimizer, loaded.optimizer),
+    ".weights.h5": lambda saved, loaded, path: (
+        saved.save_weights(path),
+        loaded.load_weights(path),
+    ),
+    ".keras": lambda saved, loaded, path: (saved.save(path), loaded.load_weights(path)),
+}
+
+
+def stored_and_loaded(saved, loaded):
+    store = {}
+    saved.save_own_variables(store)
+    loaded.load_own_variables(store)
+
+
+@pytest.mark.parametrize("inner", ["Adam", "Nadam"])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("names", list(itertools.permutations(POLICIES, 2)), ids="-".join)
+def test_a_file_of_one_policy_is_loaded_under_another(names, how, inner, tmp_path):
+    """All that both have is kept, to the bit, and what only the loaded one has becomes 0."""
+    saved, loaded = (
+        filled(LossScaleOptimizer, inner, seed, policy=POLICIES[name])
+        for seed, name in enumerate(names)
+    )
+    HOW[how](saved, loaded, tmp_path / f"all{how}")
+    kept_of = [each.optimizer._saved_variables() for each in (saved, loaded)]
+    before, after = ([numpy(v).tolist() for v in variables] for variables in kept_of)
+    num_saved, num_loaded = (COUNTERS[name] for name in names)
+    assert after[:4] == before[:4]
+    assert after[4 + num_loaded :] == before[4 + num_saved :]
+    counters = [*before[4 : 4 + num_saved], 0, 0, 0][:num_loaded]
+    assert after[4 : 4 + num_loaded] == counters
+
+
+@pytest.mark.parametrize("saved", POLICIES)
+@pytest.mark.parametrize("loaded", POLICIES)
+def test_a_file_of_all_of_nadam_s_variables_is_not_that_of_another_policy(saved, loaded):
+    """It has one scalar more, as has the file of a hysteresis."""
+    optimizers = [
+        filled(LossScaleOptimizer, "Nadam", seed, policy=POLICIES[name]).optimizer
+        for seed, name in enumerate((saved, loaded))
+    ]
+    first, second = optimizers
+    everything = {str(index): numpy(v) for index, v in enumerate(first.variables)}
+    second.load_own_variables(everything)
+    found, expected = (
+        [numpy(v).tolist() for v in each.inner_optimizer.variables] for each in optimizers
+    )
+    assert found == expected
 
 
 @pytest.mark.parametrize("policy", [None, AmaxScale(init_scale=64.0)])

@@ -23,6 +23,7 @@ from gradscaler._keras_like.wrapper import (
     unconverted,
 )
 from gradscaler.keras._operations import on_backend
+from gradscaler.keras._stored import COUNTERS, is_of_a_wrapper, paired
 from gradscaler.policies import AmaxScale, DynamicScale, OwnPolicy, amax_interval
 
 Variables = Variable | Iterable[Variable] | Callable[[], Variable | Iterable[Variable]]
@@ -35,10 +36,6 @@ _NEVER_UNSCALED = (
     "get_unscaled_gradients() was never called, so apply_gradients() divides the gradients by the "
     "loss scale. Call it first, or scale the loss by scale_loss()."
 )
-
-
-_OWN = ("nonfinite_counter", "peak", "reach")
-"""Variables that some policies move and Keras' own wrapper lacks."""
 
 
 @unconverted
@@ -375,8 +372,12 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
     @property
     def _moved(self) -> list[Variable]:
         """The variables that the policy moves: its state's fields, without counts it ignores."""
-        own = (vars(self).get(name) for name in _OWN)
-        return [self.dynamic_scale, self.step_counter, *(v for v in own if v is not None)]
+        return [self.dynamic_scale, self.step_counter, *self._counters]
+
+    @property
+    def _counters(self) -> list[Variable]:
+        """The policy's variables that Keras' own wrapper lacks."""
+        return [vars(self)[name] for name in COUNTERS if name in vars(self)]
 
     # Not that of Keras' own wrapper: the base class's calls our `apply`.
     stateless_apply = keras.optimizers.Optimizer.stateless_apply
@@ -420,7 +421,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         self.__dict__["_untracked_by_keras"] = untracked  # __setattr__ would track them
 
     def _saved_variables(self) -> list[Variable]:
-        """The variables in a file: those of Keras' own wrapper, and any in ``_OWN``.
+        """The variables in a file: those of Keras' own wrapper, and the policy's.
 
         Other variables of the inner optimizer are saved only by the inner optimizer.
         """
@@ -439,23 +440,19 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         optimizer, only the scale and the counter are set, with a warning.
         """
         values = [np.asarray(store[str(index)]) for index in range(len(store.keys()))]
-        saved, own = self._saved_variables(), self._moved[2:]
-        absent = [(variable, 0) for variable in own]
-        for variables in (saved, [v for v in saved if not _holds(own, v)], self.variables):
-            if [tuple(v.shape) for v in variables] == [tuple(value.shape) for value in values]:
-                for variable, value in [*absent, *zip(variables, values, strict=True)]:
-                    variable.assign(value)
-                return
-        found = f"the file has {len(values)} variables, of other shapes than the {len(saved)} here"
-        # The first four variables of any wrapper are scalars, and its own learning rate is 0.
-        if len(values) > 3 and all(value.shape == () for value in values[:4]) and values[1] == 0:
-            moved = (self.step_counter, values[2]), (self.dynamic_scale, values[3])
-            for variable, value in [*absent, *moved]:
-                variable.assign(value)
-            found += ": loaded the loss scale and its counter, and skipped the inner optimizer's"
-        else:
-            found += ": skipped all of them"
-        warnings.warn(f"optimizer {self.name!r}: {found}", stacklevel=2)
+        saved, counters = self._saved_variables(), self._counters
+        pairs = paired(saved, counters, values) or paired(self.variables, counters, values)
+        if not pairs:
+            found = f"{len(values)} variables, of other shapes than the {len(saved)} here"
+            if is_of_a_wrapper(values):
+                pairs = [(self.step_counter, values[2]), (self.dynamic_scale, values[3])]
+                pairs += [(counter, 0) for counter in counters]
+                found += ": loaded the loss scale and its counter, and skipped all others"
+            else:
+                found += ": skipped all of them"
+            warnings.warn(f"optimizer {self.name!r}: the file has {found}", stacklevel=2)
+        for variable, value in pairs:
+            variable.assign(value)
 
     def set_weights(self, weights: list[Tensor]) -> None:
         """Set the values of ``variables``, in their order, until either list ends.
