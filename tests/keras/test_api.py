@@ -79,6 +79,7 @@ def test_numpy_s_gradients_are_applied():
     variable = keras.Variable(np.ones(2, "float32"))
     optimizer = LossScaleOptimizer(SGD(0.5), initial_scale=2.0)
     optimizer.build(var_list=[variable])
+    assert float(optimizer.scale_loss(np.float32(3.0))) == 6.0
     optimizer.apply([np.array([1.0, 2.0], "float32")], [variable])
     assert numpy(variable).tolist() == [0.75, 0.5]
     optimizer.apply([np.array([1.0, np.inf], "float32")], [variable])
@@ -119,6 +120,7 @@ def test_apply_unscales_in_float32(shape):
     """2**30 is not a float16, nor is 2**-30."""
     optimizer = LossScaleOptimizer(SGD(1.0), initial_scale=2.0**30)
     variable = keras.Variable(np.zeros(shape), dtype="float16")
+    optimizer.scale_loss(1.0)
     optimizer.apply([keras.ops.full(shape, 2.0**15, "float16")], [variable])
     assert (numpy(variable) == -(2.0**-15)).all()
 
@@ -269,6 +271,7 @@ def test_weights_are_set_in_the_order_of_the_variables(variables):
 def test_calls_that_cannot_work_leave_everything_as_it_was(variables):
     optimizer = LossScaleOptimizer(SGD())
     ones = [keras.ops.ones((2, 2)), keras.ops.ones(2)]
+    optimizer.scale_loss(1.0)
     with pytest.raises(ValueError, match="needs variables"):
         optimizer.apply(ones)
     optimizer.build(variables)

@@ -238,6 +238,7 @@ class TestJax:
         """Keras' wrapper leaks tracers there."""
         optimizer = LossScaleOptimizer(SGD(1.0), initial_scale=4.0)
         before = numpy(variables[1])
+        optimizer.scale_loss(1.0)
         optimizer.apply(FINITE, variables)
         assert np.array_equal(numpy(variables[1]), before - np.float32(0.25))
         optimizer.apply(OVERFLOW, variables)
@@ -297,6 +298,7 @@ class TestTorch:
         variable = keras.Variable([1.0, 2.0])
         grad = torch.tensor([8.0, 8.0])
         optimizer = LossScaleOptimizer(SGD(), initial_scale=8.0)
+        optimizer.scale_loss(1.0)
         optimizer.apply([grad], [variable])
         assert grad.tolist() == [8.0, 8.0]
 

@@ -70,6 +70,7 @@ def stepper(optimizer, variables, compiled=True):
             optimizer.apply_gradients(list(zip(grads, variables, strict=True)))
 
         return tf.function(step) if compiled else step
+    optimizer.scale_loss(1.0)  # without this call, it would warn
     if not optimizer.built:
         optimizer.build(variables)
     if BACKEND != "jax":

@@ -125,6 +125,10 @@ class Wrapper:
     @property
     def initial_scale(self) -> float:
         """The scale before the first step, or the fixed scale."""
+        return self._initial_scale
+
+    @property
+    def _initial_scale(self) -> float:
         policy = self._policy
         return policy.scale if isinstance(policy, FixedScale) else policy.init_scale
 
@@ -150,7 +154,7 @@ class Wrapper:
             return {"policy": fields}
         return {
             "dynamic": self.dynamic,
-            "initial_scale": self.initial_scale,
+            "initial_scale": self._initial_scale,
             "dynamic_growth_steps": self.dynamic_growth_steps,
         }
 

@@ -24,18 +24,10 @@ from gradscaler._keras_like.wrapper import (
 )
 from gradscaler.keras._operations import on_backend
 from gradscaler.keras._stored import COUNTERS, is_of_a_wrapper, paired
+from gradscaler.keras._warnings import NEVER_SCALED, NEVER_UNSCALED, warn
 from gradscaler.policies import AmaxScale, DynamicScale, OwnPolicy, amax_interval
 
 Variables = Variable | Iterable[Variable] | Callable[[], Variable | Iterable[Variable]]
-
-_NEVER_SCALED = (
-    "The loss was never scaled, but gradients are divided by the loss scale. Call "
-    "get_scaled_loss(loss) or scale_loss(loss) before differentiating."
-)
-_NEVER_UNSCALED = (
-    "get_unscaled_gradients() was never called, so apply_gradients() divides the gradients by the "
-    "loss scale. Call it first, or scale the loss by scale_loss()."
-)
 
 
 @unconverted
@@ -117,14 +109,18 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         self.__dict__["_policy"] = wrapper.policy_from(
             self._preset, dynamic, initial_scale, dynamic_growth_steps, policy
         )
+        # The names under which the scale has been read, perhaps to scale the loss by hand; and
+        # those under which Keras' saving is about to read it.
+        self.__dict__.update(_scale_reads=set(), _saving_reads=set())
         super().__init__(
-            inner_optimizer, self.initial_scale, self.dynamic_growth_steps, name=name, **kwargs
+            inner_optimizer, self._initial_scale, self.dynamic_growth_steps, name=name, **kwargs
         )
         for option in OPTIONS:
             del self.__dict__[option]  # from now on it is read on the inner optimizer
         self._create_variables()
-        self._calls_are_checked = False  # by the first `apply_gradients`
+        self._calls_are_checked = False  # by the first `apply_gradients`, or a warning of `apply`
         self._loss_has_been_scaled = False
+        self._scale_reads.clear()
         # Compiled code sets these only when it is traced, so the first is never reset.
         self._gradients_have_been_unscaled = False
         self._next_step_unscales = False
@@ -136,7 +132,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         moving scale, and the other way round.
         """
         self.step_counter = self.add_variable((), dtype="int", name="step_counter")
-        self.dynamic_scale = self._float32_variable(self.initial_scale, "dynamic_scale")
+        self.dynamic_scale = self._float32_variable(self._initial_scale, "dynamic_scale")
         if wrapper.counts_nonfinite_steps(self._policy):
             self.nonfinite_counter = self.add_variable((), dtype="int", name="nonfinite_counter")
         if isinstance(self._policy, AmaxScale):
@@ -155,12 +151,42 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         self._track_variable(variable)  # by hand, because `Model.compile` tracks no attributes
         return variable
 
-    @Wrapper.initial_scale.setter  # type: ignore[attr-defined,untyped-decorator] # inherited
+    def _note_read(self, name: str) -> None:
+        """Note that the scale is read, unless Keras' saving reads it, as it does all attributes."""
+        if name in self._saving_reads:
+            self._saving_reads.remove(name)
+        else:
+            self._scale_reads.add(name)
+
+    def _obj_type(self) -> str:
+        """The kind of object, for Keras' saving, which next reads each attribute once."""
+        self._saving_reads.update(("dynamic_scale", "initial_scale", "loss_scale"))
+        kind: str = super()._obj_type()
+        return kind
+
+    @property
+    def dynamic_scale(self) -> Variable:
+        """The variable that holds the scale, a float32 scalar."""
+        self._note_read("dynamic_scale")
+        return self._scale_variable
+
+    @dynamic_scale.setter
+    def dynamic_scale(self, variable: Variable) -> None:
+        self.__dict__["_scale_variable"] = variable  # a checkpoint has only the public name
+
+    @property
+    def initial_scale(self) -> float:
+        """The scale before the first step, or the fixed scale."""
+        self._note_read("initial_scale")
+        return self._initial_scale
+
+    @initial_scale.setter
     def initial_scale(self, initial_scale: float) -> None:
         """Set the initial scale, and the current scale if the optimizer is not built yet."""
         self._policy = wrapper.with_initial_scale(self._policy, initial_scale)
-        if hasattr(self, "dynamic_scale") and not self.built:
-            self.dynamic_scale.assign(self.initial_scale)
+        self._scale_reads.discard("initial_scale")  # the reads were of another one
+        if "_scale_variable" in vars(self) and not self.built:
+            self._scale_variable.assign(self._initial_scale)
 
     @Wrapper.dynamic_growth_steps.setter  # type: ignore[attr-defined,untyped-decorator] # inherited
     def dynamic_growth_steps(self, dynamic_growth_steps: int | None) -> None:
@@ -178,11 +204,12 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
     @property
     def loss_scale(self) -> Tensor:
         """A copy of the current scale, a float32 scalar tensor."""
+        self._note_read("loss_scale")
         return ops.copy(self._scale)
 
     @property
     def _scale(self) -> Tensor:
-        scale = self.dynamic_scale if self.dynamic else self.initial_scale
+        scale = self._scale_variable if self.dynamic else self._initial_scale
         return ops.convert_to_tensor(scale, "float32")
 
     lr = keras.optimizers.LossScaleOptimizer.learning_rate
@@ -206,7 +233,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
     def _scale_now(self) -> Tensor:
         """The scale; CallOrderError if compiled code would keep its present value."""
         if self.dynamic:
-            on_backend.check_compiled(self.dynamic_scale)
+            on_backend.check_compiled(self._scale_variable)
         return self._scale
 
     def stateless_scale_loss(self, loss: Tensor, optimizer_variables: Iterable[Tensor]) -> Tensor:
@@ -273,13 +300,11 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
 
         After ``get_unscaled_gradients`` has been called, gradients are not divided here, except in
         the step after a later ``scale_loss``. The first call warns if no loss was scaled, or if no
-        gradients were unscaled, by this optimizer.
+        gradients were unscaled, by this optimizer. An earlier read of ``dynamic_scale`` or
+        ``initial_scale`` counts as both, because it may scale the loss by hand.
         """
-        unscales = self._gradients_have_been_unscaled or self._next_step_unscales
-        if not (self._calls_are_checked or (self._loss_has_been_scaled and unscales)):
-            warnings.warn(
-                _NEVER_UNSCALED if self._loss_has_been_scaled else _NEVER_SCALED, stacklevel=2
-            )
+        if not self._calls_are_checked:
+            self._check_calls()
         self._calls_are_checked = True
         pairs = list(grads_and_vars)
         grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
@@ -289,10 +314,25 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
             self.apply(grads, variables)
         return self.iterations
 
+    def _check_calls(self) -> None:
+        """Warn if the calls before the first ``apply_gradients`` lack one."""
+        if not (self._loss_has_been_scaled or self._scale_reads):
+            warn(NEVER_SCALED)
+        # A name of Keras 3 belongs to a loss scaled for a step that divides, as with Keras' own.
+        elif not (
+            self._gradients_have_been_unscaled
+            or self._next_step_unscales
+            or self._scale_reads - {"loss_scale"}
+        ):
+            warn(NEVER_UNSCALED)
+
     def apply(
         self, grads: Iterable[Tensor | None], trainable_variables: Iterable[Variable] | None = None
     ) -> None:
         """Apply all gradients, or none if any is not finite, and move the scale.
+
+        It warns once if it divides a gradient and this optimizer never scaled a loss, unless the
+        scale was read, as ``dynamic_scale``, ``initial_scale`` or ``loss_scale``.
 
         Args:
             grads: gradients of the scaled loss; ``apply`` divides them by the scale.
@@ -354,12 +394,20 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         self, grads: list[Tensor | None], variables: list[Variable]
     ) -> list[Tensor | None]:
         scale = self._scale_now()
-        return [
+        unscaled = [
             grad
             if grad is None or self._overwrite_variable_with_gradient(variable)
             else on_backend.divide(grad, scale)
             for grad, variable in zip(grads, variables, strict=True)
         ]
+        if not (self._calls_are_checked or self._loss_has_been_scaled or self._scale_reads):
+            self._warn_if_divided(grads, unscaled)
+        return unscaled
+
+    def _warn_if_divided(self, grads: list[Tensor | None], unscaled: list[Tensor | None]) -> None:
+        if any(after is not before for before, after in zip(grads, unscaled, strict=True)):
+            warn(NEVER_SCALED)
+            self._calls_are_checked = True
 
     def _move_scale(self, found_inf: Tensor, amax: Tensor | None) -> None:
         if not self.dynamic:
@@ -372,7 +420,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
     @property
     def _moved(self) -> list[Variable]:
         """The variables that the policy moves: its state's fields, without counts it ignores."""
-        return [self.dynamic_scale, self.step_counter, *self._counters]
+        return [self._scale_variable, self.step_counter, *self._counters]
 
     @property
     def _counters(self) -> list[Variable]:
@@ -445,7 +493,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         if not pairs:
             found = f"{len(values)} variables, of other shapes than the {len(saved)} here"
             if is_of_a_wrapper(values):
-                pairs = [(self.step_counter, values[2]), (self.dynamic_scale, values[3])]
+                pairs = [(self.step_counter, values[2]), (self._scale_variable, values[3])]
                 pairs += [(counter, 0) for counter in counters]
                 found += ": loaded the loss scale and its counter, and skipped all others"
             else:
