@@ -20,9 +20,10 @@ from gradscaler.policies._checks import count
 from gradscaler.torch._weights.casting import Kept, cast, kept_by, must_not_be_wide
 from gradscaler.torch._weights.chunks import Chunks, Piece, is_dense
 from gradscaler.torch._weights.entries import Entries, like
+from gradscaler.torch._weights.loading import entries_in, numbers_of
 from gradscaler.torch._weights.replicas import share
 from gradscaler.torch._weights.rounding import DTYPES
-from gradscaler.torch._weights.stores import KEYS, STORES
+from gradscaler.torch._weights.stores import STORES
 from gradscaler.torch._weights.wrapped import (
     Places,
     Stand,
@@ -248,27 +249,22 @@ class MasterWeights(torch.optim.Optimizer):
         starts from its 16-bit value.
 
         Raises:
-            ValueError: the number of groups or parameters differs; nothing changes.
+            ValueError: the number of groups or parameters differs, a group repeats a parameter, or
+                an entry of a store has another shape or values out of range; nothing changes.
+            TypeError: an entry of a store is not a tensor of its kind; nothing changes.
         """
         assert self._wrapped is not None
         loaded = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = hook(self, loaded) or loaded
         # torch.distributed.checkpoint identifies parameters by names instead of numbers.
-        places = dict.fromkeys(i for group in loaded["param_groups"] for i in group["params"])
-        entries: dict[int | str, dict[str, torch.Tensor]] = {}
-        rest: dict[object, object] = {}
-        for i, state in loaded["state"].items():
-            if i not in places:  # not a parameter's state
-                rest[i] = state
-                continue
-            entries[i] = {key: state[key] for key in KEYS if key in state}
-            rest[i] = {key: value for key, value in state.items() if key not in KEYS}
+        numbers = numbers_of(loaded["param_groups"])
+        given = loaded["state"]
+        rest = {i: without_entries(given[i]) if i in numbers else given[i] for i in given}
         states, others, groups = self._wrapped.load(self.param_groups, {**loaded, "state": rest})
         new: defaultdict[Any, dict[str, Any]] = defaultdict(dict, others)
-        for p, i, state in zip(parameters_of(self), places, states, strict=True):
-            kept = entries.get(i, {})
-            state.update((key, _copied(key, value, p)) for key, value in kept.items())
+        for p, i, state in zip(parameters_of(self), numbers, states, strict=True):
+            state.update(entries_in(given.get(i, {}), i, p))
             if state:
                 new[p] = state
         groups = [
@@ -530,11 +526,6 @@ def _clear_gradients(stands: Stand) -> None:
     """Remove the gradients of stand-ins, because masters are kept, and gradients are not."""
     for stand in stands.values():
         stand.grad = None
-
-
-def _copied(key: str, entry: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A copy of a loaded entry on the parameter's device; for "rounding", on its own device."""
-    return entry.clone() if key == "rounding" else entry.to(parameter.device, copy=True)
 
 
 def _has_layout(value: object, parameter: torch.Tensor) -> bool:
