@@ -119,6 +119,32 @@ def test_a_float16_tie_below_2_to_the_minus_15_is_rounded_up():
     assert torch.equal(narrow.double(), torch.cat([units + 1, -units]) * 2.0**-24)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "begin", "end", "spacings"),
+    [
+        (torch.float16, 0.0, 2.0**-15, 2.0),
+        (torch.float16, 2.0**-15, 2.0**-14, 1.0),
+        (torch.float16, 2.0**-14, 65536.0, 0.5),
+        (torch.bfloat16, 0.0, math.inf, 0.5),
+    ],
+)
+def test_an_old_remainder_moves_a_value_set_by_hand_by_at_most_so_many_spacings(
+    dtype, begin, end, spacings
+):
+    wide = borders(dtype)
+    narrow, remainders = split(wide, dtype)
+    is_old = (narrow.float().abs() >= begin) & (narrow.float().abs() < end)
+    new, after = all_of(dtype)[:-1], all_of(dtype)[1:]
+    spacing = after.double() - new.double()
+    moved = [
+        (join(value, remainder.expand(len(value)).clone()).double() - value.double()).abs()
+        / spacing
+        for remainder in (remainders[is_old].min(), remainders[is_old].max())
+        for value in (new, -new)
+    ]
+    assert torch.stack(moved).max() == spacings  # NaN if any is
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_inf_and_nan_come_back(dtype):
     wide = torch.tensor([math.inf, -math.inf, math.nan, -math.nan])

@@ -103,6 +103,25 @@ def test_a_parameter_that_became_nan_can_be_reset(store):
     assert torch.equal(weight, torch.full_like(weight, 0.5))
 
 
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_that_are_pruned_stay_zero_to_half_of_the_smallest_spacing(store, dtype):
+    """A zero of either sign, with the remainder of another value."""
+    model, optimizer = make(store, dtype, lr=1e-3)
+    for _ in range(3):
+        step(model, optimizer)
+    for parameter in model.parameters():
+        parameter.data.mul_(torch.arange(parameter.numel()).view_as(parameter) % 2)
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.param_groups[0]["lr"] = 0.0
+    step(model, optimizer)
+    smallest = 2.0**-24 if dtype is torch.float16 else 2.0**-133
+    for parameter, value in zip(model.parameters(), kept, strict=True):
+        wide = optimizer.wide(parameter)[value == 0]
+        assert len(wide) >= 6
+        assert (wide.abs() <= smallest / 2).all()
+
+
 def test_an_average_copied_into_the_parameters_is_where_training_goes_on():
     """As float32 training goes on from the same values; steps are below 16 bits' spacing."""
     model, optimizer = make("float32", lr=1e-5)

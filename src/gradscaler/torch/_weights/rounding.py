@@ -83,8 +83,12 @@ def join(narrow: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 def join_(near: torch.Tensor, remainder: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Do the work of :func:`join` in place: ``near`` is a float32 copy of a tensor of ``dtype``."""
     if dtype is torch.bfloat16:
-        near.view(torch.int32).add_(remainder)
-        return near
+        bits = near.view(torch.int32).add_(remainder)
+        if near.is_cpu and not (near.numel() and near.amax().isnan()):
+            return near
+        # Other code has set a value to zero, and the old remainder is negative. The bits wrapped
+        # around, to a NaN that no remainder of a NaN gives.
+        return near.masked_fill_((bits | -(2**31)) >= -(2**15), 0)
     return near.addcmul_(remainder.float(), _unit(near), value=2.0**-24)
 
 
