@@ -5,6 +5,7 @@ import gc
 import pickle
 import weakref
 
+import numpy as np
 import pytest
 
 from gradscaler import CallOrderError, DynamicScale, FixedScale
@@ -70,9 +71,11 @@ else:
 def names(scaler, gradients, fused=False):
     """The names that the calls above use, for ``exec``."""
     parameters = library.parameters()
+    optimizer = library.adamw(parameters, fused=fused)
     return {
         "scaler": scaler,
-        "optimizer": library.adamw(parameters, fused=fused),
+        "optimizer": optimizer,
+        "clear": lambda: library.clear_gradients(optimizer),
         "backward": lambda: library.backward(scaler, parameters, gradients),
         "loss": library.tensor([1.0]),
         "closure": lambda: pytest.fail("the closure was called"),
@@ -105,6 +108,56 @@ def test_the_message_names_the_missing_call_and_nothing_changes(
     with pytest.raises(CallOrderError, match=rf"\b{missing}_?\("):
         exec(call, loop)
     assert library.everything(scaler, loop["optimizer"]) == untouched
+
+
+CLIP = "scaler.clip_grad_norm_(optimizer, 1.0)"
+CLIP_ANOTHER_NORM = "scaler.clip_grad_norm_(optimizer, 1.0, 1.0)"
+READ_THE_SCALE = "scaler.get_scale(); scaler._scale"
+NO_UPDATE = r"call update\(\) at the end of each iteration"
+CLIPPED_EARLY = rf"before the latest loss was scaled.*after the last backward pass.*{NO_UPDATE}"
+
+
+@pytest.mark.parametrize("between", ["pass", READ_THE_SCALE])
+@pytest.mark.parametrize(
+    ("calls", "last", "cause"),
+    [
+        (["backward()", CLIP, "backward()"], CLIP, CLIPPED_EARLY),
+        (["backward()", CLIP_ANOTHER_NORM, "backward()"], CLIP_ANOTHER_NORM, CLIPPED_EARLY),
+        (["backward()", CLIP, "clear()", "backward()"], CLIP, CLIPPED_EARLY),
+        (["backward()", CLIP, "scaler.step(optimizer)", "clear()", "backward()"], CLIP, NO_UPDATE),
+        (
+            ["backward()", "scaler.unscale_(optimizer)", "backward()"],
+            "scaler.unscale_(optimizer)",
+            rf"after the last backward pass.*{NO_UPDATE}",
+        ),
+    ],
+    ids=["each micro-batch", "another norm", "no update", "no update after a step", "unscale_"],
+)
+def test_where_no_call_raised_the_message_says_what_was_called_too_early_or_not_at_all(
+    calls, last, cause, between, fused, scaler, finite
+):
+    loop = names(scaler, finite, fused)
+    for call in calls:
+        exec(call, loop)
+        exec(between, loop)
+    before = library.stepped(loop["optimizer"])
+    for _ in range(2):  # the error itself is no other cause
+        with pytest.raises(CallOrderError, match=cause) as error:
+            exec(last, loop)
+        assert "raised" not in str(error.value)
+    assert library.stepped(loop["optimizer"]) == before
+
+
+@pytest.mark.parametrize("calls", ["backward()", "clear(); backward()"])
+def test_what_that_message_says_to_do_leads_on(calls, fused, scaler, finite):
+    loop = names(scaler, finite, fused)
+    exec(f"backward(); {CLIP}; {calls}", loop)
+    with pytest.raises(CallOrderError, match=r"clear the gradients, call scaler\.update"):
+        exec(CLIP, loop)
+    exec(f"clear(); scaler.update(); backward(); {CLIP}; scaler.step(optimizer)", loop)
+    assert scaler.last_step(loop["optimizer"]).applied
+    clipped = [library.numpy(p.grad).ravel() for p in library.owned(loop["optimizer"])]
+    assert np.linalg.norm(np.concatenate(clipped)) == pytest.approx(1.0, rel=1e-3)
 
 
 @pytest.mark.parametrize(

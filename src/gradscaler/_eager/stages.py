@@ -46,6 +46,13 @@ UNKNOWN_GRADIENTS = (
     "unscaled: clear the gradients, call scaler.update(), and repeat the iteration"
 )
 
+_CLIPPED_BEFORE_LOSS = (
+    "clip_grad_norm_() was called for this optimizer before the latest loss was scaled: call it "
+    "once per iteration, after the last backward pass, and call update() at the end of each "
+    "iteration, also of one without a step. To go on now, clear the gradients, call "
+    "scaler.update(), and repeat the iteration"
+)
+
 _BEFORE_ATTEMPTS = (
     "attempts() is being called after unscale_() or clip_grad_norm_(): call those after the last "
     "backward pass, and step(optimizer) and update() before the next iteration"
@@ -54,14 +61,16 @@ _BEFORE_ATTEMPTS = (
 REFUSALS: dict[tuple[Stage | Standing, str], str] = {
     # The calls that each stage forbids, with the error's text. All others are allowed.
     (Stage.UNSCALED, "unscale_"): (
-        "unscale_() has already been called on this optimizer since the last update(): call "
-        "update() once per iteration, after step(optimizer)"
+        "unscale_() has already been called on this optimizer since the last update(), or since "
+        "its loss was scaled: call it once per iteration, after the last backward pass, and call "
+        "update() at the end of each iteration, also of one without a step"
     ),
     (Stage.STEPPED, "unscale_"): (
         "unscale_() is being called after step(): call update() first, or unscale_() before step()"
     ),
     (Stage.STEPPED, "clip_grad_norm_"): (
-        "clip_grad_norm_() is being called after step(): call it before step(optimizer)"
+        "clip_grad_norm_() is being called after step(): call it before step(optimizer), and call "
+        "update() at the end of each iteration"
     ),
     (Stage.STEPPED, "step"): (
         "step() has already been called since the last update(): call update() once per iteration, "
@@ -78,8 +87,8 @@ REFUSALS: dict[tuple[Stage | Standing, str], str] = {
         "step(optimizer)"
     ),
     (Stage.UNKNOWN, "attempts"): UNKNOWN_GRADIENTS,
-    (Standing.OUTDATED, "clip_grad_norm_"): UNKNOWN_GRADIENTS,
-    (Standing.RAISED_OUTDATED, "clip_grad_norm_"): UNKNOWN_GRADIENTS,
+    (Standing.OUTDATED, "clip_grad_norm_"): _CLIPPED_BEFORE_LOSS,
+    (Standing.RAISED_OUTDATED, "clip_grad_norm_"): _CLIPPED_BEFORE_LOSS,
 }
 
 STAGE_AFTER: dict[tuple[Stage, str], Stage] = {
