@@ -213,8 +213,7 @@ def test_an_error_between_two_optimizers_changes_nothing():
     first, second = training.optimizers
     minimize_each(training, first)
     before = training.state()
-    training.scaler.clip_grad_norm_(second, 1.0)
-    with pytest.raises(RuntimeError, match="clip_grad_norm_"):
+    with pytest.raises(RuntimeError, match="No inf checks were recorded"):
         training.scaler.update()
     assert training.state() == before
     step_and_update(training, second)

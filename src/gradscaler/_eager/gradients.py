@@ -9,6 +9,7 @@ from functools import partial
 from itertools import starmap
 from typing import Any, NamedTuple, Protocol, SupportsFloat
 
+from gradscaler._eager.loss import Loss
 from gradscaler._eager.operations import (
     Args,
     FoundInf,
@@ -89,6 +90,9 @@ class Gradients:
             the scaler's own state.
         is_attempted: whether a loop over ``attempts`` made them.
         is_exhausted: whether they overflowed in each of the latest ``attempts``.
+        is_counted: whether an ``update`` has counted their found_inf.
+        is_untouched: whether a few parameters are as they were when the gradients were clipped;
+            None if that is not watched.
         result: None before ``optimizer.step`` is called, an empty list until it returns, then a
             list of the value that it returned.
     """
@@ -104,6 +108,8 @@ class Gradients:
     made_with: State | None = None
     is_attempted: bool = False
     is_exhausted: bool = False
+    is_counted: bool = False
+    is_untouched: Callable[[], bool] | None = None
     result: list[object] | None = None
     _standing: Standing = Standing.LASTING
     _inverse: Tensor | None = None  # 1/scale, if they are MEASURED
@@ -138,13 +144,22 @@ class Gradients:
         return self.stage in _IS_OVER
 
     @property
-    def await_step(self) -> bool:
-        """Whether ``update`` must wait for the step that clips the gradients.
+    def awaits_step(self) -> bool:
+        """Whether they await their step, and were checked or made at a scale of their own."""
+        is_made_apart = self.stage is Stage.SCALED and self.made_with is not None
+        return is_made_apart or self.stage in _IS_KNOWN
 
-        It need not after an error, or if another loss was scaled.
-        """
+    @property
+    def await_clipping(self) -> bool:
+        """Whether they await the step that clips them, and no error or other loss came since."""
         is_clipped = self._standing is Standing.CLIPPED and self.clip_coefficient is not None
         return is_clipped and not self.is_over
+
+    @property
+    def were_applied_elsewhere(self) -> bool:
+        """Whether a step that is not the scaler's came after clipping; may wait for the device."""
+        watch = self.is_untouched
+        return watch is not None and self.await_clipping and not watch()
 
     @property
     def have_overflowed(self) -> bool:
@@ -380,10 +395,31 @@ class Iteration(defaultdict[int, Any]):
 
     Attributes:
         next_state: the state that ``update`` has decided to move to, else None.
+        loss: the latest loss, of this iteration or an earlier one; None if there was none.
+        left_out: the ids of the optimizers whose step the iteration before left out after clipping.
     """
 
     next_state: State | None = None
+    loss: Loss | None = None
+    left_out: frozenset[int] = frozenset()
     _owners: dict[int, tuple[Optimizer, Optimizer]] | None = None  # with wrappers, by their ids
+
+    def following(self) -> Iteration:
+        """The next iteration. Gradients that were checked, and not stepped, await their step."""
+        following = Iteration(self.default_factory)
+        following.loss = self.loss
+        for key, each in self.items():
+            if isinstance(each, Gradients):  # else a framework has put it here
+                following._follow(key, each)
+        return following
+
+    def _follow(self, key: int, gradients: Gradients) -> None:
+        """Note an optimizer's gradients of the iteration before."""
+        gradients.is_counted = gradients.found_inf is not None
+        if not gradients.is_over and gradients.await_clipping:
+            self.left_out |= {key}
+        if self.loss is not None:
+            self.loss.outlive_update(key, gradients)
 
     def of(self, optimizer: Optimizer) -> Gradients:
         """The optimizer's gradients, or a new object that is not in the dict yet.
@@ -395,6 +431,8 @@ class Iteration(defaultdict[int, Any]):
         if owner is not optimizer:
             self._wrap(optimizer, owner)
         found: Gradients | None = self.get(id(owner))
+        if found is None and self.loss is not None:
+            found = self.loss.waiting.get(id(owner))
         if found is None or (found.stage is Stage.UNKNOWN and found.are_replaced):
             if not hasattr(owner, "step"):
                 raise TypeError(
@@ -407,6 +445,19 @@ class Iteration(defaultdict[int, Any]):
         found.optimizer = owner  # a framework may have made the entry, given only the id
         return found
 
+    def of_another_loss(self, optimizer: Optimizer) -> Gradients:
+        """Like ``of``, but for a loss that is still to come.
+
+        So gradients that were checked before the latest ``update`` don't count.
+        """
+        found = self.of(optimizer)
+        if found.stage is Stage.SCALED or id(found.optimizer) in self:
+            return found
+        assert self.default_factory is not None
+        new: Gradients = self.default_factory()
+        new.optimizer = found.optimizer
+        return new
+
     def keep(self, gradients: Gradients) -> None:
         """Put these gradients into the dict, until the iteration ends."""
         self[id(gradients.optimizer)] = gradients
@@ -414,6 +465,12 @@ class Iteration(defaultdict[int, Any]):
     def drop(self, gradients: Gradients) -> None:
         """Remove these gradients from the dict."""
         self.pop(id(gradients.optimizer), None)
+
+    def renew(self, key: int) -> None:
+        """Forget the gradients of the optimizer with this id, because it gets new ones."""
+        self.pop(key, None)
+        if self.loss is not None:
+            self.loss.forget(key)
 
     def kept(self, gradients: Gradients) -> Gradients:
         """Keep these gradients, or return those that a user's method has already kept."""
@@ -435,7 +492,7 @@ class Iteration(defaultdict[int, Any]):
         for each in self.values():
             if not isinstance(each, Gradients):  # a framework has put it here
                 continue
-            if each.found_inf:
+            if each.found_inf and not each.is_counted:
                 found.append(each.found_inf)
             elif each.found_inf is not None or each.stage is Stage.UNKNOWN:
                 were_checked = True  # the optimizer had none, or their state is unknown
@@ -450,7 +507,8 @@ class Iteration(defaultdict[int, Any]):
         """Each optimizer's largest gradient; empty if the policy does not need them."""
         if not amax_interval(policy):
             return []
-        return [each.amax for each in self.known() if each.amax is not None]
+        uncounted = (each for each in self.known() if not each.is_counted)
+        return [each.amax for each in uncounted if each.amax is not None]
 
     def note_raised(self, optimizer: Optimizer, error: BaseException) -> None:
         """Note that a call for an optimizer raised."""
@@ -458,15 +516,19 @@ class Iteration(defaultdict[int, Any]):
         if gradients is not None:
             gradients.note_raised(error)
 
-    def must_await_no_step(self) -> None:
-        """Raise CallOrderError if gradients still wait for the step that clips them."""
-        for each in self.values():
-            if isinstance(each, Gradients) and each.await_step:
-                raise CallOrderError(
-                    "update() was called after clip_grad_norm_(), which clips in step(optimizer), "
-                    "and without that step: call scaler.step(optimizer) in place of "
-                    "optimizer.step()"
-                )
+    def uncounted(self) -> set[int]:
+        """The ids of the optimizers that no ``update`` has counted yet."""
+        return {key for key, each in self.items() if not getattr(each, "is_counted", False)}
+
+    def must_be_applied_by_scaler(self) -> None:
+        """Raise CallOrderError if the user has stepped an optimizer whose step was to clip."""
+        if any(each.were_applied_elsewhere for each in self.known()):
+            raise CallOrderError(
+                "parameters have changed between clip_grad_norm_() and update(), without "
+                "scaler.step(optimizer): if optimizer.step() changed them, call "
+                "scaler.step(optimizer) in its place, which unscales and clips the gradients; to "
+                "leave out a step, change no parameters before update()"
+            )
 
     def _wrap(self, wrapper: Optimizer, owner: Optimizer) -> None:
         """Let a wrapper share its optimizer's gradients, including ones looked up earlier."""
@@ -478,8 +540,11 @@ class Iteration(defaultdict[int, Any]):
         self._owners[id(wrapper)] = owner, wrapper
 
     def __missing__(self, key: int) -> Gradients:
-        if self._owners is None or key not in self._owners:
-            made: Gradients = super().__missing__(key)
-            return made
-        found: Gradients = self[id(self._owners[key][0])]
+        found: Gradients
+        if self._owners is not None and key in self._owners:
+            found = self[id(self._owners[key][0])]
+        elif self.loss is not None and key in self.loss.waiting:
+            found = self.setdefault(key, self.loss.waiting[key])
+        else:
+            found = super().__missing__(key)
         return found

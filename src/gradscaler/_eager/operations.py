@@ -78,6 +78,9 @@ class Operations(Protocol):
     def copy(self, state: State, /) -> State:
         """A state that moves independently of ``state``."""
 
+    def copy_scale(self, scale: Tensor, /) -> Tensor:
+        """A scale that moves independently of ``scale``."""
+
     def merge(self, found_infs: list[FoundInf], /) -> FoundInf:
         """The flags of several parts of an optimizer's gradients as one."""
 
@@ -145,6 +148,12 @@ class Operations(Protocol):
 
     def watch(self, optimizer: Optimizer, /) -> Callable[[], bool]:
         """A callable that returns whether parameters and gradients are still unchanged."""
+
+    def watch_values(self, optimizer: Optimizer, /) -> Callable[[], bool]:
+        """Like ``watch``, by value, of a few small parameters that have a gradient.
+
+        So it also notices an optimizer that writes through ``parameter.data``. NaN never changes.
+        """
 
     def enable_grad(self) -> AbstractContextManager[object]:
         """A context in which a closure can run its backward pass."""

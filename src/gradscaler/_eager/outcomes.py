@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from weakref import ref
 
 from gradscaler._eager.gradients import owner_of
 from gradscaler._eager.operations import Optimizer
+from gradscaler._eager.references import reference
 from gradscaler.outcome import StepOutcome
 
 
@@ -37,7 +37,4 @@ class Outcomes:
 
     def _reference(self, optimizer: Optimizer) -> Callable[[], Optimizer | None]:
         key, outcomes = id(optimizer), self._by_id  # not self: no optimizer keeps a scaler alive
-        try:
-            return ref(optimizer, lambda _: outcomes.pop(key, None) and None)
-        except TypeError:  # its class has __slots__ without __weakref__
-            return lambda: optimizer
+        return reference(optimizer, lambda _: outcomes.pop(key, None))

@@ -298,7 +298,7 @@ class ClosureStep:
 
     def _run(self) -> Any:
         """Call the closure, and unscale its gradients; return the unscaled loss."""
-        self._iteration.pop(self._key, None)  # the closure makes new gradients
+        self._iteration.renew(self._key)  # the closure makes new gradients
         try:
             with self._operations.enable_grad():  # optimizers call closures without gradients
                 loss = self._closure()

@@ -6,10 +6,12 @@ import copy as copying
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
 from gradscaler._eager.gradients import Gradients, Iteration, Scaling, Unscaler
+from gradscaler._eager.loss import Loss
 from gradscaler._eager.observed import ObservedScaler
 from gradscaler._eager.operations import (
     Args,
@@ -39,9 +41,9 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     """Loss scaling for one training loop. An adapter adds its framework's names and operations.
 
     Until ``update`` ends the iteration, each optimizer has a ``Gradients`` object, whose stage says
-    what was done with its gradients. Only ``update`` moves the scale, so gradients are divided by
-    the scale that their loss was multiplied by. Each optimizer has a found_inf of its own, and an
-    overflow of any optimizer moves the scale.
+    what was done with its gradients. Only ``update`` moves the scale. The scale of the latest loss
+    is kept, and gradients are divided by it even if ``update`` comes between two optimizers. Each
+    optimizer has a found_inf of its own, and an overflow of any optimizer moves the scale.
     """
 
     def __init__(self, policy: Policy, enabled: bool, max_retries: int) -> None:
@@ -98,6 +100,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         scaled = self._operations.multiply(outputs, repeating.state_in_use(state).scale)
         if repeating.losses is not None:
             repeating.losses.append((scaled, outputs))
+        if repeating.losses is None or repeating.in_loop:  # a closure's loss is one optimizer's
+            self._iteration.loss = Loss()
         return scaled
 
     def unscale_(self, optimizer: OptimizerT) -> None:
@@ -176,23 +180,26 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             new_scale: a number, or a tensor of one element; the scale is set to it instead.
 
         Raises:
-            RuntimeError: no gradients were checked since the last call; or ``clip_grad_norm_`` was
-                called without the ``step`` that clips.
+            RuntimeError: no gradients were checked since the last call; or the optimizer itself was
+                stepped after ``clip_grad_norm_``.
             ValueError, TypeError: ``new_scale`` cannot be a loss scale; nothing changes.
         """
         if not self._enabled:
             return
         self._repeating.must_not_run("update")
         state = self._state_in_force("update")
-        self._iteration.must_await_no_step()
+        self._iteration.must_be_applied_by_scaler()
         for observer in self._observers:
             observer.updating()
         if new_scale is not None:
+            self._keep_scale_of_loss(state)
             self._set_scale(new_scale)
         else:
             # Kept, so that an update that is interrupted and called again moves to the same state.
             if self._iteration.next_state is None:
                 self._iteration.next_state = self._next_state(state)
+            if self._iteration.next_state.scale is not state.scale:
+                self._keep_scale_of_loss(state)
             self._state = self._operations.move(state, self._iteration.next_state)
         self._end_iteration()
         for observer in self._observers:
@@ -273,7 +280,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         if not self._enabled:
             return iter((0,))
         self._repeating.must_not_run("attempts")
-        made = {id(each.optimizer): each for each in map(self._iteration.of, optimizers)}
+        gradients_of = self._iteration.of_another_loss
+        made = {id(each.optimizer): each for each in map(gradients_of, optimizers)}
         for gradients in made.values():
             gradients.must_allow("attempts")
             self._processes.repeaters_of(gradients.optimizer)  # may raise, before anything changes
@@ -300,7 +308,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         gradients. Until ``step`` the gradients are not clipped: a second call clips further, but
         the framework's own clipping would see unclipped gradients. To read or change unscaled
         gradients, call ``unscale_`` first. The gradients of a skipped step are not clipped, and
-        may still be scaled. If ``step`` takes a closure, call this in the closure.
+        may still be scaled. If ``step`` takes a closure, call this in the closure. The step may be
+        left out, such as for too large a norm; call ``update`` all the same.
 
         Args:
             optimizer: the optimizer that owns the gradients.
@@ -375,6 +384,9 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     _gradients_type: ClassVar[type[Gradients]] = Gradients
     _processes: Processes = ALONE
 
+    _iteration: Iteration
+    _shown: Tensor | None = None  # the scale that users' code sees, if it is not the one in use
+
     @abstractmethod
     def _unscaler(self, optimizer: Optimizer) -> Unscaler:
         """The optimizer's unscaler, which calls any method that the user has replaced."""
@@ -399,10 +411,6 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def _place_before_loss(self, optimizer: Optimizer) -> None:
         """Place the state without a call of ``scale``, if another process may have made it."""
 
-    def _state_of_loss(self, state: State) -> State:
-        """The state whose scale the latest loss was multiplied by; ``state`` is the scaler's."""
-        return state
-
     # Parts that public calls share.
 
     def _state_in_force(self, call: str) -> State:
@@ -421,10 +429,15 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         # Two states: the gradients' own may be older, or backed off by a loop. The scaler's is the
         # same in all processes, and they decide by it.
         state = self._state_in_force(call)
-        made_with = gradients.made_with or self._state_of_loss(state)
-        if self._repeating.losses is not None and self._repeating.backed_off is not None:
-            made_with = state = self._repeating.backed_off
-        return Scaling(made_with.scale, state, getattr(self._policy, "amax_interval", 0))
+        scale = (gradients.made_with or state).scale
+        loss = self._iteration.loss
+        if self._repeating.losses is not None:
+            if self._repeating.backed_off is not None:
+                state = self._repeating.backed_off
+                scale = state.scale
+        elif loss is not None and loss.scale is not None and gradients.made_with is None:
+            scale = loss.scale_for(gradients.optimizer, state.scale)
+        return Scaling(scale, state, getattr(self._policy, "amax_interval", 0))
 
     def _take_step(
         self,
@@ -463,9 +476,17 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             # A shortcut: step() has made every check that unscale_() makes.
             self._divide(gradients.optimizer, gradients, scaling)
         else:
-            self.unscale_(gradients.optimizer)
+            self._call_unscale(gradients.optimizer, scaling)
             return self._iteration.kept(gradients)
         return gradients
+
+    def _call_unscale(self, optimizer: Optimizer, scaling: Scaling) -> None:
+        """Call ``unscale_``. If a subclass replaces it, it may read the scale."""
+        if scaling.scale is scaling.state.scale:
+            self.unscale_(optimizer)
+        else:
+            with self._showing(scaling.scale):
+                self.unscale_(optimizer)
 
     def _divide(self, optimizer: Optimizer, gradients: Gradients, scaling: Scaling) -> None:
         """Divide gradients by the scale, and check them."""
@@ -491,7 +512,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         kwargs: Kwargs,
     ) -> Any:
         self._repeating.must_not_run("step")
-        gradients = self._iteration.of(optimizer)
+        gradients = self._iteration.of_another_loss(optimizer)
         gradients.must_allow("step")
         if gradients.clip_coefficient is not None:
             raise CallOrderError(
@@ -552,7 +573,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             norm = gradients.measure(scaling, parts, deciders)
         if norm is None:
             if gradients.is_scaled:
-                self.unscale_(optimizer)
+                self._call_unscale(optimizer, scaling)
                 gradients = self._iteration.kept(gradients)
                 gradients.move("unscaled to clip")
             norm = gradients.norm(parts, float(norm_type))
@@ -561,7 +582,18 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             gradients.must_be_finite(norm, norm_type, deciders)
         gradients.clip(max_norm, norm)
         self._iteration.keep(gradients)
+        self._watch_for_steps(gradients)
         return norm
+
+    def _watch_for_steps(self, gradients: Gradients) -> None:
+        """Watch for a step of the user's, unless the scaler takes this optimizer's steps.
+
+        A watch costs copies. It does after its latest step, unless one was left out since.
+        """
+        key = id(gradients.optimizer)
+        is_ours = self._outcomes.get(gradients.optimizer) and key not in self._iteration.left_out
+        if gradients.await_clipping and gradients.is_untouched is None and not is_ours:
+            gradients.is_untouched = self._operations.watch_values(gradients.optimizer)
 
     def _clip_at_once(
         self,
@@ -608,7 +640,13 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """Forget this iteration's gradients."""
         self._repeating.end_iteration()
         # Last, so that an interrupted update() can be called again.
-        self._iteration = Iteration(self._new_gradients)
+        self._iteration = self._iteration.following()
+
+    def _keep_scale_of_loss(self, state: State) -> None:
+        """Keep the latest loss's scale, that of ``state``, which is about to move."""
+        loss = self._iteration.loss
+        if loss is not None and loss.scale is None:
+            loss.scale = self._operations.copy_scale(state.scale)
 
     def _forget_next_state(self) -> None:
         """Forget what an interrupted call has decided, because the state is set from outside."""
@@ -618,6 +656,24 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def _host_state(self) -> State:
         """The state in host scalars; waits for the device."""
         return self._initial_state if self._state is None else self._operations.read(self._state)
+
+    def _scale_in_use(self) -> Tensor:
+        """The scale that users' code sees: that of the body that runs, which may have backed off.
+
+        Users' methods that unscale or step see the scale of the gradients.
+        """
+        if self._shown is not None:
+            return self._shown
+        return self._repeating.state_in_use(self._state or self._initial_state).scale
+
+    @contextmanager
+    def _showing(self, scale: Tensor) -> Iterator[None]:
+        """A context in which users' code sees this scale."""
+        try:
+            self._shown = scale
+            yield
+        finally:
+            self._shown = None
 
     def _start(self) -> None:
         """Start without steps and without observers."""

@@ -30,7 +30,7 @@ class Standing(Enum):
     LASTING = auto()
     """Another loss changes nothing: no clipping is pending, and no call raised."""
     CLIPPED = auto()
-    """``clip_grad_norm_`` was called. ``update`` requires a ``step``, unless a loss is scaled."""
+    """``clip_grad_norm_`` was called."""
     RAISED = auto()
     """A call raised. It may be repeated until another loss is scaled."""
     OUTDATED = auto()

@@ -107,6 +107,10 @@ class TorchOperations(TorchLikeOperations):
         """The dense tensors that hold the gradients now; of a DTensor, this process's part."""
         return to_local(super().current_gradients(optimizer))
 
+    def values(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that hold the values of parameters; of a DTensor, this process's part."""
+        return super().values(to_local(parameters))
+
     def next_on_host(
         self,
         policy: Policy,

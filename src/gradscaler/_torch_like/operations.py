@@ -20,6 +20,7 @@ from gradscaler.errors import CallOrderError
 from gradscaler.policies import Policy, State, leaf_dtypes
 
 _LARGE = 2**14  # elements
+_FEW = 8  # parameters, of which an optimizer's step changes at least one
 _item = methodcaller("item")
 
 
@@ -131,7 +132,10 @@ class TorchLikeOperations:
         return type(placed)(*state[: len(placed)], *placed[len(state) :])
 
     def copy(self, state: State) -> State:
-        return type(state)(*(tensor.clone() for tensor in state))
+        return type(state)(*map(self.copy_scale, state))
+
+    def copy_scale(self, scale: Tensor) -> Tensor:
+        return scale.clone()
 
     def next_state(
         self,
@@ -491,6 +495,16 @@ class TorchLikeOperations:
         before = seen()
         return lambda: seen() == before
 
+    def watch_values(self, optimizer: Optimizer) -> Callable[[], bool]:
+        trained = [p for p in parameters_of(optimizer) if p.grad is not None]
+        few = sorted(trained, key=methodcaller("numel"))[:_FEW]
+        before = [value.clone() for value in self.values(few)]
+        return lambda: all(map(_are_same, before, self.values(few)))
+
+    def values(self, parameters: list[Tensor]) -> list[Tensor]:
+        """The tensors that hold the values of parameters in this process."""
+        return [parameter.detach() for parameter in parameters]
+
     def snapshot(self, optimizer: Optimizer) -> Callable[[], None]:
         parameters = parameters_of(optimizer)
         values = [parameter.detach().clone() for parameter in parameters]
@@ -516,6 +530,12 @@ class TorchLikeOperations:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """The optimizer's parameters, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _are_same(before: Tensor, now: Tensor) -> bool:
+    """Whether each element has its value from before, or was NaN; waits for the device."""
+    is_number = before == before  # noqa: PLR0124 # NaN differs from itself
+    return not ((before != now) & is_number).any().item()
 
 
 def _kind_of(tensors: list[Tensor]) -> tuple[str, object]:

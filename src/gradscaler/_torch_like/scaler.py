@@ -76,8 +76,11 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         return self._enabled
 
     def get_scale(self) -> float:
-        """The loss scale, or 1.0 if scaling is disabled. Waits for the device."""
-        return float(self._host_state().scale) if self._enabled else 1.0
+        """The loss scale, or 1.0 if scaling is disabled. Waits for the device.
+
+        In a closure, and in a loop over ``attempts``, it is the scale that ``scale`` uses there.
+        """
+        return float(self._scale_in_use()) if self._enabled else 1.0
 
     def get_growth_factor(self) -> float:
         """The factor by which the scale grows; 1.0 under a fixed scale.
@@ -191,7 +194,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
 
     @property
     def _scale(self) -> Tensor | None:
-        return self._state and self._state.scale
+        return None if self._state is None else self._scale_in_use()
 
     @_scale.setter
     def _scale(self, scale: Tensor | None) -> None:
@@ -238,7 +241,9 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: Any) -> None:
+        loss = self._iteration.loss
         self._iteration = Iteration(self._new_gradients)
+        self._iteration.loss = loss
         for key, state in states.items():
             for name in ("stage", "found_inf_per_device"):
                 self._per_optimizer_states[key][name] = state[name]
@@ -249,8 +254,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
             self._state = self._operations.place(self._initial_state, dev)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        state = self._state_in_force(funcname)
-        return state.scale, state.finite_steps
+        return self._scale_in_use(), self._state_in_force(funcname).finite_steps
 
     def _get_scale_async(self) -> Tensor | None:
         return self._scale

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -18,7 +19,6 @@ from gradscaler._eager.gradients import Gradients, Iteration, Scaling
 from gradscaler._eager.operations import Args, Kwargs, Optimizer, Tensor
 from gradscaler._eager.stages import Stage
 from gradscaler._torch_like.operations import TorchLikeOperations
-from gradscaler.policies import State
 
 _KNOWN_STEPS: WeakKeyDictionary[FunctionType, bool] = WeakKeyDictionary()
 
@@ -26,8 +26,9 @@ _KNOWN_STEPS: WeakKeyDictionary[FunctionType, bool] = WeakKeyDictionary()
 class SteppingScaler(Protocol):
     """The parts of a scaler that stepping a fused optimizer uses."""
 
-    _state: State | None
     _iteration: Iteration
+
+    def _showing(self, scale: Tensor, /) -> AbstractContextManager[None]: ...
 
     def unscale_(self, optimizer: Optimizer, /) -> None: ...
 
@@ -79,13 +80,8 @@ class ByArgument:
             FutureWarning,
             stacklevel=4,
         )
-        scaler = self._scaler
-        in_force = scaler._state
-        scaler._state = gradients.made_with or in_force  # the optimizer asks it for the scale
-        try:
-            return gradients.apply(optimizer.step, args, {**kwargs, "grad_scaler": scaler})
-        finally:
-            scaler._state = in_force
+        with self._scaler._showing(scaling.scale):  # the optimizer asks it for the scale
+            return gradients.apply(optimizer.step, args, {**kwargs, "grad_scaler": self._scaler})
 
 
 class ByAttributes:

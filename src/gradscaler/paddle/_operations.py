@@ -28,6 +28,7 @@ _C_ops: ModuleType = paddle._C_ops  # has the kernel of Paddle's own scaler; not
 _eager: ModuleType = core.eager
 
 _HALF = (paddle.float16, paddle.bfloat16)
+_FEW = 8  # parameters, of which an optimizer's step changes at least one
 
 
 class SparseGradientsError(GradientsRefusedError, NotImplementedError):
@@ -67,6 +68,10 @@ def move(state: State, values: State) -> State:
 
 def copy(state: State) -> State:
     return state
+
+
+def copy_scale(scale: np.float32) -> np.float32:
+    return scale
 
 
 def merge(found_infs: list[FoundInf]) -> FoundInf:
@@ -368,6 +373,18 @@ def watch(optimizer: Optimizer) -> Callable[[], bool]:
         )
 
     return is_untouched
+
+
+def watch_values(optimizer: Optimizer) -> Callable[[], bool]:
+    trained = [p for p in parameters_of(optimizer) if p._grad_ivar() is not None]
+    few = sorted(trained, key=operator.attrgetter("size"))[:_FEW]
+    before = [parameter.detach().clone() for parameter in few]
+    return lambda: all(map(_are_same, before, few))
+
+
+def _are_same(before: Tensor, now: Tensor) -> bool:
+    """Whether each element has its value from before, or was NaN; waits for the device."""
+    return not ((before != now.detach()) & ~paddle.isnan(before)).any().item()
 
 
 def enable_grad() -> AbstractContextManager[object]:

@@ -150,7 +150,6 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     _policy: DynamicScale | AmaxScale
     _cache_found_inf: bool | None  # type: ignore[assignment] # Paddle's is typed as None
 
-    _scaled_by: np.float32 | None = None  # the scale that the last loss was multiplied by
     _updated: _Update | None = None  # the last update, until another loss is scaled
     _update_to_come: _Update | None = None  # the next _updated, decided but not concluded
 
@@ -237,9 +236,6 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             raise TypeError(f"var must be a paddle.Tensor, got {type(var).__name__}")
         if not var._is_initialized():  # on a rank that computes nothing
             return var
-        # A closure's loss does not count: other optimizers' gradients don't come from it.
-        if not self._repeating.in_closure:
-            self._scaled_by = self._host_state().scale
         self._updated = None
         return super().scale(var)
 
@@ -325,11 +321,11 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         return self._enabled and self._use_dynamic_loss_scaling
 
     def get_scale(self) -> float:
-        """The scale for the next loss; 0.0 if scaling is disabled.
+        """The scale for the next loss, also in a body; 0.0 if scaling is disabled.
 
         This is a method of Paddle's development version; release 3.3.1 lacks it.
         """
-        return float(self._host_state().scale) if self._enabled else 0.0
+        return float(self._scale_in_use()) if self._enabled else 0.0
 
     def get_init_loss_scaling(self) -> float:
         """The scale that was set or loaded last, at first the initial one; 1.0 if disabled."""
@@ -449,7 +445,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         self._orders: defaultdict[Group, Order] = defaultdict(Order)
 
     def __getstate__(self) -> dict[str, object]:
-        of_loss = ("_scaled_by", "_updated", "_update_to_come")
+        of_loss = ("_updated", "_update_to_come")
         left_out = dict.fromkeys(("_orders", *_FLAGS, "_found_inf", *of_loss))
         return {**super().__getstate__(), **left_out}
 
@@ -472,8 +468,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     def _scale(self) -> Tensor | None:
         if not self._enabled:
             return None  # as in Paddle's disabled scaler, because Paddle's code reads it
-        scale = self._repeating.state_in_use(self._host_state()).scale
-        return paddle.full([1], float(scale), dtype="float32")
+        return paddle.full([1], float(self._scale_in_use()), dtype="float32")
 
     @_scale.setter
     def _scale(self, scale: Tensor | None) -> None:
@@ -507,7 +502,9 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
     @_optimizer_states.setter
     def _optimizer_states(self, records: Any) -> None:
         # Fleet sets the value that it has read, with dicts of its own, which unscale_() removes.
+        loss = self._iteration.loss
         self._iteration = Iteration(self._new_gradients, records)
+        self._iteration.loss = loss
 
     def _unscale(self, optimizer: PaddleOptimizer) -> None:
         """Unscale, check and record. Fleet and group-sharded training replace this method."""
@@ -543,12 +540,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         if not self._repeating.is_running:
             for observer in self._observers:
                 observer.unscaling(optimizer, scaling.scale)
-        in_force = self._state
-        self._state = scaling.state._replace(scale=scaling.scale)  # the method divides by _scale
-        try:
+        with self._showing(scaling.scale):  # the method divides by _scale
             self._unscale(optimizer)
-        finally:
-            self._state = in_force
         kept = self._iteration.get(id(optimizer))
         gradients = kept if isinstance(kept, PaddleGradients) else self._new_gradients()
         if gradients.found_inf is None:  # the method has not called ours
@@ -563,12 +556,6 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             gradients.move("unscaled")
 
     # Where Paddle's rules differ from the engine's.
-
-    def _state_of_loss(self, state: State) -> State:
-        """The state with the last loss's scale: ``minimize`` may have moved the scale since."""
-        if self._scaled_by is None or self._repeating.in_closure:
-            return state
-        return state._replace(scale=self._scaled_by)
 
     def _scaling_of(self, gradients: Gradients, call: str) -> Scaling:
         """The scaling of gradients.
@@ -599,7 +586,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         step, which is decided again from its first state.
         """
         moved = super()._next_state(state)
-        start, optimizers = self._repeating.backed_off or state, set(self._iteration)
+        start, optimizers = self._repeating.backed_off or state, self._iteration.uncounted()
         found_infs, amaxes = self._iteration.found_infs(), self._iteration.amaxes(self._policy)
         last = self._updated
         if last is not None and optimizers.isdisjoint(last.optimizers):
@@ -607,7 +594,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             found_infs, amaxes = last.found_infs + found_infs, last.amaxes + amaxes
             if found_infs:
                 moved = _operations.next_state(self._policy, start, found_infs, amaxes)
-        if self._scaled_by is not None:
+        if self._iteration.loss is not None:
             self._update_to_come = _Update(start, optimizers, found_infs, amaxes)
         return moved
 
@@ -640,6 +627,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         self._forget_next_state()
 
     def _set_state(self, state: State) -> None:
+        self._keep_scale_of_loss(self._host_state())
         self._initial_state = self._state = state
         self._updated = None
 

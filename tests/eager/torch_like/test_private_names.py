@@ -399,6 +399,37 @@ def test_unscaling_can_be_overridden_whole(gradients, parameters, optimizer):
     assert outcome.scale == 1024.0
 
 
+def test_unscaling_that_is_overridden_whole_divides_by_the_scale_of_the_gradients(
+    parameters, finite
+):
+    """Which reads ``_scale``, where the scale in force is another one."""
+    for way in ("step", "clip", "unscaled before", "closure", "attempts"):
+        scaler = UnscalesByItself(init_scale=1024.0, growth_interval=1)
+        first, second = (library.sgd([parameter], lr=0.0) for parameter in parameters)
+        bad = [finite[0], np.full_like(finite[1], np.inf)]
+
+        def body(scaler=scaler, values=(bad, finite)):
+            is_first = scaler.get_scale() == 1024.0
+            for parameter in parameters:
+                parameter.grad = None
+            library.backward(scaler, parameters, values[0] if is_first else values[1])
+
+        if way in ("step", "clip", "unscaled before"):
+            library.backward(scaler, parameters, finite)
+            if way == "unscaled before":
+                scaler.unscale_(second)
+            scaler.step(first)
+            scaler.update()
+            if way == "clip":
+                scaler.clip_grad_norm_(second, 1e6)
+        elif way == "attempts":
+            for _ in scaler.attempts(second):
+                body()
+        scaler.step(second, *([body] if way == "closure" else []))
+        np.testing.assert_allclose(library.numpy(parameters[1].grad), finite[1], rtol=1e-6)
+        parameters[0].grad = parameters[1].grad = None
+
+
 def test_placing_can_be_overridden_whole():
     class PlacesByItself(GradScaler):
         def _lazy_init_scale_growth_tracker(self, dev):

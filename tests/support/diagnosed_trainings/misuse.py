@@ -81,7 +81,7 @@ def updated_after_each_micro_batch(setting: Setting) -> None:
 
 @training("misuse", None, r"update\(\) once")
 def two_optimizers_update_after_each(setting: Setting) -> None:
-    """One loss: the second optimizer's gradients may be unscaled by another scale."""
+    """One loss, whose iteration counts twice."""
     body, head = mlp(16, 32, 16), nn.Linear(16, 1)
     model = nn.Sequential(body, head)
     optimizers = [torch.optim.SGD(part.parameters(), lr=1e-2) for part in (body, head)]

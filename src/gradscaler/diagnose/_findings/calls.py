@@ -117,12 +117,10 @@ def updated_too_often(evidence: Evidence) -> Finding | None:
     switched, unscaled = calls.get("switched", 0), calls.get("unscaled", 0)
     if unscaled < max(_FEW, _MANY * steps) and switched < max(_FEW, _ALMOST_ALL * steps):
         return None
-    harm = "growth_interval counts each iteration twice, and a skip of one lowers it for both"
-    if unscaled:
-        harm = "the next optimizer's gradients are unscaled by another scale once it moves"
     return Finding(
         "misuse",
-        f"update() is called after the step of each of several optimizers: {harm}.",
+        "update() is called after the step of each of several optimizers: growth_interval counts "
+        "each iteration twice, and a skip of one lowers it for both.",
         "Step all optimizers, then call update() once at the end of the iteration; or give each "
         "optimizer and its loss a scaler of its own.",
     )
