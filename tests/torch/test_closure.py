@@ -53,3 +53,38 @@ def test_float16_gradients_are_refused_and_nothing_is_stepped():
     with pytest.raises(ValueError, match="float16"):
         scaler.step(optimizer, lambda: scaler.scale(parameter.float().sum()).backward())
     assert library.kept(optimizer) == before
+
+
+@pytest.mark.parametrize("kind", ["closure", "attempts"])
+def test_a_gradient_penalty_is_that_of_float32_at_a_scale_that_was_too_high(kind):
+    """The cookbook's recipe, which divides by ``get_scale()``."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Sigmoid(), torch.nn.Linear(32, 1))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), GradScaler(init_scale=2.0**20)
+    inputs, penalties = torch.randn(32, 8), []
+
+    def penalty_at(scale, dtype):
+        with torch.autocast("cpu", torch.float16, enabled=dtype is torch.float16):
+            outputs = model(inputs)
+        loss = (outputs.float() - inputs.sum(1, keepdim=True)).square().mean()
+        scaled = torch.autograd.grad(scale(loss), list(model.parameters()), create_graph=True)
+        divisor = scaler.get_scale() if dtype is torch.float16 else 1.0
+        return loss, sum((gradient / divisor).square().sum() for gradient in scaled)
+
+    def body():
+        optimizer.zero_grad()
+        loss, penalty = penalty_at(scaler.scale, torch.float16)
+        penalties.append(penalty.item())
+        scaler.scale(loss + 0.1 * penalty).backward()
+        return loss
+
+    if kind == "closure":
+        scaler.step(optimizer, body)
+    else:
+        for _ in scaler.attempts(optimizer):
+            body()
+        scaler.step(optimizer)
+    assert scaler.last_step(optimizer).reason == "finite"
+    assert len(penalties) > 1
+    _, exact = penalty_at(lambda loss: loss, torch.float32)
+    assert penalties[-1] == pytest.approx(exact.item(), rel=1e-2)
