@@ -215,6 +215,17 @@ def test_a_state_keeps_its_types_and_shapes(library, counter, reset, found_inf):
     assert [part.shape for part in moved] == [shape] * 3
 
 
+@pytest.mark.parametrize("policy", [DynamicScale.megatron(), AmaxScale()])
+@pytest.mark.parametrize("found_inf", [True, False])
+@pytest.mark.parametrize("given", [np.asarray, lambda value: np.asarray(value)[()]])
+def test_a_state_of_arrays_without_dimensions_becomes_float32_and_ints(policy, found_inf, given):
+    first = policy.init()
+    state = type(first)(*(given(np.array(value)) for value in first))
+    moved = policy.update(state, given(np.array(found_inf)))
+    assert list(map(type, moved)) == [np.float32, int, int, *[np.float32] * (len(first) - 3)]
+    assert moved == policy.update(first, found_inf)
+
+
 def test_a_state_is_not_changed_in_place(library):
     policy = DynamicScale(growth_interval=1)
     state = library.state(policy, (2,))

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from gradscaler.jax import _operations, _trees
 from gradscaler.jax._operations import Leaf
 from gradscaler.policies import ScaleState, _checks
-from gradscaler.policies.rule import Constants, next_values
+from gradscaler.policies.dynamic import Constants, next_values
 
 T = TypeVar("T")
 

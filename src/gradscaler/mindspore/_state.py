@@ -11,8 +11,8 @@ from gradscaler.policies import (
     Scalar,
     ScaleState,
     amax,
+    dynamic,
     leaf_dtypes,
-    rule,
 )
 
 
@@ -50,7 +50,7 @@ def next_values(
     if len(leaves) < len(ScaleState._fields):
         leaves = (*leaves, leaves[1] * 0)
     values = *leaves, found_inf, ops.where
-    return rule.next_values(rule.Constants(*parameters), *values)
+    return dynamic.next_values(dynamic.Constants(*parameters), *values)
 
 
 def assign(leaves: tuple[Parameter, ...], values: tuple[Tensor, ...]) -> None:

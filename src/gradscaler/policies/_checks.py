@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from ctypes import c_float
+from itertools import pairwise
 from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 
@@ -84,3 +87,27 @@ def count(name: str, value: object, least: int = 1, most: float = math.inf) -> i
         bound = f"at least {least}" if integer < least else f"at most {most}"
         raise ParameterError(f"{name} must be {bound}, got {value!r}")
     return integer
+
+
+def choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise ParameterError if ``value`` is not one of ``choices``."""
+    if value not in choices:
+        known = ", ".join(map(repr, choices))
+        raise ParameterError(f"{name} must be one of {known}, got {value!r}")
+
+
+def growth_tiers(name: str, value: object) -> tuple[tuple[float, int], ...]:
+    """``value`` as a tuple of pairs of a loss scale and a count, if the scales increase."""
+    pairs: Sequence[Any] = value if isinstance(value, (tuple, list)) else [()]
+    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
+        raise ParameterTypeError(
+            f"{name} must be pairs of a scale and an interval, such as ((1.0, 100), (8.0, 400)), "
+            f"got {value!r}"
+        )
+    checked = tuple(
+        (loss_scale(f"a scale in {name}", below), count(f"an interval in {name}", interval))
+        for below, interval in pairs
+    )
+    if any(low >= high for (low, _), (high, _) in pairwise(checked)):
+        raise ParameterError(f"{name} must have the lowest scale first, got {value!r}")
+    return checked

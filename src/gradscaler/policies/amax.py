@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -10,7 +9,8 @@ import numpy as np
 
 from gradscaler.errors import ParameterError
 from gradscaler.policies import _checks
-from gradscaler.policies.state import AmaxState, Scalar, Where, host_where, on_host, where_for
+from gradscaler.policies._libraries import moved, prepared, rounded
+from gradscaler.policies.state import AmaxState, Scalar, Where
 
 _LARGEST_FP16 = 65504.0
 _MOST_REACH = _LARGEST_FP16 / 4  # so that a gradient of four times the peak still fits
@@ -34,10 +34,6 @@ class Constants(NamedTuple):
     growth_interval: int
     patience: int
     amax_interval: int
-
-    def rounded(self, to_float32: Callable[[float], Scalar]) -> Constants:
-        """The constants, with each float converted by ``to_float32``."""
-        return Constants(*(to_float32(v) if isinstance(v, float) else v for v in self))
 
 
 @dataclass(frozen=True)
@@ -159,10 +155,9 @@ class AmaxScale:
             min(self.growth_interval, _checks.LONGEST_COUNT - 1),
             self.patience,
             min(self.amax_interval, _checks.LONGEST_COUNT),
-        ).rounded(_checks.in_float32)
-        object.__setattr__(self, "_constants", constants)
-        # NumPy 1 turns float32 * float into float64.
-        object.__setattr__(self, "_host_constants", constants.rounded(np.float32))
+        )
+        object.__setattr__(self, "_constants", rounded(constants, _checks.in_float32))
+        object.__setattr__(self, "_host_constants", rounded(constants, np.float32))
 
     def init(self) -> AmaxState:
         """The state before the first step, in host scalars: a float32, two ints, two float32."""
@@ -190,27 +185,13 @@ class AmaxScale:
 
         Returns:
             A new state of the same types. The method can be traced and compiled, because it reads
-            no value on the host, unless the state is host scalars and ``where`` is left out.
+            no value on the host, unless the state is host scalars and ``where`` is left out: then
+            the new state is float32 and ints.
         """
-        scale, finite_steps, nonfinite_steps, peak, reach = state
-        if where is None and on_host(scale):
-            state = AmaxState(
-                np.float32(scale),
-                int(finite_steps),
-                int(nonfinite_steps),
-                np.float32(peak),
-                np.float32(reach),
-            )
-            found_inf, where = bool(found_inf), host_where
-        where = where or where_for(scale)
-        if isinstance(found_inf, (bool, np.bool_)) and not on_host(scale):
-            # This makes a tensor of True or False, in the library of the scale.
-            found_inf = scale == scale if found_inf else scale != scale  # noqa: PLR0124
-        if not isinstance(state.scale, (np.ndarray, np.generic)):
-            return AmaxState(*next_values(self._constants, *state, found_inf, where, amax))
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            amax = None if amax is None else np.float32(amax)
-            return AmaxState(*next_values(self._host_constants, *state, found_inf, where, amax))
+        state, found_inf, where = prepared(AmaxState(*state), found_inf, where)
+        if amax is not None and isinstance(state.scale, (np.ndarray, np.generic)):
+            amax = np.float32(amax)
+        return moved(next_values, self, state, found_inf, where, amax)
 
 
 def next_values(  # noqa: PLR0913, PLR0917 # a state and its inputs, without an object to trace

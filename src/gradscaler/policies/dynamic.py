@@ -2,21 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from gradscaler.errors import ParameterError, ParameterTypeError
 from gradscaler.policies import _checks
+from gradscaler.policies._libraries import host_where, moved, prepared, rounded
 from gradscaler.policies._presets import Presets
-from gradscaler.policies.rule import Constants, next_values
-from gradscaler.policies.state import Scalar, ScaleState, Where, host_where, on_host, where_for
+from gradscaler.policies.state import Scalar, ScaleState, Where
 
 HysteresisReset = Literal["finite_step", "finite_step_only", "growth"]
 _RESETS = get_args(HysteresisReset)
+
+
+class Constants(NamedTuple):
+    """A policy's parameters in the types that the rule computes with."""
+
+    growth_factor: Scalar
+    backoff_factor: Scalar
+    min_scale: Scalar
+    max_scale: Scalar
+    growth_interval: int
+    hysteresis: int
+    finite_step_resets: bool
+    backoff_resets: bool
+    growth_tiers: tuple[tuple[float, int], ...] = ()
+
+
+def next_values(
+    constants: Constants,
+    scale: Scalar,
+    finite_count: Scalar,
+    nonfinite_count: Scalar,
+    found_inf: Scalar,
+    where: Where,
+) -> tuple[Scalar, Scalar, Scalar]:
+    """The rule below, by arithmetic, comparisons and ``where``: no branch on a state's value.
+
+    State and result are plain values, because MindSpore's compiler loses the dtypes in a named
+    tuple.
+    """
+    zero = finite_count * 0  # of the counters' own type
+
+    # After a non-finite step.
+    reduced = scale * constants.backoff_factor
+    reduced = where(reduced > constants.min_scale, reduced, constants.min_scale)
+    after_nonfinite, counted = reduced, zero
+    if constants.hysteresis > 1:
+        nonfinite_steps = nonfinite_count + 1
+        back_off = nonfinite_steps >= constants.hysteresis
+        after_nonfinite = where(back_off, reduced, scale)
+        # If a backoff does not reset the count, it stays below the hysteresis, and cannot overflow.
+        spent = zero if constants.backoff_resets else zero + (constants.hysteresis - 1)
+        counted = where(back_off, spent, nonfinite_steps)
+
+    # After a finite step.
+    finite_steps = finite_count + 1
+    interval = constants.growth_interval
+    if constants.growth_tiers:  # MindSpore's compiler takes no loop over an empty tuple
+        for below, steps in constants.growth_tiers[::-1]:
+            interval = where(scale < below, zero + steps, interval)
+    grow = finite_steps >= interval
+    grown = scale * constants.growth_factor
+    in_range = grown <= constants.max_scale
+    after_finite = where(grow, where(in_range, grown, scale), scale)
+    kept = zero
+    if not constants.finite_step_resets:
+        kept = where(grow, where(in_range, zero, nonfinite_count), nonfinite_count)
+
+    return (
+        where(found_inf, after_nonfinite, after_finite),
+        where(found_inf, zero, where(grow, zero, finite_steps)),
+        where(found_inf, counted, kept),
+    )
 
 
 @dataclass(frozen=True)
@@ -73,6 +132,7 @@ class DynamicScale(Presets):
 
     # ClassVar keeps these from being fields, but each policy has its own.
     _constants: ClassVar[Constants]
+    _host_constants: ClassVar[Constants]
     _shortest_interval: ClassVar[int]
 
     init_scale: float = 2.0**16
@@ -87,11 +147,7 @@ class DynamicScale(Presets):
 
     def __post_init__(self) -> None:
         min_scale, max_scale = _checks.bounds(self.min_scale, self.max_scale)
-        if self.hysteresis_reset not in _RESETS:
-            known = ", ".join(map(repr, _RESETS))
-            raise ParameterError(
-                f"hysteresis_reset must be one of {known}, got {self.hysteresis_reset!r}"
-            )
+        _checks.choice("hysteresis_reset", self.hysteresis_reset, _RESETS)
         checked = {
             "min_scale": min_scale,
             "max_scale": max_scale,
@@ -100,30 +156,32 @@ class DynamicScale(Presets):
             "backoff_factor": _checks.backoff_factor("backoff_factor", self.backoff_factor),
             "growth_interval": _checks.count("growth_interval", self.growth_interval),
             "hysteresis": _checks.count("hysteresis", self.hysteresis),
-            "growth_tiers": _checked_tiers(self.growth_tiers),
+            "growth_tiers": _checks.growth_tiers("growth_tiers", self.growth_tiers),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         self._set_constants()
 
     def _set_constants(self) -> None:
+        longest = _checks.LONGEST_COUNT
         constants = Constants(
-            _checks.in_float32(self.growth_factor),
-            _checks.in_float32(self.backoff_factor),
-            _checks.in_float32(self.min_scale),
-            _checks.in_float32(self.max_scale),
-            min(self.growth_interval, _checks.LONGEST_COUNT),
-            min(self.hysteresis, _checks.LONGEST_COUNT),
+            self.growth_factor,
+            self.backoff_factor,
+            self.min_scale,
+            self.max_scale,
+            min(self.growth_interval, longest),
+            min(self.hysteresis, longest),
             finite_step_resets=self.hysteresis_reset != "growth",
             backoff_resets=self.hysteresis_reset == "finite_step",
             growth_tiers=tuple(
-                (_checks.in_float32(below), min(interval, _checks.LONGEST_COUNT))
+                (_checks.in_float32(below), min(interval, longest))
                 for below, interval in self.growth_tiers
             ),
         )
         intervals = (interval for _, interval in constants.growth_tiers)
         shortest = min((constants.growth_interval, *intervals))
-        object.__setattr__(self, "_constants", constants)
+        object.__setattr__(self, "_constants", rounded(constants, _checks.in_float32))
+        object.__setattr__(self, "_host_constants", rounded(constants, np.float32))
         object.__setattr__(self, "_shortest_interval", shortest)
 
     def __getstate__(self) -> dict[str, object]:
@@ -138,14 +196,6 @@ class DynamicScale(Presets):
         """The state before the first step, in host scalars: a float32 and two ints."""
         return ScaleState(np.float32(self.init_scale), 0, 0)
 
-    def _only_counts(self, finite_steps: int, nonfinite_steps: int, found_inf: bool) -> bool:
-        """Whether a step only adds 1 to ``finite_steps``, for counts on the host.
-
-        That holds for most steps, and the full rule takes three times as long.
-        """
-        is_early = finite_steps + 1 < self._shortest_interval
-        return is_early and not (found_inf or nonfinite_steps)
-
     def update(
         self, state: ScaleState, found_inf: Scalar, where: Where | None = None
     ) -> ScaleState:
@@ -159,44 +209,18 @@ class DynamicScale(Presets):
 
         Returns:
             A new state of the same types. The method can be traced and compiled, because it reads
-            no value on the host, unless the state is host scalars and ``where`` is left out.
+            no value on the host, unless the state is host scalars and ``where`` is left out: then
+            the new state is a float32 and two ints.
         """
-        scale, finite_steps, nonfinite_steps = state
-        if where is None and on_host(scale):
-            scale, found_inf, where = np.float32(scale), bool(found_inf), host_where
-            if self._only_counts(finite_steps, nonfinite_steps, found_inf):
-                return ScaleState(scale, finite_steps + 1, nonfinite_steps)
-        where = where or where_for(scale)
-        if isinstance(found_inf, (bool, np.bool_)) and not on_host(scale):
-            # This makes a tensor of True or False, in the library of the scale.
-            found_inf = scale == scale if found_inf else scale != scale  # noqa: PLR0124
-        values = scale, finite_steps, nonfinite_steps, found_inf, where
-        if not isinstance(scale, (np.ndarray, np.generic)):
-            return ScaleState(*next_values(self._constants, *values))
-        with np.errstate(over="ignore", under="ignore"):
-            return ScaleState(*next_values(self._constants.on_host(), *values))
+        state, found_inf, where = prepared(ScaleState(*state), found_inf, where)
+        if where is host_where and self._only_counts(state, found_inf):
+            return ScaleState(state.scale, state.finite_steps + 1, state.nonfinite_steps)
+        return moved(next_values, self, state, found_inf, where)
 
+    def _only_counts(self, state: ScaleState, found_inf: bool) -> bool:
+        """Whether a step only adds 1 to ``finite_steps``, for counts on the host.
 
-def _checked_tiers(tiers: object) -> tuple[tuple[float, int], ...]:
-    """Growth tiers as a tuple of pairs of a float and an int.
-
-    Raises:
-        ParameterTypeError: they are not pairs of numbers.
-        ParameterError: a number is out of range, or the scales do not increase.
-    """
-    pairs: Sequence[Any] = tiers if isinstance(tiers, (tuple, list)) else [()]
-    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
-        raise ParameterTypeError(
-            "growth_tiers must be pairs of a scale and an interval, such as ((1.0, 100), "
-            f"(8.0, 400)), got {tiers!r}"
-        )
-    checked = tuple(
-        (
-            _checks.loss_scale("a scale in growth_tiers", below),
-            _checks.count("an interval in growth_tiers", interval),
-        )
-        for below, interval in pairs
-    )
-    if any(low >= high for (low, _), (high, _) in pairwise(checked)):
-        raise ParameterError(f"growth_tiers must have the lowest scale first, got {tiers!r}")
-    return checked
+        That holds for most steps, and the full rule takes three times as long.
+        """
+        is_early = state.finite_steps + 1 < self._shortest_interval
+        return is_early and not (found_inf or state.nonfinite_steps)
