@@ -8,6 +8,7 @@ from gradscaler.policies.state import (
     Policy,
     Scalar,
     ScaleState,
+    State,
     amax_interval,
     is_fixed,
     leaf_dtypes,
@@ -18,9 +19,6 @@ Rule = DynamicScale | FixedScale
 
 OwnPolicy = Rule | AmaxScale
 """The policies of this package."""
-
-State = ScaleState | AmaxState
-"""The states of this package's policies."""
 
 __all__ = [
     "AmaxScale",

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from gradscaler.policies.state import AmaxState, Scalar, ScaleState, Where
+from gradscaler.policies.state import Scalar, State, Where
 
-S = TypeVar("S", ScaleState, AmaxState)
+S = TypeVar("S", bound=State)
 C = TypeVar("C", bound=NamedTuple)
 
 # Libraries that define `where` in another module than their tensor types.
@@ -50,7 +50,8 @@ def prepared(state: S, found_inf: Scalar, where: Where | None) -> tuple[S, Scala
     scale, finite_steps, nonfinite_steps, *others = state
     if where is None and on_host(scale):
         counts = int(finite_steps), int(nonfinite_steps)
-        state = type(state)(np.float32(scale), *counts, *map(np.float32, others))
+        kind: Callable[..., S] = type(state)
+        state = kind(np.float32(scale), *counts, *map(np.float32, others))
         return state, bool(found_inf), host_where
     where = where or where_for(scale)
     if isinstance(found_inf, (bool, np.bool_)) and not on_host(scale):
@@ -68,7 +69,7 @@ def moved(
     *inputs: Scalar,
 ) -> S:
     """The state that a rule, a function of plain values, makes of prepared arguments."""
-    kind = type(state)
+    kind: Callable[..., S] = type(state)
     if not isinstance(state.scale, (np.ndarray, np.generic)):
         return kind(*rule(policy._constants, *state, found_inf, where, *inputs))
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):

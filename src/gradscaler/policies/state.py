@@ -1,9 +1,9 @@
-"""The state that a policy moves, and ``where``, the operation that each tensor library has."""
+"""What a policy is, and the state that it moves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -49,9 +49,50 @@ class AmaxState(NamedTuple):
     reach: Scalar
 
 
+class State(Protocol):
+    """The state of any policy: a named tuple that begins with the fields of a ``ScaleState``."""
+
+    @property
+    def _fields(self) -> tuple[str, ...]: ...
+    @property
+    def scale(self) -> Scalar:
+        """The loss scale."""
+
+    @property
+    def finite_steps(self) -> Scalar:
+        """A count of finite steps."""
+
+    @property
+    def nonfinite_steps(self) -> Scalar:
+        """A count of non-finite steps."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: Any, /) -> Any: ...
+    def _asdict(self) -> dict[str, Any]: ...
+
+    @property
+    def _replace(self: T) -> Callable[..., T]: ...
+
+
+if TYPE_CHECKING:  # typing's has no default before Python 3.13
+    from typing_extensions import TypeVar
+
+    T = TypeVar("T")
+    S = TypeVar("S", bound=State, covariant=True, default=State)
+else:
+    from typing import TypeVar
+
+    S = TypeVar("S", covariant=True)
+
+
 @runtime_checkable
-class Policy(Protocol):
+class Policy(Protocol[S]):
     """A rule for the loss scale: immutable, and pure in both methods.
+
+    Its state is a named tuple that begins with the fields of a :class:`gradscaler.ScaleState`.
+    Further fields are the policy's own: each is a float32 or an integer scalar. A type checker
+    takes ``Policy`` for any of them, and ``Policy[MyState]`` for one.
 
     A policy with an attribute ``amax_interval`` >= 1 needs the largest gradient. Its scaler calls
     ``update(..., amax=)`` with the largest magnitude of the step's unscaled gradients whenever
@@ -61,12 +102,10 @@ class Policy(Protocol):
     so. Without it, a scaler that cannot load the policy goes on by its own rule.
     """
 
-    def init(self) -> ScaleState | AmaxState:
+    def init(self) -> S:
         """The state before the first step, in host scalars."""
 
-    def update(
-        self, state: Any, found_inf: Scalar, where: Where | None = None
-    ) -> ScaleState | AmaxState:
+    def update(self, state: Any, found_inf: Scalar, where: Where | None = None) -> S:
         """The state after a step whose gradients were non-finite (``found_inf``) or finite."""
 
 
@@ -80,7 +119,7 @@ def is_fixed(policy: object) -> bool:
     return getattr(policy, "fixed", False)
 
 
-def leaf_dtypes(state: ScaleState | AmaxState) -> tuple[type[np.float32] | type[np.int32], ...]:
+def leaf_dtypes(state: State) -> tuple[type[np.float32] | type[np.int32], ...]:
     """The dtype of each field of a host state: float32 for scale and floats, int32 for counts."""
     return np.float32, *(
         np.float32 if isinstance(value, (float, np.floating)) else np.int32 for value in state[1:]
