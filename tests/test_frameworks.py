@@ -38,7 +38,10 @@ ENVIRONMENT_OF = environments()
 
 def spelled(template, package):
     """A path or a text of the guide for one framework; one for each of its formats."""
-    text = template.replace("NAME", package).replace("ENVIRONMENT", ENVIRONMENT_OF[package])
+    text = template.replace("NAME", package)
+    if "ENVIRONMENT" in text:
+        assert package in ENVIRONMENT_OF, f"noxfile.py has no environment for {package}"
+        text = text.replace("ENVIRONMENT", ENVIRONMENT_OF[package])
     text = text.replace("EXTRA", package.replace("_", "-"))
     return {text.replace("FORMAT", name) for name in FRAMEWORKS[package]}
 
@@ -48,9 +51,19 @@ def spelled(template, package):
 def test_each_framework_has_each_entry_of_the_guide(package, place, entry):
     (pattern,) = spelled(place, package)
     texts = [path.read_text() for path in ROOT.glob(pattern)]
-    assert texts
+    assert texts, f"{pattern} is missing"
     for wanted in spelled(entry, package):
-        assert any(wanted in text for text in texts)
+        assert any(wanted in text for text in texts), f"{pattern} lacks {wanted}"
+
+
+@pytest.mark.parametrize(("place", "entry"), TABLE)
+def test_a_framework_without_an_environment_misses_no_other_place(place, entry, monkeypatch):
+    monkeypatch.delitem(ENVIRONMENT_OF, "torch")
+    if "ENVIRONMENT" in place + entry:
+        with pytest.raises(AssertionError, match=r"noxfile\.py has no environment for torch"):
+            test_each_framework_has_each_entry_of_the_guide("torch", place, entry)
+    else:
+        test_each_framework_has_each_entry_of_the_guide("torch", place, entry)
 
 
 def test_the_guide_names_the_place_of_every_file_that_is_named_after_a_framework():

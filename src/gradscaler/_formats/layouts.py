@@ -11,7 +11,6 @@ import numpy as np
 from gradscaler._formats.state_dicts import count_in, number_in
 from gradscaler._frameworks import FRAMEWORKS
 from gradscaler.policies import (
-    AmaxScale,
     AmaxState,
     DynamicScale,
     FixedScale,
@@ -21,13 +20,13 @@ from gradscaler.policies import (
     ScaleState,
     State,
     _checks,
+    is_fixed,
 )
 from gradscaler.policies._presets import PADDLE
 from gradscaler.policies._spelling import changed, spelled
 
 Values = Mapping[str, Any]
 Written = tuple[Any, ...]  # values in the order of a layout's keys
-P = TypeVar("P", bound=DynamicScale | AmaxScale)
 Q = TypeVar("Q", bound=Policy)
 
 
@@ -117,7 +116,7 @@ def read_torch(values: Values, policy: Q) -> tuple[Q | FixedScale, ScaleState]:
     """
     scale = _checks.loss_scale("scale", values["scale"])
     state = _state(values, scale, "_growth_tracker", "_nonfinite_steps")
-    if not isinstance(policy, (DynamicScale, AmaxScale)):
+    if not isinstance(policy, OwnPolicy):
         return policy, state
     ones = {key for key in _RULE[:2] if values[key] == 1.0}
     moves = "_nonfinite_steps" in values  # a fixed scale counts nothing
@@ -135,7 +134,7 @@ def _read_torch(values: Values) -> tuple[Rule, ScaleState]:
 
 
 def _write_torch(policy: Rule, state: ScaleState) -> Written:
-    if isinstance(policy, FixedScale):
+    if is_fixed(policy):
         return float(state.scale), 1.0, 1.0, 2000, 0
     rule = (getattr(policy, name) for name in _RULE)
     return float(state.scale), *rule, int(state.finite_steps)
@@ -143,20 +142,26 @@ def _write_torch(policy: Rule, state: ScaleState) -> Written:
 
 # Paddle. In its state dict, the current scale has another name than the constructor's.
 
+PADDLE_DEFAULTS = DynamicScale.paddle(decr_every_n_nan_or_inf=1)
+"""Paddle's values for parameters that a policy lacks. To have no hysteresis is to have one of 1."""
+
 PADDLE_KEYS = ("scale", *list(PADDLE)[1:], "incr_count", "decr_count", "use_dynamic_loss_scaling")
 
 
-def read_paddle(values: Values, policy: P) -> tuple[P, ScaleState, bool]:
+def read_paddle(values: Values, policy: Q) -> tuple[Q, ScaleState, bool]:
     """The rule, the state, and whether the scale moves.
 
-    Parameters that are not in ``values`` are taken from ``policy``.
+    Parameters that are not in ``values`` are taken from ``policy``. A policy that is not of this
+    package is returned unchanged.
     """
     scale = _checks.loss_scale("scale", values["scale"])
     state = _state(values, scale, "incr_count", "decr_count")
+    dynamic = _flag("use_dynamic_loss_scaling", values["use_dynamic_loss_scaling"])
+    if not isinstance(policy, OwnPolicy):
+        return policy, state, dynamic
     fields = {**PADDLE, "scale": "init_scale"}
     own = (key for key in PADDLE_KEYS if key in fields and hasattr(policy, fields[key]))
     parameters = {key: values[key] for key in own}
-    dynamic = _flag("use_dynamic_loss_scaling", values["use_dynamic_loss_scaling"])
     return changed(policy, fields, **parameters), state, dynamic
 
 
@@ -166,13 +171,13 @@ def _read_paddle(values: Values) -> tuple[Rule, ScaleState]:
     return policy if dynamic else FixedScale(policy.init_scale), state
 
 
-def write_paddle(policy: OwnPolicy, state: State) -> Written:
-    """The values for ``PADDLE_KEYS``."""
-    dynamic = DynamicScale() if isinstance(policy, FixedScale) else policy
+def write_paddle(policy: Policy, state: State) -> Written:
+    """The values for ``PADDLE_KEYS``; those of ``PADDLE_DEFAULTS`` for what the policy lacks."""
+    fixed = is_fixed(policy)
+    own, default = (DynamicScale(), DynamicScale()) if fixed else (policy, PADDLE_DEFAULTS)
+    rule = (getattr(own, name, getattr(default, name)) for name in list(PADDLE.values())[1:])
     scale = np.array([state.scale], dtype=np.float32)
-    # An AmaxScale has no hysteresis, which is one of 1.
-    rule = (getattr(dynamic, name, 1) for name in list(PADDLE.values())[1:])
-    return scale, *rule, int(state.finite_steps), int(state.nonfinite_steps), dynamic is policy
+    return scale, *rule, int(state.finite_steps), int(state.nonfinite_steps), not fixed
 
 
 # Keras 3, and Keras 2 with other names and a floor of 1. The config of both says whether the scale

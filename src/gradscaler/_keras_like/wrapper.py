@@ -5,11 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from inspect import isfunction
-from typing import Any, Protocol, TypeVar
+from types import ModuleType
+from typing import Any, Protocol, TypeVar, get_args
 
 import numpy as np
 
-from gradscaler.policies import AmaxScale, DynamicScale, FixedScale, OwnPolicy, State
+from gradscaler.policies import (
+    DynamicScale,
+    FixedScale,
+    OwnPolicy,
+    Policy,
+    State,
+    counts_nonfinite_steps,
+    first_scale,
+    is_fixed,
+    leaf_dtypes,
+    name_of_first_scale,
+)
+from gradscaler.policies._libraries import where_for
 from gradscaler.policies._spelling import changed, check_alone, check_policy
 
 Tensor = Any
@@ -52,6 +65,9 @@ OPTIONS = frozenset(
 
 DELEGATED = HYPERPARAMETERS | OPTIONS
 
+_RULES: dict[str, Callable[..., OwnPolicy]] = {kind.__name__: kind for kind in get_args(OwnPolicy)}
+_WITHOUT_NAME = DynamicScale.__name__, FixedScale.__name__  # a config does not name these
+
 
 class ScaledOptimizer(Protocol):
     """The parts of Keras 3's ``LossScaleOptimizer`` that operations of backends use."""
@@ -62,7 +78,7 @@ class ScaledOptimizer(Protocol):
     def variables(self) -> list[Variable]: ...
 
     @property
-    def policy(self) -> OwnPolicy: ...
+    def policy(self) -> Policy: ...
 
     @property
     def _scale(self) -> Tensor: ...
@@ -73,19 +89,33 @@ class ScaledOptimizer(Protocol):
     def _move_scale(self, found_inf: Tensor, amax: Tensor | None, /) -> None: ...
 
 
-def counts_nonfinite_steps(policy: OwnPolicy) -> bool:
-    """Whether the policy depends on the count of non-finite steps."""
-    return isinstance(policy, AmaxScale) or getattr(policy, "hysteresis", 1) > 1
+def own_fields(policy: Policy, nonfinite: str) -> dict[str, tuple[float, bool]]:
+    """The fields of the first state after the count of finite steps: values, and which are floats.
+
+    ``nonfinite`` is the name of the count of non-finite steps, which is left out if it is unused.
+    """
+    first = policy.init()
+    names = *first._fields[:2], nonfinite, *first._fields[3:]
+    kinds = (dtype is np.float32 for dtype in leaf_dtypes(first))
+    fields = dict(zip(names, zip(first, kinds, strict=True), strict=True))
+    left_out = 2 if counts_nonfinite_steps(policy) else 3
+    return dict(list(fields.items())[left_out:])
+
+
+def state_of(policy: Policy, values: list[Tensor]) -> State:
+    """A state of the policy's type, given the values of its first fields; the others are 0."""
+    kind: type[Any] = type(policy.init())
+    state: State = kind(*values, *[values[1] * 0] * (len(kind._fields) - len(values)))
+    return state
 
 
 def next_values(
-    policy: OwnPolicy, values: list[Tensor], found_inf: Tensor, amax: Tensor | None
+    policy: Policy, values: list[Tensor], found_inf: Tensor, amax: Tensor | None
 ) -> State:
     """The state after one step, given the values of a state's first fields; the others are 0."""
-    kind: type[Any] = type(policy.init())
-    missing = [values[1] * 0] * (len(kind._fields) - len(values))
     seen = {} if amax is None else {"amax": amax}
-    state: State = policy.update(kind(*values, *missing), found_inf, **seen)
+    looks: Any = policy  # takes `amax`, too, if it needs it
+    state: State = looks.update(state_of(policy, values), found_inf, where_for(values[0]), **seen)
     return state
 
 
@@ -109,18 +139,19 @@ class Wrapper:
 
     _inner_name = "inner_optimizer"
     _preset: Callable[..., DynamicScale]
-    _policy: OwnPolicy
+    _policy: Policy
+    _saving: ModuleType  # the framework's functions for saving objects
     _scaled: Callable[[Tensor], Tensor]
 
     @property
-    def policy(self) -> OwnPolicy:
+    def policy(self) -> Policy:
         """The rule by which the scale moves."""
         return self._policy
 
     @property
     def dynamic(self) -> bool:
         """Whether the scale moves."""
-        return not isinstance(self._policy, FixedScale)
+        return not is_fixed(self._policy)
 
     @property
     def initial_scale(self) -> float:
@@ -129,27 +160,32 @@ class Wrapper:
 
     @property
     def _initial_scale(self) -> float:
-        policy = self._policy
-        return policy.scale if isinstance(policy, FixedScale) else policy.init_scale
+        return first_scale(self._policy)
 
     @property
     def dynamic_growth_steps(self) -> int | None:
-        """Finite steps in a row before the scale grows; None for a fixed scale.
+        """Finite steps in a row before the scale grows; None if the policy has no such number.
 
         In Keras 3 it can be set. A compiled training step keeps the value at its compilation.
         """
-        return None if isinstance(self._policy, FixedScale) else self._policy.growth_interval
+        return getattr(self._policy, "growth_interval", None)
 
     def get_scaled_loss(self, loss: Loss) -> Loss:
         """The loss times the scale, in float32 or wider. For a callable loss, a callable."""
         return (lambda: self._scaled(loss())) if callable(loss) else self._scaled(loss)
 
     def _policy_config(self) -> Config:
-        """The constructor's arguments for the policy, as JSON values."""
+        """The constructor's arguments for the policy, as JSON values.
+
+        A policy of a user's own is saved as any object of theirs: by its ``get_config``.
+        """
+        if not isinstance(self._policy, OwnPolicy):
+            return {"policy": self._saving.serialize_keras_object(self._policy)}
         fields = dataclasses.asdict(self._policy)
         changeable = {name: fields.get(name) for name in ("init_scale", "growth_interval")}
-        if isinstance(self._policy, AmaxScale):
-            return {"policy": {"rule": "AmaxScale", **fields}}
+        rule = next(kind.__name__ for kind in type(self._policy).__mro__ if kind in _RULES.values())
+        if rule not in _WITHOUT_NAME:
+            return {"policy": {"rule": rule, **fields}}
         if self.dynamic and fields != {**dataclasses.asdict(self._preset()), **changeable}:
             return {"policy": fields}
         return {
@@ -166,8 +202,12 @@ class Wrapper:
         config = dict(config)
         if isinstance(config.get("policy"), dict):
             fields = dict(config["policy"])
-            kind = AmaxScale if fields.pop("rule", None) == "AmaxScale" else DynamicScale
-            config["policy"] = kind(**fields)
+            kind = _RULES[fields.pop("rule", DynamicScale.__name__)]
+            config["policy"] = (
+                cls._saving.deserialize_keras_object(fields, custom_objects)
+                if "class_name" in fields
+                else kind(**fields)
+            )
         optimizer: T = super().from_config(config, custom_objects)  # type: ignore[misc] # Keras'
         return optimizer
 
@@ -194,8 +234,8 @@ def policy_from(
     dynamic: object,
     initial_scale: object,
     dynamic_growth_steps: object,
-    policy: OwnPolicy | None,
-) -> OwnPolicy:
+    policy: Policy | None,
+) -> Policy:
     """The policy for a constructor's arguments.
 
     Args:
@@ -222,9 +262,9 @@ def policy_from(
             initial_scale=initial_scale,
             dynamic_growth_steps=dynamic_growth_steps,
         )
-        check_policy(policy, OwnPolicy)
+        check_policy(policy)
         return policy
-    rule: OwnPolicy = preset() if dynamic else FixedScale(1.0)
+    rule: Policy = preset() if dynamic else FixedScale(1.0)
     if initial_scale is not None:
         rule = with_initial_scale(rule, initial_scale)
     elif not dynamic:
@@ -238,17 +278,20 @@ def policy_from(
     return rule
 
 
-def with_initial_scale(policy: OwnPolicy, initial_scale: object) -> OwnPolicy:
+def with_initial_scale(policy: Policy, initial_scale: object) -> Policy:
     """The policy with another initial scale; ValueError or TypeError if that is not a scale."""
-    field = "scale" if isinstance(policy, FixedScale) else "init_scale"
-    return changed(policy, {"initial_scale": field}, initial_scale=_on_host(initial_scale))
+    initial_scale = _on_host(initial_scale)
+    if initial_scale == first_scale(policy) and not isinstance(initial_scale, bool):
+        return policy
+    fields = {"initial_scale": name_of_first_scale(policy)}
+    return changed(policy, fields, initial_scale=initial_scale)
 
 
-def with_growth_steps(policy: OwnPolicy, dynamic_growth_steps: object) -> OwnPolicy:
+def with_growth_steps(policy: Policy, dynamic_growth_steps: object) -> Policy:
     """The policy with another growth interval; ValueError or TypeError if that is not one."""
-    if isinstance(policy, FixedScale):
-        if dynamic_growth_steps is None:
-            return policy
+    if dynamic_growth_steps is None and not hasattr(policy, "growth_interval"):
+        return policy
+    if is_fixed(policy):
         raise ValueError(
             '"dynamic_growth_steps" must be None if "dynamic" is False, '
             f"but got: {dynamic_growth_steps!r}"

@@ -23,7 +23,14 @@ from gradscaler._torch_like.stepping import (
     takes_grad_scaler,
 )
 from gradscaler.errors import ParameterError
-from gradscaler.policies import DynamicScale, FixedScale, Policy, State, _checks, is_fixed
+from gradscaler.policies import (
+    DynamicScale,
+    Policy,
+    State,
+    _checks,
+    counts_nonfinite_steps,
+    is_fixed,
+)
 from gradscaler.policies._spelling import check_alone, check_policy, replaced
 
 # Cached, because checking its arguments takes most of the time of constructing a scaler.
@@ -156,8 +163,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
             int(state.finite_steps),
         )
         state_dict: dict[str, object] = dict(zip(TORCH_KEYS, values, strict=True))
-        # A policy whose hysteresis is 1 does not use the count; one without a hysteresis may.
-        if not is_fixed(self._policy) and getattr(self._policy, "hysteresis", 2) > 1:
+        if counts_nonfinite_steps(self._policy):
             state_dict["_nonfinite_steps"] = int(state.nonfinite_steps)
         return {**state_dict, **write_leaves(state)}
 
@@ -179,7 +185,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
             return
         if reading.detect(state_dict) in (None, "torch"):
             values = {**state_dict, **state_values(state_dict, TORCH_KEYS)}
-            fixed = isinstance(self._policy, FixedScale)
+            fixed = is_fixed(self._policy)
             policy, counts = read_torch(values, DynamicScale() if fixed else self._policy)
             state = read_leaves(policy, counts, values)
         else:

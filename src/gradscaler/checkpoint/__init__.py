@@ -31,6 +31,7 @@ from gradscaler.checkpoint._search import find
 from gradscaler.policies import (
     AmaxScale,
     DynamicScale,
+    FixedScale,
     OwnPolicy,
     Rule,
     ScaleState,
@@ -146,7 +147,11 @@ def _write(policy: OwnPolicy, state: State, to: str, lossy: bool, lost: list[str
         kept, _ = layout.read(numbers(layout, state_dict))
     except ValueError as error:
         raise ValueError(f"{to}'s format cannot hold this: {error}") from None
-    words = " and ".join([*lost, *losses(policy, kept, to)])
+    if isinstance(policy, FixedScale) or isinstance(kept, FixedScale):
+        lost = lost if isinstance(kept, FixedScale) else [*lost, "a scale that does not move"]
+    else:
+        lost = [*lost, *losses(policy, kept, to)]
+    words = " and ".join(lost)
     if words and not lossy:
         raise ValueError(f"{to}'s format has no place for {words}; lossy=True leaves that out")
     if words:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradscaler._formats.layouts import FORMATS
-from gradscaler.policies import DynamicScale, FixedScale, Rule, _checks
+from gradscaler.policies import DynamicScale, _checks
 
 _DEFAULTS = {name: getattr(DynamicScale, name)() for name in FORMATS}
 _RESETS = {
@@ -13,7 +13,7 @@ _RESETS = {
 }
 
 
-def losses(rule: Rule, kept: Rule, to: str) -> list[str]:
+def losses(rule: DynamicScale, kept: DynamicScale, to: str) -> list[str]:
     """Describe each parameter of a rule that is lost in the format ``to``.
 
     A default of any framework is a convention. Such a value may be replaced by the default of the
@@ -25,8 +25,6 @@ def losses(rule: Rule, kept: Rule, to: str) -> list[str]:
         kept: the rule that reading it back gives.
         to: the format.
     """
-    if isinstance(rule, FixedScale) or isinstance(kept, FixedScale):
-        return [] if isinstance(kept, FixedScale) else ["a scale that does not move"]
     has_floor = kept.min_scale != _checks.SMALLEST_SCALE
     floor = f"a floor of {kept.min_scale!r}" if has_floor else "no floor"
     backs_off = "backs off at every overflow"

@@ -67,8 +67,8 @@ def loss_scaled(
 
     Args:
         optimizer: any optax transformation.
-        policy: the rule: a :class:`gradscaler.DynamicScale`, a :class:`gradscaler.FixedScale`, or
-            a :class:`gradscaler.AmaxScale`.
+        policy: the rule: a :class:`gradscaler.DynamicScale`, a :class:`gradscaler.FixedScale`, a
+            :class:`gradscaler.AmaxScale`, or any other :class:`gradscaler.Policy`.
         axis_name: named axes whose devices decide together. Needed if the gradients were not
             averaged over them before.
         finite_axis: more such axes. Needed inside ``shard_map`` if they shard the weights. There

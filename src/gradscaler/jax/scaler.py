@@ -57,8 +57,8 @@ class GradScaler:
         scaler = scaler.adjust(all_finite(grads), amax(grads))  # moves s by the policy's rule
 
     Args:
-        policy: the rule: a :class:`gradscaler.DynamicScale`, a :class:`gradscaler.FixedScale`, or
-            a :class:`gradscaler.AmaxScale`.
+        policy: the rule: a :class:`gradscaler.DynamicScale`, a :class:`gradscaler.FixedScale`, a
+            :class:`gradscaler.AmaxScale`, or any other :class:`gradscaler.Policy`.
         state: the policy's current state: a float32 and two int32 scalars, and any further scalars
             of the policy. By default ``policy.init()``. Only numbers and arrays are checked; other
             objects, such as shardings or shapes, are taken as they are.

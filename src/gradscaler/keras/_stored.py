@@ -1,7 +1,8 @@
 """Which of a wrapper's variables takes which value in a file.
 
 A file has no names. First come the variables that every wrapper has, Keras' own included. Then come
-the counters of the policy, if it has any. Last come all others, such as the inner optimizer's.
+the counters of the policy, if it has any: non-finite steps, and the fields that are its own. Last
+come all others, such as the inner optimizer's.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ from gradscaler._keras_like.wrapper import Variable
 NUM_SHARED = 4
 """Every wrapper has its own step count and learning rate, the finite steps, and the scale."""
 
-COUNTERS = ("nonfinite_counter", "peak", "reach")
-"""Most policies have no counters here, a hysteresis has the first, an ``AmaxScale`` all three."""
-
 
 def paired(
     variables: list[Variable], counters: list[Variable], values: list[Any]
 ) -> list[tuple[Variable, Any]]:
     """Pairs of variable and value, from a file of any policy. Counters that it lacks become 0.
+
+    If the file has another number of counters, it is another policy's: only the first is the same.
 
     Args:
         variables: the wrapper's, in order.
@@ -34,14 +34,15 @@ def paired(
     """
     others = variables[NUM_SHARED + len(counters) :]
     end = len(values) - len(others)
-    if end - NUM_SHARED not in (0, 1, len(COUNTERS)):
+    if end < NUM_SHARED:
         return []
     shared, stored = variables[:NUM_SHARED], values[NUM_SHARED:end]
     known = list(zip([*shared, *others], [*values[:NUM_SHARED], *values[end:]], strict=True))
     if any(value.shape for value in stored) or not all(_fits(*pair) for pair in known):
         return []
-    absent = [(counter, 0) for counter in counters[len(stored) :]]
-    return [*known, *absent, *zip(counters, stored, strict=False)]
+    same = stored if len(stored) == len(counters) else stored[:1]
+    absent = [(counter, 0) for counter in counters[len(same) :]]
+    return [*known, *absent, *zip(counters, same, strict=False)]
 
 
 def is_of_a_wrapper(values: list[Any]) -> bool:

@@ -23,9 +23,9 @@ from gradscaler._keras_like.wrapper import (
     unconverted,
 )
 from gradscaler.keras._operations import on_backend
-from gradscaler.keras._stored import COUNTERS, is_of_a_wrapper, paired
+from gradscaler.keras._stored import is_of_a_wrapper, paired
 from gradscaler.keras._warnings import NEVER_SCALED, NEVER_UNSCALED, warn
-from gradscaler.policies import AmaxScale, DynamicScale, OwnPolicy, amax_interval
+from gradscaler.policies import DynamicScale, Policy, amax_interval
 
 Variables = Variable | Iterable[Variable] | Callable[[], Variable | Iterable[Variable]]
 
@@ -55,7 +55,8 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
             if not ``dynamic``.
         policy: the rule, in place of the three arguments before: a
             :class:`gradscaler.DynamicScale`, with any factors, bounds and hysteresis, a
-            :class:`gradscaler.FixedScale`, or a :class:`gradscaler.AmaxScale`.
+            :class:`gradscaler.FixedScale`, a :class:`gradscaler.AmaxScale`, or any other
+            :class:`gradscaler.Policy`.
             ``DynamicScale.tf_keras()`` is Keras 2's rule, with its floor of 1.
         name: the optimizer's name.
         kwargs: other optimizers' arguments at their defaults. Keras accepts these to load old
@@ -82,6 +83,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
     """
 
     _preset = DynamicScale.keras
+    _saving = keras.saving
 
     def __init__(
         self,
@@ -90,7 +92,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         initial_scale: float | None = None,
         dynamic_growth_steps: int | None = None,
         *,
-        policy: OwnPolicy | None = None,
+        policy: Policy | None = None,
         name: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -117,6 +119,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         )
         for option in OPTIONS:
             del self.__dict__[option]  # from now on it is read on the inner optimizer
+        self.__dict__["_own_variables"] = {}  # of the policy, by its state's fields; not tracked
         self._create_variables()
         self._calls_are_checked = False  # by the first `apply_gradients`, or a warning of `apply`
         self._loss_has_been_scaled = False
@@ -133,11 +136,18 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         """
         self.step_counter = self.add_variable((), dtype="int", name="step_counter")
         self.dynamic_scale = self._float32_variable(self._initial_scale, "dynamic_scale")
-        if wrapper.counts_nonfinite_steps(self._policy):
-            self.nonfinite_counter = self.add_variable((), dtype="int", name="nonfinite_counter")
-        if isinstance(self._policy, AmaxScale):
-            self.peak = self._float32_variable(0.0, "peak")
-            self.reach = self._float32_variable(0.0, "reach")
+        fields = wrapper.own_fields(self._policy, "nonfinite_counter")
+        for name, (value, is_float) in fields.items():
+            own = self._float32_variable(value, name) if is_float else self._count(value, name)
+            self._own_variables[name] = own
+            if not hasattr(self, name):
+                setattr(self, name, own)
+
+    def _count(self, value: float, name: str) -> Variable:
+        variable = self.add_variable((), dtype="int", name=name)
+        if value:
+            variable.assign(value)
+        return variable
 
     def _float32_variable(self, value: float, name: str) -> Variable:
         with keras.name_scope(self.name, caller=self):
@@ -425,7 +435,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
     @property
     def _counters(self) -> list[Variable]:
         """The policy's variables that Keras' own wrapper lacks."""
-        return [vars(self)[name] for name in COUNTERS if name in vars(self)]
+        return list(self._own_variables.values())
 
     # Not that of Keras' own wrapper: the base class's calls our `apply`.
     stateless_apply = keras.optimizers.Optimizer.stateless_apply

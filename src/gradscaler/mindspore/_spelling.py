@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Protocol
 
 import numpy as np
 from mindspore import Tensor
 
 from gradscaler.errors import ParameterError
-from gradscaler.policies import AmaxScale, DynamicScale, _checks
-from gradscaler.policies._spelling import changed, check_alone, check_policy, spelled
+from gradscaler.policies import DynamicScale, Policy, _checks
+from gradscaler.policies._spelling import changed, check_alone, check_policy, replaced, spelled
 
 
 def dynamic_policy(
-    policy: DynamicScale | AmaxScale | None,
+    policy: Policy | None,
     name: str,
     loss_scale: object,
     scale_factor: object,
     scale_window: object,
-) -> DynamicScale | AmaxScale:
+) -> Policy:
     """The policy, if given, or else MindSpore's rule with these parameters.
 
     ``name`` is the name of the parameter ``loss_scale``.
@@ -29,7 +28,7 @@ def dynamic_policy(
         return spelled(DynamicScale.mindspore, {name: "init_loss_scale"}, **parameters)
     check_alone(policy, (2**24, 2, 2000), **parameters)
     fixed = "FixedLossScaleManager, FixedLossScaleUpdateCell or StaticLossScaler"
-    check_policy(policy, DynamicScale | AmaxScale, fixed)
+    check_policy(policy, fixed=fixed)
     return policy
 
 
@@ -55,14 +54,22 @@ def fixed_scale(name: str, value: Any) -> float:
 class HasPolicy(Protocol):
     """An object with a policy."""
 
-    _policy: DynamicScale | AmaxScale
+    _policy: Policy
+
+
+_DEFAULTS = DynamicScale.mindspore()
+
+
+def parameter_of(policy: Policy, name: str) -> Any:
+    """A parameter of the rule; MindSpore's default, without effect, if the policy lacks it."""
+    return getattr(policy, name, getattr(_DEFAULTS, name))
 
 
 def parameter(own: str, field: str, doc: str) -> property:
     """A property that reads and sets a field of ``_policy`` under MindSpore's name."""
 
     def get(self: HasPolicy) -> object:
-        return getattr(self._policy, field)
+        return parameter_of(self._policy, field)
 
     def set_(self: HasPolicy, value: object) -> None:
         self._policy = changed(self._policy, {own: field}, **{own: value})
@@ -73,10 +80,10 @@ def parameter(own: str, field: str, doc: str) -> property:
 class WindowAndFactor:
     """Mixin for managers and scalers: properties for the window and the factor of ``_policy``."""
 
-    _policy: DynamicScale | AmaxScale
+    _policy: Policy
 
     @property
-    def policy(self) -> DynamicScale | AmaxScale:
+    def policy(self) -> Policy:
         """The rule by which the scale moves."""
         return self._policy
 
@@ -87,11 +94,9 @@ class WindowAndFactor:
     @property
     def scale_factor(self) -> float:
         """The factor of growth, and the divisor of a backoff."""
-        return self._policy.growth_factor
+        return float(parameter_of(self._policy, "growth_factor"))
 
     @scale_factor.setter
     def scale_factor(self, scale_factor: float) -> None:
         factor = _checks.growth_factor("scale_factor", scale_factor)
-        self._policy = dataclasses.replace(
-            self._policy, growth_factor=factor, backoff_factor=1 / factor
-        )
+        self._policy = replaced(self._policy, growth_factor=factor, backoff_factor=1 / factor)

@@ -5,9 +5,16 @@ from __future__ import annotations
 from mindspore import Parameter, Tensor, nn, ops
 
 from gradscaler.mindspore._operations import as_amax, as_flag, compiled
-from gradscaler.mindspore._spelling import as_number, dynamic_policy, fixed_scale
-from gradscaler.mindspore._state import assign, next_values, own_leaves
-from gradscaler.policies import AmaxScale, DynamicScale, amax_interval
+from gradscaler.mindspore._spelling import as_number, dynamic_policy, fixed_scale, parameter_of
+from gradscaler.mindspore._state import (
+    assign,
+    constants_of,
+    move,
+    next_values,
+    own_leaves,
+    own_parameters,
+)
+from gradscaler.policies import Policy, amax_interval, first_scale
 
 
 class FixedLossScaleUpdateCell(nn.FixedLossScaleUpdateCell):  # type: ignore[misc] # untyped base
@@ -43,8 +50,9 @@ class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):  # type: ignore
             element.
         scale_factor: the factor of growth, and the divisor of a backoff, > 1.
         scale_window: finite steps in a row before the scale grows.
-        policy: the rule, in place of the three parameters: a :class:`gradscaler.DynamicScale`, or a
-            :class:`gradscaler.AmaxScale`. A hysteresis above 1 adds a Parameter,
+        policy: the rule, in place of the three parameters: a :class:`gradscaler.DynamicScale`, a
+            :class:`gradscaler.AmaxScale`, or any :class:`gradscaler.Policy` that moves the scale.
+            A hysteresis above 1 adds a Parameter,
             ``nonfinite_steps``; an ``AmaxScale`` adds ``nonfinite_steps``, ``peak`` and ``reach``,
             and needs a train step that also passes the largest gradient, as
             :class:`gradscaler.mindspore.TrainOneStepWithLossScaleCell` does.
@@ -74,14 +82,17 @@ class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):  # type: ignore
         scale_factor: float = 2,
         scale_window: int = 2000,
         *,
-        policy: DynamicScale | AmaxScale | None = None,
+        policy: Policy | None = None,
     ) -> None:
         loss_scale_value = as_number("loss_scale_value", loss_scale_value)
         policy = dynamic_policy(
             policy, "loss_scale_value", loss_scale_value, scale_factor, scale_window
         )
-        super().__init__(policy.init_scale, policy.growth_factor, policy.growth_interval)
-        self._constants = tuple(policy._constants)
+        rule = (parameter_of(policy, name) for name in ("growth_factor", "growth_interval"))
+        super().__init__(first_scale(policy), *rule)
+        self._constants = constants_of(policy)
+        self._policy, self._kind = policy, type(policy.init())
+        self._moved = () if self._constants else own_parameters(policy)
         self.amax_interval = amax_interval(policy)
         self._own_leaves = own_leaves(policy)
         for leaf in self._own_leaves:
@@ -98,9 +109,15 @@ class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):  # type: ignore
         finite_steps = self.cur_iter - 1 - self.last_overflow_iter
         leaves = (loss_scale.reshape(()), finite_steps, *self._own_leaves)
         largest = as_amax(amax, self.amax_interval)
-        moved = next_values(self._constants, leaves, as_flag(overflow), largest)
+        found_inf = as_flag(overflow)
+        if self._constants:
+            moved = next_values(self._constants, leaves, found_inf, largest)
+        else:
+            moved = (*self._moved, *self._own_leaves)
+            move(self._policy, self._kind, moved, leaves, found_inf, largest)
         ops.assign(loss_scale, moved[0].reshape(loss_scale.shape))
         ops.assign(self.last_overflow_iter, self.cur_iter - moved[1])
         ops.assign(self.cur_iter, self.cur_iter + 1)
-        assign(self._own_leaves, moved[2:])
+        if self._constants:
+            assign(self._own_leaves, moved[2:])
         return overflow

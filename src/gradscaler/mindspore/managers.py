@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import mindspore
@@ -15,9 +14,11 @@ from gradscaler.mindspore._spelling import (
     dynamic_policy,
     fixed_scale,
     parameter,
+    parameter_of,
 )
+from gradscaler.mindspore._state import constants_of
 from gradscaler.mindspore.cells import DynamicLossScaleUpdateCell, FixedLossScaleUpdateCell
-from gradscaler.policies import AmaxScale, DynamicScale, State, _checks, amax_interval
+from gradscaler.policies import Policy, State, _checks, amax_interval, first_scale
 
 
 class FixedLossScaleManager(mindspore.amp.FixedLossScaleManager):  # type: ignore[misc] # untyped base
@@ -60,8 +61,9 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
             element.
         scale_factor: the factor of growth, and the divisor of a backoff, > 1.
         scale_window: finite steps in a row before the scale grows.
-        policy: the rule, in place of the three parameters: a :class:`gradscaler.DynamicScale`, or a
-            :class:`gradscaler.AmaxScale`. An ``AmaxScale`` needs the largest gradient, which the
+        policy: the rule, in place of the three parameters: a :class:`gradscaler.DynamicScale`, a
+            :class:`gradscaler.AmaxScale`, or any :class:`gradscaler.Policy` that moves the scale.
+            An ``AmaxScale`` needs the largest gradient, which the
             train step of :class:`gradscaler.mindspore.Model`, or one with the cell of
             :meth:`get_update_cell`, passes to it.
 
@@ -91,13 +93,13 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
         scale_factor: float = 2,
         scale_window: int = 2000,
         *,
-        policy: DynamicScale | AmaxScale | None = None,
+        policy: Policy | None = None,
     ) -> None:
         init_loss_scale = as_number("init_loss_scale", init_loss_scale)
         self._policy = dynamic_policy(
             policy, "init_loss_scale", init_loss_scale, scale_factor, scale_window
         )
-        self._loss_scale: float = self._policy.init_scale
+        self._loss_scale: float = first_scale(self._policy)
         self.cur_iter = 1
         self.last_overflow_iter = 0
         self.bad_step = 0
@@ -126,7 +128,7 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
     @loss_scale.setter
     def loss_scale(self, loss_scale: float | Tensor) -> None:
         loss_scale = as_number("loss_scale", loss_scale)
-        bounds = self._policy.min_scale, self._policy.max_scale
+        bounds = (parameter_of(self._policy, name) for name in ("min_scale", "max_scale"))
         self._loss_scale = _checks.loss_scale("loss_scale", loss_scale, *bounds)
 
     def update_loss_scale(self, overflow: bool, amax: Tensor | float | None = None) -> None:
@@ -160,22 +162,35 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
         self.cur_iter += 1
 
     def _next_state(self, overflow: bool, amax: Tensor | float | None) -> State:
-        steps, policy = self.cur_iter - 1 - self.last_overflow_iter, self._policy
-        state = self._state._replace(scale=np.float32(self.loss_scale))
-        if isinstance(policy, DynamicScale):
-            return policy.update(state._replace(finite_steps=steps % self.scale_window), overflow)
-        finite_steps = (steps - 1) % self.scale_window + 1 if steps else 0  # 1 after growth
+        policy = self._policy
+        finite_steps, interval = self._finite_steps(), amax_interval(policy)
+        values = {"scale": np.float32(self.loss_scale), "finite_steps": finite_steps}
+        state: State = self._state._replace(**values)
+        if not interval:
+            return policy.update(state, overflow)
         if amax is not None:
             amax = _checks.number("amax", as_number("amax", amax))
-        elif not overflow and finite_steps % policy.amax_interval == 0:
+        elif not overflow and finite_steps % interval == 0:
             raise TypeError(
                 "the policy needs the largest gradient, and a manager gets only the overflow "
                 "flag: write update_loss_scale(overflow, amax(grads)), or train by "
                 "gradscaler.mindspore's Model or TrainOneStepWithLossScaleCell"
             )
-        return policy.update(state._replace(finite_steps=finite_steps), overflow, amax=amax)
+        looks: Any = policy  # takes `amax`, too
+        moved: State = looks.update(state, overflow, amax=amax)
+        return moved
+
+    def _finite_steps(self) -> int:
+        """The count of finite steps, from the numbers of steps that a user may set."""
+        if not constants_of(self._policy):
+            return int(self._state.finite_steps)  # its meaning is the policy's own
+        steps, window = self.cur_iter - 1 - self.last_overflow_iter, int(self.scale_window)
+        if not amax_interval(self._policy):
+            return steps % window
+        return (steps - 1) % window + 1 if steps else 0  # 1 after growth
 
     def get_update_cell(self) -> DynamicLossScaleUpdateCell:
         """A cell for the train step, which starts from the manager's current scale."""
-        policy = dataclasses.replace(self._policy, init_scale=self.loss_scale)
-        return DynamicLossScaleUpdateCell(policy=policy)
+        cell = DynamicLossScaleUpdateCell(policy=self._policy)
+        cell.loss_scale_value = self.loss_scale
+        return cell

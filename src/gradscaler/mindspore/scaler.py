@@ -10,8 +10,8 @@ from mindspore import Parameter, Tensor, mutable, ops
 from gradscaler.errors import ParameterError
 from gradscaler.mindspore._operations import as_amax, as_flag, compiled, in_turn, scaled, unscaled
 from gradscaler.mindspore._spelling import WindowAndFactor, dynamic_policy
-from gradscaler.mindspore._state import assign, next_values, own_leaves
-from gradscaler.policies import AmaxScale, DynamicScale, Scalar, _checks, amax_interval
+from gradscaler.mindspore._state import assign, constants_of, move, next_values, own_leaves
+from gradscaler.policies import Policy, Scalar, _checks, amax_interval, first_scale
 
 Tensors = Any
 """A tensor, or tensors in tuples, lists and dicts."""
@@ -110,8 +110,9 @@ class DynamicLossScaler(WindowAndFactor, _Scaling, mindspore.amp.DynamicLossScal
         scale_value: the scale before the first step, >= 1.
         scale_factor: the factor of growth, and the divisor of a backoff, > 1.
         scale_window: finite steps in a row before the scale grows.
-        policy: the rule, in place of the three parameters: a :class:`gradscaler.DynamicScale`, or a
-            :class:`gradscaler.AmaxScale`. A hysteresis above 1 adds a Parameter,
+        policy: the rule, in place of the three parameters: a :class:`gradscaler.DynamicScale`, a
+            :class:`gradscaler.AmaxScale`, or any :class:`gradscaler.Policy` that moves the scale.
+            A hysteresis above 1 adds a Parameter,
             ``nonfinite_steps``; an ``AmaxScale`` adds ``nonfinite_steps``, ``peak`` and ``reach``.
 
     Attributes:
@@ -136,7 +137,7 @@ class DynamicLossScaler(WindowAndFactor, _Scaling, mindspore.amp.DynamicLossScal
         scale_factor: float = 2,
         scale_window: int = 2000,
         *,
-        policy: DynamicScale | AmaxScale | None = None,
+        policy: Policy | None = None,
     ) -> None:
         try:
             policy = dynamic_policy(policy, "scale_value", scale_value, scale_factor, scale_window)
@@ -144,7 +145,7 @@ class DynamicLossScaler(WindowAndFactor, _Scaling, mindspore.amp.DynamicLossScal
             if isinstance(scale_factor, float):
                 raise _FactorError(*error.args) from None
             raise
-        scale = Tensor(policy.init_scale, mindspore.float32)
+        scale = Tensor(first_scale(policy), mindspore.float32)
         self.scale_value = Parameter(scale, name="scale_value")
         self._policy = policy
         self.counter = Parameter(Tensor(0, mindspore.int32), name="counter")
@@ -152,6 +153,7 @@ class DynamicLossScaler(WindowAndFactor, _Scaling, mindspore.amp.DynamicLossScal
         for leaf in self._own_leaves:
             setattr(self, leaf.name, leaf)
         self._wants_amax = amax_interval(policy) > 0
+        self._kind, self._has_constants = type(policy.init()), bool(constants_of(policy))
 
     def __repr__(self) -> str:
         return (
@@ -179,9 +181,12 @@ class DynamicLossScaler(WindowAndFactor, _Scaling, mindspore.amp.DynamicLossScal
                 ``amax`` is missing though the policy needs it, or is not a number or a Tensor of
                 one element. Nothing changes.
         """
-        constants = tuple(self._policy._constants)  # a named tuple would compile at every call
         flag, largest = as_flag(grads_finite), as_amax(amax, self._wants_amax)
         leaves = (self.scale_value, self.counter, *self._own_leaves)
         values = [leaf.value() for leaf in leaves]
-        assign(leaves, _adjusted(constants, flag, largest, *values))
+        if self._has_constants:
+            assign(leaves, _adjusted(constants_of(self._policy), flag, largest, *values))
+        else:
+            found_inf = ops.logical_not(flag)
+            move(self._policy, self._kind, leaves, tuple(values), found_inf, largest)
         return True

@@ -18,6 +18,7 @@ from gradscaler._eager.repeating import DEFAULT_MAX_RETRIES
 from gradscaler._eager.scaler import EagerScaler
 from gradscaler._formats import reading
 from gradscaler._formats.layouts import (
+    PADDLE_DEFAULTS,
     PADDLE_KEYS,
     read_leaves,
     read_paddle,
@@ -38,14 +39,7 @@ from gradscaler.paddle._processes import (
 from gradscaler.paddle._spelling import either_spelling, given
 from gradscaler.paddle._static import run_dynamically, static_graph_error
 from gradscaler.paddle._stepping import ByMinimize, ByStep, OwnUnscaler
-from gradscaler.policies import (
-    AmaxScale,
-    DynamicScale,
-    FixedScale,
-    OwnPolicy,
-    State,
-    _checks,
-)
+from gradscaler.policies import DynamicScale, Policy, State, _checks, first_scale, is_fixed
 from gradscaler.policies._presets import PADDLE
 from gradscaler.policies._spelling import changed, check_alone, check_policy, spelled
 
@@ -102,8 +96,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         use_dynamic_loss_scaling: if False the scale never moves. An overflow still skips its step,
             and ``update`` need not be called.
         policy: the rule, in place of the parameters after ``enable``: a
-            :class:`gradscaler.DynamicScale`, a :class:`gradscaler.FixedScale`, or a
-            :class:`gradscaler.AmaxScale`.
+            :class:`gradscaler.DynamicScale`, a :class:`gradscaler.FixedScale`, a
+            :class:`gradscaler.AmaxScale`, or any other :class:`gradscaler.Policy`.
         max_retries: the largest number of repetitions, by default 16, of an evaluation that
             overflows, in ``step(optimizer, closure)``, and of the body of a loop over ``attempts``.
         group: the process group that decides together whether to step, and at which scale, by one
@@ -147,7 +141,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     _operations: ClassVar[Operations] = _operations
     _gradients_type: ClassVar[type[Gradients]] = PaddleGradients
-    _policy: DynamicScale | AmaxScale
+    _policy: Policy
     _cache_found_inf: bool | None  # type: ignore[assignment] # Paddle's is typed as None
 
     _updated: _Update | None = None  # the last update, until another loss is scaled
@@ -164,7 +158,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         decr_every_n_nan_or_inf: int = 2,
         use_dynamic_loss_scaling: bool = True,
         *,
-        policy: OwnPolicy | None = None,
+        policy: Policy | None = None,
         max_retries: int = DEFAULT_MAX_RETRIES,
         group: Group | None = None,
         device: str | None = None,
@@ -198,16 +192,16 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         else:
             parameters["use_dynamic_loss_scaling"] = use_dynamic_loss_scaling
             check_alone(policy, (2.0**15, 2.0, 0.5, 1000, 2, True), **parameters)
-            check_policy(policy, OwnPolicy)
+            check_policy(policy)
         if group is not None:
             check_group("group", group)
         self._group = group
-        if isinstance(policy, FixedScale):
-            policy, use_dynamic_loss_scaling = DynamicScale.paddle(policy.scale), False
+        if is_fixed(policy):
+            policy, use_dynamic_loss_scaling = DynamicScale.paddle(first_scale(policy)), False
         super().__init__(policy, enable, max_retries)
         # Paddle's own code reads both in a static graph, where a disabled scaler passes through.
         self._use_dynamic_loss_scaling = enable and use_dynamic_loss_scaling
-        self._init_loss_scaling = policy.init_scale if enable else 1.0
+        self._init_loss_scaling = first_scale(policy) if enable else 1.0
         self._set_state(policy.init())
         self._cache_found_inf = None
         self._reset_flags()
@@ -339,7 +333,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
                 in float32; nothing changes.
             TypeError: the value is not a number; nothing changes.
         """
-        bounds = self._policy.min_scale, self._policy.max_scale
+        bounds = self._parameter("min_scale"), self._parameter("max_scale")
         scale = _number("new_init_loss_scaling", new_init_loss_scaling)
         scale = _checks.loss_scale("new_init_loss_scaling", scale, *bounds)
         self._init_loss_scaling = scale
@@ -347,7 +341,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     def get_incr_ratio(self) -> float:
         """The factor by which the scale grows."""
-        return self._policy.growth_factor
+        return float(self._parameter("growth_factor"))
 
     def set_incr_ratio(self, new_incr_ratio: float) -> None:
         """Grow by ``new_incr_ratio``, > 1, from now on."""
@@ -361,7 +355,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     def get_decr_ratio(self) -> float:
         """The factor by which the scale backs off."""
-        return self._policy.backoff_factor
+        return float(self._parameter("backoff_factor"))
 
     def set_decr_ratio(self, new_decr_ratio: float) -> None:
         """Back off by ``new_decr_ratio``, in (0, 1), from now on."""
@@ -375,7 +369,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     def get_incr_every_n_steps(self) -> int:
         """Finite steps in a row before growth."""
-        return self._policy.growth_interval
+        return int(self._parameter("growth_interval"))
 
     def set_incr_every_n_steps(self, new_incr_every_n_steps: int) -> None:
         """Grow after this many finite steps from now on. Those already taken count."""
@@ -389,7 +383,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     def get_decr_every_n_nan_or_inf(self) -> int:
         """Non-finite steps before a backoff; 1 for a policy without a hysteresis."""
-        return getattr(self._policy, "hysteresis", 1)
+        return int(self._parameter("hysteresis"))
 
     def set_decr_every_n_nan_or_inf(self, new_decr_every_n_nan_or_inf: int) -> None:
         """Back off at this many non-finite steps from now on. Those already taken count."""
@@ -432,8 +426,8 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
             state = read_leaves(policy, counts, state_dict)
         else:
             read, state = reading.read(state_dict)
-            dynamic = isinstance(read, DynamicScale)
-            policy = read if isinstance(read, DynamicScale) else DynamicScale.paddle(read.scale)
+            dynamic = not is_fixed(read)
+            policy = read if dynamic else DynamicScale.paddle(first_scale(read))
         self._policy = policy
         self._use_dynamic_loss_scaling = dynamic
         self._init_loss_scaling = float(state.scale)
@@ -631,10 +625,11 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         self._initial_state = self._state = state
         self._updated = None
 
+    def _parameter(self, name: str) -> Any:
+        """A parameter of the rule; Paddle's default, without effect, if the policy lacks it."""
+        return getattr(self._policy, name, getattr(PADDLE_DEFAULTS, name))
+
     def _change_policy(self, **changes: Any) -> None:
-        for name in changes:
-            if not hasattr(self._policy, PADDLE.get(name, name)):
-                raise TypeError(f"{self._policy!r} has no {name} to set")
         self._policy = changed(self._policy, PADDLE, **changes)
 
 

@@ -10,8 +10,11 @@ from gradscaler.policies.state import (
     ScaleState,
     State,
     amax_interval,
+    counts_nonfinite_steps,
+    first_scale,
     is_fixed,
     leaf_dtypes,
+    name_of_first_scale,
 )
 
 Rule = DynamicScale | FixedScale
@@ -32,6 +35,9 @@ __all__ = [
     "ScaleState",
     "State",
     "amax_interval",
+    "counts_nonfinite_steps",
+    "first_scale",
     "is_fixed",
     "leaf_dtypes",
+    "name_of_first_scale",
 ]

@@ -7,16 +7,12 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import UnionType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from gradscaler.errors import ParameterError
-from gradscaler.policies.state import Policy
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from gradscaler.policies.state import Policy, is_fixed
 
 T = TypeVar("T")
-D = TypeVar("D", bound="DataclassInstance")
 
 
 def spelled(
@@ -40,9 +36,9 @@ def spelled(
         raise type(error)(rule + got + value) from None
 
 
-def changed(policy: D, fields: Mapping[str, str], /, **changes: object) -> D:
+def changed(policy: T, fields: Mapping[str, str], /, **changes: object) -> T:
     """``policy`` with some parameters changed, with names and errors as in :func:`spelled`."""
-    return spelled(partial(dataclasses.replace, policy), fields, **changes)
+    return spelled(partial(replaced, policy), fields, **changes)
 
 
 def replaced(policy: T, /, **changes: object) -> T:
@@ -82,9 +78,10 @@ def check_policy(policy: object, kind: type | UnionType = Policy, fixed: str = "
     Args:
         policy: the argument to check.
         kind: a class, or a union of classes; by default, any class with a policy's methods.
-        fixed: if the kind excludes FixedScale, the names of classes for a fixed scale.
+        fixed: if a fixed scale is refused, the names of classes for one.
     """
-    if isinstance(policy, type) or not isinstance(policy, kind):
+    refused = bool(fixed) and is_fixed(policy)
+    if isinstance(policy, type) or refused or not isinstance(policy, kind):
         also = ", an AmaxScale or a FixedScale"
         if fixed:
             also = f" or an AmaxScale (for a scale that never moves, use {fixed})"

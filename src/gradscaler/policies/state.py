@@ -119,6 +119,22 @@ def is_fixed(policy: object) -> bool:
     return getattr(policy, "fixed", False)
 
 
+def counts_nonfinite_steps(policy: object) -> bool:
+    """Whether the policy uses the count of non-finite steps; one without a hysteresis may."""
+    return not is_fixed(policy) and getattr(policy, "hysteresis", 2) > 1
+
+
+def name_of_first_scale(policy: object) -> str:
+    """The name of the parameter for the scale before the first step, or for a fixed scale."""
+    return "scale" if is_fixed(policy) else "init_scale"
+
+
+def first_scale(policy: Policy) -> float:
+    """The scale before the first step, not rounded to float32 if the policy has it so."""
+    scale: Scalar = getattr(policy, name_of_first_scale(policy), policy.init().scale)
+    return float(scale)
+
+
 def leaf_dtypes(state: State) -> tuple[type[np.float32] | type[np.int32], ...]:
     """The dtype of each field of a host state: float32 for scale and floats, int32 for counts."""
     return np.float32, *(

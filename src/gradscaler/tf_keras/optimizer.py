@@ -15,12 +15,12 @@ from gradscaler._keras_like.wrapper import (
     Loss,
     Tensor,
     Wrapper,
-    counts_nonfinite_steps,
     next_values,
+    own_fields,
     policy_from,
     unconverted,
 )
-from gradscaler.policies import AmaxScale, DynamicScale, FixedScale, OwnPolicy, amax_interval
+from gradscaler.policies import DynamicScale, Policy, amax_interval, first_scale, is_fixed
 
 Pair = tuple[Gradient | None, tf.Variable]
 Pairs = list[Pair]
@@ -48,7 +48,8 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
             if not ``dynamic``.
         policy: the rule, in place of the three arguments before: a
             :class:`gradscaler.DynamicScale`, with any factors, bounds and hysteresis, a
-            :class:`gradscaler.FixedScale`, or a :class:`gradscaler.AmaxScale`.
+            :class:`gradscaler.FixedScale`, a :class:`gradscaler.AmaxScale`, or any other
+            :class:`gradscaler.Policy`.
 
     Raises:
         TypeError: an argument is of the wrong type, or ``inner_optimizer`` is not an optimizer.
@@ -69,6 +70,7 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
 
     _inner_name = "_optimizer"
     _preset = DynamicScale.tf_keras
+    _saving = tf_keras.saving
 
     def __new__(
         cls, inner_optimizer: object = None, *args: object, **kwargs: object
@@ -91,14 +93,14 @@ class LossScaleOptimizer(Wrapper, native.BaseLossScaleOptimizer):  # type: ignor
         initial_scale: float | None = None,
         dynamic_growth_steps: int | None = None,
         *,
-        policy: OwnPolicy | None = None,
+        policy: Policy | None = None,
     ) -> None:
         policy = policy_from(self._preset, dynamic, initial_scale, dynamic_growth_steps, policy)
         super().__init__(inner_optimizer, dynamic=False, initial_scale=1.0)  # creates no variables
         self._follow(policy)
 
     @tf.__internal__.tracking.no_automatic_dependency_tracking  # type: ignore[untyped-decorator]
-    def _follow(self, policy: OwnPolicy) -> None:
+    def _follow(self, policy: Policy) -> None:
         self._policy = policy
         self._loss_scale = _State(policy)
         if self.dynamic:
@@ -254,9 +256,8 @@ class LossScaleOptimizerV3(LossScaleOptimizer, native.LossScaleOptimizerV3):  # 
         If the store has a scale, other variables of the policy that it lacks become 0.
         """
         stored = {name: store[name] for name in store.keys()}  # noqa: SIM118 # not a mapping
-        # The names in a checkpoint.
-        names = "current_loss_scale", "good_steps", "bad_steps", "peak", "reach"
-        values = {name: stored.pop(name) for name in names if name in stored}
+        # The inner optimizer's are numbered; the policy's have the names in a checkpoint.
+        values = {name: stored.pop(name) for name in [*stored] if not name.isdigit()}
         if "current_loss_scale" in values:
             for name, variable in self._loss_scale.variables.items():
                 variable.assign(values.get(name, 0))
@@ -293,6 +294,9 @@ def _multiplied(gradient: Gradient, factor: Tensor) -> Gradient:
     return gradient * tf.cast(factor, gradient.dtype)
 
 
+_DEFAULTS, _RULE = DynamicScale.tf_keras(), ("growth_interval", "growth_factor")
+
+
 class _State(native._DynamicLossScaleState):  # type: ignore[misc] # untyped base
     """The state of a loss scale, which a checkpoint holds under tf-keras' names.
 
@@ -301,21 +305,20 @@ class _State(native._DynamicLossScaleState):  # type: ignore[misc] # untyped bas
     fixed scale has no variables.
     """
 
-    def __init__(self, policy: OwnPolicy) -> None:
+    def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self.variables: dict[str, tf.Variable] = {}
-        if isinstance(policy, FixedScale):
+        if is_fixed(policy):
             tf.__internal__.tracking.Trackable.__init__(self)
-            self._current_loss_scale = policy.scale
+            self._current_loss_scale = first_scale(policy)
             self._weights: dict[object, object] = {}
             return
-        super().__init__(policy.init_scale, policy.growth_interval, policy.growth_factor)
+        rule = (getattr(policy, name, getattr(_DEFAULTS, name)) for name in _RULE)
+        super().__init__(first_scale(policy), *rule)
         self.variables.update(current_loss_scale=self.current_loss_scale, good_steps=self.counter)
-        if counts_nonfinite_steps(policy):
-            self.variables["bad_steps"] = self._add_weight("bad_steps", 0, tf.int64)
-        if isinstance(policy, AmaxScale):
-            for name in ("peak", "reach"):
-                self.variables[name] = self._add_weight(name, 0.0, tf.float32)
+        for name, (value, is_float) in own_fields(policy, "bad_steps").items():
+            dtype = tf.float32 if is_float else tf.int64
+            self.variables[name] = self._add_weight(name, value, dtype)
 
     def update(self, grads: Any) -> tuple[tf.Operation, Tensor]:
         """Move the scale; return the operations that do, and whether to apply the gradients."""

@@ -46,7 +46,8 @@ class GradScaler(TorchLikeScaler[torch.Tensor, torch.optim.Optimizer], torch.amp
             arguments through.
         policy: the rule, in place of the four parameters before: a
             :class:`gradscaler.DynamicScale`, which may have bounds and hysteresis, a
-            :class:`gradscaler.FixedScale`, or a :class:`gradscaler.AmaxScale`.
+            :class:`gradscaler.FixedScale`, a :class:`gradscaler.AmaxScale`, or any other
+            :class:`gradscaler.Policy`.
         allow_fp16_gradients: whether to unscale float16 gradients in place. Values that underflow
             in that division are lost. If False they raise, as always in torch.
         max_retries: the largest number of repetitions, by default 16, of an evaluation that

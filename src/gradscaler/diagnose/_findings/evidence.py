@@ -14,7 +14,7 @@ from gradscaler.diagnose._record.lines import Sample, Skip, VerdictLine, Watched
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.step import Before, Step
 from gradscaler.outcome import HISTORY_LENGTH
-from gradscaler.policies import FixedScale
+from gradscaler.policies import FixedScale, is_fixed
 
 
 @dataclass(frozen=True)
@@ -137,11 +137,11 @@ def min_scale_of(policy: object) -> float | None:
 
     A fixed scale is its own limit.
     """
-    is_fixed = isinstance(policy, FixedScale) or (
+    fixed = is_fixed(policy) or (
         isinstance(policy, Mapping) and policy.get("name") == FixedScale.__name__
     )
     limits = "min_scale", "minimum_scale", "min_loss_scale"  # gradscaler's, flax's, jmp's
-    for name in ("scale",) if is_fixed else limits:
+    for name in ("scale",) if fixed else limits:
         found = policy.get(name) if isinstance(policy, Mapping) else getattr(policy, name, None)
         if isinstance(found, (int, float)):
             return float(found)

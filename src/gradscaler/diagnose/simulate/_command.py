@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gradscaler.diagnose.report._content import Content, Course, Headline, Table
 from gradscaler.diagnose.report._words import number, percent, shown
 from gradscaler.diagnose.simulate._replay import Replay
-from gradscaler.policies import AmaxScale, DynamicScale, FixedScale, Policy
+from gradscaler.policies import DynamicScale, OwnPolicy, Policy
 
 HEADINGS = ("policy", "skipped", "flushed", "lost", "subnormal", "back after", "at most", "at last")
 
@@ -23,7 +23,7 @@ _PRESETS = tuple(
     for name, found in vars(kind).items()
     if isinstance(found, classmethod)
 )
-_CLASSES = {kind.__name__: kind for kind in (AmaxScale, DynamicScale, FixedScale)}
+_CLASSES = {kind.__name__: kind for kind in sorted(get_args(OwnPolicy), key=str)}
 NAMES = (*_PRESETS, *_CLASSES)
 """The names that a policy can be given by."""
 _MAKERS: dict[str, Callable[..., Policy]] = {

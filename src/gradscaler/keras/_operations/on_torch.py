@@ -12,7 +12,15 @@ from typing import Any
 import keras
 import torch
 
-from gradscaler._keras_like.wrapper import Loss, Optimizer, ScaledOptimizer, Tape, Tensor, Variable
+from gradscaler._keras_like.wrapper import (
+    Loss,
+    Optimizer,
+    ScaledOptimizer,
+    Tape,
+    Tensor,
+    Variable,
+    state_of,
+)
 from gradscaler._on_torch.compile import keep_out_of_graphs
 from gradscaler._on_torch.operations import TorchOperations
 from gradscaler._on_torch.processes import (
@@ -108,10 +116,9 @@ def _agreed(
     vote = optimizer.__dict__.setdefault("_vote", Vote(_operations))
     scale = optimizer._scale.detach()
     found_inf = {scale.device: (~finite).float()} if has_gradients else {}
-    kind = type(optimizer.policy.init())
-    others = [variable.value for variable in optimizer._moved[1:]]
-    missing = [torch.zeros_like(others[0])] * (len(kind._fields) - 1 - len(others))
-    flags, amax = vote.settle(group, kind(scale, *others, *missing), found_inf, amax)
+    counts = [variable.value for variable in optimizer._moved[1:]]
+    state = state_of(optimizer.policy, [scale, *counts])
+    flags, amax = vote.settle(group, state, found_inf, amax)
     return (_operations.combine([flags], scale.device) == 0 if flags else finite), amax
 
 
