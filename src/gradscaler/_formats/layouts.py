@@ -118,12 +118,11 @@ def read_torch(values: Values, policy: Q) -> tuple[Q | FixedScale, ScaleState]:
     state = _state(values, scale, "_growth_tracker", "_nonfinite_steps")
     if not isinstance(policy, OwnPolicy):
         return policy, state
-    ones = {key for key in _RULE[:2] if values[key] == 1.0}
-    moves = "_nonfinite_steps" in values  # a fixed scale counts nothing
-    if len(ones) == 2 and not moves:
-        return FixedScale(scale), state
-    # Early state dicts hold 1.0 for a factor that a moving policy of one's own lacks.
-    lacking = ones if moves else set()
+    lacking: tuple[str, ...] = ()
+    if values["growth_factor"] == values["backoff_factor"] == 1.0:
+        if "_nonfinite_steps" not in values:  # a fixed scale counts nothing
+            return FixedScale(scale), state
+        lacking = _RULE[:2]  # early state dicts hold 1.0 for factors that a moving policy lacks
     parameters = {key: values[key] for key in ("scale", *_RULE) if key not in lacking}
     return changed(policy, {"scale": "init_scale"}, **parameters), state
 
