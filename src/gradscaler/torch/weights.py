@@ -516,7 +516,8 @@ class MasterWeights(torch.optim.Optimizer):
         for parameter, value in values.items():
             self.state.pop(parameter, None)
             self._entries.drop(parameter)
-            parameter.data = value
+            if parameter.dtype is not value.dtype:
+                parameter.data = value
 
 
 _PICKLED = "_wrapped", "_entries", "_dtype", "_chunk_elements", "_fp32_gradients", "_kept"

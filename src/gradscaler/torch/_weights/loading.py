@@ -47,8 +47,11 @@ def entries_in(
 
 
 def _entry(key: str, value: Any, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor) or not _has_kind(key, value, parameter):
-        raise TypeError(f"{name} must be a dense {_DTYPES[key]} tensor with values, got {value!r}")
+    must = f"{name} must be a dense {_DTYPES[key]} tensor with values"
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{must}, got {type(value).__name__}")
+    if not _has_kind(key, value, parameter):
+        raise TypeError(f"{must}, got {value.dtype}, {value.layout}, on {value.device}")
     (local,), (own,) = to_local([value]), to_local([parameter.detach()])
     shape = (2,) if key == "rounding" else tuple(own.shape)
     if tuple(local.shape) != shape:
