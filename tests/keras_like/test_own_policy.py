@@ -34,6 +34,15 @@ def test_it_moves_the_scale(family, variables, compiled):
     assert proven_of(optimizer) == PROVEN[-1]
 
 
+def test_its_parameters_need_not_be_fields(family, variables):
+    class Attributes(Proven):
+        init_scale, growth_interval = 8.0, 1
+
+    optimizer = LossScaleOptimizer(family.SGD(), policy=Attributes())
+    assert (optimizer.initial_scale, optimizer.dynamic_growth_steps) == (8.0, 1)
+    assert drive(optimizer, variables, STEPS) == SCALES
+
+
 def test_a_config_brings_it_back_as_it_brings_any_object_of_a_user(family):
     optimizer = LossScaleOptimizer(family.SGD(), policy=Proven(limit=2.0))
     loaded = LossScaleOptimizer.from_config(optimizer.get_config(), {"Proven": Proven})

@@ -6,7 +6,7 @@ import pytest
 from mindspore import Parameter, Tensor, nn
 
 import gradscaler.mindspore as ours
-from tests.support.own_policy import PROVEN, SCALES, TRACE, Proven
+from tests.support.own_policy import PROVEN, SCALES, TRACE, Proven, ProvenState
 
 pytestmark = pytest.mark.usefixtures("mode")
 
@@ -67,3 +67,25 @@ def test_a_train_step_moves_the_scale(line, inputs):
         step(inputs(seed, np.inf if letter == "x" else None))
         scales.append(step.scale_sense.asnumpy().item())
     assert scales == SCALES
+
+
+class Sized(Proven):
+    """Keeps the largest gradient of the last finite step in place of the largest scale."""
+
+    amax_interval = 1
+
+    def update(self, state, found_inf, where=None, *, amax=None):
+        moved = super().update(state, found_inf, where)
+        return ProvenState(moved[0], moved[1], moved[2], where(found_inf, state.proven, amax))
+
+
+def test_one_that_needs_the_largest_gradient_is_handed_it():
+    scaler = ours.DynamicLossScaler(policy=Sized())
+    cell = ours.DynamicLossScaleUpdateCell(policy=Sized())
+    scale = Parameter(Tensor(8.0, mindspore.float32), name="scale")
+    for size, letter in enumerate(TRACE):
+        amax = Tensor(size, mindspore.float32)
+        scaler.adjust(Tensor(letter == "o"), amax)
+        cell(scale, Tensor(letter == "x"), amax)
+    assert scaler.scale_value.asnumpy() == scale.asnumpy() == SCALES[-1]
+    assert scaler.proven.asnumpy() == cell.proven.asnumpy() == TRACE.rindex("o")

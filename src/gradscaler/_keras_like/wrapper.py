@@ -281,15 +281,16 @@ def policy_from(
 def with_initial_scale(policy: Policy, initial_scale: object) -> Policy:
     """The policy with another initial scale; ValueError or TypeError if that is not a scale."""
     initial_scale = _on_host(initial_scale)
-    if initial_scale == first_scale(policy) and not isinstance(initial_scale, bool):
-        return policy
+    if isinstance(initial_scale, float) and initial_scale == first_scale(policy):
+        return policy  # which may have no such field to change
     fields = {"initial_scale": name_of_first_scale(policy)}
     return changed(policy, fields, initial_scale=initial_scale)
 
 
 def with_growth_steps(policy: Policy, dynamic_growth_steps: object) -> Policy:
     """The policy with another growth interval; ValueError or TypeError if that is not one."""
-    if dynamic_growth_steps is None and not hasattr(policy, "growth_interval"):
+    kept = getattr(policy, "growth_interval", None)
+    if type(dynamic_growth_steps) is type(kept) and dynamic_growth_steps == kept:
         return policy
     if is_fixed(policy):
         raise ValueError(

@@ -61,7 +61,7 @@ def move(
     if largest is None:
         moved = looks.update(kind(*values), found_inf, ops.where)
     else:
-        moved = looks.update(kind(*values), found_inf, ops.where, largest)
+        moved = looks.update(kind(*values), found_inf, ops.where, amax=largest)
     for index, leaf in enumerate(leaves):
         ops.assign(leaf, moved[index])
 

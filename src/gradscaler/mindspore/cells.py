@@ -51,11 +51,10 @@ class DynamicLossScaleUpdateCell(nn.DynamicLossScaleUpdateCell):  # type: ignore
         scale_factor: the factor of growth, and the divisor of a backoff, > 1.
         scale_window: finite steps in a row before the scale grows.
         policy: the rule, in place of the three parameters: a :class:`gradscaler.DynamicScale`, a
-            :class:`gradscaler.AmaxScale`, or any :class:`gradscaler.Policy` that moves the scale.
-            A hysteresis above 1 adds a Parameter,
-            ``nonfinite_steps``; an ``AmaxScale`` adds ``nonfinite_steps``, ``peak`` and ``reach``,
-            and needs a train step that also passes the largest gradient, as
-            :class:`gradscaler.mindspore.TrainOneStepWithLossScaleCell` does.
+            :class:`gradscaler.AmaxScale`, or any :class:`gradscaler.Policy` that moves the scale. A
+            hysteresis above 1 adds a Parameter, ``nonfinite_steps``; an ``AmaxScale`` adds
+            ``nonfinite_steps``, ``peak`` and ``reach``, and needs a train step that also passes the
+            largest gradient, as :class:`gradscaler.mindspore.TrainOneStepWithLossScaleCell` does.
 
     Attributes:
         amax_interval: the policy needs the largest gradient every so many finite steps; 0 if it

@@ -63,9 +63,9 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
         scale_window: finite steps in a row before the scale grows.
         policy: the rule, in place of the three parameters: a :class:`gradscaler.DynamicScale`, a
             :class:`gradscaler.AmaxScale`, or any :class:`gradscaler.Policy` that moves the scale.
-            An ``AmaxScale`` needs the largest gradient, which the
-            train step of :class:`gradscaler.mindspore.Model`, or one with the cell of
-            :meth:`get_update_cell`, passes to it.
+            An ``AmaxScale`` needs the largest gradient, which the train step of
+            :class:`gradscaler.mindspore.Model`, or one with the cell of :meth:`get_update_cell`,
+            passes to it.
 
     Attributes:
         loss_scale: the current scale.

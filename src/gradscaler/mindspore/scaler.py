@@ -111,9 +111,9 @@ class DynamicLossScaler(WindowAndFactor, _Scaling, mindspore.amp.DynamicLossScal
         scale_factor: the factor of growth, and the divisor of a backoff, > 1.
         scale_window: finite steps in a row before the scale grows.
         policy: the rule, in place of the three parameters: a :class:`gradscaler.DynamicScale`, a
-            :class:`gradscaler.AmaxScale`, or any :class:`gradscaler.Policy` that moves the scale.
-            A hysteresis above 1 adds a Parameter,
-            ``nonfinite_steps``; an ``AmaxScale`` adds ``nonfinite_steps``, ``peak`` and ``reach``.
+            :class:`gradscaler.AmaxScale`, or any :class:`gradscaler.Policy` that moves the scale. A
+            hysteresis above 1 adds a Parameter, ``nonfinite_steps``; an ``AmaxScale`` adds
+            ``nonfinite_steps``, ``peak`` and ``reach``.
 
     Attributes:
         scale_value: the current scale, a float32 Parameter of shape ().
