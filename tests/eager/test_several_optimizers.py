@@ -320,6 +320,21 @@ def test_gradients_that_the_user_scales_by_hand_are_unscaled_by_the_scale_in_for
         training.expect_a_step(0, 1, 2)
 
 
+@checks
+def test_so_are_those_of_an_optimizer_that_was_checked_before_an_update(check, place):
+    training = Training()
+    training.backward()
+    first, second, _ = training.optimizers
+    check(training.scaler, second)
+    for optimizer in (first, second):
+        training.scaler.step(optimizer)
+        training.scaler.update()
+    by_hand = training.gradients[1] * np.float32(library.scale_of(training.scaler))
+    library.set_gradients(training.parameters[1:2], [by_hand])
+    training.scaler.step(second)
+    training.expect_a_step(0, 1, 1)
+
+
 def test_a_loss_that_is_never_followed_by_another_remembers_each_optimizer_once():
     training = Training()
     training.backward()
