@@ -100,7 +100,7 @@ def test_a_key_that_is_not_there_gets_a_list_of_those_that_are():
     assert refused(saved, 3) == "key must be a str, got int"
     assert refused(saved, "model") == "these keys do not match any known format: w"
     assert refused({"a": {"b": {}}}).startswith("no entry has the keys of any known format")
-    assert refused({"a": {}}, "a") == "the state dict is empty, like that of a disabled scaler"
+    assert refused({"a": {}}, "a").startswith("the state dict is empty, like that of a disabled")
     assert refused([STATE], "a") == "state_dict must be a dict, got list"
     assert "there is no key" in refused(looped(), "self." * 5000 + "x")
 
