@@ -44,7 +44,7 @@ def test_no_norm_is_measured_again_after_another_loss_and_an_error():
     scaler.scale(parameter.sum()).backward()
     with pytest.raises(TypeError, match="surprise"):
         scaler.step(optimizer, surprise=True)
-    with pytest.raises(CallOrderError, match="a loss was scaled after it"):
+    with pytest.raises(CallOrderError, match="before the latest loss was scaled"):
         scaler.clip_grad_norm_(optimizer, 1.0)
     scaler.step(optimizer)  # may be repeated
     assert scaler.last_step(optimizer).applied
