@@ -1,10 +1,12 @@
-"""The errors that gradscaler raises.
+"""The errors that gradscaler raises, and the line of the user that a warning points at.
 
 Frameworks raise different types in these situations, so each class here is a subclass of every type
 that a user may catch.
 """
 
 from __future__ import annotations
+
+import inspect
 
 
 class CallOrderError(RuntimeError, AssertionError):
@@ -21,3 +23,15 @@ class ParameterTypeError(TypeError, ValueError):
 
 class ScaleMismatchError(RuntimeError):
     """Processes that decide together hold different loss scales; the message names two of them."""
+
+
+def levels_to_caller(*libraries: str) -> int:
+    """The stack frames to the first caller outside gradscaler and ``libraries`` (``stacklevel``).
+
+    A library is named with a dot at its end, such as ``"keras."``.
+    """
+    inside = ("gradscaler.", *libraries)
+    frame, levels = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(inside):
+        frame, levels = frame.f_back, levels + 1
+    return levels

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
+
+from gradscaler.errors import levels_to_caller
 
 NEVER_SCALED = (
     "The loss was never scaled, but gradients are divided by the loss scale. Call scale_loss(loss) "
@@ -14,12 +15,9 @@ NEVER_UNSCALED = (
     "get_unscaled_gradients() was never called, so apply_gradients() divides the gradients by the "
     "loss scale. Call it first, or scale the loss by scale_loss()."
 )
-_LIBRARIES = "gradscaler.", "keras.", "tensorflow.", "jax.", "torch."
+_LIBRARIES = "keras.", "tensorflow.", "jax.", "torch."
 
 
 def warn(text: str) -> None:
     """Warn at the caller's line: the first frame outside gradscaler, Keras and its backend."""
-    frame, levels = inspect.currentframe(), 1
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
-        frame, levels = frame.f_back, levels + 1
-    warnings.warn(text, stacklevel=levels)
+    warnings.warn(text, stacklevel=levels_to_caller(*_LIBRARIES))

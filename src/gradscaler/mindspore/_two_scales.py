@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from typing import Any
 
 from mindspore import nn
+
+from gradscaler.errors import levels_to_caller
 
 
 def warn_of_other_scale(optimizer: Any, scale: float) -> None:
@@ -27,18 +28,10 @@ def warn_of_other_scale(optimizer: Any, scale: float) -> None:
     warnings.warn(
         f"{kind} divides the gradients by its loss_scale, {own!r}, but the train step multiplies "
         f"them by {scale!r}. They are {scale / own:g} times the gradients of the loss: {advice}",
-        stacklevel=_levels_to_caller(),
+        stacklevel=levels_to_caller("mindspore."),
     )
 
 
 def left_by(step: nn.Cell) -> float:
     """The scale that a train step leaves in the gradients for the optimizer."""
     return float(step.sens) if getattr(step, "sense_flag", False) else 1.0
-
-
-def _levels_to_caller() -> int:
-    """The stack frames to the first caller outside gradscaler and MindSpore (``stacklevel``)."""
-    frame, levels = inspect.currentframe(), 0
-    while frame and frame.f_globals.get("__name__", "").startswith(("gradscaler.", "mindspore.")):
-        frame, levels = frame.f_back, levels + 1
-    return levels

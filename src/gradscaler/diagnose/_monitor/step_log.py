@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy as copying
-import inspect
 import logging
 import math
 import warnings
@@ -22,6 +21,7 @@ from gradscaler.diagnose._record.lines import Line, Sample, Skip, VerdictLine, W
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.step import Step
 from gradscaler.diagnose._record.writer import EventFile, RunFile
+from gradscaler.errors import levels_to_caller
 from gradscaler.outcome import HISTORY_LENGTH
 
 OnStuck = Literal["warn", "raise", "continue"]
@@ -301,7 +301,7 @@ class StepLog:
             raise StuckError(line.text)
         self._filter.note(line.verdict, streak.length)
         if self._on_stuck == "warn":
-            warnings.warn(StuckWarning(line.text), stacklevel=_levels_to_caller())
+            warnings.warn(StuckWarning(line.text), stacklevel=levels_to_caller())
 
     @property
     def stuck_streak(self) -> SkipStreak | None:
@@ -425,15 +425,7 @@ def _skip_of(step: Step) -> Skip:
 
 def _warn(findings: Sequence[Finding]) -> None:
     for finding in findings:
-        warnings.warn(FindingWarning(finding.text), stacklevel=_levels_to_caller())
-
-
-def _levels_to_caller() -> int:
-    """The stack frames to the first caller outside gradscaler (``stacklevel``)."""
-    frame, levels = inspect.currentframe(), 0
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("gradscaler."):
-        frame, levels = frame.f_back, levels + 1
-    return levels
+        warnings.warn(FindingWarning(finding.text), stacklevel=levels_to_caller())
 
 
 def _in_one_line(skip: Skip) -> str:
