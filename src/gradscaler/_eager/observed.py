@@ -41,7 +41,7 @@ class ObservedScaler(Generic[TensorT, OptimizerT]):
     @property
     def is_in_closure(self) -> bool:
         """Whether ``step`` is calling a closure. It may call it again, if gradients overflow."""
-        return bool(self._scaler._repeating.is_running)
+        return bool(self._scaler._retry_state.is_running)
 
     def last_steps(self) -> list[tuple[OptimizerT, StepOutcome]]:
         """Each optimizer that has stepped through the scaler, with its latest step."""

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gradscaler._eager.gradients import Gradients, Iteration
+from gradscaler._eager.gradients import Gradients
+from gradscaler._eager.iteration import Iteration
 from gradscaler._eager.operations import (
     Args,
     Closure,
@@ -30,7 +31,7 @@ DEFAULT_MAX_RETRIES = 16
 """Enough to halve the usual first scale, 2**16, down to 1."""
 
 
-class Repeating:
+class RetryState:
     """A scaler's record of closures and loops over ``attempts`` since the last ``update``.
 
     A body is a closure, or the body of such a loop.
@@ -38,7 +39,7 @@ class Repeating:
     Attributes:
         backed_off: the state that bodies use, if one overflowed. The scaler's own state moves only
             in ``update``, because other optimizers' gradients were made with its scale.
-        open_loop: a tuple of one item, ``backed_off`` from before the loop that runs or was left
+        before_loop: a tuple of one item, ``backed_off`` from before the loop that runs or was left
             early; None without such a loop.
         losses: the losses that the running body has scaled, as pairs of scaled and unscaled loss;
             None if no body runs.
@@ -47,7 +48,7 @@ class Repeating:
 
     def __init__(self) -> None:
         self.backed_off: State | None = None
-        self.open_loop: tuple[State | None] | None = None
+        self.before_loop: tuple[State | None] | None = None
         self.losses: list[tuple[Tensor, Tensor]] | None = None
         self.in_loop = False
 
@@ -55,11 +56,6 @@ class Repeating:
     def is_running(self) -> bool:
         """Whether a body runs."""
         return self.losses is not None
-
-    @property
-    def in_closure(self) -> bool:
-        """Whether a closure runs."""
-        return self.is_running and not self.in_loop
 
     def state_in_use(self, state: State) -> State:
         """The state that backward passes use; ``state`` is the scaler's own."""
@@ -72,14 +68,14 @@ class Repeating:
             keeps_scale: whether gradients were finite at the scale that the loop backed off to. If
                 they overflow at every scale, the batch is bad, and the scale was not too high.
         """
-        if self.open_loop is not None:
+        if self.before_loop is not None:
             if not keeps_scale:
-                self.backed_off = self.open_loop[0]
-            self.open_loop = None
+                self.backed_off = self.before_loop[0]
+            self.before_loop = None
 
     def end_iteration(self) -> None:
         """Forget the scale that bodies used."""
-        self.backed_off = self.open_loop = None
+        self.backed_off = self.before_loop = None
 
     def must_not_run(self, call: str) -> None:
         """Raise CallOrderError for a ``call`` in a closure, or in the body of a loop."""
@@ -115,11 +111,11 @@ class Repeating:
             )
 
 
-class Repetition:
+class Retrier:
     """A body that runs again, at a lower scale, while its gradients overflow.
 
     Args:
-        repeating: the scaler's record of repetitions.
+        retry_state: the scaler's record of repetitions.
         operations: the framework's tensor operations.
         policy: the policy that backs off; None if the scale does not move.
         state: returns the scaler's state; raises CallOrderError if no loss was scaled yet.
@@ -131,13 +127,13 @@ class Repetition:
 
     def __init__(
         self,
-        repeating: Repeating,
+        retry_state: RetryState,
         operations: Operations,
         policy: Policy | None,
         state: Callable[[], State],
         max_retries: int,
     ) -> None:
-        self.repeating, self.operations = repeating, operations
+        self.retry_state, self.operations = retry_state, operations
         self.policy, self.state, self.max_retries = policy, state, max_retries
         self.is_exhausted = False
 
@@ -153,7 +149,7 @@ class Repetition:
         """
         self.is_exhausted = False
         for number in range(self.max_retries + 1):
-            self.repeating.losses = []
+            self.retry_state.losses = []
             yield number
             found_infs = check()
             if not self.overflowed(found_infs):
@@ -171,7 +167,7 @@ class Repetition:
         if self.policy is None:
             return False
         # A copy: the scaler's own state moves only in update(), and once.
-        state = self.operations.copy(self.repeating.backed_off or self.state())
+        state = self.operations.copy(self.retry_state.backed_off or self.state())
         before = float(state.scale)
         # Hysteresis waits for several overflows before it backs off; this batch needs a lower scale
         # now, so the policy is told of as many overflows as it waits for.
@@ -180,7 +176,7 @@ class Repetition:
                 state, self.operations.next_state(self.policy, state, found_infs)
             )
             if float(state.scale) < before:
-                self.repeating.backed_off = state
+                self.retry_state.backed_off = state
                 return True
         return False
 
@@ -200,7 +196,7 @@ class ClosureStep:
         optimizer: the optimizer to step.
         closure: the user's closure, which computes scaled gradients and returns the loss.
         key: the id of the optimizer, by which the iteration finds its gradients.
-        repetition: repeats an evaluation that overflows.
+        retrier: repeats an evaluation that overflows.
         iteration: the scaler's gradients in this iteration.
         processes: the scaler's processes.
         unscale: the scaler's ``unscale_``.
@@ -211,14 +207,14 @@ class ClosureStep:
         optimizer: Optimizer,
         closure: Closure,
         key: int,
-        repetition: Repetition,
+        retrier: Retrier,
         iteration: Iteration,
         processes: Processes,
         unscale: Callable[[Optimizer], None],
     ) -> None:
         self._optimizer, self._closure, self._unscale = optimizer, closure, unscale
-        self._repetition, self._repeating = repetition, repetition.repeating
-        self._operations = repetition.operations
+        self._retrier, self._retry_state = retrier, retrier.retry_state
+        self._operations = retrier.operations
         self._iteration, self._processes = iteration, processes
         self._key = key
         self._has_scaled = False
@@ -235,7 +231,7 @@ class ClosureStep:
             What ``optimizer.step`` returned, the gradients of the last evaluation, and the reason
             of a skip for which found_inf is not set.
         """
-        backed_off = self._repeating.backed_off
+        backed_off = self._retry_state.backed_off
         before = self._iteration.get(self._key)
         restore: Callable[[], None] | None = None
         try:
@@ -269,8 +265,8 @@ class ClosureStep:
                 self._iteration[self._key] = before
                 if self._has_scaled:
                     before.note_others()
-            self._repeating.backed_off = backed_off
-            self._repeating.losses = None  # an interrupt may have come before _run() has reset it
+            self._retry_state.backed_off = backed_off
+            self._retry_state.losses = None  # an interrupt may have come before _run() has reset it
             raise
         return result, gradients, None
 
@@ -286,12 +282,12 @@ class ClosureStep:
         Raises:
             _RetriesExhaustedError: the gradients overflowed in every evaluation.
         """
-        backed_off, loss = self._repeating.backed_off, None
-        for _ in self._repetition.runs(self._found_infs, self._clear_gradients):
+        backed_off, loss = self._retry_state.backed_off, None
+        for _ in self._retrier.runs(self._found_infs, self._clear_gradients):
             loss = self._run()
         gradients = self._iteration[self._key]
-        if self._repetition.is_exhausted:
-            self._repeating.backed_off = backed_off
+        if self._retrier.is_exhausted:
+            self._retry_state.backed_off = backed_off
             raise _RetriesExhaustedError(gradients)
         gradients.multiply()
         return loss, gradients
@@ -302,14 +298,14 @@ class ClosureStep:
         try:
             with self._operations.enable_grad():  # optimizers call closures without gradients
                 loss = self._closure()
-            if not self._repeating.losses:
+            if not self._retry_state.losses:
                 raise CallOrderError(
                     "the closure scaled no loss: call scaler.scale(loss).backward() in it"
                 )
             if self._key not in self._iteration:  # the closure may have unscaled them, to clip
                 self._unscale(self._optimizer)
         finally:
-            losses, self._repeating.losses = self._repeating.losses, None
+            losses, self._retry_state.losses = self._retry_state.losses, None
             self._has_scaled = self._has_scaled or bool(losses)
         unscaled = [outputs for scaled, outputs in losses or () if scaled is loss]
         return unscaled[0] if unscaled else loss
@@ -332,7 +328,7 @@ class AttemptLoop:
     Args:
         gradients: the gradients of each optimizer that the body adds to.
         buffers: further tensors that a repetition puts back.
-        repetition: repeats the body.
+        retrier: repeats the body.
         check: returns the found_inf of gradients over all processes that repeat together, and
             changes none.
     """
@@ -341,12 +337,12 @@ class AttemptLoop:
         self,
         gradients: list[Gradients],
         buffers: list[Tensor],
-        repetition: Repetition,
+        retrier: Retrier,
         check: Callable[[Gradients], FoundInf],
     ) -> None:
         self._all, self._buffers, self._check = gradients, buffers, check
-        self._repetition, self._repeating = repetition, repetition.repeating
-        self._operations = repetition.operations
+        self._retrier, self._retry_state = retrier, retrier.retry_state
+        self._operations = retrier.operations
         self._watches: list[Callable[[], bool]] = []
 
     def run(self) -> Iterator[int]:
@@ -360,28 +356,28 @@ class AttemptLoop:
             yield from self._attempts()
         except BaseException:
             # The body may have been interrupted before it made gradients at the latest scale.
-            if not self._repeating.losses or self._is_untouched():
-                self._repeating.close_loop(keeps_scale=False)
+            if not self._retry_state.losses or self._is_untouched():
+                self._retry_state.close_loop(keeps_scale=False)
             raise
         finally:
             self._end_body()
 
     def _attempts(self) -> Iterator[int]:
-        repeating = self._repeating
-        if repeating.open_loop is not None and self._are_cleared():
+        repeating = self._retry_state
+        if repeating.before_loop is not None and self._are_cleared():
             repeating.close_loop(keeps_scale=False)  # a loop that was left early starts over
-        was_left = repeating.open_loop is not None
-        repeating.open_loop = repeating.open_loop or (repeating.backed_off,)
+        was_left = repeating.before_loop is not None
+        repeating.before_loop = repeating.before_loop or (repeating.backed_off,)
         for each in self._all:
             each.is_exhausted = False
         with self._moving_gradients():
             self._match_scale()
         self._restore = self._save()
         attempt = 0
-        for attempt in self._repetition.runs(self._check_body, self._put_back):
+        for attempt in self._retrier.runs(self._check_body, self._put_back):
             repeating.in_loop = True
             yield attempt
-        if self._repetition.is_exhausted:
+        if self._retrier.is_exhausted:
             repeating.close_loop(keeps_scale=False)
             for each in self._all:
                 each.is_exhausted = True
@@ -390,7 +386,7 @@ class AttemptLoop:
 
     def _check_body(self) -> list[FoundInf]:
         """The flags of each optimizer's gradients, once the body has run."""
-        if not self._repeating.losses:
+        if not self._retry_state.losses:
             raise CallOrderError(
                 "the loop over attempts() scaled no loss: call scaler.scale(loss).backward() in it"
             )
@@ -412,7 +408,7 @@ class AttemptLoop:
         is_first = not self._watches  # set below, by the first repetition
         with self._moving_gradients():
             self._restore()
-            if is_first and self._repetition.overflowed(self._found_infs()):
+            if is_first and self._retrier.overflowed(self._found_infs()):
                 return False
             self._match_scale()
         self._watches = [self._operations.watch(each.optimizer) for each in self._all]
@@ -428,7 +424,7 @@ class AttemptLoop:
         return bool(self._watches) and all(is_untouched() for is_untouched in self._watches)
 
     def _end_body(self) -> None:
-        self._repeating.losses, self._repeating.in_loop = None, False
+        self._retry_state.losses, self._retry_state.in_loop = None, False
 
     def _found_infs(self) -> list[FoundInf]:
         """The flags of each optimizer that has gradients."""
@@ -446,17 +442,17 @@ class AttemptLoop:
 
     def _match_scale(self) -> None:
         """Multiply the gradients by the ratio of the next scale to the one they were made with."""
-        state = self._repeating.backed_off
+        state = self._retry_state.backed_off
         for each in self._all:
-            if each.made_with is not state:
-                own = self._repetition.state()
-                ratio = (state or own).scale / (each.made_with or own).scale
+            if each.attempt_state is not state:
+                own = self._retrier.state()
+                ratio = (state or own).scale / (each.attempt_state or own).scale
                 self._operations.multiply_gradients_(each.optimizer, ratio)
-                each.made_with = state
+                each.attempt_state = state
 
     def _save(self) -> Callable[[], None]:
         """Copy gradients, buffers and random states; the callable puts them back."""
-        made_with = [each.made_with for each in self._all]
+        attempt_state = [each.attempt_state for each in self._all]
         optimizers = [each.optimizer for each in self._all]
         restorers = [
             *map(self._operations.save_gradients, optimizers),
@@ -467,7 +463,7 @@ class AttemptLoop:
         def restore() -> None:
             for put_back in restorers:
                 put_back()
-            for each, state in zip(self._all, made_with, strict=True):
-                each.made_with = state
+            for each, state in zip(self._all, attempt_state, strict=True):
+                each.attempt_state = state
 
         return restore

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
-from gradscaler._eager.gradients import Gradients, Iteration, Scaling, Unscaler
-from gradscaler._eager.loss import Loss
+from gradscaler._eager.gradients import Gradients, GradientScale, Unscaler
+from gradscaler._eager.iteration import Iteration, Loss, Outcomes
 from gradscaler._eager.observed import ObservedScaler
 from gradscaler._eager.operations import (
     Args,
@@ -24,11 +24,10 @@ from gradscaler._eager.operations import (
     ProcessGroup,
     Tensor,
 )
-from gradscaler._eager.outcomes import Outcomes
 from gradscaler._eager.processes import ALONE, Processes
-from gradscaler._eager.repeating import AttemptLoop, ClosureStep, Repeating, Repetition
+from gradscaler._eager.retries import AttemptLoop, ClosureStep, Retrier, RetryState
 from gradscaler._eager.stages import Stage
-from gradscaler._eager.stepping import PLAIN, Stepping
+from gradscaler._eager.stepping import StepCall, Stepping
 from gradscaler.errors import CallOrderError
 from gradscaler.outcome import HISTORY_LENGTH, Observer, Reason, StepOutcome
 from gradscaler.policies import Policy, State
@@ -87,20 +86,20 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             return outputs
         if not self._operations.is_tensor(outputs):
             return _mapped(self.scale, outputs)
-        repeating = self._repeating
+        retry_state = self._retry_state
         if self._iteration:
-            known = self._iteration.known()
-            repeating.must_scale_in_loop(known)
-            for gradients in known:
+            made = self._iteration.all_gradients()
+            retry_state.must_scale_in_loop(made)
+            for gradients in made:
                 gradients.note_loss()  # its backward pass may add to them
         # The device is that of the first loss: scalers are made before the model is moved.
         state = self._state or self._place(outputs.device)
         for observer in self._observers:
             observer.scaled(outputs)
-        scaled = self._operations.multiply(outputs, repeating.state_in_use(state).scale)
-        if repeating.losses is not None:
-            repeating.losses.append((scaled, outputs))
-        if repeating.losses is None or repeating.in_loop:  # a closure's loss is one optimizer's
+        scaled = self._operations.multiply(outputs, retry_state.state_in_use(state).scale)
+        if retry_state.losses is not None:
+            retry_state.losses.append((scaled, outputs))
+        if retry_state.losses is None or retry_state.in_loop:  # a closure's loss is one optimizer's
             self._iteration.loss = Loss()
         return scaled
 
@@ -118,14 +117,14 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """
         if not self._enabled:
             return
-        self._repeating.must_not_loop("unscale_")
-        gradients = self._iteration.of(optimizer)
-        scaling = self._scaling_of(gradients, "unscale_")
+        self._retry_state.must_not_loop("unscale_")
+        gradients = self._iteration.find_or_make(optimizer)
+        gradient_scale = self._gradient_scale(gradients, "unscale_")
         gradients.must_allow("unscale_")
         if not gradients.is_scaled:  # clip_grad_norm_() has unscaled them
             gradients.move("unscaled")
             return
-        self._divide(optimizer, gradients, scaling)
+        self._divide(optimizer, gradients, gradient_scale)
 
     def step(
         self, optimizer: OptimizerT, *args: Any, max_retries: int | None = None, **kwargs: Any
@@ -186,7 +185,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """
         if not self._enabled:
             return
-        self._repeating.must_not_run("update")
+        self._retry_state.must_not_run("update")
         state = self._state_in_force("update")
         self._iteration.must_be_applied_by_scaler()
         for observer in self._observers:
@@ -279,8 +278,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
                 )
         if not self._enabled:
             return iter((0,))
-        self._repeating.must_not_run("attempts")
-        gradients_of = self._iteration.of_another_loss
+        self._retry_state.must_not_run("attempts")
+        gradients_of = self._iteration.for_next_loss
         made = {id(each.optimizer): each for each in map(gradients_of, optimizers)}
         for gradients in made.values():
             gradients.must_allow("attempts")
@@ -288,8 +287,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         for gradients in made.values():
             gradients.is_attempted = True
         self._iteration |= made
-        repetition = self._repetition(retries)
-        return AttemptLoop(list(made.values()), kept, repetition, self._check).run()
+        retrier = self._retrier(retries)
+        return AttemptLoop(list(made.values()), kept, retrier, self._check).run()
 
     def clip_grad_norm_(
         self,
@@ -395,9 +394,12 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     def _set_scale(self, new_scale: float | TensorT) -> None:
         """Set the scale by hand."""
 
-    def _stepping_of(self, optimizer: Optimizer) -> Stepping:
-        """The way to step the optimizer, which calls any method that the user has replaced."""
-        return PLAIN
+    def _stepping_of(self, optimizer: Optimizer) -> Stepping | None:
+        """The way to step the optimizer, which calls any method that the user has replaced.
+
+        None for the plain way: its ``step``, if its gradients are finite.
+        """
+        return None
 
     def _scale_moves(self) -> bool:
         """Whether ``update`` asks the policy for the next scale."""
@@ -422,82 +424,92 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             )
         return self._state
 
-    def _scaling_of(self, gradients: Gradients, call: str) -> Scaling:
-        """The scaling of gradients. In a closure or a loop, their scale may be backed off."""
-        if self._state is None:
-            self._place_before_loss(gradients.optimizer)
+    def _gradient_scale(self, gradients: Gradients, call: str) -> GradientScale:
+        """The scale of gradients. In a closure or a loop it may be backed off."""
         # Two states: the gradients' own may be older, or backed off by a loop. The scaler's is the
         # same in all processes, and they decide by it.
-        state = self._state_in_force(call)
-        scale = (gradients.made_with or state).scale
+        state = self._state
+        if state is None:
+            self._place_before_loss(gradients.optimizer)
+            state = self._state_in_force(call)
+        scale = (gradients.attempt_state or state).scale
         loss = self._iteration.loss
-        if self._repeating.losses is not None:
-            if self._repeating.backed_off is not None:
-                state = self._repeating.backed_off
+        if self._retry_state.losses is not None:
+            if self._retry_state.backed_off is not None:
+                state = self._retry_state.backed_off
                 scale = state.scale
-        elif loss is not None and loss.scale is not None and gradients.made_with is None:
+        elif loss is not None and loss.scale is not None and gradients.attempt_state is None:
             scale = loss.scale_for(gradients.optimizer, state.scale)
-        return Scaling(scale, state, getattr(self._policy, "amax_interval", 0))
+        return GradientScale(scale, state, getattr(self._policy, "amax_interval", 0))
 
     def _take_step(
         self,
         optimizer: Optimizer,
-        stepping: Stepping,
+        stepping: Stepping | None,
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
         """Step without a closure, or skip, and record what happened."""
-        self._repeating.must_not_run("step")
-        gradients = self._iteration.of(optimizer)
+        if self._retry_state.losses is not None:
+            self._retry_state.must_not_run("step")
+        gradients = self._iteration.find_or_make(optimizer)
         gradients.must_allow("step")
-        scaling = self._scaling_of(gradients, "step")
+        gradient_scale = self._gradient_scale(gradients, "step")
         for observer in self._observers:
-            observer.stepping(optimizer, scaling.scale if gradients.is_scaled else None)
+            observer.stepping(optimizer, gradient_scale.scale if gradients.is_scaled else None)
         try:
-            if gradients.is_scaled and not stepping.takes_scaled:
-                gradients = self._unscaled(optimizer, gradients, scaling)
-            result = stepping.step(optimizer, gradients, scaling, args, kwargs)
+            if gradients.is_scaled and (stepping is None or not stepping.takes_scaled):
+                gradients = self._unscaled(optimizer, gradients, gradient_scale)
+            if stepping is None:
+                result = gradients.apply_if_finite(optimizer.step, args, kwargs)
+            else:
+                call = StepCall(optimizer, gradients, gradient_scale, args, kwargs)
+                result = stepping.step(call)
             # A fused step has checked gradients that are not in the iteration yet, and a user's
             # method may have put others there.
-            self._conclude(optimizer, self._iteration.kept(gradients))
+            self._conclude(optimizer, self._iteration.find_or_record(gradients))
         except BaseException as error:
             self._iteration.note_raised(optimizer, error)
             raise
         return result
 
-    def _unscaled(self, optimizer: Optimizer, gradients: Gradients, scaling: Scaling) -> Gradients:
+    def _unscaled(
+        self, optimizer: Optimizer, gradients: Gradients, gradient_scale: GradientScale
+    ) -> Gradients:
         """Unscale gradients for a step, by ``unscale_`` if a subclass replaces it; return them."""
-        if gradients.are_measured:
+        if gradients.stage is Stage.MEASURED:
             gradients.overflowed = gradients.have_overflowed
         # Gradients that overflowed are divided, too: a skip leaves the same values as unscale_().
         if gradients.overflowed is False:
             gradients.multiply()
         elif getattr(self.unscale_, "__func__", None) is EagerScaler.unscale_:
             # A shortcut: step() has made every check that unscale_() makes.
-            self._divide(gradients.optimizer, gradients, scaling)
+            self._divide(gradients.optimizer, gradients, gradient_scale)
         else:
-            self._call_unscale(gradients.optimizer, scaling)
-            return self._iteration.kept(gradients)
+            self._call_unscale(gradients.optimizer, gradient_scale)
+            return self._iteration.find_or_record(gradients)
         return gradients
 
-    def _call_unscale(self, optimizer: Optimizer, scaling: Scaling) -> None:
+    def _call_unscale(self, optimizer: Optimizer, gradient_scale: GradientScale) -> None:
         """Call ``unscale_``. If a subclass replaces it, it may read the scale."""
-        if scaling.scale is scaling.state.scale:
+        if gradient_scale.scale is gradient_scale.state.scale:
             self.unscale_(optimizer)
         else:
-            with self._showing(scaling.scale):
+            with self._showing(gradient_scale.scale):
                 self.unscale_(optimizer)
 
-    def _divide(self, optimizer: Optimizer, gradients: Gradients, scaling: Scaling) -> None:
+    def _divide(
+        self, optimizer: Optimizer, gradients: Gradients, gradient_scale: GradientScale
+    ) -> None:
         """Divide gradients by the scale, and check them."""
         deciders = self._processes.deciders_of(gradients.optimizer)  # may raise: before changes
-        if not self._repeating.is_running:  # a closure may be called again
+        if self._retry_state.losses is None:  # else a closure, which may be called again
             for observer in self._observers:
-                observer.unscaling(optimizer, scaling.scale)
+                observer.unscaling(optimizer, gradient_scale.scale)
         is_new = self._iteration.get(id(gradients.optimizer)) is not gradients
-        self._iteration.keep(gradients)  # before they change, so that an interrupt is remembered
+        self._iteration.record(gradients)  # before they change, so that an interrupt is remembered
         try:
-            gradients.unscale(scaling, self._unscaler(optimizer), deciders)
+            gradients.unscale(gradient_scale, self._unscaler(optimizer), deciders)
         except BaseException:
             if is_new and gradients.is_scaled:  # they were refused, and nothing has changed
                 self._iteration.drop(gradients)
@@ -511,8 +523,8 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
-        self._repeating.must_not_run("step")
-        gradients = self._iteration.of_another_loss(optimizer)
+        self._retry_state.must_not_run("step")
+        gradients = self._iteration.for_next_loss(optimizer)
         gradients.must_allow("step")
         if gradients.clip_coefficient is not None:
             raise CallOrderError(
@@ -523,7 +535,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             optimizer,
             closure,
             id(gradients.optimizer),
-            self._repetition(max_retries),
+            self._retrier(max_retries),
             self._iteration,
             self._processes,
             self.unscale_,
@@ -537,7 +549,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
     ) -> None:
         """Record the outcome of a step."""
         if gradients.scale is None:  # a subclass's own unscale_, or a kernel, has divided them
-            scale = self._scaling_of(gradients, "step").scale
+            scale = self._gradient_scale(gradients, "step").scale
             gradients.scale, _ = self._operations.inverse(scale)
         outcome = gradients.finish(reason)
         self._outcomes.put(optimizer, outcome)
@@ -554,9 +566,9 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         shards: ProcessGroup | None,
     ) -> Tensor:
         """Measure the norm, and let ``step`` multiply the gradients."""
-        self._repeating.must_not_loop("clip_grad_norm_")
-        gradients = self._iteration.of(optimizer)
-        scaling = self._scaling_of(gradients, "clip_grad_norm_")
+        self._retry_state.must_not_loop("clip_grad_norm_")
+        gradients = self._iteration.find_or_make(optimizer)
+        gradient_scale = self._gradient_scale(gradients, "clip_grad_norm_")
         gradients.must_allow("clip_grad_norm_")
         parts = self._processes.parts_of(optimizer, shards)
         deciders = self._processes.deciders_of(gradients.optimizer)
@@ -570,18 +582,18 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             and parts.can_be_measured
             and self._unscaler(optimizer).is_plain
         ):
-            norm = gradients.measure(scaling, parts, deciders)
+            norm = gradients.measure(gradient_scale, parts, deciders)
         if norm is None:
             if gradients.is_scaled:
-                self._call_unscale(optimizer, scaling)
-                gradients = self._iteration.kept(gradients)
+                self._call_unscale(optimizer, gradient_scale)
+                gradients = self._iteration.find_or_record(gradients)
                 gradients.move("unscaled to clip")
             norm = gradients.norm(parts, float(norm_type))
         if error_if_nonfinite:
-            self._iteration.keep(gradients)  # so that update() backs off even if this raises
+            self._iteration.record(gradients)  # so that update() backs off even if this raises
             gradients.must_be_finite(norm, norm_type, deciders)
         gradients.clip(max_norm, norm)
-        self._iteration.keep(gradients)
+        self._iteration.record(gradients)
         self._watch_for_steps(gradients)
         return norm
 
@@ -604,7 +616,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         shards: ProcessGroup | None,
     ) -> Tensor:
         """Clip immediately, for a disabled scaler: its ``step`` only calls the optimizer's."""
-        gradients = Iteration(self._new_gradients).of(optimizer)
+        gradients = Iteration(self._new_gradients).find_or_make(optimizer)
         norm = gradients.norm(self._processes.parts_of(optimizer, shards), float(norm_type))
         if error_if_nonfinite:
             gradients.must_be_finite(norm, norm_type, ALONE)
@@ -612,25 +624,25 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         self._operations.multiply_gradients_(optimizer, coefficient)
         return norm
 
-    def _repetition(self, max_retries: int) -> Repetition:
+    def _retrier(self, max_retries: int) -> Retrier:
         policy = self._policy if self._scale_moves() else None
         state = partial(self._state_in_force, "step")
-        return Repetition(self._repeating, self._operations, policy, state, max_retries)
+        return Retrier(self._retry_state, self._operations, policy, state, max_retries)
 
     def _check(self, gradients: Gradients) -> FoundInf:
         """The found_inf of gradients over all processes that repeat together; changes nothing."""
         deciders = self._processes.repeaters_of(gradients.optimizer)
-        state = self._scaling_of(gradients, "attempts").state
+        state = self._gradient_scale(gradients, "attempts").state
         found_inf, _ = deciders.agree(state, self._unscaler(gradients.optimizer).check(), None)
         return found_inf
 
     def _next_state(self, state: State) -> State:
         """The state that this iteration's checks lead to; the scaler's own does not move."""
         found_infs = self._iteration.found_infs()
-        if self._repeating.open_loop is not None:  # it was left early
+        if self._retry_state.before_loop is not None:  # it was left early
             overflowed = any(map(self._operations.any_set, found_infs))
-            self._repeating.close_loop(keeps_scale=bool(found_infs) and not overflowed)
-        state = self._repeating.backed_off or state
+            self._retry_state.close_loop(keeps_scale=bool(found_infs) and not overflowed)
+        state = self._retry_state.backed_off or state
         if not found_infs:
             return state
         amaxes = self._iteration.amaxes(self._policy)
@@ -638,7 +650,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
     def _end_iteration(self) -> None:
         """Forget this iteration's gradients."""
-        self._repeating.end_iteration()
+        self._retry_state.end_iteration()
         # Last, so that an interrupted update() can be called again.
         self._iteration = self._iteration.following()
 
@@ -650,7 +662,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
 
     def _forget_next_state(self) -> None:
         """Forget what an interrupted call has decided, because the state is set from outside."""
-        self._repeating.backed_off = None
+        self._retry_state.backed_off = None
         self._iteration.next_state = None
 
     def _host_state(self) -> State:
@@ -664,7 +676,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """
         if self._shown is not None:
             return self._shown
-        return self._repeating.state_in_use(self._state or self._initial_state).scale
+        return self._retry_state.state_in_use(self._state or self._initial_state).scale
 
     @contextmanager
     def _showing(self, scale: Tensor) -> Iterator[None]:
@@ -679,7 +691,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         """Start without steps and without observers."""
         self._new_gradients = partial(self._gradients_type, self._operations)
         self._iteration = Iteration(self._new_gradients)
-        self._repeating: Repeating = Repeating()
+        self._retry_state: RetryState = RetryState()
         self._outcomes = Outcomes()
         self._history: deque[StepOutcome] = deque(maxlen=HISTORY_LENGTH)
         self._observers: list[Observer] = []
@@ -702,7 +714,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
                 "a scaler may only be pickled or copied at the beginning of an iteration, or at "
                 "the end: call update() first"
             )
-        fresh = ("_iteration", "_new_gradients", "_repeating", "_outcomes", "_history")
+        fresh = ("_iteration", "_new_gradients", "_retry_state", "_outcomes", "_history")
         left_out = dict.fromkeys(("_state", *fresh, "_observers"))
         return {**self.__dict__, **left_out, "_initial_state": self._host_state()}
 

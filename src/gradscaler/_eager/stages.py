@@ -24,7 +24,7 @@ class Stage(Enum):
     __hash__ = object.__hash__  # Enum's own takes as long as the rest of a look-up
 
 
-class Standing(Enum):
+class Validity(Enum):
     """Whether the measured norm and found_inf still hold once another loss is scaled."""
 
     LASTING = auto()
@@ -58,7 +58,7 @@ _BEFORE_ATTEMPTS = (
     "backward pass, and step(optimizer) and update() before the next iteration"
 )
 
-REFUSALS: dict[tuple[Stage | Standing, str], str] = {
+REFUSALS: dict[tuple[Stage | Validity, str], str] = {
     # The calls that each stage forbids, with the error's text. All others are allowed.
     (Stage.UNSCALED, "unscale_"): (
         "unscale_() has already been called on this optimizer since the last update(), or since "
@@ -87,8 +87,8 @@ REFUSALS: dict[tuple[Stage | Standing, str], str] = {
         "step(optimizer)"
     ),
     (Stage.UNKNOWN, "attempts"): UNKNOWN_GRADIENTS,
-    (Standing.OUTDATED, "clip_grad_norm_"): _CLIPPED_BEFORE_LOSS,
-    (Standing.RAISED_OUTDATED, "clip_grad_norm_"): _CLIPPED_BEFORE_LOSS,
+    (Validity.OUTDATED, "clip_grad_norm_"): _CLIPPED_BEFORE_LOSS,
+    (Validity.RAISED_OUTDATED, "clip_grad_norm_"): _CLIPPED_BEFORE_LOSS,
 }
 
 STAGE_AFTER: dict[tuple[Stage, str], Stage] = {
@@ -105,17 +105,17 @@ STAGE_AFTER: dict[tuple[Stage, str], Stage] = {
     **{(stage, "interrupted"): Stage.UNKNOWN for stage in Stage},
 }
 
-_STANDING_AFTER: dict[tuple[Standing, str], Standing] = {
-    (Standing.LASTING, "clipped"): Standing.CLIPPED,
-    (Standing.CLIPPED, "another loss"): Standing.OUTDATED,
-    (Standing.RAISED, "another loss"): Standing.OUTDATED,
-    (Standing.RAISED_OUTDATED, "another loss"): Standing.OUTDATED,
-    (Standing.LASTING, "raised"): Standing.RAISED,
-    (Standing.CLIPPED, "raised"): Standing.RAISED,
-    (Standing.OUTDATED, "raised"): Standing.RAISED_OUTDATED,
+_VALIDITY_AFTER: dict[tuple[Validity, str], Validity] = {
+    (Validity.LASTING, "clipped"): Validity.CLIPPED,
+    (Validity.CLIPPED, "another loss"): Validity.OUTDATED,
+    (Validity.RAISED, "another loss"): Validity.OUTDATED,
+    (Validity.RAISED_OUTDATED, "another loss"): Validity.OUTDATED,
+    (Validity.LASTING, "raised"): Validity.RAISED,
+    (Validity.CLIPPED, "raised"): Validity.RAISED,
+    (Validity.OUTDATED, "raised"): Validity.RAISED_OUTDATED,
 }
 
 
-def standing_after(standing: Standing, event: str) -> Standing:
+def validity_after(standing: Validity, event: str) -> Validity:
     """The standing after an event; most events leave it unchanged."""
-    return _STANDING_AFTER.get((standing, event), standing)
+    return _VALIDITY_AFTER.get((standing, event), standing)

@@ -8,6 +8,7 @@ from typing import SupportsFloat, TypeGuard
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from gradscaler._eager.iteration import owner_of
 from gradscaler._eager.operations import FoundInf, Optimizer
 from gradscaler._on_torch import shortcuts, widening
 from gradscaler._on_torch.compile import is_compiling
@@ -73,12 +74,12 @@ class TorchOperations(TorchLikeOperations):
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
         """Unscale the gradients, in float32 if the optimizer would widen them in its step."""
-        widening.widen_gradients(optimizer)
+        _widen_gradients(optimizer)
         return super().unscale_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def multiply_gradients_(self, optimizer: Optimizer, factor: torch.Tensor) -> None:
         """Multiply the gradients, in float32 as in ``unscale_``."""
-        widening.widen_gradients(optimizer)
+        _widen_gradients(optimizer)
         super().multiply_gradients_(optimizer, factor)
 
     def measure(
@@ -96,12 +97,12 @@ class TorchOperations(TorchLikeOperations):
         norm: torch.Tensor = super().total_norm(optimizer, norm_type)
         return norm
 
-    def needs_no_unset_flag(self, optimizer: Optimizer) -> bool:
+    def may_omit_flag(self, optimizer: Optimizer) -> bool:
         """Whether a finite step may leave out the optimizer's flag.
 
         A compiled step may not: its first overflow, which has a flag, would compile it again.
         """
-        return super().needs_no_unset_flag(optimizer) and not is_compiling()
+        return super().may_omit_flag(optimizer) and not is_compiling()
 
     def current_gradients(self, optimizer: Optimizer) -> list[torch.Tensor]:
         """The dense tensors that hold the gradients now; of a DTensor, this process's part."""
@@ -160,6 +161,13 @@ def _is_torch_s(policy: Policy) -> TypeGuard[DynamicScale]:
         and not policy.growth_tiers
         and all(_checks.in_float32(f) == f for f in (policy.growth_factor, policy.backoff_factor))
     )
+
+
+def _widen_gradients(optimizer: Optimizer) -> None:
+    """Turn the gradients into float32 ones, if the optimizer can (see ``widening``)."""
+    owner = owner_of(optimizer)
+    if hasattr(owner, "widen_gradients_"):
+        owner.widen_gradients_()
 
 
 def _are_contiguous(grads: list[torch.Tensor]) -> bool:

@@ -216,6 +216,8 @@ class TorchProcesses:
         return self.group
 
     def deciders_of(self, optimizer: Optimizer) -> Deciders:
+        if self.group is None and self._overflow is None and not is_distributed():
+            return ALONE  # without asking for any of these, as in most trainings
         return self._with_outside_flag(self._deciders_of(optimizer))
 
     def repeaters_of(self, optimizer: Optimizer) -> Deciders:
@@ -229,8 +231,6 @@ class TorchProcesses:
         return self._with_outside_flag(deciders)
 
     def _deciders_of(self, optimizer: Optimizer) -> Deciders:
-        if self.group is None and not is_distributed():
-            return ALONE
         group = self.named() or group_of(optimizer)
         return (
             ALONE
@@ -266,7 +266,7 @@ class GroupOfDeciders:
         self, state: State, found_inf: FoundInf, amax: torch.Tensor | None
     ) -> tuple[FoundInf, torch.Tensor | None]:
         identity = self._vote.identity(self._optimizer, self._group)
-        return self._vote.settle(self._group, state, found_inf, amax, identity)
+        return self._vote.agree(self._group, state, found_inf, amax, identity)
 
     def is_anywhere(self, flag: bool) -> bool:
         vote = torch.tensor(float(flag), device=_device_of(self._group, _CPU))
@@ -333,7 +333,7 @@ class Vote:
 
         return self._orders[group].identity(optimizer, shapes())
 
-    def settle(
+    def agree(
         self,
         group: Group,
         state: State,

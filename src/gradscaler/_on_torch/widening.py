@@ -12,7 +12,7 @@ from typing import SupportsFloat
 
 import torch
 
-from gradscaler._eager.gradients import owner_of
+from gradscaler._eager.iteration import owner_of
 from gradscaler._eager.operations import FoundInf
 from gradscaler._torch_like.operations import TorchLikeOperations
 
@@ -24,13 +24,6 @@ _ELSEWHERE = 2**25
 def widens(optimizer: object) -> bool:
     """Whether an optimizer is of this kind, or a part of one, or a trainer's wrapper around one."""
     return hasattr(owner_of(optimizer), "widen_gradients_") or getattr(optimizer, "widens", False)
-
-
-def widen_gradients(optimizer: object) -> None:
-    """Turn the gradients into float32 ones, if the optimizer can."""
-    widen = getattr(owner_of(optimizer), "widen_gradients_", None)
-    if widen is not None:
-        widen()
 
 
 def measure(

@@ -294,7 +294,7 @@ class TorchLikeOperations:
             if parameter.grad is not None
         )
 
-    def needs_no_unset_flag(self, optimizer: Optimizer) -> bool:
+    def may_omit_flag(self, optimizer: Optimizer) -> bool:
         """Whether a finite step may leave out the optimizer's flag.
 
         The framework's own optimizers take None for it, and are faster then: they subtract a flag

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gradscaler._eager.gradients import Iteration, owner_of
+from gradscaler._eager.iteration import Iteration, owner_of
 from gradscaler._eager.operations import Device, FoundInf, Optimizer, Tensor
 from gradscaler._eager.scaler import EagerScaler, OptimizerT, TensorT
-from gradscaler._eager.stepping import PLAIN, Stepping, step_if_finite
+from gradscaler._eager.stepping import Stepping
 from gradscaler._formats import reading
 from gradscaler._formats.layouts import TORCH_KEYS, read_leaves, read_torch, write_leaves
 from gradscaler._formats.state_dicts import number_in, state_values
@@ -269,15 +269,15 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
         return int(self._host_state().finite_steps) if self._enabled else 0
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Device, Tensor]:
-        return dict(self._iteration.of(optimizer).found_inf or {})
+        return dict(self._iteration.find_or_make(optimizer).found_inf or {})
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Device, Tensor]:
         self._state_in_force("_check_inf_per_device")
-        gradients = self._iteration.of(optimizer)
-        scaling = self._scaling_of(gradients, "step")
+        gradients = self._iteration.find_or_make(optimizer)
+        gradient_scale = self._gradient_scale(gradients, "step")
         deciders = self._processes.deciders_of(optimizer)
-        gradients.check(scaling, self._unscaler(optimizer), deciders)
-        self._iteration.keep(gradients)
+        gradients.check(gradient_scale, self._unscaler(optimizer), deciders)
+        self._iteration.record(gradients)
         return dict(gradients.found_inf or {})
 
     def _unscale_grads_(
@@ -294,7 +294,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        return step_if_finite(optimizer, optimizer_state, args, kwargs)
+        return optimizer_state.apply_if_finite(optimizer.step, args, kwargs)
 
     # Objects for the engine. Users replace three methods, in a subclass or by assigning to a
     # scaler. Only these functions look for that.
@@ -311,14 +311,14 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
             self._state_in_force("unscale_").scale.device,
         )
 
-    def _stepping_of(self, optimizer: Optimizer) -> Stepping:
+    def _stepping_of(self, optimizer: Optimizer) -> Stepping | None:
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             if takes_grad_scaler(optimizer.step):
                 return ByArgument(self)
             if owner_of(optimizer) is optimizer:  # the kernel may not read a wrapper's attributes
                 return ByAttributes(self, self._operations)
         if _is_own(self._maybe_opt_step, TorchLikeScaler._maybe_opt_step):
-            return PLAIN
+            return None
         return ByReplacement(self._maybe_opt_step)
 
     def _set_scale(self, new_scale: float | Tensor) -> None:

@@ -15,9 +15,11 @@ from types import FunctionType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from gradscaler._eager.gradients import Gradients, Iteration, Scaling
-from gradscaler._eager.operations import Args, Kwargs, Optimizer, Tensor
+from gradscaler._eager.gradients import Gradients
+from gradscaler._eager.iteration import Iteration
+from gradscaler._eager.operations import Optimizer, Tensor
 from gradscaler._eager.stages import Stage
+from gradscaler._eager.stepping import StepCall
 from gradscaler._torch_like.operations import TorchLikeOperations
 
 _KNOWN_STEPS: WeakKeyDictionary[FunctionType, bool] = WeakKeyDictionary()
@@ -43,19 +45,13 @@ class ByReplacement:
     def __init__(self, maybe_opt_step: Callable[..., object]) -> None:
         self._maybe_opt_step = maybe_opt_step
 
-    def step(
-        self,
-        optimizer: Optimizer,
-        gradients: Gradients,
-        scaling: Scaling,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> Any:
+    def step(self, call: StepCall) -> Any:
+        gradients = call.gradients
         # The method does not clip. Without clipping, only the method reads the flags.
         if gradients.clip_coefficient is not None and not gradients.have_overflowed:
             gradients.multiply()
         gradients.overflowed = None  # it may change the flags
-        return self._maybe_opt_step(optimizer, gradients, *args, **kwargs)
+        return self._maybe_opt_step(call.optimizer, gradients, *call.args, **call.kwargs)
 
 
 class ByArgument:
@@ -66,22 +62,16 @@ class ByArgument:
     def __init__(self, scaler: SteppingScaler) -> None:
         self._scaler = scaler
 
-    def step(
-        self,
-        optimizer: Optimizer,
-        gradients: Gradients,
-        scaling: Scaling,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> Any:
+    def step(self, call: StepCall) -> Any:
         warnings.warn(
             "GradScaler is going to stop passing itself as a keyword argument, grad_scaler=: "
             "let the optimizer read its attributes grad_scale and found_inf",
             FutureWarning,
             stacklevel=4,
         )
-        with self._scaler._showing(scaling.scale):  # the optimizer asks it for the scale
-            return gradients.apply(optimizer.step, args, {**kwargs, "grad_scaler": self._scaler})
+        kwargs = {**call.kwargs, "grad_scaler": self._scaler}
+        with self._scaler._showing(call.gradient_scale.scale):  # the optimizer asks for it
+            return call.gradients.apply(call.optimizer.step, call.args, kwargs)
 
 
 class ByAttributes:
@@ -98,23 +88,17 @@ class ByAttributes:
     def __init__(self, scaler: SteppingScaler, operations: TorchLikeOperations) -> None:
         self._scaler, self._operations = scaler, operations
 
-    def step(
-        self,
-        optimizer: Optimizer,
-        gradients: Gradients,
-        scaling: Scaling,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> Any:
+    def step(self, call: StepCall) -> Any:
         scaler, operations = self._scaler, self._operations
+        optimizer, gradients, scale = call.optimizer, call.gradients, call.gradient_scale.scale
         if gradients.stage is Stage.SCALED:
             scaler._check_inf_per_device(optimizer)
-            gradients = scaler._iteration.kept(gradients)
-        if operations.on_host(scaling.scale):  # on a device, reading the flag would wait
+            gradients = scaler._iteration.find_or_record(gradients)
+        if operations.on_host(scale):  # on a device, reading the flag would wait
             gradients.overflowed = gradients.have_overflowed
-        if gradients.overflowed and gradients.are_measured:
+        if gradients.overflowed and gradients.stage is Stage.MEASURED:
             self._unscale_skipped(optimizer, gradients)
-        grad_scale = self._grad_scale(optimizer, gradients, scaling)
+        grad_scale = self._grad_scale(optimizer, gradients, scale)
         is_finite = gradients.overflowed is False
         if not gradients.found_inf or (
             not is_finite
@@ -127,10 +111,11 @@ class ByAttributes:
         if not gradients.is_scaled:  # else the kernel clips while it unscales
             gradients.multiply()
         flag = None
-        if not (is_finite and operations.needs_no_unset_flag(optimizer)):
-            flag = operations.combine([gradients.found_inf], scaling.scale.device)
+        if not (is_finite and operations.may_omit_flag(optimizer)):
+            flag = operations.combine([gradients.found_inf], scale.device)
         try:
-            return _step_with(optimizer, grad_scale, flag, gradients, args, kwargs)
+            call = call._replace(gradients=gradients)
+            return _step_with(call, grad_scale, flag)
         except BaseException as error:
             is_interrupt = not isinstance(error, Exception)
             if not gradients.result and (is_interrupt or _may_raise_after_its_kernel(optimizer)):
@@ -144,12 +129,12 @@ class ByAttributes:
         gradients.clip_coefficient = None
 
     def _grad_scale(
-        self, optimizer: Optimizer, gradients: Gradients, scaling: Scaling
+        self, optimizer: Optimizer, gradients: Gradients, scale: Tensor
     ) -> Tensor | None:
         """The divisor for the kernel: scale / clip coefficient * the user's own ``grad_scale``."""
         if not gradients.is_scaled:
             return getattr(optimizer, "grad_scale", None)
-        grad_scale = gradients.scale = scaling.scale.clone()
+        grad_scale = gradients.scale = scale.clone()
         takes_both = hasattr(optimizer, "clip_coefficient")
         if gradients.clip_coefficient is not None and not takes_both:
             grad_scale = grad_scale / gradients.clip_coefficient
@@ -172,21 +157,15 @@ def takes_grad_scaler(step: Callable[..., object]) -> bool:
     return takes
 
 
-def _step_with(
-    optimizer: Optimizer,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    gradients: Gradients,
-    args: Args,
-    kwargs: Kwargs,
-) -> Any:
+def _step_with(call: StepCall, grad_scale: Tensor | None, found_inf: Tensor | None) -> Any:
     """Call ``optimizer.step`` with the attributes set, and delete them whatever happens."""
+    optimizer, gradients = call.optimizer, call.gradients
     try:
         optimizer.grad_scale = grad_scale
         optimizer.found_inf = found_inf
         if hasattr(optimizer, "clip_coefficient"):
             optimizer.clip_coefficient = gradients.clip_coefficient
-        result = gradients.apply(optimizer.step, args, kwargs)
+        result = gradients.apply(optimizer.step, call.args, call.kwargs)
         del optimizer.grad_scale, optimizer.found_inf
         optimizer.__dict__.pop("clip_coefficient", None)
     except BaseException:

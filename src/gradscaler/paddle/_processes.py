@@ -157,7 +157,7 @@ class GroupOfDeciders:
         parameters = _operations.parameters_of(self._optimizer)
         shapes = (parameter.shape for parameter in parameters if parameter.is_dist())
         identity = self._order.identity(self._optimizer, shapes)
-        return settle(self._group, identity, state, found_inf, amax)
+        return agree(self._group, identity, state, found_inf, amax)
 
     def is_anywhere(self, flag: bool) -> bool:
         vote: Tensor = paddle.to_tensor(float(flag), "float32", _place_of(self._group))
@@ -180,7 +180,7 @@ class PartsOfGroups:
         return reduce_norm(dict(zip(self._groups, norms, strict=True)), norm_type)
 
 
-def settle(
+def agree(
     group: Group, optimizer: int, state: State, found_inf: FoundInf, amax: np.float32 | None
 ) -> tuple[FoundInf, np.float32 | None]:
     """Combine what the processes of a group found.

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import numpy as np
 import paddle
 
-from gradscaler._eager.gradients import Gradients, Scaling
-from gradscaler._eager.operations import Args, FoundInf, Kwargs, Optimizer, Tensor
+from gradscaler._eager.operations import FoundInf, Optimizer, Tensor
+from gradscaler._eager.stepping import StepCall
 from gradscaler.paddle import _operations
 
 
@@ -50,15 +50,8 @@ class ByStep:
     def __init__(self, scaler: SteppingScaler) -> None:
         self._scaler = scaler
 
-    def step(
-        self,
-        optimizer: Optimizer,
-        gradients: Gradients,
-        scaling: Scaling,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> Any:
-        scaler = self._scaler
+    def step(self, call: StepCall) -> Any:
+        scaler, optimizer, gradients = self._scaler, call.optimizer, call.gradients
         scaler._cache_found_inf = gradients.have_overflowed
         if not gradients.found_inf:
             return None
@@ -68,7 +61,7 @@ class ByStep:
             shares_flag = hasattr(optimizer, "_set_auxiliary_var")
             if shares_flag:
                 optimizer._set_auxiliary_var("found_inf", self._unset_flag_for(optimizer))
-            result = gradients.apply(getattr(optimizer, self.method), args, kwargs)
+            result = gradients.apply(getattr(optimizer, self.method), call.args, call.kwargs)
             if shares_flag:  # the optimizer may have found an overflow on another process
                 flag = optimizer._get_auxiliary_var("found_inf")
                 scaler._cache_found_inf = _operations.is_set(flag)
@@ -92,18 +85,12 @@ class ByMinimize(ByStep):
 
     method = "minimize"
 
-    def step(
-        self,
-        optimizer: Optimizer,
-        gradients: Gradients,
-        scaling: Scaling,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> Any:
-        result = super().step(optimizer, gradients, scaling, args, kwargs)
+    def step(self, call: StepCall) -> Any:
+        result = super().step(call)
+        optimizer, gradients = call.optimizer, call.gradients
         if gradients.found_inf and not gradients.have_overflowed:
             return result
         # The return value of minimize() without its step: no operators, and the gradients.
         if not hasattr(optimizer, "backward"):
             return None, None
-        return [], optimizer.backward(*args, **kwargs)
+        return [], optimizer.backward(*call.args, **call.kwargs)

@@ -12,9 +12,10 @@ import paddle
 from paddle.distributed.communication.group import Group
 
 from gradscaler._eager.decision import Order
-from gradscaler._eager.gradients import Gradients, Iteration, Scaling
+from gradscaler._eager.gradients import Gradients, GradientScale
+from gradscaler._eager.iteration import Iteration
 from gradscaler._eager.operations import FoundInf, Operations, Tensor
-from gradscaler._eager.repeating import DEFAULT_MAX_RETRIES
+from gradscaler._eager.retries import DEFAULT_MAX_RETRIES
 from gradscaler._eager.scaler import EagerScaler
 from gradscaler._formats import reading
 from gradscaler._formats.layouts import (
@@ -244,11 +245,11 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         """
         if not self._enabled:
             return
-        self._repeating.must_not_loop("unscale_")
+        self._retry_state.must_not_loop("unscale_")
         kept = self._iteration.get(id(optimizer))
         if kept is not None and not isinstance(kept, PaddleGradients):  # a wrapper's own dict
             del self._iteration[id(optimizer)]
-        gradients = self._iteration.of(optimizer)
+        gradients = self._iteration.find_or_make(optimizer)
         gradients.must_allow("unscale_")  # a wrapper's _unscale may not check the order of calls
         if self._unscale_is_replaced() and gradients.is_scaled:
             self._unscale_by_replacement(optimizer, gradients)
@@ -530,37 +531,37 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
 
     def _unscale_by_replacement(self, optimizer: PaddleOptimizer, gradients: Gradients) -> None:
         """Call the method that replaces ``_unscale``, and record its found_inf."""
-        scaling = self._scaling_of(gradients, "unscale_")
-        if not self._repeating.is_running:
+        gradient_scale = self._gradient_scale(gradients, "unscale_")
+        if self._retry_state.losses is None:
             for observer in self._observers:
-                observer.unscaling(optimizer, scaling.scale)
-        with self._showing(scaling.scale):  # the method divides by _scale
+                observer.unscaling(optimizer, gradient_scale.scale)
+        with self._showing(gradient_scale.scale):  # the method divides by _scale
             self._unscale(optimizer)
         kept = self._iteration.get(id(optimizer))
         gradients = kept if isinstance(kept, PaddleGradients) else self._new_gradients()
         if gradients.found_inf is None:  # the method has not called ours
-            gradients.optimizer, gradients.scale = optimizer, scaling.scale
+            gradients.optimizer, gradients.scale = optimizer, gradient_scale.scale
             found_inf, amax = {"found_inf": self._found_inf}, None
-            if gradients.amax_is_due(found_inf, scaling):
+            if gradients.amax_is_due(found_inf, gradient_scale):
                 amax = largest_of(unscaled_by_fleet(optimizer), asked_by_fleet(self._unscale))
             deciders = self._processes.deciders_of(optimizer)
-            gradients.settle(found_inf, scaling, deciders, amax=amax)
-            self._iteration.keep(gradients)
+            gradients.record_check(found_inf, gradient_scale, deciders, amax=amax)
+            self._iteration.record(gradients)
         if gradients.is_scaled:
             gradients.move("unscaled")
 
     # Where Paddle's rules differ from the engine's.
 
-    def _scaling_of(self, gradients: Gradients, call: str) -> Scaling:
-        """The scaling of gradients.
+    def _gradient_scale(self, gradients: Gradients, call: str) -> GradientScale:
+        """The scale of gradients.
 
         An optimizer that joins the last update is counted from that update's first state, not from
         the state in force. So its largest gradient is always read.
         """
-        scaling = super()._scaling_of(gradients, call)
-        if self._updated is None or not scaling.amax_interval:
-            return scaling
-        return scaling._replace(amax_interval=1)
+        gradient_scale = super()._gradient_scale(gradients, call)
+        if self._updated is None or not gradient_scale.amax_interval:
+            return gradient_scale
+        return gradient_scale._replace(amax_interval=1)
 
     def _scale_moves(self) -> bool:
         return self._use_dynamic_loss_scaling
@@ -580,7 +581,7 @@ class GradScaler(EagerScaler[paddle.Tensor, PaddleOptimizer], paddle.amp.GradSca
         step, which is decided again from its first state.
         """
         moved = super()._next_state(state)
-        start, optimizers = self._repeating.backed_off or state, self._iteration.uncounted()
+        start, optimizers = self._retry_state.backed_off or state, self._iteration.uncounted()
         found_infs, amaxes = self._iteration.found_infs(), self._iteration.amaxes(self._policy)
         last = self._updated
         if last is not None and optimizers.isdisjoint(last.optimizers):

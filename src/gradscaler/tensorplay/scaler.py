@@ -10,7 +10,7 @@ import tensorplay
 from tensorplay.amp.grad_scaler import OptState
 
 from gradscaler._eager.gradients import Gradients
-from gradscaler._eager.repeating import DEFAULT_MAX_RETRIES
+from gradscaler._eager.retries import DEFAULT_MAX_RETRIES
 from gradscaler._torch_like.gradients import TorchLikeGradients
 from gradscaler._torch_like.scaler import TorchLikeScaler
 from gradscaler.policies import Policy

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
 from gradscaler._eager.gradients import Gradients
-from gradscaler._eager.repeating import DEFAULT_MAX_RETRIES
+from gradscaler._eager.retries import DEFAULT_MAX_RETRIES
 from gradscaler._on_torch.operations import TorchOperations
 from gradscaler._on_torch.processes import Overflow, TorchProcesses, check_group
 from gradscaler._torch_like.gradients import TorchLikeGradients

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import sharded_grad_scaler
 
-from gradscaler._eager.repeating import DEFAULT_MAX_RETRIES
+from gradscaler._eager.retries import DEFAULT_MAX_RETRIES
 from gradscaler._on_torch.operations import TorchOperations
 from gradscaler._on_torch.processes import Overflow, TorchProcesses, WorldProcesses, check_group
 from gradscaler.policies import Policy

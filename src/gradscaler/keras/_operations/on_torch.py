@@ -118,7 +118,7 @@ def _agreed(
     found_inf = {scale.device: (~finite).float()} if has_gradients else {}
     counts = [variable.value for variable in optimizer._moved[1:]]
     state = state_of(optimizer.policy, [scale, *counts])
-    flags, amax = vote.settle(group, state, found_inf, amax)
+    flags, amax = vote.agree(group, state, found_inf, amax)
     return (_operations.combine([flags], scale.device) == 0 if flags else finite), amax
 
 
