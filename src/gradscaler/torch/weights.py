@@ -26,10 +26,10 @@ from gradscaler.torch._weights.rounding import DTYPES
 from gradscaler.torch._weights.stores import STORES
 from gradscaler.torch._weights.wrapped import (
     Places,
-    Stand,
+    StandIns,
     Wrapped,
     check,
-    first_stands,
+    first_stand_ins,
     groups_of,
     in_place_of,
     parameters_in,
@@ -152,14 +152,14 @@ class MasterWeights(torch.optim.Optimizer):
         self._fp32_gradients = fp32_gradients
         self._entries = Entries(STORES[store], seed)
         groups = groups_of(params)
-        stands = first_stands(parameters_in(groups))
+        stand_ins = first_stand_ins(parameters_in(groups))
         if dtype is not None:
-            must_not_be_wide(stands if model is None else model.parameters())
-        wrapped = Wrapped(optimizer_class, in_place_of(groups, stands), kwargs)
+            must_not_be_wide(stand_ins if model is None else model.parameters())
+        wrapped = Wrapped(optimizer_class, in_place_of(groups, stand_ins), kwargs)
         super().__init__(groups, wrapped.defaults)
-        wide = self._cast(stands, model, keep_fp32)  # once nothing else can be refused
+        wide = self._cast(stand_ins, model, keep_fp32)  # once nothing else can be refused
         self._wrapped = wrapped
-        self._begin(stands, wide, wrapped.first_state())
+        self._begin(stand_ins, wide, wrapped.first_state())
         share(self._entries_of)
 
     # The interface of every optimizer.
@@ -176,15 +176,15 @@ class MasterWeights(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         groups = groups_of([param_group])
-        stands = first_stands(parameters_in(groups))
-        state = self._wrapped.first_state(*in_place_of(groups, stands))
+        stand_ins = first_stand_ins(parameters_in(groups))
+        state = self._wrapped.first_state(*in_place_of(groups, stand_ins))
         (group,) = groups
         checking: Any = SimpleNamespace(defaults=self.defaults, param_groups=[*self.param_groups])
         torch.optim.Optimizer.add_param_group(checking, group)
-        values = {parameter: parameter.data for parameter in stands}
+        values = {parameter: parameter.data for parameter in stand_ins}
         try:
-            wide = self._cast(stands, None, ())
-            self._begin(stands, wide, state, len(parameters_of(self)))
+            wide = self._cast(stand_ins, None, ())
+            self._begin(stand_ins, wide, state, len(parameters_of(self)))
             self.param_groups.append(group)  # last, so that an interrupt adds all of it or nothing
         except BaseException:
             if all(each is not group for each in self.param_groups):
@@ -365,39 +365,41 @@ class MasterWeights(torch.optim.Optimizer):
             found_inf: the flag by which the wrapped optimizer skips; None for no skip.
         """
         assert self._wrapped is not None
-        stands: Stand = {}
-        gradients: Stand = {}
+        stand_ins: StandIns = {}
+        gradients: StandIns = {}
         for piece in chunk:
             piece.look_up()
             if piece.is_narrow:
                 values = self._entries.open(piece, self.state, places)
             else:
                 values = piece.spans([p.detach() for p in piece.parameters])
-            stands.update(zip(piece.parameters, values, strict=True))
+            stand_ins.update(zip(piece.parameters, values, strict=True))
             for p, grad in zip(piece.parameters, piece.widened_gradients(factor), strict=True):
                 gradients[p] = like(p, grad)
         narrow = [piece for piece in chunk if piece.is_narrow]
         try:
-            for p, stand in stands.items():
-                stand.grad = gradients[p]
+            for p, stand_in in stand_ins.items():
+                stand_in.grad = gradients[p]
             if all(piece.is_whole for piece in chunk):
-                self._wrapped.step(self.param_groups, places, stands, self.state, scale, found_inf)
+                self._wrapped.step(
+                    self.param_groups, places, stand_ins, self.state, scale, found_inf
+                )
             else:
-                self._step_span(chunk[0], places, stands, scale, found_inf)
+                self._step_span(chunk[0], places, stand_ins, scale, found_inf)
             for piece in narrow:
                 self._entries.close(piece)
-            _clear_gradients(stands)
+            _clear_gradients(stand_ins)
         except BaseException:  # an interrupt, too: the masters and the parameters must agree
             for piece in narrow:
                 self._entries.keep(piece)
-            _clear_gradients(stands)
+            _clear_gradients(stand_ins)
             raise
 
     def _step_span(
         self,
         piece: Piece,
         places: Places,
-        stands: Stand,
+        stand_ins: StandIns,
         scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
@@ -410,7 +412,7 @@ class MasterWeights(torch.optim.Optimizer):
             for key, value in without_entries(state).items()
         }
         stepped = {parameter: of_span}
-        self._wrapped.step(self.param_groups, places, stands, stepped, scale, found_inf)
+        self._wrapped.step(self.param_groups, places, stand_ins, stepped, scale, found_inf)
         if piece.is_last:
             self.state[parameter] = state | {
                 key: value
@@ -488,7 +490,7 @@ class MasterWeights(torch.optim.Optimizer):
     @torch.no_grad()
     def _begin(
         self,
-        stands: Stand,
+        stand_ins: StandIns,
         wide: dict[torch.Tensor, torch.Tensor],
         state: dict[torch.Tensor, dict[str, Any]],
         first: int = 0,
@@ -497,8 +499,10 @@ class MasterWeights(torch.optim.Optimizer):
 
         ``first`` is the index of the first one among all parameters.
         """
-        self.state.update((p, state[tensor]) for p, tensor in stands.items() if state.get(tensor))
-        for i, parameter in enumerate(stands, first):
+        self.state.update(
+            (p, state[tensor]) for p, tensor in stand_ins.items() if state.get(tensor)
+        )
+        for i, parameter in enumerate(stand_ins, first):
             if parameter in wide:
                 self._entries.add(parameter, wide.pop(parameter), i)
 
@@ -511,7 +515,7 @@ class MasterWeights(torch.optim.Optimizer):
             if id(p) in parameters and p.dtype in DTYPES
         ]
 
-    def _undo(self, values: Stand) -> None:
+    def _undo(self, values: StandIns) -> None:
         """Set parameters that were not added back to the tensors that they had."""
         for parameter, value in values.items():
             self.state.pop(parameter, None)
@@ -523,10 +527,10 @@ class MasterWeights(torch.optim.Optimizer):
 _PICKLED = "_wrapped", "_entries", "_dtype", "_chunk_elements", "_fp32_gradients", "_kept"
 
 
-def _clear_gradients(stands: Stand) -> None:
+def _clear_gradients(stand_ins: StandIns) -> None:
     """Remove the gradients of stand-ins, because masters are kept, and gradients are not."""
-    for stand in stands.values():
-        stand.grad = None
+    for stand_in in stand_ins.values():
+        stand_in.grad = None
 
 
 def _has_layout(value: object, parameter: torch.Tensor) -> bool:

@@ -104,7 +104,9 @@ def _run(closed: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
 
     for equation, own_place in zip(jaxpr.eqns, _places_in(jaxpr, place), strict=True):
         inputs = [value_of(atom) for atom in equation.invars]
-        values |= dict(zip(equation.outvars, _call(equation, inputs, own_place), strict=True))
+        values |= dict(
+            zip(equation.outvars, _run_equation(equation, inputs, own_place), strict=True)
+        )
     return [value_of(atom) for atom in jaxpr.outvars]
 
 
@@ -127,7 +129,7 @@ def _places_in(jaxpr: Jaxpr, place: _Place) -> list[_Place]:
     return places[::-1]
 
 
-def _call(equation: Equation, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
+def _run_equation(equation: Equation, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
     """Run one primitive, or the computation that it holds, and return its outputs."""
     name, params = equation.primitive.name, equation.params
     if name == "scan":

@@ -17,7 +17,7 @@ from gradscaler.torch._weights.stores import KEYS
 
 Group = dict[str, Any]
 
-Stand = dict[torch.Tensor, torch.Tensor]
+StandIns = dict[torch.Tensor, torch.Tensor]
 """The tensor that stands in for each parameter while the wrapped optimizer is called."""
 
 
@@ -91,7 +91,7 @@ class Wrapped:
         self,
         groups: list[Group],
         places: Places,
-        stands: Stand,
+        stand_ins: StandIns,
         state: dict[torch.Tensor, dict[str, Any]],
         scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
@@ -102,19 +102,21 @@ class Wrapped:
             groups: the groups of the parameters. Values that the optimizer changes in its groups
                 are copied back to them.
             places: the places of the parameters in the groups.
-            stands: the tensors to step in place of the parameters.
+            stand_ins: the tensors to step in place of the parameters.
             state: the optimizer's state by parameter; it changes in place. The optimizer does not
                 see a store's entries in it, which stay there meanwhile.
             scale: the divisor of the gradients, applied by the optimizer; None for 1.
             found_inf: the flag by which the optimizer skips; None for no skip.
         """
         pairs = []
-        for g, members in groupby(sorted(stands, key=places.__getitem__), lambda p: places[p][0]):
-            pairs.append((groups[g], {**groups[g], "params": [stands[p] for p in members]}))
+        for g, members in groupby(
+            sorted(stand_ins, key=places.__getitem__), lambda p: places[p][0]
+        ):
+            pairs.append((groups[g], {**groups[g], "params": [stand_ins[p] for p in members]}))
 
         def step() -> None:
             self._optimizer.param_groups = [inner for _, inner in pairs]
-            self._lend(stands, state)
+            self._lend(stand_ins, state)
             if scale is not None:
                 self._optimizer.grad_scale = scale
             if found_inf is not None:
@@ -122,7 +124,7 @@ class Wrapped:
             self._optimizer.step()
 
         def finish() -> None:
-            self._take_back(stands, state)
+            self._take_back(stand_ins, state)
             for group, inner in pairs:
                 group.update((key, value) for key, value in inner.items() if key != "params")
             self._clear()
@@ -162,19 +164,19 @@ class Wrapped:
         finally:
             self._clear()
 
-    def _lend(self, stands: Stand, state: Mapping[Any, dict[str, Any]]) -> None:
+    def _lend(self, stand_ins: StandIns, state: Mapping[Any, dict[str, Any]]) -> None:
         """Give the optimizer the state of stand-ins, without a store's entries."""
-        own = {stands[p]: without_entries(state[p]) for p in stands if p in state}
+        own = {stand_ins[p]: without_entries(state[p]) for p in stand_ins if p in state}
         self._optimizer.state = defaultdict(dict, {t: each for t, each in own.items() if each})
         if not self.is_pytorch_s:  # PyTorch's have no such state
             self._optimizer.state.update(_of_no_parameter(state))
 
-    def _take_back(self, stands: Stand, state: dict[Any, dict[str, Any]]) -> None:
+    def _take_back(self, stand_ins: StandIns, state: dict[Any, dict[str, Any]]) -> None:
         """Copy the optimizer's state to that of the parameters, beside a store's entries."""
         own = self._optimizer.state
         if not self.is_pytorch_s:
-            _own(own, stands)
-        for p, tensor in stands.items():
+            _own(own, stand_ins)
+        for p, tensor in stand_ins.items():
             if tensor in own:
                 entries = {key: state[p][key] for key in KEYS if p in state and key in state[p]}
                 state[p] = {**own[tensor], **entries}
@@ -215,7 +217,7 @@ def check(optimizer_class: object, kwargs: Mapping[str, object]) -> None:
         raise ParameterError("MasterWeights cannot be differentiated: leave out differentiable")
 
 
-def first_stands(parameters: list[torch.Tensor]) -> Stand:
+def first_stand_ins(parameters: list[torch.Tensor]) -> StandIns:
     """The tensors that stand in for parameters while the optimizer is constructed."""
     return {p: _as_stepped(p.detach()) for p in parameters}
 
@@ -257,10 +259,12 @@ def parameters_in(groups: list[Group]) -> list[torch.Tensor]:
     return parameters
 
 
-def in_place_of(groups: list[Group], stands: Stand) -> list[Group]:
+def in_place_of(groups: list[Group], stand_ins: StandIns) -> list[Group]:
     """Copies of groups, with the tensors that stand in for their parameters."""
     unnamed = ({k: v for k, v in group.items() if k != "param_names"} for group in groups)
-    return [{**group, "params": [stands[p] for p in parameters_in([group])]} for group in unnamed]
+    return [
+        {**group, "params": [stand_ins[p] for p in parameters_in([group])]} for group in unnamed
+    ]
 
 
 def without_entries(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -275,11 +279,11 @@ def _of_no_parameter(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def _must_not_hold(optimizer: torch.optim.Optimizer, groups: list[Group]) -> None:
     """ParameterError if an attribute holds parameters, because a step would use outdated ones."""
-    stands = {id(tensor) for group in groups for tensor in group["params"]}
+    stand_ins = {id(tensor) for group in groups for tensor in group["params"]}
     for name, value in vars(optimizer).items():
         if name in ("param_groups", "state", "defaults"):
             continue
-        if any(id(each) in stands for each in _tensors_in(value)):
+        if any(id(each) in stand_ins for each in _tensors_in(value)):
             raise ParameterError(
                 f"{type(optimizer).__name__} keeps parameters in its attribute {name!r}, and "
                 "MasterWeights steps other tensors in their place: let its step read param_groups"
@@ -297,21 +301,21 @@ def _tensors_in(value: object) -> Iterator[torch.Tensor]:
             yield from _tensors_in(each)
 
 
-def _own(state: Mapping[Any, Any], stands: Stand) -> None:
+def _own(state: Mapping[Any, Any], stand_ins: StandIns) -> None:
     """Copy the tensors in a state that share memory with the stand-ins or their gradients.
 
     That memory is reused after the step.
     """
     lent = {
         _address(tensor)
-        for stand in stands.values()
-        for tensor in (stand, stand.grad)
+        for stand_in in stand_ins.values()
+        for tensor in (stand_in, stand_in.grad)
         if tensor is not None
     } - {None}
-    for stand in stands.values():
-        for key, value in state.get(stand, {}).items():
+    for stand_in in stand_ins.values():
+        for key, value in state.get(stand_in, {}).items():
             if isinstance(value, torch.Tensor) and _address(value) in lent:
-                state[stand][key] = value.detach().clone()
+                state[stand_in][key] = value.detach().clone()
 
 
 def _address(tensor: torch.Tensor) -> int | None:
