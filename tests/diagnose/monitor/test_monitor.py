@@ -5,7 +5,6 @@ import gc
 import logging
 import math
 import pickle
-import sys
 import warnings
 import weakref
 from operator import attrgetter
@@ -603,27 +602,50 @@ def test_a_scale_at_its_floor_is_reported(policy):
     assert (verdict.kind, verdict.where) == ("floor", "0.weight")
 
 
-# TensorBoard, and arguments.
+# Logs, and arguments.
 
 
-def test_tensorboard_shows_the_numbers(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+def test_a_log_gets_the_numbers_of_each_sample():
+    calls = []
 
-    Training(tensorboard=tmp_path).steps("...." + "!...").close()
-    events = EventAccumulator(str(tmp_path)).Reload()
+    def log(scalars, step):
+        calls.append((step, scalars))
 
-    def values(name):
-        tensors = events.Tensors(f"gradscaler/{name}")
-        return [(event.step, event.tensor_proto.float_val[0]) for event in tensors]
+    Training(log=log).steps("...." + "!...").close()
+    samples = [(step, got) for step, got in calls if "gradscaler/skipped_steps" in got]
+    keys = "loss_scale", "skipped_steps"
+    numbers = [(step, *(got[f"gradscaler/{key}"] for key in keys)) for step, got in samples]
+    assert numbers == [(4, 1024, 0), (6, 512, 1), (8, 512, 0)]
+    assert [step for step, got in samples if "gradscaler/gradient_norm" in got] == [4, 6]
+    shares = {"zero", "flushed", "subnormal", "normal", "overflow", "nonfinite"}
+    assert {f"gradscaler/{name}" for name in shares} <= set(samples[0][1])
+    assert {type(n) for _, got in calls for n in got.values()} == {float}
 
-    assert values("skipped_steps") == [(4, 0.0), (6, 1.0), (8, 0.0)]
-    moves = [(1, 1024), (4, 1024), (5, 1024), (6, 512), (6, 512), (7, 512), (8, 512)]
-    assert values("loss_scale") == moves
-    assert [step for step, _ in values("gradient_norm")] == [4, 6]
-    assert {"loss", "zero", "flushed", "subnormal", "normal", "overflow", "nonfinite"} <= {
-        tag.removeprefix("gradscaler/") for tag in events.Tags()["tensors"]
-    }
+
+def test_a_log_gets_the_kind_of_each_finding_of_a_verdict():
+    calls = []
+
+    def log(scalars, step):
+        calls.append((step, scalars))
+
+    verdict = Training(scale=1.0, on_stuck="raise", stuck_after=9, log=log).stuck("!" * 9).verdict
+    kinds = {f"gradscaler/findings/{finding.kind}": 1.0 for finding in verdict.findings}
+    assert kinds
+    assert (9, kinds) in calls
+
+
+def test_a_log_that_raises_is_called_no_more_and_training_goes_on():
+    steps = []
+
+    def log(scalars, step):
+        steps.append(step)
+        raise OSError("no server")
+
+    training = Training(log=log)
+    with pytest.warns(RuntimeWarning, match=r"log is called no more.*no server"):
+        training.steps("...." * 3).close()
+    assert steps == [4]
+    assert training.monitor.history[-1].step == 12
 
 
 def assert_refused(error, message, **arguments):
@@ -632,12 +654,6 @@ def assert_refused(error, message, **arguments):
     with pytest.raises(error, match=message):
         Monitor(scaler, **arguments)
     assert scaler._observers == []
-
-
-def test_without_tensorboard_it_says_what_to_install(monkeypatch, path):
-    monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
-    assert_refused(ImportError, "pip install tensorboard", path=path, tensorboard=path.parent / "x")
-    assert list(path.parent.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -650,6 +666,7 @@ def test_without_tensorboard_it_says_what_to_install(monkeypatch, path):
         ({"on_stuck": "panic"}, ValueError, "on_stuck must be one of 'warn', 'raise', 'continue'"),
         ({"dtype": "int8"}, ValueError, "dtype must be one of float16"),
         ({"model": 3}, TypeError, "model must have named_parameters, got int"),
+        ({"log": "runs"}, TypeError, "log must be a function or None, got 'runs'"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_opened(arguments, error, message, path):

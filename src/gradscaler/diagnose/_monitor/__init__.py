@@ -22,7 +22,7 @@ from gradscaler.diagnose._record.finding import Verdict
 from gradscaler.diagnose._record.formats import format_named
 from gradscaler.diagnose._record.lines import Start
 from gradscaler.diagnose._record.step import Step
-from gradscaler.diagnose._record.writer import EventFile, RunFile, load_writer
+from gradscaler.diagnose._record.writer import Log, RunFile, ScalarLog
 from gradscaler.policies import Scalar
 from gradscaler.policies._checks import count
 
@@ -100,12 +100,16 @@ class Monitor:
             1, there is no step in which activations can be inspected.
         dtype: the format that gradients are computed in: ``"float16"``, ``"bfloat16"``,
             ``"float8_e4m3"`` or ``"float8_e5m2"``.
-        tensorboard: a directory for TensorBoard scalars.
+        log: a function that gets numbers as they are sampled, as ``log(scalars, step=step)``, such
+            as ``wandb.log`` or ``mlflow.log_metrics``. ``scalars`` is a dict of floats: of a sample
+            ``gradscaler/loss_scale``, ``skipped_steps`` (since the last sample), ``loss``,
+            ``gradient_norm``, and the shares ``zero``, ``flushed``, ``subnormal``, ``normal``,
+            ``overflow`` and ``nonfinite``; of a verdict 1.0 for the kind of each finding, such as
+            ``gradscaler/findings/floor``. If it raises, it is called no more.
 
     Raises:
         TypeError, ValueError: an argument is invalid, ``path`` is not a run file, or another
             monitor is writing to it.
-        ImportError: TensorBoard is not installed.
         OSError: a file cannot be written.
 
     >>> import torch
@@ -133,7 +137,7 @@ class Monitor:
         on_stuck: OnStuck = "warn",
         stuck_after: int = 20,
         dtype: str = "float16",
-        tensorboard: str | os.PathLike[str] | None = None,
+        log: Log | None = None,
     ) -> None:
         every = count("every", every)
         forensics = count("forensics", forensics, least=0)
@@ -148,7 +152,8 @@ class Monitor:
         _check(scaler, model, is_eager)
         rank, self._world_size = _rank_and_world_size()
         is_enabled = not is_eager or scaler.observed.is_enabled
-        event_writer = load_writer() if tensorboard is not None and is_enabled else None
+        if log is not None and not callable(log):
+            raise TypeError(f"log must be a function or None, got {log!r}")
         file: RunFile | None = None
         try:
             if path is not None and is_enabled:
@@ -157,9 +162,9 @@ class Monitor:
                 ranks = rank, self._world_size
                 start = Start(self._framework, self._dtype, every, 0, policy, time, *ranks)
                 file = RunFile(Path(os.fspath(path).replace("{rank}", str(rank))), start)
-            writers: list[RunFile | EventFile] = [] if file is None else [file]
-            if tensorboard is not None and is_enabled:
-                writers.append(EventFile(event_writer, tensorboard))
+            writers: list[RunFile | ScalarLog] = [] if file is None else [file]
+            if log is not None and is_enabled:
+                writers.append(ScalarLog(log))
             step = 0 if file is None else file.step
             self._before = None if file is None else file.before
             self._log = StepLog(writers, step, on_stuck, stuck_after, self._judge)

@@ -20,7 +20,7 @@ from gradscaler.diagnose._record.finding import Finding, Verdict
 from gradscaler.diagnose._record.lines import Line, Sample, Skip, VerdictLine, Watched
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.step import Step
-from gradscaler.diagnose._record.writer import EventFile, RunFile
+from gradscaler.diagnose._record.writer import RunFile, ScalarLog
 from gradscaler.errors import levels_to_caller
 from gradscaler.outcome import HISTORY_LENGTH
 
@@ -98,14 +98,14 @@ class StepLog:
 
     def __init__(
         self,
-        writers: Sequence[RunFile | EventFile],
+        writers: Sequence[RunFile | ScalarLog],
         step: int,
         on_stuck: OnStuck,
         stuck_after: int,
         judge: Callable[[StepLog], Verdict],
     ) -> None:
         self.history: deque[Step] = deque(maxlen=HISTORY_LENGTH)
-        self._writers: Sequence[RunFile | EventFile] | None = writers  # a copy has None
+        self._writers: Sequence[RunFile | ScalarLog] | None = writers  # a copy has None
         self._step_before = step
         self._on_stuck = on_stuck
         self._stuck_after = stuck_after

@@ -1,4 +1,4 @@
-"""Writes a run to a run file, and its numbers to TensorBoard's event files."""
+"""Writes a run to a run file, and gives its numbers to a user's function."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import os
 import warnings
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from gradscaler.diagnose._record.lines import VERSION, Line, Sample, Start
+from gradscaler.diagnose._record.lines import VERSION, Line, Sample, Start, VerdictLine
 from gradscaler.diagnose._record.reader import read
 from gradscaler.diagnose._record.recorded_run import RecordedRun
 from gradscaler.diagnose._record.step import Before
@@ -140,37 +140,45 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-def load_writer() -> Any:
-    """Import TensorBoard's ``Writer``; ImportError if TensorBoard is not installed."""
-    try:
-        return importlib.import_module("tensorboard.summary").Writer
-    except ImportError:
-        raise ImportError("tensorboard= needs TensorBoard: pip install tensorboard") from None
+class Log(Protocol):
+    """A function that takes scalars by their names, such as ``wandb.log``."""
+
+    def __call__(self, scalars: dict[str, float], /, *, step: int) -> object:
+        """Log the scalars of a step."""
 
 
-class EventFile:
-    """A directory of event files that holds the numbers of each sample under ``gradscaler/``."""
+class ScalarLog:
+    """Gives the numbers of samples, and the kinds of findings, to a user's function."""
 
-    def __init__(self, writer: Any, directory: str | os.PathLike[str]) -> None:
-        self._writer = writer(os.fspath(directory))
+    def __init__(self, log: Log) -> None:
+        self._log: Log | None = log
 
     def write(self, line: Line) -> None:
-        """Write the numbers of a sample; ignore other lines."""
-        if not isinstance(line, Sample):
+        """Give the function a line's scalars, if there are any.
+
+        If it raises, warn once, and call it no more: a training must not end because of its log.
+        """
+        scalars = _scalars_of(line)
+        if self._log is None or not scalars:
             return
-        numbers = {
-            "loss_scale": line.scale,
-            "skipped_steps": len(line.skips),
-            "loss": line.loss,
-            "gradient_norm": line.norm,
-            **({} if line.shares is None else vars(line.shares)),
-        }
-        scalars = [("loss_scale", scale, step) for step, scale in line.scales]
-        scalars += [(name, n, line.step) for name, n in numbers.items() if n is not None]
-        for name, number, step in scalars:
-            self._writer.add_scalar(f"gradscaler/{name}", number, step)
-        self._writer.flush()
+        try:
+            self._log({f"gradscaler/{name}": n for name, n in scalars.items()}, step=line.step)
+        except Exception as error:
+            self._log = None
+            what = f"log is called no more, and the training continues: {error!r}"
+            warnings.warn(RuntimeWarning(what), stacklevel=2)
 
     def close(self) -> None:
-        """Close the event files."""
-        self._writer.close()
+        """Call the function no more."""
+        self._log = None
+
+
+def _scalars_of(line: Line) -> dict[str, float]:
+    if isinstance(line, VerdictLine):
+        return {f"findings/{finding.kind}": 1.0 for finding in line.findings}
+    if not isinstance(line, Sample):
+        return {}
+    numbers = {"loss_scale": line.scale, "skipped_steps": len(line.skips)}
+    seen = {"loss": line.loss, "gradient_norm": line.norm}
+    seen |= {} if line.shares is None else vars(line.shares)
+    return {name: float(n) for name, n in {**numbers, **seen}.items() if n is not None}
