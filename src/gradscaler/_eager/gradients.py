@@ -265,6 +265,7 @@ class Gradients:
         if not gradient_scale.amax_interval:
             return False
         steps = self._operations.finite_steps(gradient_scale.state)
+        # A policy may use the maximum every n-th finite step only, because finding it takes a pass.
         if steps is None:  # reading it would wait for the device
             return True
         return steps % gradient_scale.amax_interval == 0 and not self._operations.any_set(found_inf)

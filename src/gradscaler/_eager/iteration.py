@@ -61,6 +61,7 @@ class Iteration(defaultdict[int, Any]):
         found: Gradients | None = self.get(id(owner))
         if found is None and self.loss is not None:
             found = self.loss.waiting.get(id(owner))
+        # After an interrupt a user clears the gradients; all-new ones may be used without update().
         if found is None or (found.stage is Stage.UNKNOWN and found.are_replaced):
             if not hasattr(owner, "step"):
                 raise TypeError(

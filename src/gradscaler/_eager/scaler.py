@@ -94,6 +94,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
                 gradients.note_loss()  # its backward pass may add to them
         # The device is that of the first loss: scalers are made before the model is moved.
         state = self._state or self._place(outputs.device)
+        # Before the product, so that an observer sees the loss in the user's own units.
         for observer in self._observers:
             observer.scaled(outputs)
         scaled = self._operations.multiply(outputs, retry_state.state_in_use(state).scale)
@@ -156,6 +157,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
             ValueError: a gradient is float16, and float16 gradients were not allowed.
         """
         if not self._enabled:
+            # max_retries is left out: a disabled scaler repeats nothing.
             result = optimizer.step(*args, **kwargs)
             # last_step() answers for a disabled scaler, too.
             self._outcomes.put(optimizer, StepOutcome(1.0, False, "disabled"))
@@ -190,6 +192,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         self._iteration.must_be_applied_by_scaler()
         for observer in self._observers:
             observer.updating()
+        # A scale that the user sets wins over the policy, and counts no step, as in torch.
         if new_scale is not None:
             self._keep_scale_of_loss(state)
             self._set_scale(new_scale)
@@ -616,6 +619,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         shards: ProcessGroup | None,
     ) -> Tensor:
         """Clip immediately, for a disabled scaler: its ``step`` only calls the optimizer's."""
+        # An iteration of its own: a disabled scaler has no update() that would end one.
         gradients = Iteration(self._new_gradients).find_or_make(optimizer)
         norm = gradients.norm(self._processes.parts_of(optimizer, shards), float(norm_type))
         if error_if_nonfinite:
@@ -714,6 +718,7 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
                 "a scaler may only be pickled or copied at the beginning of an iteration, or at "
                 "the end: call update() first"
             )
+        # Weak references and functions of this process cannot be pickled; a copy starts without.
         fresh = ("_iteration", "_new_gradients", "_retry_state", "_outcomes", "_history")
         left_out = dict.fromkeys(("_state", *fresh, "_observers"))
         return {**self.__dict__, **left_out, "_initial_state": self._host_state()}

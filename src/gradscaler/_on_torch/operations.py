@@ -47,6 +47,7 @@ class TorchOperations(TorchLikeOperations):
         if tensors and shortcuts.are_one_group(tensors):
             return [(tensors[0].device, tensors)]
         # Joined first: one large tensor takes one kernel, many small ones take many.
+        # Gradients in one buffer, as DDP and flat_gradients keep them, become one tensor here.
         groups = super().grouped(side_by_side(tensors))
         for i, (device, group) in enumerate(groups):
             if group[0].is_complex():

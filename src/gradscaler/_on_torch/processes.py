@@ -144,6 +144,7 @@ def _group_with(ranks: list[int], meshes: tuple[DeviceMesh, ...]) -> Group:
     for group in chain((world,), of_meshes):
         if sorted(dist.get_process_group_ranks(group)) == ranks:
             return group
+    # Kept, because each new group makes connections, which take seconds with many processes.
     made_in, made = _made.get(tuple(ranks), (None, None))
     if made is None or made_in is not world:  # processes were initialized again since
         made = dist.new_group(ranks, use_local_synchronization=True)

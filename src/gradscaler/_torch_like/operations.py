@@ -312,6 +312,7 @@ class TorchLikeOperations:
         if self.on_host(scale):
             used = scale.item()
             inverse = self._inverse  # most steps use the scale of the step before
+            # Threads may race here. Each returns its own pair, so none gets another's.
             if inverse is None or inverse[0] != used:
                 inverse = self._inverse = used, self.scalar(1.0 / used, scale.device)
             return inverse

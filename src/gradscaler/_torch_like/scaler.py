@@ -59,6 +59,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
     ) -> None:
         self._allow_fp16_gradients = allow_fp16_gradients
         given = (init_scale, growth_factor, backoff_factor, growth_interval)
+        # Only numbers go through the cache: a tensor among them would stay in it.
         if policy is None:
             plain = all(isinstance(value, (int, float)) for value in given)
             policy = (_dynamic_scale if plain else DynamicScale)(*given)
@@ -331,6 +332,7 @@ class TorchLikeScaler(EagerScaler[TensorT, OptimizerT]):
                     f"requires_grad=False, got {new_scale!r}"
                 )
             new_scale = new_scale.item()
+        # Between the policy's bounds: outside of them its next move would jump back.
         lowest = getattr(self._policy, "min_scale", _checks.SMALLEST_SCALE)
         highest = getattr(self._policy, "max_scale", _checks.LARGEST_SCALE)
         scale.fill_(_checks.loss_scale("new_scale", new_scale, lowest, highest))

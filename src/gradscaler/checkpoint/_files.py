@@ -22,6 +22,7 @@ from gradscaler._formats.reading import layout_of
 from gradscaler.checkpoint import _pickles
 from gradscaler.checkpoint._search import find
 
+# By suffix, because both libraries write zip files or pickles that look alike from outside.
 TORCH_SUFFIXES = (".pt", ".pth")
 PADDLE_SUFFIXES = (".pdparams", ".pdopt", ".pdstates")
 

@@ -27,6 +27,7 @@ WIDTHS = (3 * SIDE**2, 128, 64, 32, 16, 32, 64, 128, 3 * SIDE**2)
 BATCH, LEARNING_RATE = 1024, 1e-2
 HELD_OUT = slice(24, 64), slice(56, 96)  # rows and columns of the first photograph's patches
 GROWTH_INTERVAL = 10  # the default, 2000, is longer than the whole run
+# Points of each curve: each takes another forward and backward pass.
 MEASUREMENTS = 10
 SAMPLES = 40  # of gradients, by the monitor
 

@@ -14,6 +14,7 @@ from types import FrameType
 
 from gradscaler.errors import ParameterError
 
+# Where optax calls the parts of a chain, and the wrappers that may lie between.
 _CHAINS = "optax.transforms._combining", "optax.schedules.", "optax._src.base"
 
 

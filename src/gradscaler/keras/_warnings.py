@@ -15,6 +15,7 @@ NEVER_UNSCALED = (
     "get_unscaled_gradients() was never called, so apply_gradients() divides the gradients by the "
     "loss scale. Call it first, or scale the loss by scale_loss()."
 )
+# A user's line lies outside of these; Keras calls an optimizer through its backend.
 _LIBRARIES = "keras.", "tensorflow.", "jax.", "torch."
 
 

@@ -18,6 +18,7 @@ Tensors: TypeAlias = "Tensor | Sequence[Tensor]"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# Computed in float32: the scale itself may be out of float16's range.
 _HALF = (mindspore.float16, mindspore.bfloat16)
 _LARGE = 2**16  # elements
 

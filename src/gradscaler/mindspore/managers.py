@@ -103,6 +103,7 @@ class DynamicLossScaleManager(WindowAndFactor, mindspore.amp.DynamicLossScaleMan
         self.cur_iter = 1
         self.last_overflow_iter = 0
         self.bad_step = 0
+        # MindSpore's own limit, at which its manager raises, too.
         self.bad_step_max = 1000
         self._state: Any = self._policy.init()  # but for the scale and finite steps, kept above
         self._is_following = False  # whether a train step moves the scale

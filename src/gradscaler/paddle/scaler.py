@@ -46,6 +46,7 @@ from gradscaler.policies._spelling import changed, check_alone, check_policy, sp
 
 logger = logging.getLogger(__name__)
 
+# Paddle's own names: fleet and group-sharded optimizers set and read these attributes.
 _FLAGS = (
     "_temp_found_inf_value_false",
     "_temp_found_inf_fp16",
