@@ -75,7 +75,7 @@ class Training:
 
 
 def each_event(look, call):
-    """Call ``look`` before each line of a call, and where a function begins or ends.
+    """Call ``look`` with the place, before each line of a call and where a function begins or ends.
 
     Except in the end of a generator, where Python may ignore exceptions.
     """
@@ -87,7 +87,7 @@ def each_event(look, call):
         if not (is_traced or is_step) or code.co_name == "<genexpr>":
             return None
         if event in ("call", "line") or (event == "return" and not code.co_flags & CO_GENERATOR):
-            look()
+            look((code.co_filename, frame.f_lineno, event))
         return trace
 
     before = sys.gettrace()
@@ -99,30 +99,39 @@ def each_event(look, call):
         torch.set_grad_enabled(True)  # a decorator may leave it off
 
 
-def is_interrupted_at(event, call):
-    """Whether a call has that many events; KeyboardInterrupt is raised at the n-th."""
+def moments(call):
+    """Where to interrupt a call: each place's first time and its last, as numbers of events."""
+    seen = []
+    each_event(seen.append, call)
+    last = {place: number for number, place in enumerate(seen)}
+    return sorted({*map(seen.index, last), *last.values()})
+
+
+def interrupt(moment, call):
+    """Raise KeyboardInterrupt at one moment of a call."""
     events = itertools.count()
 
-    def look():
-        if next(events) == event:
+    def look(_):
+        if next(events) == moment:
             raise KeyboardInterrupt
 
-    try:
+    with pytest.raises(KeyboardInterrupt):
         each_event(look, call)
-    except KeyboardInterrupt:
-        return True
-    assert next(events) <= event
-    return False
 
 
 def interrupted(make, call):
-    """Trainings, each interrupted at another event of a call."""
-    for event in itertools.count():
+    """Trainings, each interrupted at another moment of a call."""
+
+    def begun():
         each = make()
         each.begin()
-        if not is_interrupted_at(event, getattr(each, call)):
-            assert event > 20
-            return
+        return each
+
+    tried = moments(getattr(begun(), call))
+    assert len(tried) > 20
+    for moment in tried:
+        each = begun()
+        interrupt(moment, getattr(each, call))
         yield each
 
 
@@ -213,7 +222,7 @@ def test_a_state_dict_taken_at_any_line_of_a_step_has_every_entry(store, steps):
     each.begin()
     counts = itertools.count()
 
-    def look():
+    def look(_):
         next(counts)
         each.must_have_every_entry()
         taken = each.optimizer.state_dict()
@@ -320,7 +329,7 @@ def test_an_interrupted_state_dict_changes_nothing(store, steps, exact):
 def test_a_state_dict_lacks_what_is_just_being_added_and_nothing_else():
     each = Training("remainder16", torch.optim.Adagrad)
 
-    def look():
+    def look(_):
         state = each.optimizer.state_dict()
         numbers = [i for group in state["param_groups"] for i in group["params"]]
         assert sorted(state["state"]) == numbers
