@@ -305,6 +305,12 @@ def test_a_peak_or_reach_in_a_dict_that_does_not_describe_its_rule_is_refused(na
         read({**SAVED[name], key: 0.5})
 
 
+@pytest.mark.parametrize("name", ["torch", "tensorplay", "paddle"])
+def test_a_field_of_a_policy_of_one_s_own_is_refused(name):
+    with pytest.raises(ValueError, match="_barred belongs to a policy of your own"):
+        convert({**SAVED[name], "_barred": 1024.0}, "jmp")
+
+
 # The keys that gradscaler's adapters add to a dict for an AmaxScale.
 OF_AMAX = {
     "torch": {"_nonfinite_steps": 3, "_peak": 0.5, "_reach": 256.0},

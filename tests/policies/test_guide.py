@@ -13,7 +13,17 @@ ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "contributing.md").read_text()
 RECIPE = GUIDE.partition("\n## Add a policy\n")[2].partition("\n## ")[0]
 PLACES = re.findall(r"^\d\. `(.+?)`: .+: `(.+?)`$", RECIPE, re.MULTILINE)
-NAMES = [kind.__name__ for kind in get_args(OwnPolicy)]
+CLASSES = [
+    node
+    for path in sorted((ROOT / "src/gradscaler/policies").glob("*.py"))
+    for node in ast.parse(path.read_text("utf-8")).body
+    if isinstance(node, ast.ClassDef) and node.name != "Policy"
+]
+NAMES = [
+    each.name
+    for each in CLASSES
+    if {"init", "update"} <= {getattr(part, "name", "") for part in each.body}
+]
 # Files that may ask for a policy's class: two describe the rules that frameworks' files hold, one
 # names a rule in a config, and two use PyTorch's kernel and a shortcut for one rule.
 MAY_ASK = {
@@ -40,6 +50,10 @@ def asks(code):
         if any(name.id in classes for name in names):
             return True
     return False
+
+
+def test_the_policies_of_the_package_are_those_that_files_may_hold():
+    assert {kind.__name__ for kind in get_args(OwnPolicy)} == set(NAMES)
 
 
 def test_the_recipe_has_all_its_places():

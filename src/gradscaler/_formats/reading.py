@@ -47,7 +47,23 @@ def read(state_dict: Values) -> tuple[Rule, ScaleState]:
     layout = layout_of(state_dict)
     if layout is None:
         raise ValueError(_unrecognised(state_dict))
-    return layout.read(numbers(layout, state_dict))
+    rule, state = layout.read(numbers(layout, state_dict))
+    _must_lose_no_field(layout, state_dict)
+    return rule, state
+
+
+def _must_lose_no_field(layout: Layout, state_dict: Values) -> None:
+    """Raise ValueError if the dict holds a field of a policy's own state, as ``write_leaves`` does.
+
+    Other formats than torch's and Paddle's do not mark these, and may hold what is not ours.
+    """
+    known = (*layout.keys, *OPTIONAL)
+    for key in state_dict:
+        if layout.format in ("torch", "paddle") and key.startswith("_") and key not in known:
+            raise ValueError(
+                f"{key} belongs to a policy of your own, which this state dict does not describe: "
+                "write(policy, state, to) takes a DynamicScale in its place"
+            )
 
 
 def numbers(layout: Layout, state_dict: Values) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from gradscaler._formats.state_dicts import count_in, number_in
 from gradscaler.checkpoint._losses import losses
 from gradscaler.checkpoint._search import find
 from gradscaler.policies import (
-    AmaxScale,
     DynamicScale,
     FixedScale,
     OwnPolicy,
@@ -37,6 +36,7 @@ from gradscaler.policies import (
     ScaleState,
     State,
     _checks,
+    amax_interval,
 )
 from gradscaler.policies._spelling import check_policy
 
@@ -136,9 +136,9 @@ def _write(policy: OwnPolicy, state: State, to: str, lossy: bool, lost: list[str
     scale, *counts = (number_in(name, getattr(state, name)) for name in ScaleState._fields)
     scale = _checks.loss_scale("scale", scale)
     state = ScaleState(scale, *map(count_in, ScaleState._fields[1:], counts))
-    if isinstance(policy, AmaxScale):
-        lost = [_blind(to)]
-        policy, state = _without_peak(policy), state._replace(nonfinite_steps=0)
+    if not isinstance(policy, Rule):
+        lost = [_blind(to) if amax_interval(policy) else f"a {type(policy).__name__}'s own state"]
+        policy, state = _without_own_state(policy), state._replace(nonfinite_steps=0)
     layouts = [layout for layout in LAYOUTS if layout.format == to]
     layout = next((each for each in layouts if isinstance(policy, each.rules)), layouts[0])
     written = policy if isinstance(policy, layout.rules) else DynamicScale(float(state.scale))
@@ -164,8 +164,8 @@ def _blind(to: str) -> str:
     return f"an AmaxScale's peak and reach ({blind})"
 
 
-def _without_peak(policy: AmaxScale) -> DynamicScale:
-    """The rule of an AmaxScale without gradients: a DynamicScale with the parameters of both."""
+def _without_own_state(policy: OwnPolicy) -> DynamicScale:
+    """A rule without fields of its own: a DynamicScale with the parameters that both have."""
     common = {field.name for field in fields(policy)} & {
         field.name for field in fields(DynamicScale)
     }

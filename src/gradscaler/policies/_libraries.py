@@ -51,7 +51,7 @@ def prepared(state: S, found_inf: Scalar, where: Where | None) -> tuple[S, Scala
     if where is None and on_host(scale):
         counts = int(finite_steps), int(nonfinite_steps)
         kind: Callable[..., S] = type(state)
-        state = kind(np.float32(scale), *counts, *map(np.float32, others))
+        state = kind(np.float32(scale), *counts, *map(_on_host, others))
         return state, bool(found_inf), host_where
     where = where or where_for(scale)
     if isinstance(found_inf, (bool, np.bool_)) and not on_host(scale):
@@ -81,6 +81,11 @@ def on_host(value: Scalar) -> bool:
     return isinstance(value, (float, int, np.generic)) or (
         isinstance(value, np.ndarray) and value.ndim == 0
     )
+
+
+def _on_host(value: Scalar) -> Scalar:
+    """A policy's own field as int or float32."""
+    return int(value) if np.asarray(value).dtype.kind in "iu" else np.float32(value)
 
 
 def host_where(condition: Scalar, a: Scalar, b: Scalar) -> Scalar:
