@@ -216,7 +216,7 @@ class BadBatch(OneWeight):
     def accumulate(self):
         library.clear_gradients(self.optimizer)
         for part in self.parts:
-            for _ in self.scaler.attempts(self.optimizer, max_retries=4):
+            for _ in self.scaler.attempts(self.optimizer, max_retries=2):
                 library.backward(self.scaler, [self.weight], [GRADIENT * np.float32(part)])
 
     def repeat(self):

@@ -225,7 +225,7 @@ def test_the_picture_grows_with_the_names_it_shows(path, made_up_run):
     assert heights[0] <= heights[1] <= heights[2] < 3000
 
 
-@pytest.mark.parametrize("samples", [0, 1, 10_000])
+@pytest.mark.parametrize("samples", [0, 1, 2000])  # test_bounds.py draws more
 @pytest.mark.parametrize("suffix", [".html", ".png"])
 def test_any_number_of_samples_can_be_drawn(tmp_path, made_up_run, samples, suffix):
     path = tmp_path / f"report{suffix}"
