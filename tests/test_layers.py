@@ -65,7 +65,6 @@ TABLE = {
 EVERYONE = set(TABLE)
 PRIVATE = {
     "policies._checks": EVERYONE,
-    "policies._libraries": {"_keras_like"},
     "policies._presets": EVERYONE,
     "policies._spelling": EVERYONE,
     "checkpoint._files": {"__main__"},

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gradscaler import DynamicScale, FixedScale
-from gradscaler.policies._libraries import host_where
+from gradscaler.policies.state import host_where
 from tests.support.amax import INF, NAN, TRACE, as_bits, policy
 from tests.support.eager import library
 

@@ -142,12 +142,12 @@ def test_that_error_moves_no_scale_and_can_be_ended_by_the_scaler_s_step(unaware
     assert scaler.last_step(unaware.optimizer).applied
 
 
-@pytest.mark.parametrize("left_out", [False, True])
-def test_after_steps_of_the_scaler_the_second_by_itself_is_an_error(left_out, unaware, place):
+@pytest.mark.parametrize("ways", ["s", "ss", "s-", "s-s", "ss--"])
+def test_so_is_one_after_steps_that_the_scaler_took_and_left_out(ways, unaware, place):
     scaler = unaware.guarded.scaler
-    for _ in range(2):
-        unaware.clip_and_step(lambda: scaler.step(unaware.optimizer))
-    unaware.clip_and_step((lambda: None) if left_out else unaware.optimizer.step)
+    for way in ways:
+        step = {"s": lambda: scaler.step(unaware.optimizer), "-": lambda: None}[way]
+        unaware.clip_and_step(step)
     with pytest.raises(CallOrderError, match=r"scaler\.step\(optimizer\)"):
         unaware.clip_and_step_by_itself()
 
@@ -174,3 +174,22 @@ def test_each_optimizer_of_the_user_s_is_noticed_beside_one_of_the_scaler_s(para
     second.step()
     with pytest.raises(CallOrderError, match=r"scaler\.step\(optimizer\)"):
         scaler.update()
+
+
+# Several optimizers of one loss, with an update() for each.
+
+
+@pytest.mark.parametrize("check", ["clip_grad_norm_", "unscale_"])
+def test_steps_may_be_left_out_of_optimizers_that_were_checked_together(check, parameters, finite):
+    scaler = library.scaler(init_scale=1024.0)
+    first, second = (library.sgd([parameter]) for parameter in parameters)
+    library.backward(scaler, parameters, finite)
+    for optimizer in (first, second):
+        getattr(scaler, check)(optimizer, *[1.0] * (check == "clip_grad_norm_"))
+    before = library.numpy(parameters[1])
+    scaler.step(first)
+    scaler.update()
+    scaler.update()  # the second's step is left out
+    assert library.scale_of(scaler) == 1024.0
+    np.testing.assert_array_equal(library.numpy(parameters[1]), before)
+    assert scaler.last_step(first).applied

@@ -117,7 +117,8 @@ class Iteration(defaultdict[int, Any]):
         Raises:
             CallOrderError: none were checked.
         """
-        found, were_checked = [], False
+        # Gradients that were checked before the last update, and still wait, were counted there.
+        found, were_checked = [], self.loss is not None and bool(self.loss.waiting)
         for each in self.values():
             if not isinstance(each, Gradients):  # a framework has put it here
                 continue

@@ -149,10 +149,12 @@ class Operations(Protocol):
     def watch(self, optimizer: Optimizer, /) -> Callable[[], bool]:
         """A callable that returns whether parameters and gradients are still unchanged."""
 
-    def watch_values(self, optimizer: Optimizer, /) -> Callable[[], bool]:
-        """Like ``watch``, by value, of a few small parameters that have a gradient.
+    def watch_steps(self, optimizer: Optimizer, closely: bool, /) -> Callable[[], bool]:
+        """A callable that returns whether the optimizer seems not to have stepped since.
 
-        So it also notices an optimizer that writes through ``parameter.data``. NaN never changes.
+        It compares the values of a few small parameters that have a gradient, of which it takes
+        copies; if not ``closely``, the values of one, most often a bias of the last layer. A
+        parameter that is NaN never changes.
         """
 
     def enable_grad(self) -> AbstractContextManager[object]:

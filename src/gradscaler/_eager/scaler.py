@@ -601,14 +601,14 @@ class EagerScaler(ABC, Generic[TensorT, OptimizerT]):
         return norm
 
     def _watch_for_steps(self, gradients: Gradients) -> None:
-        """Watch for a step of the user's, unless the scaler takes this optimizer's steps.
+        """Watch for a step of the user's in place of the scaler's, which would ignore the clipping.
 
-        A watch costs copies. It does after its latest step, unless one was left out since.
+        A close watch takes more copies, so it ends once the scaler has taken the latest step.
         """
-        key = id(gradients.optimizer)
-        is_ours = self._outcomes.get(gradients.optimizer) and key not in self._iteration.left_out
-        if gradients.await_clipping and gradients.is_untouched is None and not is_ours:
-            gradients.is_untouched = self._operations.watch_values(gradients.optimizer)
+        optimizer = gradients.optimizer
+        is_ours = self._outcomes.get(optimizer) and id(optimizer) not in self._iteration.left_out
+        if gradients.await_clipping and gradients.is_untouched is None:
+            gradients.is_untouched = self._operations.watch_steps(optimizer, not is_ours)
 
     def _clip_at_once(
         self,

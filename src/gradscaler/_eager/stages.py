@@ -116,6 +116,6 @@ _VALIDITY_AFTER: dict[tuple[Validity, str], Validity] = {
 }
 
 
-def validity_after(standing: Validity, event: str) -> Validity:
-    """The standing after an event; most events leave it unchanged."""
-    return _VALIDITY_AFTER.get((standing, event), standing)
+def validity_after(validity: Validity, event: str) -> Validity:
+    """The validity after an event; most events leave it unchanged."""
+    return _VALIDITY_AFTER.get((validity, event), validity)

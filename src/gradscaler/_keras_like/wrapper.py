@@ -22,8 +22,8 @@ from gradscaler.policies import (
     leaf_dtypes,
     name_of_first_scale,
 )
-from gradscaler.policies._libraries import where_for
 from gradscaler.policies._spelling import changed, check_alone, check_policy
+from gradscaler.policies.state import where_for
 
 Tensor = Any
 Variable = Any

@@ -21,6 +21,7 @@ from gradscaler.policies import Policy, State, leaf_dtypes
 
 _LARGE = 2**14  # elements
 _FEW = 8  # parameters, of which an optimizer's step changes at least one
+_SOME = 2**16  # elements of a parameter, few enough to copy and compare in each step
 _item = methodcaller("item")
 
 
@@ -496,11 +497,13 @@ class TorchLikeOperations:
         before = seen()
         return lambda: seen() == before
 
-    def watch_values(self, optimizer: Optimizer) -> Callable[[], bool]:
-        trained = [p for p in parameters_of(optimizer) if p.grad is not None]
-        few = sorted(trained, key=methodcaller("numel"))[:_FEW]
-        before = [value.clone() for value in self.values(few)]
-        return lambda: all(map(_are_same, before, self.values(few)))
+    def watch_steps(self, optimizer: Optimizer, closely: bool) -> Callable[[], bool]:
+        # By value, because a fused step raises no tensor's version.
+        parameters = parameters_of(optimizer)
+        trained = [p for p in parameters[0 if closely else -_FEW :] if p.grad is not None]
+        few = sorted(trained, key=methodcaller("numel"))[: _FEW if closely else 1]
+        before = [part.clone() for part in map(_first_part, self.values(few))]
+        return lambda: all(map(_are_same, before, map(_first_part, self.values(few))))
 
     def values(self, parameters: list[Tensor]) -> list[Tensor]:
         """The tensors that hold the values of parameters in this process."""
@@ -531,6 +534,11 @@ class TorchLikeOperations:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """The optimizer's parameters, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _first_part(value: Tensor) -> Tensor:
+    """The first elements of a tensor, as a view of most."""
+    return value if value.numel() <= _SOME else value.reshape(-1)[:_SOME]
 
 
 def _are_same(before: Tensor, now: Tensor) -> bool:

@@ -29,6 +29,7 @@ _eager: ModuleType = core.eager
 
 _HALF = (paddle.float16, paddle.bfloat16)
 _FEW = 8  # parameters, of which an optimizer's step changes at least one
+_SOME = 2**16  # elements of a parameter, few enough to copy and compare in each step
 
 
 class SparseGradientsError(GradientsRefusedError, NotImplementedError):
@@ -375,11 +376,17 @@ def watch(optimizer: Optimizer) -> Callable[[], bool]:
     return is_untouched
 
 
-def watch_values(optimizer: Optimizer) -> Callable[[], bool]:
-    trained = [p for p in parameters_of(optimizer) if p._grad_ivar() is not None]
-    few = sorted(trained, key=operator.attrgetter("size"))[:_FEW]
-    before = [parameter.detach().clone() for parameter in few]
-    return lambda: all(map(_are_same, before, few))
+def watch_steps(optimizer: Optimizer, closely: bool) -> Callable[[], bool]:
+    parameters = parameters_of(optimizer)[0 if closely else -_FEW :]
+    trained = [p for p in parameters if p._grad_ivar() is not None]
+    few = sorted(trained, key=operator.attrgetter("size"))[: _FEW if closely else 1]
+    before = [part.clone() for part in map(_first_part, few)]
+    return lambda: all(map(_are_same, before, map(_first_part, few)))
+
+
+def _first_part(parameter: Tensor) -> Tensor:
+    value = parameter.detach()
+    return value if value.size <= _SOME else value.reshape([-1])[:_SOME]
 
 
 def _are_same(before: Tensor, now: Tensor) -> bool:

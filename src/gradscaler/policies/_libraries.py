@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from gradscaler.policies.state import Scalar, State, Where
+from gradscaler.policies.state import Scalar, State, Where, host_where, on_host, where_for
 
 S = TypeVar("S", bound=State)
 C = TypeVar("C", bound=NamedTuple)
-
-# Libraries that define `where` in another module than their tensor types.
-_HOME_OF_WHERE = {
-    "jax": "jax.numpy",
-    "jaxlib": "jax.numpy",
-    "keras": "keras.ops",
-    "mindspore": "mindspore.ops",
-}
 
 
 class HasConstants(Protocol):
@@ -76,36 +67,6 @@ def moved(
         return kind(*rule(policy._host_constants, *state, found_inf, where, *inputs))
 
 
-def on_host(value: Scalar) -> bool:
-    """Whether ``value`` is a Python or NumPy scalar."""
-    return isinstance(value, (float, int, np.generic)) or (
-        isinstance(value, np.ndarray) and value.ndim == 0
-    )
-
-
 def _on_host(value: Scalar) -> Scalar:
     """A policy's own field as int or float32."""
     return int(value) if np.asarray(value).dtype.kind in "iu" else np.float32(value)
-
-
-def host_where(condition: Scalar, a: Scalar, b: Scalar) -> Scalar:
-    """``where`` on host scalars: a conditional expression."""
-    return a if condition else b
-
-
-def where_for(value: Scalar) -> Where:
-    """The ``where`` of the library that defines ``value``'s type. This imports nothing.
-
-    Raises:
-        TypeError: the type's library has no ``where``.
-    """
-    for base in type(value).__mro__:
-        root = base.__module__.partition(".")[0]
-        module = sys.modules.get(_HOME_OF_WHERE.get(root, root))
-        where: Where | None = getattr(module, "where", None)
-        if where is not None:
-            return where
-    raise TypeError(
-        f"no where() is known for a scale of type {type(value).__module__}."
-        f"{type(value).__qualname__}: pass that library's own to update(..., where=)"
-    )

@@ -8,9 +8,9 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 import numpy as np
 
 from gradscaler.policies import _checks
-from gradscaler.policies._libraries import host_where, moved, prepared, rounded
+from gradscaler.policies._libraries import moved, prepared, rounded
 from gradscaler.policies._presets import Presets
-from gradscaler.policies.state import Scalar, ScaleState, Where
+from gradscaler.policies.state import Scalar, ScaleState, Where, host_where
 
 HysteresisReset = Literal["finite_step", "finite_step_only", "growth"]
 _RESETS = get_args(HysteresisReset)

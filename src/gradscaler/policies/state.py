@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -12,6 +13,14 @@ Scalar = Any
 
 Where = Callable[[Scalar, Scalar, Scalar], Scalar]
 """``where(condition, a, b)``: ``a`` where the condition holds, ``b`` elsewhere."""
+
+# Libraries that define `where` in another module than their tensor types.
+_HOME_OF_WHERE = {
+    "jax": "jax.numpy",
+    "jaxlib": "jax.numpy",
+    "keras": "keras.ops",
+    "mindspore": "mindspore.ops",
+}
 
 
 class ScaleState(NamedTuple):
@@ -139,4 +148,34 @@ def leaf_dtypes(state: State) -> tuple[type[np.float32] | type[np.int32], ...]:
     """The dtype of each field of a host state: float32 for scale and floats, int32 for counts."""
     return np.float32, *(
         np.float32 if isinstance(value, (float, np.floating)) else np.int32 for value in state[1:]
+    )
+
+
+def on_host(value: Scalar) -> bool:
+    """Whether ``value`` is a Python or NumPy scalar."""
+    return isinstance(value, (float, int, np.generic)) or (
+        isinstance(value, np.ndarray) and value.ndim == 0
+    )
+
+
+def host_where(condition: Scalar, a: Scalar, b: Scalar) -> Scalar:
+    """``where`` on host scalars: a conditional expression."""
+    return a if condition else b
+
+
+def where_for(value: Scalar) -> Where:
+    """The ``where`` of the library that defines ``value``'s type. This imports nothing.
+
+    Raises:
+        TypeError: the type's library has no ``where``.
+    """
+    for base in type(value).__mro__:
+        root = base.__module__.partition(".")[0]
+        module = sys.modules.get(_HOME_OF_WHERE.get(root, root))
+        where: Where | None = getattr(module, "where", None)
+        if where is not None:
+            return where
+    raise TypeError(
+        f"no where() is known for a scale of type {type(value).__module__}."
+        f"{type(value).__qualname__}: pass that library's own to update(..., where=)"
     )

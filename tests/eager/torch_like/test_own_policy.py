@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gradscaler import AmaxScale, DynamicScale, FixedScale, ScaleState
-from gradscaler.policies._libraries import host_where
+from gradscaler.policies.state import host_where
 from tests.support.eager import library
 
 if library.name == "paddle":
