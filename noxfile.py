@@ -292,7 +292,7 @@ PROCESSORS = {
         "ATEN_CPU_CAPABILITY": "default",
         "ONEDNN_MAX_CPU_ISA": "SSE41",
         "MKL_CBWR": "COMPATIBLE",
-        "XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2",
+        "XLA_FLAGS": "--xla_cpu_max_isa=AVX",  # with SSE4_2, XLA cannot convert to float16
         "TF_ENABLE_ONEDNN_OPTS": "0",
         "OMP_NUM_THREADS": "1",
     },
