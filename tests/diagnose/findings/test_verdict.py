@@ -10,7 +10,15 @@ from gradscaler.diagnose import Located
 # tests/diagnose/test_trainings.py and examples/torch_stuck.py end in one for each kind of verdict.
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import Evidence
-from gradscaler.diagnose._record.lines import Bins, ParameterSample, Sample, Shares, Skip
+from gradscaler.diagnose._record.finding import Finding
+from gradscaler.diagnose._record.lines import (
+    Bins,
+    ParameterSample,
+    Sample,
+    Shares,
+    Skip,
+    VerdictLine,
+)
 from gradscaler.diagnose._record.step import Step
 
 INF = NonfiniteGradient("fc1.weight", (4, 4), "float32", 3, 0, 65504.0)
@@ -32,6 +40,9 @@ STUCK = Evidence(
 LOCATED = Located("encoder.3", "forward", "Linear", "float16", 12, 1, 4096, 6e4, 51200.0)
 NAN_LOSS = streak(INF, NAN, loss=math.nan)
 NAN_AT_1 = ending(streak(INF, NAN), 1.0, NAN)
+SMALL = Sample(90, 1024.0, ((90, 1024.0),), 90, (), norm=2.0, largest=1.0)
+FIXED = {"min_scale": 1024.0, "measured": (SMALL,)}
+LARGE = {"min_scale": 1024.0, "measured": (replace(SMALL, largest=32.0),)}
 OF_NAN = streak(NAN, first=2.0**16)
 SOME_INSPECTED = tuple(
     skip if i % 3 == 0 else replace(skip, nonfinite=None, loss=None)
@@ -53,6 +64,12 @@ SOME_INSPECTED = tuple(
         ("normal", "fc2.weight", {"skips": streak(NAN)}),
         ("nan", "fc2.weight", {"skips": streak(NAN, first=2.0**19)}),  # down to 1
         ("nan", "fc2.weight", {"skips": NAN_AT_1}),
+        # At a fixed scale, other steps show whether it may be an overflow.
+        ("nan", "fc2.weight", {**FIXED, "skips": streak(NAN, first=1024.0, factor=1)}),
+        ("floor", "fc1.weight", {**FIXED, "skips": streak(INF, first=1024.0, factor=1)}),
+        ("floor", "fc2.weight", {**LARGE, "skips": streak(NAN, first=1024.0, factor=1)}),
+        ("floor", "fc2.weight", {"min_scale": 8.0, "skips": streak(NAN, first=8.0, factor=1)}),
+        ("floor", "fc2.weight", {"skips": streak(NAN, first=1.0, loss=1e6)}),
         ("normal", "fc1.weight", {"skips": ending(streak(INF, NAN), 32.0, INF)}),
         ("nan", "fc2.weight", {"skips": SOME_INSPECTED}),
         # The operation that makes the Inf comes before its effects.
@@ -302,6 +319,48 @@ def test_without_too_many_skips_it_says_how_many_there_were(steps, skipped, word
 )
 def test_many_skips_or_a_scale_below_1_are_not_normal(kind, evidence):
     assert judge(evidence).kind == kind
+
+
+def skipping(nonfinite, scale, every=10, steps=300):
+    """A run at a scale that is its policy's lowest, of which every n-th step was skipped."""
+    past = tuple(Step(n, scale, n % every == 0, 2.5) for n in range(1, steps + 1))
+    skips = tuple(Skip(s.step, scale, 2.5, (nonfinite,)) for s in past if s.skipped)
+    count = len(skips)
+    rest = {"past": past, "inspected": skips, "measured": (SMALL,)}
+    return Evidence(steps, count, scale=scale, min_scale=scale, **rest)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-4, 1024.0])
+@pytest.mark.parametrize(("gradient", "kind"), [(NAN, "data"), (INF, "floor")])
+def test_nan_without_inf_at_the_lowest_scale_is_no_overflow(gradient, kind, scale):
+    found = judge(skipping(gradient, scale))
+    assert found.kind == kind
+    assert ("lower" in found.text) == (kind == "floor")
+    assert ("with NaN and no Inf in the gradient of fc2.weight" in found.text) == (kind == "data")
+
+
+def test_a_few_skips_at_a_fixed_scale_are_not_cured_by_a_lower_one():
+    found = judge(skipping(NAN, 1.0, every=200))
+    assert found.kind == "normal"
+    assert found.findings[0].steps == (200,)
+    assert "in step 200, where the gradient of fc2.weight was NaN" in found.text
+    assert "cured" not in found.text
+
+
+@pytest.mark.parametrize(
+    ("later", "line"), [("floor", "a.py:7"), ("nan", "a.py:7"), ("divergence", None)]
+)
+def test_a_later_streak_does_not_lose_the_place_of_an_earlier_one(later, line):
+    placed = VerdictLine(50, "nan", "x", "w", (Finding("nan", "x", "y", "w", "a.py:7"),))
+    other = VerdictLine(90, later, "z", None, (Finding(later, "z", "y"),))
+    earlier = Evidence(100, 40).after(placed).after(other).earlier
+    assert (earlier.findings[0].line, earlier.step) == (line, 50 if line else 90)
+
+
+@pytest.mark.parametrize(("loss", "line"), [(2.5, "train.py:7"), (math.nan, None)])
+def test_a_streak_has_the_place_found_before_it_if_that_fits_its_loss(loss, line):
+    found = Evidence(100, 40, watched=slope_of("sqrt")).found_before(Skip(100, 1.0, loss, (NAN,)))
+    assert (found and found.line) == line
 
 
 def sampled(shares, largest_exponent, scale=1024.0, dtype="float16", skipped=0, past=()):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from gradscaler.diagnose._findings import calls, gradient_values, losses, over_time
 from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._findings.nan_skips import nan_gradient, nan_skips
 from gradscaler.diagnose._findings.skips_in_a_row import (
     EXPLAIN_ALL,
     bad_parameter,
@@ -103,9 +104,21 @@ def _normal(evidence: Evidence) -> Finding:
             "So few batches do no harm; look at them if more follow.",
             steps=tuple(bad[-2:]),
         )
+    if at_lowest := _at_lowest(evidence):
+        bad = [skip.step for skip in nan_skips(evidence)]
+        text += f" at a scale that cannot fall, the last in step {at_lowest[-1]}"
+        text += f", where the gradient of {nan_gradient(evidence)} was NaN" if bad else ""
+        action = "So few steps do no harm; look at their batches if more follow."
+        return Finding("normal", f"{text}.", action, steps=at_lowest[-2:])
     if evidence.skipped:
         text += " while the loss scale settled, and a lower scale cured each overflow"
     return Finding("normal", f"{text}.", _nothing(evidence))
+
+
+def _at_lowest(evidence: Evidence) -> tuple[int, ...]:
+    """The latest skipped steps at the lowest scale, which no lower scale cured."""
+    lowest = evidence.min_scale or 0.0
+    return tuple(step.step for step in evidence.past if step.skipped and step.scale <= lowest)
 
 
 def _nothing(evidence: Evidence) -> str:

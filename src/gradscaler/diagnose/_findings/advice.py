@@ -111,8 +111,8 @@ _BACKWARD = {
 _BACKWARD_IN_FLOAT16 = {"exp": _EXP}
 _AT_0 = _DIVISION, _RSQRT, _SLOPE, _LOG_SLOPE, _POWER_SLOPE
 _OF_NAN = (
-    "look in the backward pass for the root or norm of 0 (add a small number under it), and for "
-    "the branch that where() does not take"
+    "look for 0 * Inf, as by the root or norm of 0 (add an eps), an exp or log before a clamp "
+    "(clamp its input), a masked softmax row, or where()'s other branch"
 )
 _POWERS = "pow", "square"
 _WIDE = "bfloat16", "float32", "float64", "complex64", "complex128"  # with at least float32's range

@@ -32,6 +32,7 @@ class Evidence:
     skips_in_a_row: int = 0  # the length of an optimizer's current streak, if too long
     first_scale: float | None = None  # at the start of that streak
     skips: tuple[Skip, ...] = ()  # the latest skips of that streak
+    inspected: tuple[Skip, ...] = ()  # the latest inspected skips of the run
     min_scale: float | None = None  # the scale's lower limit, if known
     parameter: str | None = None  # the name of a parameter or a buffer that is not finite
     state: str | None = None  # the name of an optimizer's state that is not finite
@@ -66,7 +67,7 @@ class Evidence:
         """Whether more steps were skipped than a loss scale needs to settle."""
         return self.skipped > max(_FEW, self.steps / 10)
 
-    def is_close_to_overflow(self, step: Step, share: float) -> bool:
+    def is_close_to_overflow(self, step: Step | Skip, share: float) -> bool:
         """Whether gradients came close to overflow at a step's scale, by the nearest sample.
 
         They did if the largest reached ``share`` of the dtype's largest number.
@@ -78,8 +79,20 @@ class Evidence:
         """Whether the latest nonzero gradients, at this scale, are far above float16's smallest."""
         return _largest(self.measured[-1] if self.measured else None) * scale >= 1
 
-    def after(self, line: Sample | VerdictLine | Watched) -> Evidence:
+    def found_before(self, skip: Skip) -> Located | None:
+        """The place found earlier in the run, if it may explain a skip, which has none of its own.
+
+        A place in the backward pass explains a finite loss, and one in the forward pass another.
+        """
+        if self.watched is None or skip.loss is None:
+            return None
+        is_backward = self.watched.kind == "backward"
+        return self.watched if is_backward == math.isfinite(skip.loss) else None
+
+    def after(self, line: Sample | Skip | VerdictLine | Watched) -> Evidence:
         """The evidence extended by one line."""
+        if isinstance(line, Skip):
+            return replace(self, inspected=(*self.inspected, line)[-HISTORY_LENGTH:])
         if isinstance(line, Watched):
             return replace(
                 self,
@@ -89,7 +102,7 @@ class Evidence:
                 calls=Counter(self.calls) + Counter(line.calls),
             )
         if isinstance(line, VerdictLine):
-            return self if line.verdict == "normal" else replace(self, earlier=line)
+            return replace(self, earlier=_better(self.earlier, line))
         last = self.past[-1].step if self.past else 0
         steps = [step for step in _steps_of(line) if step.step > last]
         if not steps:  # after an interrupt, a sample may be written twice
@@ -150,6 +163,15 @@ def min_scale_of(policy: object) -> float | None:
 
 _LATEST = 10  # samples
 _FEW = 20  # skips that a loss scale may need to settle: 16 halvings take 65536, the default, to 1
+
+
+def _better(before: VerdictLine | None, line: VerdictLine) -> VerdictLine | None:
+    """The later of two verdicts on streaks, unless only the earlier one knows the line."""
+    if line.verdict == "normal":
+        return before
+    is_same = before is not None and line.verdict in (before.verdict, "floor")
+    is_worse = is_same and before is not None and before.has_line and not line.has_line
+    return before if is_worse else line
 
 
 def _gets_nothing(name: str, sample: Sample) -> bool:

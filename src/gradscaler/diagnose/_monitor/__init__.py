@@ -308,7 +308,7 @@ class Monitor:
                 skips_in_a_row=streak.length,
                 first_scale=streak.first_scale,
                 skips=streak.skips,
-                located=self._source.located,
+                located=self._source.located or evidence.found_before(streak.skips[-1]),
             )
         return judge(evidence)
 

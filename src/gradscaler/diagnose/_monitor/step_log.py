@@ -22,7 +22,7 @@ from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.step import Step
 from gradscaler.diagnose._record.writer import RunFile, ScalarLog
 from gradscaler.errors import levels_to_caller
-from gradscaler.outcome import HISTORY_LENGTH
+from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient
 
 OnStuck = Literal["warn", "raise", "continue"]
 
@@ -170,6 +170,7 @@ class StepLog:
             is_finite_here=is_finite_here,
             optimizer=last,
             observed=before if observed is _NOTHING else before.after(observed),
+            evidence=counts.evidence.after(skip) if is_inspected and skip else counts.evidence,
         )
         if is_inspected and skip is not None:
             self._write(skip)
@@ -299,7 +300,7 @@ class StepLog:
             return
         if self._on_stuck == "raise":
             raise StuckError(line.text)
-        self._filter.note(line.verdict, streak.length)
+        self._filter.note(line.findings[0])
         if self._on_stuck == "warn":
             warnings.warn(StuckWarning(line.text), stacklevel=levels_to_caller())
 
@@ -419,8 +420,16 @@ class StepSource:
 def _skip_of(step: Step) -> Skip:
     """The line of a skipped step."""
     found = step.nonfinite or ()
-    listed = None if step.nonfinite is None else found[:_MOST_NONFINITE]
+    listed = None if step.nonfinite is None else _listed(found)
     return Skip(step.step, step.scale, step.loss, listed, len(found[_MOST_NONFINITE:]))
+
+
+def _listed(found: tuple[NonfiniteGradient, ...]) -> tuple[NonfiniteGradient, ...]:
+    """The gradients that a line lists: the first ones, and one with an Inf if any holds one."""
+    first, rest = found[:_MOST_NONFINITE], found[_MOST_NONFINITE:]
+    inf = next((each for each in rest if each.num_inf), None)
+    is_missing = inf is not None and not any(each.num_inf for each in first)
+    return (*first[:-1], inf) if is_missing and inf is not None else first
 
 
 def _warn(findings: Sequence[Finding]) -> None:

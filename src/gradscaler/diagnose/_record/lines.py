@@ -187,9 +187,10 @@ class Skip:
         step: the step's number.
         scale: the loss scale that the step used.
         loss: the unscaled loss; None if it was not seen.
-        nonfinite: the first 10 gradients of this process that held an Inf or a NaN. It may be empty
-            with several processes, because all skip a step that overflows on one of them. None if
-            the step was not inspected; such a step is not in the file.
+        nonfinite: the first 10 gradients of this process that held an Inf or a NaN. If only a later
+            one holds an Inf, it takes the tenth place. It may be empty with several processes, as
+            all skip a step that overflows on one of them. None if the step was not inspected; such
+            a step is not in the file.
         more: the number of further gradients that held an Inf or a NaN.
     """
 
@@ -216,6 +217,11 @@ class VerdictLine:
     text: str
     where: str | None
     findings: tuple[Finding, ...] = ()
+
+    @property
+    def has_line(self) -> bool:
+        """Whether the gravest finding names a line of the user's code."""
+        return bool(self.findings) and self.findings[0].line is not None
 
     @property
     def in_full(self) -> Verdict:
