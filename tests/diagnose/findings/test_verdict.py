@@ -40,9 +40,8 @@ STUCK = Evidence(
 LOCATED = Located("encoder.3", "forward", "Linear", "float16", 12, 1, 4096, 6e4, 51200.0)
 NAN_LOSS = streak(INF, NAN, loss=math.nan)
 NAN_AT_1 = ending(streak(INF, NAN), 1.0, NAN)
-SMALL = Sample(90, 1024.0, ((90, 1024.0),), 90, (), norm=2.0, largest=1.0)
-FIXED = {"min_scale": 1024.0, "measured": (SMALL,)}
-LARGE = {"min_scale": 1024.0, "measured": (replace(SMALL, largest=32.0),)}
+FIXED = {"min_scale": 1024.0, "peaks": ((90, 1.0),)}
+LARGE = {"min_scale": 1024.0, "peaks": ((90, 32.0),)}
 OF_NAN = streak(NAN, first=2.0**16)
 SOME_INSPECTED = tuple(
     skip if i % 3 == 0 else replace(skip, nonfinite=None, loss=None)
@@ -326,7 +325,7 @@ def skipping(nonfinite, scale, every=10, steps=300):
     past = tuple(Step(n, scale, n % every == 0, 2.5) for n in range(1, steps + 1))
     skips = tuple(Skip(s.step, scale, 2.5, (nonfinite,)) for s in past if s.skipped)
     count = len(skips)
-    rest = {"past": past, "inspected": skips, "measured": (SMALL,)}
+    rest = {"past": past, "inspected": skips, "peaks": ((90, 1.0),)}
     return Evidence(steps, count, scale=scale, min_scale=scale, **rest)
 
 
@@ -532,10 +531,48 @@ def test_skips_that_do_not_lower_the_scale_are_not_explained_by_large_gradients(
         past.append(Step(step, scale, step % 10 == 5))
         scale *= backoff if past[-1].skipped else 1.0
     scale = past[-1].scale
-    sample = Sample(
-        100, scale, ((100, scale),), 1, (), norm=2.0**20 / scale, largest=2.0**18 / scale
-    )
-    assert judge(Evidence(100, 10, past=tuple(past), measured=(sample,))).kind == kind
+    peaks = ((1, 2.0**18 / scale),)
+    assert judge(Evidence(100, 10, past=tuple(past), peaks=peaks)).kind == kind
+
+
+@pytest.mark.parametrize(("num_seen", "kind"), [(0, "data"), (1, "normal")])
+def test_skips_before_the_first_sample_are_not_unexplained(num_seen, kind):
+    skipped = (16, 18, 21, 24)
+    scales = {n: 2.0 ** (9 - sum(n > s for s in skipped)) for n in range(1, 31)}
+    past = tuple(Step(n, scale, n in skipped) for n, scale in scales.items())
+    peaks = ((28, 2.0**-9),)[:num_seen]
+    assert judge(Evidence(30, 4, past=past, peaks=peaks)).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("backward", "words"),
+    [
+        ({"float16", "float32"}, "until numbers left float16"),
+        ({"bfloat16", "float32"}, "until numbers left bfloat16"),
+        ({"float32"}, "until numbers left float32"),
+        ((), "until numbers became Inf or NaN"),
+        ({"unknown", "float32"}, "until numbers became Inf or NaN"),
+    ],
+)
+def test_a_divergence_names_the_range_that_was_seen(backward, words):
+    past = tuple(Step(n, 1.0, n > 99, 10.0 ** (n // 20)) for n in range(1, 119))
+    assert words in judge(replace(STUCK, past=past, backward=frozenset(backward))).text
+
+
+@pytest.mark.parametrize(
+    ("backward", "kind"),
+    [({"bfloat16", "float32"}, "normal"), ({"float16"}, "underflow"), ((), "underflow")],
+)
+def test_only_what_is_in_float16_underflows_there(backward, kind):
+    sample = Sample(100, 1.0, (), 100, (), shares=TAIL, histogram=Bins(-30, (1,)))
+    evidence = Evidence(100, 0, sample=sample, scale=1.0, min_scale=1.0)
+    assert judge(replace(evidence, backward=frozenset(backward))).kind == kind
+
+
+def test_a_parameter_that_is_nan_is_told_with_the_losses_that_were_seen():
+    past = tuple(Step(n, 8.0, False, math.nan if n > 7 else 1.0) for n in range(1, 11))
+    found = judge(Evidence(10, 0, past=past, parameter="w", bad_and_applied=3))
+    assert "is itself Inf or NaN, and the loss was NaN or Inf in 3 of 10 steps." in found.text
 
 
 @pytest.mark.parametrize("loss", [0.0, 0.5])

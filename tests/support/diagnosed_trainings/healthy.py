@@ -568,6 +568,53 @@ def bfloat16_at_a_scale_that_is_fixed_at_1(setting: Setting) -> None:
 
 
 @training("normal")
+def a_small_loss_without_a_loss_scale(setting: Setting) -> None:
+    """Its gradients are beyond float16, and in the range of what computes them."""
+    model = mlp(16, 32, 1)
+
+    def loss_of(step: int) -> Tensor:
+        return 1e-7 * regression(model, torch.randn(32, 16))
+
+    scaler = GradScaler("cpu", policy=FixedScale(1.0))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-12)
+    dtype = setting.pick(torch.bfloat16, None)
+    fit(setting, model, loss_of, 250, scaler=scaler, optimizer=optimizer, dtype=dtype)
+
+
+@training("normal")
+def steps_with_a_large_norm_are_left_out(setting: Setting) -> None:
+    """A guard leaves out about a third of the steps, and calls update() all the same."""
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = GradScaler("cpu", init_scale=2.0**8)
+    setting.monitor(scaler, model)
+    for step in range(200):
+        factor = 100.0 if step % 3 == 0 or torch.rand(()) < 0.1 else 1.0
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = factor * regression(model, torch.randn(32, 16))
+        scaled = scaler.scale(loss)
+        optimizer.zero_grad(set_to_none=setting.pick(True, False))
+        scaled.backward()
+        scaler.unscale_(optimizer)
+        if nn.utils.clip_grad_norm_(model.parameters(), 100.0) < 100.0:
+            scaler.step(optimizer)
+        scaler.update()
+
+
+@training("normal")
+def gradients_that_shrink_before_the_first_sample(setting: Setting) -> None:
+    """Skips lower the scale now and then while they are large."""
+    model = mlp(16, 32, 1)
+
+    def loss_of(step: int) -> Tensor:
+        size = 2.0 ** (step // 8) if step < 60 else 2.0**-9
+        return size * regression(model, torch.randn(32, 16))
+
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    fit(setting, model, loss_of, setting.pick(90, 150, 300), optimizer=optimizer)
+
+
+@training("normal")
 def a_loss_that_is_0_while_the_scale_settles(setting: Setting) -> None:
     """A margin is met from the start, except in some batches, which overflow."""
     model = mlp(16, 32, 1)

@@ -60,8 +60,10 @@ def _in_a_streak(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _over_a_run(evidence: Evidence) -> Iterator[Finding]:
-    if evidence.parameter is not None and (evidence.bad_and_applied or evidence.bad_and_skipped):
-        finding = bad_parameter(evidence, "the loss is, too")
+    count = evidence.bad_and_applied + evidence.bad_and_skipped
+    if evidence.parameter is not None and count:
+        so = f"and the loss was NaN or Inf in {count} of {evidence.steps} steps"
+        finding = bad_parameter(evidence, so)
         if finding is not None:
             yield finding
     kinds: set[str] = set()

@@ -51,6 +51,7 @@ class Evidence:
     bad_and_skipped: int = 0  # skipped steps whose loss was not finite
     bad_and_applied: int = 0  # applied steps whose loss was not finite
     measured: tuple[Sample, ...] = ()  # the latest samples with finite gradients
+    peaks: tuple[tuple[int, float], ...] = ()  # the largest gradient by sampled step, unscaled
     backward: frozenset[str] = frozenset()  # the dtypes that backward passes compute in, if known
     calls: Mapping[str, int] = field(default_factory=dict)  # see Sample.calls
     missing: tuple[str, ...] | None = None  # parameters without a gradient in any sample
@@ -67,17 +68,36 @@ class Evidence:
         """Whether more steps were skipped than a loss scale needs to settle."""
         return self.skipped > max(_FEW, self.steps / 10)
 
+    @property
+    def is_in_float16(self) -> bool | None:
+        """Whether backward passes compute in float16; None if that was not seen."""
+        if not self.backward or "unknown" in self.backward:
+            return None
+        return "float16" in self.backward
+
+    @property
+    def range(self) -> str | None:
+        """The dtype whose range the backward passes have; None if that was not seen."""
+        if self.is_in_float16 is None:
+            return None
+        return next(name for name in (*_RANGES, *sorted(self.backward)) if name in self.backward)
+
     def is_close_to_overflow(self, step: Step | Skip, share: float) -> bool:
         """Whether gradients came close to overflow at a step's scale, by the nearest sample.
 
-        They did if the largest reached ``share`` of the dtype's largest number.
+        They did if the largest reached ``share`` of the dtype's largest number. Before the first
+        sample, they may have been of any size, and count as close.
         """
-        nearest = min(self.measured, key=lambda each: abs(each.step - step.step), default=None)
-        return _largest(nearest) * step.scale >= share * format_named(self.dtype).largest
+        if not self.peaks or step.step < self.peaks[0][0]:
+            return bool(self.peaks)
+        place = bisect_right(self.peaks, (step.step, math.inf))
+        near = self.peaks[place - 1 : place + 1]
+        _, largest = min(near, key=lambda peak: abs(peak[0] - step.step))
+        return largest * step.scale >= share * format_named(self.dtype).largest
 
     def reached_one(self, scale: float) -> bool:
         """Whether the latest nonzero gradients, at this scale, are far above float16's smallest."""
-        return _largest(self.measured[-1] if self.measured else None) * scale >= 1
+        return bool(self.peaks) and self.peaks[-1][1] * scale >= 1
 
     def found_before(self, skip: Skip) -> Located | None:
         """The place found earlier in the run, if it may explain a skip, which has none of its own.
@@ -107,9 +127,10 @@ class Evidence:
         steps = [step for step in _steps_of(line) if step.step > last]
         if not steps:  # after an interrupt, a sample may be written twice
             return self
-        measured = self.measured
+        measured, peaks = self.measured, self.peaks
         if line.norm is not None and 0 < line.norm < math.inf:
             measured = (*measured, line)[-_LATEST:]
+            peaks = (*peaks, (line.step, _largest(line)))[-HISTORY_LENGTH:]
         unmoved = self.unmoved
         # Skipped steps move no parameter, so a sample of mostly skips shows no lost update.
         if line.unmoved is not None and len(line.skips) < line.steps / 2:
@@ -133,15 +154,14 @@ class Evidence:
             bad_and_applied=self.bad_and_applied
             + sum(s.has_bad_loss and not s.skipped for s in steps),
             measured=measured,
+            peaks=peaks,
             backward=self.backward.union(line.backward),
             calls=Counter(self.calls) + Counter(line.calls),
         )
 
 
-def _largest(sample: Sample | None) -> float:
+def _largest(sample: Sample) -> float:
     """The largest magnitude in a sample, or the norm where that is unknown."""
-    if sample is None:
-        return 0.0
     return (sample.norm if sample.largest is None else sample.largest) or 0.0
 
 
@@ -162,6 +182,7 @@ def min_scale_of(policy: object) -> float | None:
 
 
 _LATEST = 10  # samples
+_RANGES = "float16", "bfloat16", "float32"  # the narrowest first, as numbers leave it first
 _FEW = 20  # skips that a loss scale may need to settle: 16 halvings take 65536, the default, to 1
 
 

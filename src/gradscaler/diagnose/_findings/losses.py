@@ -86,13 +86,14 @@ def diverged(evidence: Evidence) -> Finding | None:
     if where is None and evidence.located is not None and evidence.located.kind == "forward":
         where = evidence.located.module or where
         at = at_line(evidence.located)
+    became = f"left {evidence.range}" if evidence.range else "became Inf or NaN"
     skips = "steps are skipped"
     if evidence.skips:
         skips = f"the last {evidence.skips_in_a_row} steps were skipped"
     first_bad = f" (first in {where}{at})" if where else ""
     return Finding(
         "divergence",
-        f"The {' and the '.join(grew)}, until numbers left float16{first_bad} and {skips}.",
+        f"The {' and the '.join(grew)}, until numbers {became}{first_bad} and {skips}.",
         "It diverges at any scale: go back to an earlier checkpoint, lower the learning rate "
         "or warm it up, and clip gradients.",
         where,

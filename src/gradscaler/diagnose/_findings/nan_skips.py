@@ -22,7 +22,7 @@ def is_nan(skip: Skip, evidence: Evidence) -> bool:
     found = skip.nonfinite or ()
     if not _is_low(skip, evidence) or not found or any(each.num_inf for each in found):
         return False
-    is_far = evidence.measured and not evidence.is_close_to_overflow(skip, CLOSE)
+    is_far = evidence.peaks and not evidence.is_close_to_overflow(skip, CLOSE)
     return abs(skip.loss or 0.0) <= LARGE_LOSS and (skip.scale <= 1 or bool(is_far))
 
 

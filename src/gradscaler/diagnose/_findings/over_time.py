@@ -27,7 +27,7 @@ _CURED = "floor", "nan"  # verdicts that a lower scale proved wrong
 _MOST_SKIPPED = 0.01
 _OUTLIER = 10.0  # times the usual loss
 _IN_INPUTS = "look in these batches for NaN or Inf in inputs and labels"
-_IN_LOSSES = "an empty mask, a fully masked row, or a sum too long for float16"
+_IN_LOSSES = "an empty mask, a fully masked row, or a sum that overflows"
 _LEAVE_OUT = (
     "look at these batches for outliers in inputs and labels, and leave out, clip or normalise "
     "them; a loss that grows less for large errors (Huber's) helps too"

@@ -25,7 +25,7 @@ def of_skips(evidence: Evidence) -> Finding:
     skipped = f"the last {evidence.skips_in_a_row} steps were skipped"
     finding = (
         (None if evidence.lost_eps is not None else diverged(evidence))
-        or bad_parameter(evidence, skipped)
+        or bad_parameter(evidence, f"so {skipped}")
         or _of_forward(evidence, skipped)
         or _of_loss(evidence, skipped)
         or _of_nan(evidence, skipped)
@@ -63,7 +63,7 @@ def bad_parameter(evidence: Evidence, so: str) -> Finding | None:
         if evidence.skipped >= evidence.steps:  # no step was applied that could have written it
             wrote = "optimizer.step() without the scaler, or weights that were not finite at first"
         action = f"{_WONT} go back to an earlier checkpoint, and look for what wrote it ({wrote})."
-    cause = f"{whose} {parameter} is itself Inf or NaN, so {so}{why}."
+    cause = f"{whose} {parameter} is itself Inf or NaN, {so}{why}."
     return Finding("parameter", cause, action, parameter)
 
 

@@ -31,6 +31,7 @@ class Iteration:
     cut: Mapping[str, str] | None = None  # see Sample
     begun: set[int] = field(default_factory=set)  # optimizers that unscaled or began a step
     is_unscaled: bool = False  # whether any gradients were unscaled
+    follows_unstepped: bool = False  # whether the gradients before it were unscaled, and no step
     added_to: list[Tensor] = field(default_factory=list)  # magnitudes from UsedGradients
 
     def place_of(self, optimizer: object) -> int:
@@ -44,8 +45,9 @@ class Iteration:
         *_, last = self.outcomes.values()
         found = [o.nonfinite for o in self.outcomes.values() if o.nonfinite is not None]
         nonfinite = tuple(chain(*found)) if found else None
-        is_unzeroed = any(float(held) != 0 for held in self.added_to)
-        step = Step(self.number, last.scale, any(skipped.values()), loss, nonfinite)
+        was_skipped = any(skipped.values())
+        is_unzeroed = any(_stays(float(held), was_skipped) for held in self.added_to)
+        step = Step(self.number, last.scale, was_skipped, loss, nonfinite)
         calls = *self.calls, *["unzeroed"] * is_unzeroed, *["lossless"] * (not self.losses)
         has_any = calls or self.backward or self.cut is not None
         observed = [Observations(calls, frozenset(self.backward), self.cut)] if has_any else []
@@ -61,6 +63,11 @@ class Iteration:
             if not math.isfinite(value):
                 break
         return value
+
+
+def _stays(held: float, was_skipped: bool) -> bool:
+    """Whether a magnitude that a gradient held is still in it; an Inf or a NaN makes it skip."""
+    return held != 0 and (math.isfinite(held) or was_skipped)
 
 
 class Iterations:
@@ -125,6 +132,8 @@ class Iterations:
             self._all = [*unread, latest, self._new(latest.number + 1)]
         else:
             unstepped = ["unstepped"] * latest.is_unscaled
-            self._all = [*unread, self._new(latest.number, *latest.calls, *unstepped)]
+            following = self._new(latest.number, *latest.calls, *unstepped)
+            following.follows_unstepped = latest.is_unscaled
+            self._all = [*unread, following]
             if unstepped and latest.is_first:
                 self._log.note_calls(self.latest.calls)

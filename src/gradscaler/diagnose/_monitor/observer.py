@@ -18,8 +18,9 @@ from gradscaler.diagnose._monitor.backward_graph import CutOff, listen
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 from gradscaler.diagnose._monitor.gradient_sample import measure
 from gradscaler.diagnose._monitor.iterations import Iteration, Iterations
-from gradscaler.diagnose._monitor.parameters import OptimizersParameters, UsedGradients, has_stepped
+from gradscaler.diagnose._monitor.parameters import OptimizersParameters, has_stepped
 from gradscaler.diagnose._monitor.step_log import StepSource, StuckError
+from gradscaler.diagnose._monitor.used_gradients import UsedGradients
 from gradscaler.outcome import HISTORY_LENGTH, StepOutcome
 
 MethodT = TypeVar("MethodT", bound=Callable[..., None])
@@ -62,7 +63,7 @@ class EagerObserver(StepSource):
         self._iterations = Iterations(self.scaler, self.log, self.every)
         self._watch = FailureWatch(self.model, self.log, sees_operations)
         self._cut_off = CutOff(self._watch, sees_operations)
-        self._used = UsedGradients() if sees_operations else None
+        self._used = UsedGradients(counts_changes=sees_operations)
         self.parameters = OptimizersParameters(self.model)
         self._updated = self.log.counts.step  # the last step whose `updating` ended
 
@@ -81,7 +82,7 @@ class EagerObserver(StepSource):
             listen(outputs, iteration.backward)
         if self._cut_off.is_looking:
             self._cut_off.see(outputs)
-        if self._used is not None and not iteration.losses:
+        if not iteration.losses:
             self._used.before_backward()
         loss = local(outputs).detach()
         if 0 in loss.shape:  # this process' part may be empty
@@ -123,8 +124,7 @@ class EagerObserver(StepSource):
             self.parameters.note_norms(optimizer)
             if self._is_resumed(optimizer) and "resumed" not in iteration.calls:
                 iteration.calls.append("resumed")
-        if self._used is not None and (held := self._used.before_step(optimizer)) is not None:
-            iteration.added_to.append(held)
+        self._used.before_step(optimizer, iteration)
         if self._cut_off.is_looking:
             self._cut_off.note(self._named(optimizer))
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -141,53 +140,6 @@ class OptimizersParameters:
                 num_seen += int(has_gradient.sum())
                 num_unmoved += int((has_gradient & (now[name] == before[name])).sum())
         return num_unmoved / num_seen if num_seen else None
-
-
-class UsedGradients:
-    """Detects a backward pass that adds to gradients that a step has used.
-
-    It compares one gradient of each optimizer before and after the backward pass. PyTorch counts
-    the changes of a tensor. A backward pass that adds to a gradient makes one change,
-    ``zero_grad(set_to_none=False)`` makes another, and ``zero_grad()`` leaves no tensor. The
-    comparison waits for no device.
-    """
-
-    def __init__(self) -> None:
-        # One parameter of each optimizer that stepped; its gradient, version and largest magnitude.
-        self._parameters: dict[int, Callable[[], Tensor]] = {}
-        self._used: dict[int, tuple[Callable[[], Tensor], int, Tensor]] = {}
-
-    def before_backward(self) -> None:
-        """Note the gradients that earlier steps left."""
-        self._used = {}
-        for key, alive in self._parameters.items():
-            gradient = getattr(parameter := alive(), "grad", None)
-            if gradient is not None and gradient.layout == parameter.layout:  # not sparse
-                largest = gradient.detach().abs().amax()
-                self._used[key] = weakref.ref(gradient), gradient._version, largest
-
-    def before_step(self, optimizer: object) -> Tensor | None:
-        """The largest magnitude that was in the gradient before a backward pass added to it.
-
-        None if something else changed the gradient, or nothing did. A magnitude of 0 means that the
-        gradient was zeroed in place before the backward pass.
-        """
-        key, held = id(optimizer), None
-        parameter = self._parameters.pop(key, lambda: None)()
-        if parameter is not None and parameter.grad is not None and key in self._used:
-            alive, version, largest = self._used.pop(key)
-            if alive() is parameter.grad and parameter.grad._version == version + 1:
-                held = largest
-        if parameter is None or parameter.grad is None:
-            groups = getattr(optimizer, "param_groups", ())
-            with suppress(AttributeError):  # not every tensor counts its changes
-                all_of = (p for group in groups for p in group["params"] if p.grad is not None)
-                parameter = next(
-                    (p for p in all_of if p.grad.numel() and p.grad._version >= 0), None
-                )
-        if parameter is not None:
-            self._parameters[key] = weakref.ref(parameter)
-        return held
 
 
 def has_stepped(optimizer: object) -> bool:

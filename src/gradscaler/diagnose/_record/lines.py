@@ -131,6 +131,7 @@ class Sample:
             empty if no backward pass was inspected.
         calls: the number of calls since the previous sample that suggest misuse, by kind.
             ``"unstepped"``: ``update`` followed ``unscale_`` without a step in between.
+            ``"left_out"``: the gradients of such a step were zeroed before the next backward pass.
             ``"switched"``: a step of one optimizer came after a step of another and an ``update``.
             ``"unscaled"``: like ``"switched"``, and no loss was scaled in between. ``"unzeroed"``:
             a backward pass added to gradients that a step had used. ``"resumed"``: before the first
