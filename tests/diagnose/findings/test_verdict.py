@@ -313,6 +313,19 @@ def test_without_too_many_skips_it_says_how_many_there_were(steps, skipped, word
 
 
 @pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        (1, "Too short to judge: 1 steps, no gradient read."),
+        (50, "Too short to judge: 50 steps, no gradient read."),
+        (51, "No gradients were read; skips and losses show nothing that needs fixing."),
+    ],
+)
+def test_a_run_of_which_no_gradient_was_read_is_not_told_that_it_is_fine(steps, words):
+    found = judge(Evidence(steps, 0))
+    assert (found.kind, found.findings[0].action) == ("normal", words)
+
+
+@pytest.mark.parametrize(
     ("kind", "evidence"),
     [("data", Evidence(80, 40)), ("floor", Evidence(1000, 3, scale=0.5))],
 )

@@ -45,6 +45,23 @@ def clipped_while_scaled(setting: Setting) -> None:
 
 
 @training("misuse", None, r"unscale_\(optimizer\)")
+def clipped_while_scaled_in_a_short_run(setting: Setting) -> None:
+    """As in a first try, which ends before step ``every``."""
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model, every=100)
+    for _ in range(setting.pick(61, 30, 12)):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(model, torch.randn(32, 16))
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), setting.pick(1.0, 0.5, 5.0))
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@training("misuse", None, r"unscale_\(optimizer\)")
 def clipped_by_value_while_scaled(setting: Setting) -> None:
     model = mlp(16, 32, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -46,6 +46,9 @@ _BESIDE_SKIPS: tuple[_Detector, ...] = (
 )
 
 
+_SHORT = 50  # steps; the last one that a monitor samples early
+
+
 def judge(evidence: Evidence) -> Verdict:
     """The verdict on the evidence: all findings, the gravest first, or that nothing is unusual."""
     findings = _in_a_streak(evidence) if evidence.skips else _over_a_run(evidence)
@@ -125,6 +128,8 @@ def _at_lowest(evidence: Evidence) -> tuple[int, ...]:
 
 def _nothing(evidence: Evidence) -> str:
     """The action if nothing is unusual; it names parameters that never had a gradient."""
+    if evidence.sample is None and evidence.steps <= _SHORT:
+        return f"Too short to judge: {evidence.steps} steps, no gradient read."
     if evidence.sample is None:
         return "No gradients were read; skips and losses show nothing that needs fixing."
     if not evidence.missing:

@@ -168,7 +168,7 @@ def _falls(before: Step, after: Step) -> bool:
 def stalled(evidence: Evidence) -> Finding | None:
     """16-bit parameters whose updates are lost in rounding."""
     shares = evidence.unmoved[-_FEW_SAMPLES:]
-    if len(shares) < _FEW_SAMPLES or min(shares) < _HALF:
+    if not shares or min(shares) < _HALF:
         return None
     return Finding(
         "stalled",

@@ -36,10 +36,10 @@ class Monitor:
     as it is. For JAX, Keras, tf-keras and MindSpore, call :meth:`record` after each step, or pass
     the :meth:`callback` to ``model.fit``.
 
-    The monitor samples one step in every ``every`` steps. A sample holds the norm of the unscaled
-    gradients, their exponents, the shares of ``gradients * scale`` that are flushed, subnormal or
-    normal or that overflow in ``dtype``, and the worst parameters. Exponents and shares come from
-    at most 4,096 elements of each gradient. The loss of every step is kept.
+    The monitor samples one step in every ``every`` steps, and some early ones. A sample holds the
+    norm of the unscaled gradients, their exponents, the shares of ``gradients * scale`` that are
+    flushed, subnormal or normal or that overflow in ``dtype``, and the worst parameters. Exponents
+    and shares come from at most 4,096 elements of each gradient. The loss of every step is kept.
 
     The monitor warns of each kind of finding once it is sure
     (:class:`~gradscaler.diagnose.FindingWarning`), and again when ten times as many steps show it.
@@ -61,8 +61,8 @@ class Monitor:
       one is due. A step fails if its loss is not finite, or if its gradients hold NaN but no Inf.
       If a closure fails, its next call is watched, which is on the same batch.
     - In PyTorch, if a parameter's gradient is all 0 or missing in a sample, the monitor examines
-      three steps to find the operation that blocks the gradient. It does so at most four times in
-      a run.
+      three steps to find the operation that blocks the gradient. It does so at most six times in a
+      run.
 
     Values that may be on a device are read only at samples, once a second if there is a file, and
     on request. Nothing else waits for the device. With ``forensics``, each step's flag is also read
@@ -84,7 +84,8 @@ class Monitor:
             activations are inspected in watched steps.
         every: the mean number of steps from one sample to the next. The sampled step of each
             ``every`` steps varies by a fixed rule, so that batches in a periodic order are all
-            seen.
+            seen. If ``every`` is more than 50, steps 2, 5, 10, 20 and 50 are sampled too, so that a
+            short run is judged.
         path: a run file to create or append to; see :mod:`gradscaler.diagnose._record.lines`.
             Training writes its new steps to the file at least once a second, and the rest when the
             process exits. Only one monitor at a time may write to a file. If the file already holds

@@ -17,7 +17,8 @@ _MOST_NODES = 10_000
 _OPAQUE = "CompiledFunction", "CheckpointFunction"  # nodes that hide a graph of their own
 _LARGE = 2.0**-10  # times a slope of 2**-14, it is not flushed in float16
 _LOOKS = 3  # consecutive steps that a round examines
-_MOST_ROUNDS = 4  # each may make PyTorch compile modules again
+# Each may make PyTorch compile modules again. The early samples of a run must not use up all.
+_MOST_ROUNDS = 6
 
 
 def listen(loss: object, dtypes: set[str]) -> None:

@@ -86,7 +86,7 @@ class Iterations:
         self._noted = {id(optimizer): outcome for optimizer, outcome in latest}
 
     def _new(self, number: int, *calls: str) -> Iteration:
-        is_due = is_sampled(number, self._every)
+        is_due = is_sampled(number, self._every, before=self._first - 1)
         return Iteration(number, number == self._first, is_due, list(calls))
 
     @property

@@ -273,7 +273,7 @@ class EagerObserver(StepSource):
         scale = float(self.scaler.observed.state.scale if scaled_by is None else scaled_by)
         found = measure(gradients, self.dtype, scale, is_scaled, known)
         missing = tuple(name for name, p in named.items() if p.grad is None and _is_trained(p))
-        unmoved = self.parameters.unmoved(optimizer, named)
+        unmoved = self.parameters.unmoved(optimizer, named, self._iterations.latest.number)
         measured[id(optimizer)] = replace(found, missing=missing, unmoved=unmoved)
 
 

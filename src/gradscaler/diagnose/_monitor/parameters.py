@@ -16,6 +16,7 @@ from gradscaler.diagnose._gradients.reading import Tensor, inspect, read
 from gradscaler.outcome import NonfiniteGradient
 
 _MOST_ELEMENTS = 2**12  # of one parameter
+_FEWEST_STEPS = 10  # in which most parameters should have moved
 _IN_16_BITS = "float16", "bfloat16"
 
 
@@ -30,7 +31,8 @@ class OptimizersParameters:
         self._model = model
         self.optimizers: list[object] = []
         self._norms: dict[int, list[Tensor]] = {}  # before the first step; may be on a device
-        self._parts: dict[int, dict[str, NDArray[Any]]] = {}  # at the latest sample
+        self._parts: dict[int, dict[str, NDArray[Any]]] = {}  # at an earlier sample
+        self._parts_at: dict[int, int] = {}  # the step of that sample
 
     def named(self, optimizer: Any, place: int = 0) -> dict[str, Tensor]:
         """An optimizer's parameters, by the names in the model, else by group and index.
@@ -116,17 +118,27 @@ class OptimizersParameters:
                     return float(eps)
         return None
 
-    def unmoved(self, optimizer: object, parameters: Mapping[str, Tensor]) -> float | None:
+    def _steps_since(self, optimizer: object, step: int) -> int | None:
+        """The steps since an optimizer's parameters were kept; None if they were not."""
+        at = self._parts_at.get(id(optimizer))
+        return None if at is None else step - at
+
+    def unmoved(
+        self, optimizer: object, parameters: Mapping[str, Tensor], step: int
+    ) -> float | None:
         """The share of 16-bit elements unchanged since the sample before; None if unknown.
 
         An update smaller than half the distance to the next number is lost in rounding, at every
-        step. Elements whose gradient is 0 do not count. The share is None if the optimizer steps
-        float32 copies, which keep such updates.
+        step. Samples that are too close together show nothing. Elements whose gradient is 0 do not
+        count. The share is None if the optimizer steps float32 copies, which keep such updates.
         """
         if _steps_in_float32(optimizer):
             return None
         before, now = self._parts.get(id(optimizer), {}), dict[str, NDArray[Any]]()
-        self._parts[id(optimizer)] = now
+        since = self._steps_since(optimizer, step)
+        if since is not None and since < _FEWEST_STEPS:
+            return None
+        self._parts[id(optimizer)], self._parts_at[id(optimizer)] = now, step
         # A learning rate of 0, as at the start of a warm-up, means to move nothing: no rounding.
         if not any(group.get("lr") for group in getattr(optimizer, "param_groups", ())):
             return None

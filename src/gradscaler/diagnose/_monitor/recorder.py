@@ -69,7 +69,7 @@ class Recorder(StepSource):
             state = replace(state, finite=finite)
         last = self._steps[-1]
         step = RecordedStep(last.number + 1, state, last.after, self._growth_interval, loss)
-        is_due = is_sampled(step.number, self.every)
+        is_due = is_sampled(step.number, self.every, self.log.num_before)
         inspects = self.forensics > 0 and gradients is not None
         named = self._named(gradients) if gradients is not None and (is_due or inspects) else None
         self.parameters.latest = parameters

@@ -94,6 +94,7 @@ class StepLog:
     Attributes:
         history: the latest steps.
         counts: the counts so far.
+        num_before: the number of steps before this log.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class StepLog:
     ) -> None:
         self.history: deque[Step] = deque(maxlen=HISTORY_LENGTH)
         self._writers: Sequence[RunFile | ScalarLog] | None = writers  # a copy has None
-        self._step_before = step
+        self.num_before = step
         self._on_stuck = on_stuck
         self._stuck_after = stuck_after
         self._judge = judge
@@ -129,7 +130,7 @@ class StepLog:
     @property
     def num_steps(self) -> int:
         """The number of steps added to this log."""
-        return self.counts.step - self._step_before
+        return self.counts.step - self.num_before
 
     def add(
         self,
