@@ -615,6 +615,60 @@ def gradients_that_shrink_before_the_first_sample(setting: Setting) -> None:
 
 
 @training("normal")
+def a_head_on_a_backbone_that_stays(setting: Setting) -> None:
+    """The backbone has gradients, which nobody uses, or an optimizer of its own."""
+    body, head = mlp(16, 32, 32), mlp(32, 1)
+    model = nn.Sequential(head, body) if setting.pick(False, True) else nn.Sequential(body, head)
+    optimizer = torch.optim.Adam(head.parameters(), lr=1e-3)
+    of_body = torch.optim.SGD(body.parameters(), lr=1e-3)
+    scaler = GradScaler("cpu", init_scale=2.0**8)
+    setting.monitor(scaler, model, every=setting.pick(100, 60, 70))
+    for _ in range(150):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(nn.Sequential(body, head), torch.randn(32, 16))
+        model.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        for parameter in body.parameters() if setting.pick(False, True) else ():
+            assert parameter.grad is not None
+            parameter.grad /= 2.0**8
+        if setting.pick(False, True):
+            of_body.step()
+
+
+@training("normal")
+def a_policy_gradient(setting: Setting) -> None:
+    """Its loss is a cross entropy times an advantage, which may be negative."""
+    model = mlp(16, 32, 4)
+
+    def loss_of(step: int) -> Tensor:
+        outputs = model(torch.randn(32, 16)).float()
+        actions = torch.distributions.Categorical(logits=outputs.detach()).sample()
+        reduction = setting.pick("none", "mean")
+        cost = nn.functional.cross_entropy(outputs, actions, reduction=reduction)
+        return (cost * -(torch.rand(32) if reduction == "none" else torch.rand(()))).mean()
+
+    fit(setting, model, loss_of, 120, lr=1e-3)
+
+
+@training("normal")
+def many_micro_batches_before_the_first_step(setting: Setting) -> None:
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model)
+    for micro in range(1, 400):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(model, torch.randn(32, 16)) / 32
+        scaler.scale(loss).backward()
+        if micro % setting.pick(16, 32, 64) == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@training("normal")
 def a_loss_that_is_0_while_the_scale_settles(setting: Setting) -> None:
     """A margin is met from the start, except in some batches, which overflow."""
     model = mlp(16, 32, 1)

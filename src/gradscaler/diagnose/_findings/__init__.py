@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from gradscaler.diagnose._findings import calls, gradient_values, losses, over_time
+from gradscaler.diagnose._findings import calls, gradient_values, losses, optimizers, over_time
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.nan_skips import nan_gradient, nan_skips
 from gradscaler.diagnose._findings.skips_in_a_row import (
@@ -21,7 +21,11 @@ _Detector = Callable[[Evidence], Finding | None]
 # group overlap, so only the first finding of each group is reported.
 _GROUPS: tuple[tuple[_Detector, ...], ...] = (
     (bad_state,),
-    (calls.unused,),
+    (calls.unused, optimizers.stepless),
+    (optimizers.uphill, optimizers.unbounded),
+    (optimizers.idle,),
+    (optimizers.outside,),
+    (optimizers.unscaled,),
     (calls.unzeroed,),
     (calls.scaled_in_loss,),
     (calls.clipped_while_scaled,),
@@ -57,7 +61,7 @@ def judge(evidence: Evidence) -> Verdict:
 
 def _in_a_streak(evidence: Evidence) -> Iterator[Finding]:
     """Yield the findings for a long streak of skips: first its cause, then all others."""
-    yield from _found((calls.unzeroed, calls.scaled_in_loss), evidence)
+    yield from _found((optimizers.uphill, calls.unzeroed, calls.scaled_in_loss), evidence)
     yield of_skips(evidence)
     yield from _found(_BESIDE_SKIPS, evidence)
 

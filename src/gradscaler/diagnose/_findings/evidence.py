@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from gradscaler.diagnose._gradients.fitting_scales import MOST_SAMPLES, has_sizes
 from gradscaler.diagnose._record.formats import format_named
-from gradscaler.diagnose._record.lines import Sample, Skip, VerdictLine, Watched
+from gradscaler.diagnose._record.lines import Optimizers, Sample, Skip, VerdictLine, Watched
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.step import Before, Step
 from gradscaler.outcome import HISTORY_LENGTH
@@ -57,6 +57,8 @@ class Evidence:
     missing: tuple[str, ...] | None = None  # parameters without a gradient in any sample
     cut: Mapping[str, str] = field(default_factory=dict)  # see Sample.cut
     earlier: VerdictLine | None = None  # the verdict on an earlier streak
+    optimizers: Optimizers | None = None  # in the latest sample that looked at them
+    rates: tuple[tuple[int, float], ...] = ()  # the learning rate by sampled step
 
     @property
     def is_elsewhere(self) -> bool:
@@ -155,9 +157,17 @@ class Evidence:
             + sum(s.has_bad_loss and not s.skipped for s in steps),
             measured=measured,
             peaks=peaks,
+            optimizers=line.optimizers or self.optimizers,
+            rates=(*self.rates, *_rate_of(line))[-HISTORY_LENGTH:],
             backward=self.backward.union(line.backward),
             calls=Counter(self.calls) + Counter(line.calls),
         )
+
+
+def _rate_of(sample: Sample) -> list[tuple[int, float]]:
+    """The sample's step and learning rate, if it is known."""
+    rate = None if sample.optimizers is None else sample.optimizers.rate
+    return [] if rate is None else [(sample.step, rate)]
 
 
 def _largest(sample: Sample) -> float:

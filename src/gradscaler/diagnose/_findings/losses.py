@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from gradscaler.diagnose._findings.advice import at_line, of_operation
 from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._findings.optimizers import growth_of_rate
 from gradscaler.diagnose._findings.over_time import are_many, place_of, when
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.step import Step
@@ -79,7 +80,8 @@ def diverged(evidence: Evidence) -> Finding | None:
     if loss is not None:
         first, last = (f"{step.loss:g} (step {step.step})" for step in loss)
         grew.append(f"loss grew from {first} to {last}")
-    if weights is not None:
+    rate = growth_of_rate(evidence)
+    if weights is not None and not (rate and grew):
         verb = "" if loss else " grew"
         grew.append(f"weights' norm{verb} from {weights[0]:g} to {weights[1]:g}")
     where, at = evidence.parameter, ""
@@ -93,7 +95,7 @@ def diverged(evidence: Evidence) -> Finding | None:
     first_bad = f" (first in {where}{at})" if where else ""
     return Finding(
         "divergence",
-        f"The {' and the '.join(grew)}, until numbers {became}{first_bad} and {skips}.",
+        f"The {' and the '.join(grew)}{rate}, until numbers {became}{first_bad} and {skips}.",
         "It diverges at any scale: go back to an earlier checkpoint, lower the learning rate "
         "or warm it up, and clip gradients.",
         where,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of, is_sampled
+from gradscaler.diagnose._monitor.scaled_losses import ScaledLosses
 from gradscaler.diagnose._monitor.step_log import Observations, StepLog
+from gradscaler.diagnose._record.lines import Optimizers
 from gradscaler.diagnose._record.step import Step
 from gradscaler.outcome import StepOutcome
 
@@ -32,6 +34,9 @@ class Iteration:
     begun: set[int] = field(default_factory=set)  # optimizers that unscaled or began a step
     is_unscaled: bool = False  # whether any gradients were unscaled
     follows_unstepped: bool = False  # whether the gradients before it were unscaled, and no step
+    scaled: ScaledLosses = field(default_factory=ScaledLosses)  # if sampled, in PyTorch
+    seen: Optimizers | None = None  # if sampled
+    unscaled: list[str] = field(default_factory=list)  # see Optimizers
     added_to: list[Tensor] = field(default_factory=list)  # magnitudes from UsedGradients
 
     def place_of(self, optimizer: object) -> int:
@@ -49,11 +54,13 @@ class Iteration:
         is_unzeroed = any(_stays(float(held), was_skipped) for held in self.added_to)
         step = Step(self.number, last.scale, was_skipped, loss, nonfinite)
         calls = *self.calls, *["unzeroed"] * is_unzeroed, *["lossless"] * (not self.losses)
+        calls = *calls, *["negative"] * (self.scaled.negative() is not None)
         has_any = calls or self.backward or self.cut is not None
         observed = [Observations(calls, frozenset(self.backward), self.cut)] if has_any else []
         log.add(step, skipped, *observed)
         if self.measured:
-            log.add_sample(loss, **fields_of(self.measured.values()))
+            seen = self.seen and replace(self.seen, unscaled=tuple(self.unscaled))
+            log.add_sample(loss, optimizers=seen, **fields_of(self.measured.values()))
 
     def _loss(self) -> float | None:
         """The first loss that is not finite, else the latest loss."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -39,11 +39,7 @@ class OptimizersParameters:
 
         ``place`` is the index of the optimizer in its iteration.
         """
-        groups = getattr(optimizer, "param_groups", None) or getattr(
-            optimizer, "_param_groups", None
-        )
-        if not groups or not isinstance(groups[0], dict):  # a Paddle optimizer without groups
-            groups = [{"params": optimizer._parameter_list or ()}]
+        groups = groups_of(optimizer)
         names = {}
         if self._model is not None:
             names = {id(parameter): name for name, parameter in self._model.named_parameters()}
@@ -152,6 +148,14 @@ class OptimizersParameters:
                 num_seen += int(has_gradient.sum())
                 num_unmoved += int((has_gradient & (now[name] == before[name])).sum())
         return num_unmoved / num_seen if num_seen else None
+
+
+def groups_of(optimizer: Any) -> Sequence[Mapping[str, Any]]:
+    """An optimizer's groups of parameters; a Paddle optimizer may have none, and is one group."""
+    groups = getattr(optimizer, "param_groups", None) or getattr(optimizer, "_param_groups", None)
+    if not groups or not isinstance(groups[0], dict):
+        return [{"params": getattr(optimizer, "_parameter_list", None) or ()}]
+    return groups  # type: ignore[no-any-return]
 
 
 def has_stepped(optimizer: object) -> bool:

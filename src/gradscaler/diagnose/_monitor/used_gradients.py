@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._monitor.iterations import Iteration
+from gradscaler.diagnose._monitor.parameters import groups_of
 
 
 class _Used(NamedTuple):
@@ -84,10 +85,7 @@ def _always() -> None:
 
 
 def _one_with_gradient(optimizer: object) -> Tensor | None:
-    groups = getattr(optimizer, "param_groups", None) or [
-        {"params": getattr(optimizer, "_parameter_list", None) or ()}
-    ]
     with suppress(Exception):
-        all_of = (p for group in groups for p in group["params"] if p.grad is not None)
-        return next((p for p in all_of if local(p.grad).numel()), None)
+        all_of = (p for group in groups_of(optimizer) for p in group["params"])
+        return next((p for p in all_of if p.grad is not None and local(p.grad).numel()), None)
     return None
