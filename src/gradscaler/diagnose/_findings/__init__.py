@@ -21,7 +21,7 @@ _Detector = Callable[[Evidence], Finding | None]
 # group overlap, so only the first finding of each group is reported.
 _GROUPS: tuple[tuple[_Detector, ...], ...] = (
     (bad_state,),
-    (calls.unused, optimizers.stepless),
+    (calls.unused, calls.disabled, optimizers.stepless),
     (optimizers.uphill, optimizers.unbounded),
     (optimizers.idle,),
     (optimizers.outside,),

@@ -53,6 +53,20 @@ def unused(evidence: Evidence) -> Finding | None:
     )
 
 
+def disabled(evidence: Evidence) -> Finding | None:
+    """A scaler that is disabled in float16."""
+    count = evidence.calls.get("disabled", 0)
+    if evidence.steps or count < _FEW:
+        return None
+    return Finding(
+        "misuse",
+        f"The scaler is disabled (enabled=False), and {count} forward passes computed in float16: "
+        "gradients below 6e-8 are flushed to 0, and no step is skipped if they overflow.",
+        "Enable the scaler, or run autocast with dtype=torch.bfloat16.",
+        count=count,
+    )
+
+
 def unscaled_loss(evidence: Evidence) -> Finding | None:
     """Losses that are not scaled although their gradients are unscaled."""
     count, steps = evidence.calls.get("lossless", 0), evidence.steps

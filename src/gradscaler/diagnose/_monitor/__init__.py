@@ -14,6 +14,7 @@ from weakref import WeakSet
 
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import min_scale_of
+from gradscaler.diagnose._monitor.disabled import DisabledScaler
 from gradscaler.diagnose._monitor.observer import EagerObserver
 from gradscaler.diagnose._monitor.recorder import Recorder
 from gradscaler.diagnose._monitor.step_log import OnStuck, StepLog
@@ -172,6 +173,7 @@ class Monitor:
             source: type[EagerObserver | Recorder] = EagerObserver if is_eager else Recorder
             settings = every, forensics, self._dtype, self._world_size
             self._source = source(scaler, model, self._log, *settings)
+            self._disabled = None if is_enabled else DisabledScaler(model, self._log)
             self._is_open = True
             self._process: int | None = os.getpid()
             _open_monitors.add(self)
@@ -269,6 +271,8 @@ class Monitor:
 
     def _finish(self) -> None:
         try:
+            if self._disabled is not None:
+                self._disabled.stop()
             self._log.close()
         finally:  # closing may raise where warnings are errors
             self._is_open = False
