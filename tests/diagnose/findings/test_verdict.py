@@ -173,6 +173,7 @@ def slope_of(operation, dtype="float16"):
     [
         (slope_of("sqrt"), "Inf, also in where()'s other branch; an eps below 3e-8 is 0"),
         (slope_of("sqrt", "float32"), "its slope at 0 is Inf, also in where()'s other branch."),
+        (slope_of("log1p", "bfloat16"), "bfloat16 rounds 1 - 1e-6 to 1: take 1 - 2**-8, or"),
         (slope_of("linalg_svd"), "where singular values are equal or 0."),
         (slope_of("hook"), "by the gradient of what a hook changed at train.py:7"),
     ],

@@ -32,6 +32,7 @@ _GROUPS: tuple[tuple[_Detector, ...], ...] = (
     (calls.updated_too_often, calls.unscaled_loss),
     (calls.restarted,),
     (losses.silent, losses.diverged, over_time.data),
+    (losses.absorbed,),
     (gradient_values.cut_off, gradient_values.dead),
     (calls.stalled,),
     (calls.full_precision,),

@@ -50,6 +50,7 @@ _LOG = (
     "(cross_entropy, log_softmax, logsigmoid)"
 )
 _LOST_EPS = "an eps below 3e-8 is 0: add 1e-5"  # in float16
+_LOST_IN_BFLOAT16 = "bfloat16 rounds 1 - 1e-6 to 1: take 1 - 2**-8, or float32"
 _DIVISION = "clamp the divisor (an empty mask, a deviation or norm of 0)"
 _QUOTIENT = "divide by a larger number, or compute the quotient in float32"
 _RSQRT = "1 / sqrt of 0 is Inf, and of a negative number NaN"
@@ -195,6 +196,8 @@ def _named(
     advice = named[longest]
     where = hidden if advice in (*_AT_0, _ANGLE_SLOPE) else ""
     lost_eps = f"; {_LOST_EPS}" if is_in_float16 and advice in (*_AT_0, _LOG) else ""
+    if located.dtype == "bfloat16" and advice in (_LOG, _LOG_SLOPE):
+        lost_eps = f"; {_LOST_IN_BFLOAT16}"
     return f"{advice}{where}{lost_eps}"
 
 

@@ -16,6 +16,7 @@ _EXPLODED = 50.0  # times the loss before
 _GREW = 10.0  # times the norm of the first weights
 _RECENT = 20  # steps
 _FEW = 3  # steps that a finding lists
+_FEW_SAMPLES = 2
 _OFTEN = 0.3  # the share of the latest steps that fail if it diverges; as targets grow, fewer fail
 
 
@@ -61,6 +62,21 @@ def silent(evidence: Evidence) -> Finding | None:
         *place_of(found),
         tuple(step.step for step in steps[-_FEW:]),
         count,
+    )
+
+
+def absorbed(evidence: Evidence) -> Finding | None:
+    """An Inf in the forward pass that a division makes 0, so that no loss or gradient shows it."""
+    count = evidence.calls.get("absorbed", 0)
+    if count < _FEW_SAMPLES:
+        return None
+    return Finding(
+        "activations",
+        f"The forward pass divides by an Inf of float16, in each of {count} samples: the quotient "
+        "and its gradient are exactly 0, though the loss is finite.",
+        "Compute that divisor in float32: a sum or a count beyond 65504 is Inf in float16 "
+        "(mask.sum(dtype=torch.float32)).",
+        count=count,
     )
 
 

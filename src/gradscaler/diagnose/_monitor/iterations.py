@@ -54,7 +54,9 @@ class Iteration:
         is_unzeroed = any(_stays(float(held), was_skipped) for held in self.added_to)
         step = Step(self.number, last.scale, was_skipped, loss, nonfinite)
         calls = *self.calls, *["unzeroed"] * is_unzeroed, *["lossless"] * (not self.losses)
+        is_absorbed = self.scaled.has_infinite_divisor() and math.isfinite(loss or 0.0)
         calls = *calls, *["negative"] * (self.scaled.negative() is not None)
+        calls = *calls, *["absorbed"] * is_absorbed
         has_any = calls or self.backward or self.cut is not None
         observed = [Observations(calls, frozenset(self.backward), self.cut)] if has_any else []
         log.add(step, skipped, *observed)

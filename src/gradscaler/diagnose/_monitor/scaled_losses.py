@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from gradscaler.diagnose._gradients.arrays import dtype_name
 from gradscaler.diagnose._gradients.reading import Tensor, largest
 from gradscaler.diagnose._locate.call_site import differentiated
 from gradscaler.diagnose._monitor.backward_graph import MOST_NODES, OPAQUE, nodes_from
@@ -12,6 +13,7 @@ from gradscaler.diagnose._monitor.backward_graph import MOST_NODES, OPAQUE, node
 # Losses that are never negative for targets and inputs as they should be.
 _NEVER_NEGATIVE = "binary_cross_entropy", "binary_cross_entropy_with_logits", "nll_loss"
 _PASSED = "div", "mean", "sum", "to"  # between it and the loss; a factor may be negative
+_DIVISOR = "_saved_other"  # what a division keeps for its backward pass
 _BELOW = -1e-3  # rounding makes a loss of 0 a little less
 
 
@@ -21,6 +23,7 @@ class ScaledLosses:
 
     is_whole: bool = True  # whether no part of a graph was hidden
     reached: set[int] = field(default_factory=set)  # ids of parameters
+    infinite: list[Tensor] = field(default_factory=list)  # whether float16 divisors hold an Inf
     positive: list[tuple[str, Tensor]] = field(default_factory=list)  # operations and losses
 
     def add(self, loss: Tensor) -> None:
@@ -31,6 +34,9 @@ class ScaledLosses:
                 self.is_whole = False
                 return
             self.reached.add(id(getattr(node, "variable", None)))
+            divisor = getattr(node, _DIVISOR, None) if node.name().startswith("Div") else None
+            if divisor is not None and dtype_name(divisor) == "float16":
+                self.infinite.append(divisor.isinf().any())
         operation = _at_root(loss)
         if operation is not None:
             self.positive.append((operation, loss.detach()))
@@ -41,6 +47,10 @@ class ScaledLosses:
             is_reached = id(parameter) in self.reached or parameter.grad is None
             if not is_reached and largest(parameter.grad) != 0:
                 yield name
+
+    def has_infinite_divisor(self) -> bool:
+        """Whether a quotient in float16 is 0 because its divisor is Inf; waits for the device."""
+        return any(map(bool, self.infinite))
 
     def negative(self) -> str | None:
         """The operation of a loss that is negative and should not be; waits for the device."""
