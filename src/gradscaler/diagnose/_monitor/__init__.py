@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from weakref import WeakSet
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import min_scale_of
 from gradscaler.diagnose._monitor.disabled import DisabledScaler
+from gradscaler.diagnose._monitor.models import one_model
 from gradscaler.diagnose._monitor.observer import EagerObserver
 from gradscaler.diagnose._monitor.recorder import Recorder
 from gradscaler.diagnose._monitor.step_log import OnStuck, StepLog
@@ -81,8 +83,9 @@ class Monitor:
     Args:
         scaler: a scaler from gradscaler. For JAX, the scaler before the first step, or an optax
             state that holds one. For MindSpore, a manager, a functional scaler or a train step.
-        model: the source of the parameters' names. In PyTorch, TensorPlay and Paddle, its
-            activations are inspected in watched steps.
+        model: the source of the parameters' names; several models in a list, or in a dict by the
+            names to give them, such as ``{"generator": generator, "critic": critic}``. In PyTorch,
+            TensorPlay and Paddle, its activations are inspected in watched steps.
         every: the mean number of steps from one sample to the next. The sampled step of each
             ``every`` steps varies by a fixed rule, so that batches in a periodic order are all
             seen. If ``every`` is more than 50, steps 2, 5, 10, 20 and 50 are sampled too, so that a
@@ -152,6 +155,7 @@ class Monitor:
         self._framework = _framework_of(scaler)
         is_eager = hasattr(scaler, "add_observer")
         _check(scaler, model, is_eager)
+        model = one_model(model)
         rank, self._world_size = _rank_and_world_size()
         is_enabled = not is_eager or scaler.observed.is_enabled
         if log is not None and not callable(log):
@@ -328,7 +332,10 @@ def _check(scaler: object, model: object, is_eager: bool) -> None:
     if not is_eager:
         state_of(scaler)
     names = ("named_parameters",) if is_eager else ("trainable_params", "trainable_variables")
-    if model is not None and not any(hasattr(model, name) for name in names):
+    if isinstance(model, (list, tuple, Mapping)):
+        for each in model.values() if isinstance(model, Mapping) else model:
+            _check(scaler, each, is_eager)
+    elif model is not None and not any(hasattr(model, name) for name in names):
         rest = "" if is_eager else "; for JAX, use record(parameters=...)"
         raise TypeError(f"model must have {' or '.join(names)}, got {type(model).__name__}{rest}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,6 +124,9 @@ def parameters_of(model: Any) -> dict[str, Array]:
     """The trained parameters of a Keras, tf-keras or MindSpore model, by their names."""
     if model is None:
         return {}
+    if isinstance(model, Mapping):  # several models
+        each = ((name, parameters_of(one)) for name, one in model.items())
+        return {f"{name}.{own}": p for name, found in each for own, p in found.items()}
     if hasattr(model, "trainable_params"):  # MindSpore's
         return {parameter.name: parameter for parameter in model.trainable_params()}
     return named_arrays(
