@@ -57,3 +57,16 @@ def test_several_models_are_evaluated_if_none_is_in_training():
 def test_what_is_no_model_is_refused():
     with pytest.raises(TypeError, match="named_parameters, got int"):
         Monitor(GradScaler(), [torch.nn.Linear(2, 1), 3])
+
+
+def test_the_losses_of_a_step_are_counted(path):
+    model = torch.nn.Linear(2, 1)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), GradScaler()
+    with Monitor(scaler, model, path=path, every=2, on_stuck="continue"):
+        for number in range(1, 5):
+            for _ in range(3 if number == 3 else 1):
+                scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert [sample.num_losses for sample in read_run(path).samples] == [1, 3, 1]  # at 2, 3 and 4

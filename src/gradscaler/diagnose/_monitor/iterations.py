@@ -57,9 +57,10 @@ class Iteration:
         is_absorbed = self.scaled.has_infinite_divisor() and math.isfinite(loss or 0.0)
         calls = *calls, *["negative"] * (self.scaled.negative() is not None)
         calls = *calls, *["absorbed"] * is_absorbed
-        has_any = calls or self.backward or self.cut is not None
-        observed = [Observations(calls, frozenset(self.backward), self.cut)] if has_any else []
-        log.add(step, skipped, *observed)
+        num_losses = len(self.losses)
+        has_any = calls or self.backward or self.cut is not None or num_losses > 1
+        observed = Observations(calls, frozenset(self.backward), self.cut, max(num_losses, 1))
+        log.add(step, skipped, *[observed] * bool(has_any))
         if self.measured:
             seen = self.seen and replace(self.seen, unscaled=tuple(self.unscaled))
             log.add_sample(loss, optimizers=seen, **fields_of(self.measured.values()))

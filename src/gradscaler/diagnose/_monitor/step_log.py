@@ -52,11 +52,13 @@ class Observations(NamedTuple):
     calls: tuple[str, ...] = ()
     backward: frozenset[str] = frozenset()
     cut: Mapping[str, str] | None = None
+    num_losses: int = 1
 
     def after(self, other: Observations) -> Observations:
         """These observations, followed by those of ``other``."""
         cut = self.cut if other.cut is None else other.cut
-        return Observations(self.calls + other.calls, self.backward | other.backward, cut)
+        most = max(self.num_losses, other.num_losses)
+        return Observations(self.calls + other.calls, self.backward | other.backward, cut, most)
 
 
 _NOTHING = Observations()
@@ -229,6 +231,7 @@ class StepLog:
             backward=tuple(sorted(observed.backward)),
             calls=Counter(observed.calls),
             cut=observed.cut,
+            num_losses=observed.num_losses,
             **measured,
         )
 

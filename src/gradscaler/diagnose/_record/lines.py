@@ -168,6 +168,7 @@ class Sample:
             The operation is one whose gradient is 0, such as ``"round"``. The text is empty if the
             graph does not connect the parameter to the loss, as behind ``detach()``. None if no
             search ended since the previous sample.
+        num_losses: the most losses that were scaled for one of these steps, such as micro-batches.
         optimizers: what the step shows of the optimizers; None if that was not looked at.
         unmoved: the share of elements of 16-bit parameters that have not changed since the previous
             sample with this share. Only elements with a gradient count; None if there are none.
@@ -195,6 +196,7 @@ class Sample:
     missing: tuple[str, ...] = ()
     cut: Mapping[str, str] | None = None
     unmoved: Share | None = None
+    num_losses: int = 1
     optimizers: Optimizers | None = None
 
     def check(self) -> None:
