@@ -10,7 +10,15 @@ from gradscaler.diagnose import Located
 # tests/diagnose/test_trainings.py and examples/torch_stuck.py end in one for each kind of verdict.
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import Evidence
-from gradscaler.diagnose._record.lines import Bins, ParameterSample, Sample, Shares, Skip
+from gradscaler.diagnose._record.finding import Finding
+from gradscaler.diagnose._record.lines import (
+    Bins,
+    ParameterSample,
+    Sample,
+    Shares,
+    Skip,
+    VerdictLine,
+)
 from gradscaler.diagnose._record.step import Step
 
 INF = NonfiniteGradient("fc1.weight", (4, 4), "float32", 3, 0, 65504.0)
@@ -32,6 +40,8 @@ STUCK = Evidence(
 LOCATED = Located("encoder.3", "forward", "Linear", "float16", 12, 1, 4096, 6e4, 51200.0)
 NAN_LOSS = streak(INF, NAN, loss=math.nan)
 NAN_AT_1 = ending(streak(INF, NAN), 1.0, NAN)
+FIXED = {"min_scale": 1024.0, "peaks": ((90, 1.0),)}
+LARGE = {"min_scale": 1024.0, "peaks": ((90, 32.0),)}
 OF_NAN = streak(NAN, first=2.0**16)
 SOME_INSPECTED = tuple(
     skip if i % 3 == 0 else replace(skip, nonfinite=None, loss=None)
@@ -53,6 +63,12 @@ SOME_INSPECTED = tuple(
         ("normal", "fc2.weight", {"skips": streak(NAN)}),
         ("nan", "fc2.weight", {"skips": streak(NAN, first=2.0**19)}),  # down to 1
         ("nan", "fc2.weight", {"skips": NAN_AT_1}),
+        # At a fixed scale, other steps show whether it may be an overflow.
+        ("nan", "fc2.weight", {**FIXED, "skips": streak(NAN, first=1024.0, factor=1)}),
+        ("floor", "fc1.weight", {**FIXED, "skips": streak(INF, first=1024.0, factor=1)}),
+        ("floor", "fc2.weight", {**LARGE, "skips": streak(NAN, first=1024.0, factor=1)}),
+        ("floor", "fc2.weight", {"min_scale": 8.0, "skips": streak(NAN, first=8.0, factor=1)}),
+        ("floor", "fc2.weight", {"skips": streak(NAN, first=1.0, loss=1e6)}),
         ("normal", "fc1.weight", {"skips": ending(streak(INF, NAN), 32.0, INF)}),
         ("nan", "fc2.weight", {"skips": SOME_INSPECTED}),
         # The operation that makes the Inf comes before its effects.
@@ -157,6 +173,7 @@ def slope_of(operation, dtype="float16"):
     [
         (slope_of("sqrt"), "Inf, also in where()'s other branch; an eps below 3e-8 is 0"),
         (slope_of("sqrt", "float32"), "its slope at 0 is Inf, also in where()'s other branch."),
+        (slope_of("log1p", "bfloat16"), "bfloat16 rounds 1 - 1e-6 to 1: take 1 - 2**-8, or"),
         (slope_of("linalg_svd"), "where singular values are equal or 0."),
         (slope_of("hook"), "by the gradient of what a hook changed at train.py:7"),
     ],
@@ -297,11 +314,66 @@ def test_without_too_many_skips_it_says_how_many_there_were(steps, skipped, word
 
 
 @pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        (1, "Too short to judge: 1 steps, no gradient read."),
+        (50, "Too short to judge: 50 steps, no gradient read."),
+        (51, "No gradients were read; skips and losses show nothing that needs fixing."),
+    ],
+)
+def test_a_run_of_which_no_gradient_was_read_is_not_told_that_it_is_fine(steps, words):
+    found = judge(Evidence(steps, 0))
+    assert (found.kind, found.findings[0].action) == ("normal", words)
+
+
+@pytest.mark.parametrize(
     ("kind", "evidence"),
     [("data", Evidence(80, 40)), ("floor", Evidence(1000, 3, scale=0.5))],
 )
 def test_many_skips_or_a_scale_below_1_are_not_normal(kind, evidence):
     assert judge(evidence).kind == kind
+
+
+def skipping(nonfinite, scale, every=10, steps=300):
+    """A run at a scale that is its policy's lowest, of which every n-th step was skipped."""
+    past = tuple(Step(n, scale, n % every == 0, 2.5) for n in range(1, steps + 1))
+    skips = tuple(Skip(s.step, scale, 2.5, (nonfinite,)) for s in past if s.skipped)
+    count = len(skips)
+    rest = {"past": past, "inspected": skips, "peaks": ((90, 1.0),)}
+    return Evidence(steps, count, scale=scale, min_scale=scale, **rest)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-4, 1024.0])
+@pytest.mark.parametrize(("gradient", "kind"), [(NAN, "data"), (INF, "floor")])
+def test_nan_without_inf_at_the_lowest_scale_is_no_overflow(gradient, kind, scale):
+    found = judge(skipping(gradient, scale))
+    assert found.kind == kind
+    assert ("lower" in found.text) == (kind == "floor")
+    assert ("with NaN and no Inf in the gradient of fc2.weight" in found.text) == (kind == "data")
+
+
+def test_a_few_skips_at_a_fixed_scale_are_not_cured_by_a_lower_one():
+    found = judge(skipping(NAN, 1.0, every=200))
+    assert found.kind == "normal"
+    assert found.findings[0].steps == (200,)
+    assert "in step 200, where the gradient of fc2.weight was NaN" in found.text
+    assert "cured" not in found.text
+
+
+@pytest.mark.parametrize(
+    ("later", "line"), [("floor", "a.py:7"), ("nan", "a.py:7"), ("divergence", None)]
+)
+def test_a_later_streak_does_not_lose_the_place_of_an_earlier_one(later, line):
+    placed = VerdictLine(50, "nan", "x", "w", (Finding("nan", "x", "y", "w", "a.py:7"),))
+    other = VerdictLine(90, later, "z", None, (Finding(later, "z", "y"),))
+    earlier = Evidence(100, 40).after(placed).after(other).earlier
+    assert (earlier.findings[0].line, earlier.step) == (line, 50 if line else 90)
+
+
+@pytest.mark.parametrize(("loss", "line"), [(2.5, "train.py:7"), (math.nan, None)])
+def test_a_streak_has_the_place_found_before_it_if_that_fits_its_loss(loss, line):
+    found = Evidence(100, 40, watched=slope_of("sqrt")).found_before(Skip(100, 1.0, loss, (NAN,)))
+    assert (found and found.line) == line
 
 
 def sampled(shares, largest_exponent, scale=1024.0, dtype="float16", skipped=0, past=()):
@@ -473,10 +545,48 @@ def test_skips_that_do_not_lower_the_scale_are_not_explained_by_large_gradients(
         past.append(Step(step, scale, step % 10 == 5))
         scale *= backoff if past[-1].skipped else 1.0
     scale = past[-1].scale
-    sample = Sample(
-        100, scale, ((100, scale),), 1, (), norm=2.0**20 / scale, largest=2.0**18 / scale
-    )
-    assert judge(Evidence(100, 10, past=tuple(past), measured=(sample,))).kind == kind
+    peaks = ((1, 2.0**18 / scale),)
+    assert judge(Evidence(100, 10, past=tuple(past), peaks=peaks)).kind == kind
+
+
+@pytest.mark.parametrize(("num_seen", "kind"), [(0, "data"), (1, "normal")])
+def test_skips_before_the_first_sample_are_not_unexplained(num_seen, kind):
+    skipped = (16, 18, 21, 24)
+    scales = {n: 2.0 ** (9 - sum(n > s for s in skipped)) for n in range(1, 31)}
+    past = tuple(Step(n, scale, n in skipped) for n, scale in scales.items())
+    peaks = ((28, 2.0**-9),)[:num_seen]
+    assert judge(Evidence(30, 4, past=past, peaks=peaks)).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("backward", "words"),
+    [
+        ({"float16", "float32"}, "until numbers left float16"),
+        ({"bfloat16", "float32"}, "until numbers left bfloat16"),
+        ({"float32"}, "until numbers left float32"),
+        ((), "until numbers became Inf or NaN"),
+        ({"unknown", "float32"}, "until numbers became Inf or NaN"),
+    ],
+)
+def test_a_divergence_names_the_range_that_was_seen(backward, words):
+    past = tuple(Step(n, 1.0, n > 99, 10.0 ** (n // 20)) for n in range(1, 119))
+    assert words in judge(replace(STUCK, past=past, backward=frozenset(backward))).text
+
+
+@pytest.mark.parametrize(
+    ("backward", "kind"),
+    [({"bfloat16", "float32"}, "normal"), ({"float16"}, "underflow"), ((), "underflow")],
+)
+def test_only_what_is_in_float16_underflows_there(backward, kind):
+    sample = Sample(100, 1.0, (), 100, (), shares=TAIL, histogram=Bins(-30, (1,)))
+    evidence = Evidence(100, 0, sample=sample, scale=1.0, min_scale=1.0)
+    assert judge(replace(evidence, backward=frozenset(backward))).kind == kind
+
+
+def test_a_parameter_that_is_nan_is_told_with_the_losses_that_were_seen():
+    past = tuple(Step(n, 8.0, False, math.nan if n > 7 else 1.0) for n in range(1, 11))
+    found = judge(Evidence(10, 0, past=past, parameter="w", bad_and_applied=3))
+    assert "is itself Inf or NaN, and the loss was NaN or Inf in 3 of 10 steps." in found.text
 
 
 @pytest.mark.parametrize("loss", [0.0, 0.5])

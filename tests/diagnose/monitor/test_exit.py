@@ -113,8 +113,8 @@ def clock(monkeypatch):
 def test_a_line_is_written_at_the_first_step_after_a_second(forensics, clock, tmp_path):
     weight = torch.ones(1, requires_grad=True)
     optimizer, scaler = torch.optim.SGD([weight], lr=0.1), GradScaler()
-    with Monitor(scaler, path=tmp_path / "run", every=100, forensics=forensics):
-        for number in range(1, 100):
+    with Monitor(scaler, path=tmp_path / "run", every=50, forensics=forensics):
+        for number in range(1, 50):
             clock[0] += 0.3
             optimizer.zero_grad()
             scaler.scale(weight.sum()).backward()
@@ -126,7 +126,7 @@ def test_a_line_is_written_at_the_first_step_after_a_second(forensics, clock, tm
 def test_a_dropped_monitor_writes_the_rest(tmp_path):
     weight = torch.ones(1, requires_grad=True)
     optimizer, scaler = torch.optim.SGD([weight], lr=0.1), GradScaler()
-    Monitor(scaler, path=tmp_path / "run")
+    Monitor(scaler, path=tmp_path / "run", every=50)  # without early samples
     for _ in range(3):
         optimizer.zero_grad()
         scaler.scale(weight.sum()).backward()

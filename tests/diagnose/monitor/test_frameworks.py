@@ -30,6 +30,40 @@ def by_policy(policy, finite):
     return [float(state.scale) for state in states]
 
 
+# An eager training whose gradients are never zeroed.
+
+
+def unzeroed(zeroes, path, steps=30):
+    """The verdict on a training of an eager framework with one loss of Inf."""
+    model = framework.nn.Linear(4, 1)
+    is_paddle = FRAMEWORK == "paddle"
+    kind = framework.optimizer.SGD if is_paddle else framework.optim.SGD
+    rate = {"learning_rate" if is_paddle else "lr": 1e-3}
+    optimizer = kind(**{"parameters" if is_paddle else "params": model.parameters()}, **rate)
+    scaler = ours.GradScaler(policy=DynamicScale(2.0**10))
+    with Monitor(scaler, model, path=path, on_stuck="continue") as monitor:
+        for number in range(steps):
+            outputs = model(framework.ones([8, 4]))
+            loss = (outputs * outputs).mean() * (math.inf if number == 3 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if zeroes:
+                (optimizer.clear_grad if is_paddle else optimizer.zero_grad)()
+        return monitor.verdict
+
+
+@pytest.mark.skipif(FRAMEWORK not in EAGER, reason="a traced step has no gradients to zero")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_inf_that_stays_in_a_gradient_shows_that_it_is_not_zeroed(path, monkeypatch, world_size):
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    monkeypatch.setenv("RANK", "0")
+    found = unzeroed(zeroes=False, path=path)
+    assert found.kind == "misuse"
+    assert "zero_grad() after each step" in found.text
+    assert "zero_grad() after each step" not in unzeroed(zeroes=True, path=None).text
+
+
 # Each driver makes a scaler, a model of one parameter, `weight`, of five elements, and a step.
 # `step(finite)` gives the weight the gradient above, or that with an Inf. It returns what `record`
 # needs to know, or None where the scaler announces its steps.

@@ -10,12 +10,12 @@ from gradscaler import DynamicScale
 from gradscaler.diagnose import Monitor, read_run
 
 # These tests of the rule take millions of steps, too many for a monitor.
-from gradscaler.diagnose._monitor.gradient_sample import is_sampled
+from gradscaler.diagnose._monitor.gradient_sample import is_in_window, is_sampled
 from tests.support import run_files
 
 
 def sampled(every, windows):
-    return [step for step in range(1, every * windows + 1) if is_sampled(step, every)]
+    return [step for step in range(1, every * windows + 1) if is_in_window(step, every)]
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 7, 10, 100, 128])
@@ -42,9 +42,21 @@ def test_each_batch_of_a_periodic_order_is_sampled_about_equally_often(every, pe
     assert max(shares) <= 45
 
 
+@pytest.mark.parametrize(
+    ("every", "early"),
+    [(every, []) for every in (1, 3, 10, 50)]
+    + [(every, [2, 5, 10, 20, 50]) for every in (51, 100, 10_000)],
+)
+@pytest.mark.parametrize("before", [0, 120])
+def test_early_steps_of_a_run_are_sampled_too_unless_the_first_comes_soon(every, early, before):
+    steps = [step for step in range(before + 1, before + 301) if is_sampled(step, every, before)]
+    windows = [step for step in range(before + 1, before + 301) if is_in_window(step, every)]
+    assert sorted({*windows, *(before + step for step in early)}) == steps
+
+
 def test_a_step_far_into_a_run_has_a_sample_in_its_window():
     first = 2**50 * 100 + 1
-    assert sum(is_sampled(step, 100) for step in range(first, first + 100)) == 1
+    assert sum(is_in_window(step, 100) for step in range(first, first + 100)) == 1
 
 
 def test_a_monitor_samples_these_steps(path):
@@ -76,8 +88,9 @@ def test_the_loss_of_every_step_is_in_the_file_however_far_apart_samples_are(pat
 
 def test_a_sample_that_is_due_when_the_history_is_full_keeps_its_gradients(path):
     gradients = {"w": np.float32([3.0])}
-    (sample,) = recorded(path, 1_000, [(False, 1.0)] * 1_000, gradients).samples
-    assert (sample.step, sample.norm, len(sample.losses)) == (1_000, 3.0, 1_000)
+    *_, early, sample = recorded(path, 1_050, [(False, 1.0)] * 1_050, gradients).samples
+    assert (sample.step, sample.norm, len(sample.losses)) == (1_050, 3.0, 1_000)
+    assert early.step == 50
 
 
 def test_a_step_without_a_loss_keeps_the_others_in_their_places(path):

@@ -568,6 +568,107 @@ def bfloat16_at_a_scale_that_is_fixed_at_1(setting: Setting) -> None:
 
 
 @training("normal")
+def a_small_loss_without_a_loss_scale(setting: Setting) -> None:
+    """Its gradients are beyond float16, and in the range of what computes them."""
+    model = mlp(16, 32, 1)
+
+    def loss_of(step: int) -> Tensor:
+        return 1e-7 * regression(model, torch.randn(32, 16))
+
+    scaler = GradScaler("cpu", policy=FixedScale(1.0))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-12)
+    dtype = setting.pick(torch.bfloat16, None)
+    fit(setting, model, loss_of, 250, scaler=scaler, optimizer=optimizer, dtype=dtype)
+
+
+@training("normal")
+def steps_with_a_large_norm_are_left_out(setting: Setting) -> None:
+    """A guard leaves out about a third of the steps, and calls update() all the same."""
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = GradScaler("cpu", init_scale=2.0**8)
+    setting.monitor(scaler, model)
+    for step in range(200):
+        factor = 100.0 if step % 3 == 0 or torch.rand(()) < 0.1 else 1.0
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = factor * regression(model, torch.randn(32, 16))
+        scaled = scaler.scale(loss)
+        optimizer.zero_grad(set_to_none=setting.pick(True, False))
+        scaled.backward()
+        scaler.unscale_(optimizer)
+        if nn.utils.clip_grad_norm_(model.parameters(), 100.0) < 100.0:
+            scaler.step(optimizer)
+        scaler.update()
+
+
+@training("normal")
+def gradients_that_shrink_before_the_first_sample(setting: Setting) -> None:
+    """Skips lower the scale now and then while they are large."""
+    model = mlp(16, 32, 1)
+
+    def loss_of(step: int) -> Tensor:
+        size = 2.0 ** (step // 8) if step < 60 else 2.0**-9
+        return size * regression(model, torch.randn(32, 16))
+
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    fit(setting, model, loss_of, setting.pick(90, 150, 300), optimizer=optimizer)
+
+
+@training("normal")
+def a_head_on_a_backbone_that_stays(setting: Setting) -> None:
+    """The backbone has gradients, which nobody uses, or an optimizer of its own."""
+    body, head = mlp(16, 32, 32), mlp(32, 1)
+    model = nn.Sequential(head, body) if setting.pick(False, True) else nn.Sequential(body, head)
+    optimizer = torch.optim.Adam(head.parameters(), lr=1e-3)
+    of_body = torch.optim.SGD(body.parameters(), lr=1e-3)
+    scaler = GradScaler("cpu", init_scale=2.0**8)
+    setting.monitor(scaler, model, every=setting.pick(100, 60, 70))
+    for _ in range(150):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(nn.Sequential(body, head), torch.randn(32, 16))
+        model.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        for parameter in body.parameters() if setting.pick(False, True) else ():
+            assert parameter.grad is not None
+            parameter.grad /= 2.0**8
+        if setting.pick(False, True):
+            of_body.step()
+
+
+@training("normal")
+def a_policy_gradient(setting: Setting) -> None:
+    """Its loss is a cross entropy times an advantage, which may be negative."""
+    model = mlp(16, 32, 4)
+
+    def loss_of(step: int) -> Tensor:
+        outputs = model(torch.randn(32, 16)).float()
+        actions = torch.distributions.Categorical(logits=outputs.detach()).sample()
+        reduction = setting.pick("none", "mean")
+        cost = nn.functional.cross_entropy(outputs, actions, reduction=reduction)
+        return (cost * -(torch.rand(32) if reduction == "none" else torch.rand(()))).mean()
+
+    fit(setting, model, loss_of, 120, lr=1e-3)
+
+
+@training("normal")
+def many_micro_batches_before_the_first_step(setting: Setting) -> None:
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model)
+    for micro in range(1, 400):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(model, torch.randn(32, 16)) / 32
+        scaler.scale(loss).backward()
+        if micro % setting.pick(16, 32, 64) == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@training("normal")
 def a_loss_that_is_0_while_the_scale_settles(setting: Setting) -> None:
     """A margin is met from the start, except in some batches, which overflow."""
     model = mlp(16, 32, 1)

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from gradscaler import FixedScale
+from gradscaler.torch import GradScaler
 from tests.support.diagnosed_trainings import Setting, fit, mlp, regression, training
 
 
@@ -36,6 +38,23 @@ def a_few_percent_of_the_batches_hold_a_nan(setting: Setting) -> None:
         return regression(model, inputs)
 
     fit(setting, model, loss_of, 300)
+
+
+@training("data", None, "clamp its input|clamp it")
+def an_exp_overflows_before_a_clamp_now_and_then(setting: Setting) -> None:
+    """The loss is finite and the gradient 0 * Inf, in float32 or bfloat16, which need no scale."""
+    model = mlp(16, 32, 1)
+    share = setting.pick(0.08, 0.15, 0.1)
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(32, 16)
+        far = 200.0 * (torch.rand(()) < share)
+        ratio = (0.01 * model(inputs).float() + far).exp().clamp(max=10.0)
+        return regression(model, inputs) + 0.01 * ratio.mean()
+
+    scaler = GradScaler("cpu", policy=FixedScale(1.0))
+    dtype = setting.pick(None, torch.bfloat16)
+    fit(setting, model, loss_of, 300, scaler=scaler, dtype=dtype)
 
 
 @training("data", None, "batch")

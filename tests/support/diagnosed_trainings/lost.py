@@ -5,8 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from gradscaler import FixedScale
 from gradscaler.torch import GradScaler
 from tests.support.diagnosed_trainings import Setting, fit, mlp, regression, training
+
+
+@training("stalled", None, "float32")
+def weights_in_bfloat16_that_stall_in_a_short_run(setting: Setting) -> None:
+    model = mlp(16, 64, 64, 1).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    scaler = GradScaler("cpu", policy=FixedScale(1.0))
+    setting.monitor(scaler, model, every=100)
+    for _ in range(setting.pick(60, 80, 120)):
+        inputs = torch.randn(32, 16).bfloat16()
+        loss = nn.functional.mse_loss(model(inputs).float(), inputs.sum(1, keepdim=True).float())
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
 
 
 @training("stalled", None, "float32")

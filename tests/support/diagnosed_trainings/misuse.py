@@ -7,6 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from gradscaler import FixedScale
 from gradscaler.torch import GradScaler
 from tests.support.diagnosed_trainings import Setting, fit, mlp, regression, training
 
@@ -37,6 +38,23 @@ def clipped_while_scaled(setting: Setting) -> None:
         inputs = torch.randn(32, 16)
         with torch.autocast("cpu", dtype=torch.float16):
             loss = regression(model, inputs)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), setting.pick(1.0, 0.5, 5.0))
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@training("misuse", None, r"unscale_\(optimizer\)")
+def clipped_while_scaled_in_a_short_run(setting: Setting) -> None:
+    """As in a first try, which ends before step ``every``."""
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model, every=100)
+    for _ in range(setting.pick(61, 30, 12)):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(model, torch.randn(32, 16))
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         nn.utils.clip_grad_norm_(model.parameters(), setting.pick(1.0, 0.5, 5.0))
@@ -222,6 +240,108 @@ def the_loss_is_scaled_in_the_first_step_alone(setting: Setting) -> None:
         (loss if step else scaler.scale(loss)).backward()
         scaler.step(optimizer)
         scaler.update()
+
+
+@training("misuse", "generator", "detach")
+def a_generator_whose_pictures_are_detached(setting: Setting) -> None:
+    """Its optimizer finds no gradient, while the critic's steps."""
+    generator, critic = mlp(8, 32, 16), mlp(16, setting.pick(32, 48, 64), 1)
+    model = nn.ModuleDict({"generator": generator, "critic": critic})
+    optimizers = [torch.optim.Adam(part.parameters(), lr=1e-3) for part in (critic, generator)]
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model, every=setting.pick(100, 40, 10))
+    for _ in range(60):
+        with torch.autocast("cpu", dtype=torch.float16):
+            fake = generator(torch.randn(16, 8)).detach()
+            of_critic = (critic(fake).float() + 1).square().mean()
+        optimizers[0].zero_grad()
+        scaler.scale(of_critic).backward()
+        scaler.step(optimizers[0])
+        with torch.autocast("cpu", dtype=torch.float16):
+            of_generator = (critic(fake).float() - 1).square().mean()
+        optimizers[1].zero_grad()
+        scaler.scale(of_generator).backward()
+        scaler.step(optimizers[1])
+        scaler.update()
+
+
+@training("misuse", ".0.weight", "requires_grad_")
+def a_layer_that_no_optimizer_holds(setting: Setting) -> None:
+    """Between others, or a new head that came after the optimizer."""
+    parts = {"body": mlp(16, 32), "neck": mlp(32, 32), "head": mlp(32, 1)}
+    model = nn.Sequential(nn.Sequential())
+    for name, part in parts.items():
+        model.add_module(name, part)
+    left_out = setting.pick("neck", "head", "neck")
+    held = [p for name, part in parts.items() if name != left_out for p in part.parameters()]
+    optimizer = torch.optim.Adam(held, lr=1e-3)
+    fit(setting, model, lambda step: regression(model, torch.randn(32, 16)), 120,
+        optimizer=optimizer)  # fmt: skip
+
+
+@training("divergence", None, "schedule")
+def a_schedule_that_goes_below_0(setting: Setting) -> None:
+    """It is made for fewer steps, so that the training goes uphill at its end."""
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    end = setting.pick(60, 80, 100)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / end)
+    fit(setting, model, lambda step: regression(model, torch.randn(32, 16)), 120,
+        optimizer=optimizer, after=lambda step: schedule.step(),
+        dtype=setting.pick(torch.float16, torch.bfloat16, None),
+        scaler=setting.pick(None, *[GradScaler("cpu", policy=FixedScale(1.0))] * 2))  # fmt: skip
+
+
+@training("misuse", None, r"scaler\.step\(optimizer\) in place of optimizer\.step\(\)")
+def the_optimizer_steps_without_the_scaler(setting: Setting) -> None:
+    model = mlp(16, 32, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model)
+    for _ in range(setting.pick(30, 60, 120)):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = regression(model, torch.randn(32, 16))
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        optimizer.step()
+
+
+@training("misuse", "aux", "Scale each loss")
+def one_of_two_losses_is_not_scaled(setting: Setting) -> None:
+    """That of an auxiliary head."""
+    body, head, aux = mlp(16, 32, 32), mlp(32, 1), mlp(32, setting.pick(4, 8, 16), 1)
+    model = nn.ModuleDict({"body": body, "head": head, "aux": aux})
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scaler = GradScaler("cpu")
+    setting.monitor(scaler, model, every=setting.pick(100, 40, 10))
+    for _ in range(110):
+        inputs = torch.randn(32, 16)
+        with torch.autocast("cpu", dtype=torch.float16):
+            hidden = body(inputs)
+            loss, other = regression(head, hidden), regression(aux, hidden)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward(retain_graph=True)
+        other.backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@training("divergence", None, "targets into 0 to 1|log_softmax")
+def a_cross_entropy_that_is_negative(setting: Setting) -> None:
+    """Of labels of 255 in a mask, or of probabilities in place of their logarithms."""
+    model = mlp(16, 32, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(32, 16)
+        outputs = model(inputs).float()
+        mask = 255.0 * (inputs[:, :4] > 0)
+        if setting.pick(True, True, False):
+            divided = nn.functional.binary_cross_entropy_with_logits(outputs, mask)
+            return divided / setting.pick(1, 4)
+        return nn.functional.nll_loss(outputs.softmax(1), inputs[:, :4].argmax(1))
+
+    fit(setting, model, loss_of, 300, optimizer=optimizer)
 
 
 @training("misuse", None, "parameters of the model")

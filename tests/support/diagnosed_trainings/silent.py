@@ -214,3 +214,19 @@ def tokens_are_chosen_by_argmax(setting: Setting) -> None:
         return nn.functional.mse_loss(guess, inputs.sum(1, keepdim=True))
 
     fit(setting, model, loss_of, 120)
+
+
+@training("activations", None, "divisor in float32")
+def a_count_beyond_float16_divides_a_loss_term(setting: Setting) -> None:
+    """x / Inf = 0, so that the term balances nothing, and no number shows it."""
+    gate, head = nn.Linear(16, 4), nn.Linear(16, 1)
+    model = nn.ModuleDict({"gate": gate, "head": head})
+
+    def loss_of(step: int) -> Tensor:
+        inputs = torch.randn(32, 16)
+        shares = gate(inputs).softmax(-1).half()
+        count = torch.full((2,), setting.pick(4e4, 6e4, 1e5) / 2, dtype=torch.float16) * 4
+        balance = (shares.sum(0) / count.sum()).square().sum()
+        return regression(head, inputs) + balance.float()
+
+    fit(setting, model, loss_of, setting.pick(120, 60, 60))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from gradscaler.diagnose._findings import calls, gradient_values, losses, over_time
+from gradscaler.diagnose._findings import calls, gradient_values, losses, optimizers, over_time
 from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._findings.nan_skips import nan_gradient, nan_skips
 from gradscaler.diagnose._findings.skips_in_a_row import (
     EXPLAIN_ALL,
     bad_parameter,
@@ -20,13 +21,18 @@ _Detector = Callable[[Evidence], Finding | None]
 # group overlap, so only the first finding of each group is reported.
 _GROUPS: tuple[tuple[_Detector, ...], ...] = (
     (bad_state,),
-    (calls.unused,),
+    (calls.unused, calls.disabled, optimizers.stepless),
+    (optimizers.uphill, optimizers.unbounded),
+    (optimizers.idle,),
+    (optimizers.outside,),
+    (optimizers.unscaled,),
     (calls.unzeroed,),
     (calls.scaled_in_loss,),
     (calls.clipped_while_scaled,),
     (calls.updated_too_often, calls.unscaled_loss),
     (calls.restarted,),
     (losses.silent, losses.diverged, over_time.data),
+    (losses.absorbed,),
     (gradient_values.cut_off, gradient_values.dead),
     (calls.stalled,),
     (calls.full_precision,),
@@ -45,6 +51,9 @@ _BESIDE_SKIPS: tuple[_Detector, ...] = (
 )
 
 
+_SHORT = 50  # steps; the last one that a monitor samples early
+
+
 def judge(evidence: Evidence) -> Verdict:
     """The verdict on the evidence: all findings, the gravest first, or that nothing is unusual."""
     findings = _in_a_streak(evidence) if evidence.skips else _over_a_run(evidence)
@@ -53,14 +62,16 @@ def judge(evidence: Evidence) -> Verdict:
 
 def _in_a_streak(evidence: Evidence) -> Iterator[Finding]:
     """Yield the findings for a long streak of skips: first its cause, then all others."""
-    yield from _found((calls.unzeroed, calls.scaled_in_loss), evidence)
+    yield from _found((optimizers.uphill, calls.unzeroed, calls.scaled_in_loss), evidence)
     yield of_skips(evidence)
     yield from _found(_BESIDE_SKIPS, evidence)
 
 
 def _over_a_run(evidence: Evidence) -> Iterator[Finding]:
-    if evidence.parameter is not None and (evidence.bad_and_applied or evidence.bad_and_skipped):
-        finding = bad_parameter(evidence, "the loss is, too")
+    count = evidence.bad_and_applied + evidence.bad_and_skipped
+    if evidence.parameter is not None and count:
+        so = f"and the loss was NaN or Inf in {count} of {evidence.steps} steps"
+        finding = bad_parameter(evidence, so)
         if finding is not None:
             yield finding
     kinds: set[str] = set()
@@ -103,13 +114,27 @@ def _normal(evidence: Evidence) -> Finding:
             "So few batches do no harm; look at them if more follow.",
             steps=tuple(bad[-2:]),
         )
+    if at_lowest := _at_lowest(evidence):
+        bad = [skip.step for skip in nan_skips(evidence)]
+        text += f" at a scale that cannot fall, the last in step {at_lowest[-1]}"
+        text += f", where the gradient of {nan_gradient(evidence)} was NaN" if bad else ""
+        action = "So few steps do no harm; look at their batches if more follow."
+        return Finding("normal", f"{text}.", action, steps=at_lowest[-2:])
     if evidence.skipped:
         text += " while the loss scale settled, and a lower scale cured each overflow"
     return Finding("normal", f"{text}.", _nothing(evidence))
 
 
+def _at_lowest(evidence: Evidence) -> tuple[int, ...]:
+    """The latest skipped steps at the lowest scale, which no lower scale cured."""
+    lowest = evidence.min_scale or 0.0
+    return tuple(step.step for step in evidence.past if step.skipped and step.scale <= lowest)
+
+
 def _nothing(evidence: Evidence) -> str:
     """The action if nothing is unusual; it names parameters that never had a gradient."""
+    if evidence.sample is None and evidence.steps <= _SHORT:
+        return f"Too short to judge: {evidence.steps} steps, no gradient read."
     if evidence.sample is None:
         return "No gradients were read; skips and losses show nothing that needs fixing."
     if not evidence.missing:

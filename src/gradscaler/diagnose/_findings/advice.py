@@ -50,6 +50,7 @@ _LOG = (
     "(cross_entropy, log_softmax, logsigmoid)"
 )
 _LOST_EPS = "an eps below 3e-8 is 0: add 1e-5"  # in float16
+_LOST_IN_BFLOAT16 = "bfloat16 rounds 1 - 1e-6 to 1: take 1 - 2**-8, or float32"
 _DIVISION = "clamp the divisor (an empty mask, a deviation or norm of 0)"
 _QUOTIENT = "divide by a larger number, or compute the quotient in float32"
 _RSQRT = "1 / sqrt of 0 is Inf, and of a negative number NaN"
@@ -111,8 +112,8 @@ _BACKWARD = {
 _BACKWARD_IN_FLOAT16 = {"exp": _EXP}
 _AT_0 = _DIVISION, _RSQRT, _SLOPE, _LOG_SLOPE, _POWER_SLOPE
 _OF_NAN = (
-    "look in the backward pass for the root or norm of 0 (add a small number under it), and for "
-    "the branch that where() does not take"
+    "look for 0 * Inf, as by the root or norm of 0 (add an eps), an exp or log before a clamp "
+    "(clamp its input), a masked softmax row, or where()'s other branch"
 )
 _POWERS = "pow", "square"
 _WIDE = "bfloat16", "float32", "float64", "complex64", "complex128"  # with at least float32's range
@@ -195,6 +196,8 @@ def _named(
     advice = named[longest]
     where = hidden if advice in (*_AT_0, _ANGLE_SLOPE) else ""
     lost_eps = f"; {_LOST_EPS}" if is_in_float16 and advice in (*_AT_0, _LOG) else ""
+    if located.dtype == "bfloat16" and advice in (_LOG, _LOG_SLOPE):
+        lost_eps = f"; {_LOST_IN_BFLOAT16}"
     return f"{advice}{where}{lost_eps}"
 
 

@@ -53,6 +53,20 @@ def unused(evidence: Evidence) -> Finding | None:
     )
 
 
+def disabled(evidence: Evidence) -> Finding | None:
+    """A scaler that is disabled in float16."""
+    count = evidence.calls.get("disabled", 0)
+    if evidence.steps or count < _FEW:
+        return None
+    return Finding(
+        "misuse",
+        f"The scaler is disabled (enabled=False), and {count} forward passes computed in float16: "
+        "gradients below 6e-8 are flushed to 0, and no step is skipped if they overflow.",
+        "Enable the scaler, or run autocast with dtype=torch.bfloat16.",
+        count=count,
+    )
+
+
 def unscaled_loss(evidence: Evidence) -> Finding | None:
     """Losses that are not scaled although their gradients are unscaled."""
     count, steps = evidence.calls.get("lossless", 0), evidence.steps
@@ -61,7 +75,7 @@ def unscaled_loss(evidence: Evidence) -> Finding | None:
     return Finding(
         "misuse",
         f"In {count} of {steps} steps, no loss was given to scale(), and step() divided the "
-        "gradients by the loss scale all the same, so the training hardly moves.",
+        "gradients by the loss scale all the same, so they are that much too small.",
         "Call scaler.scale(loss).backward() in place of loss.backward().",
         count=count,
         is_certain=False,
@@ -84,8 +98,7 @@ def clipped_while_scaled(evidence: Evidence) -> Finding | None:
     return Finding(
         "misuse",
         f"The {what} of the gradients is {limit:g} in each sample while they are still multiplied "
-        f"by the loss scale, so they are clipped to {limit:g} / {scale:g} = {limit / scale:g}, and "
-        "the training hardly moves.",
+        f"by the loss scale, so they are clipped to {limit:g} / {scale:g} = {limit / scale:g}.",
         "Call scaler.unscale_(optimizer) after the backward pass and before "
         f"{function}, or scaler.clip_grad_norm_(optimizer, max_norm) in its place.",
     )
@@ -103,7 +116,8 @@ def _one_limit(values: list[float]) -> float | None:
 def updated_too_often(evidence: Evidence) -> Finding | None:
     """Calls of ``update`` between micro-batches, or between optimizers."""
     calls, steps = evidence.calls, evidence.steps
-    unstepped = calls.get("unstepped", 0)
+    # A guard leaves out steps with a large norm, and their gradients are zeroed.
+    unstepped = calls.get("unstepped", 0) - calls.get("left_out", 0)
     if unstepped >= max(_FEW, _MANY * (unstepped + steps)):
         return Finding(
             "misuse",
@@ -168,7 +182,7 @@ def _falls(before: Step, after: Step) -> bool:
 def stalled(evidence: Evidence) -> Finding | None:
     """16-bit parameters whose updates are lost in rounding."""
     shares = evidence.unmoved[-_FEW_SAMPLES:]
-    if len(shares) < _FEW_SAMPLES or min(shares) < _HALF:
+    if not shares or min(shares) < _HALF:
         return None
     return Finding(
         "stalled",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from gradscaler.diagnose._gradients.fitting_scales import MOST_SAMPLES, has_sizes
 from gradscaler.diagnose._record.formats import format_named
-from gradscaler.diagnose._record.lines import Sample, Skip, VerdictLine, Watched
+from gradscaler.diagnose._record.lines import Optimizers, Sample, Skip, VerdictLine, Watched
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.step import Before, Step
 from gradscaler.outcome import HISTORY_LENGTH
@@ -32,6 +32,7 @@ class Evidence:
     skips_in_a_row: int = 0  # the length of an optimizer's current streak, if too long
     first_scale: float | None = None  # at the start of that streak
     skips: tuple[Skip, ...] = ()  # the latest skips of that streak
+    inspected: tuple[Skip, ...] = ()  # the latest inspected skips of the run
     min_scale: float | None = None  # the scale's lower limit, if known
     parameter: str | None = None  # the name of a parameter or a buffer that is not finite
     state: str | None = None  # the name of an optimizer's state that is not finite
@@ -50,11 +51,14 @@ class Evidence:
     bad_and_skipped: int = 0  # skipped steps whose loss was not finite
     bad_and_applied: int = 0  # applied steps whose loss was not finite
     measured: tuple[Sample, ...] = ()  # the latest samples with finite gradients
+    peaks: tuple[tuple[int, float], ...] = ()  # the largest gradient by sampled step, unscaled
     backward: frozenset[str] = frozenset()  # the dtypes that backward passes compute in, if known
     calls: Mapping[str, int] = field(default_factory=dict)  # see Sample.calls
     missing: tuple[str, ...] | None = None  # parameters without a gradient in any sample
     cut: Mapping[str, str] = field(default_factory=dict)  # see Sample.cut
     earlier: VerdictLine | None = None  # the verdict on an earlier streak
+    optimizers: Optimizers | None = None  # in the latest sample that looked at them
+    rates: tuple[tuple[int, float], ...] = ()  # the learning rate by sampled step
 
     @property
     def is_elsewhere(self) -> bool:
@@ -66,20 +70,51 @@ class Evidence:
         """Whether more steps were skipped than a loss scale needs to settle."""
         return self.skipped > max(_FEW, self.steps / 10)
 
-    def is_close_to_overflow(self, step: Step, share: float) -> bool:
+    @property
+    def is_in_float16(self) -> bool | None:
+        """Whether backward passes compute in float16; None if that was not seen."""
+        if not self.backward or "unknown" in self.backward:
+            return None
+        return "float16" in self.backward
+
+    @property
+    def range(self) -> str | None:
+        """The dtype whose range the backward passes have; None if that was not seen."""
+        if self.is_in_float16 is None:
+            return None
+        return next(name for name in (*_RANGES, *sorted(self.backward)) if name in self.backward)
+
+    def is_close_to_overflow(self, step: Step | Skip, share: float) -> bool:
         """Whether gradients came close to overflow at a step's scale, by the nearest sample.
 
-        They did if the largest reached ``share`` of the dtype's largest number.
+        They did if the largest reached ``share`` of the dtype's largest number. Before the first
+        sample, they may have been of any size, and count as close.
         """
-        nearest = min(self.measured, key=lambda each: abs(each.step - step.step), default=None)
-        return _largest(nearest) * step.scale >= share * format_named(self.dtype).largest
+        if not self.peaks or step.step < self.peaks[0][0]:
+            return bool(self.peaks)
+        place = bisect_right(self.peaks, (step.step, math.inf))
+        near = self.peaks[place - 1 : place + 1]
+        _, largest = min(near, key=lambda peak: abs(peak[0] - step.step))
+        return largest * step.scale >= share * format_named(self.dtype).largest
 
     def reached_one(self, scale: float) -> bool:
         """Whether the latest nonzero gradients, at this scale, are far above float16's smallest."""
-        return _largest(self.measured[-1] if self.measured else None) * scale >= 1
+        return bool(self.peaks) and self.peaks[-1][1] * scale >= 1
 
-    def after(self, line: Sample | VerdictLine | Watched) -> Evidence:
+    def found_before(self, skip: Skip) -> Located | None:
+        """The place found earlier in the run, if it may explain a skip, which has none of its own.
+
+        A place in the backward pass explains a finite loss, and one in the forward pass another.
+        """
+        if self.watched is None or skip.loss is None:
+            return None
+        is_backward = self.watched.kind == "backward"
+        return self.watched if is_backward == math.isfinite(skip.loss) else None
+
+    def after(self, line: Sample | Skip | VerdictLine | Watched) -> Evidence:
         """The evidence extended by one line."""
+        if isinstance(line, Skip):
+            return replace(self, inspected=(*self.inspected, line)[-HISTORY_LENGTH:])
         if isinstance(line, Watched):
             return replace(
                 self,
@@ -89,14 +124,15 @@ class Evidence:
                 calls=Counter(self.calls) + Counter(line.calls),
             )
         if isinstance(line, VerdictLine):
-            return self if line.verdict == "normal" else replace(self, earlier=line)
+            return replace(self, earlier=_better(self.earlier, line))
         last = self.past[-1].step if self.past else 0
         steps = [step for step in _steps_of(line) if step.step > last]
         if not steps:  # after an interrupt, a sample may be written twice
             return self
-        measured = self.measured
+        measured, peaks = self.measured, self.peaks
         if line.norm is not None and 0 < line.norm < math.inf:
             measured = (*measured, line)[-_LATEST:]
+            peaks = (*peaks, (line.step, _largest(line)))[-HISTORY_LENGTH:]
         unmoved = self.unmoved
         # Skipped steps move no parameter, so a sample of mostly skips shows no lost update.
         if line.unmoved is not None and len(line.skips) < line.steps / 2:
@@ -120,15 +156,22 @@ class Evidence:
             bad_and_applied=self.bad_and_applied
             + sum(s.has_bad_loss and not s.skipped for s in steps),
             measured=measured,
+            peaks=peaks,
+            optimizers=line.optimizers or self.optimizers,
+            rates=(*self.rates, *_rate_of(line))[-HISTORY_LENGTH:],
             backward=self.backward.union(line.backward),
             calls=Counter(self.calls) + Counter(line.calls),
         )
 
 
-def _largest(sample: Sample | None) -> float:
+def _rate_of(sample: Sample) -> list[tuple[int, float]]:
+    """The sample's step and learning rate, if it is known."""
+    rate = None if sample.optimizers is None else sample.optimizers.rate
+    return [] if rate is None else [(sample.step, rate)]
+
+
+def _largest(sample: Sample) -> float:
     """The largest magnitude in a sample, or the norm where that is unknown."""
-    if sample is None:
-        return 0.0
     return (sample.norm if sample.largest is None else sample.largest) or 0.0
 
 
@@ -149,7 +192,17 @@ def min_scale_of(policy: object) -> float | None:
 
 
 _LATEST = 10  # samples
+_RANGES = "float16", "bfloat16", "float32"  # the narrowest first, as numbers leave it first
 _FEW = 20  # skips that a loss scale may need to settle: 16 halvings take 65536, the default, to 1
+
+
+def _better(before: VerdictLine | None, line: VerdictLine) -> VerdictLine | None:
+    """The later of two verdicts on streaks, unless only the earlier one knows the line."""
+    if line.verdict == "normal":
+        return before
+    is_same = before is not None and line.verdict in (before.verdict, "floor")
+    is_worse = is_same and before is not None and before.has_line and not line.has_line
+    return before if is_worse else line
 
 
 def _gets_nothing(name: str, sample: Sample) -> bool:

@@ -115,7 +115,8 @@ def too_small(evidence: Evidence) -> Finding | None:
     sample = evidence.sample
     if sample is None or sample.shares is None or sample.histogram is None:
         return None
-    if not 0 < sample.scale < math.inf:  # a run file may hold 0 or Inf
+    is_wider = evidence.dtype == "float16" and evidence.is_in_float16 is False
+    if is_wider or not 0 < sample.scale < math.inf:  # a run file may hold 0 or Inf
         return None
     shares, bins = sample.shares, sample.histogram
     form = format_named(evidence.dtype)

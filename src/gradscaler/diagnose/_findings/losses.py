@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from gradscaler.diagnose._findings.advice import at_line, of_operation
 from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._findings.optimizers import growth_of_rate
 from gradscaler.diagnose._findings.over_time import are_many, place_of, when
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.step import Step
@@ -15,6 +16,7 @@ _EXPLODED = 50.0  # times the loss before
 _GREW = 10.0  # times the norm of the first weights
 _RECENT = 20  # steps
 _FEW = 3  # steps that a finding lists
+_FEW_SAMPLES = 2
 _OFTEN = 0.3  # the share of the latest steps that fail if it diverges; as targets grow, fewer fail
 
 
@@ -63,6 +65,21 @@ def silent(evidence: Evidence) -> Finding | None:
     )
 
 
+def absorbed(evidence: Evidence) -> Finding | None:
+    """An Inf in the forward pass that a division makes 0, so that no loss or gradient shows it."""
+    count = evidence.calls.get("absorbed", 0)
+    if count < _FEW_SAMPLES:
+        return None
+    return Finding(
+        "activations",
+        f"The forward pass divides by an Inf of float16, in each of {count} samples: the quotient "
+        "and its gradient are exactly 0, though the loss is finite.",
+        "Compute that divisor in float32: a sum or a count beyond 65504 is Inf in float16 "
+        "(mask.sum(dtype=torch.float32)).",
+        count=count,
+    )
+
+
 def diverged(evidence: Evidence) -> Finding | None:
     """A loss or a norm of the weights that explodes, so that many steps are skipped."""
     loss = explosion(evidence.past, in_streak=bool(evidence.skips))
@@ -79,20 +96,22 @@ def diverged(evidence: Evidence) -> Finding | None:
     if loss is not None:
         first, last = (f"{step.loss:g} (step {step.step})" for step in loss)
         grew.append(f"loss grew from {first} to {last}")
-    if weights is not None:
+    rate = growth_of_rate(evidence)
+    if weights is not None and not (rate and grew):
         verb = "" if loss else " grew"
         grew.append(f"weights' norm{verb} from {weights[0]:g} to {weights[1]:g}")
     where, at = evidence.parameter, ""
     if where is None and evidence.located is not None and evidence.located.kind == "forward":
         where = evidence.located.module or where
         at = at_line(evidence.located)
+    became = f"left {evidence.range}" if evidence.range else "became Inf or NaN"
     skips = "steps are skipped"
     if evidence.skips:
         skips = f"the last {evidence.skips_in_a_row} steps were skipped"
     first_bad = f" (first in {where}{at})" if where else ""
     return Finding(
         "divergence",
-        f"The {' and the '.join(grew)}, until numbers left float16{first_bad} and {skips}.",
+        f"The {' and the '.join(grew)}{rate}, until numbers {became}{first_bad} and {skips}.",
         "It diverges at any scale: go back to an earlier checkpoint, lower the learning rate "
         "or warm it up, and clip gradients.",
         where,

@@ -15,6 +15,7 @@ from gradscaler.diagnose._findings.advice import (
     of_gradient,
 )
 from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._findings.nan_skips import CLOSE, are_mostly_nan, nan_gradient, nan_skips
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.step import Step
@@ -24,12 +25,9 @@ _CURED = "floor", "nan"  # verdicts that a lower scale proved wrong
 # The share of steps that may be skipped once the scale has settled. PyTorch's default growth tries
 # a higher scale every 2,000 steps, which skips 0.05 % of them.
 _MOST_SKIPPED = 0.01
-# Of the largest number. Gradients may grow by the rest in one step: those of healthy batches can be
-# ten times apart (`noisy_gradients_at_the_edge` in the tests' trainings).
-_CLOSE = 2.0**-5
 _OUTLIER = 10.0  # times the usual loss
 _IN_INPUTS = "look in these batches for NaN or Inf in inputs and labels"
-_IN_LOSSES = "an empty mask, a fully masked row, or a sum too long for float16"
+_IN_LOSSES = "an empty mask, a fully masked row, or a sum that overflows"
 _LEAVE_OUT = (
     "look at these batches for outliers in inputs and labels, and leave out, clip or normalise "
     "them; a loss that grows less for large errors (Huber's) helps too"
@@ -45,12 +43,14 @@ def data(evidence: Evidence) -> Finding | None:
     if evidence.is_elsewhere:
         return None
     bad = [step for step in evidence.past if step.skipped and step.has_bad_loss]
-    skips = bad or unexplained(evidence)
+    skips, is_nan = bad or unexplained(evidence), not bad and are_mostly_nan(evidence)
     is_often = has_settled_and_skips(evidence) or _are_outliers(skips, evidence)
+    is_often = is_often or (is_nan and evidence.scale is not None and evidence.scale < 1)
     if not _are_several(bad, evidence) and not is_often:
         return None
     lowest = evidence.min_scale
-    if skips and not bad and lowest is not None and all(step.scale <= lowest for step in skips):
+    is_lowest = lowest is not None and all(step.scale <= lowest for step in skips)
+    if skips and not bad and not is_nan and is_lowest:
         return _at_floor(evidence, skips)
     found, count, now = evidence.watched, max(len(skips), evidence.skipped), ""
     if bad:
@@ -60,9 +60,13 @@ def data(evidence: Evidence) -> Finding | None:
     else:
         losses, action = _losses_of(skips, evidence)
         now = "" if evidence.scale is None else f"; the loss scale is {evidence.scale:g} now"
+    if is_nan:
+        losses = f"with NaN and no Inf in the gradient of {nan_gradient(evidence)}"
+        action, now = of_backward(None), ""
     at, advice = _seen_in(found, is_loss=bool(bad))
     if advice is not None:
-        action = f"in these batches, {advice}" if _are_few(evidence.skipped, evidence) else advice
+        is_of_few = _are_few(evidence.skipped, evidence) and not is_nan
+        action = f"in these batches, {advice}" if is_of_few else advice
     were = "was" if evidence.skipped == 1 else "were"
     return Finding(
         "data",
@@ -72,7 +76,7 @@ def data(evidence: Evidence) -> Finding | None:
         *place_of(found),
         tuple(step.step for step in skips[-_FEW:]),
         count,
-        is_certain=len(bad) >= _FEW,
+        is_certain=len(bad) >= _FEW or (is_nan and len(skips) >= _FEW),
     )
 
 
@@ -166,8 +170,8 @@ def lowered(evidence: Evidence) -> Finding | None:
     earlier, scale = evidence.earlier, evidence.scale
     if scale is None or scale >= 1 or (earlier is not None and earlier.verdict not in _CURED):
         return None
-    if 2 * evidence.bad_and_skipped > evidence.skipped:  # bad losses lowered the scale
-        return None
+    if 2 * evidence.bad_and_skipped > evidence.skipped or are_mostly_nan(evidence):
+        return None  # bad losses or NaN lowered the scale, not an overflow
     return Finding(
         "floor",
         f"The loss scale is {scale:g}: the gradients overflow at a scale of 1, and one below 1 "
@@ -214,18 +218,21 @@ def unexplained(evidence: Evidence) -> list[Step]:
 
     The scale explains a skip that undoes a growth of the scale. It also explains a skip while
     gradients are large: at the skip's scale, the nearest sample comes close to overflow. If the
-    scale does not fall after such skips, as under hysteresis, it explains only a few of them.
+    scale does not fall after such skips, as under hysteresis, it explains only a few of them. It
+    does not explain NaN without Inf at the lowest scale.
     """
     past = evidence.past
     first = next((i for i, step in enumerate(past) if not step.skipped), len(past))
     found, growths = [], 0
+    nan = {skip.step for skip in nan_skips(evidence)}
     num_close: Counter[float] = Counter()  # by scale
     for before, step in pairwise(past[first:]):
         growths += step.scale > before.scale
-        if step.skipped and growths:
+        if step.skipped and growths and step.step not in nan:
             growths -= 1
         elif step.skipped:
-            is_close = not step.has_bad_loss and evidence.is_close_to_overflow(step, _CLOSE)
+            is_finite = not step.has_bad_loss and step.step not in nan
+            is_close = is_finite and evidence.is_close_to_overflow(step, CLOSE)
             num_close[step.scale] += is_close
             if not is_close or num_close[step.scale] > _FEW:
                 found.append(step)

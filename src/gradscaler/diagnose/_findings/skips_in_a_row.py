@@ -8,15 +8,14 @@ from dataclasses import replace
 from gradscaler.diagnose._findings.advice import at_line, of_backward, of_forward
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.losses import diverged
+from gradscaler.diagnose._findings.nan_skips import LARGE_LOSS, is_nan
 from gradscaler.diagnose._record.finding import Finding
-from gradscaler.diagnose._record.lines import Skip
 from gradscaler.diagnose._record.located import Located
 
 EXPLAIN_ALL = (
     'To see which, give each rank\'s monitor a file of its own (path="run.{rank}.jsonl"), and '
     "explain all of them together."
 )
-_LARGE_LOSS = 65504.0  # gradients of a larger loss overflow anyway, and may become NaN
 _STATISTICS = "running_mean", "running_var"  # buffers that forward passes write
 _WONT = "No loss scale fixes this:"
 
@@ -26,7 +25,7 @@ def of_skips(evidence: Evidence) -> Finding:
     skipped = f"the last {evidence.skips_in_a_row} steps were skipped"
     finding = (
         (None if evidence.lost_eps is not None else diverged(evidence))
-        or bad_parameter(evidence, skipped)
+        or bad_parameter(evidence, f"so {skipped}")
         or _of_forward(evidence, skipped)
         or _of_loss(evidence, skipped)
         or _of_nan(evidence, skipped)
@@ -64,7 +63,7 @@ def bad_parameter(evidence: Evidence, so: str) -> Finding | None:
         if evidence.skipped >= evidence.steps:  # no step was applied that could have written it
             wrote = "optimizer.step() without the scaler, or weights that were not finite at first"
         action = f"{_WONT} go back to an earlier checkpoint, and look for what wrote it ({wrote})."
-    cause = f"{whose} {parameter} is itself Inf or NaN, so {so}{why}."
+    cause = f"{whose} {parameter} is itself Inf or NaN, {so}{why}."
     return Finding("parameter", cause, action, parameter)
 
 
@@ -158,20 +157,22 @@ def _of_nan(evidence: Evidence, skipped: str) -> Finding | None:
     """A gradient that is NaN at every scale."""
     if _is_elsewhere(evidence) or _has_large_loss(evidence):
         return None
-    name, found = _nan_in_all(evidence.skips), evidence.located
+    name, found = _nan_in_all(evidence), evidence.located
     if name is None:
         return None
     if found is not None and found.kind != "backward":
         found = None
     at = at_line(found, ", by the gradient of")
     name_it = "" if at else "; anomaly detection names the operation"
+    scale = evidence.skips[-1].scale
+    where = "at every loss scale" if scale <= 1 else f"and none is Inf at a scale of {scale:g}"
     return Finding(
         "nan",
-        f"The gradient of {name} is NaN at every loss scale{at}, though the loss is finite: "
-        f"{skipped}.",
+        f"The gradient of {name} is NaN {where}{at}, though the loss is finite: {skipped}.",
         f"{_WONT} {of_backward(found if at else None)}{name_it}.",
         name,
         None if found is None else found.line,
+        is_certain=scale <= 1,
     )
 
 
@@ -205,8 +206,11 @@ def _of_overflow(evidence: Evidence, skipped: str) -> Finding:
     if _is_elsewhere(evidence):
         return Finding("elsewhere", cause, EXPLAIN_ALL)
     divide = "ivide the loss (a mean in place of a sum, targets in larger units)"
-    if last.scale > 1:
-        action = f"Allow a lower scale (min_scale, or DynamicScale if it is fixed), or d{divide}"
+    allow = "llow a lower scale (min_scale, or DynamicScale if it is fixed)"
+    if last.scale > 1 and last.nonfinite and not any(each.num_inf for each in last.nonfinite):
+        action = f"A{allow}; if NaN is left at a scale of 1, it is no overflow"
+    elif last.scale > 1:
+        action = f"A{allow}, or d{divide}"
     else:
         lower = "allow a lower scale (min_scale)" if at_floor else "start from a scale below 1"
         action = f"D{divide}, or {lower}"
@@ -236,21 +240,17 @@ def _is_elsewhere(evidence: Evidence) -> bool:
 
 
 def _has_large_loss(evidence: Evidence) -> bool:
-    return any(abs(skip.loss or 0.0) > _LARGE_LOSS for skip in evidence.skips)
+    return any(abs(skip.loss or 0.0) > LARGE_LOSS for skip in evidence.skips)
 
 
-def _nan_in_all(skips: tuple[Skip, ...]) -> str | None:
+def _nan_in_all(evidence: Evidence) -> str | None:
     """The name of a parameter whose gradient was NaN in all inspected skips, or None.
 
-    It is also None at a scale above 1, or if a gradient of the last inspected skip holds an Inf.
-    Overflow also makes NaN, by Inf - Inf and 0 * Inf. Far above the right scale, it may leave only
-    NaN.
+    It is also None if the last inspected skip may be an overflow; see :func:`is_nan`.
     """
-    inspected = [(skip.scale, skip.nonfinite) for skip in skips if skip.nonfinite]
-    if not inspected:
+    inspected = [skip.nonfinite for skip in evidence.skips if skip.nonfinite]
+    latest = next((skip for skip in reversed(evidence.skips) if skip.nonfinite), None)
+    if latest is None or not is_nan(latest, evidence):
         return None
-    scale, latest = inspected[-1]
-    if scale > 1 or any(gradient.num_inf for gradient in latest):
-        return None
-    common = set.intersection(*({g.name for g in found if g.num_nan} for _, found in inspected))
-    return next((g.name for _, found in inspected for g in found if g.name in common), None)
+    common = set.intersection(*({g.name for g in found if g.num_nan} for found in inspected))
+    return next((g.name for found in inspected for g in found if g.name in common), None)

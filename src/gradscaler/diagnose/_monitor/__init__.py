@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from weakref import WeakSet
 
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import min_scale_of
+from gradscaler.diagnose._monitor.disabled import DisabledScaler
+from gradscaler.diagnose._monitor.models import one_model
 from gradscaler.diagnose._monitor.observer import EagerObserver
 from gradscaler.diagnose._monitor.recorder import Recorder
 from gradscaler.diagnose._monitor.step_log import OnStuck, StepLog
@@ -36,10 +39,10 @@ class Monitor:
     as it is. For JAX, Keras, tf-keras and MindSpore, call :meth:`record` after each step, or pass
     the :meth:`callback` to ``model.fit``.
 
-    The monitor samples one step in every ``every`` steps. A sample holds the norm of the unscaled
-    gradients, their exponents, the shares of ``gradients * scale`` that are flushed, subnormal or
-    normal or that overflow in ``dtype``, and the worst parameters. Exponents and shares come from
-    at most 4,096 elements of each gradient. The loss of every step is kept.
+    The monitor samples one step in every ``every`` steps, and some early ones. A sample holds the
+    norm of the unscaled gradients, their exponents, the shares of ``gradients * scale`` that are
+    flushed, subnormal or normal or that overflow in ``dtype``, and the worst parameters. Exponents
+    and shares come from at most 4,096 elements of each gradient. The loss of every step is kept.
 
     The monitor warns of each kind of finding once it is sure
     (:class:`~gradscaler.diagnose.FindingWarning`), and again when ten times as many steps show it.
@@ -61,8 +64,8 @@ class Monitor:
       one is due. A step fails if its loss is not finite, or if its gradients hold NaN but no Inf.
       If a closure fails, its next call is watched, which is on the same batch.
     - In PyTorch, if a parameter's gradient is all 0 or missing in a sample, the monitor examines
-      three steps to find the operation that blocks the gradient. It does so at most four times in
-      a run.
+      three steps to find the operation that blocks the gradient. It does so at most six times in a
+      run.
 
     Values that may be on a device are read only at samples, once a second if there is a file, and
     on request. Nothing else waits for the device. With ``forensics``, each step's flag is also read
@@ -80,11 +83,13 @@ class Monitor:
     Args:
         scaler: a scaler from gradscaler. For JAX, the scaler before the first step, or an optax
             state that holds one. For MindSpore, a manager, a functional scaler or a train step.
-        model: the source of the parameters' names. In PyTorch, TensorPlay and Paddle, its
-            activations are inspected in watched steps.
+        model: the source of the parameters' names; several models in a list, or in a dict by the
+            names to give them, such as ``{"generator": generator, "critic": critic}``. In PyTorch,
+            TensorPlay and Paddle, its activations are inspected in watched steps.
         every: the mean number of steps from one sample to the next. The sampled step of each
             ``every`` steps varies by a fixed rule, so that batches in a periodic order are all
-            seen.
+            seen. If ``every`` is more than 50, steps 2, 5, 10, 20 and 50 are sampled too, so that a
+            short run is judged.
         path: a run file to create or append to; see :mod:`gradscaler.diagnose._record.lines`.
             Training writes its new steps to the file at least once a second, and the rest when the
             process exits. Only one monitor at a time may write to a file. If the file already holds
@@ -150,6 +155,7 @@ class Monitor:
         self._framework = _framework_of(scaler)
         is_eager = hasattr(scaler, "add_observer")
         _check(scaler, model, is_eager)
+        model = one_model(model)
         rank, self._world_size = _rank_and_world_size()
         is_enabled = not is_eager or scaler.observed.is_enabled
         if log is not None and not callable(log):
@@ -171,6 +177,7 @@ class Monitor:
             source: type[EagerObserver | Recorder] = EagerObserver if is_eager else Recorder
             settings = every, forensics, self._dtype, self._world_size
             self._source = source(scaler, model, self._log, *settings)
+            self._disabled = None if is_enabled else DisabledScaler(model, self._log)
             self._is_open = True
             self._process: int | None = os.getpid()
             _open_monitors.add(self)
@@ -268,6 +275,8 @@ class Monitor:
 
     def _finish(self) -> None:
         try:
+            if self._disabled is not None:
+                self._disabled.stop()
             self._log.close()
         finally:  # closing may raise where warnings are errors
             self._is_open = False
@@ -308,7 +317,7 @@ class Monitor:
                 skips_in_a_row=streak.length,
                 first_scale=streak.first_scale,
                 skips=streak.skips,
-                located=self._source.located,
+                located=self._source.located or evidence.found_before(streak.skips[-1]),
             )
         return judge(evidence)
 
@@ -323,7 +332,10 @@ def _check(scaler: object, model: object, is_eager: bool) -> None:
     if not is_eager:
         state_of(scaler)
     names = ("named_parameters",) if is_eager else ("trainable_params", "trainable_variables")
-    if model is not None and not any(hasattr(model, name) for name in names):
+    if isinstance(model, (list, tuple, Mapping)):
+        for each in model.values() if isinstance(model, Mapping) else model:
+            _check(scaler, each, is_eager)
+    elif model is not None and not any(hasattr(model, name) for name in names):
         rest = "" if is_eager else "; for JAX, use record(parameters=...)"
         raise TypeError(f"model must have {' or '.join(names)}, got {type(model).__name__}{rest}")
 

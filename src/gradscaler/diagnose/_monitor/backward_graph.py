@@ -13,11 +13,12 @@ from gradscaler.diagnose._locate.call_site import Node, differentiated
 from gradscaler.diagnose._locate.module_hooks import Handle, remove_all, weakly
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 
-_MOST_NODES = 10_000
-_OPAQUE = "CompiledFunction", "CheckpointFunction"  # nodes that hide a graph of their own
+MOST_NODES = 10_000
+OPAQUE = "CompiledFunction", "CheckpointFunction"  # nodes that hide a graph of their own
 _LARGE = 2.0**-10  # times a slope of 2**-14, it is not flushed in float16
 _LOOKS = 3  # consecutive steps that a round examines
-_MOST_ROUNDS = 4  # each may make PyTorch compile modules again
+# Each may make PyTorch compile modules again. The early samples of a run must not use up all.
+_MOST_ROUNDS = 6
 
 
 def listen(loss: object, dtypes: set[str]) -> None:
@@ -27,11 +28,11 @@ def listen(loss: object, dtypes: set[str]) -> None:
     computes nothing and waits for no device. It does nothing outside PyTorch, because no other
     framework's graph has the hooks.
     """
-    for number, node in enumerate(_nodes_from([getattr(loss, "grad_fn", None)])):
+    for number, node in enumerate(nodes_from([getattr(loss, "grad_fn", None)])):
         name = node.name()
-        if number == _MOST_NODES or name.startswith(_OPAQUE):
+        if number == MOST_NODES or name.startswith(OPAQUE):
             dtypes.add("unknown")
-        if number == _MOST_NODES:
+        if number == MOST_NODES:
             return
         if "AccumulateGrad" not in name:  # parameters stay in float32 under autocast
             node.register_prehook(partial(_note, dtypes))
@@ -81,7 +82,7 @@ class CutOff:
 
     def see(self, loss: Tensor) -> None:
         """Watch the backward pass of a loss."""
-        for node in _nodes_from([loss.grad_fn]):
+        for node in nodes_from([loss.grad_fn]):
             operation = differentiated(node.name())
             if operation in (*STEPS, *SATURATED, *ENDED):
                 # The hook must not refer to this object. The garbage collector does not see into
@@ -99,7 +100,7 @@ class CutOff:
         first = set(self._first_called(trained, zero))
         names = {id(parameter): name for name, parameter in trained.items()}
         for node, operation in self._flat.items():
-            leaves = (getattr(each, "variable", None) for each in _nodes_from([node]))
+            leaves = (getattr(each, "variable", None) for each in nodes_from([node]))
             reached = {names[id(leaf)] for leaf in leaves if id(leaf) in names} & zero
             if operation not in ENDED or (first and first <= reached):
                 self._now |= dict.fromkeys((n for n in trained if n in reached), operation)
@@ -161,7 +162,7 @@ def _note_slope(
             flat[node] = operation
 
 
-def _nodes_from(waiting: list[Node]) -> Iterator[Node]:
+def nodes_from(waiting: list[Node]) -> Iterator[Node]:
     """The given nodes of PyTorch's graph, and all nodes that they lead to."""
     seen = set[Node]()
     while waiting:

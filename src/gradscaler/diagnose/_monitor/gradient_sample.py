@@ -17,6 +17,7 @@ from gradscaler.diagnose._gradients.reading import largest
 from gradscaler.diagnose._record.formats import format_named
 from gradscaler.diagnose._record.lines import Bins, ParameterSample, Shares
 
+EARLY = 2, 5, 10, 20, 50  # steps of a run that are sampled, about equally far apart in logarithm
 _MOST_ELEMENTS = 2**12  # of one gradient
 _MOST_WORST = 5
 _SMALL = 0.05  # share of all gradients
@@ -24,8 +25,24 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, which fractions approximat
 _WHOLE = 2**64
 
 
-def is_sampled(step: int, every: int) -> bool:
-    """Whether a step, counted from 1, is sampled. One of ``every`` steps is.
+def is_sampled(step: int, every: int, before: int = 0) -> bool:
+    """Whether a step, counted from 1, is sampled, of a run with ``before`` steps before it.
+
+    One of ``every`` steps is. So that a short run can be judged too, steps 2, 5, 10, 20 and 50 of
+    the run are sampled as well. If ``every`` is 50 or less, they are not: its own first sample
+    comes soon enough, and the caller has said how many samples to take.
+
+    >>> [step for step in range(1, 401) if is_sampled(step, every=100)]
+    [2, 5, 10, 20, 50, 100, 139, 277, 315]
+    >>> [step for step in range(1, 31) if is_sampled(step, every=10)]
+    [10, 14, 28]
+    """
+    is_early = every > EARLY[-1] and step - before in EARLY
+    return is_early or is_in_window(step, every)
+
+
+def is_in_window(step: int, every: int) -> bool:
+    """Whether a step, counted from 1, is the sample of its window of ``every`` steps.
 
     The sample of window ``k``, the steps from ``k * every + 1`` to ``(k + 1) * every``, is
     ``floor(every * frac(k * golden_ratio))`` steps before the window's last step. So the first
@@ -34,7 +51,7 @@ def is_sampled(step: int, every: int) -> bool:
     sequence sees each batch equally often, whatever the period. The sequence is the same in every
     run and draws no random numbers.
 
-    >>> [step for step in range(1, 51) if is_sampled(step, every=10)]
+    >>> [step for step in range(1, 51) if is_in_window(step, every=10)]
     [10, 14, 28, 32, 46]
     """
     window, place = divmod(step - 1, every)

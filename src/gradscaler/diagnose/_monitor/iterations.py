@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of, is_sampled
+from gradscaler.diagnose._monitor.scaled_losses import ScaledLosses
 from gradscaler.diagnose._monitor.step_log import Observations, StepLog
+from gradscaler.diagnose._record.lines import Optimizers
 from gradscaler.diagnose._record.step import Step
 from gradscaler.outcome import StepOutcome
 
@@ -31,6 +33,10 @@ class Iteration:
     cut: Mapping[str, str] | None = None  # see Sample
     begun: set[int] = field(default_factory=set)  # optimizers that unscaled or began a step
     is_unscaled: bool = False  # whether any gradients were unscaled
+    follows_unstepped: bool = False  # whether the gradients before it were unscaled, and no step
+    scaled: ScaledLosses = field(default_factory=ScaledLosses)  # if sampled, in PyTorch
+    seen: Optimizers | None = None  # if sampled
+    unscaled: list[str] = field(default_factory=list)  # see Optimizers
     added_to: list[Tensor] = field(default_factory=list)  # magnitudes from UsedGradients
 
     def place_of(self, optimizer: object) -> int:
@@ -44,14 +50,20 @@ class Iteration:
         *_, last = self.outcomes.values()
         found = [o.nonfinite for o in self.outcomes.values() if o.nonfinite is not None]
         nonfinite = tuple(chain(*found)) if found else None
-        is_unzeroed = any(float(held) != 0 for held in self.added_to)
-        step = Step(self.number, last.scale, any(skipped.values()), loss, nonfinite)
+        was_skipped = any(skipped.values())
+        is_unzeroed = any(_stays(float(held), was_skipped) for held in self.added_to)
+        step = Step(self.number, last.scale, was_skipped, loss, nonfinite)
         calls = *self.calls, *["unzeroed"] * is_unzeroed, *["lossless"] * (not self.losses)
-        has_any = calls or self.backward or self.cut is not None
-        observed = [Observations(calls, frozenset(self.backward), self.cut)] if has_any else []
-        log.add(step, skipped, *observed)
+        is_absorbed = self.scaled.has_infinite_divisor() and math.isfinite(loss or 0.0)
+        calls = *calls, *["negative"] * (self.scaled.negative() is not None)
+        calls = *calls, *["absorbed"] * is_absorbed
+        num_losses = len(self.losses)
+        has_any = calls or self.backward or self.cut is not None or num_losses > 1
+        observed = Observations(calls, frozenset(self.backward), self.cut, max(num_losses, 1))
+        log.add(step, skipped, *[observed] * bool(has_any))
         if self.measured:
-            log.add_sample(loss, **fields_of(self.measured.values()))
+            seen = self.seen and replace(self.seen, unscaled=tuple(self.unscaled))
+            log.add_sample(loss, optimizers=seen, **fields_of(self.measured.values()))
 
     def _loss(self) -> float | None:
         """The first loss that is not finite, else the latest loss."""
@@ -61,6 +73,11 @@ class Iteration:
             if not math.isfinite(value):
                 break
         return value
+
+
+def _stays(held: float, was_skipped: bool) -> bool:
+    """Whether a magnitude that a gradient held is still in it; an Inf or a NaN makes it skip."""
+    return held != 0 and (math.isfinite(held) or was_skipped)
 
 
 class Iterations:
@@ -79,7 +96,7 @@ class Iterations:
         self._noted = {id(optimizer): outcome for optimizer, outcome in latest}
 
     def _new(self, number: int, *calls: str) -> Iteration:
-        is_due = is_sampled(number, self._every)
+        is_due = is_sampled(number, self._every, before=self._first - 1)
         return Iteration(number, number == self._first, is_due, list(calls))
 
     @property
@@ -125,6 +142,8 @@ class Iterations:
             self._all = [*unread, latest, self._new(latest.number + 1)]
         else:
             unstepped = ["unstepped"] * latest.is_unscaled
-            self._all = [*unread, self._new(latest.number, *latest.calls, *unstepped)]
+            following = self._new(latest.number, *latest.calls, *unstepped)
+            following.follows_unstepped = latest.is_unscaled
+            self._all = [*unread, following]
             if unstepped and latest.is_first:
                 self._log.note_calls(self.latest.calls)

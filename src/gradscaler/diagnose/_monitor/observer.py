@@ -17,9 +17,11 @@ from gradscaler.diagnose._locate.operation_watch import OperationWatch
 from gradscaler.diagnose._monitor.backward_graph import CutOff, listen
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 from gradscaler.diagnose._monitor.gradient_sample import measure
+from gradscaler.diagnose._monitor.held_parameters import HeldParameters, rates_of
 from gradscaler.diagnose._monitor.iterations import Iteration, Iterations
-from gradscaler.diagnose._monitor.parameters import OptimizersParameters, UsedGradients, has_stepped
+from gradscaler.diagnose._monitor.parameters import OptimizersParameters, has_stepped
 from gradscaler.diagnose._monitor.step_log import StepSource, StuckError
+from gradscaler.diagnose._monitor.used_gradients import UsedGradients
 from gradscaler.outcome import HISTORY_LENGTH, StepOutcome
 
 MethodT = TypeVar("MethodT", bound=Callable[..., None])
@@ -62,8 +64,10 @@ class EagerObserver(StepSource):
         self._iterations = Iterations(self.scaler, self.log, self.every)
         self._watch = FailureWatch(self.model, self.log, sees_operations)
         self._cut_off = CutOff(self._watch, sees_operations)
-        self._used = UsedGradients() if sees_operations else None
+        self._used = UsedGradients(counts_changes=sees_operations)
         self.parameters = OptimizersParameters(self.model)
+        self._held = HeldParameters(self.model, self.parameters)
+        self._sees_graph = sees_operations
         self._updated = self.log.counts.step  # the last step whose `updating` ended
 
     @property
@@ -79,9 +83,13 @@ class EagerObserver(StepSource):
         iteration = self._iterations.latest
         if iteration.is_first or iteration.is_sampled:
             listen(outputs, iteration.backward)
+        if iteration.is_sampled and self._sees_graph:
+            iteration.scaled.add(outputs)
+        if iteration.is_first and not iteration.begun and self._held.has_moved():
+            self._iterations.note_call("stepless")
         if self._cut_off.is_looking:
             self._cut_off.see(outputs)
-        if self._used is not None and not iteration.losses:
+        if not iteration.losses:
             self._used.before_backward()
         loss = local(outputs).detach()
         if 0 in loss.shape:  # this process' part may be empty
@@ -123,8 +131,9 @@ class EagerObserver(StepSource):
             self.parameters.note_norms(optimizer)
             if self._is_resumed(optimizer) and "resumed" not in iteration.calls:
                 iteration.calls.append("resumed")
-        if self._used is not None and (held := self._used.before_step(optimizer)) is not None:
-            iteration.added_to.append(held)
+        self._used.before_step(optimizer, iteration)
+        if any(rate < 0 for rate in rates_of(optimizer)):
+            iteration.calls.append("uphill")
         if self._cut_off.is_looking:
             self._cut_off.note(self._named(optimizer))
 
@@ -132,7 +141,9 @@ class EagerObserver(StepSource):
     def stepped(self, optimizer: object, outcome: StepOutcome, /) -> None:
         """Inspect the gradients if they are not finite."""
         self._is_in_step = False
-        if outcome.known_reason == "no_gradients":
+        has_gradients = outcome.known_reason != "no_gradients"
+        self._held.note(optimizer, has_gradients)
+        if not has_gradients:
             self._iterations.note_call("idle")
             return
         iteration = self._iterations.latest
@@ -273,7 +284,11 @@ class EagerObserver(StepSource):
         scale = float(self.scaler.observed.state.scale if scaled_by is None else scaled_by)
         found = measure(gradients, self.dtype, scale, is_scaled, known)
         missing = tuple(name for name, p in named.items() if p.grad is None and _is_trained(p))
-        unmoved = self.parameters.unmoved(optimizer, named)
+        iteration = self._iterations.latest
+        iteration.seen = iteration.seen or self._held.at_sample(optimizer)
+        if self._sees_graph and iteration.losses:
+            iteration.unscaled += iteration.scaled.unscaled(named)
+        unmoved = self.parameters.unmoved(optimizer, named, self._iterations.latest.number)
         measured[id(optimizer)] = replace(found, missing=missing, unmoved=unmoved)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -17,6 +16,7 @@ from gradscaler.diagnose._gradients.reading import Tensor, inspect, read
 from gradscaler.outcome import NonfiniteGradient
 
 _MOST_ELEMENTS = 2**12  # of one parameter
+_FEWEST_STEPS = 10  # in which most parameters should have moved
 _IN_16_BITS = "float16", "bfloat16"
 
 
@@ -31,18 +31,15 @@ class OptimizersParameters:
         self._model = model
         self.optimizers: list[object] = []
         self._norms: dict[int, list[Tensor]] = {}  # before the first step; may be on a device
-        self._parts: dict[int, dict[str, NDArray[Any]]] = {}  # at the latest sample
+        self._parts: dict[int, dict[str, NDArray[Any]]] = {}  # at an earlier sample
+        self._parts_at: dict[int, int] = {}  # the step of that sample
 
     def named(self, optimizer: Any, place: int = 0) -> dict[str, Tensor]:
         """An optimizer's parameters, by the names in the model, else by group and index.
 
         ``place`` is the index of the optimizer in its iteration.
         """
-        groups = getattr(optimizer, "param_groups", None) or getattr(
-            optimizer, "_param_groups", None
-        )
-        if not groups or not isinstance(groups[0], dict):  # a Paddle optimizer without groups
-            groups = [{"params": optimizer._parameter_list or ()}]
+        groups = groups_of(optimizer)
         names = {}
         if self._model is not None:
             names = {id(parameter): name for name, parameter in self._model.named_parameters()}
@@ -117,17 +114,27 @@ class OptimizersParameters:
                     return float(eps)
         return None
 
-    def unmoved(self, optimizer: object, parameters: Mapping[str, Tensor]) -> float | None:
+    def _steps_since(self, optimizer: object, step: int) -> int | None:
+        """The steps since an optimizer's parameters were kept; None if they were not."""
+        at = self._parts_at.get(id(optimizer))
+        return None if at is None else step - at
+
+    def unmoved(
+        self, optimizer: object, parameters: Mapping[str, Tensor], step: int
+    ) -> float | None:
         """The share of 16-bit elements unchanged since the sample before; None if unknown.
 
         An update smaller than half the distance to the next number is lost in rounding, at every
-        step. Elements whose gradient is 0 do not count. The share is None if the optimizer steps
-        float32 copies, which keep such updates.
+        step. Samples that are too close together show nothing. Elements whose gradient is 0 do not
+        count. The share is None if the optimizer steps float32 copies, which keep such updates.
         """
         if _steps_in_float32(optimizer):
             return None
         before, now = self._parts.get(id(optimizer), {}), dict[str, NDArray[Any]]()
-        self._parts[id(optimizer)] = now
+        since = self._steps_since(optimizer, step)
+        if since is not None and since < _FEWEST_STEPS:
+            return None
+        self._parts[id(optimizer)], self._parts_at[id(optimizer)] = now, step
         # A learning rate of 0, as at the start of a warm-up, means to move nothing: no rounding.
         if not any(group.get("lr") for group in getattr(optimizer, "param_groups", ())):
             return None
@@ -143,51 +150,12 @@ class OptimizersParameters:
         return num_unmoved / num_seen if num_seen else None
 
 
-class UsedGradients:
-    """Detects a backward pass that adds to gradients that a step has used.
-
-    It compares one gradient of each optimizer before and after the backward pass. PyTorch counts
-    the changes of a tensor. A backward pass that adds to a gradient makes one change,
-    ``zero_grad(set_to_none=False)`` makes another, and ``zero_grad()`` leaves no tensor. The
-    comparison waits for no device.
-    """
-
-    def __init__(self) -> None:
-        # One parameter of each optimizer that stepped; its gradient, version and largest magnitude.
-        self._parameters: dict[int, Callable[[], Tensor]] = {}
-        self._used: dict[int, tuple[Callable[[], Tensor], int, Tensor]] = {}
-
-    def before_backward(self) -> None:
-        """Note the gradients that earlier steps left."""
-        self._used = {}
-        for key, alive in self._parameters.items():
-            gradient = getattr(parameter := alive(), "grad", None)
-            if gradient is not None and gradient.layout == parameter.layout:  # not sparse
-                largest = gradient.detach().abs().amax()
-                self._used[key] = weakref.ref(gradient), gradient._version, largest
-
-    def before_step(self, optimizer: object) -> Tensor | None:
-        """The largest magnitude that was in the gradient before a backward pass added to it.
-
-        None if something else changed the gradient, or nothing did. A magnitude of 0 means that the
-        gradient was zeroed in place before the backward pass.
-        """
-        key, held = id(optimizer), None
-        parameter = self._parameters.pop(key, lambda: None)()
-        if parameter is not None and parameter.grad is not None and key in self._used:
-            alive, version, largest = self._used.pop(key)
-            if alive() is parameter.grad and parameter.grad._version == version + 1:
-                held = largest
-        if parameter is None or parameter.grad is None:
-            groups = getattr(optimizer, "param_groups", ())
-            with suppress(AttributeError):  # not every tensor counts its changes
-                all_of = (p for group in groups for p in group["params"] if p.grad is not None)
-                parameter = next(
-                    (p for p in all_of if p.grad.numel() and p.grad._version >= 0), None
-                )
-        if parameter is not None:
-            self._parameters[key] = weakref.ref(parameter)
-        return held
+def groups_of(optimizer: Any) -> Sequence[Mapping[str, Any]]:
+    """An optimizer's groups of parameters; a Paddle optimizer may have none, and is one group."""
+    groups = getattr(optimizer, "param_groups", None) or getattr(optimizer, "_param_groups", None)
+    if not groups or not isinstance(groups[0], dict):
+        return [{"params": getattr(optimizer, "_parameter_list", None) or ()}]
+    return groups  # type: ignore[no-any-return]
 
 
 def has_stepped(optimizer: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,7 +70,7 @@ class Recorder(StepSource):
             state = replace(state, finite=finite)
         last = self._steps[-1]
         step = RecordedStep(last.number + 1, state, last.after, self._growth_interval, loss)
-        is_due = is_sampled(step.number, self.every)
+        is_due = is_sampled(step.number, self.every, self.log.num_before)
         inspects = self.forensics > 0 and gradients is not None
         named = self._named(gradients) if gradients is not None and (is_due or inspects) else None
         self.parameters.latest = parameters
@@ -123,6 +124,9 @@ def parameters_of(model: Any) -> dict[str, Array]:
     """The trained parameters of a Keras, tf-keras or MindSpore model, by their names."""
     if model is None:
         return {}
+    if isinstance(model, Mapping):  # several models
+        each = ((name, parameters_of(one)) for name, one in model.items())
+        return {f"{name}.{own}": p for name, found in each for own, p in found.items()}
     if hasattr(model, "trainable_params"):  # MindSpore's
         return {parameter.name: parameter for parameter in model.trainable_params()}
     return named_arrays(

@@ -22,7 +22,7 @@ from gradscaler.diagnose._record.located import Located
 from gradscaler.diagnose._record.step import Step
 from gradscaler.diagnose._record.writer import RunFile, ScalarLog
 from gradscaler.errors import levels_to_caller
-from gradscaler.outcome import HISTORY_LENGTH
+from gradscaler.outcome import HISTORY_LENGTH, NonfiniteGradient
 
 OnStuck = Literal["warn", "raise", "continue"]
 
@@ -52,11 +52,13 @@ class Observations(NamedTuple):
     calls: tuple[str, ...] = ()
     backward: frozenset[str] = frozenset()
     cut: Mapping[str, str] | None = None
+    num_losses: int = 1
 
     def after(self, other: Observations) -> Observations:
         """These observations, followed by those of ``other``."""
         cut = self.cut if other.cut is None else other.cut
-        return Observations(self.calls + other.calls, self.backward | other.backward, cut)
+        most = max(self.num_losses, other.num_losses)
+        return Observations(self.calls + other.calls, self.backward | other.backward, cut, most)
 
 
 _NOTHING = Observations()
@@ -94,6 +96,7 @@ class StepLog:
     Attributes:
         history: the latest steps.
         counts: the counts so far.
+        num_before: the number of steps before this log.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class StepLog:
     ) -> None:
         self.history: deque[Step] = deque(maxlen=HISTORY_LENGTH)
         self._writers: Sequence[RunFile | ScalarLog] | None = writers  # a copy has None
-        self._step_before = step
+        self.num_before = step
         self._on_stuck = on_stuck
         self._stuck_after = stuck_after
         self._judge = judge
@@ -129,7 +132,7 @@ class StepLog:
     @property
     def num_steps(self) -> int:
         """The number of steps added to this log."""
-        return self.counts.step - self._step_before
+        return self.counts.step - self.num_before
 
     def add(
         self,
@@ -170,6 +173,7 @@ class StepLog:
             is_finite_here=is_finite_here,
             optimizer=last,
             observed=before if observed is _NOTHING else before.after(observed),
+            evidence=counts.evidence.after(skip) if is_inspected and skip else counts.evidence,
         )
         if is_inspected and skip is not None:
             self._write(skip)
@@ -227,6 +231,7 @@ class StepLog:
             backward=tuple(sorted(observed.backward)),
             calls=Counter(observed.calls),
             cut=observed.cut,
+            num_losses=observed.num_losses,
             **measured,
         )
 
@@ -299,7 +304,7 @@ class StepLog:
             return
         if self._on_stuck == "raise":
             raise StuckError(line.text)
-        self._filter.note(line.verdict, streak.length)
+        self._filter.note(line.findings[0])
         if self._on_stuck == "warn":
             warnings.warn(StuckWarning(line.text), stacklevel=levels_to_caller())
 
@@ -419,8 +424,16 @@ class StepSource:
 def _skip_of(step: Step) -> Skip:
     """The line of a skipped step."""
     found = step.nonfinite or ()
-    listed = None if step.nonfinite is None else found[:_MOST_NONFINITE]
+    listed = None if step.nonfinite is None else _listed(found)
     return Skip(step.step, step.scale, step.loss, listed, len(found[_MOST_NONFINITE:]))
+
+
+def _listed(found: tuple[NonfiniteGradient, ...]) -> tuple[NonfiniteGradient, ...]:
+    """The gradients that a line lists: the first ones, and one with an Inf if any holds one."""
+    first, rest = found[:_MOST_NONFINITE], found[_MOST_NONFINITE:]
+    inf = next((each for each in rest if each.num_inf), None)
+    is_missing = inf is not None and not any(each.num_inf for each in first)
+    return (*first[:-1], inf) if is_missing and inf is not None else first
 
 
 def _warn(findings: Sequence[Finding]) -> None:

@@ -17,13 +17,15 @@ _FEWEST = 50  # steps of a run that make an uncertain finding worth a report at 
 class WarningFilter:
     """Lets each kind of finding through once, and again when it gets worse.
 
-    An uncertain finding is reported if a later look finds it again, or at the end of a long run.
+    An uncertain finding is reported if a later look finds it again, or at the end of a long run. A
+    kind is also reported again once its line in the user's code is known.
     """
 
     def __init__(self, step: int) -> None:
         self._first = self._looked_at = step
         self._next = 0.0  # the earliest time of the next look
         self._told: dict[str, int] = {}  # by kind: the steps that showed it when reported
+        self._placed: set[str] = set()  # the kinds that were reported with a line
         self._found: dict[str, int] = {}  # by kind: the latest sample when it was first found
 
     def is_due(self, step: int) -> bool:
@@ -59,11 +61,15 @@ class WarningFilter:
             is_stale = kind_of(kind).is_of_sample and before.get(kind) == sampled
             is_found_again = kind in before and not is_stale
             is_sure = finding.is_certain or is_found_again or (is_last and is_long)
-            if kind != "normal" and is_sure and count >= _WORSE * self._told.get(kind, 0):
-                self._told[kind] = count
+            is_new = count >= _WORSE * self._told.get(kind, 0)
+            is_placed = finding.line is not None and kind not in self._placed
+            if kind != "normal" and is_sure and (is_new or is_placed):
+                self.note(finding)
                 selected.append(finding)
         return selected
 
-    def note(self, kind: str, count: int) -> None:
-        """Note that a kind was reported in another way."""
-        self._told[kind] = count
+    def note(self, finding: Finding) -> None:
+        """Note that a finding was reported."""
+        self._told[finding.kind] = max(finding.count, 1)
+        if finding.line is not None:
+            self._placed.add(finding.kind)

@@ -107,6 +107,26 @@ class Start:
 
 
 @dataclass(frozen=True)
+class Optimizers:
+    """What a sampled step shows of the optimizers and of the parameters that they hold.
+
+    Attributes:
+        idle: the number of calls of ``step`` that found no gradient, for each optimizer that has
+            made no step, by the module of its parameters.
+        outside: the names of parameters that have a gradient, that no optimizer holds, and that
+            have not moved since the sample before. It leaves out those before the first that one
+            holds.
+        rate: the largest learning rate; None if it is not known.
+        unscaled: the names of parameters with a gradient that no scaled loss reaches.
+    """
+
+    idle: Mapping[str, int] = field(default_factory=dict)
+    outside: tuple[str, ...] = ()
+    rate: float | None = None
+    unscaled: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Sample:
     """The gradients of one step, and the events since the previous sample.
 
@@ -131,18 +151,25 @@ class Sample:
             empty if no backward pass was inspected.
         calls: the number of calls since the previous sample that suggest misuse, by kind.
             ``"unstepped"``: ``update`` followed ``unscale_`` without a step in between.
+            ``"left_out"``: the gradients of such a step were zeroed before the next backward pass.
             ``"switched"``: a step of one optimizer came after a step of another and an ``update``.
             ``"unscaled"``: like ``"switched"``, and no loss was scaled in between. ``"unzeroed"``:
             a backward pass added to gradients that a step had used. ``"resumed"``: before the first
             step, an optimizer had the state of an earlier run, but the scaler was new.
-            ``"lossless"``: an eager scaler stepped, but no loss was scaled for it. Two kinds count
-            only before the first step. ``"idle"``: ``step`` found no gradient. ``"raised"``:
-            ``step`` or ``unscale_`` raised an error.
+            ``"lossless"``: an eager scaler stepped, but no loss was scaled for it. ``"uphill"``:
+            a learning rate was negative. ``"negative"``: a loss was negative that never is for
+            targets as they should be; counted at samples. ``"absorbed"``: a float16 divisor was
+            Inf, and the loss finite; counted at samples. Some kinds count only before the first
+            step. ``"idle"``: ``step`` found no gradient. ``"raised"``: ``step`` or ``unscale_``
+            raised an error. ``"stepless"``: the parameters moved between two scaled losses.
+            ``"disabled"``: the scaler is disabled, and a forward pass computed in float16.
         missing: names of an optimizer's parameters that require a gradient and have none.
         cut: the operations that block the gradient, by the names of the parameters behind them.
             The operation is one whose gradient is 0, such as ``"round"``. The text is empty if the
             graph does not connect the parameter to the loss, as behind ``detach()``. None if no
             search ended since the previous sample.
+        num_losses: the most losses that were scaled for one of these steps, such as micro-batches.
+        optimizers: what the step shows of the optimizers; None if that was not looked at.
         unmoved: the share of elements of 16-bit parameters that have not changed since the previous
             sample with this share. Only elements with a gradient count; None if there are none.
     """
@@ -169,6 +196,8 @@ class Sample:
     missing: tuple[str, ...] = ()
     cut: Mapping[str, str] | None = None
     unmoved: Share | None = None
+    num_losses: int = 1
+    optimizers: Optimizers | None = None
 
     def check(self) -> None:
         """Check that the numbers of steps agree with each other."""
@@ -187,9 +216,10 @@ class Skip:
         step: the step's number.
         scale: the loss scale that the step used.
         loss: the unscaled loss; None if it was not seen.
-        nonfinite: the first 10 gradients of this process that held an Inf or a NaN. It may be empty
-            with several processes, because all skip a step that overflows on one of them. None if
-            the step was not inspected; such a step is not in the file.
+        nonfinite: the first 10 gradients of this process that held an Inf or a NaN. If only a later
+            one holds an Inf, it takes the tenth place. It may be empty with several processes, as
+            all skip a step that overflows on one of them. None if the step was not inspected; such
+            a step is not in the file.
         more: the number of further gradients that held an Inf or a NaN.
     """
 
@@ -216,6 +246,11 @@ class VerdictLine:
     text: str
     where: str | None
     findings: tuple[Finding, ...] = ()
+
+    @property
+    def has_line(self) -> bool:
+        """Whether the gravest finding names a line of the user's code."""
+        return bool(self.findings) and self.findings[0].line is not None
 
     @property
     def in_full(self) -> Verdict:

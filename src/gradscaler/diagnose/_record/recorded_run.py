@@ -77,6 +77,11 @@ class RecordedRun:
         return {step: found[step] for step in sorted(found)}
 
     @cached_property
+    def num_losses(self) -> int:
+        """The most losses that were scaled for one step."""
+        return max((sample.num_losses for sample in self.samples), default=1)
+
+    @cached_property
     def norms(self) -> dict[int, float]:
         """The norm of the unscaled gradients by step, where it was seen."""
         return {sample.step: sample.norm for sample in self.samples if sample.norm is not None}

@@ -68,6 +68,7 @@ class Content:
     courses: Mapping[str, Course]  # by the runs' names
     fit: Fit | None  # given if another scale may help
     tables: Sequence[Table]
+    action: str = ""  # what to try, on a line of its own, which comes first
 
 
 def content_of(run: Run) -> Content:
@@ -75,14 +76,16 @@ def content_of(run: Run) -> Content:
     verdict, latest = run.verdict, run.latest
     kinds = {verdict.kind, *(finding.kind for finding in verdict.findings)}
     norms = {"Gradient norm": run.norms}
+    action = verdict.findings[0].action if verdict.findings else ""  # an old file has none
     return Content(
         headline_of(run),
-        verdict.text,
+        verdict.text.replace(f" {action}", "", 1) if action else verdict.text,
         _with_rows(_origins(latest)),
         _facts_of(latest),
         {"": _course_of(run, norms, run.shares)} if run.scales else {},
         latest.fit if any(kind_of(kind).shows_fit for kind in kinds) else None,
         _with_rows(_skips(latest), _ranks(run)),
+        action,
     )
 
 
@@ -139,6 +142,11 @@ def _facts_of(run: Run) -> str:
     facts |= {"Steps": _steps(run), "Skipped": _skipped(run)}
     if run.scales:
         facts["Loss scale"] = ends(list(map(number, run.scales.values())))
+    if run.num_losses > 1:
+        facts["Losses in a step"] = (
+            f"{run.num_losses:,} (the loss shown is the last one: under accumulation, the share of "
+            "a micro-batch)"
+        )
     if start.world_size > 1:
         facts["Rank"] = f"{start.rank:,} (of {start.world_size:,})"
     facts["Policy"] = shown(str(start.policy.get("name", "unknown")), 40)

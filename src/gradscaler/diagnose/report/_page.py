@@ -31,6 +31,7 @@ def page_of(content: Content) -> bytes:
         **LEVELS,
         level=level,
         headline=escape(headline),
+        action=escape(shown(content.action, 1000)),
         text=escape(shown(content.text, 1000)),
         first="".join(map(_table, content.first)),
         facts=escape(content.facts),
@@ -138,6 +139,7 @@ th, td { border-bottom: 1px solid var(--rule); padding: .3rem .7rem .3rem 0; tex
 <main>
 <header class="$level">
 <h1>$headline</h1>
+<p><strong>$action</strong></p>
 <p>$text</p>
 </header>
 $first

@@ -43,6 +43,9 @@ class Printed:
         """Yield the headline and its text, the first tables, the charts and the other tables."""
         content = self.content
         level, headline = content.headline
+        if content.action:
+            yield Text(shown(content.action, 1000), "bold")
+            yield ""
         if content.text:
             text, title = Text(shown(content.text, 1000)), Text(headline, "bold")
             yield Panel(text, title=title, title_align="left", border_style=_STYLES[level])

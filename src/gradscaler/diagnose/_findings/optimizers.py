@@ -1,0 +1,117 @@
+"""Findings about optimizers, and about the parameters that they hold or leave out."""
+
+from __future__ import annotations
+
+from gradscaler.diagnose._findings.evidence import Evidence
+from gradscaler.diagnose._record.finding import Finding
+
+_FEW = 5  # calls or steps; fewer may be chance
+_FEW_LOSSES = 10  # that are scaled and not stepped
+_GREW = 10.0  # times the learning rate before
+
+
+def idle(evidence: Evidence) -> Finding | None:
+    """An optimizer that never finds a gradient, beside others that step."""
+    found = {} if evidence.optimizers is None else evidence.optimizers.idle
+    name, count = max(found.items(), key=lambda item: item[1], default=("", 0))
+    if count < _FEW:
+        return None
+    return Finding(
+        "misuse",
+        f"The optimizer of {name} found no gradient in any of its {count} steps, while others "
+        f"step, so nothing trains {name}.",
+        f"Look for detach(), .data, item() or no_grad() between {name} and its loss; call "
+        "zero_grad() before the backward pass, not after it; and give the optimizer the "
+        "parameters of this model, not those of a copy.",
+        name,
+        count=count,
+    )
+
+
+def outside(evidence: Evidence) -> Finding | None:
+    """Parameters with a gradient that no optimizer holds."""
+    names = () if evidence.optimizers is None else evidence.optimizers.outside
+    if not names:
+        return None
+    return Finding(
+        "misuse",
+        f"In no optimizer: {_listed(names)}, in spite of a gradient, so nothing moves it.",
+        "Give it to an optimizer, which must be made after layers are added or replaced; or call "
+        "requires_grad_(False) on it.",
+        names[0],
+        is_certain=False,
+    )
+
+
+def unscaled(evidence: Evidence) -> Finding | None:
+    """Parameters whose gradients come from a loss that was not scaled, beside one that was."""
+    names = () if evidence.optimizers is None else evidence.optimizers.unscaled
+    if not names:
+        return None
+    return Finding(
+        "misuse",
+        f"The gradient of {_listed(names)} comes from no loss that was given to scale(), and "
+        "step() divides it by the loss scale all the same, so it is that much too small.",
+        "Scale each loss: scaler.scale(first).backward() and scaler.scale(second).backward(), or "
+        "scale their sum.",
+        names[0],
+        is_certain=False,
+    )
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    """The number of some parameters, and the name of the first."""
+    return f"{len(names)} parameters ({names[0]} first)" if len(names) > 1 else names[0]
+
+
+def uphill(evidence: Evidence) -> Finding | None:
+    """A learning rate that is negative."""
+    count = evidence.calls.get("uphill", 0)
+    if count < _FEW:
+        return None
+    return Finding(
+        "divergence",
+        f"The learning rate was negative in {count} of {evidence.steps} steps, so they go uphill "
+        "and the loss grows.",
+        "Give the schedule the true number of steps (warm-up, epochs, accumulation), or let it end "
+        "at 0; go back to a checkpoint from before.",
+        count=count,
+    )
+
+
+def growth_of_rate(evidence: Evidence) -> str:
+    """A clause that says how much the learning rate grew; empty if it did not."""
+    if not evidence.rates:
+        return ""
+    first, last = evidence.rates[0][1], evidence.rates[-1][1]
+    if not 0 < _GREW * first <= last:
+        return ""
+    return f" while the learning rate grew from {first:g} to {last:g}"
+
+
+def unbounded(evidence: Evidence) -> Finding | None:
+    """A loss that is negative although its operation never is for targets as they should be."""
+    if evidence.calls.get("negative", 0) < 2:
+        return None
+    return Finding(
+        "divergence",
+        "A cross entropy is negative, which it never is for targets from 0 to 1 and inputs that "
+        "are probabilities (or their logarithms, for nll_loss): the loss has no lower bound.",
+        "Bring the targets into 0 to 1 (a mask of 255, labels of -1 and 1, a soft label), and give "
+        "nll_loss the output of log_softmax.",
+        count=evidence.calls["negative"],
+    )
+
+
+def stepless(evidence: Evidence) -> Finding | None:
+    """Losses that are scaled, and an optimizer that steps without the scaler."""
+    count = evidence.calls.get("stepless", 0)
+    if evidence.steps or count < _FEW_LOSSES - 1:
+        return None
+    return Finding(
+        "misuse",
+        f"{count + 1} losses were scaled and the parameters moved, but no step(optimizer) of the "
+        "scaler came: the optimizer uses gradients that are multiplied by the loss scale.",
+        "Call scaler.step(optimizer) in place of optimizer.step(), and then scaler.update().",
+        count=count + 1,
+    )

@@ -1,0 +1,71 @@
+"""The graphs of the losses that were scaled in a sampled step of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from gradscaler.diagnose._gradients.arrays import dtype_name
+from gradscaler.diagnose._gradients.reading import Tensor, largest
+from gradscaler.diagnose._locate.call_site import differentiated
+from gradscaler.diagnose._monitor.backward_graph import MOST_NODES, OPAQUE, nodes_from
+
+# Losses that are never negative for targets and inputs as they should be.
+_NEVER_NEGATIVE = "binary_cross_entropy", "binary_cross_entropy_with_logits", "nll_loss"
+_PASSED = "div", "mean", "sum", "to"  # between it and the loss; a factor may be negative
+_DIVISOR = "_saved_other"  # what a division keeps for its backward pass
+_BELOW = -1e-3  # rounding makes a loss of 0 a little less
+
+
+@dataclass
+class ScaledLosses:
+    """The parameters that scaled losses reach, and the losses that should not be negative."""
+
+    is_whole: bool = True  # whether no part of a graph was hidden
+    reached: set[int] = field(default_factory=set)  # ids of parameters
+    infinite: list[Tensor] = field(default_factory=list)  # whether float16 divisors hold an Inf
+    positive: list[tuple[str, Tensor]] = field(default_factory=list)  # operations and losses
+
+    def add(self, loss: Tensor) -> None:
+        """Add a loss that is scaled, before its backward pass."""
+        for number, node in enumerate(nodes_from([loss.grad_fn])):
+            hidden = node.name().startswith(OPAQUE) or hasattr(type(node), "saved_tensors")
+            if number == MOST_NODES or hidden:  # a Function of the user's may hide a backward pass
+                self.is_whole = False
+                return
+            self.reached.add(id(getattr(node, "variable", None)))
+            divisor = getattr(node, _DIVISOR, None) if node.name().startswith("Div") else None
+            if divisor is not None and dtype_name(divisor) == "float16":
+                self.infinite.append(divisor.isinf().any())
+        operation = _at_root(loss)
+        if operation is not None:
+            self.positive.append((operation, loss.detach()))
+
+    def unscaled(self, parameters: Mapping[str, Tensor]) -> Iterable[str]:
+        """The names of parameters whose gradients come from no scaled loss."""
+        for name, parameter in parameters.items() if self.is_whole else ():
+            is_reached = id(parameter) in self.reached or parameter.grad is None
+            if not is_reached and largest(parameter.grad) != 0:
+                yield name
+
+    def has_infinite_divisor(self) -> bool:
+        """Whether a quotient in float16 is 0 because its divisor is Inf; waits for the device."""
+        return any(map(bool, self.infinite))
+
+    def negative(self) -> str | None:
+        """The operation of a loss that is negative and should not be; waits for the device."""
+        return next((by for by, loss in self.positive if float(loss.mean()) < _BELOW), None)
+
+
+def _at_root(loss: Tensor) -> str | None:
+    """The operation that makes a loss, past factors and means; None if it is another one."""
+    node = loss.grad_fn
+    while node is not None:
+        operation = differentiated(node.name())
+        if operation in _NEVER_NEGATIVE:
+            return operation
+        following = [each for each, _ in node.next_functions if each is not None]
+        if operation not in _PASSED or len(following) != 1:
+            return None
+        (node,) = following
+    return None

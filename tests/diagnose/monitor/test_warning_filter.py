@@ -1,0 +1,25 @@
+"""Which findings are reported, and again."""
+
+import pytest
+
+# A training cannot choose when the line of a failure is found.
+from gradscaler.diagnose._monitor.warning_filter import WarningFilter
+from gradscaler.diagnose._record.finding import Finding
+
+UNPLACED = Finding("nan", "x", "y", count=3)
+PLACED = Finding("nan", "x", "y", line="train.py:7", count=3)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "is_reported"),
+    [(UNPLACED, PLACED, True), (UNPLACED, UNPLACED, False), (PLACED, PLACED, False)],
+)
+@pytest.mark.parametrize("in_streak", [False, True])
+def test_a_kind_is_reported_again_once_its_line_is_known(first, then, is_reported, in_streak):
+    reported = WarningFilter(0)
+    if in_streak:
+        reported.note(first)
+    else:
+        assert reported.select([first], 100, 100, is_last=False) == [first]
+    assert reported.select([then], 200, 200, is_last=False) == [then] * is_reported
+    assert reported.select([then], 300, 300, is_last=False) == []
