@@ -280,6 +280,24 @@ def test_a_loss_of_zero_that_was_small_before_hides_no_nan(judged):
     assert judged(*lines).kind == "normal"
 
 
+def test_the_summary_at_the_end_of_trainer_is_no_loss(judged):
+    summary = (
+        "{'train_runtime': 19.9, 'train_steps_per_second': 5.7, 'train_loss': 0.7, 'epoch': 4}"
+    )
+    assert judged(*trained(Trainer(), [*FALLING, NAN, NAN]), summary).kind == "silent"
+    assert judged(*trained(Trainer(), [*FALLING, NAN, NAN]), f"9it/s]{summary}").kind == "silent"
+
+
+def test_a_skip_that_only_lowers_deepspeeds_hysteresis_keeps_the_scale(tmp_path):
+    line = (
+        DeepSpeed()
+        .skip(1024.0)
+        .replace("reducing to 1024", "but hysteresis is 2. Reducing hysteresis to 1")
+    )
+    (path := tmp_path / "train.log").write_text(line)
+    assert _logs.read_log(path).scales == (2048.0,)
+
+
 @pytest.mark.parametrize("norm", ["", ", 'grad_norm': 0.0", ", 'grad_norm': nan"])
 def test_a_loss_that_drops_to_zero_at_once_is_a_nan_that_trainer_hides(judged, norm):
     verdict = judged(*trained(Trainer(), FALLING), *[f"{{'loss': 0.0{norm}, 'epoch': 1.0}}"] * 3)
@@ -341,7 +359,9 @@ def test_the_command_chooses_by_the_file(tmp_path):
     assert "Skipped steps: 6" in text
 
 
-@pytest.mark.parametrize("content", [b"hello\n", b"\x00\xff" * 99, b"a loss of data\n", b"[1, 2]"])
+@pytest.mark.parametrize(
+    "content", [b"hello\n", b"\x00\xff" * 99, b"In step 3 the loss 2 times\n", b"[1, 2]"]
+)
 def test_a_text_that_is_no_log_is_one_line_of_error(tmp_path, capsys, content):
     path = tmp_path / "notes.txt"
     path.write_bytes(content)

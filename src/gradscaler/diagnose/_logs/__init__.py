@@ -114,7 +114,8 @@ def _not_finite(log: Log) -> Finding | None:
     if not log.bad_now:
         return None
     skips = log.skips - log.good
-    since = f"The loss is NaN or Inf from {log.since} on, in {log.bad_now:,} lines"
+    since = f"The loss is NaN or Inf from {log.since} on, in {log.bad_now:,} line"
+    since += "s" * (log.bad_now > 1)
     trap = f" ({log.trap})" if log.trap else ""
     if skips:
         cause = f"{since}{trap}, and {_were(skips)} skipped since then."

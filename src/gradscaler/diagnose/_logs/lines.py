@@ -18,7 +18,7 @@ PATTERNS = (
         "DeepSpeed",
         "skip",
         "overflow!",
-        rf"\[\w+\] OVERFLOW!(?:.* scale: (?P<before>{_N}))?(?:.*to (?P<after>{_N}))?",
+        rf"\[\w+\] OVERFLOW!(?:.* scale: (?P<before>{_N}))?(?:.*reducing to (?P<after>{_N}))?",
     ),
     (
         "DeepSpeed",
@@ -47,12 +47,13 @@ PATTERNS = (
     ("Lightning", "loss", "loss returned", r"in `training_step` is (?:nan|inf)"),
     ("Lightning", "loss", "is not finite", r"metric \S*loss\S* = \S*(?:nan|inf)\S* is not finite"),
     ("Lightning", "record", "loss", r"^\s*Epoch \d+.*(?:it/s|s/it)"),
-    ("tqdm", "record", "loss", r"it/s|s/it"),
+    ("tqdm", "record", "loss", r"^(?!.*train_runtime).*(?:it/s|s/it)"),
     (
         "a loop of your own",
         "record",
         "loss",
-        r"^(?!.*\bvalid\b).*\b(?:step|iter|iteration|epoch|batch)\b",
+        r"^(?!.*(?:\bvalid\b|train_runtime)).*\b(?:step|iter|iteration|epoch|batch)\b.*"
+        r"loss(?:\W{0,3}[:=]|\W{1,4}(?:\d+\.\d|nan|inf))",
     ),
 )
 """Lines that are understood: who prints one, what it is, words of it in lower case, by which it is
