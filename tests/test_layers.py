@@ -54,11 +54,12 @@ TABLE = {
     "diagnose._monitor": RULES | ROOMS | {"diagnose._locate"},
     "diagnose.report": {"_atomic"} | ROOMS,
     "diagnose.simulate": RULES | ROOMS | {"diagnose.report"},
+    "diagnose._logs": {"diagnose._record", "diagnose.report"},
     "diagnose": ROOMS | {"diagnose._locate", "diagnose._monitor"},
     "demo": {"_frameworks", "torch", "diagnose", "diagnose.report"},
     "_doctor": {"_frameworks", "gradscaler"},
     "__main__": {"_atomic", "_doctor", "gradscaler", "checkpoint", "demo"}
-    | {"diagnose", "diagnose.report", "diagnose.simulate"},
+    | {"diagnose", "diagnose.report", "diagnose.simulate", "diagnose._logs"},
 }
 
 # Private modules that others may import: by whom.
@@ -68,11 +69,12 @@ PRIVATE = {
     "policies._presets": EVERYONE,
     "policies._spelling": EVERYONE,
     "checkpoint._files": {"__main__"},
-    "diagnose.report._content": {"__main__", "diagnose.simulate"},
+    "diagnose._logs": {"__main__"},
+    "diagnose.report._content": {"__main__", "diagnose._logs", "diagnose.simulate"},
     "diagnose.report._picture": {"demo"},
     "diagnose.report._terminal": {"__main__"},
     "diagnose.report._watch": {"__main__"},
-    "diagnose.report._words": {"diagnose.simulate"},
+    "diagnose.report._words": {"diagnose._logs", "diagnose.simulate"},
     "diagnose.simulate": {"__main__"},
 }
 

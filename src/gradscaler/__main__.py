@@ -11,10 +11,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gradscaler import __version__, checkpoint
 from gradscaler.checkpoint import _files
 from gradscaler.diagnose import read_run
+
+if TYPE_CHECKING:
+    from gradscaler.diagnose.report._content import Content
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -136,11 +140,13 @@ def _parser() -> argparse.ArgumentParser:
 
     explain = commands.add_parser(
         "explain",
-        help="print a summary of a run, and what is wrong with it",
+        help="print a summary of a run or of a tool's log, and what is wrong with it",
         description="Read the file that a gradscaler.diagnose.Monitor wrote, or the files of "
-        "several ranks of one run, and print the contents of the report as text.",
+        "several ranks of one run, and print the contents of the report as text. Or read what "
+        "DeepSpeed, apex, fairseq, Megatron-LM, transformers' Trainer, Lightning or Keras printed, "
+        "and judge it by its loss scales and losses.",
     )
-    explain.add_argument("sources", type=Path, nargs="+", metavar="RUN", help=_RUNS)
+    explain.add_argument("sources", type=Path, nargs="+", metavar="RUN", help=f"{_RUNS}, or a log")
     explain.set_defaults(run=_explain)
 
     compare = commands.add_parser(
@@ -253,12 +259,27 @@ def _report(parsed: argparse.Namespace) -> None:
 
 def _explain(parsed: argparse.Namespace) -> None:
     try:
-        from gradscaler.diagnose.report._content import content_of
         from gradscaler.diagnose.report._terminal import Printed, console_of
 
-        console_of(sys.stdout).print(Printed(content_of(read_run(*parsed.sources))))
+        console_of(sys.stdout).print(Printed(_content_of(parsed.sources)))
     except (ImportError, OSError, ValueError) as error:
         raise _failed(error) from None
+
+
+def _content_of(sources: Sequence[Path]) -> Content:
+    """The content of a report on the files of one run, or on the log of another tool."""
+    from gradscaler.diagnose import _logs
+    from gradscaler.diagnose.report._content import content_of
+
+    if len(sources) > 1 or not _logs.may_be_log(sources[0]):
+        return content_of(read_run(*sources))
+    log = _logs.read_log(sources[0])
+    if log is not None:
+        return _logs.content_of_log(log)
+    try:
+        return content_of(read_run(*sources))
+    except ValueError as error:
+        raise ValueError(f"{error}; {_logs.NOT_UNDERSTOOD}") from None
 
 
 def _compare(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
