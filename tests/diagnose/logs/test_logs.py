@@ -178,7 +178,7 @@ def test_a_skip_after_each_growth_is_no_problem(judged, tool):
 def test_a_scale_that_only_sinks_below_one_is_at_the_floor(judged, tool):
     verdict = judged(*map(tool().skip, SINKING))
     assert verdict.kind == "floor"
-    assert "python -m gradscaler run" in verdict.text
+    assert "and a Monitor, which names the operation" in verdict.text
 
 
 @pytest.mark.parametrize("tool", SKIPPING)
@@ -200,7 +200,7 @@ def test_a_nan_that_no_skip_belongs_to_was_applied(judged, tool):
     verdict = judged(*trained(tool(), [*FALLING, NAN, NAN, NAN]))
     assert verdict.kind == "silent"
     assert "line 13" in verdict.text
-    assert "python -m gradscaler run" in verdict.text
+    assert "and a Monitor, which names the operation" in verdict.text
     assert verdict.findings[0].is_certain
 
 
