@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import gradscaler
 
@@ -36,6 +36,14 @@ _FORMS = re.compile(
 _MOST_FORMS = 8
 
 Node = Any
+
+
+class Frame(NamedTuple):
+    """A call in a traceback: the file, the number of the line, and the function's name."""
+
+    file: str
+    number: int
+    function: str
 
 
 @dataclass
@@ -92,13 +100,32 @@ def caller_of(  # noqa: C901 # a case for each kind of frame
         elif whose == "gradscaler":
             return None
         elif whose == "functions" and found.function is None:
-            name = _REFLECTED.sub("", code.co_name)
-            if not name.startswith("_") and name not in _NOT_NAMED:
-                found.function = name
+            found.function = _public(code.co_name)
         frame = frame.f_back
     if not found.within and threading.get_ident() != thread:
         found.within = "backward"
     return found
+
+
+def called_from(frames: Iterable[Frame]) -> tuple[str | None, str | None]:
+    """PyTorch's public function that called an operation, and the user's line; None if unknown.
+
+    The frames are those of the operation, innermost first.
+    """
+    function: str | None = None
+    for frame in frames:
+        whose = _whose(frame.file)
+        if whose == "user":
+            return function, shown_line(frame.file, frame.number)
+        if whose == "functions":
+            function = function or _public(frame.function)
+    return function, None
+
+
+def _public(function: str) -> str | None:
+    """The name of a public function of PyTorch, as users write it; None if it is not telling."""
+    name = _REFLECTED.sub("", function)
+    return None if name.startswith("_") or name in _NOT_NAMED else name
 
 
 def users_line(frames: Iterable[tuple[str, int]]) -> str | None:
@@ -132,10 +159,15 @@ def differentiated(node: str) -> str:
 def source_of(node: Node) -> Node:
     """The nearest node, from this one back, that does more than reshape, cast, copy or select."""
     for _ in range(_MOST_FORMS):
-        if node is None or not _FORMS.fullmatch(node.name()):
+        if node is None or not is_form(node):
             break
         node = node.next_functions[0][0]
     return node
+
+
+def is_form(node: Node) -> bool:
+    """Whether a node's operation only reshapes, casts, copies or selects."""
+    return bool(_FORMS.fullmatch(node.name()))
 
 
 def operation_of(node: Node) -> str:

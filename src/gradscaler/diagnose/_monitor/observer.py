@@ -12,6 +12,7 @@ from typing import SupportsFloat, TypeVar
 
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Tensor, inspect
+from gradscaler.diagnose._graph.watch import GraphWatch
 from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._locate.operation_watch import OperationWatch
 from gradscaler.diagnose._monitor.backward_graph import CutOff, listen
@@ -60,6 +61,7 @@ class EagerObserver(StepSource):
         # With several processes, operations see parts of tensors, and may be collectives.
         sees_operations = is_torch and self.world_size == 1
         self._iterations = Iterations(self.scaler, self.log, self.every)
+        self._graphs = GraphWatch(self.model) if is_torch else None
         self._watch = FailureWatch(self.model, self.log, sees_operations)
         self._cut_off = CutOff(self._watch, sees_operations)
         self._used = UsedGradients() if sees_operations else None
@@ -83,6 +85,8 @@ class EagerObserver(StepSource):
             self._cut_off.see(outputs)
         if self._used is not None and not iteration.losses:
             self._used.before_backward()
+        if self._graphs is not None:
+            self._graphs.see(outputs)
         loss = local(outputs).detach()
         if 0 in loss.shape:  # this process' part may be empty
             return
@@ -172,11 +176,14 @@ class EagerObserver(StepSource):
         was_watched = self._watch.step == ended
         is_due = len(waiting) >= HISTORY_LENGTH or bool(waiting and waiting[-1].measured)
         is_write_due = self.log.is_write_due
-        if self.forensics or was_watched or is_due or is_write_due:
+        in_graph = None if self._graphs is None else self._graphs.located
+        if self.forensics or was_watched or in_graph or is_due or is_write_due:
             self.read()
         if is_write_due:
             self.log.add_sample()
-        self._watch.keep_located()
+        self._watch.keep_located(in_graph)
+        if self._graphs is not None:
+            self._graphs.step_ended(ended, self._watch.has_failed(ended))
         self.located = self._watch.located
         streak = self.log.stuck_streak
         is_unseen = streak is not None and streak.skips[-1].nonfinite is None and not was_watched
@@ -210,6 +217,8 @@ class EagerObserver(StepSource):
         self.scaler.remove_observer(self)
         self._watch.stop()
         self._cut_off.stop()
+        if self._graphs is not None:
+            self._graphs.stop()
         self._end()
         if self._is_in_step:
             self._iterations.note_call("raised")

@@ -56,6 +56,11 @@ class Located:
     made_by: str | None = None
     smallest_divisor: float | None = None
 
+    def is_at(self, other: Located) -> bool:
+        """Whether this is the place of another Inf or NaN."""
+        places = ((each.module, each.kind, each.operation, each.line) for each in (self, other))
+        return next(places) == next(places)
+
     def __str__(self) -> str:
         counts = {"inf": self.num_inf, "nan": self.num_nan}
         found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
