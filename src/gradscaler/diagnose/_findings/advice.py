@@ -203,4 +203,5 @@ def at_line(found: Located | None, before: str = ", by") -> str:
     if found is None or found.operation is None:
         return ""
     line = f" at {found.line}" if found.line else ""
-    return f"{before} {_SPOKEN.get(found.operation, found.operation)}{line}"
+    likely = "probably " if found.is_likely else ""
+    return f"{before} {likely}{_SPOKEN.get(found.operation, found.operation)}{line}"

@@ -35,12 +35,11 @@ class Places:
         name = next(self._read_by(node), None)
         if name is None:
             name = self._called(node, nodes, line.frames)
+        site = Site(type=_outermost(line.frames)) if name is None else self._site(name)
         operation = line.function or operation_of(node)
-        return self._site(name)._replace(operation=operation, line=line.line)
+        return site._replace(operation=operation, line=line.line)
 
-    def _site(self, name: str | None) -> Site:
-        if name is None:
-            return Site()
+    def _site(self, name: str) -> Site:
         return Site(module=name, type=type(self._modules[name]).__name__)
 
     def _read_by(self, node: Node) -> Iterator[str]:
@@ -79,6 +78,26 @@ class Places:
 def _own_tensors(module: Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(recurse=False)
     yield from module.named_buffers(recurse=False)
+
+
+def _outermost(frames: Sequence[Frame]) -> str:
+    """The class of the outermost module that was running; empty if none was."""
+    import torch
+
+    kinds: list[type] = list(_below(torch.nn.Module))
+    for frame in reversed(frames):
+        if frame.function == "forward":
+            for kind in kinds:
+                if _has_line(kind, frame):
+                    return kind.__name__
+    return ""
+
+
+def _below(kind: type) -> Iterator[type]:
+    each: type
+    for each in kind.__subclasses__():
+        yield each
+        yield from _below(each)
 
 
 def _has_line(kind: type, frame: Frame) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Reading, Tensor, read
 from gradscaler.diagnose._graph.nodes import has_packed, is_custom, is_leaf, kept
-from gradscaler.diagnose._locate.call_site import Node, is_form
+from gradscaler.diagnose._locate.call_site import Node, aten_name, is_form
 
 _Edge = tuple[Node, int]  # a node, and which of its results
 
@@ -84,7 +83,7 @@ def _again(node: Node, number: int, values: Values) -> Tensor | None:
     import torch
 
     dtype, shape = node._input_metadata[number].dtype, tuple(node._input_metadata[number].shape)
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", node.name().partition("Backward")[0]).lower()
+    words = aten_name(node.name())
     own = kept(node)
     for name in (words, f"_{words}"):
         packet: Any = getattr(torch.ops.aten, name, None)

@@ -6,13 +6,18 @@ from time import perf_counter as clock
 
 SHARE = 0.05  # of the training time, for all watches of a kind together
 WATCHED = 20  # mean step times that a watch of each operation must be able to take
-LOOKED_AT = 2  # the same, if only modules or a graph are read
+LOOKED_AT = 2  # the same, if only the modules are watched
 
 
 class Budget:
-    """Limits the time of all watches to a share of the training time."""
+    """Limits the time of all watches to a share of the training time.
 
-    def __init__(self) -> None:
+    Args:
+        credit: seconds that may be used beyond that share.
+    """
+
+    def __init__(self, credit: float = 0.0) -> None:
+        self._credit = credit
         self._first: tuple[int, float] | None = None  # the first step, and when it ended
         self._began: float | None = None  # the start of the running watch
         self._may_take = 0.0  # seconds for the running watch
@@ -24,19 +29,19 @@ class Budget:
         if self._first is None:
             self._first = step, clock()
 
-    def left(self, step: int, factor: int) -> float | None:
+    def left(self, step: int, factor: float = 0.0) -> float | None:
         """The seconds that are left for a watch after a step; None if they are not enough.
 
-        A watch must be able to take ``factor`` times the mean step time. If operations are watched
-        too (``WATCHED``), it must be able to take as long as the longest watch so far.
+        A watch must be able to take ``factor`` times the mean step time. Unless it only looks at
+        modules (``LOOKED_AT``), it must be able to take as long as the longest watch so far.
         """
         if self._first is None:
-            return None
+            return self._credit or None
         first, began = self._first
         total = clock() - began
-        left = SHARE * total - self._spent
+        left = SHARE * total + self._credit - self._spent
         expected = factor * total / max(step - first, 1)
-        if factor == WATCHED:
+        if factor != LOOKED_AT:
             expected = max(expected, self._longest)
         return left if expected <= left else None
 

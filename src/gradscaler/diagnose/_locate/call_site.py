@@ -34,6 +34,7 @@ _FORMS = re.compile(
     r"|Squeeze|Unsqueeze)Backward\d"
 )
 _MOST_FORMS = 8
+_COMPILED = "<eval_with_key>"  # the file of code that PyTorch's compiler writes
 
 Node = Any
 
@@ -110,10 +111,12 @@ def caller_of(  # noqa: C901 # a case for each kind of frame
 def called_from(frames: Iterable[Frame]) -> tuple[str | None, str | None]:
     """PyTorch's public function that called an operation, and the user's line; None if unknown.
 
-    The frames are those of the operation, innermost first.
+    The frames are those of the operation, innermost first. In compiled code, its line is not known.
     """
     function: str | None = None
     for frame in frames:
+        if frame.file.startswith(_COMPILED):
+            break
         whose = _whose(frame.file)
         if whose == "user":
             return function, shown_line(frame.file, frame.number)
@@ -152,8 +155,17 @@ def differentiated(node: str) -> str:
     >>> differentiated("NativeLayerNormBackward0"), differentiated("AddmmBackward0")
     ('layer_norm', 'matmul')
     """
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", node.partition("Backward")[0])
-    return called(words.lower())
+    return called(aten_name(node))
+
+
+def aten_name(node: str) -> str:
+    """PyTorch's internal name of the operation whose gradient a node computes.
+
+    >>> aten_name("Log1PBackward0"), aten_name("ToCopyBackward0")
+    ('log1p', 'to_copy')
+    """
+    words = r"(?<=[a-z])(?=[A-Z])|(?<=[0-9])(?=[A-Z][a-z])"
+    return re.sub(words, "_", node.partition("Backward")[0]).lower()
 
 
 def source_of(node: Node) -> Node:
@@ -187,7 +199,7 @@ def _whose(filename: str) -> Literal["user", "functions", "framework", "gradscal
     for package in packages.intersection(path.parents):
         is_function = str(path.relative_to(package)) in _FUNCTIONS
         return "functions" if package.name == "torch" and is_function else "framework"
-    return "framework" if filename.startswith(("<frozen ", "<eval_with_key>")) else "user"
+    return "framework" if filename.startswith(("<frozen ", _COMPILED)) else "user"
 
 
 def shown_line(filename: str, number: int) -> str:

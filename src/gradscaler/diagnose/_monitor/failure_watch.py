@@ -127,33 +127,29 @@ class FailureWatch:
             self._next, self._has_seen_streak = math.inf, True
 
     def has_failed(self, step: int) -> bool:
-        """Whether a step failed in a way that no loss scale fixes; False if it is not read yet.
-
-        The step's loss is not finite; or its gradients hold NaN but no Inf, which an overflow would
-        make; or its gradients are not finite at a scale of at most 1.
-        """
+        """Whether a step failed in a way that no loss scale fixes; False if it is not read yet."""
         latest = self._log.history[-1] if self._log.history else None
         if latest is None or latest.step != step:
             return False
-        found = latest.nonfinite or ()
-        # If no step was applied, the scale may be far too large.
         was_applied = self._log.num_steps > self._log.counts.num_skipped
-        is_nan = bool(found) and not any(each.num_inf for each in found)
-        is_hopeless = is_nan or (bool(found) and latest.scale <= 1)
-        return latest.has_bad_loss or (is_hopeless and was_applied)
+        return latest.has_bad_loss or (latest.is_hopeless and was_applied)
 
     def keep_located(self, in_graph: Located | None) -> None:
         """Keep the origin located in the latest step, if that step failed.
 
-        ``in_graph`` is the origin that the graphs of the step's losses show.
+        ``in_graph`` is the origin that the graphs of the step's losses show. A likely one is that
+        of an earlier failure.
         """
         latest = self._log.history[-1] if self._log.history else None
+        known = self._log.counts.evidence.watched
         if latest is None or not (latest.skipped or latest.has_bad_loss):
             self.located = None
+            if in_graph is not None and in_graph.is_likely and known is None:
+                self._log.add_watched(in_graph, {})
             return
         found = in_graph
         if not is_exact(in_graph):  # a watch of the operations may have found more, now or before
-            before = None if self._may_locate else self._log.counts.evidence.watched
+            before = None if self._may_locate else known
             found = self._watched(latest.step) or (in_graph and before) or in_graph
         is_watched = self.step == latest.step and self._is_whole
         self._may_locate &= not (is_exact(found) or (is_watched and found is not None))

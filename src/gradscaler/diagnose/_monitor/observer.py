@@ -146,7 +146,11 @@ class EagerObserver(StepSource):
         is_watched = self._watch.step == iteration.number
         is_skip = (self.forensics or is_watched) and outcome.skipped  # may wait for the device
         if is_skip and (is_watched or self._inspects_next_skip):
-            outcome.nonfinite = inspect(_gradients_of(self._named(optimizer)))
+            named = self._named(optimizer)
+            outcome.nonfinite = inspect(_gradients_of(named))
+            if self._graphs is not None and outcome.nonfinite:
+                bad = {id(named[each.name]) for each in outcome.nonfinite}
+                self._graphs.gradients.note(bad, {id(p) for p in named.values()} - bad)
 
     @_closes_if_asked
     def updating(self) -> None:
@@ -176,14 +180,17 @@ class EagerObserver(StepSource):
         was_watched = self._watch.step == ended
         is_due = len(waiting) >= HISTORY_LENGTH or bool(waiting and waiting[-1].measured)
         is_write_due = self.log.is_write_due
-        in_graph = None if self._graphs is None else self._graphs.located
-        if self.forensics or was_watched or in_graph or is_due or is_write_due:
+        if (
+            self.forensics
+            or was_watched
+            or (self._graphs and self._graphs.located)
+            or is_due
+            or is_write_due
+        ):
             self.read()
         if is_write_due:
             self.log.add_sample()
-        self._watch.keep_located(in_graph)
-        if self._graphs is not None:
-            self._graphs.step_ended(ended, self._watch.has_failed(ended))
+        self._keep_located(ended)
         self.located = self._watch.located
         streak = self.log.stuck_streak
         is_unseen = streak is not None and streak.skips[-1].nonfinite is None and not was_watched
@@ -191,6 +198,17 @@ class EagerObserver(StepSource):
         self._watch.step_ended(ended, is_late)
         if not is_late:
             self.log.check()
+
+    def _keep_located(self, ended: int) -> None:
+        """Keep what the watches of the latest step located, and prepare those of the next."""
+        if self._graphs is None:
+            self._watch.keep_located(None)
+            return
+        latest = self.log.history[-1] if self.log.history else None
+        is_hopeless = latest is not None and latest.step == ended and latest.is_hopeless
+        has_failed = self._watch.has_failed(ended)
+        self._watch.keep_located(self._graphs.found(has_failed))
+        self._graphs.step_ended(ended, has_failed, is_hopeless)
 
     @_closes_if_asked
     def updated(self) -> None:
