@@ -51,6 +51,11 @@ def is_custom(node: Node) -> bool:
     return not node.name()[-1:].isdigit()
 
 
+def reads_unknown(node: Node) -> bool:
+    """Whether a node reads something that no node made, such as the batch, or a number."""
+    return any(before is None for before, _ in node.next_functions)
+
+
 def kept(node: Node, may_unpack: bool = False) -> dict[str, Tensor]:
     """The floating-point tensors that a node keeps, by the name of the argument or result.
 

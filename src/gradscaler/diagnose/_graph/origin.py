@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from gradscaler.diagnose._gradients.reading import Reading, Tensor, largest_of, read
-from gradscaler.diagnose._graph.nodes import is_custom, is_leaf
+from gradscaler.diagnose._graph.nodes import is_custom, is_leaf, reads_unknown
 from gradscaler.diagnose._graph.values import Values
 from gradscaler.diagnose._locate.call_site import Node, is_form, operation_of
 from gradscaler.diagnose._locate.value_watch import DIVIDES, FILLS, TAKES_MASKS
@@ -62,8 +62,7 @@ def _given_to(node: Node, number: int, values: Values) -> Origin | None:
     for tensor in values.constants.get(node, {}).values():
         if tensor.ndim and read(tensor).state == "bad":  # else it is a number in the code
             return Origin(node, number, tensor, is_given=True)
-    reads_unknown = any(before is None for before, _ in node.next_functions)
-    if operation_of(node) in _ADDS and reads_unknown and node not in values.constants:
+    if operation_of(node) in _ADDS and reads_unknown(node) and node not in values.constants:
         made, largest = values.tensor(node, number), largest_input(node, values)
         is_nan = made is not None and bool(made.isnan().any())
         if is_nan or not largest >= _edge(node, number):
@@ -103,8 +102,7 @@ def _makes_no_mask(node: Node, edge: _Edge, values: Values) -> bool:
     operation = operation_of(maker.node)
     if TAKES_MASKS.search(operation_of(node)):
         return bool(_ADDS_UP.search(operation))
-    reads_unknown = any(before is None for before, _ in maker.node.next_functions)
-    return not FILLS.search(operation) and not (operation in _ADDS and reads_unknown)
+    return not FILLS.search(operation) and not (operation in _ADDS and reads_unknown(maker.node))
 
 
 def _behind(node: Node, values: Values) -> list[_Edge]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from itertools import takewhile
 from typing import Any
 
@@ -32,9 +33,8 @@ class Places:
 
     def site_of(self, node: Node, nodes: Sequence[Node], line: Line) -> Site:
         """The call site of a node's operation, among the nodes of its graph in order."""
-        name = next(self._read_by(node), None)
-        if name is None:
-            name = self._called(node, nodes, line.frames)
+        read = list(self._read_by(node))
+        name = reduce(_common, read) if read else self._called(node, nodes, line.frames)
         site = Site(type=_outermost(line.frames)) if name is None else self._site(name)
         operation = line.function or operation_of(node)
         return site._replace(operation=operation, line=line.line)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Tensor, largest_finite
 from gradscaler.diagnose._graph.lines import Tracebacks
+from gradscaler.diagnose._graph.nodes import has_packed, reads_unknown
 from gradscaler.diagnose._graph.origin import Origin, largest_input, origin_of, smallest_divisor
 from gradscaler.diagnose._graph.places import Module, Places
 from gradscaler.diagnose._graph.slopes import bad_in
@@ -42,7 +44,10 @@ class GraphReader:
             return self._given(origin, site, made)
         divisor = smallest_divisor(origin.node, values)
         largest = largest_input(origin.node, values)
-        return located_at(site, "forward", made, largest, smallest_divisor=divisor)
+        # It may have been given an Inf or NaN by a tensor that a checkpoint hides.
+        is_likely = has_packed(origin.node) and reads_unknown(origin.node)
+        known = {"smallest_divisor": divisor, "is_likely": is_likely}
+        return located_at(site, "forward", made, largest, **known)
 
     def _given(self, origin: Origin, site: Site, made: Tensor) -> Located:
         owned = None if origin.given is None else self._places.owner_of(origin.given)
@@ -69,15 +74,8 @@ class GraphReader:
         """The place of a node whose gradient was most likely bad."""
         site = self._site_of(node)
         dtype = str(node._input_metadata[0].dtype).removeprefix("torch.")
-        at = site.module, site.type, site.operation, site.line
-        module, kind, operation, line = at
-        unknown = math.nan
-        return Located(
-            *(module, "backward", kind, dtype, 0, 0, 0, unknown, unknown),
-            operation=operation,
-            line=line,
-            is_likely=True,
-        )
+        found = Located(site.module, "backward", site.type, dtype, 0, 0, 0, math.nan, math.nan)
+        return replace(found, operation=site.operation, line=site.line, is_likely=True)
 
     def _site_of(self, node: Node) -> Site:
         return self._places.site_of(node, self.nodes, self._lines.line_of(node, self.nodes))

@@ -8,7 +8,7 @@ from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Reading, Tensor, read
-from gradscaler.diagnose._graph.nodes import has_packed, is_custom, is_leaf, kept
+from gradscaler.diagnose._graph.nodes import is_custom, is_leaf, kept
 from gradscaler.diagnose._locate.call_site import Node, aten_name, is_form
 
 _Edge = tuple[Node, int]  # a node, and which of its results
@@ -22,7 +22,6 @@ class Values:
 
     Attributes:
         constants: the tensors that a node keeps and no node made, such as the batch, by the node.
-        packed: the nodes that keep tensors in a packed form, as in a checkpoint.
         has_nan: whether the loss is NaN.
         guilty: for a node and one of its inputs, whether a -Inf there is no mask.
     """
@@ -30,18 +29,14 @@ class Values:
     def __init__(self, nodes: Iterable[Node], has_nan: bool) -> None:
         self.has_nan = has_nan
         self.constants: dict[Node, dict[str, Tensor]] = {}
-        self.packed: list[Node] = []
         self.guilty: dict[tuple[Node, _Edge], bool] = {}
         self._tensors: dict[_Edge, Tensor | None] = {}
         self._readings: dict[_Edge, Reading] = {}
         for node in nodes:
-            self.add(node)
-            if has_packed(node):
-                self.packed.append(node)
+            self._add(node)
 
-    def add(self, node: Node, unpacked: bool = False) -> None:
-        """Add the tensors that a node keeps; with ``unpacked``, also those in a packed form."""
-        for name, tensor in kept(node, unpacked).items():
+    def _add(self, node: Node) -> None:
+        for name, tensor in kept(node).items():
             maker = tensor.grad_fn
             if maker is not None:
                 self._tensors[maker, tensor.output_nr] = tensor

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
 from gradscaler.diagnose._findings.gradient_values import CUT, ENDED, SATURATED, STEPS
 from gradscaler.diagnose._gradients.reading import Tensor, largest, largest_of
+from gradscaler.diagnose._graph.nodes import MOST_NODES, OPAQUE, nodes_from
 from gradscaler.diagnose._locate.call_site import Node, differentiated
 from gradscaler.diagnose._locate.module_hooks import Handle, remove_all, weakly
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 
-_MOST_NODES = 10_000
-_OPAQUE = "CompiledFunction", "CheckpointFunction"  # nodes that hide a graph of their own
 _LARGE = 2.0**-10  # times a slope of 2**-14, it is not flushed in float16
 _LOOKS = 3  # consecutive steps that a round examines
 _MOST_ROUNDS = 4  # each may make PyTorch compile modules again
@@ -27,11 +26,11 @@ def listen(loss: object, dtypes: set[str]) -> None:
     computes nothing and waits for no device. It does nothing outside PyTorch, because no other
     framework's graph has the hooks.
     """
-    for number, node in enumerate(_nodes_from([getattr(loss, "grad_fn", None)])):
+    for number, node in enumerate(nodes_from([getattr(loss, "grad_fn", None)])):
         name = node.name()
-        if number == _MOST_NODES or name.startswith(_OPAQUE):
+        if number == MOST_NODES or name.startswith(OPAQUE):
             dtypes.add("unknown")
-        if number == _MOST_NODES:
+        if number == MOST_NODES:
             return
         if "AccumulateGrad" not in name:  # parameters stay in float32 under autocast
             node.register_prehook(partial(_note, dtypes))
@@ -81,7 +80,7 @@ class CutOff:
 
     def see(self, loss: Tensor) -> None:
         """Watch the backward pass of a loss."""
-        for node in _nodes_from([loss.grad_fn]):
+        for node in nodes_from([loss.grad_fn]):
             operation = differentiated(node.name())
             if operation in (*STEPS, *SATURATED, *ENDED):
                 # The hook must not refer to this object. The garbage collector does not see into
@@ -99,7 +98,7 @@ class CutOff:
         first = set(self._first_called(trained, zero))
         names = {id(parameter): name for name, parameter in trained.items()}
         for node, operation in self._flat.items():
-            leaves = (getattr(each, "variable", None) for each in _nodes_from([node]))
+            leaves = (getattr(each, "variable", None) for each in nodes_from([node]))
             reached = {names[id(leaf)] for leaf in leaves if id(leaf) in names} & zero
             if operation not in ENDED or (first and first <= reached):
                 self._now |= dict.fromkeys((n for n in trained if n in reached), operation)
@@ -159,15 +158,3 @@ def _note_slope(
         after = [largest(grad) for grad in inputs if grad is not None]
         if before >= _LARGE and after and not any(after):
             flat[node] = operation
-
-
-def _nodes_from(waiting: list[Node]) -> Iterator[Node]:
-    """The given nodes of PyTorch's graph, and all nodes that they lead to."""
-    seen = set[Node]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen or not hasattr(node, "register_prehook"):
-            continue
-        seen.add(node)
-        yield node
-        waiting += [following for following, _ in node.next_functions]

@@ -62,11 +62,6 @@ class FailureWatch:
         """Watch a step if :meth:`step_ended` found that worthwhile after the step before."""
         self._start(step, self._next)
 
-    def start_again(self, step: int) -> None:
-        """Watch the next call of a closure, on a batch that failed."""
-        if self.step != step and self._may_locate:
-            self._start(step, self._budget.left(step, WATCHED))
-
     def _start(self, step: int, seconds: float | None) -> None:
         if seconds is not None:
             self._budget.begin(seconds)

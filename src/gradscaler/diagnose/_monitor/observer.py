@@ -90,11 +90,6 @@ class EagerObserver(StepSource):
         loss = local(outputs).detach()
         if 0 in loss.shape:  # this process' part may be empty
             return
-        is_repeated = iteration.losses and self.scaler.observed.is_in_closure
-        # The closure's gradients were read already, so item() waits for nothing more. After an
-        # overflow, the scaler calls the closure again on the same batch.
-        if is_repeated and not math.isfinite(iteration.losses[-1].item()):
-            self._watch.start_again(iteration.number)
         iteration.losses.append(loss if loss.ndim == 0 else loss.mean())
 
     @_closes_if_asked

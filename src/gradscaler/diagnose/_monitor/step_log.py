@@ -244,6 +244,7 @@ class StepLog:
         line = Watched(step, located, {} if dtypes == self._dtypes else dict(dtypes))
         if located is not None:
             self.counts = self.counts._replace(evidence=self.counts.evidence.after(line))
+            self._filter.hurry()
         if located is not None or line.dtypes:
             self._write(line)
         self._watched, self._dtypes = step, dict(dtypes)
