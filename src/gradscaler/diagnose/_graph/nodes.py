@@ -71,7 +71,7 @@ def kept(node: Node, may_unpack: bool = False) -> dict[str, Tensor]:
                 continue
             public = "saved_tensors" if name == "tensors" and is_custom(node) else f"_saved_{name}"
             tensors = list(floating(torch.Tensor, getattr(node, public)))
-            found |= {f"{name}{n or ''}": each for n, each in enumerate(tensors) if _is_there(each)}
+            found |= {f"{name}{n or ''}": each for n, each in enumerate(tensors) if is_there(each)}
     return found
 
 
@@ -93,7 +93,7 @@ def _names_of(kind: type) -> tuple[str, ...]:
     return tuple(name.removeprefix(_RAW) for name in dir(kind) if name.startswith(_RAW))
 
 
-def _is_there(tensor: Tensor) -> bool:
+def is_there(tensor: Tensor) -> bool:
     """Whether a tensor has its memory. FSDP frees that of a parameter after the forward pass."""
     if tensor.layout is not _strided() or hasattr(tensor, "to_local"):
         return True

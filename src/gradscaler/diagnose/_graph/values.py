@@ -8,7 +8,7 @@ from typing import Any
 
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Reading, Tensor, read
-from gradscaler.diagnose._graph.nodes import is_custom, is_leaf, kept
+from gradscaler.diagnose._graph.nodes import is_custom, is_leaf, is_there, kept
 from gradscaler.diagnose._locate.call_site import Node, aten_name, is_form
 
 _Edge = tuple[Node, int]  # a node, and which of its results
@@ -63,7 +63,7 @@ class Values:
 
     def _computed(self, node: Node, number: int) -> Tensor | None:
         if is_leaf(node):
-            return node.variable
+            return node.variable if is_there(node.variable) else None
         again = None
         if not is_custom(node):
             with suppress(Exception):

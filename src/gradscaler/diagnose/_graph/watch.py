@@ -51,11 +51,15 @@ class GraphWatch:
         self._step = 0
         self._traces_left = 0  # steps to trace after a failure in a node that no trace has
         self._has_failed = self._is_known = self._is_told = self._is_traced = False
+        self._is_over = False  # whether the present step has ended
         self.located: Located | None = None
         self.gradients = GradientWatch()
 
     def see(self, loss: Tensor) -> None:
         """Read a loss before its backward pass, and its graph if that may tell more."""
+        if self._is_over:
+            self._is_over, self.located = False, None
+            self.gradients.begin()
         with suppress(Exception):
             if self._lines.is_on and not self._lines.note(in_order(loss)) and not self._traces_left:
                 self._lines.stop()
@@ -96,21 +100,23 @@ class GraphWatch:
         return self.located or in_backward or self.gradients.likely
 
     def step_ended(self, step: int, has_failed: bool, is_hopeless: bool) -> None:
-        """Note the end of a step.
+        """Note the end of a step, once.
 
         Args:
             step: its number.
             has_failed: whether it failed in a way that no loss scale fixes.
             is_hopeless: whether its gradients were bad in such a way, though its loss was finite.
         """
+        if step == self._step:  # an interrupted call was repeated
+            return
         self._budget.step_ended(step)
-        self._step = step
-        found, self.located = self.located or self.gradients.located, None
+        found = self.located or self.gradients.located
         self._has_failed |= has_failed or is_hopeless
         self._is_known |= is_exact(found)  # from here on, reading a graph needs time
         self._is_told = has_failed and (self._is_told or is_exact(found))  # in this streak
         self._trace(found)
         self.gradients.step_ended(is_hopeless)
+        self._step, self._is_over = step, True
 
     def _trace(self, found: Located | None) -> None:
         """Keep tracebacks in the next steps too if what was found has no line."""
@@ -177,15 +183,19 @@ class GradientWatch:
 
     def step_ended(self, is_hopeless: bool) -> None:
         """Note the end of a step, and whether its gradients were bad at any loss scale."""
-        found, is_proven = self.located, self.is_proven
         self.stop()
-        self.is_on = not is_proven if found is not None else self.is_on or is_hopeless
+        self.is_on = not self.is_proven if self.located is not None else self.is_on or is_hopeless
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.stop()
+        self.located = self.likely = None
+        self.is_proven = False
 
     def stop(self) -> None:
         """Remove the hooks."""
         remove_all(self._handles)
-        self.located = self._reader = self.likely = None
-        self.is_proven = False
+        self._reader = None
 
 
 def is_exact(located: Located | None) -> bool:
