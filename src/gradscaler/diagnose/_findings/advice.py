@@ -212,4 +212,6 @@ def at_line(found: Located | None, before: str = ", by") -> str:
         return ""
     line = f" at {found.line}" if found.line else ""
     likely = "probably " if found.is_likely else ""
-    return f"{before} {likely}{_SPOKEN.get(found.operation, found.operation)}{line}"
+    inside = f" in {found.module}" if found.kind == "backward" and found.module else ""
+    operation = _SPOKEN.get(found.operation, found.operation)
+    return f"{before} {likely}{operation}{inside}{line}"
