@@ -68,7 +68,8 @@ class Monitor:
     ``stuck_after`` skips. The run file records the origin, and the dtype of each module's output,
     which autocast chooses. A watch changes nothing, runs compiled code uncompiled, and breaks off
     if the model is evaluated meanwhile. All watches together take at most 5 % of the training time,
-    except for the last of the first ``stuck_after`` skips.
+    except for two steps: the last of the first ``stuck_after`` skips, and the one after two failed
+    steps in a row.
 
     In PyTorch, if a parameter's gradient is all 0 or missing in a sample, the monitor examines
     three steps to find the operation that blocks the gradient. It does so at most four times in a

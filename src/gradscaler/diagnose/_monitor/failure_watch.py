@@ -42,7 +42,8 @@ class FailureWatch:
         self._parts = [each for each in (self._hooks, self._operations) if each is not None]
         self._budget = Budget()
         self._next: float | None = None  # seconds for a watch of the next step, if wanted
-        self._has_seen_streak = False
+        self._has_seen_streak = self._has_seen_row = False
+        self._failed = 0  # the latest step that failed
         self._is_whole = True  # False if the latest watch broke off
         self._may_locate = sees_operations  # until an operation that made an Inf or NaN is known
         self.step = 0
@@ -115,11 +116,16 @@ class FailureWatch:
         self._budget.step_ended(step)
         self._next = None
         is_stuck = self._log.is_nearly_stuck and (self._may_locate or self._operations is None)
-        if is_verdict_late or is_stuck or (self._may_locate and self.has_failed(step)):
+        may_fail = self._may_locate and self.has_failed(step)
+        if is_verdict_late or is_stuck or may_fail:
             self._next = self._budget.left(step, WATCHED)
-        # One watch of a run has no time limit: its step is most likely lost anyway.
+        # Two watches of a run have no time limit, as their steps are most likely lost anyway.
+        is_in_a_row = may_fail and self._failed == step - 1
+        self._failed = step if may_fail else self._failed
         if (is_verdict_late or is_stuck) and not self._has_seen_streak:
             self._next, self._has_seen_streak = math.inf, True
+        elif is_in_a_row and not self._has_seen_row:
+            self._next, self._has_seen_row = math.inf, True
 
     def has_failed(self, step: int) -> bool:
         """Whether a step failed in a way that no loss scale fixes; False if it is not read yet."""
