@@ -77,7 +77,8 @@ def _again(node: Node, number: int, values: Values) -> Tensor | None:
     """A node's result, computed again by the operation whose arguments are all known."""
     import torch
 
-    dtype, shape = node._input_metadata[number].dtype, tuple(node._input_metadata[number].shape)
+    made = node._input_metadata[number]
+    dtype, shape, device = made.dtype, tuple(made.shape), made.device.type
     words = aten_name(node.name())
     own = kept(node)
     for name in (words, f"_{words}"):
@@ -87,7 +88,7 @@ def _again(node: Node, number: int, values: Values) -> Tensor | None:
             arguments = _arguments(call._schema.arguments, node, own, values, dtype)
             if arguments is None:
                 continue
-            with suppress(Exception), torch.no_grad(), torch._C._DisableAutocast():
+            with suppress(Exception), torch.no_grad(), torch.autocast(device, enabled=False):
                 results = call(**arguments)
                 result = results[number] if isinstance(results, (tuple, list)) else results
                 if result.dtype == dtype and tuple(result.shape) == shape:
