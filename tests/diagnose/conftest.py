@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture(autouse=True)
 def no_time_passes(monkeypatch):
     """Stop the clock: no step is watched because time is left for it."""
-    monkeypatch.setattr("gradscaler.diagnose._monitor.failure_watch.clock", lambda: 0.0)
+    monkeypatch.setattr("gradscaler.diagnose._locate.budget.clock", lambda: 0.0)
 
 
 @pytest.fixture

@@ -19,6 +19,10 @@ ALLOWED = {
     "_get_current_dispatch_mode",  # without it, leaving ours might leave the user's
     "_current_frames",  # documented in sys, in spite of its underscore
     "_version",  # PyTorch's count of changes in place, which has no public name
+    "_sequence_nr",  # of PyTorch's nodes, documented with its profiler
+    "_input_metadata",  # the dtype and the shape of a node's result, which have no public name
+    "_saved_exponent",  # one of the tensors and numbers that a node keeps, documented by this form
+    "_schema",  # of PyTorch's operators, in its documents of custom operators
     "_checks",  # modules of ours that every package uses
     "_atomic",
 }

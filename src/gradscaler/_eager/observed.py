@@ -38,11 +38,6 @@ class ObservedScaler(Generic[TensorT, OptimizerT]):
         state: State = self._scaler._host_state()
         return state
 
-    @property
-    def is_in_closure(self) -> bool:
-        """Whether ``step`` is calling a closure. It may call it again, if gradients overflow."""
-        return bool(self._scaler._retry_state.is_running)
-
     def last_steps(self) -> list[tuple[OptimizerT, StepOutcome]]:
         """Each optimizer that has stepped through the scaler, with its latest step."""
         found: list[tuple[OptimizerT, StepOutcome]] = self._scaler._outcomes.all()

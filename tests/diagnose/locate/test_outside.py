@@ -160,12 +160,14 @@ def test_a_bad_batch_is_an_input_that_nothing_computed(how, is_training, require
     assert (found.operation, found.line) == ("matmul", line_of(of_a_batch))
 
 
-@HOWS
-def test_what_was_computed_in_another_thread_is_not_the_batch(how):
-    found = found_in(how, made_in_a_thread)
+def test_what_was_computed_in_another_thread_is_not_the_batch():
+    found = found_in(by_locate, made_in_a_thread)
     assert (found.kind, found.module, found.made_by) == ("input", "0", "matmul")
     assert found.line == line_of(made_in_a_thread)
     assert str(found).endswith("; computed by matmul")
+    # The loss' graph reaches into the other thread.
+    found = found_in(by_monitor, made_in_a_thread)
+    assert (found.kind, found.operation, found.line) == ("forward", "div", line_of(Teacher))
 
 
 def test_a_teacher_beside_a_model_in_evaluation_mode_is_not_the_batch():

@@ -24,9 +24,11 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from gradscaler.diagnose import Monitor, StuckError, inspect, read_run
+from gradscaler import FixedScale
+from gradscaler.diagnose import FindingWarning, Monitor, StuckError, inspect, read_run
 from gradscaler.torch import GradScaler
 
 RANKS = 2
@@ -38,7 +40,7 @@ def as_in_a_test(case, arguments):
     """Run a case in a rank, for which pytest and the fixtures of this folder set nothing."""
     with (
         warnings.catch_warnings(),
-        mock.patch("gradscaler.diagnose._monitor.failure_watch.clock", return_value=0.0),
+        mock.patch("gradscaler.diagnose._locate.budget.clock", return_value=0.0),
         mock.patch("gradscaler.diagnose._monitor.step_log._LONGEST_UNWRITTEN", math.inf),
     ):
         warnings.simplefilter("error")
@@ -175,6 +177,7 @@ def poisoned(rank):
     monitor = Monitor(training.scaler, training.model, stuck_after=4, on_stuck="raise")
     if rank != 0:
         monitor.close()
+    warnings.simplefilter("ignore", FindingWarning)  # it is found before the run is stuck
     for _ in range(3):
         training.step()
     try:
@@ -302,3 +305,34 @@ def inspected(rank):
 
 def test_inspect_reads_a_rank_s_own_shard(on_both_ranks):
     assert on_both_ranks(inspected) == [(), (2, 3)]
+
+
+def bad_on_one_rank(rank, model):
+    """The places that a rank's monitor names, where only rank 1 makes bad numbers."""
+    torch.manual_seed(rank)
+    trained = fsdp2() if model == "fsdp2" else torch.nn.Linear(4, 4)
+    called = trained if model == "fsdp2" else DistributedDataParallel(trained)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3)
+    scaler = GradScaler(policy=FixedScale(1.0))
+    monitor = Monitor(scaler, trained, stuck_after=50, on_stuck="continue")
+    found = []
+    for kind in ("", "", "sqrt", "", "sqrt", "", "exp"):
+        optimizer.zero_grad()
+        out = called(torch.randn(8, 4)) + 1
+        bad, far = (float(kind == each and rank == 1) for each in ("sqrt", "exp"))
+        distances = (out - out.detach() * bad).square().sum(1).sqrt()
+        loss = distances.mean() + (out * 999 * far).exp().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        located = monitor._log.counts.evidence.watched
+        found.append(located and (located.kind, located.operation, located.is_likely))
+    monitor.close()
+    return found
+
+
+@pytest.mark.parametrize("model", ["ddp", "fsdp2"])
+def test_a_rank_reads_its_own_graphs_and_waits_for_no_other(on_both_ranks, model):
+    _, found = on_both_ranks(bad_on_one_rank, model)
+    assert found[4] == found[5] == ("backward", "sqrt", False)
+    assert found[6] == ("forward", "exp", False)

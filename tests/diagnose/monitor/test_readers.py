@@ -164,9 +164,9 @@ def test_a_timer_s_handler_reads_and_closes(tmp_path):
 @pytest.mark.parametrize("ends", ["step", "close"])
 def test_a_watch_that_ends_on_another_thread_leaves_nothing_behind(ends):
     training = BadAtTimes(lambda number: True, stuck_after=3)
-    training.run(2)  # the third is watched
+    training.run(1)  # the second is watched
     assert _get_current_dispatch_mode() is not None
-    training.forward(3)
+    training.forward(2)
     other = threading.Thread(target=training.finish if ends == "step" else training.monitor.close)
     other.start()
     other.join()

@@ -62,7 +62,14 @@ _NAN_IN_FLOAT32 = (
     "look in it for 0 / 0, Inf - Inf, a root or logarithm of a negative number (a variance below "
     "0), or a softmax row that is masked entirely"
 )
+_HIDDEN = {
+    "CompiledFunction": "compiled code is one operation here: run some such steps uncompiled, by "
+    'torch.compiler.set_stance("force_eager"), which names the operation inside',
+    "CheckpointFunction": "a reentrant checkpoint hides its operations: pass use_reentrant=False, "
+    "which shows them",
+}
 _FORWARD = {
+    **_HIDDEN,
     "softmax log_softmax scaled_dot_product logsumexp": _MASKED,
     "exp": _EXP_IN_FLOAT32,
     "log": _LOG,
@@ -97,6 +104,7 @@ _LOG_SLOPE = "clamp the input of the logarithm, as its slope at 0 is Inf"
 _POWER_SLOPE = "clamp the base, as the slope of a power below 1 is Inf at 0"
 _ANGLE_SLOPE = "clamp its input to within -1 and 1, where its slope is Inf"
 _BACKWARD = {
+    **_HIDDEN,
     "sqrt norm linalg_vector_norm cdist": _SLOPE,
     "rsqrt": _RSQRT,
     "div": _DIVISION,
@@ -206,4 +214,7 @@ def at_line(found: Located | None, before: str = ", by") -> str:
     if found is None or found.operation is None:
         return ""
     line = f" at {found.line}" if found.line else ""
-    return f"{before} {_SPOKEN.get(found.operation, found.operation)}{line}"
+    likely = "probably " if found.is_likely else ""
+    inside = f" in {found.module}" if found.kind == "backward" and found.module else ""
+    operation = _SPOKEN.get(found.operation, found.operation)
+    return f"{before} {likely}{operation}{inside}{line}"

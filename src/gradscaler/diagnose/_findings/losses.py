@@ -43,6 +43,11 @@ def silent(evidence: Evidence) -> Finding | None:
     advice = None if found is None or found.kind != "forward" else of_operation(found)
     if advice is not None:
         action = advice
+    elif found is not None and found.kind == "input":
+        action = (
+            "this reads a tensor that was NaN or Inf before: look at the batch, and at what "
+            "computes a target or a term of the loss without a gradient"
+        )
     elif loss is not None and math.isinf(loss):
         action = (
             "compute the loss in float32 (outputs.float()) as a mean, and look for the logarithm "

@@ -57,6 +57,8 @@ def data(evidence: Evidence) -> Finding | None:
         count = evidence.bad_and_skipped
         of_them = "each" if count == evidence.skipped else f"{count} of them"
         losses, action = f"{of_them} with a loss of {bad[-1].loss:g}", f"{_IN_INPUTS}, {_IN_LOSSES}"
+        if found is not None and found.kind == "input":
+            action = _IN_INPUTS
     else:
         losses, action = _losses_of(skips, evidence)
         now = "" if evidence.scale is None else f"; the loss scale is {evidence.scale:g} now"

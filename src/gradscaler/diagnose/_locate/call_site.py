@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import gradscaler
 
@@ -34,8 +34,17 @@ _FORMS = re.compile(
     r"|Squeeze|Unsqueeze)Backward\d"
 )
 _MOST_FORMS = 8
+_COMPILED = "<eval_with_key>"  # the file of code that PyTorch's compiler writes
 
 Node = Any
+
+
+class Frame(NamedTuple):
+    """A call in a traceback: the file, the number of the line, and the function's name."""
+
+    file: str
+    number: int
+    function: str
 
 
 @dataclass
@@ -92,13 +101,34 @@ def caller_of(  # noqa: C901 # a case for each kind of frame
         elif whose == "gradscaler":
             return None
         elif whose == "functions" and found.function is None:
-            name = _REFLECTED.sub("", code.co_name)
-            if not name.startswith("_") and name not in _NOT_NAMED:
-                found.function = name
+            found.function = _public(code.co_name)
         frame = frame.f_back
     if not found.within and threading.get_ident() != thread:
         found.within = "backward"
     return found
+
+
+def called_from(frames: Iterable[Frame]) -> tuple[str | None, str | None]:
+    """PyTorch's public function that called an operation, and the user's line; None if unknown.
+
+    The frames are those of the operation, innermost first. In compiled code, its line is not known.
+    """
+    function: str | None = None
+    for frame in frames:
+        if frame.file.startswith(_COMPILED):
+            break
+        whose = _whose(frame.file)
+        if whose == "user":
+            return function, shown_line(frame.file, frame.number)
+        if whose == "functions":
+            function = function or _public(frame.function)
+    return function, None
+
+
+def _public(function: str) -> str | None:
+    """The name of a public function of PyTorch, as users write it; None if it is not telling."""
+    name = _REFLECTED.sub("", function)
+    return None if name.startswith("_") or name in _NOT_NAMED else name
 
 
 def users_line(frames: Iterable[tuple[str, int]]) -> str | None:
@@ -125,17 +155,31 @@ def differentiated(node: str) -> str:
     >>> differentiated("NativeLayerNormBackward0"), differentiated("AddmmBackward0")
     ('layer_norm', 'matmul')
     """
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", node.partition("Backward")[0])
-    return called(words.lower())
+    return called(aten_name(node))
+
+
+def aten_name(node: str) -> str:
+    """PyTorch's internal name of the operation whose gradient a node computes.
+
+    >>> aten_name("Log1PBackward0"), aten_name("ToCopyBackward0")
+    ('log1p', 'to_copy')
+    """
+    words = r"(?<=[a-z])(?=[A-Z])|(?<=[0-9])(?=[A-Z][a-z])"
+    return re.sub(words, "_", node.partition("Backward")[0]).lower()
 
 
 def source_of(node: Node) -> Node:
     """The nearest node, from this one back, that does more than reshape, cast, copy or select."""
     for _ in range(_MOST_FORMS):
-        if node is None or not _FORMS.fullmatch(node.name()):
+        if node is None or not is_form(node):
             break
         node = node.next_functions[0][0]
     return node
+
+
+def is_form(node: Node) -> bool:
+    """Whether a node's operation only reshapes, casts, copies or selects."""
+    return bool(_FORMS.fullmatch(node.name()))
 
 
 def operation_of(node: Node) -> str:
@@ -155,7 +199,7 @@ def _whose(filename: str) -> Literal["user", "functions", "framework", "gradscal
     for package in packages.intersection(path.parents):
         is_function = str(path.relative_to(package)) in _FUNCTIONS
         return "functions" if package.name == "torch" and is_function else "framework"
-    return "framework" if filename.startswith(("<frozen ", "<eval_with_key>")) else "user"
+    return "framework" if filename.startswith(("<frozen ", _COMPILED)) else "user"
 
 
 def shown_line(filename: str, number: int) -> str:

@@ -24,11 +24,11 @@ from gradscaler.diagnose._record.located import Located
 
 Source = TypeVar("Source")
 
-_TAKES_MASKS = re.compile("softmax|logsumexp|attention")
-_FILLS = re.compile("fill|where|scatter|index_put")  # they may write -inf as a mask
+TAKES_MASKS = re.compile("softmax|logsumexp|attention")
+FILLS = re.compile("fill|where|scatter|index_put")  # they may write -inf as a mask
 _CASTS = re.compile("copy|_to$")
 _OVERWRITES = ("copy_", "fill_", "normal_", "uniform_", "zero_")  # their first argument
-_DIVIDES = re.compile("div|reciprocal|rsqrt")
+DIVIDES = re.compile("div|reciprocal|rsqrt")
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Operation:
     @property
     def smallest_divisor(self) -> float | None:
         """The smallest magnitude of its divisor; None if it has none, or overwrote it."""
-        if not _DIVIDES.search(self.name):
+        if not DIVIDES.search(self.name):
             return None
         divisors = self.inputs[1:] if "div" in self.name else self.inputs
         if not divisors:
@@ -208,7 +208,7 @@ class ValueWatch:
         made = cache(partial(self._made, operation))
         of_inputs = zip(operation.inputs, operation.before or (), strict=True)
         values = [self._value(operation, tensor, found) for tensor, found in of_inputs]
-        is_meant = _FILLS.search(operation.name) and not any(value.source for value in values)
+        is_meant = FILLS.search(operation.name) and not any(value.source for value in values)
         for tensor, found in zip(operation.outputs, operation.after, strict=True):
             if found.state == "mask" and is_meant:
                 continue
@@ -229,7 +229,7 @@ class ValueWatch:
         source = self._sources.get(memory_of(tensor)) if found.bad else None
         if found.state == "bad" and source is None:
             source = self._sources[memory_of(tensor)] = self._given(operation, tensor)
-        if found.state == "mask" and _TAKES_MASKS.search(operation.name):
+        if found.state == "mask" and TAKES_MASKS.search(operation.name):
             source = None  # it takes masks, so a NaN in its output is its own
         return Value(found, source)
 
@@ -237,7 +237,7 @@ class ValueWatch:
         """The event for an Inf or NaN that a parameter, a buffer or an input already held."""
         site, outer, memory = operation.site, operation.outer, memory_of(tensor)
         own, others = self.owners.get(memory), {} if outer is None else _owners_in(outer)
-        writes = _FILLS.search(operation.name) or operation.name == "copy_"
+        writes = FILLS.search(operation.name) or operation.name == "copy_"
         if own is None and writes and not tensor.ndim:  # a number in the code
             return self._made(operation)
         if own is None and memory not in others:

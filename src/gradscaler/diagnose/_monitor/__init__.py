@@ -51,21 +51,31 @@ class Monitor:
     of these steps, the model's parameters and activations. While a lower scale may still end the
     skips, the monitor waits for more of them.
 
-    The monitor watches some steps to find the origin of the first Inf or NaN. In PyTorch it finds
-    the operation and the user's line, as :func:`locate` does. In TensorPlay and Paddle, and where
-    several processes train together, it finds the module by its output. The run file records the
-    origin, and the dtype of each module's output, which autocast chooses. A watch changes nothing,
-    runs compiled code uncompiled, and breaks off if the model is evaluated meanwhile. All watches
-    together take at most 5 % of the training time. Two steps of a run are exempt: the first step
-    at which a periodic failure is due, and the last of the first ``stuck_after`` skips.
+    In PyTorch the monitor finds the operation and the user's line that made the first Inf or NaN:
 
-    - With ``forensics`` and PyTorch, the monitor watches the step after each failed step until it
-      locates a failure. If failures come at equal distances, it watches the steps at which the next
-      one is due. A step fails if its loss is not finite, or if its gradients hold NaN but no Inf.
-      If a closure fails, its next call is watched, which is on the same batch.
-    - In PyTorch, if a parameter's gradient is all 0 or missing in a sample, the monitor examines
-      three steps to find the operation that blocks the gradient. It does so at most six times in a
-      run.
+    - If a loss is not finite, its graph is read before its backward pass, in the first step that
+      fails. The graph also tells an operation from a parameter or a batch that is bad itself.
+    - If only gradients are not finite, and no loss scale fixes that, they bound the part of the
+      graph where the first began. In the next steps, the monitor reads that part, and hooks its
+      nodes where a slope is Inf. So the operation is found when such a step comes again. If it is
+      the only one in that part whose slope can be Inf, the monitor names it at once, as likely.
+
+    Lines come from the tracebacks of the first forward pass, for which PyTorch's anomaly mode is
+    on, without its check. Until a failure, later steps are as without a monitor, except that a loss
+    on a CPU is read. After it, reading graphs takes at most 5 % of the training time, and a second.
+
+    What no graph shows is found by a watch of a later step: an operation without a gradient, such
+    as one that prepares a batch, or one inside compiled code or a checkpoint. The monitor watches
+    each operation in the step after a failed one, until it finds one. In TensorPlay and Paddle,
+    and where several processes train together, it watches the modules, in the last of the first
+    ``stuck_after`` skips. The run file records the origin, and the dtype of each module's output,
+    which autocast chooses. A watch changes nothing, runs compiled code uncompiled, and breaks off
+    if the model is evaluated meanwhile. All watches together take at most 5 % of the training time,
+    except for two steps: the last of the first ``stuck_after`` skips, and the one after two failed
+    steps in a row.
+
+    In PyTorch, if a parameter's gradient is all 0 or missing in a sample, the monitor examines
+    three steps to find the operation that blocks the gradient, at most six times in a run.
 
     Values that may be on a device are read only at samples, once a second if there is a file, and
     on request. Nothing else waits for the device. With ``forensics``, each step's flag is also read

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
 from gradscaler.diagnose._findings.gradient_values import CUT, ENDED, SATURATED, STEPS
 from gradscaler.diagnose._gradients.reading import Tensor, largest, largest_of
+from gradscaler.diagnose._graph.nodes import MOST_NODES, OPAQUE, nodes_from
 from gradscaler.diagnose._locate.call_site import Node, differentiated
 from gradscaler.diagnose._locate.module_hooks import Handle, remove_all, weakly
 from gradscaler.diagnose._monitor.failure_watch import FailureWatch
 
-MOST_NODES = 10_000
-OPAQUE = "CompiledFunction", "CheckpointFunction"  # nodes that hide a graph of their own
 _LARGE = 2.0**-10  # times a slope of 2**-14, it is not flushed in float16
 _LOOKS = 3  # consecutive steps that a round examines
 # Each may make PyTorch compile modules again. The early samples of a run must not use up all.
@@ -160,15 +159,3 @@ def _note_slope(
         after = [largest(grad) for grad in inputs if grad is not None]
         if before >= _LARGE and after and not any(after):
             flat[node] = operation
-
-
-def nodes_from(waiting: list[Node]) -> Iterator[Node]:
-    """The given nodes of PyTorch's graph, and all nodes that they lead to."""
-    seen = set[Node]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen or not hasattr(node, "register_prehook"):
-            continue
-        seen.add(node)
-        yield node
-        waiting += [following for following, _ in node.next_functions]

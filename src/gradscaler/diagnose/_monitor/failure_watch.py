@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import pairwise
-from time import perf_counter as clock
 
 from gradscaler.diagnose._gradients.reading import Tensor
+from gradscaler.diagnose._graph.watch import is_exact
+from gradscaler.diagnose._locate.budget import LOOKED_AT, WATCHED, Budget
 from gradscaler.diagnose._locate.module_hooks import ModuleHooks, weakly
 from gradscaler.diagnose._locate.operation_watch import OperationWatch
 from gradscaler.diagnose._monitor.step_log import StepLog
 from gradscaler.diagnose._record.located import Located
 
-SHARE = 0.05  # of the training time, for all watches together
-_WATCHED = 20  # mean step times that a watch must be able to take
-_LOOKED_AT = 2  # the same, if only the modules are watched
-_PERIODIC = 3  # failures at equal distances after which the next one is expected
-
 
 class FailureWatch:
     """Watches a model's modules and, in PyTorch, each operation, in the steps that may fail.
 
-    A watch begins after the step before, if the budget allows it. Operations are watched until the
-    step's passes are over, and modules until ``update``. The watch breaks off if the model is
-    evaluated meanwhile, or if the budget is used up.
+    It finds what no graph of a loss shows: operations without a gradient, such as those that
+    prepare a batch, and the modules of TensorPlay and Paddle. A watch begins after the step before,
+    if the budget allows it. Operations are watched until the step's passes are over, and modules
+    until ``update``. The watch breaks off if the model is evaluated meanwhile, or if the budget is
+    used up.
 
     Attributes:
         step: the latest watched step.
@@ -46,9 +42,10 @@ class FailureWatch:
         self._parts = [each for each in (self._hooks, self._operations) if each is not None]
         self._budget = Budget()
         self._next: float | None = None  # seconds for a watch of the next step, if wanted
-        self._has_seen_streak = self._has_seen_period = False
-        self._failures: deque[int] = deque(maxlen=_PERIODIC)
+        self._has_seen_streak = self._has_seen_row = False
+        self._failed = 0  # the latest step that failed
         self._is_whole = True  # False if the latest watch broke off
+        self._may_locate = sees_operations  # until an operation that made an Inf or NaN is known
         self.step = 0
         self.located: Located | None = None
 
@@ -66,11 +63,6 @@ class FailureWatch:
         """Watch a step if :meth:`step_ended` found that worthwhile after the step before."""
         self._start(step, self._next)
 
-    def start_again(self, step: int) -> None:
-        """Watch the next call of a closure, on a batch that failed."""
-        if self.step != step and self._may_locate:
-            self._start(step, self._budget.left(step, _WATCHED))
-
     def _start(self, step: int, seconds: float | None) -> None:
         if seconds is not None:
             self._budget.begin(seconds)
@@ -84,7 +76,7 @@ class FailureWatch:
         Returns:
             False if another watch is running, or if the budget does not allow this one.
         """
-        seconds = self._budget.left(step, _LOOKED_AT)
+        seconds = self._budget.left(step, LOOKED_AT)
         if self.is_on or seconds is None:
             return False
         self._budget.begin(seconds)
@@ -117,124 +109,59 @@ class FailureWatch:
         return self.is_on
 
     def step_ended(self, step: int, is_verdict_late: bool) -> None:
-        """Note whether a step failed, and decide whether to watch the next one.
+        """Decide whether to watch the step after this one.
 
         ``is_verdict_late`` says that a verdict waits for the next step.
         """
         self._budget.step_ended(step)
-        if self._has_failed(step) and step not in self._failures:
-            self._failures.append(step)
         self._next = None
-        is_stuck = is_verdict_late or self._log.is_nearly_stuck
-        may_fail = self._may_locate and self._may_fail(step + 1)
-        if is_stuck or may_fail:
-            self._next = self._budget.left(step, _WATCHED)
-        # Two watches of a run have no time limit: their steps are most likely lost anyway.
-        if is_stuck and not self._has_seen_streak:
+        is_stuck = self._log.is_nearly_stuck and (self._may_locate or self._operations is None)
+        may_fail = self._may_locate and self.has_failed(step)
+        if is_verdict_late or is_stuck or may_fail:
+            self._next = self._budget.left(step, WATCHED)
+        # Two watches of a run have no time limit, as their steps are most likely lost anyway.
+        is_in_a_row = may_fail and self._failed == step - 1
+        self._failed = step if may_fail else self._failed
+        if (is_verdict_late or is_stuck) and not self._has_seen_streak:
             self._next, self._has_seen_streak = math.inf, True
-        elif may_fail and self._period is not None and not self._has_seen_period:
-            self._next, self._has_seen_period = math.inf, True
+        elif is_in_a_row and not self._has_seen_row:
+            self._next, self._has_seen_row = math.inf, True
 
-    @property
-    def _may_locate(self) -> bool:
-        """Whether operations can be watched, and none was located yet."""
-        return self._operations is not None and self._log.counts.evidence.watched is None
-
-    def _may_fail(self, step: int) -> bool:
-        """Whether a step follows a failure or, if failures are periodic, the next one is due."""
-        if not self._failures:
-            return False
-        since = step - self._failures[-1]
-        return since == 1 if self._period is None else since % self._period == 0
-
-    @property
-    def _period(self) -> int | None:
-        """The distance between the latest failures; None if they are too few, or not periodic."""
-        gaps = {after - before for before, after in pairwise(self._failures)}
-        return gaps.pop() if len(self._failures) == _PERIODIC and len(gaps) == 1 else None
-
-    def _has_failed(self, step: int) -> bool:
-        """Whether a step failed in a way that no loss scale fixes; False if it is not read yet.
-
-        The step's loss is not finite; or its gradients hold NaN but no Inf, which an overflow would
-        make; or its gradients are not finite at a scale of at most 1.
-        """
+    def has_failed(self, step: int) -> bool:
+        """Whether a step failed in a way that no loss scale fixes; False if it is not read yet."""
         latest = self._log.history[-1] if self._log.history else None
         if latest is None or latest.step != step:
             return False
-        found = latest.nonfinite or ()
-        # If no step was applied, the scale may be far too large.
         was_applied = self._log.num_steps > self._log.counts.num_skipped
-        is_nan = bool(found) and not any(each.num_inf for each in found)
-        is_hopeless = is_nan or (bool(found) and latest.scale <= 1)
-        return latest.has_bad_loss or (is_hopeless and was_applied)
+        return latest.has_bad_loss or (latest.is_hopeless and was_applied)
 
-    def keep_located(self) -> None:
-        """Keep the origin located in the latest step, if that step failed and was watched."""
+    def keep_located(self, in_graph: Located | None) -> None:
+        """Keep the origin located in the latest step, if that step failed.
+
+        ``in_graph`` is the origin that the graphs of the step's losses show. A likely one is that
+        of an earlier failure.
+        """
         latest = self._log.history[-1] if self._log.history else None
+        known = self._log.counts.evidence.watched
         if latest is None or not (latest.skipped or latest.has_bad_loss):
             self.located = None
-        elif self.step == latest.step and self._is_whole and self._parts:
-            # A failure that a lower scale may fix is not reported before there is a verdict.
-            is_told = self._has_failed(latest.step) or self._log.stuck_streak is not None
-            found = self._parts[-1].located if is_told else None
-            self.located = found or self.located
-            self._log.add_watched(found, {} if self._hooks is None else self._hooks.dtypes)
+            if in_graph is not None and in_graph.is_likely and known is None:
+                self._log.add_watched(in_graph, {})
+            return
+        found = in_graph
+        if not is_exact(in_graph):  # a watch of the operations may have found more, now or before
+            before = None if self._may_locate else known
+            found = self._watched(latest.step) or (in_graph and before) or in_graph
+        is_watched = self.step == latest.step and self._is_whole
+        self._may_locate &= not (is_exact(found) or (is_watched and found is not None))
+        self.located = found or self.located
+        dtypes = self._hooks.dtypes if self._hooks is not None and is_watched else {}
+        self._log.add_watched(found, dtypes)
 
-
-class Budget:
-    """Limits the time of all watches to a share of the training time."""
-
-    def __init__(self) -> None:
-        self._first: tuple[int, float] | None = None  # the first step, and when it ended
-        self._began: float | None = None  # the start of the running watch
-        self._may_take = 0.0  # seconds for the running watch
-        self._spent = 0.0
-        self._longest = 0.0
-
-    def step_ended(self, step: int) -> None:
-        """Note the time if this is the end of the first step."""
-        if self._first is None:
-            self._first = step, clock()
-
-    def left(self, step: int, factor: int) -> float | None:
-        """The seconds that are left for a watch after a step; None if they are not enough.
-
-        A watch must be able to take ``factor`` times the mean step time. If operations are watched
-        too (``_WATCHED``), it must be able to take as long as the longest watch so far.
-        """
-        if self._first is None:
+    def _watched(self, step: int) -> Located | None:
+        """The origin that a watch of a step found."""
+        if self.step != step or not self._is_whole or not self._parts:
             return None
-        first, began = self._first
-        total = clock() - began
-        left = SHARE * total - self._spent
-        expected = factor * total / max(step - first, 1)
-        if factor == _WATCHED:
-            expected = max(expected, self._longest)
-        return left if expected <= left else None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a watch is running."""
-        return self._began is not None
-
-    @property
-    def is_used_up(self) -> bool:
-        """Whether the running watch has exceeded its time."""
-        return self._began is not None and clock() - self._began > self._may_take
-
-    def begin(self, seconds: float) -> None:
-        """Begin a watch that may take ``seconds``."""
-        self.end()
-        self._began, self._may_take = clock(), seconds
-
-    def end(self) -> None:
-        """End the running watch.
-
-        A watch that exceeded its time was cut off. A complete one is assumed to take twice as long.
-        """
-        if self._began is not None:
-            took = clock() - self._began
-            self._spent += took
-            self._longest = max(self._longest, 2 * took if took > self._may_take else took)
-            self._began = None
+        # A failure that a lower scale may fix is not reported before there is a verdict.
+        is_told = self.has_failed(step) or self._log.stuck_streak is not None
+        return self._parts[-1].located if is_told else None

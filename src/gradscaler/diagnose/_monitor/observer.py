@@ -12,6 +12,7 @@ from typing import SupportsFloat, TypeVar
 
 from gradscaler.diagnose._gradients.arrays import local
 from gradscaler.diagnose._gradients.reading import Tensor, inspect
+from gradscaler.diagnose._graph.watch import GraphWatch
 from gradscaler.diagnose._locate.locate import is_locating
 from gradscaler.diagnose._locate.operation_watch import OperationWatch
 from gradscaler.diagnose._monitor.backward_graph import CutOff, listen
@@ -62,6 +63,7 @@ class EagerObserver(StepSource):
         # With several processes, operations see parts of tensors, and may be collectives.
         sees_operations = is_torch and self.world_size == 1
         self._iterations = Iterations(self.scaler, self.log, self.every)
+        self._graphs = GraphWatch(self.model) if is_torch else None
         self._watch = FailureWatch(self.model, self.log, sees_operations)
         self._cut_off = CutOff(self._watch, sees_operations)
         self._used = UsedGradients(counts_changes=sees_operations)
@@ -91,14 +93,11 @@ class EagerObserver(StepSource):
             self._cut_off.see(outputs)
         if not iteration.losses:
             self._used.before_backward()
+        if self._graphs is not None:
+            self._graphs.see(outputs)
         loss = local(outputs).detach()
         if 0 in loss.shape:  # this process' part may be empty
             return
-        is_repeated = iteration.losses and self.scaler.observed.is_in_closure
-        # The closure's gradients were read already, so item() waits for nothing more. After an
-        # overflow, the scaler calls the closure again on the same batch.
-        if is_repeated and not math.isfinite(iteration.losses[-1].item()):
-            self._watch.start_again(iteration.number)
         iteration.losses.append(loss if loss.ndim == 0 else loss.mean())
 
     @_closes_if_asked
@@ -153,7 +152,11 @@ class EagerObserver(StepSource):
         is_watched = self._watch.step == iteration.number
         is_skip = (self.forensics or is_watched) and outcome.skipped  # may wait for the device
         if is_skip and (is_watched or self._inspects_next_skip):
-            outcome.nonfinite = inspect(_gradients_of(self._named(optimizer)))
+            named = self._named(optimizer)
+            outcome.nonfinite = inspect(_gradients_of(named))
+            if self._graphs is not None and outcome.nonfinite:
+                bad = {id(named[each.name]) for each in outcome.nonfinite}
+                self._graphs.gradients.note(bad, {id(p) for p in named.values()} - bad)
 
     @_closes_if_asked
     def updating(self) -> None:
@@ -183,11 +186,17 @@ class EagerObserver(StepSource):
         was_watched = self._watch.step == ended
         is_due = len(waiting) >= HISTORY_LENGTH or bool(waiting and waiting[-1].measured)
         is_write_due = self.log.is_write_due
-        if self.forensics or was_watched or is_due or is_write_due:
+        if (
+            self.forensics
+            or was_watched
+            or (self._graphs and self._graphs.located)
+            or is_due
+            or is_write_due
+        ):
             self.read()
         if is_write_due:
             self.log.add_sample()
-        self._watch.keep_located()
+        self._keep_located(ended)
         self.located = self._watch.located
         streak = self.log.stuck_streak
         is_unseen = streak is not None and streak.skips[-1].nonfinite is None and not was_watched
@@ -195,6 +204,17 @@ class EagerObserver(StepSource):
         self._watch.step_ended(ended, is_late)
         if not is_late:
             self.log.check()
+
+    def _keep_located(self, ended: int) -> None:
+        """Keep what the watches of the latest step located, and prepare those of the next."""
+        if self._graphs is None:
+            self._watch.keep_located(None)
+            return
+        latest = self.log.history[-1] if self.log.history else None
+        is_hopeless = latest is not None and latest.step == ended and latest.is_hopeless
+        has_failed = self._watch.has_failed(ended)
+        self._watch.keep_located(self._graphs.found(has_failed))
+        self._graphs.step_ended(ended, has_failed, is_hopeless)
 
     @_closes_if_asked
     def updated(self) -> None:
@@ -221,6 +241,8 @@ class EagerObserver(StepSource):
         self.scaler.remove_observer(self)
         self._watch.stop()
         self._cut_off.stop()
+        if self._graphs is not None:
+            self._graphs.stop()
         self._end()
         if self._is_in_step:
             self._iterations.note_call("raised")

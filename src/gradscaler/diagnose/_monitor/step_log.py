@@ -240,13 +240,16 @@ class StepLog:
         return Watched(self.counts.step, calls=Counter(self.counts.observed.calls))
 
     def add_watched(self, located: Located | None, dtypes: Mapping[str, str]) -> None:
-        """Write what a watch saw in the last step, once; dtypes only if they changed."""
-        step = self.counts.step
+        """Write what a watch saw in the last step, once; only a new place, and changed dtypes."""
+        step, known = self.counts.step, self.counts.evidence.watched
         if self._watched == step:
             return
+        if located is not None and known is not None and located.is_at(known):
+            located = None
         line = Watched(step, located, {} if dtypes == self._dtypes else dict(dtypes))
         if located is not None:
             self.counts = self.counts._replace(evidence=self.counts.evidence.after(line))
+            self._filter.hurry()
         if located is not None or line.dtypes:
             self._write(line)
         self._watched, self._dtypes = step, dict(dtypes)

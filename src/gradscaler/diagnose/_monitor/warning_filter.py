@@ -36,6 +36,10 @@ class WarningFilter:
         self._looked_at, self._began = step, now
         return True
 
+    def hurry(self) -> None:
+        """Look at the evidence after the next step, as there is news."""
+        self._looked_at, self._next = self._looked_at - _LEAST_NEW, 0.0
+
     def has_looked(self) -> None:
         """Note the end of a look; the longer it took, the later the next one is due."""
         now = clock()

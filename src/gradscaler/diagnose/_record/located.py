@@ -39,6 +39,8 @@ class Located:
             on. None if no such operation is known.
         smallest_divisor: the smallest magnitude of the divisor of a division in a forward pass;
             None if the operation is not a division, or overwrote its divisor.
+        is_likely: whether this is a conclusion from which gradients were bad, and not yet seen. No
+            numbers are known then.
     """
 
     module: str | None
@@ -55,6 +57,12 @@ class Located:
     line: str | None = None
     made_by: str | None = None
     smallest_divisor: float | None = None
+    is_likely: bool = False
+
+    def is_at(self, other: Located) -> bool:
+        """Whether this is the place of another Inf or NaN."""
+        fields = "module", "kind", "parameter", "operation", "line", "made_by", "is_likely"
+        return all(getattr(self, name) == getattr(other, name) for name in fields)
 
     def __str__(self) -> str:
         counts = {"inf": self.num_inf, "nan": self.num_nan}
@@ -67,6 +75,8 @@ class Located:
         if self.module is None:
             inside = f"another module ({self.type}, " if self.type else "a function ("
             where = f"{inside}{self.dtype})"
+        if self.is_likely:
+            return f"{self.kind} of {where}{in_}{at}: probably"
         text = (
             f"{self.kind} of {where}{of}{in_}{at}: {found} of {self.size}; "
             f"largest {'gradient' if backward else 'input'} {self.largest_input:g}"

@@ -31,6 +31,16 @@ class Step(NamedTuple):
         """Whether the loss was read, and is NaN or Inf."""
         return self.loss is not None and not math.isfinite(self.loss)
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether its gradients fail in a way that a lower loss scale does not fix.
+
+        They hold NaN but no Inf, which an overflow would make; or they are not finite at a scale of
+        at most 1. If no step was applied yet, the scale may still be far too large.
+        """
+        found = self.nonfinite or ()
+        return bool(found) and (self.scale <= 1 or not any(each.num_inf for each in found))
+
 
 class Before(NamedTuple):
     """The previous run in the same file: its last scale, and its usual first and last loss."""

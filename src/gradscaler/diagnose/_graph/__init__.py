@@ -1,0 +1,1 @@
+"""Read the graph of a loss of PyTorch: its nodes, the tensors they keep, their lines and places."""

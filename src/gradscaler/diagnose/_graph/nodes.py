@@ -1,0 +1,107 @@
+"""The nodes of PyTorch's graph of a loss, and the tensors that they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+from gradscaler.diagnose._gradients.reading import Tensor, floating
+from gradscaler.diagnose._locate.call_site import Node
+
+MOST_NODES = 10_000  # of one graph
+OPAQUE = "CompiledFunction", "CheckpointFunction"  # nodes that hide a graph of their own
+_RAW = "_raw_saved_"
+
+
+def nodes_from(waiting: list[Node]) -> Iterator[Node]:
+    """The given nodes of PyTorch's graph, and all nodes that they lead to."""
+    seen = set[Node]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or not hasattr(node, "register_prehook"):
+            continue
+        seen.add(node)
+        yield node
+        waiting += [following for following, _ in node.next_functions]
+
+
+def in_order(loss: Tensor) -> list[Node]:
+    """The nodes of a loss' graph in the order of the forward pass, without the leaves.
+
+    The list is empty if the graph is larger than ``MOST_NODES``.
+    """
+    found: list[Node] = []
+    for node in nodes_from([getattr(loss, "grad_fn", None)]):
+        if not is_leaf(node):
+            found.append(node)
+        if len(found) > MOST_NODES:
+            return []
+    return sorted(found, key=lambda node: node._sequence_nr())
+
+
+def is_leaf(node: Node) -> bool:
+    """Whether a node gives its gradient to a leaf, such as a parameter."""
+    return hasattr(node, "variable")
+
+
+def is_custom(node: Node) -> bool:
+    """Whether a node is that of a function written in Python, or of compiled code."""
+    return not node.name()[-1:].isdigit()
+
+
+def reads_unknown(node: Node) -> bool:
+    """Whether a node reads something that no node made, such as the batch, or a number."""
+    return any(before is None for before, _ in node.next_functions)
+
+
+def kept(node: Node, may_unpack: bool = False) -> dict[str, Tensor]:
+    """The floating-point tensors that a node keeps, by the name of the argument or result.
+
+    A tensor that is packed by a hook, as in a checkpoint, is computed again when it is unpacked. So
+    it is left out, unless ``may_unpack``.
+    """
+    import torch
+
+    found: dict[str, Tensor] = {}
+    for name in _names_of(node.__class__):
+        with suppress(Exception):  # it was freed, or changed in place
+            if not may_unpack and is_packed(getattr(node, _RAW + name)):
+                continue
+            public = "saved_tensors" if name == "tensors" and is_custom(node) else f"_saved_{name}"
+            tensors = list(floating(torch.Tensor, getattr(node, public)))
+            found |= {f"{name}{n or ''}": each for n, each in enumerate(tensors) if is_there(each)}
+    return found
+
+
+def has_packed(node: Node) -> bool:
+    """Whether a node keeps a tensor that a hook has packed."""
+    with suppress(Exception):
+        return any(is_packed(getattr(node, _RAW + name)) for name in _names_of(node.__class__))
+    return False
+
+
+def is_packed(raw: Any) -> bool:
+    """Whether a hook has packed one of the tensors that a node keeps under one name."""
+    each = raw if isinstance(raw, (list, tuple)) else [raw]
+    return any(getattr(one, "unpack_hook", None) is not None for one in each)
+
+
+@lru_cache(maxsize=1000)  # a class per operation
+def _names_of(kind: type) -> tuple[str, ...]:
+    return tuple(name.removeprefix(_RAW) for name in dir(kind) if name.startswith(_RAW))
+
+
+def is_there(tensor: Tensor) -> bool:
+    """Whether a tensor has its memory. FSDP frees that of a parameter after the forward pass."""
+    if tensor.layout is not _strided() or hasattr(tensor, "to_local"):
+        return True
+    return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
+
+
+@lru_cache(maxsize=1)
+def _strided() -> object:
+    import torch
+
+    return torch.strided

@@ -1,0 +1,157 @@
+"""The operation that made the first Inf or NaN of a forward pass, from the graph of its loss."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from gradscaler.diagnose._gradients.reading import Reading, Tensor, largest_of, read
+from gradscaler.diagnose._graph.nodes import is_custom, is_leaf, reads_unknown
+from gradscaler.diagnose._graph.values import Values
+from gradscaler.diagnose._locate.call_site import Node, is_form, operation_of
+from gradscaler.diagnose._locate.value_watch import DIVIDES, FILLS, TAKES_MASKS
+
+_ADDS_UP = re.compile("matmul|conv|sum|linear")  # -inf in their results is no mask
+_ADDS = "add", "sub"
+# They make Inf or NaN of finite numbers more often than the operations before them, if these show
+# no result.
+_RISKY = re.compile("exp|log|div|reciprocal|pow|sqrt|norm|softmax|acos|asin|atanh")
+
+
+_Edge = tuple[Node, int]  # a node, and which of its results
+
+
+class Origin(NamedTuple):
+    """Where an Inf or a NaN began.
+
+    Attributes:
+        node: the node that made it, or the first that read it.
+        number: which of the node's results holds it.
+        given: the tensor that held it before any operation: a parameter, or what no node made.
+        is_given: whether a tensor held it before, which may be unknown.
+    """
+
+    node: Node
+    number: int
+    given: Tensor | None = None
+    is_given: bool = False
+
+
+def origin_of(node: Node, number: int, values: Values) -> Origin:
+    """Where the Inf or NaN in a node's result began.
+
+    It began in the first node on the way back whose inputs are all finite. -Inf may be a mask: it
+    counts only if an operation turns it into Inf or NaN, and then for the operation that made it
+    from finite numbers, or else for the one that turned it.
+    """
+    edge = node, number
+    while (found := _bad_input(edge[0], values)) is not None:
+        if is_leaf(found[0]):
+            return Origin(*edge, found[0].variable, is_given=True)
+        edge = found
+    edge = _most_suspect(edge, values)
+    return _given_to(*edge, values) or Origin(*edge)
+
+
+def _given_to(node: Node, number: int, values: Values) -> Origin | None:
+    """The origin if a node was given an Inf or NaN by a tensor that no node made."""
+    if is_custom(node):  # what it keeps may be its own
+        return None
+    for tensor in values.constants.get(node, {}).values():
+        if tensor.ndim and read(tensor).state == "bad":  # else it is a number in the code
+            return Origin(node, number, tensor, is_given=True)
+    if operation_of(node) in _ADDS and reads_unknown(node) and node not in values.constants:
+        made, largest = values.tensor(node, number), largest_input(node, values)
+        is_nan = made is not None and bool(made.isnan().any())
+        if is_nan or not largest >= _edge(node, number):
+            return Origin(node, number, is_given=True)
+    return None
+
+
+def _edge(node: Node, number: int) -> float:
+    """Half of the largest number of a result: a sum of two smaller ones is finite."""
+    import torch
+
+    return torch.finfo(node._input_metadata[number].dtype).max / 2
+
+
+def _bad_input(node: Node, values: Values) -> _Edge | None:
+    """The input of a node that its Inf or NaN came from; None if the node made it."""
+    known = [(edge, values.reading(*edge)) for edge in node.next_functions if edge[0] is not None]
+    states = [(edge, None if found is None else found.state) for edge, found in known]
+    bad = [edge for edge, state in states if state == "bad"]
+    masks = [edge for edge, state in states if state == "mask" and _is_guilty(node, edge, values)]
+    behind = [] if _RISKY.search(operation_of(node)) else _behind(node, values)
+    bad = bad or [edge for edge in behind if values.reading(*edge) is not None]
+    return next(iter([*bad, *masks]), None)
+
+
+def _is_guilty(node: Node, edge: _Edge, values: Values) -> bool:
+    """Whether a -Inf that a node reads is no mask, but was made from finite numbers."""
+    if (node, edge) not in values.guilty:
+        values.guilty[node, edge] = _makes_no_mask(node, edge, values)
+    return values.guilty[node, edge]
+
+
+def _makes_no_mask(node: Node, edge: _Edge, values: Values) -> bool:
+    maker = origin_of(*edge, values)
+    if is_leaf(maker.node) or maker.is_given or maker.node is node:
+        return False
+    operation = operation_of(maker.node)
+    if TAKES_MASKS.search(operation_of(node)):
+        return bool(_ADDS_UP.search(operation))
+    return not FILLS.search(operation) and not (operation in _ADDS and reads_unknown(maker.node))
+
+
+def _behind(node: Node, values: Values) -> list[_Edge]:
+    """The unknown results that a node may have its Inf or NaN from, and bad ones behind these."""
+    waiting, seen, found = list(node.next_functions), set[Node](), list[_Edge]()
+    while waiting:
+        edge = waiting.pop()
+        if edge[0] is None or edge[0] in seen:
+            continue
+        seen.add(edge[0])
+        value = values.reading(*edge)
+        if value is None:
+            waiting += edge[0].next_functions
+        if value is None or value.state == "bad":
+            found.append(edge)
+    return sorted(found, key=lambda edge: edge[0]._sequence_nr())
+
+
+def _most_suspect(edge: _Edge, values: Values) -> _Edge:
+    """Of a node and the unknown results that it reads, the one that most likely made a bad number.
+
+    A sum of two is rarely Inf, but it is NaN if one of the two is, which no node may have made.
+    """
+    if _RISKY.search(operation_of(edge[0])):
+        return edge
+    suspects = [each for each in _behind(edge[0], values) if not is_form(each[0])]
+    return min([*suspects, edge], key=lambda e: (operation_of(e[0]) in _ADDS) != values.has_nan)
+
+
+def largest_input(node: Node, values: Values) -> float:
+    """The largest magnitude of a node's inputs; NaN if none is known."""
+    found = list(_inputs(node, values))
+    return largest_of(each.largest for each in found) if found else math.nan
+
+
+def smallest_divisor(node: Node, values: Values) -> float | None:
+    """The smallest magnitude of a division's divisor; None if there is none, or it is unknown."""
+    if not DIVIDES.search(operation_of(node)):
+        return None
+    divisor = values.constants.get(node, {}).get("other")
+    before, number = node.next_functions[-1]
+    if divisor is None and before is not None:
+        divisor = values.tensor(before, number)
+    return None if divisor is None else float(divisor.detach().abs().min())
+
+
+def _inputs(node: Node, values: Values) -> Iterator[Reading]:
+    for before, number in node.next_functions:
+        found = None if before is None else values.reading(before, number)
+        if found is not None:
+            yield found
+    yield from map(read, values.constants.get(node, {}).values())

@@ -1,0 +1,138 @@
+"""The values in the forward pass of a graph, as far as its nodes keep them or show them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+from gradscaler.diagnose._gradients.arrays import local
+from gradscaler.diagnose._gradients.reading import Reading, Tensor, read
+from gradscaler.diagnose._graph.nodes import is_custom, is_leaf, is_there, kept
+from gradscaler.diagnose._locate.call_site import Node, aten_name, is_form
+
+_Edge = tuple[Node, int]  # a node, and which of its results
+
+
+class Values:
+    """The results of a graph's nodes.
+
+    Many nodes keep their inputs or their result, which shows the results of the nodes around them.
+    Other results are computed again from these, for operations that give the same each time.
+
+    Attributes:
+        constants: the tensors that a node keeps and no node made, such as the batch, by the node.
+        has_nan: whether the loss is NaN.
+        guilty: for a node and one of its inputs, whether a -Inf there is no mask.
+    """
+
+    def __init__(self, nodes: Iterable[Node], has_nan: bool) -> None:
+        self.has_nan = has_nan
+        self.constants: dict[Node, dict[str, Tensor]] = {}
+        self.guilty: dict[tuple[Node, _Edge], bool] = {}
+        self._tensors: dict[_Edge, Tensor | None] = {}
+        self._readings: dict[_Edge, Reading] = {}
+        for node in nodes:
+            self._add(node)
+
+    def _add(self, node: Node) -> None:
+        for name, tensor in kept(node).items():
+            maker = tensor.grad_fn
+            if maker is not None:
+                self._tensors[maker, tensor.output_nr] = tensor
+            elif not tensor.requires_grad:  # a parameter is found as a leaf
+                self.constants.setdefault(node, {})[name] = tensor
+
+    def reading(self, node: Node, number: int = 0) -> Reading | None:
+        """The reading of a node's result; None if it is not known."""
+        edge = node, number
+        if edge not in self._readings:
+            tensor = self.tensor(node, number)
+            if tensor is None:
+                return None
+            self._readings[edge] = read(tensor)
+        return self._readings[edge]
+
+    def tensor(self, node: Node, number: int = 0) -> Tensor | None:
+        """A node's result; None if it is not known."""
+        edge = node, number
+        if edge not in self._tensors:
+            self._tensors[edge] = None  # for a graph that is too deep for the stack
+            self._tensors[edge] = self._computed(node, number)
+        return self._tensors[edge]
+
+    def _computed(self, node: Node, number: int) -> Tensor | None:
+        if is_leaf(node):
+            return node.variable if is_there(node.variable) else None
+        again = None
+        if not is_custom(node):
+            with suppress(Exception):
+                again = _again(node, number, self)
+        if again is None and is_form(node):  # it shows some of its input's numbers
+            return self.tensor(*node.next_functions[0])
+        return again
+
+
+def _again(node: Node, number: int, values: Values) -> Tensor | None:
+    """A node's result, computed again by the operation whose arguments are all known."""
+    import torch
+
+    made = node._input_metadata[number]
+    dtype, shape, device = made.dtype, tuple(made.shape), made.device.type
+    words = aten_name(node.name())
+    own = kept(node)
+    for name in (words, f"_{words}"):
+        packet: Any = getattr(torch.ops.aten, name, None)
+        for overload in () if packet is None else packet.overloads():
+            call = getattr(packet, overload)
+            arguments = _arguments(call._schema.arguments, node, own, values, dtype)
+            if arguments is None:
+                continue
+            with suppress(Exception), torch.no_grad(), torch.autocast(device, enabled=False):
+                results = call(**arguments)
+                result = results[number] if isinstance(results, (tuple, list)) else results
+                if result.dtype == dtype and tuple(result.shape) == shape:
+                    return result
+    return None
+
+
+def _arguments(
+    schema: Any, node: Node, own: dict[str, Tensor], values: Values, dtype: object
+) -> dict[str, Any] | None:
+    """The arguments of an operation from what its node keeps; None if one is not known."""
+    found: dict[str, Any] = {}
+    edges = node.next_functions
+    tensors = [each.name for each in schema if "Tensor" in str(each.type)]
+    for each in schema:
+        saved = getattr(node, f"_saved_{each.name}", None) if each.name not in own else None
+        if each.name in own:
+            found[each.name] = _plain(own[each.name])
+        elif saved is not None:
+            found[each.name] = _signed(saved)
+        elif each.name in tensors and len(tensors) == len(edges):
+            maker, number = edges[tensors.index(each.name)]
+            tensor = None if maker is None else values.tensor(maker, number)
+            if tensor is None and not str(each.type).startswith("Optional"):
+                return None
+            found[each.name] = None if tensor is None else _plain(tensor)
+        elif each.name == "dtype":
+            found["dtype"] = dtype
+        elif not each.has_default_value() and not str(each.type).startswith("Optional"):
+            return None
+    return found
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """A tensor of PyTorch's own; an operation on another may be a collective."""
+    if hasattr(tensor, "to_local") or tensor.is_sparse:
+        raise TypeError("not a dense tensor of this process")
+    return local(tensor).detach()
+
+
+def _signed(saved: object) -> object:
+    """A number that a node keeps; it gives a negative one, such as a dimension, as unsigned."""
+    if isinstance(saved, tuple):
+        return [_signed(each) for each in saved]
+    if isinstance(saved, int) and saved >= 2**63:
+        return saved - 2**64
+    return saved

@@ -1,0 +1,209 @@
+"""Watch the losses of a training of PyTorch, and locate the first Inf or NaN in their graphs."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from functools import partial
+
+from gradscaler.diagnose._gradients.arrays import local
+from gradscaler.diagnose._gradients.reading import Tensor, read
+from gradscaler.diagnose._graph.lines import Tracebacks
+from gradscaler.diagnose._graph.nodes import OPAQUE, in_order
+from gradscaler.diagnose._graph.places import Module
+from gradscaler.diagnose._graph.reader import GraphReader
+from gradscaler.diagnose._graph.slopes import bad_in, is_at_pole, is_steep, part_of, suspects_in
+from gradscaler.diagnose._locate.budget import Budget
+from gradscaler.diagnose._locate.call_site import Node
+from gradscaler.diagnose._locate.module_hooks import Handle, remove_all, weakly
+from gradscaler.diagnose._record.located import Located
+
+_MOST_TRACED = 20  # steps: a branch that is taken now and then may need as many
+_CREDIT = 1.0  # seconds: too few to be missed in a training that fails
+
+
+class GraphWatch:
+    """Reads the graph of each loss that is not finite, before its backward pass frees it.
+
+    Nothing runs again, and no module is hooked. Lines come from the tracebacks of the first
+    forward pass, and of up to 20 more after a failure in a node that the first lacks. On a device,
+    losses are not read before :meth:`step_ended` has seen a failure.
+
+    After a step whose loss was finite and whose gradients were not, a :class:`GradientWatch` looks
+    at the graphs of the next steps. All of it together takes at most 5 % of the time, except for a
+    second, and for the first loss that is not finite.
+
+    Args:
+        model: the model, which names the places; None if there is none.
+
+    Attributes:
+        located: the origin of the first Inf or NaN in the present step; None if unknown.
+        gradients: the watch of backward passes.
+    """
+
+    def __init__(self, model: Module | None) -> None:
+        self._model = model
+        self._lines = Tracebacks()
+        self._lines.start()
+        self._budget = Budget(_CREDIT)
+        self._step = 0
+        self._traces_left = 0  # steps to trace after a failure in a node that no trace has
+        self._has_failed = self._is_known = self._is_told = self._is_traced = False
+        self._is_over = False  # whether the present step has ended
+        self.located: Located | None = None
+        self.gradients = GradientWatch()
+
+    def see(self, loss: Tensor) -> None:
+        """Read a loss before its backward pass, and its graph if that may tell more."""
+        if self._is_over:
+            self._is_over, self.located = False, None
+            self.gradients.begin()
+        with suppress(Exception):
+            if self._lines.is_on and not self._lines.note(in_order(loss)) and not self._traces_left:
+                self._lines.stop()
+            if self._is_bad(loss):
+                if self.located is None and not self._is_told:
+                    self._spend(self._read, loss, is_due=not self._is_known)
+            elif self.gradients.is_on:
+                self._spend(self.gradients.watch, loss)
+
+    def _is_bad(self, loss: Tensor) -> bool:
+        """Whether a loss is not finite; False if it was not read."""
+        own = local(loss).detach()
+        may_read = self._has_failed or own.device.type == "cpu"
+        return may_read and not math.isfinite(float(own.sum()))
+
+    def _spend(
+        self, read: Callable[[GraphReader, Tensor], None], loss: Tensor, is_due: bool = False
+    ) -> None:
+        """Read the graph of a loss, if there is time for it."""
+        seconds = math.inf if is_due else self._budget.left(self._step)
+        if seconds is not None:
+            self._budget.begin(seconds)
+            if nodes := in_order(loss):
+                read(GraphReader(nodes, self._lines, self._model), loss)
+            self._budget.end()
+
+    def _read(self, reader: GraphReader, loss: Tensor) -> None:
+        self.located = reader.forward(loss)
+
+    def found(self, has_failed: bool) -> Located | None:
+        """The origin of the first Inf or NaN in the present step, or the likely one of an earlier.
+
+        What a lower loss scale may fix is left out, unless the step has failed in another way.
+        """
+        in_backward = self.gradients.located
+        if not (self.gradients.is_proven or has_failed):
+            in_backward = None
+        return self.located or in_backward or self.gradients.likely
+
+    def step_ended(self, step: int, has_failed: bool, is_hopeless: bool) -> None:
+        """Note the end of a step, once.
+
+        Args:
+            step: its number.
+            has_failed: whether it failed in a way that no loss scale fixes.
+            is_hopeless: whether its gradients were bad in such a way, though its loss was finite.
+        """
+        if step == self._step:  # an interrupted call was repeated
+            return
+        self._budget.step_ended(step)
+        found = self.located or self.gradients.located
+        self._has_failed |= has_failed or is_hopeless
+        self._is_known |= is_exact(found)  # from here on, reading a graph needs time
+        self._is_told = has_failed and (self._is_told or is_exact(found))  # in this streak
+        self._trace(found)
+        self.gradients.step_ended(is_hopeless)
+        self._step, self._is_over = step, True
+
+    def _trace(self, found: Located | None) -> None:
+        """Keep tracebacks in the next steps too if what was found has no line."""
+        self._lines.stop()
+        if self._traces_left:
+            self._traces_left *= found is None or found.line is None
+            self._traces_left -= self._traces_left > 0
+        elif found is not None and found.line is None and not self._is_traced:
+            self._traces_left, self._is_traced = _MOST_TRACED, True
+        if self._traces_left:
+            self._lines.start()
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._lines.stop()
+        self.gradients.stop()
+
+
+class GradientWatch:
+    """Finds the first node of a backward pass that makes a bad gradient of finite ones.
+
+    After a step with bad gradients, these bound the part of the graph where the first began. In the
+    next steps, hooks are put on the nodes of that part alone that keep a number at which their
+    slope is Inf or NaN, or an Inf or NaN itself, and on functions written in Python.
+
+    Attributes:
+        is_on: whether to look at the next losses.
+        located: the first such node in the present step; None if there is none.
+        is_proven: whether the numbers that the node keeps show that no loss scale fixes it.
+        likely: the only operation in that part whose slope can be Inf; None if there are others.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = self.is_proven = False
+        self.located: Located | None = None
+        self.likely: Located | None = None
+        self._bad: Collection[int] = ()
+        self._good: Collection[int] = ()
+        self._reader: GraphReader | None = None
+        self._handles: list[Handle] = []
+        weakref.finalize(self, remove_all, self._handles).atexit = False
+
+    def note(self, bad: Collection[int], good: Collection[int]) -> None:
+        """Note the ids of the parameters whose gradients are bad, and of the others."""
+        self._bad, self._good = bad, good
+
+    def watch(self, reader: GraphReader, _: Tensor) -> None:
+        """Watch the next backward pass through a graph."""
+        part = part_of(reader.nodes, self._bad, self._good)
+        steep = [reader.likely(node) for node in part if is_steep(node)]
+        if steep and all(each.is_at(steep[0]) for each in steep):
+            self.likely = steep[0]
+        self._reader = reader
+        for node in suspects_in(part):
+            self._handles.append(node.register_hook(partial(weakly(self._after), node)))
+
+    def _after(self, node: Node, made: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+        """Check the gradients that a node made from the given ones."""
+        if self.located is not None or self._reader is None:
+            return
+        if any(read(grad).bad for grad in made) and not any(read(grad).bad for grad in given):
+            self.is_proven = bad_in(node, may_unpack=True) is not None or is_at_pole(node)
+            self.located = self._reader.backward(node, made, given)
+
+    def step_ended(self, is_hopeless: bool) -> None:
+        """Note the end of a step, and whether its gradients were bad at any loss scale."""
+        self.stop()
+        self.is_on = not self.is_proven if self.located is not None else self.is_on or is_hopeless
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.stop()
+        self.located = self.likely = None
+        self.is_proven = False
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        remove_all(self._handles)
+        self._reader = None
+
+
+def is_exact(located: Located | None) -> bool:
+    """Whether a place in a graph is that of the operation that made an Inf or NaN.
+
+    A tensor that no node made may come from an operation that records no graph. A compiled or
+    checkpointed function hides its operations or their lines.
+    """
+    if located is None or located.kind == "input" or located.line is None or located.is_likely:
+        return False
+    return not (located.operation or "").startswith(OPAQUE)

@@ -1,0 +1,72 @@
+"""The time that watches of a training may take."""
+
+from __future__ import annotations
+
+from time import perf_counter as clock
+
+SHARE = 0.05  # of the training time, for all watches of a kind together
+WATCHED = 20  # mean step times that a watch of each operation must be able to take
+LOOKED_AT = 2  # the same, if only the modules are watched
+
+
+class Budget:
+    """Limits the time of all watches to a share of the training time.
+
+    Args:
+        credit: seconds that may be used beyond that share.
+    """
+
+    def __init__(self, credit: float = 0.0) -> None:
+        self._credit = credit
+        self._first: tuple[int, float] | None = None  # the first step, and when it ended
+        self._began: float | None = None  # the start of the running watch
+        self._may_take = 0.0  # seconds for the running watch
+        self._spent = 0.0
+        self._longest = 0.0
+
+    def step_ended(self, step: int) -> None:
+        """Note the time if this is the end of the first step."""
+        if self._first is None:
+            self._first = step, clock()
+
+    def left(self, step: int, factor: float = 0.0) -> float | None:
+        """The seconds that are left for a watch after a step; None if they are not enough.
+
+        A watch must be able to take ``factor`` times the mean step time. Unless it only looks at
+        modules (``LOOKED_AT``), it must be able to take as long as the longest watch so far.
+        """
+        if self._first is None:
+            return self._credit or None
+        first, began = self._first
+        total = clock() - began
+        left = SHARE * total + self._credit - self._spent
+        expected = factor * total / max(step - first, 1)
+        if factor != LOOKED_AT:
+            expected = max(expected, self._longest)
+        return left if expected <= left else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a watch is running."""
+        return self._began is not None
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the running watch has exceeded its time."""
+        return self._began is not None and clock() - self._began > self._may_take
+
+    def begin(self, seconds: float) -> None:
+        """Begin a watch that may take ``seconds``."""
+        self.end()
+        self._began, self._may_take = clock(), seconds
+
+    def end(self) -> None:
+        """End the running watch.
+
+        A watch that exceeded its time was cut off. A complete one is assumed to take twice as long.
+        """
+        if self._began is not None:
+            took = clock() - self._began
+            self._spent += took
+            self._longest = max(self._longest, 2 * took if took > self._may_take else took)
+            self._began = None

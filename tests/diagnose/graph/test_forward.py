@@ -1,0 +1,184 @@
+"""Losses that are not finite, located in their own graphs before the backward pass."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, nll_loss
+
+from gradscaler.diagnose._graph.watch import GraphWatch
+
+LINES = Path(__file__).read_text(encoding="utf-8").splitlines()
+
+
+def line_with(mark):
+    (number,) = (n for n, line in enumerate(LINES, 1) if line.endswith(f"# {mark}"))
+    return f"{Path(__file__).relative_to(Path.cwd())}:{number}"
+
+
+class Net(nn.Module):
+    """An encoder, a function without parameters, and a head."""
+
+    def __init__(self, function=torch.tanh):
+        super().__init__()
+        self.encoder, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.between = Between(function)
+
+    def forward(self, inputs):
+        return self.head(self.between(self.encoder(inputs)))
+
+
+class Between(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, inputs):
+        return self.function(inputs)  # between
+
+
+def located(model, loss_of):
+    """The place of the Inf or NaN in the first loss that a watch sees."""
+    watch = GraphWatch(model)
+    try:
+        torch.manual_seed(0)
+        loss = loss_of(model, torch.randn(8, 4))
+        assert not loss.detach().isfinite()
+        watch.see(loss)
+        return watch.located
+    finally:
+        watch.stop()
+
+
+def exponential(model, x):
+    return (1000 * model(x)).exp().mean()  # exponential
+
+
+def logarithm(model, x):
+    chances = model(x).softmax(-1) * torch.zeros(4)
+    return -chances.log().mean()  # logarithm
+
+
+def empty_mask(model, x):
+    mask = torch.zeros(8)
+    return (model(x).sum(1) * mask).sum() / mask.sum()  # empty_mask
+
+
+def half_sum(model, x):
+    return (model(x).half().abs() + 6e4).sum(0, dtype=torch.float16).float().mean()  # half_sum
+
+
+def cast(model, x):
+    return (model(x) * 1e6).half().float().mean()  # cast
+
+
+def masked_class(model, x):
+    logits = model(x) + torch.tensor([0, 0, 0, -math.inf])
+    return cross_entropy(logits, torch.full((8,), 3))  # masked_class
+
+
+def masked_row(model, x):
+    scores = model(x).masked_fill(torch.arange(8)[:, None] == 3, -math.inf)
+    return scores.softmax(-1).square().mean()  # masked_row
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "operation"),
+    [
+        (exponential, "exp"),
+        (logarithm, "log"),
+        (empty_mask, "div"),
+        (half_sum, "sum"),
+        (cast, "to"),
+        (masked_class, "cross_entropy"),
+        (masked_row, "softmax"),
+    ],
+)
+def test_an_operation_outside_of_the_model_is_named_with_its_line(loss_of, operation):
+    found = located(Net(), loss_of)
+    assert (found.kind, found.module, found.operation) == ("forward", None, operation)
+    assert found.line == line_with(loss_of.__name__)
+
+
+@pytest.mark.parametrize(
+    ("function", "operation"),
+    [
+        (lambda h: (h * 0).log(), "log"),
+        (lambda h: h / torch.zeros(4), "div"),
+        (lambda h: torch.where(h.abs() < 9, h, 0).pow(-1) * 0 + (0 * h).pow(-1), "pow"),
+        (lambda h: (h - 9).sqrt(), "sqrt"),
+    ],
+)
+def test_an_operation_of_a_module_without_parameters_is_in_that_module(function, operation):
+    found = located(Net(function), lambda model, x: model(x).square().mean())
+    assert (found.kind, found.module, found.type) == ("forward", "between", "Between")
+    assert found.operation == operation
+
+
+def test_a_product_that_overflows_is_in_the_module_of_its_weight():
+    model = Net()
+    nn.init.constant_(model.head.weight, 60_000.0)
+
+    def loss_of(model, x):
+        with torch.autocast("cpu", torch.float16):
+            return model(100 * x).float().mean()
+
+    found = located(model, loss_of)
+    assert (found.module, found.type, found.operation) == ("head", "Linear", "matmul")
+    assert found.dtype == "float16"
+    assert found.largest_input == 60_000
+
+
+@pytest.mark.parametrize("name", ["encoder.weight", "head.bias"])
+def test_a_parameter_that_is_not_finite_is_named(name):
+    model = Net()
+    with torch.no_grad():
+        model.get_parameter(name).view(-1)[0] = math.nan
+    found = located(model, lambda model, x: model(x).mean())
+    assert f"{found.module}.{found.parameter}" == name
+    assert (found.kind, found.num_nan, found.operation) == ("forward", 1, None)
+
+
+def test_a_buffer_that_is_not_finite_is_named():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).eval()
+    model[1].running_mean[2] = math.nan
+    found = located(model, lambda model, x: model(x).mean())
+    assert (found.module, found.parameter) == ("1", "running_mean")
+
+
+def with_a_bad_batch(model, x):
+    x[3, 2] = math.nan
+    return model(x).mean()
+
+
+def with_bad_targets(model, x):
+    return (model(x) - torch.full((8, 4), math.nan)).square().mean()  # targets
+
+
+def with_bad_weights(model, x):
+    classes = torch.tensor([1.0, math.inf, 1.0, 1.0])
+    return nll_loss(model(x).log_softmax(-1), torch.ones(8, dtype=int), classes)  # weights
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "operation"),
+    [(with_a_bad_batch, "matmul"), (with_bad_targets, "sub"), (with_bad_weights, "nll_loss")],
+)
+def test_a_tensor_that_no_operation_made_is_an_input_of_the_first_that_reads_it(loss_of, operation):
+    found = located(Net(), loss_of)
+    assert (found.kind, found.operation) == ("input", operation)
+
+
+def test_an_inf_that_the_forward_pass_leaves_out_is_not_blamed():
+    def loss_of(model, x):
+        hidden = model(x)
+        kept = torch.where(hidden.isfinite(), 1 / (1 / (hidden * 1e-9) * 1e38), 0.0)
+        return kept.sum() + (hidden.abs().sum() * 0).log()  # left out
+
+    found = located(Net(), loss_of)
+    assert (found.operation, found.line) == ("log", line_with("left out"))
