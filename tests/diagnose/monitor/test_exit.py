@@ -174,7 +174,7 @@ def test_the_verdict_is_on_the_latest_run_in_a_file(tmp_path, caplog):
     assert train(path, [float("nan")] * 40).verdict.kind == "loss"
     assert caplog.messages == []
     with caplog.at_level(logging.WARNING, "gradscaler"):
-        found = train(path, [1.0] * 30)
+        found = train(path, [1.0] * 40)
     assert caplog.messages == [
         f"{path}: holds a run of 40 steps already; this one is appended, and judged alone"
     ]

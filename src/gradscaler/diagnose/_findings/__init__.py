@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from gradscaler.diagnose._findings import calls, gradient_values, losses, optimizers, over_time
+from gradscaler.diagnose._findings.caught import caught
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.nan_skips import nan_gradient, nan_skips
 from gradscaler.diagnose._findings.skips_in_a_row import (
@@ -31,7 +32,7 @@ _GROUPS: tuple[tuple[_Detector, ...], ...] = (
     (calls.clipped_while_scaled,),
     (calls.updated_too_often, calls.unscaled_loss),
     (calls.restarted,),
-    (losses.silent, losses.diverged, over_time.data),
+    (losses.silent, losses.diverged, over_time.data, caught),
     (losses.absorbed,),
     (gradient_values.cut_off, gradient_values.dead),
     (calls.stalled,),

@@ -10,6 +10,7 @@ from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.step import Before, Step
 
+_WARM_UP = 30  # steps, which a training may compute in float32 before it goes to float16
 _FEW = 5  # steps or calls; fewer may be chance
 _FEW_SAMPLES = 2
 _HALF = 0.5  # of the parameters
@@ -197,6 +198,8 @@ def stalled(evidence: Evidence) -> Finding | None:
 def full_precision(evidence: Evidence) -> Finding | None:
     """Backward passes that compute nothing in float16."""
     dtypes = evidence.backward
+    if evidence.steps <= _WARM_UP:
+        return None
     if evidence.dtype != "float16" or not dtypes or dtypes & {"float16", "unknown"}:
         return None
     if evidence.scale == evidence.min_scale == 1:  # a scale fixed at 1 changes nothing

@@ -50,9 +50,10 @@ def data(evidence: Evidence) -> Finding | None:
         return None
     lowest = evidence.min_scale
     is_lowest = lowest is not None and all(step.scale <= lowest for step in skips)
-    if skips and not bad and not is_nan and is_lowest:
+    found = evidence.watched
+    if skips and not bad and not is_nan and is_lowest and not _seen_in(found, is_loss=False)[1]:
         return _at_floor(evidence, skips)
-    found, count, now = evidence.watched, max(len(skips), evidence.skipped), ""
+    count, now = max(len(skips), evidence.skipped), ""
     if bad:
         count = evidence.bad_and_skipped
         of_them = "each" if count == evidence.skipped else f"{count} of them"

@@ -26,7 +26,7 @@ def of_skips(evidence: Evidence) -> Finding:
     finding = (
         (None if evidence.lost_eps is not None else diverged(evidence))
         or bad_parameter(evidence, f"so {skipped}")
-        or _of_forward(evidence, skipped)
+        or of_forward_pass(evidence, skipped)
         or _of_loss(evidence, skipped)
         or _of_nan(evidence, skipped)
         or _of_overflow(evidence, skipped)
@@ -81,7 +81,7 @@ def bad_state(evidence: Evidence) -> Finding | None:
     )
 
 
-def _of_forward(evidence: Evidence, skipped: str) -> Finding | None:
+def of_forward_pass(evidence: Evidence, skipped: str) -> Finding | None:
     """An Inf or NaN that a forward pass makes, in the model or outside, or reads as an input."""
     located = evidence.located
     if located is None or located.kind == "backward":
