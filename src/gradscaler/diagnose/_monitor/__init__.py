@@ -16,6 +16,7 @@ from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import min_scale_of
 from gradscaler.diagnose._monitor.observer import EagerObserver
 from gradscaler.diagnose._monitor.recorder import Recorder
+from gradscaler.diagnose._monitor.replay import Replay
 from gradscaler.diagnose._monitor.step_log import OnStuck, StepLog
 from gradscaler.diagnose._monitor.traced_scalers import policy_of, state_of
 from gradscaler.diagnose._record.finding import Verdict
@@ -192,6 +193,7 @@ class Monitor:
         gradients: object = None,
         loss: Scalar | None = None,
         parameters: object = None,
+        replay: Replay | None = None,
     ) -> None:
         """Record a step of JAX, Keras or MindSpore once it is done and the scale has moved.
 
@@ -207,6 +209,15 @@ class Monitor:
             parameters: the model's parameters after the step, in any structure. They are inspected
                 only if the run is stuck or a loss was not finite. If left out, the parameters of
                 ``model`` are inspected.
+            replay: a function that returns a tuple: the function and the arguments that
+                :func:`locate_jax` takes, for this step; on PyTorch, the model and the closure that
+                :func:`locate` takes. It is called in a failed step until a failure is located, and
+                in the step of a verdict on a streak of skips; other steps only keep it unused. A
+                step has failed if its loss is not finite, or if it was skipped with gradients of
+                NaN without Inf, or at a scale of at most 1. If the replay raises, there is a
+                warning, and it is called no more. On a device the monitor reads each step at once,
+                as it must for a replay, only from the first failed step on that a later reading
+                found.
 
         Raises:
             TypeError: the scaler announces its steps itself; ``scaler`` is not a scaler; or
@@ -216,7 +227,7 @@ class Monitor:
         if not isinstance(self._source, Recorder):
             raise TypeError("this scaler announces each step by itself: do not call record()")
         if self._is_open:
-            self._source.record(scaler, finite, gradients, loss, parameters)
+            self._source.record(scaler, finite, gradients, loss, parameters, replay)
 
     def callback(self) -> Any:
         """A callback for ``model.fit`` that records each training step, without its gradients.
@@ -309,6 +320,7 @@ class Monitor:
                 first_scale=streak.first_scale,
                 skips=streak.skips,
                 located=self._source.located,
+                is_replayed=isinstance(self._source, Recorder),
             )
         return judge(evidence)
 
