@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from platform import python_version
 from time import gmtime, strftime
 from typing import Any, get_args
 from weakref import WeakSet
@@ -161,7 +162,9 @@ class Monitor:
                 policy = _describe(policy_of(scaler))
                 time = strftime("%Y-%m-%dT%H:%M:%SZ", gmtime())
                 ranks = rank, self._world_size
-                start = Start(self._framework, self._dtype, every, 0, policy, time, *ranks)
+                what = self._framework, self._dtype, every, 0, policy, time
+                versions = _versions(self._framework)
+                start = Start(*what, *ranks, script=_script(), versions=versions)
                 file = RunFile(Path(os.fspath(path).replace("{rank}", str(rank))), start)
             writers: list[RunFile | ScalarLog] = [] if file is None else [file]
             if log is not None and is_enabled:
@@ -356,6 +359,19 @@ def _framework_of(scaler: object) -> str:
         if package == "gradscaler" and not framework.startswith("_"):  # shared by adapters
             return framework
     return "jax"  # the state of an optax optimizer
+
+
+def _script() -> str:
+    """The Python file that was started, relative to the working directory if it is in it."""
+    path = Path(getattr(sys.modules["__main__"], "__file__", None) or "")  # a notebook has none
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _versions(framework: str) -> dict[str, str]:
+    """The versions of Python, gradscaler and a framework."""
+    packages = {name: sys.modules.get(name) for name in ("gradscaler", framework)}
+    found = {name: getattr(each, "__version__", "unknown") for name, each in packages.items()}
+    return {"Python": python_version(), **{name: str(each) for name, each in found.items()}}
 
 
 def _rank_and_world_size() -> tuple[int, int]:
