@@ -71,6 +71,7 @@ class Content:
     tables: Sequence[Table]
     action: str = ""  # what to try, which the text holds, too; empty if it is not known
     source: Source | None = None  # the user's line that is at fault
+    origin: str = ""  # where and when the run was made; a picture leaves it out
 
     @property
     def why(self) -> str:
@@ -96,6 +97,7 @@ def content_of(run: Run) -> Content:
         _with_rows(_skips(latest), _ranks(run)),
         "" if found is None else found.action,
         None if found is None else source_of(found.line, latest.starts[-1].time),
+        _origin_of(latest),
     )
 
 
@@ -155,16 +157,19 @@ def _facts_of(run: Run) -> str:
     if start.world_size > 1:
         facts["Rank"] = f"{start.rank:,} (of {start.world_size:,})"
     facts["Policy"] = shown(str(start.policy.get("name", "unknown")), 40)
-    facts |= _origin_of(run)
+    return _in_one_line(facts)
+
+
+def _in_one_line(facts: Mapping[str, str]) -> str:
     return ". ".join(f"{name}: {fact}" for name, fact in facts.items()) + "."
 
 
-def _origin_of(run: Run) -> dict[str, str]:
+def _origin_of(run: Run) -> str:
     """Where and when a run was made, as far as its file says so."""
     start = run.starts[-1]
     versions = ", ".join(f"{name} {version}" for name, version in start.versions.items())
     facts = {"Run": run.file, "Script": start.script, "Started": start.time, "With": versions}
-    return {name: shown(fact, 80) for name, fact in facts.items() if fact}
+    return _in_one_line({name: shown(fact, 80) for name, fact in facts.items() if fact})
 
 
 def _shares_of(where: str, run: Run) -> dict[str, str]:

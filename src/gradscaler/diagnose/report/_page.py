@@ -36,7 +36,7 @@ def page_of(content: Content) -> bytes:
         text=escape(shown(content.why, 1000)),
         source="" if content.source is None else _source(content.source),
         first="".join(map(_table, content.first)),
-        facts=escape(content.facts),
+        facts="<br>".join(escape(text) for text in (content.facts, content.origin) if text),
         figures="".join(map(_figure, drawings_of(content))),
         tables="".join(map(_table, content.tables)),
     )

@@ -50,7 +50,7 @@ class Printed:
             yield drawn_table(table)
             yield ""
         if content.facts:
-            yield Text(content.facts, "dim")
+            yield Text("\n".join(filter(None, (content.facts, content.origin))), "dim")
             yield ""
         yield _over_time(content.courses, options)
         if content.fit is not None:
