@@ -183,5 +183,5 @@ def test_the_verdict_is_on_the_latest_run_in_a_file(tmp_path, caplog):
         "The file holds 2 runs, one after another; this is on the latest, from step 41 on. "
         "The backward pass computes in float32"
     )
-    assert found.num_steps == 70
+    assert found.num_steps == 80
     assert train(path, [float("nan")] * 30).verdict.kind == "loss"

@@ -83,7 +83,8 @@ def read_lines(run):
 
 DOCUMENTED = """[
 {"gradscaler": 1, "kind": "start", "framework": "torch", "dtype": "float16", "every": 100,
- "step": 0, "policy": {"name": "FixedScale", "scale": 8.0}, "time": "2026-01-01T00:00Z"},
+ "step": 0, "policy": {"name": "FixedScale", "scale": 8.0}, "time": "2026-01-01T00:00Z",
+ "script": "train.py", "versions": {"Python": "3.11.7", "torch": "2.9.0"}},
 {"kind": "sample", "step": 100, "scale": 8.0, "scales": [[1, 16.0], [57, 8.0]], "steps": 100,
  "skips": [56], "loss": 2.5, "norm": "inf",
  "shares": {"zero": 0.25, "flushed": 0.125, "subnormal": 0.125, "normal": 0.5, "overflow": 0.0,
@@ -94,7 +95,7 @@ DOCUMENTED = """[
  "worst": ["<w>"], "losses": [null, 2.5], "largest": 0.5,
  "backward": ["float16", "float32"], "calls": {"unstepped": 3},
    "missing": ["v"],
-   "cut": {"v": "round"}, "unmoved": null},
+   "cut": {"v": "round"}, "unmoved": null, "optimizers": null, "num_losses": 1},
 {"kind": "skip", "step": 56, "scale": 16.0, "loss": "nan",
  "nonfinite": [{"name": "w", "shape": [2, 3], "dtype": "float16", "num_inf": 1, "num_nan": 2,
                 "largest_finite": "-inf"}],
@@ -110,6 +111,28 @@ def test_a_documented_file_is_read(path):
     lines = read_lines(read_run(path))
     assert lines[0] == {**json.loads(DOCUMENTED)[0], "rank": 0, "world_size": 1}
     assert lines[1:] == json.loads(DOCUMENTED)[1:]
+
+
+def test_a_file_of_a_version_that_noted_no_script_is_read(path):
+    older = {key: item for key, item in json.loads(DOCUMENTED)[0].items() if key != "script"}
+    del older["versions"]
+    path.write_text(json.dumps(older) + "\n")
+    (start,) = read_run(path).starts
+    assert (start.script, start.versions, start.policy) == ("", {}, older["policy"])
+
+
+def test_a_monitor_notes_the_script_and_the_versions(path):
+    pytest.importorskip("torch")
+    script = path.with_name("train.py")
+    script.write_text(
+        "import sys; from gradscaler.torch import GradScaler; "
+        "from gradscaler.diagnose import Monitor; Monitor(GradScaler(), path=sys.argv[1])"
+    )
+    subprocess.run([sys.executable, script.name, path.name], cwd=path.parent, check=True)
+    (start,) = read_run(path).starts
+    assert start.script == "train.py"
+    assert start.versions["Python"] == ".".join(map(str, sys.version_info[:3]))
+    assert set(start.versions) == {"Python", "gradscaler", "torch"}
 
 
 def test_a_monitor_writes_the_documented_lines_which_are_read_as_they_are(path):
@@ -232,7 +255,7 @@ def on_a_full_disk(path):
 
 
 def test_a_full_disk_ends_the_file_after_a_whole_line_with_one_warning(on_a_full_disk, path):
-    result = on_a_full_disk(1000)
+    result = on_a_full_disk(1200)
     assert result.returncode == 0
     assert result.stderr.count("RuntimeWarning: This process writes no more lines") == 1
     assert str(path) in result.stderr

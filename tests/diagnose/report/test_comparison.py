@@ -125,9 +125,13 @@ def test_scales_skips_and_losses_are_drawn_over_the_same_steps(runs, tmp_path):
     colours = [to_hex(line.get_color()) for line in scale.lines]
     assert scale.get_title(loc="left") == "Loss scale"
     assert len(set(colours)) == 2
-    for run, colour, marks in zip(runs.values(), colours, skips.lines, strict=True):
-        assert tuple(marks.get_xdata()) == run.skipped
-        assert to_hex(marks.get_color()) == colour
+    assert skips.get_title(loc="left") == "Skipped steps so far"
+    for run, colour, line in zip(runs.values(), colours, skips.lines, strict=True):
+        edges, counts = line.get_xdata(), line.get_ydata()
+        for step in range(1, run.num_steps + 1):
+            so_far = sum(each <= step for each in run.skipped)
+            assert counts[sum(edge < step for edge in edges) - 1] == so_far
+        assert to_hex(line.get_color()) == colour
     first, second, lost = loss.lines
     assert loss.get_title(loc="left") == "Loss"
     assert tuple(second.get_ydata()) == tuple(runs["stuck"].losses[s] for s in second.get_xdata())

@@ -1,5 +1,6 @@
 """``python -m gradscaler report``: the page and the picture, of ordinary and of strange runs."""
 
+import html
 import math
 import re
 import struct
@@ -22,7 +23,7 @@ from gradscaler.diagnose import report
 
 # A kind without a headline in the tests would not be noticed.
 from gradscaler.diagnose._record.kinds import KINDS
-from tests.support.reports import explained, line_of
+from tests.support.reports import drawn, explained, line_of
 
 HOSTILE = ["<script>alert(1)</script>", "$x_{", r"$\bad{$ & <b>", "name\n\x00\u202e", "w" * 300]
 VERDICT = ("nan", "The gradient of encoder.0.weight is NaN. Look there.", "encoder.0.weight")
@@ -124,6 +125,82 @@ def test_each_verdict_comes_first(page_of, made_up_run, kind):
     assert texts[start + 1] == "What. Why."
     assert f'<header class="{level}">' in page.source
     assert page.tags.count("h1") == 1
+
+
+def found(run, line=None):
+    """The run, with a verdict that has a finding."""
+    cause, action = "What happened at a line.", "Do <this>."
+    finding = {"kind": "loss", "cause": cause, "action": action, "line": line}
+    text = f"{cause} {action} Also: something."
+    verdict = {**run_files.verdict(run.num_steps, "loss", text), "findings": [finding]}
+    return replace(run, verdicts=run_of(verdict).verdicts)
+
+
+def test_the_page_begins_with_the_action_on_a_line_of_its_own(page_of, made_up_run):
+    page = page_of(found(made_up_run(samples=1, stuck=3)))
+    texts = [text for text in page.texts if text]
+    start = texts.index(HEADLINES["loss"][1], 1)
+    assert texts[start + 1 : start + 3] == [
+        "Do <this>.",
+        "What happened at a line. Also: something.",
+    ]
+    assert '<p class="action">Do &lt;this&gt;.</p>' in page.source
+
+
+SCRIPT = "first = 1\nsecond = 2\nif third := 'a < b':\n\tfourth = '\x1b'\nfifth = 5\nsixth = 6\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (1, ["1  first = 1", "2  second = 2", "3  if third := 'a < b':"]),
+        (4, [f"{n}  {text.expandtabs(4)}" for n, text in enumerate(SCRIPT.splitlines(), 1)][1:]),
+        (7, []),
+    ],
+)
+def test_the_user_s_line_is_shown_with_two_around_it(
+    page_of, made_up_run, tmp_path, monkeypatch, number, shown
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    page = page_of(found(made_up_run(samples=1, stuck=3), f"train.py:{number}"))
+    lines = re.findall(r"<(?:mark|span)>(.*?)</", page.source)
+    assert [html.unescape(line) for line in lines] == [
+        line.replace("\x1b", "\N{REPLACEMENT CHARACTER}") for line in shown
+    ]
+    assert page.tags.count("mark") == bool(shown)
+    title = f"train.py:{number} (the file was changed after the run began)"
+    assert (title in page.texts) == bool(shown)
+
+
+@pytest.mark.parametrize("name", ["secret.txt", "gone.py", "folder.py", "secret.txt\x00.py", ""])
+def test_a_run_file_makes_no_other_file_be_shown(page_of, made_up_run, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secret.txt").write_text("secret\n")
+    (tmp_path / "folder.py").mkdir()
+    assert "<pre>" not in page_of(found(made_up_run(samples=1, stuck=3), f"{name}:1")).source
+
+
+def test_the_facts_name_the_run_the_script_the_time_and_the_versions(tmp_path, save, made_up_run):
+    run, target = made_up_run(samples=1), tmp_path / "report.html"
+    versions = {"Python": "3.11.7", "torch": "2.9.0"}
+    start = replace(run.starts[0], script="train.py", versions=versions)
+    source = save(replace(run, starts=(start,)))
+    assert main(["report", source, "-o", str(target)]) == 0
+    assert (
+        "Run: run.jsonl. Script: train.py. Started: 2026-01-01T00:00:00Z. With: Python 3.11.7, "
+        "torch 2.9.0."
+    ) in Page(target.read_text(encoding="utf-8")).texts
+
+
+def test_numbers_that_are_never_finite_and_a_fixed_scale_have_no_made_up_axis(tmp_path):
+    losses = [run_files.sample(step, 8.0, [(step, 8.0)], 1, [], math.nan) for step in (1, 2)]
+    figure = drawn(run_of(*losses), tmp_path / "report.png")
+    axes = {each.get_title(loc="left"): each for each in figure.axes}
+    assert axes["Loss"].get_yticks().tolist() == []
+    figure.draw_without_rendering()
+    labels = [label.get_text() for label in axes["Loss scale"].get_yticklabels()]
+    assert len(set(labels)) == len(labels)
 
 
 def test_the_page_needs_nothing_else(page_of, made_up_run):

@@ -51,7 +51,7 @@ def test_numbers_that_are_never_finite_are_marked(texts_of):
 
 def assert_banner(run, kind):
     """Assert that the banner of a run in the terminal is that of a kind of verdict."""
-    assert explained(run).startswith(f"╭─ {HEADLINES[kind][1]} ─")
+    assert f"╭─ {HEADLINES[kind][1]} ─" in explained(run)
 
 
 def test_the_banner_is_not_green_over_figures_that_show_otherwise(made_up_run):

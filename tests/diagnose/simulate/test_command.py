@@ -165,11 +165,12 @@ def test_the_picture_holds_the_steps_at_which_the_scale_moves(tmp_path):
     ((_, scales), (_, skips)) = (
         axes.lines
         for axes in figures[0].axes
-        if axes.get_title(loc="left") in ("Loss scale", "Skips")
+        if axes.get_title(loc="left") in ("Loss scale", "Skipped steps so far")
     )
     assert scales.get_xdata().tolist() == [0.5, 40.5, 41.5, 99.5, 100.5]  # between steps
     assert scales.get_ydata().tolist() == [8.0, 8.0, 7.0, 7.0, 7.0]
-    assert skips.get_xdata().tolist() == [41]
+    assert skips.get_xdata().tolist() == [0.5, 40.5, 100.5]
+    assert skips.get_ydata().tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

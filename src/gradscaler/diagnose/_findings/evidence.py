@@ -39,6 +39,7 @@ class Evidence:
     lost_eps: float | None = None  # an optimizer's eps that rounds to 0 in float16
     weights: tuple[float, float] | None = None  # the parameters' norm, first and in that streak
     located: Located | None = None  # the first Inf or NaN of that streak
+    is_replayed: bool = False  # whether a replay found `located`, which knows no modules
     watched: Located | None = None  # the latest Inf or NaN found in a watched step
     sample: Sample | None = None  # the latest sample with shares
     sizes: tuple[Sample, ...] = ()  # the latest samples with nonzero gradients

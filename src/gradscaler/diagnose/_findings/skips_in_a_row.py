@@ -18,6 +18,10 @@ EXPLAIN_ALL = (
 )
 _STATISTICS = "running_mean", "running_var"  # buffers that forward passes write
 _WONT = "No loss scale fixes this:"
+_NOT_RECORDED = (
+    "Whether they overflow or are NaN at every scale is not known: give monitor.record() loss= and "
+    "gradients=, and in JAX replay="
+)
 
 
 def of_skips(evidence: Evidence) -> Finding:
@@ -96,7 +100,8 @@ def of_forward_pass(evidence: Evidence, skipped: str) -> Finding | None:
     maker = f"The forward pass of {module or 'the model'}"
     if module is None:
         kind = "loss"
-        maker = f"Another module ({located.type})" if located.type else "Code outside of the model"
+        outside = "The replayed function" if evidence.is_replayed else "Code outside of the model"
+        maker = f"Another module ({located.type})" if located.type else outside
     counts = (located.num_inf, "Inf"), (located.num_nan, "NaN")
     made = " and ".join(f"{count} {what}" for count, what in counts if count)
     comma = "," if located.operation else ""
@@ -116,7 +121,13 @@ def of_forward_pass(evidence: Evidence, skipped: str) -> Finding | None:
 def _of_input(evidence: Evidence, located: Located, skipped: str) -> Finding:
     """A tensor that already held an Inf or NaN when the first operation read it."""
     kind, what = "loss", "A tensor that is not the model's holds"
-    if located.made_by is not None:
+    if evidence.is_replayed:  # a parameter is an argument, too
+        what = f"In the replayed function, {located.parameter or 'a constant'} holds"
+        action = (
+            "if it is a parameter, go back to an earlier checkpoint; if it is the batch, look at "
+            "the data and how they are prepared"
+        )
+    elif located.made_by is not None:
         what = f"A tensor that {located.made_by} computed outside of the model holds"
         action = "call locate() with the module that computes it"
     elif evidence.steps > evidence.skipped:  # good batches came before
@@ -216,6 +227,8 @@ def _of_overflow(evidence: Evidence, skipped: str) -> Finding:
         action = f"D{divide}, or {lower}"
         if not is_large:
             action += f"; or look {'there ' if at else ''}for a division by 0"
+    if last.loss is None and not last.nonfinite and not at:  # only record() may leave out both
+        action = f"{_NOT_RECORDED}. If they overflow, {action[0].lower()}{action[1:]}"
     line = None if found is None else found.line
     return Finding("floor", cause, f"{action}.", where, line, is_certain=False)
 

@@ -25,7 +25,7 @@ _INNER = re.compile(
     r"^_|_$|^(native|cudnn|miopen|mkldnn|safe|fused)_|_(forward|for_cpu|interface)$"
 )
 _REFLECTED = re.compile(r"^__r(?=\w+__)|(?<=\w)__$")  # 1 / x is x.__rdiv__(1)
-_FRAMEWORKS = "torch", "tensorplay", "paddle", "jax"
+_FRAMEWORKS = "torch", "tensorplay", "paddle", "jax", "keras", "flax", "equinox", "optax"
 _FUNCTIONS = "functional.py", str(Path("nn", "functional.py")), "_tensor.py"
 _NOT_NAMED = ("wrapped", "multi_head_attention_forward")  # less telling than the operation inside
 # Nodes that only reshape, cast, copy or select their input.

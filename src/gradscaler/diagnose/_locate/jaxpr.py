@@ -38,11 +38,13 @@ class _Place(NamedTuple):
         kind: the pass.
         is_forward: for each result, whether the forward pass uses it. A result that only the
             backward pass uses is a derivative, computed ahead.
+        of: in the backward pass, the forward primitive whose gradient this is, if it is known.
     """
 
     line: str | None
     kind: Literal["forward", "backward"]
     is_forward: Sequence[bool]
+    of: str | None = None
 
 
 def locate_jax(fn: Callable[..., object], *args: object) -> Located | None:
@@ -53,7 +55,8 @@ def locate_jax(fn: Callable[..., object], *args: object) -> Located | None:
     counts as finite unless it becomes +Inf or NaN, a sum makes it, or it is a scalar.
 
     To check the backward pass too, give the function that ``jax.value_and_grad`` makes. A primitive
-    of the backward pass has the line of the forward primitive whose gradient it computes. A
+    of the backward pass has the line and, where it is known, the name of the forward primitive
+    whose gradient it computes. A
     derivative that the forward pass computes for the backward pass, such as 0.5 / sqrt(x) for
     sqrt(x), counts as backward. So does a primitive that ``jax.checkpoint`` runs again.
 
@@ -87,8 +90,9 @@ def locate_jax(fn: Callable[..., object], *args: object) -> Located | None:
     leaves = jax.tree_util.tree_leaves_with_path(args)
     inputs = [_given(array, f"args{jax.tree_util.keystr(path)}") for path, array in leaves]
     place = _Place(None, "forward", [True] * len(closed.jaxpr.outvars))
-    outputs = [output.value for output in _run(closed, inputs, place)]
-    return next((value.source for value in outputs if value.found.state == "bad"), None)
+    outputs = _run(closed, inputs, place)
+    bad = (each.value for each in outputs if not each.array.ndim or each.value.found.state == "bad")
+    return next((value.source for value in bad if value.found.bad), None)
 
 
 def _run(closed: Any, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
@@ -126,7 +130,28 @@ def _places_in(jaxpr: Jaxpr, place: _Place) -> list[_Place]:
         else:
             forward.update(map(id, equation.invars))
         places.append(_Place(_line_of(equation) or place.line, kind, found))
-    return places[::-1]
+    return _with_forward(jaxpr.eqns, places[::-1])
+
+
+def _with_forward(equations: Sequence[Equation], places: Sequence[_Place]) -> list[_Place]:
+    """The places, those of the backward pass with the primitive whose gradient they compute.
+
+    JAX gives a derivative that is computed ahead the traceback of its primitive. A primitive of the
+    backward pass itself reads a number that its primitive has read, on the same line.
+    """
+    made_at, reads = dict[object, str](), dict[tuple[str | None, int], str]()
+    for equation, place in zip(equations, places, strict=True):
+        name = equation.primitive.name
+        if place.kind == "forward" and name not in _CALLS:
+            made_at.setdefault(equation.source_info.traceback, name)
+            reads |= {(place.line, id(atom)): name for atom in equation.invars}
+
+    def of(equation: Equation, place: _Place) -> str | None:
+        read = (reads.get((place.line, id(atom))) for atom in equation.invars)
+        return made_at.get(equation.source_info.traceback) or next(filter(None, read), None)
+
+    pairs = zip(equations, places, strict=True)
+    return [p if p.kind == "forward" else p._replace(of=of(e, p)) for e, p in pairs]
 
 
 def _run_equation(equation: Equation, inputs: Sequence[_Value], place: _Place) -> list[_Value]:
@@ -193,7 +218,7 @@ def _made(name: str, array: Array, inputs: Sequence[_Value], place: _Place) -> _
     """The value that the primitive ``name`` made."""
     values = [each.value for each in inputs]
     largest = largest_of(value.found.largest for value in values)
-    made = partial(located_at, Site(name, place.line), place.kind, array, largest)
+    made = partial(located_at, Site(place.of or name, place.line), place.kind, array, largest)
     value = result(_read(array), not array.ndim, values, name not in _ADDS_UP, made)
     source = value.source
     if source is not None and source.kind == "input" and source.operation is None:

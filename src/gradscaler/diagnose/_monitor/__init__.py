@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from platform import python_version
 from time import gmtime, strftime
 from typing import Any, get_args
 from weakref import WeakSet
@@ -19,6 +20,7 @@ from gradscaler.diagnose._monitor.disabled import DisabledScaler
 from gradscaler.diagnose._monitor.models import one_model
 from gradscaler.diagnose._monitor.observer import EagerObserver
 from gradscaler.diagnose._monitor.recorder import Recorder
+from gradscaler.diagnose._monitor.replay import Replay
 from gradscaler.diagnose._monitor.step_log import OnStuck, StepLog
 from gradscaler.diagnose._monitor.traced_scalers import policy_of, state_of
 from gradscaler.diagnose._record.finding import Verdict
@@ -176,7 +178,9 @@ class Monitor:
                 policy = _describe(policy_of(scaler))
                 time = strftime("%Y-%m-%dT%H:%M:%SZ", gmtime())
                 ranks = rank, self._world_size
-                start = Start(self._framework, self._dtype, every, 0, policy, time, *ranks)
+                what = self._framework, self._dtype, every, 0, policy, time
+                versions = _versions(self._framework)
+                start = Start(*what, *ranks, script=_script(), versions=versions)
                 file = RunFile(Path(os.fspath(path).replace("{rank}", str(rank))), start)
             writers: list[RunFile | ScalarLog] = [] if file is None else [file]
             if log is not None and is_enabled:
@@ -209,6 +213,7 @@ class Monitor:
         gradients: object = None,
         loss: Scalar | None = None,
         parameters: object = None,
+        replay: Replay | None = None,
     ) -> None:
         """Record a step of JAX, Keras or MindSpore once it is done and the scale has moved.
 
@@ -224,6 +229,15 @@ class Monitor:
             parameters: the model's parameters after the step, in any structure. They are inspected
                 only if the run is stuck or a loss was not finite. If left out, the parameters of
                 ``model`` are inspected.
+            replay: a function that returns a tuple: the function and the arguments that
+                :func:`locate_jax` takes, for this step; on PyTorch, the model and the closure that
+                :func:`locate` takes. It is called in a failed step until a failure is located, and
+                in the step of a verdict on a streak of skips; other steps only keep it unused. A
+                step has failed if its loss is not finite, or if it was skipped with gradients of
+                NaN without Inf, or at a scale of at most 1. If the replay raises, there is a
+                warning, and it is called no more. On a device the monitor reads each step at once,
+                as it must for a replay, only from the first failed step on that a later reading
+                found.
 
         Raises:
             TypeError: the scaler announces its steps itself; ``scaler`` is not a scaler; or
@@ -233,7 +247,7 @@ class Monitor:
         if not isinstance(self._source, Recorder):
             raise TypeError("this scaler announces each step by itself: do not call record()")
         if self._is_open:
-            self._source.record(scaler, finite, gradients, loss, parameters)
+            self._source.record(scaler, finite, gradients, loss, parameters, replay)
 
     def callback(self) -> Any:
         """A callback for ``model.fit`` that records each training step, without its gradients.
@@ -328,6 +342,7 @@ class Monitor:
                 first_scale=streak.first_scale,
                 skips=streak.skips,
                 located=self._source.located or evidence.found_before(streak.skips[-1]),
+                is_replayed=isinstance(self._source, Recorder),
             )
         return judge(evidence)
 
@@ -366,6 +381,19 @@ def _framework_of(scaler: object) -> str:
         if package == "gradscaler" and not framework.startswith("_"):  # shared by adapters
             return framework
     return "jax"  # the state of an optax optimizer
+
+
+def _script() -> str:
+    """The Python file that was started, relative to the working directory if it is in it."""
+    path = Path(getattr(sys.modules["__main__"], "__file__", None) or "")  # a notebook has none
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _versions(framework: str) -> dict[str, str]:
+    """The versions of Python, gradscaler and a framework."""
+    packages = {name: sys.modules.get(name) for name in ("gradscaler", framework)}
+    found = {name: getattr(each, "__version__", "unknown") for name, each in packages.items()}
+    return {"Python": python_version(), **{name: str(each) for name, each in found.items()}}
 
 
 def _rank_and_world_size() -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing import Any
 from gradscaler.diagnose._gradients.arrays import Array, named_arrays
 from gradscaler.diagnose._gradients.reading import inspect
 from gradscaler.diagnose._monitor.gradient_sample import fields_of, is_sampled, measure
+from gradscaler.diagnose._monitor.replay import Replay, Replays
 from gradscaler.diagnose._monitor.step_log import StepLog, StepSource
 from gradscaler.diagnose._monitor.traced_scalers import ScalerState, number_of, policy_of, state_of
 from gradscaler.diagnose._record.step import Step
@@ -50,6 +51,7 @@ class Recorder(StepSource):
         policy, first = policy_of(self.scaler), state_of(self.scaler)
         self._growth_interval = getattr(policy, "growth_interval", getattr(policy, "period", 1))
         self.parameters = RecordedParameters(self.model)
+        self._replays = Replays(self.log)
         # The first item is in the log already, or stands for the start. The list is replaced, not
         # changed, because other threads may read it.
         self._steps = [RecordedStep(self.log.counts.step, first, first)]
@@ -60,7 +62,13 @@ class Recorder(StepSource):
         return self._steps
 
     def record(
-        self, scaler: object, finite: Scalar, gradients: object, loss: Scalar, parameters: object
+        self,
+        scaler: object,
+        finite: Scalar,
+        gradients: object,
+        loss: Scalar,
+        parameters: object,
+        replay: Replay | None,
     ) -> None:
         """Record one step; see :meth:`gradscaler.diagnose.Monitor.record`."""
         if self.parameters.latest is None:  # refuse a bad structure now, not when it is needed
@@ -78,12 +86,16 @@ class Recorder(StepSource):
         unread = (each for each in self._steps if each.number > self.log.counts.step)
         self._steps = [*unread, step]
         is_late = self.log.is_write_due or len(self._steps) > HISTORY_LENGTH
-        if not (is_due or inspects or is_late):
+        must_know = replay is not None and self._replays.must_know(state.scale)
+        if not (is_due or inspects or is_late or must_know):
             return
         self._add_to(self.log, self._steps[:-1])
         if named is not None and self._inspects_next_skip and step.is_skipped:
             step.nonfinite = inspect(named)
         self.read()
+        if replay is not None:
+            self._replays.see_latest(replay)
+            self.located = self._replays.located
         latest = self.log.history[-1]
         if is_due:
             measured = [] if named is None else [measure(named, self.dtype, latest.scale, False)]

@@ -92,6 +92,8 @@ class Start:
         time: the time of the start, in UTC, in ISO 8601.
         rank: the rank of the process; omitted from the file if one process trains alone.
         world_size: the number of processes that train together; omitted if it is 1.
+        script: the path of the Python file that was started; empty if it is not known.
+        versions: the versions of Python, gradscaler and the framework, by their names.
     """
 
     kind: ClassVar[str] = "start"
@@ -104,6 +106,8 @@ class Start:
     time: str
     rank: int = 0
     world_size: int = 1
+    script: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class RunFollower(Generic[RunT]):
                 self._add(data)
         if self._run is None and self._lines[Start]:
             starts, samples, skips, verdicts, watched = map(tuple, self._lines.values())
-            self._run = self._kind(starts, samples, skips, verdicts, watched)
+            self._run = self._kind(starts, samples, skips, verdicts, watched, file=self._path.name)
         return self._run
 
     def _add(self, data: bytes) -> None:

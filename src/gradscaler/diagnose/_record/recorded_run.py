@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
 from typing import TypeVar
@@ -35,6 +35,7 @@ class RecordedRun:
     verdicts: tuple[VerdictLine, ...]
     watched: tuple[Watched, ...] = ()
     before: Before | None = None  # how the previous run in the same file ended
+    file: str = field(default="", compare=False)  # its name
 
     @cached_property
     def num_steps(self) -> int:

@@ -14,6 +14,7 @@ from gradscaler.diagnose._findings.run import Run
 from gradscaler.diagnose._gradients.fitting_scales import Fit
 from gradscaler.diagnose._record.kinds import Level, kind_of
 from gradscaler.diagnose._record.lines import LineT, Shares, Skip, Watched
+from gradscaler.diagnose.report._source import Source, source_of
 from gradscaler.diagnose.report._words import ends, number, percent, shown
 
 LEVELS: tuple[Level, ...] = ("bad", "warning", "good")
@@ -68,7 +69,14 @@ class Content:
     courses: Mapping[str, Course]  # by the runs' names
     fit: Fit | None  # given if another scale may help
     tables: Sequence[Table]
-    action: str = ""  # what to try, on a line of its own, which comes first
+    action: str = ""  # what to try, which the text holds, too; empty if it is not known
+    source: Source | None = None  # the user's line that is at fault
+    origin: str = ""  # where and when the run was made; a picture leaves it out
+
+    @property
+    def why(self) -> str:
+        """The text without the action."""
+        return " ".join(self.text.replace(self.action, "", 1).split()) if self.action else self.text
 
 
 def content_of(run: Run) -> Content:
@@ -76,16 +84,20 @@ def content_of(run: Run) -> Content:
     verdict, latest = run.verdict, run.latest
     kinds = {verdict.kind, *(finding.kind for finding in verdict.findings)}
     norms = {"Gradient norm": run.norms}
-    action = verdict.findings[0].action if verdict.findings else ""  # an old file has none
+    found = next(iter(latest.verdict.findings), None)
+    if found is not None and found.kind != verdict.kind:  # it is about the ranks
+        found = None
     return Content(
         headline_of(run),
-        verdict.text.replace(f" {action}", "", 1) if action else verdict.text,
+        verdict.text,
         _with_rows(_origins(latest)),
         _facts_of(latest),
         {"": _course_of(run, norms, run.shares)} if run.scales else {},
         latest.fit if any(kind_of(kind).shows_fit for kind in kinds) else None,
         _with_rows(_skips(latest), _ranks(run)),
-        action,
+        "" if found is None else found.action,
+        None if found is None else source_of(found.line, latest.starts[-1].time),
+        _origin_of(latest),
     )
 
 
@@ -150,7 +162,19 @@ def _facts_of(run: Run) -> str:
     if start.world_size > 1:
         facts["Rank"] = f"{start.rank:,} (of {start.world_size:,})"
     facts["Policy"] = shown(str(start.policy.get("name", "unknown")), 40)
+    return _in_one_line(facts)
+
+
+def _in_one_line(facts: Mapping[str, str]) -> str:
     return ". ".join(f"{name}: {fact}" for name, fact in facts.items()) + "."
+
+
+def _origin_of(run: Run) -> str:
+    """Where and when a run was made, as far as its file says so."""
+    start = run.starts[-1]
+    versions = ", ".join(f"{name} {version}" for name, version in start.versions.items())
+    facts = {"Run": run.file, "Script": start.script, "Started": start.time, "With": versions}
+    return _in_one_line({name: shown(fact, 80) for name, fact in facts.items() if fact})
 
 
 def _shares_of(where: str, run: Run) -> dict[str, str]:

@@ -107,7 +107,7 @@ def over_time(courses: Mapping[str, Course]) -> Drawing:
     runs = list(courses.values())
     panels = [
         _Panel("Loss scale", 1.6, partial(_draw_scales, runs=runs)),
-        _Panel("Skips", 0.3 + 0.25 * len(runs), partial(_draw_skips, runs=runs)),
+        _Panel("Skipped steps so far", 1.0, partial(_draw_skips, runs=runs)),
     ]
     for name in dict.fromkeys(name for run in runs for name in run.curves):
         curves = [run.curves.get(name, {}) for run in runs]
@@ -117,7 +117,7 @@ def over_time(courses: Mapping[str, Course]) -> Drawing:
         panels.append(_Panel(title, 1.6, partial(_draw_shares, shares=runs[0].shares)))
     height = sum(panel.height for panel in panels) + 0.9 + 0.1 * len(runs)
     caption = (
-        "The loss scale that each step used; the skipped steps, and how many there are. A mark "
+        "The loss scale that each step used, and how many steps were skipped up to it. A mark "
         "above a curve is a number that is NaN or Inf."
     )
     return Drawing("Over time", caption, height, partial(_draw, courses=courses, panels=panels))
@@ -160,22 +160,27 @@ def _look(place: int) -> dict[str, Any]:
 
 
 def _draw_scales(axes: Axes, runs: Sequence[Course]) -> None:
+    seen = list[float]()
     for place, run in enumerate(runs):
         exponents = np.log2([*run.scales.values()])
         edges = [*(step - 0.5 for step in run.scales), run.num_steps + 0.5]
         axes.step(edges, [*exponents, *exponents[-1:]], where="post", **_look(place))
+        seen += [*exponents]
+    if max(seen) - min(seen) < 1:  # else the labels, which are rounded, would be alike
+        axes.set_ylim(min(seen) - 1, max(seen) + 1)
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda exponent, _: power(2, exponent)))
 
 
 def _draw_skips(axes: Axes, runs: Sequence[Course]) -> None:
-    """Draw a row of marks for each run, the first run on top."""
+    """Draw the number of skipped steps up to each step."""
     for place, run in enumerate(runs):
-        _mark(axes, run.skipped, place, 1 - (place + 0.5) / len(runs))
-    axes.set_ylim(len(runs), 0)
-    counts = [f"{len(run.skipped):,}" for run in runs]
-    axes.set_yticks([place + 0.5 for place in range(len(runs))], counts)
-    axes.tick_params(axis="y", length=0)
+        counts = [*range(len(run.skipped) + 1), len(run.skipped)]
+        edges = [0.5, *(step - 0.5 for step in run.skipped), run.num_steps + 0.5]
+        axes.step(edges, counts, where="post", **_look(place))
+    axes.set_ylim(bottom=0, top=max(1, *(1.05 * len(run.skipped) for run in runs)))
+    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:,.0f}"))
 
 
 def _draw_curves(axes: Axes, curves: Sequence[Mapping[int, float]]) -> None:
@@ -196,6 +201,10 @@ def _draw_curves(axes: Axes, curves: Sequence[Mapping[int, float]]) -> None:
         seen += [finite.min(), finite.max()] if finite.size else []
     axes.margins(y=0.05 + 0.08 * num_marked)  # the marks are above the curves
     low, high = min(seen, default=0.0), max(seen, default=0.0)
+    if not seen:
+        axes.set_yticks([])  # there is no number to measure
+        axes.text(0.5, 0.5, "never finite", transform=axes.transAxes, ha="center", va="center")
+        return
     if _SMALLEST < low < high / 100:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power(10, math.log10(value))))

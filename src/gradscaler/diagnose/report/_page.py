@@ -18,6 +18,7 @@ from gradscaler.diagnose.report._figures import (
     drawing_settings,
     drawings_of,
 )
+from gradscaler.diagnose.report._source import Source
 from gradscaler.diagnose.report._words import shown
 
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -31,14 +32,27 @@ def page_of(content: Content) -> bytes:
         **LEVELS,
         level=level,
         headline=escape(headline),
-        action=escape(shown(content.action, 1000)),
-        text=escape(shown(content.text, 1000)),
+        action=f'<p class="action">{escape(content.action)}</p>\n' * bool(content.action),
+        text=escape(shown(content.why, 1000)),
+        source="" if content.source is None else _source(content.source),
         first="".join(map(_table, content.first)),
-        facts=escape(content.facts),
+        facts="<br>".join(escape(text) for text in (content.facts, content.origin) if text),
         figures="".join(map(_figure, drawings_of(content))),
         tables="".join(map(_table, content.tables)),
     )
     return page.encode()
+
+
+def _source(source: Source) -> str:
+    """The lines of a file; the one at fault is marked."""
+    width = len(str(max(source.lines)))
+    lines = [
+        f"<{tag}>{number:{width}}  {escape(text)}</{tag}>"
+        for number, text in source.lines.items()
+        for tag in ["mark" if number == source.number else "span"]
+    ]
+    title = escape(shown(source.title))
+    return f'<p class="dim">{title}</p>\n<pre>{chr(10).join(lines)}</pre>\n'
 
 
 def _figure(drawing: Drawing) -> str:
@@ -114,7 +128,7 @@ _PAGE = Template("""<!DOCTYPE html>
 body { margin: 0; background: var(--paper); color: var(--ink); }
 body { font: 16px/1.5 system-ui, sans-serif; }
 main { max-width: 75rem; margin: 0 auto; padding: 1rem; }
-header { border-left: .5rem solid var(--level); padding: .1rem 0 .1rem 1rem; max-width: 50rem; }
+header { border-left: .5rem solid var(--level); padding: .1rem 0 .1rem 1rem; }
 header { overflow-wrap: anywhere; }
 h1 { color: var(--level); font-size: 1.75rem; line-height: 1.2; margin: 0; }
 h2 { font-size: 1.15rem; margin: 0 0 .5rem; }
@@ -123,6 +137,9 @@ section { break-inside: avoid; min-width: 0; padding-top: 1.5rem; }
 figure { margin: 0; }
 svg { display: block; width: 100%; height: auto; }
 svg text { font-family: system-ui, sans-serif !important; }
+.action { font-weight: 600; user-select: all; } /* one click selects it */
+header pre { font-size: .9rem; margin: .3rem 0 .5rem; overflow-x: auto; }
+mark { background: none; color: var(--level); font-weight: 700; }
 .dim, figcaption { color: var(--dim); font-size: .85rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
@@ -130,7 +147,7 @@ th, td { border-bottom: 1px solid var(--rule); padding: .3rem .7rem .3rem 0; tex
 .name { text-align: left; overflow-wrap: anywhere; min-width: 8rem; }
 @media (min-width: 50rem) {
   .figures { columns: 2; column-gap: 2.5rem; }
-  .figures section:only-child { column-span: all; max-width: 42rem; }
+  .figures section:only-child { column-span: all; max-width: 50rem; }
 }
 @media print { main { max-width: none; padding: 0; } }
 </style>
@@ -139,14 +156,12 @@ th, td { border-bottom: 1px solid var(--rule); padding: .3rem .7rem .3rem 0; tex
 <main>
 <header class="$level">
 <h1>$headline</h1>
-<p><strong>$action</strong></p>
-<p>$text</p>
-</header>
+$action<p>$text</p>
+$source</header>
 $first
 <p class="dim">$facts</p>
 <div class="figures">
-$figures</div>
-$tables
+$figures$tables</div>
 </main>
 </body>
 </html>

@@ -36,8 +36,8 @@ def png_of(figure: Figure, dpi: float | str = "figure") -> bytes:
 def draw(content: Content) -> Figure:
     """Draw one figure with the verdict, the drawings and the tables."""
     text = "\n\n".join(
-        fill(shown(text, 1000), 120)
-        for text in (content.action, content.text, content.facts)
+        fill(text, 120)
+        for text in (content.action, shown(content.why, 1000), content.facts)
         if text
     )
     heading = partial(_write_heading, content=content, text=text)

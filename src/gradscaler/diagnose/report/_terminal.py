@@ -47,13 +47,13 @@ class Printed:
             yield Text(shown(content.action, 1000), "bold")
             yield ""
         if content.text:
-            text, title = Text(shown(content.text, 1000)), Text(headline, "bold")
+            text, title = Text(shown(content.why, 1000)), Text(headline, "bold")
             yield Panel(text, title=title, title_align="left", border_style=_STYLES[level])
         for table in content.first:
             yield drawn_table(table)
             yield ""
         if content.facts:
-            yield Text(content.facts, "dim")
+            yield Text("\n".join(filter(None, (content.facts, content.origin))), "dim")
             yield ""
         yield _over_time(content.courses, options)
         if content.fit is not None:
