@@ -73,7 +73,8 @@ _FORWARD = {
     "softmax log_softmax scaled_dot_product logsumexp": _MASKED,
     "exp": _EXP_IN_FLOAT32,
     "log": _LOG,
-    "div reciprocal normalize weight_norm": _DIVISION,
+    "div reciprocal normalize": _DIVISION,
+    "weight_norm": "the norm of a row of weights is 0: initialise them with other numbers than 0",
     "rsqrt": _RSQRT,
     "sqrt": "the root of a negative number is NaN, as where a variance is a difference of "
     "large squares: clamp its input at 0, or compute it in float32",
@@ -123,6 +124,14 @@ _OF_NAN = (
     "look for 0 * Inf, as by the root or norm of 0 (add an eps), an exp or log before a clamp "
     "(clamp its input), a masked softmax row, or where()'s other branch"
 )
+_FACTOR = (
+    "a product leaves float16: lower a factor (clamp one that is learned, such as a temperature), "
+    "or multiply in float32"
+)
+_OF_OWN_FUNCTION = (
+    "look in its own backward() for Inf / Inf, 0 * Inf and what overflows, and compute there in "
+    "float32"
+)
 _POWERS = "pow", "square"
 _WIDE = "bfloat16", "float32", "float64", "complex64", "complex128"  # with at least float32's range
 _SPOKEN = {"to": "casting", "hook": "what a hook changed"}  # for operations with unclear names
@@ -150,6 +159,7 @@ def of_operation(located: Located) -> str | None:
         f"{_POWER}: {_in_float32(located)}": is_power and not is_wide,
         _CAST: operation == "to" or (operation == "copy" and located.largest_input > 0),
         _PRODUCT: operation == "mul" and located.num_nan > 0,
+        _FACTOR: operation == "mul" and located.module is not None and not is_wide,
         _QUOTIENT: operation == "div" and (located.smallest_divisor or 0.0) >= _TINY,
         # The user cannot divide an input inside PyTorch's own layer.
         _IN_FLOAT32: operation == "matmul" and located.type == "Linear" and not is_wide,
@@ -179,7 +189,11 @@ def _in_float32(located: Located) -> str:
 
 def of_backward(located: Located | None) -> str:
     """Advice against a gradient that is NaN at every scale, by the operation located, if any."""
-    return (None if located is None else of_gradient(located)) or _OF_NAN
+    advice = None if located is None else of_gradient(located)
+    if advice is None and located is not None and located.operation is not None:
+        # PyTorch's operations are in lower case; a Function of the user's has a class' name.
+        advice = None if located.operation.islower() else _OF_OWN_FUNCTION
+    return advice or _OF_NAN
 
 
 def of_gradient(located: Located) -> str | None:

@@ -24,7 +24,7 @@ def caught(evidence: Evidence) -> Finding | None:
     failed = tuple(skip for skip in evidence.inspected if _fails(skip, is_of_loss))
     if len(failed) < _FEW or len(failed) <= _RARE * evidence.steps:
         return None
-    skipped = f"{len(failed)} of {evidence.steps} steps were skipped"
+    skipped = f"{evidence.skipped} of {evidence.steps} steps were skipped"
     if is_of_loss:
         return of_forward_pass(replace(evidence, skips=failed, located=found), skipped)
     name = next(each.name for each in failed[-1].nonfinite or () if each.num_nan)
@@ -37,7 +37,7 @@ def caught(evidence: Evidence) -> Finding | None:
         f"No loss scale fixes this: {advice}.",
         name,
         found.line,
-        count=len(failed),
+        count=evidence.skipped,
     )
 
 

@@ -27,6 +27,10 @@ _CURED = "floor", "nan"  # verdicts that a lower scale proved wrong
 _MOST_SKIPPED = 0.01
 _OUTLIER = 10.0  # times the usual loss
 _IN_INPUTS = "look in these batches for NaN or Inf in inputs and labels"
+_WITHOUT_GRADIENT = (
+    "and at what computes a target, a mask or a weight without a gradient (the deviation of one "
+    "element, a division by 0, a sum of masks)"
+)
 _IN_LOSSES = "an empty mask, a fully masked row, or a sum that overflows"
 _LEAVE_OUT = (
     "look at these batches for outliers in inputs and labels, and leave out, clip or normalise "
@@ -59,7 +63,7 @@ def data(evidence: Evidence) -> Finding | None:
         of_them = "each" if count == evidence.skipped else f"{count} of them"
         losses, action = f"{of_them} with a loss of {bad[-1].loss:g}", f"{_IN_INPUTS}, {_IN_LOSSES}"
         if found is not None and found.kind == "input":
-            action = _IN_INPUTS
+            action = f"{_IN_INPUTS}, {_WITHOUT_GRADIENT}"
     else:
         losses, action = _losses_of(skips, evidence)
         now = "" if evidence.scale is None else f"; the loss scale is {evidence.scale:g} now"

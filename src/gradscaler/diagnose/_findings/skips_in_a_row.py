@@ -63,7 +63,10 @@ def bad_parameter(evidence: Evidence, so: str) -> Finding | None:
             "forward pass wrote Inf or NaN into it: no skip undoes that."
         )
     else:
-        wrote = "a learning rate that is too large, weights changed without the scaler"
+        wrote = (
+            "a learning rate that is too large, weights changed without the scaler, or numbers "
+            "that were not finite from the start"
+        )
         if evidence.skipped >= evidence.steps:  # no step was applied that could have written it
             wrote = "optimizer.step() without the scaler, or weights that were not finite at first"
         action = f"{_WONT} go back to an earlier checkpoint, and look for what wrote it ({wrote})."

@@ -200,6 +200,7 @@ class EagerObserver(StepSource):
         self.located = self._watch.located
         streak = self.log.stuck_streak
         is_unseen = streak is not None and streak.skips[-1].nonfinite is None and not was_watched
+        is_unseen = is_unseen and self.located is None
         is_late = is_unseen and self.log.needs_verdict  # the flag was read too late to inspect
         self._watch.step_ended(ended, is_late)
         if not is_late:
