@@ -3,7 +3,7 @@
 CODE = """
 import jax
 import jax.numpy as jnp
-import optax  # import-untyped
+import optax
 from gradscaler import DynamicScale
 from gradscaler.jax import GradScaler, LossScale, NoOpLossScale, loss_scaled, master_weights
 
