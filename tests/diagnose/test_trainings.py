@@ -19,11 +19,14 @@ from tests.support.diagnosed_trainings import (
     intermittent,
     lost,
     misuse,
+    reported,
     silent,
     stuck,
 )
 
-assert all((healthy, intermittent, lost, misuse, silent, stuck))  # each enters its trainings
+assert all(
+    (healthy, intermittent, lost, misuse, reported, silent, stuck)
+)  # each enters its trainings
 
 pytestmark = pytest.mark.usefixtures("own_random_numbers_and_one_thread")
 

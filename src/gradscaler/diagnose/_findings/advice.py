@@ -102,8 +102,8 @@ _OF_TOO_FEW = {  # if they make NaN but no Inf
 }
 _SLOPE = "add a small number under the root, or clamp its input, as its slope at 0 is Inf"
 _LOG_SLOPE = "clamp the input of the logarithm, as its slope at 0 is Inf"
-_POWER_SLOPE = "clamp the base, as the slope of a power below 1 is Inf at 0"
-_ANGLE_SLOPE = "clamp its input to within -1 and 1, where its slope is Inf"
+_POWER_SLOPE = "clamp the base: a power below 1 is too steep at 0"
+_ANGLE_SLOPE = "clamp its input to within -0.999 and 0.999, as its slope at 1 is Inf"
 _BACKWARD = {
     **_HIDDEN,
     "sqrt norm linalg_vector_norm cdist": _SLOPE,
