@@ -21,7 +21,7 @@ from gradscaler.policies import Policy, State, leaf_dtypes
 
 _LARGE = 2**14  # elements
 _FEW = 8  # parameters, of which an optimizer's step changes at least one
-_SOME = 2**16  # elements of a parameter, few enough to copy and compare in each step
+_SOME = 64  # elements of a parameter, which take no memory worth counting
 _item = methodcaller("item")
 
 

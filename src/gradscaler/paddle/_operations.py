@@ -29,7 +29,7 @@ _eager: ModuleType = core.eager
 
 _HALF = (paddle.float16, paddle.bfloat16)
 _FEW = 8  # parameters, of which an optimizer's step changes at least one
-_SOME = 2**16  # elements of a parameter, few enough to copy and compare in each step
+_SOME = 64  # elements of a parameter, which take no memory worth counting
 
 
 class SparseGradientsError(GradientsRefusedError, NotImplementedError):
