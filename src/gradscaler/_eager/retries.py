@@ -363,11 +363,11 @@ class AttemptLoop:
             self._end_body()
 
     def _attempts(self) -> Iterator[int]:
-        repeating = self._retry_state
-        if repeating.before_loop is not None and self._are_cleared():
-            repeating.close_loop(keeps_scale=False)  # a loop that was left early starts over
-        was_left = repeating.before_loop is not None
-        repeating.before_loop = repeating.before_loop or (repeating.backed_off,)
+        retry_state = self._retry_state
+        if retry_state.before_loop is not None and self._are_cleared():
+            retry_state.close_loop(keeps_scale=False)  # a loop that was left early starts over
+        was_left = retry_state.before_loop is not None
+        retry_state.before_loop = retry_state.before_loop or (retry_state.backed_off,)
         for each in self._all:
             each.is_exhausted = False
         with self._moving_gradients():
@@ -375,14 +375,14 @@ class AttemptLoop:
         self._restore = self._save()
         attempt = 0
         for attempt in self._retrier.runs(self._check_body, self._put_back):
-            repeating.in_loop = True
+            retry_state.in_loop = True
             yield attempt
         if self._retrier.is_exhausted:
-            repeating.close_loop(keeps_scale=False)
+            retry_state.close_loop(keeps_scale=False)
             for each in self._all:
                 each.is_exhausted = True
         elif attempt or not was_left:  # else the lower scale is that of a loop that was left early
-            repeating.close_loop(keeps_scale=True)
+            retry_state.close_loop(keeps_scale=True)
 
     def _check_body(self) -> list[FoundInf]:
         """The flags of each optimizer's gradients, once the body has run."""

@@ -3,7 +3,6 @@
 import gc
 import math
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -17,14 +16,10 @@ from torch.utils.checkpoint import checkpoint
 import gradscaler
 from gradscaler.diagnose import Monitor
 from gradscaler.torch import GradScaler
+from tests.support.marked_lines import lines_marked_in
 
-LINES = Path(__file__).read_text(encoding="utf-8").splitlines()
+line_with = lines_marked_in(__file__)
 pytestmark = pytest.mark.filterwarnings("ignore::gradscaler.diagnose.FindingWarning")
-
-
-def line_with(mark):
-    (number,) = (n for n, line in enumerate(LINES, 1) if line.endswith(f"# {mark}"))
-    return f"{Path(__file__).relative_to(Path.cwd())}:{number}"
 
 
 class Net(nn.Module):

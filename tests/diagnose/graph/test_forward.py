@@ -1,7 +1,6 @@
 """Losses that are not finite, located in their own graphs before the backward pass."""
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -12,13 +11,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy, nll_loss
 
 from gradscaler.diagnose._graph.watch import GraphWatch
+from tests.support.marked_lines import lines_marked_in
 
-LINES = Path(__file__).read_text(encoding="utf-8").splitlines()
-
-
-def line_with(mark):
-    (number,) = (n for n, line in enumerate(LINES, 1) if line.endswith(f"# {mark}"))
-    return f"{Path(__file__).relative_to(Path.cwd())}:{number}"
+line_with = lines_marked_in(__file__)
 
 
 class Net(nn.Module):

@@ -1,7 +1,6 @@
 """Graphs that hide a part of themselves, and tensors that are not dense and real."""
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -14,14 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from gradscaler import FixedScale
 from gradscaler.diagnose import Monitor
 from gradscaler.torch import GradScaler
+from tests.support.marked_lines import lines_marked_in
 
-LINES = Path(__file__).read_text(encoding="utf-8").splitlines()
+line_with = lines_marked_in(__file__)
 pytestmark = pytest.mark.filterwarnings("ignore::gradscaler.diagnose.FindingWarning")
-
-
-def line_with(mark):
-    (number,) = (n for n, line in enumerate(LINES, 1) if line.endswith(f"# {mark}"))
-    return f"{Path(__file__).relative_to(Path.cwd())}:{number}"
 
 
 def places(loss_of, flags, model=None, called=None):

@@ -2,7 +2,6 @@
 
 import gc
 import math
-from pathlib import Path
 
 import pytest
 
@@ -17,14 +16,10 @@ from gradscaler.diagnose import Monitor, read_run
 from gradscaler.diagnose._locate import budget as watch_budget
 from gradscaler.diagnose._locate.operation_watch import OperationWatch
 from gradscaler.torch import GradScaler
+from tests.support.marked_lines import lines_marked_in
 from tests.support.reports import line_of, printed
 
-LINES = Path(__file__).read_text(encoding="utf-8").splitlines()
-
-
-def line_with(mark):
-    (number,) = (n for n, line in enumerate(LINES, 1) if line.endswith(f"# {mark}"))
-    return f"{Path(__file__).relative_to(Path.cwd())}:{number}"
+line_with = lines_marked_in(__file__)
 
 
 class UnderAutocast:
