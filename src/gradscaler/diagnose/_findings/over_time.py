@@ -28,8 +28,8 @@ _MOST_SKIPPED = 0.01
 _OUTLIER = 10.0  # times the usual loss
 _IN_INPUTS = "look in these batches for NaN or Inf in inputs and labels"
 _WITHOUT_GRADIENT = (
-    "and at what computes a target, a mask or a weight without a gradient (the deviation of one "
-    "element, a division by 0, a sum of masks)"
+    "and at what computes targets, masks or weights without a gradient (std of one element, 0/0, "
+    "summed masks)"
 )
 _IN_LOSSES = "an empty mask, a fully masked row, or a sum that overflows"
 _LEAVE_OUT = (
