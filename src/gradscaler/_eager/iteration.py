@@ -35,19 +35,23 @@ class Iteration(defaultdict[int, Any]):
     def following(self) -> Iteration:
         """The next iteration. Gradients that were checked, and not stepped, await their step."""
         following = Iteration(self.default_factory)
-        following.loss = self.loss
+        loss = following.loss = self.loss
         for key, each in self.items():
-            if isinstance(each, Gradients):  # else a framework has put it here
-                following._follow(key, each)
+            if not isinstance(each, Gradients):  # a framework has put it here
+                continue
+            each.is_counted = each.found_inf is not None
+            if not each.is_over:
+                following._await_step(key, each)
+            elif loss is not None:
+                loss.note_step(key, each.optimizer)
         return following
 
-    def _follow(self, key: int, gradients: Gradients) -> None:
-        """Note an optimizer's gradients of the iteration before."""
-        gradients.is_counted = gradients.found_inf is not None
-        if not gradients.is_over and gradients.await_clipping:
+    def _await_step(self, key: int, gradients: Gradients) -> None:
+        """Note gradients of the iteration before whose step was left out, or is still to come."""
+        if gradients.await_clipping:
             self.left_out |= {key}
-        if self.loss is not None:
-            self.loss.outlive_update(key, gradients)
+        if self.loss is not None and gradients.awaits_step:
+            self.loss.waiting = {**self.loss.waiting, key: gradients}
 
     def find_or_make(self, optimizer: Optimizer) -> Gradients:
         """The optimizer's gradients, or a new object that is not in the dict yet.
@@ -152,13 +156,14 @@ class Iteration(defaultdict[int, Any]):
 
     def must_be_applied_by_scaler(self) -> None:
         """Raise CallOrderError if the user has stepped an optimizer whose step was to clip."""
-        if any(each.were_applied_elsewhere for each in self.all_gradients()):
-            raise CallOrderError(
-                "parameters have changed between clip_grad_norm_() and update(), without "
-                "scaler.step(optimizer): if optimizer.step() changed them, call "
-                "scaler.step(optimizer) in its place, which unscales and clips the gradients; to "
-                "leave out a step, change no parameters before update()"
-            )
+        for each in self.values():
+            if isinstance(each, Gradients) and each.were_applied_elsewhere:
+                raise CallOrderError(
+                    "parameters have changed between clip_grad_norm_() and update(), without "
+                    "scaler.step(optimizer): if optimizer.step() changed them, call "
+                    "scaler.step(optimizer) in its place, which unscales and clips the gradients; "
+                    "to leave out a step, change no parameters before update()"
+                )
 
     def _wrap(self, wrapper: Optimizer, owner: Optimizer) -> None:
         """Let a wrapper share its optimizer's gradients, including ones looked up earlier."""
@@ -211,13 +216,11 @@ class Loss:
         if key in self.waiting:
             self.waiting = {other: each for other, each in self.waiting.items() if other != key}
 
-    def outlive_update(self, key: int, gradients: Gradients) -> None:
-        """Note the end of an iteration for the gradients of the optimizer with this id."""
-        if gradients.is_over:
-            self._stepped = {**self._stepped, key: reference(gradients.optimizer)}
+    def note_step(self, key: int, optimizer: Optimizer) -> None:
+        """Note that the optimizer with this id has no gradients of this loss any more."""
+        self._stepped = {**self._stepped, key: reference(optimizer)}
+        if self.waiting:
             self.forget(key)
-        elif gradients.awaits_step:
-            self.waiting = {**self.waiting, key: gradients}
 
 
 class Outcomes:
