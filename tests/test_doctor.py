@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from gradscaler import _doctor
 from gradscaler.__main__ import main
-from gradscaler._frameworks import FRAMEWORKS
+from gradscaler._frameworks import FRAMEWORKS, install_command
 
 ROOT = Path(__file__).parents[1]
 FRAMEWORK = os.environ.get("GRADSCALER_FRAMEWORK", "torch").replace("-", "_")
@@ -64,7 +65,7 @@ def test_it_says_how_a_framework_is_and_fails_only_if_that_is_broken(
     printed = capsys.readouterr()
     assert says in printed.out
     if code is None:
-        assert printed.out.endswith(" pip install 'gradscaler[tensorplay]'\n")
+        assert printed.out.endswith(f" {install_command('tensorplay')}\n")
     else:
         assert printed.out.endswith(' try: python -c "import gradscaler.tensorplay"\n')
         assert printed.err == "loss scaling does not work with tensorplay\n"
@@ -83,7 +84,7 @@ def test_it_compares_the_version_and_the_two_steps(only, monkeypatch, version, t
     only("")
     requirements = ["numpy>=1.26", "torch>=2.6; extra == 'torch'"]
     requirements += ["numpy<2; extra == 'tensorplay'", "tensorplay>=1.0; extra == 'tensorplay'"]
-    monkeypatch.setattr(_doctor.metadata, "requires", lambda name: requirements)
+    monkeypatch.setattr(metadata, "requires", lambda name: requirements)
     answer = f'noise\\n["{version}", ["cpu"], {trace}]'
     monkeypatch.setattr(_doctor, "PROBE", "print('" + answer + "')#{!r}")
     (found,) = _doctor.examine()
@@ -92,10 +93,21 @@ def test_it_compares_the_version_and_the_two_steps(only, monkeypatch, version, t
 
 def test_it_says_what_a_tool_needs(monkeypatch):
     monkeypatch.setattr(_doctor, "FRAMEWORKS", [])
-    monkeypatch.setattr(_doctor, "TOOLS", {"report": ("diagnose", ("numpy", "nothing_like_it"))})
+    packages = ("numpy", "nothing_like_it")
+    monkeypatch.setattr(_doctor, "TOOLS", {"report": (("diagnose", "demo"), packages)})
+    requirements = ["rich>=13; extra == 'diagnose'", 'scikit-learn>=1; extra == "demo"', "numpy"]
+    monkeypatch.setattr(metadata, "requires", lambda name: requirements)
     (found,) = _doctor.examine()
     assert found.works is None
-    assert found.advice == "pip install 'gradscaler[diagnose]'  # for nothing_like_it"
+    assert found.advice == "pip install 'rich>=13' 'scikit-learn>=1'  # for nothing_like_it"
+
+
+def test_a_checkout_that_is_not_installed_is_installed_with_the_extras(monkeypatch):
+    def no_package(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", no_package)
+    assert install_command("torch", "demo") == "pip install '.[torch,demo]'"
 
 
 def test_what_to_write_stands_in_one_column(monkeypatch):

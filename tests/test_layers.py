@@ -45,7 +45,7 @@ TABLE = {
     "tf_keras": RULES | {"_frameworks", "_keras_like"},
     "mindspore": RULES | {"_frameworks"},
     "gradscaler": RULES | {"_frameworks"},
-    "checkpoint": RULES | {"_atomic", "_formats"},
+    "checkpoint": RULES | {"_atomic", "_formats", "_frameworks"},
     # The rooms of the diagnosis, from the ground up.
     "diagnose._record": RULES,
     "diagnose._gradients": RULES | {"diagnose._record"},
@@ -59,7 +59,7 @@ TABLE = {
     "diagnose": ROOMS | {"diagnose._locate", "diagnose._monitor"},
     "demo": {"_frameworks", "torch", "diagnose", "diagnose.report"},
     "_doctor": {"_frameworks", "gradscaler"},
-    "__main__": {"_atomic", "_doctor", "gradscaler", "checkpoint", "demo"}
+    "__main__": {"_atomic", "_doctor", "_frameworks", "gradscaler", "checkpoint", "demo"}
     | {"diagnose", "diagnose.report", "diagnose.simulate", "diagnose._logs"},
 }
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradscaler import __version__, checkpoint
+from gradscaler._frameworks import install_command
 from gradscaler.checkpoint import _files
 from gradscaler.diagnose import read_run
 
@@ -367,7 +368,7 @@ def _simulate(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> No
 def _failed(error: Exception, place: Path | None = None) -> _FailedError:
     """The failure for an error in reading a run or writing a report at ``place``."""
     if isinstance(error, ImportError):
-        return _FailedError(f"this needs {error.name}: pip install 'gradscaler[diagnose]'")
+        return _FailedError(f"this needs {error.name}: {install_command('diagnose')}")
     if isinstance(error, BrokenPipeError):
         raise error
     if isinstance(error, OSError):

@@ -12,20 +12,20 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module, metadata
+from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import gradscaler
-from gradscaler._frameworks import FRAMEWORKS, installed
+from gradscaler._frameworks import FRAMEWORKS, install_command, installed, requirements_of
 
 PROBE = "from gradscaler import _doctor; _doctor.probe({!r})"
 SECONDS = 120  # for an import and two steps, on a slow disk
-TOOLS = {  # for each, its extra, and the packages that the extra installs
-    "report": ("diagnose", ("matplotlib", "rich")),
-    "demo": ("torch,demo", ("torch", "matplotlib", "rich", "sklearn")),
+TOOLS = {  # for each, its extras, and the packages that they install
+    "report": (("diagnose",), ("matplotlib", "rich")),
+    "demo": (("torch", "demo"), ("torch", "matplotlib", "rich", "sklearn")),
 }
 TRIED = {  # as in docs/devices.md
     "cpu": "every test runs on one",
@@ -60,11 +60,11 @@ def examine() -> Iterator[Finding]:
     """Try every installed framework, then the tools that need more packages than NumPy."""
     for name in FRAMEWORKS:
         yield _framework(name)
-    for name, (extra, packages) in TOOLS.items():
+    for name, (extras, packages) in TOOLS.items():
         missing = [package for package in packages if not installed(package)]
         advice = f"python -m gradscaler {name} --help"
         if missing:
-            advice = f"pip install 'gradscaler[{extra}]'  # for {', '.join(missing)}"
+            advice = f"{install_command(*extras)}  # for {', '.join(missing)}"
         yield Finding(name, "", None if missing else True, "", advice)
 
 
@@ -83,7 +83,7 @@ def line(finding: Finding) -> str:
 
 def _framework(name: str) -> Finding:
     extra = name.replace("_", "-")
-    install = f"pip install 'gradscaler[{extra}]'"
+    install = install_command(extra)
     show = f'try: python -c "import gradscaler.{name}"'
     if not installed(name):
         return Finding(name, "", None, "", install)
@@ -112,12 +112,7 @@ def _framework(name: str) -> Finding:
 
 def _lowest(extra: str) -> str:
     """The lowest version that an extra requires: the first bound among its requirements."""
-    try:
-        requirements = metadata.requires("gradscaler") or []
-    except metadata.PackageNotFoundError:  # a source tree that is not installed
-        return ""
-    wanted = [text for text in requirements if re.search(rf"extra == ['\"]{extra}['\"]", text)]
-    return next(iter(re.findall(r">=([\d.]+)", " ".join(wanted))), "")
+    return next(iter(re.findall(r">=([\d.]+)", " ".join(requirements_of(extra)))), "")
 
 
 def _numbers(version: str) -> list[int]:

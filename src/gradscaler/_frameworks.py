@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 from importlib.util import find_spec
 
@@ -35,19 +37,41 @@ def installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def require(package: str, module: str | None = None, extra: str | None = None) -> None:
+def require(package: str, module: str | None = None, *extras: str) -> None:
     """Raise an error that says what to install, if a package is missing.
 
     Args:
         package: the package.
         module: the module of gradscaler that needs it; by default, the one of that name.
-        extra: the extra that installs the package; by default, the one with the module's name.
+        extras: the extras that install the package; by default, the one with the module's name.
 
     Raises:
-        ModuleNotFoundError: the package is not installed; the message names the extra.
+        ModuleNotFoundError: the package is not installed; the message has the command.
     """
     module = module or package
     if not installed(package):
-        extra = extra or module.replace("_", "-")
-        message = f"gradscaler.{module} needs {package}: pip install 'gradscaler[{extra}]'"
-        raise ModuleNotFoundError(message, name=package)
+        command = install_command(*extras or (module.replace("_", "-"),))
+        raise ModuleNotFoundError(f"gradscaler.{module} needs {package}: {command}", name=package)
+
+
+def install_command(*extras: str) -> str:
+    """The command that installs what extras require, such as ``pip install 'torch>=2.6'``.
+
+    It works in any folder, whether gradscaler comes from a package index or from a checkout.
+    """
+    wanted = [requirement for extra in extras for requirement in requirements_of(extra)]
+    if not wanted:  # a checkout that is not installed
+        wanted = [f".[{','.join(extras)}]"]
+    return f"pip install {shlex.join(wanted)}"
+
+
+def requirements_of(extra: str) -> list[str]:
+    """The requirements of an extra; none if gradscaler is not installed."""
+    from importlib import metadata  # slow
+
+    try:
+        requirements = metadata.requires("gradscaler") or []
+    except metadata.PackageNotFoundError:
+        return []
+    of_extra = re.compile(rf"(.+?) *; *extra == ['\"]{extra}['\"]")
+    return [found[1] for found in map(of_extra.fullmatch, requirements) if found]

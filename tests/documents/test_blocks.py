@@ -65,6 +65,14 @@ def test_a_page_has_one_title():
         )
 
 
+def test_every_page_installs_as_the_readme_does():
+    pages = [page for page in PAGES if page.name != "releasing.md"]
+    pages += (ROOT / "docs" / "notebooks").glob("*.ipynb")
+    commands = [re.findall(r"pip install '([^'\[]*)\[", page.read_text()) for page in pages]
+    assert len(set(commands[0])) == 1
+    assert set(commands[0]) == {each for found in commands for each in found}
+
+
 def test_every_framework_has_a_page_to_start_with():
     assert MINE[ROOT / "docs" / "start" / f"{FRAMEWORK}.md"]
 

@@ -19,6 +19,7 @@ import numpy as np
 from gradscaler._atomic import replacing
 from gradscaler._formats.layouts import LAYOUTS, OPTIONAL
 from gradscaler._formats.reading import layout_of
+from gradscaler._frameworks import install_command
 from gradscaler.checkpoint import _pickles
 from gradscaler.checkpoint._search import find
 
@@ -169,7 +170,7 @@ def save(path: Path, state_dict: Mapping[str, object]) -> None:
         try:
             importlib.import_module("torch").save(numbers, data)
         except ImportError:
-            message = "writing torch's files needs torch: pip install 'gradscaler[torch]'"
+            message = f"writing torch's files needs torch: {install_command('torch')}"
             raise FileError(message) from None
     elif path.suffix in PADDLE_SUFFIXES:
         pickle.dump({**numbers, **arrays}, data, protocol=4)

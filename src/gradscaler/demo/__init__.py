@@ -11,7 +11,7 @@ from pathlib import Path
 from gradscaler._frameworks import require
 
 for _package in ("torch", "matplotlib", "rich", "sklearn"):
-    require(_package, "demo", "torch,demo")
+    require(_package, "demo", "torch", "demo")
 
 import numpy as np
 import torch
