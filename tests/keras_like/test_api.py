@@ -172,6 +172,13 @@ def test_only_an_optimizer_can_be_wrapped(inner):
         LossScaleOptimizer(inner)
 
 
+def test_an_optimizer_of_the_other_keras_is_sent_to_its_module():
+    other = {"keras": "tf_keras", "tf_keras": "keras"}[LossScaleOptimizer.__module__.split(".")[1]]
+    optimizer = type("SGD", (), {"__module__": f"{other}.src.optimizers.sgd"})()
+    with pytest.raises(TypeError, match=rf"use gradscaler\.{other}\.LossScaleOptimizer\.$"):
+        LossScaleOptimizer(optimizer)
+
+
 @pytest.mark.parametrize("wrapper", [LossScaleOptimizer, NATIVE])
 def test_a_wrapper_cannot_be_wrapped(family, wrapper):
     with pytest.raises(TypeError, match="cannot wrap another LossScaleOptimizer"):

@@ -229,6 +229,15 @@ class Wrapper:
         return sorted({*super().__dir__(), *filter(self._delegates, DELEGATED)})
 
 
+def advice_on(optimizer: object) -> str:
+    """A sentence that names the module for an optimizer of the other Keras; "" for any other."""
+    packages = {base.__module__.partition(".")[0] for base in type(optimizer).__mro__}
+    package = next(iter(packages & {"keras", "tf_keras"}), None)
+    if package is None:
+        return ""
+    return f" It is an optimizer of {package}: use gradscaler.{package}.LossScaleOptimizer."
+
+
 def policy_from(
     preset: Callable[..., DynamicScale],
     dynamic: object,

@@ -105,7 +105,7 @@ class LossScaleOptimizer(Wrapper, keras.optimizers.LossScaleOptimizer):  # type:
         if not isinstance(inner_optimizer, keras.optimizers.Optimizer):
             raise TypeError(
                 '"inner_optimizer" must be an instance of `keras.optimizers.Optimizer`, '
-                f"but got: {inner_optimizer!r}"
+                f"but got: {inner_optimizer!r}.{wrapper.advice_on(inner_optimizer)}"
             )
         # Bypass setattr, which needs the base class's constructor to have run. That constructor in
         # turn sets fields of the policy.

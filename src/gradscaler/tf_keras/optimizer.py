@@ -15,6 +15,7 @@ from gradscaler._keras_like.wrapper import (
     Loss,
     Tensor,
     Wrapper,
+    advice_on,
     next_values,
     own_fields,
     policy_from,
@@ -272,6 +273,7 @@ def _class_for(inner_optimizer: object) -> type[LossScaleOptimizer]:
     raise TypeError(
         '"inner_optimizer" must be an instance of `tf.keras.optimizers.Optimizer` or '
         f"`tf.keras.optimizers.experimental.Optimizer`, but got: {inner_optimizer}."
+        f"{advice_on(inner_optimizer)}"
     )
 
 
