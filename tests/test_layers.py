@@ -59,7 +59,8 @@ TABLE = {
     "diagnose": ROOMS | {"diagnose._locate", "diagnose._monitor"},
     "demo": {"_frameworks", "torch", "diagnose", "diagnose.report"},
     "_doctor": {"_frameworks", "gradscaler"},
-    "__main__": {"_atomic", "_doctor", "gradscaler", "checkpoint", "demo"}
+    "_run_script": {"torch", "diagnose"},
+    "__main__": {"_atomic", "_doctor", "_run_script", "gradscaler", "checkpoint", "demo"}
     | {"diagnose", "diagnose.report", "diagnose.simulate", "diagnose._logs"},
 }
 
