@@ -59,7 +59,7 @@ TABLE = {
     "diagnose": ROOMS | {"diagnose._locate", "diagnose._monitor"},
     "demo": {"_frameworks", "torch", "diagnose", "diagnose.report"},
     "_doctor": {"_frameworks", "gradscaler"},
-    "_run_script": {"torch", "diagnose"},
+    "_run_script": {"torch", "diagnose", "diagnose._graph"},
     "__main__": {"_atomic", "_doctor", "_run_script", "gradscaler", "checkpoint", "demo"}
     | {"diagnose", "diagnose.report", "diagnose.simulate", "diagnose._logs"},
 }
@@ -71,6 +71,7 @@ PRIVATE = {
     "policies._presets": EVERYONE,
     "policies._spelling": EVERYONE,
     "checkpoint._files": {"__main__"},
+    "torch._install": {"_run_script"},
     "diagnose._logs": {"__main__"},
     "diagnose.report._content": {"__main__", "diagnose._logs", "diagnose.simulate"},
     "diagnose.report._picture": {"demo"},

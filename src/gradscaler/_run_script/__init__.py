@@ -11,7 +11,8 @@ import sys
 from functools import partial
 
 from gradscaler._run_script.after_import import after_import
-from gradscaler._run_script.program import program_of, show_from
+from gradscaler._run_script.program import program_of
+from gradscaler._run_script.tracebacks import show_from
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -37,3 +38,6 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 def _watch(options: argparse.Namespace) -> None:
     """Watch this process, now that PyTorch is imported."""
+    from gradscaler._run_script.session import Session
+
+    Session(options).start()

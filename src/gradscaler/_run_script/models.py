@@ -18,17 +18,31 @@ _WRAPPERS = "torch.nn.parallel.", "torch._dynamo.", "torch.distributed.", "accel
 _NOT_USERS = "torch.", "gradscaler."
 
 
-def models_of(optimizers: Iterable[torch.optim.Optimizer]) -> Module | dict[str, Module] | None:
+def models_of(optimizers: Iterable[torch.optim.Optimizer]) -> Module | dict[str, Module]:
     """The model that optimizers train, without its wrappers; several by their variables' names.
 
     A model is a module in memory that is in no other module and holds one of their parameters. This
     looks at each object that Python's garbage collector knows, once, so it finds copies and loaded
-    models, too.
+    models, too. If there is none, the tensors that are trained make one.
     """
-    trained = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    trained = {
+        id(p): p for each in optimizers for group in each.param_groups for p in group["params"]
+    }
     found = [_inner(each) for each in _outermost() if _holds(each, trained)]
     models = list({id(each): each for each in found}.values())
-    return _named(models) if len(models) > 1 else next(iter(models), None)
+    return _named(models) if len(models) > 1 else next(iter(models), Tensors(trained.values()))
+
+
+class Tensors(Module):
+    """A model of tensors that are in no module, such as an image that is trained itself."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tuple(tensors)
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
+        """Each tensor, by its number."""
+        yield from ((f"tensor_{number}", each) for number, each in enumerate(self._tensors))
 
 
 def _outermost() -> list[Module]:
@@ -45,7 +59,7 @@ def _outermost() -> list[Module]:
     return [each for each in modules if id(each) not in inner]
 
 
-def _holds(module: Module, trained: set[int]) -> bool:
+def _holds(module: Module, trained: Mapping[int, object]) -> bool:
     return any(id(parameter) in trained for parameter in module.parameters())
 
 

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, ModuleType
 from typing import Any, NamedTuple
+
+from gradscaler._run_script.tracebacks import show_from
 
 
 class Program(NamedTuple):
@@ -97,20 +99,3 @@ def _found(it: Any, name: str, otherwise: str) -> Any:
     if it is None:
         raise ImportError(otherwise, name=name)
     return it
-
-
-def show_from(code: CodeType | None) -> None:
-    """Let the hook for an uncaught exception see no frame before the program's own."""
-    shown = sys.excepthook
-
-    def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        trace = _part_from(code, trace)
-        shown(kind, error.with_traceback(trace), trace)
-
-    sys.excepthook = show
-
-
-def _part_from(code: CodeType | None, trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_frame.f_code is not code:
-        trace = trace.tb_next
-    return trace

@@ -21,7 +21,15 @@ def test_a_model_is_found_whole_by_an_optimizer_of_a_part_of_it():
     teacher = copy.deepcopy(model)
     assert models_of([sgd(model[1])]) is model
     assert models_of([sgd(teacher)]) is teacher
-    assert models_of([torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)]) is None
+
+
+def test_tensors_in_no_module_make_a_model():
+    image = torch.ones(2, requires_grad=True)
+    model = models_of([torch.optim.SGD([image], lr=0.1)])
+    assert [(name, each is image) for name, each in model.named_parameters()] == [
+        ("tensor_0", True)
+    ]
+    assert next(model.parameters()) is image
 
 
 def test_several_models_have_the_names_of_local_variables():

@@ -1,0 +1,36 @@
+"""What the user reads on stderr: findings on the way, and the verdict at the end."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import textwrap
+from contextlib import suppress
+from pathlib import Path
+
+_WIDTH = 100  # characters, as in the documents
+
+
+def say(text: str, *lines: str) -> None:
+    """Print a text on stderr, and lines below it, which stay whole.
+
+    It is never a warning, which may be an error, and nothing happens if stderr is closed.
+    """
+    rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+    wrapped = textwrap.fill(
+        f"gradscaler{rank}: {text}", _WIDTH, subsequent_indent="  ", break_long_words=False
+    )
+    with suppress(OSError, ValueError, AttributeError):
+        print(wrapped, *lines, sep="\n  ", file=sys.stderr, flush=True)
+
+
+def is_quiet_rank() -> bool:
+    """Whether another rank says that nothing is wrong."""
+    return os.environ.get("RANK", "0") != "0"
+
+
+def shown(path: Path) -> str:
+    """A path as the user would type it."""
+    near = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return shlex.quote(str(near))

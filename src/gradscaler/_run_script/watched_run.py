@@ -1,0 +1,54 @@
+"""One run under a monitor: its file, its findings on the way, and its verdict at the end."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from gradscaler._run_script.options import STOPPED
+from gradscaler._run_script.voice import is_quiet_rank, say, shown
+from gradscaler.diagnose import Finding, Monitor
+
+# Kinds of findings after which no scale brings a training back, for a run with a scaler.
+_LOST = {"parameter", "divergence", "activations", "loss", "nan", "floor", "silent"}
+
+
+class WatchedRun:
+    """A run that begins now.
+
+    Args:
+        scaler: the scaler; None for a loop that has none.
+        model: the model, or several by their names.
+        path: a new file.
+        options: those of the command line.
+    """
+
+    def __init__(self, scaler: Any, model: Any, path: Path, options: argparse.Namespace) -> None:
+        self._path, self._may_stop = path, options.stop
+        self._is_over = False
+        self._monitor = Monitor(scaler, model, options.every, path, tell=self._tell)
+
+    def _tell(self, finding: Finding) -> None:
+        """Print a finding, and end the process there if that was asked for."""
+        if self._is_over:  # the verdict says it
+            return
+        say(finding.text)
+        if self._may_stop and (self._monitor.bad_step is not None or finding.kind in _LOST):
+            raise SystemExit(STOPPED)
+
+    def end(self) -> None:
+        """Close the file, and print the verdict; a run without a step leaves no file."""
+        self._is_over = True
+        self._monitor.close()
+        history, verdict = self._monitor.history, self._monitor.verdict
+        if not history and verdict.kind == "normal":
+            self._path.unlink(missing_ok=True)
+        elif verdict.kind != "normal" or not is_quiet_rank():
+            steps = history[-1].step if history else 0
+            file = shown(self._path)
+            say(
+                f"after {steps:,} step{'s' * (steps != 1)}: {verdict.text}",
+                f"file:   {file}",
+                f"report: python -m gradscaler report {file} -o report.html",
+            )
