@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from platform import python_version
 from time import gmtime, strftime
@@ -17,13 +18,15 @@ from weakref import WeakSet
 from gradscaler.diagnose._findings import judge
 from gradscaler.diagnose._findings.evidence import min_scale_of
 from gradscaler.diagnose._monitor.disabled import DisabledScaler
+from gradscaler.diagnose._monitor.loop_observer import LoopObserver
 from gradscaler.diagnose._monitor.models import one_model
 from gradscaler.diagnose._monitor.observer import EagerObserver
+from gradscaler.diagnose._monitor.plain_loop import PlainLoop
 from gradscaler.diagnose._monitor.recorder import Recorder
 from gradscaler.diagnose._monitor.replay import Replay
 from gradscaler.diagnose._monitor.step_log import OnStuck, StepLog
 from gradscaler.diagnose._monitor.traced_scalers import policy_of, state_of
-from gradscaler.diagnose._record.finding import Verdict
+from gradscaler.diagnose._record.finding import Finding, Verdict
 from gradscaler.diagnose._record.formats import format_named
 from gradscaler.diagnose._record.lines import Start
 from gradscaler.diagnose._record.step import Step
@@ -143,18 +146,20 @@ class Monitor:
     (65536.0, True, 'weight', 2)
     """
 
-    def __init__(  # noqa: PLR0913 # each is an option of its own
+    def __init__(  # noqa: PLR0913, PLR0915 # each is an option of its own
         self,
-        scaler: Any,
+        scaler: Any = None,
         model: object = None,
         every: int = 100,
         path: str | os.PathLike[str] | None = None,
         *,
+        optimizers: Iterable[object] | None = None,
         forensics: int = 1,
         on_stuck: OnStuck = "warn",
         stuck_after: int = 20,
-        dtype: str = "float16",
+        dtype: str | None = None,
         log: Log | None = None,
+        tell: Callable[[Finding], object] | None = None,
     ) -> None:
         every = count("every", every)
         forensics = count("forensics", forensics, least=0)
@@ -162,20 +167,23 @@ class Monitor:
         if on_stuck not in get_args(OnStuck):
             choices = ", ".join(map(repr, get_args(OnStuck)))
             raise ValueError(f"on_stuck must be one of {choices}, got {on_stuck!r}")
-        self._dtype = format_named(dtype).name
-        self._scaler = scaler
-        self._framework = _framework_of(scaler)
-        is_eager = hasattr(scaler, "add_observer")
+        has_scaler = scaler is not None
+        self._dtype = format_named(dtype or ("float16" if has_scaler else "float32")).name
+        self._framework = _framework_of(scaler) if has_scaler else "torch"
+        is_eager = not has_scaler or hasattr(scaler, "add_observer")
         _check(scaler, model, is_eager)
         model = one_model(model)
+        self._scaler = scaler if has_scaler else PlainLoop(model, optimizers)
+        scaler = self._scaler
         rank, self._world_size = _rank_and_world_size()
         is_enabled = not is_eager or scaler.observed.is_enabled
         if log is not None and not callable(log):
             raise TypeError(f"log must be a function or None, got {log!r}")
         file: RunFile | None = None
         try:
+            start: Start | None = None
             if path is not None and is_enabled:
-                policy = _describe(policy_of(scaler))
+                policy = _describe(policy_of(scaler)) if has_scaler else {}
                 time = strftime("%Y-%m-%dT%H:%M:%SZ", gmtime())
                 ranks = rank, self._world_size
                 what = self._framework, self._dtype, every, 0, policy, time
@@ -184,13 +192,16 @@ class Monitor:
                 file = RunFile(Path(os.fspath(path).replace("{rank}", str(rank))), start)
             writers: list[RunFile | ScalarLog] = [] if file is None else [file]
             if log is not None and is_enabled:
-                writers.append(ScalarLog(log))
+                writers.append(ScalarLog(log, has_scaler))
             step = 0 if file is None else file.step
             self._before = None if file is None else file.before
-            self._log = StepLog(writers, step, on_stuck, stuck_after, self._judge)
+            self._log = StepLog(writers, step, on_stuck, stuck_after, self._judge, tell)
             source: type[EagerObserver | Recorder] = EagerObserver if is_eager else Recorder
+            source = source if has_scaler else LoopObserver
             settings = every, forensics, self._dtype, self._world_size
-            self._source = source(scaler, model, self._log, *settings)
+            self._source = source(scaler, self._framework, model, self._log, *settings)
+            if isinstance(self._source, LoopObserver) and dtype is None:
+                self._source.dtype_seen = partial(self._restart, file, start)
             self._disabled = None if is_enabled else DisabledScaler(model, self._log)
             self._is_open = True
             self._process: int | None = os.getpid()
@@ -249,6 +260,15 @@ class Monitor:
         if self._is_open:
             self._source.record(scaler, finite, gradients, loss, parameters, replay)
 
+    @property
+    def bad_step(self) -> int | None:
+        """The first step that was applied although its gradients were Inf or NaN; else None.
+
+        Only a loop without a scaler has such steps. It is set before the step's finding is told.
+        """
+        found = self._log.counts.evidence.bad_step
+        return None if found is None else found.step
+
     def callback(self) -> Any:
         """A callback for ``model.fit`` that records each training step, without its gradients.
 
@@ -297,6 +317,12 @@ class Monitor:
         if self._is_open:
             self._source.close(self._finish)
 
+    def _restart(self, file: RunFile | None, start: Start | None, dtype: str) -> None:
+        """Write the first line again, with the dtype that was seen."""
+        self._dtype = dtype
+        if file is not None and start is not None:
+            file.write(replace(start, dtype=dtype, step=file.step))
+
     def _finish(self) -> None:
         try:
             if self._disabled is not None:
@@ -326,6 +352,7 @@ class Monitor:
         evidence = replace(
             log.evidence,
             dtype=self._dtype,
+            has_scaler=not isinstance(self._source, LoopObserver),
             world_size=self._world_size,
             is_finite_here=bool(log.counts.is_finite_here),
             before=self._before,
@@ -354,7 +381,7 @@ def _close_all() -> None:
 
 
 def _check(scaler: object, model: object, is_eager: bool) -> None:
-    if not is_eager:
+    if not is_eager or (scaler is None and model is None):
         state_of(scaler)
     names = ("named_parameters",) if is_eager else ("trainable_params", "trainable_variables")
     if isinstance(model, (list, tuple, Mapping)):

@@ -1,0 +1,71 @@
+"""A check of gradients for Inf and NaN, in one reading of them that waits for no device."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gradscaler.diagnose._gradients.arrays import local
+from gradscaler.diagnose._gradients.reading import Tensor, inspect
+from gradscaler.diagnose._monitor.host_copy import HostCopy
+from gradscaler.outcome import NonfiniteGradient
+
+
+class GradientCheck:
+    """The norms of the gradients of PyTorch parameters, given by their names.
+
+    The norm of a gradient is Inf or NaN if the gradient holds one. On a CPU the 2-norm is fastest.
+    It is also Inf if the squares overflow, so :meth:`nonfinite` looks at such a gradient itself. On
+    a device the largest magnitude costs the same, and needs no second look.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._names: list[list[str]] = []
+        self._norms: list[HostCopy] = []
+        of_device: dict[Any, dict[str, Tensor]] = {}
+        for name, parameter in parameters.items():
+            gradient = parameter.grad
+            if gradient is not None and gradient.numel():
+                of_device.setdefault(gradient.device, {})[name] = _elements_of(gradient)
+        for device, gradients in of_device.items():
+            self._names.append(list(gradients))
+            self._norms.append(HostCopy(_norms_of(list(gradients.values()), device.type == "cpu")))
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether no gradient is on a device."""
+        return all(norms.is_on_host for norms in self._norms)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the norms are on the host."""
+        return all(norms.has_arrived for norms in self._norms)
+
+    def suspects(self) -> dict[str, float]:
+        """The norms that are Inf or NaN, by the parameter's name; waits until all have arrived."""
+        return {name: norm for name, norm in self._all() if not math.isfinite(norm)}
+
+    def _all(self) -> Iterator[tuple[str, float]]:
+        for names, norms in zip(self._names, self._norms, strict=True):
+            found = norms.values()
+            if not bool(found.isfinite().all()):
+                yield from zip(names, found.tolist(), strict=True)
+
+
+def nonfinite(parameters: Mapping[str, Tensor]) -> tuple[NonfiniteGradient, ...]:
+    """The gradients of parameters that hold an Inf or a NaN; waits for their device."""
+    return inspect({name: p.grad for name, p in parameters.items() if p.grad is not None})
+
+
+def _norms_of(gradients: list[Tensor], is_on_host: bool) -> Tensor:
+    torch: Any = sys.modules["torch"]
+    with torch.no_grad():
+        return torch.stack(torch._foreach_norm(gradients, 2.0 if is_on_host else math.inf))
+
+
+def _elements_of(gradient: Tensor) -> Tensor:
+    """The elements of a gradient that this process holds; of a sparse one, its values."""
+    own = local(gradient).detach()
+    return own.coalesce().values() if own.is_sparse else own
