@@ -173,4 +173,4 @@ if __name__ == "__main__":
     for name, train in chosen.items():
         torch.manual_seed(0)
         random.seed(0)
-        print(name, digest(train()), flush=True)
+        print(f"{name}: {digest(train())}\n", end="", flush=True)  # two ranks may print at once
