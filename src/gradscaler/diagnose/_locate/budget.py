@@ -14,10 +14,11 @@ class Budget:
 
     Args:
         credit: seconds that may be used beyond that share.
+        share: the share.
     """
 
-    def __init__(self, credit: float = 0.0) -> None:
-        self._credit = credit
+    def __init__(self, credit: float = 0.0, share: float = SHARE) -> None:
+        self._credit, self._share = credit, share
         self._first: tuple[int, float] | None = None  # the first step, and when it ended
         self._began: float | None = None  # the start of the running watch
         self._may_take = 0.0  # seconds for the running watch
@@ -39,7 +40,7 @@ class Budget:
             return self._credit or None
         first, began = self._first
         total = clock() - began
-        left = SHARE * total + self._credit - self._spent
+        left = self._share * total + self._credit - self._spent
         expected = factor * total / max(step - first, 1)
         if factor != LOOKED_AT:
             expected = max(expected, self._longest)

@@ -7,6 +7,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from gradscaler.diagnose._gradients.reading import Tensor, inspect
+from gradscaler.diagnose._graph.watch import GraphWatch
 from gradscaler.diagnose._monitor.gradient_check import GradientCheck, nonfinite
 from gradscaler.diagnose._monitor.host_copy import HostCopy
 from gradscaler.diagnose._monitor.iterations import Iteration
@@ -39,6 +40,7 @@ class LoopObserver(EagerObserver):
     """
 
     dtype_seen: Callable[[str], None] | None = None
+    _graphs: GraphWatch
 
     def __post_init__(self) -> None:
         """Note the loop's present state."""
@@ -53,6 +55,8 @@ class LoopObserver(EagerObserver):
         super().scaled(outputs)
         losses = self._iterations.latest.losses
         losses[:] = [each if isinstance(each, HostCopy) else HostCopy(each) for each in losses]
+        if outputs.device.type == "cpu":
+            self._graphs.retain(outputs)
 
     @closes_if_asked
     def backward_ended(self) -> None:
@@ -73,11 +77,14 @@ class LoopObserver(EagerObserver):
         elif suspects := check.suspects():
             found = nonfinite({name: self._trained[name] for name in suspects})
             if found and self._failure is None:
-                self._failure = Failure(found, self._located(iteration))
+                self._failure = Failure(found, self._located({each.name for each in found}))
+        self._graphs.release()
 
-    def _located(self, iteration: Iteration) -> Located | None:
-        """Where the first Inf or NaN of this iteration began."""
-        return None if self._graphs is None else self._graphs.located
+    def _located(self, names: set[str]) -> Located | None:
+        """Where the first Inf or NaN began, of a backward pass with these bad gradients."""
+        bad = {id(self._trained[name]) for name in names}
+        good = {id(p) for p in self._trained.values() if p.grad is not None} - bad
+        return self._graphs.located or self._graphs.of_backward(bad, good)
 
     @closes_if_asked
     def stepping(self, optimizer: object, scale: object, /) -> None:

@@ -191,7 +191,10 @@ class StepLog:
             return
         self.counts = self.counts._replace(evidence=before.evidence.after(line))
         self._write(line)
-        self._tell(self._look(is_last=False))
+        findings = self._judge(self).findings[:1]
+        self._filter.note(findings[0])
+        if self._on_stuck != "continue":
+            self._tell(findings)
 
     def add_sample(self, loss: float | None = None, **measured: object) -> None:
         """Write a sample: the steps since the last one, and the measurements of the last step."""
