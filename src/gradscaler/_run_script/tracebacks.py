@@ -8,9 +8,7 @@ from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any
 
-import gradscaler
-
-_OWN = str(Path(gradscaler.__file__).parent)
+_OWN = str(Path(__file__).parents[1])
 
 
 def show_from(code: CodeType | None) -> None:
