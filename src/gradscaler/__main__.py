@@ -63,6 +63,10 @@ _EXAMPLES = {
     "simulate": " run.jsonl --policy torch --policy 'AmaxScale(margin=10)'",
     "doctor": "",
 }
+_LOGS = (
+    "explain takes the run files of the ranks of one run, or a single log of another tool: explain "
+    "each log by itself"
+)
 _RUNS = "the file to read, or one file of each rank"
 _OUTPUT = "a page (.html) or a picture (.png) to write"
 
@@ -295,7 +299,9 @@ def _content_of(sources: Sequence[Path]) -> Content:
     from gradscaler.diagnose import _logs, read_run
     from gradscaler.diagnose.report._content import content_of
 
-    if len(sources) > 1 or not _logs.may_be_log(sources[0]):
+    if len(sources) > 1 and any(map(_logs.may_be_log, sources)):
+        raise ValueError(_LOGS)
+    if not _logs.may_be_log(sources[0]):
         return content_of(read_run(*sources))
     log = _logs.read_log(sources[0])
     if log is not None:

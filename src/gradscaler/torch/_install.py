@@ -107,7 +107,9 @@ _OF_TORCH = _Replacement(
 
 def replace_sharded() -> None:
     """Let :func:`install` replace FSDP's ``ShardedGradScaler``, too, which takes long to import."""
-    from gradscaler.torch.sharded import ShardedGradScaler, sharded_grad_scaler
+    from torch.distributed.fsdp import sharded_grad_scaler
+
+    from gradscaler.torch.sharded import ShardedGradScaler
 
     _OF_TORCH.ours[sharded_grad_scaler.ShardedGradScaler] = ShardedGradScaler
 

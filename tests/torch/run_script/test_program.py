@@ -122,3 +122,21 @@ def test_a_signal_ends_a_program_as_under_python(started, number):
         ends.append(ended(process))
     assert ends[0] == ends[1]
     assert ends[0][0] == -number
+
+
+SCALERS = """
+    import sys
+    before = {"numpy", "torch", "gradscaler.torch"} & set(sys.modules)
+    import torch
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+    made = torch.amp.GradScaler("cpu"), torch.cuda.amp.GradScaler(), ShardedGradScaler("cpu")
+    print(before, *(type(each).__module__ for each in made))
+"""
+
+
+def test_scalers_become_ours_once_the_script_imports_pytorch(started, tmp_path):
+    code, out, error = ended(started(["script.py"], SCALERS))
+    ours = "gradscaler.torch.scaler gradscaler.torch._install gradscaler.torch.sharded"
+    assert (code, out) == (0, f"set() {ours}\n")
+    assert "this process made no backward pass for an optimizer" in error
+    assert not (tmp_path / "gradscaler-runs").exists()
