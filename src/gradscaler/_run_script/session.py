@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 from torch.optim import Optimizer
 
+from gradscaler._run_script import fastai
 from gradscaler._run_script.after_import import after_import
 from gradscaler._run_script.calls import after_init, before_next_backward
 from gradscaler._run_script.files import RunFiles
@@ -50,6 +51,7 @@ class Session:
         install()
         after_import("torch.distributed.fsdp.sharded_grad_scaler", replace_sharded)
         after_init(Optimizer, self._see_optimizer)
+        after_import("fastai.optimizer", self._see_fastai)
         after_init(GradScaler, self._see_scaler)
         before_termination(self.end)
         self._end_first()
@@ -71,6 +73,9 @@ class Session:
             self._lines.start()
             before_next_backward(self._begin_loop)
         self._new.add(optimizer)
+
+    def _see_fastai(self) -> None:
+        after_init(fastai.own_optimizer(), self._see_optimizer)
 
     def _see_scaler(self, scaler: GradScaler) -> None:
         if not self._is_off:
@@ -111,7 +116,7 @@ class Session:
             self._end_runs()
             if not self._num_runs:
                 self._num_runs = _MOST_RUNS
-                say("this process made no backward pass for an optimizer, so there is no verdict")
+                say("this process took no step of an optimizer, so there is no verdict")
 
     def _end_runs(self) -> None:
         runs, self._runs = self._runs, {}

@@ -9,7 +9,10 @@ import textwrap
 from contextlib import suppress
 from pathlib import Path
 
-_WIDTH = 100  # characters, as in the documents
+# As wide as the documents. A word may be a path, which stays whole.
+_PARAGRAPH = textwrap.TextWrapper(
+    100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+)
 
 
 def say(text: str, *lines: str) -> None:
@@ -18,9 +21,7 @@ def say(text: str, *lines: str) -> None:
     It is never a warning, which may be an error, and nothing happens if stderr is closed.
     """
     rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
-    wrapped = textwrap.fill(
-        f"gradscaler{rank}: {text}", _WIDTH, subsequent_indent="  ", break_long_words=False
-    )
+    wrapped = _PARAGRAPH.fill(f"gradscaler{rank}: {text}")
     with suppress(OSError, ValueError, AttributeError):
         print(wrapped, *lines, sep="\n  ", file=sys.stderr, flush=True)
 

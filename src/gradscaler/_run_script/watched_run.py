@@ -44,6 +44,7 @@ class WatchedRun:
         history, verdict = self._monitor.history, self._monitor.verdict
         if not history and verdict.kind == "normal":
             self._path.unlink(missing_ok=True)
+            say("no optimizer of PyTorch took a step after a backward pass, so there is no verdict")
         elif verdict.kind != "normal" or not is_quiet_rank():
             steps = history[-1].step if history else 0
             file = shown(self._path)
