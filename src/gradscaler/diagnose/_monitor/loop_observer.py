@@ -21,8 +21,9 @@ _RANGES = "float16", "bfloat16", "float32"  # the narrowest first
 
 
 class Failure(NamedTuple):
-    """Gradients that were not finite after a backward pass, and where the first began."""
+    """Gradients that were not finite after a backward pass, its loss, and where it began."""
 
+    loss: float | None
     nonfinite: tuple[NonfiniteGradient, ...]
     located: Located | None
 
@@ -77,7 +78,8 @@ class LoopObserver(EagerObserver):
         elif suspects := check.suspects():
             found = nonfinite({name: self._trained[name] for name in suspects})
             if found and self._failure is None:
-                self._failure = Failure(found, self._located({each.name for each in found}))
+                loss = iteration.losses[-1].item() if iteration.losses else None
+                self._failure = Failure(loss, found, self._located({each.name for each in found}))
         self._graphs.release()
 
     def _located(self, names: set[str]) -> Located | None:
@@ -115,7 +117,7 @@ class LoopObserver(EagerObserver):
         """Write a bad step, before its iteration ends and the next forward pass begins."""
         found = failure.nonfinite
         listed, more = found[:MOST_NONFINITE], len(found[MOST_NONFINITE:])
-        line = BadStep(iteration.number, iteration.loss(), listed, more, failure.located)
+        line = BadStep(iteration.number, failure.loss, listed, more, failure.located)
         self.log.add_bad(line)
 
     def _end(self) -> None:
