@@ -215,7 +215,8 @@ def _origins(run: Run) -> Table:
     groups: dict[object, list[Watched | BadStep]] = {}
     # After the first bad step, the parameters themselves are bad.
     last = min((bad.step for bad in run.bad_steps), default=run.num_steps)
-    for watched in (*run.bad_steps, *(each for each in run.watched if each.step <= last)):
+    seen: list[Watched | BadStep] = [each for each in run.watched if each.step <= last]
+    for watched in (*run.bad_steps, *seen):
         if (found := watched.located) is not None:
             place = (found.operation, found.line) if found.operation else found.module
             groups.setdefault(place, []).append(watched)

@@ -140,7 +140,7 @@ class Trace:
         than 2**12 times that largest gradient.
 
         Raises:
-            ValueError: the run has no loss scale or no histograms, is not in float16, or is too long.
+            ValueError: the run has no loss scale or histograms, is not in float16, or is too long.
         """
         if not run.has_scaler:
             raise ValueError("the run has no loss scale, so there is no policy to replay")
