@@ -28,11 +28,16 @@ class RetainedGraph:
 
     A backward pass frees what the nodes keep. Only references are held, so nothing is computed or
     copied. The nodes themselves can be read after the pass, too.
+
+    Args:
+        nodes: the nodes, in the order of the forward pass.
+        may_hold: False if the backward pass is over.
     """
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
+    def __init__(self, nodes: Sequence[Node], may_hold: bool = True) -> None:
         self.nodes = nodes
-        self._kept = {node: kept(node) for node in nodes if _is_held(node.name())}
+        held = [node for node in nodes if may_hold and _is_held(node.name())]
+        self._kept = {node: kept(node) for node in held}
 
     def located(
         self, reader: GraphReader, bad: Collection[int], good: Collection[int]

@@ -85,15 +85,20 @@ class GraphWatch:
         """Hold nothing more."""
         self._retained = None
 
-    def of_backward(self, bad: Collection[int], good: Collection[int]) -> Located | None:
+    def of_backward(
+        self, bad: Collection[int], good: Collection[int], root: Node = None
+    ) -> Located | None:
         """Where the first bad gradient of a backward pass that is over began; None if unknown.
 
         Args:
             bad: the ids of the parameters whose gradient is not finite.
             good: those of the parameters whose gradient is.
+            root: the node of the loss, if no graph was retained.
         """
         held = self._retained
         with suppress(Exception):
+            if root is not None:
+                held = RetainedGraph(in_order(root), may_hold=False)
             if held is not None:
                 reader = GraphReader(held.nodes, self._lines, self._model)
                 return held.located(reader, bad, good)

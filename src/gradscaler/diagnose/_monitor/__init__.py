@@ -168,6 +168,8 @@ class Monitor:
             choices = ", ".join(map(repr, get_args(OnStuck)))
             raise ValueError(f"on_stuck must be one of {choices}, got {on_stuck!r}")
         has_scaler = scaler is not None
+        if has_scaler and optimizers is not None:
+            raise TypeError("optimizers must be None, as the scaler announces what it steps")
         self._dtype = format_named(dtype or ("float16" if has_scaler else "float32")).name
         self._framework = _framework_of(scaler) if has_scaler else "torch"
         is_eager = not has_scaler or hasattr(scaler, "add_observer")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from gradscaler.diagnose._gradients.arrays import local
+from gradscaler.diagnose._gradients.arrays import dtype_name, local, shape_of
 from gradscaler.diagnose._gradients.reading import Tensor, inspect
+from gradscaler.diagnose._locate.call_site import Node
 from gradscaler.diagnose._monitor.host_copy import HostCopy
 from gradscaler.outcome import NonfiniteGradient
 
@@ -47,11 +48,35 @@ class GradientCheck:
         """The norms that are Inf or NaN, by the parameter's name; waits until all have arrived."""
         return {name: norm for name, norm in self._all() if not math.isfinite(norm)}
 
+    def nonfinite(self, parameters: Mapping[str, Tensor]) -> tuple[NonfiniteGradient, ...]:
+        """The gradients that held an Inf or a NaN, which are gone: each count is 1 or 0."""
+        return tuple(
+            NonfiniteGradient(
+                *(name, shape_of(parameters[name]), dtype_name(parameters[name])),
+                *(int(math.isinf(norm)), int(math.isnan(norm)), math.nan),
+            )
+            for name, norm in self.suspects().items()
+        )
+
     def _all(self) -> Iterator[tuple[str, float]]:
         for names, norms in zip(self._names, self._norms, strict=True):
             found = norms.values()
             if not bool(found.isfinite().all()):
                 yield from zip(names, found.tolist(), strict=True)
+
+
+class LateCheck(NamedTuple):
+    """A check of gradients on a device, which is read once it has arrived.
+
+    Attributes:
+        check: the check.
+        loss: the loss of the backward pass; None if it was not seen.
+        root: the node of that loss, whose graph shows the operations; None if it was not seen.
+    """
+
+    check: GradientCheck
+    loss: HostCopy | None
+    root: Node
 
 
 def nonfinite(parameters: Mapping[str, Tensor]) -> tuple[NonfiniteGradient, ...]:

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from gradscaler.diagnose._gradients.reading import Tensor
-from gradscaler.diagnose._monitor.gradient_check import GradientCheck
+from gradscaler.diagnose._monitor.gradient_check import LateCheck
 from gradscaler.diagnose._monitor.gradient_sample import GradientSample, fields_of, is_sampled
 from gradscaler.diagnose._monitor.scaled_losses import ScaledLosses
 from gradscaler.diagnose._monitor.step_log import Observations, StepLog
@@ -39,7 +39,7 @@ class Iteration:
     seen: Optimizers | None = None  # if sampled
     unscaled: list[str] = field(default_factory=list)  # see Optimizers
     added_to: list[Tensor] = field(default_factory=list)  # magnitudes from UsedGradients
-    checks: list[GradientCheck] = field(default_factory=list)  # without a scaler, on a device
+    checks: list[LateCheck] = field(default_factory=list)  # without a scaler, on a device
 
     def place_of(self, optimizer: object) -> int:
         """The number of other optimizers that have stepped so far."""

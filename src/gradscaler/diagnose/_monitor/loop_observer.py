@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import takewhile
 from typing import NamedTuple
 
 from gradscaler.diagnose._gradients.reading import Tensor, inspect
 from gradscaler.diagnose._graph.watch import GraphWatch
-from gradscaler.diagnose._monitor.gradient_check import GradientCheck, nonfinite
+from gradscaler.diagnose._locate.call_site import Node
+from gradscaler.diagnose._monitor.gradient_check import GradientCheck, LateCheck, nonfinite
 from gradscaler.diagnose._monitor.host_copy import HostCopy
 from gradscaler.diagnose._monitor.iterations import Iteration
 from gradscaler.diagnose._monitor.observer import EagerObserver, closes_if_asked
@@ -21,8 +22,9 @@ _RANGES = "float16", "bfloat16", "float32"  # the narrowest first
 
 
 class Failure(NamedTuple):
-    """Gradients that were not finite after a backward pass, and where the first began."""
+    """Gradients that were not finite after a backward pass, its loss, and where it began."""
 
+    loss: float | None
     nonfinite: tuple[NonfiniteGradient, ...]
     located: Located | None
 
@@ -47,6 +49,7 @@ class LoopObserver(EagerObserver):
         super().__post_init__()
         self._trained: dict[str, Tensor] = {}
         self._failure: Failure | None = None  # in this iteration
+        self._root: Node = None  # of the latest loss on a device
         self._is_checked = False  # whether gradients were checked since the step before
 
     @closes_if_asked
@@ -57,6 +60,8 @@ class LoopObserver(EagerObserver):
         losses[:] = [each if isinstance(each, HostCopy) else HostCopy(each) for each in losses]
         if outputs.device.type == "cpu":
             self._graphs.retain(outputs)
+        else:
+            self._root = outputs.grad_fn
 
     @closes_if_asked
     def backward_ended(self) -> None:
@@ -72,19 +77,27 @@ class LoopObserver(EagerObserver):
         if iteration.is_sampled or not self._trained:
             self._trained = dict(self.model.named_parameters())
         check, self._is_checked = GradientCheck(self._trained), True
+        loss = iteration.losses[-1] if iteration.losses else None
         if not check.is_on_host:
-            iteration.checks.append(check)
+            iteration.checks.append(LateCheck(check, loss, self._root))
         elif suspects := check.suspects():
             found = nonfinite({name: self._trained[name] for name in suspects})
             if found and self._failure is None:
-                self._failure = Failure(found, self._located({each.name for each in found}))
+                self._failure = self._failed(loss, found)
         self._graphs.release()
+        self._root = None
 
-    def _located(self, names: set[str]) -> Located | None:
+    def _failed(
+        self, loss: HostCopy | None, found: tuple[NonfiniteGradient, ...], root: Node = None
+    ) -> Failure:
+        located = self._located({each.name for each in found}, root)
+        return Failure(None if loss is None else loss.item(), found, located)
+
+    def _located(self, names: set[str], root: Node) -> Located | None:
         """Where the first Inf or NaN began, of a backward pass with these bad gradients."""
         bad = {id(self._trained[name]) for name in names}
         good = {id(p) for p in self._trained.values() if p.grad is not None} - bad
-        return self._graphs.located or self._graphs.of_backward(bad, good)
+        return self._graphs.located or self._graphs.of_backward(bad, good, root)
 
     @closes_if_asked
     def stepping(self, optimizer: object, scale: object, /) -> None:
@@ -115,7 +128,7 @@ class LoopObserver(EagerObserver):
         """Write a bad step, before its iteration ends and the next forward pass begins."""
         found = failure.nonfinite
         listed, more = found[:MOST_NONFINITE], len(found[MOST_NONFINITE:])
-        line = BadStep(iteration.number, iteration.loss(), listed, more, failure.located)
+        line = BadStep(iteration.number, failure.loss, listed, more, failure.located)
         self.log.add_bad(line)
 
     def _end(self) -> None:
@@ -131,10 +144,26 @@ class LoopObserver(EagerObserver):
 
     def _read_if_due(self, is_due: bool) -> None:
         """Add the iterations whose values have arrived, and wait for the others only if must be."""
-        if self._must_read:
-            self.read()
-        else:
-            self._add_to(self.log, list(takewhile(_has_arrived, self.waiting)))
+        self._read(self.waiting if self._must_read else takewhile(_has_arrived, self.waiting))
+
+    def _read(self, iterations: Iterable[Iteration]) -> None:
+        for iteration in iterations:
+            self._read_checks(iteration)
+            self._add_to(self.log, [iteration])
+
+    def _read_checks(self, iteration: Iteration) -> None:
+        """Report an iteration on a device, if its gradients and now its weights are not finite."""
+        late, iteration.checks = iteration.checks, []
+        bad = next((each for each in late if each.check.suspects()), None)
+        if bad is not None and inspect(self._trained):
+            failure = self._failed(bad.loss, bad.check.nonfinite(self._trained), bad.root)
+            for outcome in iteration.outcomes.values():
+                outcome.nonfinite = failure.nonfinite
+            self._report(iteration, failure)
+
+    def read(self) -> None:
+        """Add the waiting iterations to the log; waits for the device."""
+        self._read(self.waiting)
 
     def snapshot(self) -> StepLog:
         """A copy of the log with all steps so far; any thread may call this."""
@@ -148,4 +177,5 @@ class LoopObserver(EagerObserver):
 
 
 def _has_arrived(iteration: Iteration) -> bool:
-    return all(each.has_arrived for each in (*iteration.losses, *iteration.checks))
+    checks = (late.check for late in iteration.checks)
+    return all(each.has_arrived for each in (*iteration.losses, *checks))

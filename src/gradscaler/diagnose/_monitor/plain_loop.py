@@ -29,9 +29,9 @@ class BackwardObserver(Observer, Protocol):
 class PlainLoop:
     """Announces the losses and the steps of a loop to an observer, as a scaler with a scale of 1.
 
-    An iteration is a run of backward passes and the steps that follow them. It ends when all
-    optimizers that have stepped so far have stepped in it, or at the next backward pass. Steps come
-    from PyTorch's hooks of optimizers, and losses from ``backward``.
+    An iteration is a run of backward passes and the steps that follow them. It ends at the next
+    backward pass or, after the first iteration, when all optimizers that have stepped so far have
+    stepped in it. Steps come from PyTorch's hooks of optimizers, and losses from ``backward``.
 
     Args:
         model: the model. An optimizer is watched if it holds one of the model's parameters.
@@ -55,6 +55,7 @@ class PlainLoop:
         self._stepping: list[int] = []  # ids of optimizers whose step is running, the inner last
         self._known = weakref.WeakSet[Optimizer]()  # optimizers that have stepped
         self._stepped: set[int] = set()  # ids of those in this iteration
+        self._has_known_all = False  # whether an iteration has ended
 
     @property
     def observed(self) -> PlainLoop:
@@ -98,6 +99,7 @@ class PlainLoop:
             return
         if self._stepped and not self._stepping:
             self._end()
+            self._has_known_all = True
         for loss in losses:
             self._observer.scaled(loss)
 
@@ -127,7 +129,8 @@ class PlainLoop:
         if outcome.known_reason != "no_gradients":
             self._known.add(optimizer)
             self._stepped.add(id(optimizer))
-        if self._stepped and {id(each) for each in self._known} <= self._stepped:
+        is_over = self._has_known_all and bool(self._stepped)
+        if is_over and {id(each) for each in self._known} <= self._stepped:
             self._end()
 
     def _end(self) -> None:
