@@ -32,8 +32,3 @@ class RunFiles:
             if not path.exists():
                 return path
         raise AssertionError("unreachable")
-
-    @property
-    def of_all_ranks(self) -> str:
-        """A pattern of the files of all ranks of this launch."""
-        return f"{self._start}*.jsonl"

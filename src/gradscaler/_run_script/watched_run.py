@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,9 @@ class WatchedRun:
         elif verdict.kind != "normal" or not is_quiet_rank():
             steps = history[-1].step if history else 0
             file = shown(self._path)
+            ranks = re.sub(r"\.rank\d+\.jsonl", ".rank*.jsonl", file)
             say(
                 f"after {steps:,} step{'s' * (steps != 1)}: {verdict.text}",
                 f"file:   {file}",
-                f"report: python -m gradscaler report {file} -o report.html",
+                f"report: python -m gradscaler report {ranks} -o report.html",
             )

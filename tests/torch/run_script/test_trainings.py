@@ -16,7 +16,7 @@ TORCHRUN = "-m", "torch.distributed.run", "--nproc-per-node", "2"
 
 
 def printed(*commands, cwd, variables=({}, {})):
-    """The lines that two commands print, which run at the same time."""
+    """The lines that commands print, which run at the same time, and what is on their stderr."""
     started = [
         subprocess.Popen(
             [sys.executable, *command],
@@ -30,14 +30,14 @@ def printed(*commands, cwd, variables=({}, {})):
     ]
     ended = [process.communicate(timeout=200) for process in started]
     assert [process.returncode for process in started] == [0] * len(started), ended
-    return [out.splitlines() for out, _ in ended]
+    return [(out.splitlines(), error) for out, error in ended]
 
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory):
     """The digests of all trainings with and without, and their files in order."""
     folder = tmp_path_factory.mktemp("trainings")
-    ours, theirs = printed(("-W", "error", *RUN, SCRIPT), (SCRIPT,), cwd=folder)
+    (ours, _), (theirs, _) = printed(("-W", "error", *RUN, SCRIPT), (SCRIPT,), cwd=folder)
     files = sorted((folder / "gradscaler-runs").iterdir(), key=lambda file: file.stat().st_ctime)
     return ours, theirs, files
 
@@ -74,8 +74,8 @@ def test_each_rank_of_torchrun_has_a_file(tmp_path):
     ranks = [{**port, "RANK": rank} for rank in "01"]
     theirs = printed(*2 * [(SCRIPT, "processes")], cwd=tmp_path, variables=ranks)
     command = *TORCHRUN, "--master-port", "29672", *RUN, SCRIPT, "processes"
-    (ours,) = printed(command, cwd=tmp_path, variables=[{}])
-    assert sorted(ours) == sorted(theirs[0] + theirs[1])
+    ((ours, said),) = printed(command, cwd=tmp_path, variables=[{}])
+    assert sorted(ours) == sorted(line for lines, _ in theirs for line in lines)
     assert ours[0] != ours[1]
     files = sorted((tmp_path / "gradscaler-runs").iterdir())
     first, second = (file.name.rpartition(".rank") for file in files)
@@ -84,3 +84,5 @@ def test_each_rank_of_torchrun_has_a_file(tmp_path):
     starts = [json.loads(file.read_text().splitlines()[0]) for file in files]
     assert [start["rank"] for start in starts] == [0, 1]
     assert [read_run(file).num_steps for file in files] == [4, 4]
+    assert said.count("(rank 0): after 4 steps: ") == said.count("after 4 steps: ") == 1
+    assert f"/{files[0].name.replace('rank0', 'rank*')} -o report.html" in said
