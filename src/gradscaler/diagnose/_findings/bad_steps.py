@@ -7,7 +7,12 @@ from dataclasses import replace
 from gradscaler.diagnose._findings.advice import at_any_scale, at_line, of_backward
 from gradscaler.diagnose._findings.evidence import Evidence
 from gradscaler.diagnose._findings.losses import diverged
-from gradscaler.diagnose._findings.skips_in_a_row import bad_parameter, of_forward_pass, of_loss
+from gradscaler.diagnose._findings.skips_in_a_row import (
+    EXPLAIN_ALL,
+    bad_parameter,
+    of_forward_pass,
+    of_loss,
+)
 from gradscaler.diagnose._record.finding import Finding
 from gradscaler.diagnose._record.lines import BadStep, Skip
 
@@ -50,6 +55,12 @@ def _of_gradients(evidence: Evidence, bad: BadStep) -> Finding:
     what = "NaN" if first.num_nan else "Inf"
     at = at_line(found, ", by the gradient of")
     loss = ", though the loss is finite" if bad.loss is not None else ""
+    if evidence.world_size > 1 and (found is None or found.is_likely):
+        cause = (
+            f"The gradient of {first.name} is {what}{loss} on this rank, and step {bad.step} was "
+            "applied with it: it may come from another rank."
+        )
+        return Finding("elsewhere", cause, EXPLAIN_ALL, first.name)
     action = of_backward(found)
     if not first.num_nan and not at:
         action = _IN_FLOAT16 if evidence.is_in_float16 else _OVERFLOW

@@ -38,11 +38,17 @@ _open_monitors: WeakSet[Monitor] = WeakSet()
 
 
 class Monitor:
-    """Watches a scaler: records its steps, inspects skips, and says what is wrong.
+    """Watches a scaler, or a loop without one: records its steps, and says what is wrong.
 
     The scalers of PyTorch, TensorPlay and Paddle announce their steps, so the training loop stays
     as it is. For JAX, Keras, tf-keras and MindSpore, call :meth:`record` after each step, or pass
     the :meth:`callback` to ``model.fit``.
+
+    A loop of PyTorch without a scaler, as in bfloat16 or float32, is watched if only its model is
+    given. A step is then a run of backward passes and the steps of optimizers that follow them. The
+    monitor sees each loss at ``backward()``, and checks the gradients right after it. A step that
+    is applied although they hold an Inf or a NaN is told at once, and is a line of the run file. On
+    a device nothing waits for that: the check is read when it has arrived on the host.
 
     The monitor samples one step in every ``every`` steps, and some early ones. A sample holds the
     norm of the unscaled gradients, their exponents, the shares of ``gradients * scale`` that are
@@ -98,9 +104,11 @@ class Monitor:
     Args:
         scaler: a scaler from gradscaler. For JAX, the scaler before the first step, or an optax
             state that holds one. For MindSpore, a manager, a functional scaler or a train step.
+            None for a loop of PyTorch without a scaler.
         model: the source of the parameters' names; several models in a list, or in a dict by the
             names to give them, such as ``{"generator": generator, "critic": critic}``. In PyTorch,
-            TensorPlay and Paddle, its activations are inspected in watched steps.
+            TensorPlay and Paddle, its activations are inspected in watched steps. Without a scaler,
+            it is needed.
         every: the mean number of steps from one sample to the next. The sampled step of each
             ``every`` steps varies by a fixed rule, so that batches in a periodic order are all
             seen. If ``every`` is more than 50, steps 2, 5, 10, 20 and 50 are sampled too, so that a
@@ -111,6 +119,8 @@ class Monitor:
             a run, the monitor continues it, says so in the log "gradscaler", and bases the verdict
             on the new steps. ``{rank}`` in the path becomes the process' rank, from
             torch.distributed, else from the environment variable ``RANK``, else 0.
+        optimizers: without a scaler, the optimizers to watch; by default, all of ``torch.optim``
+            that hold a parameter of the model.
         forensics: inspect every n-th skipped step; 0 disables.
         on_stuck: ``"warn"`` warns once in a streak of skips. ``"raise"`` raises before the scale
             moves, and the next ``update()`` continues. ``"continue"`` only writes the verdict, and
@@ -119,13 +129,16 @@ class Monitor:
         stuck_after: the number of consecutive skips of one optimizer that calls for a verdict. With
             1, there is no step in which activations can be inspected.
         dtype: the format that gradients are computed in: ``"float16"``, ``"bfloat16"``,
-            ``"float8_e4m3"`` or ``"float8_e5m2"``.
+            ``"float32"``, ``"float8_e4m3"`` or ``"float8_e5m2"``. By default, it is float16 with a
+            scaler, and else the narrowest that the first backward passes compute in.
         log: a function that gets numbers as they are sampled, as ``log(scalars, step=step)``, such
             as ``wandb.log`` or ``mlflow.log_metrics``. ``scalars`` is a dict of floats: of a sample
             ``gradscaler/loss_scale``, ``skipped_steps`` (since the last sample), ``loss``,
             ``gradient_norm``, and the shares ``zero``, ``flushed``, ``subnormal``, ``normal``,
             ``overflow`` and ``nonfinite``; of a verdict 1.0 for the kind of each finding, such as
             ``gradscaler/findings/floor``. If it raises, it is called no more.
+        tell: a function that gets each :class:`~gradscaler.diagnose.Finding` in place of a warning.
+            What it raises ends the training there, as an error from a scaler's call does.
 
     Raises:
         TypeError, ValueError: an argument is invalid, ``path`` is not a run file, or another
@@ -144,6 +157,14 @@ class Monitor:
     >>> (step,) = monitor.history
     >>> step.scale, step.skipped, step.nonfinite[0].name, step.nonfinite[0].num_inf
     (65536.0, True, 'weight', 2)
+
+    >>> with Monitor(model=model, tell=lambda finding: print(finding.kind)) as monitor:
+    ...     optimizer.zero_grad()
+    ...     (model(torch.ones(2)).sum() * torch.inf).backward()
+    ...     optimizer.step()
+    loss
+    >>> monitor.bad_step
+    1
     """
 
     def __init__(  # noqa: PLR0913, PLR0915 # each is an option of its own

@@ -20,19 +20,24 @@ class GradientCheck:
     The norm of a gradient is Inf or NaN if the gradient holds one. On a CPU the 2-norm is fastest.
     It is also Inf if the squares overflow, so :meth:`nonfinite` looks at such a gradient itself. On
     a device the largest magnitude costs the same, and needs no second look.
+
+    Args:
+        parameters: the parameters.
+        order: the order of the norms; None for the fastest that shows an Inf or a NaN.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], order: float | None = None) -> None:
         self._names: list[list[str]] = []
         self._norms: list[HostCopy] = []
         of_device: dict[Any, dict[str, Tensor]] = {}
         for name, parameter in parameters.items():
-            gradient = parameter.grad
-            if gradient is not None and gradient.numel():
-                of_device.setdefault(gradient.device, {})[name] = _elements_of(gradient)
+            if (gradient := parameter.grad) is not None:
+                of_device.setdefault(gradient.device, {})[name] = gradient
         for device, gradients in of_device.items():
             self._names.append(list(gradients))
-            self._norms.append(HostCopy(_norms_of(list(gradients.values()), device.type == "cpu")))
+            fastest = 2.0 if device.type == "cpu" else math.inf
+            norms = _norms_of(list(gradients.values()), fastest if order is None else order)
+            self._norms.append(HostCopy(norms))
 
     @property
     def is_on_host(self) -> bool:
@@ -43,6 +48,10 @@ class GradientCheck:
     def has_arrived(self) -> bool:
         """Whether the norms are on the host."""
         return all(norms.has_arrived for norms in self._norms)
+
+    def norms(self) -> list[float]:
+        """The norms of all gradients; waits until they have arrived."""
+        return [norm for norms in self._norms for norm in norms.values().tolist()]
 
     def suspects(self) -> dict[str, float]:
         """The norms that are Inf or NaN, by the parameter's name; waits until all have arrived."""
@@ -84,13 +93,16 @@ def nonfinite(parameters: Mapping[str, Tensor]) -> tuple[NonfiniteGradient, ...]
     return inspect({name: p.grad for name, p in parameters.items() if p.grad is not None})
 
 
-def _norms_of(gradients: list[Tensor], is_on_host: bool) -> Tensor:
+def _norms_of(gradients: list[Tensor], order: float) -> Tensor:
     torch: Any = sys.modules["torch"]
     with torch.no_grad():
-        return torch.stack(torch._foreach_norm(gradients, 2.0 if is_on_host else math.inf))
+        try:
+            return torch.stack(torch._foreach_norm(gradients, order))
+        except (RuntimeError, TypeError, NotImplementedError):  # one is sparse, split or empty
+            return torch.stack([_norm_of(gradient) for gradient in gradients])
 
 
-def _elements_of(gradient: Tensor) -> Tensor:
-    """The elements of a gradient that this process holds; of a sparse one, its values."""
+def _norm_of(gradient: Tensor) -> Tensor:
+    """The 2-norm of the elements of a gradient that this process holds."""
     own = local(gradient).detach()
-    return own.coalesce().values() if own.is_sparse else own
+    return (own.coalesce().values() if own.is_sparse else own).norm()

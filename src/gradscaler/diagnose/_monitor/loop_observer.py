@@ -13,6 +13,7 @@ from gradscaler.diagnose._monitor.gradient_check import GradientCheck, LateCheck
 from gradscaler.diagnose._monitor.host_copy import HostCopy
 from gradscaler.diagnose._monitor.iterations import Iteration
 from gradscaler.diagnose._monitor.observer import EagerObserver, closes_if_asked
+from gradscaler.diagnose._monitor.parameters import groups_of
 from gradscaler.diagnose._monitor.step_log import MOST_NONFINITE, StepLog
 from gradscaler.diagnose._record.lines import BadStep
 from gradscaler.diagnose._record.located import Located
@@ -108,12 +109,14 @@ class LoopObserver(EagerObserver):
 
     def outcome_of(self, optimizer: object) -> StepOutcome:
         """The outcome of a step that is done."""
-        named = self._named(optimizer)
-        if all(parameter.grad is None for parameter in named.values()):
+        groups = groups_of(optimizer)
+        if all(p.grad is None for group in groups for p in group["params"]):
             return StepOutcome(1.0, False, "no_gradients")
         outcome = StepOutcome(1.0, False, "disabled")  # loss scaling is
-        if self._failure is not None and (nonfinite(named) or inspect(named)):
-            outcome.nonfinite = self._failure.nonfinite
+        if self._failure is not None:
+            named = self._named(optimizer)
+            if nonfinite(named) or inspect(named):
+                outcome.nonfinite = self._failure.nonfinite
         return outcome
 
     @closes_if_asked
