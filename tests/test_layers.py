@@ -59,7 +59,8 @@ TABLE = {
     "diagnose": ROOMS | {"diagnose._locate", "diagnose._monitor"},
     "demo": {"_frameworks", "torch", "diagnose", "diagnose.report"},
     "_doctor": {"_frameworks", "gradscaler"},
-    "_run_script": {"torch", "diagnose", "diagnose._graph"},
+    "_run_script": {"torch", "diagnose"}
+    | {"diagnose._locate", "diagnose._graph", "diagnose._monitor"},
     "__main__": {"_atomic", "_doctor", "_run_script", "gradscaler", "checkpoint", "demo"}
     | {"diagnose", "diagnose.report", "diagnose.simulate", "diagnose._logs"},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 FOLDER = "gradscaler-runs"
@@ -27,8 +28,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=Path, default=FOLDER, metavar="FOLDER", help=output)
     every = "sample the gradients of one step in N, on average (%(default)s)"
     parser.add_argument("--every", type=_positive, default=100, metavar="N", help=every)
-    watch = "watch each operation of this step"
-    parser.add_argument("--watch", type=_positive, metavar="STEP", help=watch)
+    watch = "watch each operation of this step, from 2 on, which takes as long as some steps"
+    parser.add_argument("--watch", type=_watched, metavar="STEP", help=watch)
     stop = f"end at the first step whose loss or gradients are not finite, with status {STOPPED}"
     parser.add_argument("--stop", action="store_true", help=stop)
     module = "the first word is the name of a module, as for python -m"
@@ -41,8 +42,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _positive(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+def _number(text: str, least: int) -> int:
+    number = int(text) if text.isdecimal() else -1
+    if number < least:
+        message = f"must be a whole number of at least {least}, got {text!r}"
+        raise argparse.ArgumentTypeError(message)
     return number
+
+
+_positive = partial(_number, least=1)
+_watched = partial(_number, least=2)  # the monitor begins with the backward pass of the first step

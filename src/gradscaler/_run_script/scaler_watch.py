@@ -1,4 +1,4 @@
-"""An observer of a scaler, which tells when a loss is scaled."""
+"""An observer of a scaler, which tells when a loss is scaled and when a step has ended."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 
 class ScalerWatch:
-    """The first observer of a scaler. A monitor that its call puts on hears of the same loss."""
+    """The first observer of a scaler. A monitor that its first call puts on hears of that loss."""
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
+    def __init__(self, scaled: Callable[[], None], ended: Callable[[], None]) -> None:
+        self._scaled, self._ended = scaled, ended
 
     def scaled(self, outputs: object, /) -> None:
-        """Make the call."""
-        self._call()
+        """Make the first call."""
+        self._scaled()
 
     def unscaling(self, optimizer: object, scale: object, /) -> None:
         """Nothing to do."""
@@ -28,4 +28,5 @@ class ScalerWatch:
         """Nothing to do."""
 
     def updated(self) -> None:
-        """Nothing to do."""
+        """Make the second call."""
+        self._ended()

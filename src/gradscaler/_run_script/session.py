@@ -26,6 +26,10 @@ from gradscaler.torch import GradScaler, install
 from gradscaler.torch._install import replace_sharded
 
 _MOST_RUNS = 20  # a search over settings; an inner optimizer for each batch would make thousands
+_NO_STEP = (
+    "this process took no step of an optimizer, so there is no verdict. Processes that a script "
+    "starts itself are not watched: start the script by torchrun."
+)
 _LOOP = 0  # the key of the loop without a scaler; others are the ids of scalers
 
 
@@ -79,7 +83,8 @@ class Session:
 
     def _see_scaler(self, scaler: GradScaler) -> None:
         if not self._is_off:
-            scaler.add_observer(ScalerWatch(partial(self._begin_scaled, scaler)))
+            calls = partial(self._begin_scaled, scaler), partial(self._end_step, id(scaler))
+            scaler.add_observer(ScalerWatch(*calls))
 
     def _begin_loop(self) -> None:
         if self._new and not self._is_off:  # else a scaler was first to see the new optimizers
@@ -88,6 +93,10 @@ class Session:
     def _begin_scaled(self, scaler: GradScaler) -> None:
         if not self._is_off and (self._new or id(scaler) not in self._runs):
             self._begin(id(scaler), scaler)
+
+    def _end_step(self, key: int) -> None:
+        if key in self._runs:
+            self._runs[key].step_ended()
 
     def _begin(self, key: int, scaler: GradScaler | None) -> None:
         """Begin a run; those of earlier optimizers end."""
@@ -116,7 +125,7 @@ class Session:
             self._end_runs()
             if not self._num_runs:
                 self._num_runs = _MOST_RUNS
-                say("this process took no step of an optimizer, so there is no verdict")
+                say(_NO_STEP)
 
     def _end_runs(self) -> None:
         runs, self._runs = self._runs, {}

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from gradscaler._run_script.options import STOPPED
+from gradscaler._run_script.step_watch import StepWatch
 from gradscaler._run_script.voice import is_quiet_rank, say, shown
 from gradscaler.diagnose import Finding, Monitor
+from gradscaler.diagnose._monitor.models import one_model
 
 # Kinds of findings after which no scale brings a training back, for a run with a scaler.
 _LOST = {"parameter", "divergence", "activations", "loss", "nan", "floor", "silent"}
@@ -28,7 +30,14 @@ class WatchedRun:
     def __init__(self, scaler: Any, model: Any, path: Path, options: argparse.Namespace) -> None:
         self._path, self._may_stop = path, options.stop
         self._is_over = False
+        model = one_model(model)
         self._monitor = Monitor(scaler, model, options.every, path, tell=self._tell)
+        self._watch = StepWatch(options.watch, self._monitor, model) if options.watch else None
+
+    def step_ended(self) -> None:
+        """Note that a scaler has ended a step, which it may have skipped."""
+        if self._watch is not None:
+            self._watch.step_ended()
 
     def _tell(self, finding: Finding) -> None:
         """Print a finding, and end the process there if that was asked for."""
@@ -41,6 +50,8 @@ class WatchedRun:
     def end(self) -> None:
         """Close the file, and print the verdict; a run without a step leaves no file."""
         self._is_over = True
+        if self._watch is not None:
+            self._watch.close()
         self._monitor.close()
         history, verdict = self._monitor.history, self._monitor.verdict
         if not history and verdict.kind == "normal":

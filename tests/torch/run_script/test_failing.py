@@ -29,9 +29,10 @@ def ended(tmp_path_factory):
     """The script after each way to end. A warning in it would be an error."""
     folders = {way: tmp_path_factory.mktemp("runs") / "inner" for way in (*ENDS, "--stop")}
     line = [sys.executable, "-W", "error", "-m", "gradscaler", "run"]
+    options = {"--stop": ["--stop"], "SIGINT": ["--watch", "30"]}
     started = {
         way: subprocess.Popen(
-            [*line, *(["--stop"] if way == "--stop" else []), "-o", folder, "failing.py", way],
+            [*line, *options.get(way, ()), "-o", folder, "failing.py", way],
             cwd=FAILING.parent,
             text=True,
             stdout=subprocess.PIPE,
@@ -85,3 +86,10 @@ def test_stop_ends_it_at_the_first_bad_step(ended):
     assert "after 30 steps" in said
     assert "Traceback" not in said
     assert read_run(file).num_steps == 30
+
+
+def test_a_step_that_is_watched_names_its_operation(ended):
+    found = words(ended["SIGINT"].said)
+    assert f"gradscaler: step watched: forward of a function (float32), sqrt at {LINE}: " in found
+    assert found.count("step watched") == 1
+    assert "step watched" not in ended["raise"].said
