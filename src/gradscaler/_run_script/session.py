@@ -19,17 +19,13 @@ from gradscaler._run_script.files import RunFiles
 from gradscaler._run_script.models import models_of
 from gradscaler._run_script.scaler_watch import ScalerWatch
 from gradscaler._run_script.termination import before_termination
-from gradscaler._run_script.voice import say
+from gradscaler._run_script.voice import NO_STEP, say
 from gradscaler._run_script.watched_run import WatchedRun
 from gradscaler.diagnose._graph.lines import Tracebacks
 from gradscaler.torch import GradScaler, install
 from gradscaler.torch._install import replace_sharded
 
 _MOST_RUNS = 20  # a search over settings; an inner optimizer for each batch would make thousands
-_NO_STEP = (
-    "this process took no step of an optimizer, so there is no verdict. Processes that a script "
-    "starts itself are not watched: start the script by torchrun."
-)
 _LOOP = 0  # the key of the loop without a scaler; others are the ids of scalers
 
 
@@ -125,7 +121,7 @@ class Session:
             self._end_runs()
             if not self._num_runs:
                 self._num_runs = _MOST_RUNS
-                say(_NO_STEP)
+                say(NO_STEP)
 
     def _end_runs(self) -> None:
         runs, self._runs = self._runs, {}

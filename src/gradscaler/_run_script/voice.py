@@ -14,6 +14,11 @@ _PARAGRAPH = textwrap.TextWrapper(
     100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
 )
 
+NO_STEP = (
+    "no optimizer of this process took a step after a backward pass, so there is no verdict. "
+    "Processes that a script starts itself are not watched: start the script by torchrun."
+)
+
 
 def say(text: str, *lines: str) -> None:
     """Print a text on stderr, and lines below it, which stay whole.

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradscaler._run_script.options import STOPPED
 from gradscaler._run_script.step_watch import StepWatch
-from gradscaler._run_script.voice import is_quiet_rank, say, shown
+from gradscaler._run_script.voice import NO_STEP, is_quiet_rank, say, shown
 from gradscaler.diagnose import Finding, Monitor
 from gradscaler.diagnose._monitor.models import one_model
 
@@ -56,7 +56,7 @@ class WatchedRun:
         history, verdict = self._monitor.history, self._monitor.verdict
         if not history and verdict.kind == "normal":
             self._path.unlink(missing_ok=True)
-            say("no optimizer of PyTorch took a step after a backward pass, so there is no verdict")
+            say(NO_STEP)
         elif verdict.kind != "normal" or not is_quiet_rank():
             steps = history[-1].step if history else 0
             file = shown(self._path)
