@@ -58,11 +58,10 @@ class LoopObserver(EagerObserver):
         """Remember a loss, before its backward pass."""
         super().scaled(outputs)
         losses = self._iterations.latest.losses
-        losses[:] = [each if isinstance(each, HostCopy) else HostCopy(each) for each in losses]
         if outputs.device.type == "cpu":
             self._graphs.retain(outputs)
-        else:
-            self._root = outputs.grad_fn
+        elif losses and not isinstance(losses[-1], HostCopy):
+            losses[-1], self._root = HostCopy(losses[-1]), outputs.grad_fn
 
     @closes_if_asked
     def backward_ended(self) -> None:
@@ -89,10 +88,13 @@ class LoopObserver(EagerObserver):
         self._root = None
 
     def _failed(
-        self, loss: HostCopy | None, found: tuple[NonfiniteGradient, ...], root: Node = None
+        self,
+        loss: Tensor | HostCopy | None,
+        found: tuple[NonfiniteGradient, ...],
+        root: Node = None,
     ) -> Failure:
         located = self._located({each.name for each in found}, root)
-        return Failure(None if loss is None else loss.item(), found, located)
+        return Failure(None if loss is None else float(loss.item()), found, located)
 
     def _located(self, names: set[str], root: Node) -> Located | None:
         """Where the first Inf or NaN began, of a backward pass with these bad gradients."""
@@ -180,5 +182,5 @@ class LoopObserver(EagerObserver):
 
 
 def _has_arrived(iteration: Iteration) -> bool:
-    checks = (late.check for late in iteration.checks)
-    return all(each.has_arrived for each in (*iteration.losses, *checks))
+    losses = (each.has_arrived for each in iteration.losses if isinstance(each, HostCopy))
+    return all(losses) and all(late.check.has_arrived for late in iteration.checks)

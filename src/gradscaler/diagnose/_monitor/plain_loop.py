@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -10,7 +9,7 @@ from typing import Any, Protocol
 from gradscaler.diagnose._gradients.reading import Tensor
 from gradscaler.diagnose._locate.module_hooks import Handle, remove_all
 from gradscaler.diagnose._monitor import backward_calls
-from gradscaler.diagnose._monitor.gradient_check import GradientCheck
+from gradscaler.diagnose._monitor.gradient_check import total_norm
 from gradscaler.diagnose._monitor.parameters import groups_of
 from gradscaler.outcome import Observer, StepOutcome
 
@@ -74,9 +73,7 @@ class PlainLoop:
 
     def total_norm(self, optimizer: Optimizer) -> float:
         """The 2-norm of an optimizer's gradients as they are; waits for the device."""
-        held = (p for group in groups_of(optimizer) for p in group["params"])
-        check = GradientCheck({str(number): p for number, p in enumerate(held)}, order=2.0)
-        return math.hypot(*check.norms())
+        return total_norm(p for group in groups_of(optimizer) for p in group["params"])
 
     def add_observer(self, observer: BackwardObserver) -> None:
         """Announce all calls to an observer from now on."""
