@@ -28,6 +28,8 @@ def say(text: str, *lines: str) -> None:
     rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
     wrapped = _PARAGRAPH.fill(f"gradscaler{rank}: {text}")
     with suppress(OSError, ValueError, AttributeError):
+        if "tqdm" in sys.modules and sys.stderr.isatty():
+            print(file=sys.stderr)  # below its bar
         print(wrapped, *lines, sep="\n  ", file=sys.stderr, flush=True)
 
 

@@ -38,6 +38,7 @@ PROGRAMS = {
     "broken pipe": (["script.py"], "raise BrokenPipeError('theirs')"),
     "interrupt": (["script.py"], "import atexit; atexit.register(print); raise KeyboardInterrupt"),
     "syntax": (["script.py"], "x = = 3"),
+    "error of ours": (["script.py"], "import gradscaler; gradscaler.FixedScale(-1)"),
     "own hook": (["script.py"], HOOK),
     "module": (["-m", "script", "-m", "x"], "import sys; print(sys.argv, sys.path[0], __file__)"),
     "inner module": (["-m", "package.inner"], ""),
