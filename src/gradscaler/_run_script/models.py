@@ -6,8 +6,9 @@ import gc
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from inspect import CO_OPTIMIZED
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ def _named(models: list[Module]) -> dict[str, Module]:
     names: dict[int, str] = {}
     missing = {id(each) for each in models}
     for name, value in _variables():
-        if isinstance(value, Module) and id(inner := _inner(value)) in missing:
+        if issubclass(type(value), Module) and id(inner := _inner(value)) in missing:
             names.setdefault(id(inner), re.sub(r"\W", "_", name))
         if len(names) == len(missing):
             break
@@ -110,7 +111,7 @@ def _locals_of(frame: FrameType) -> dict[str, Any]:
     found = dict(kept)
     if frame.f_code.co_flags & CO_OPTIMIZED and sys.version_info < (3, 13):
         for name, value in found.items():
-            if isinstance(value, torch.Tensor):
+            if issubclass(type(value), torch.Tensor):
                 del kept[name]
     return found
 
@@ -120,6 +121,14 @@ def _of_mapping(names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     values = [(name, value) for name, value in list(names.items()) if not name.startswith("__")]
     yield from values
     for _, value in values:
-        inner: Any = value if type(value) is dict else getattr(value, "__dict__", None)
-        if type(inner) is dict and not isinstance(value, Module):
-            yield from ((name, each) for name, each in list(inner.items()) if type(name) is str)
+        yield from ((name, each) for name, each in _inside(value) if type(name) is str)
+
+
+def _inside(value: Any) -> list[tuple[Any, Any]]:
+    """The entries of a dict, or the attributes of an object, without code of its own."""
+    if type(value) is dict:
+        return list(value.items())
+    is_model = issubclass(type(value), (Module, ModuleType))
+    with suppress(Exception):
+        return [] if is_model else list(object.__getattribute__(value, "__dict__").items())
+    return []  # it has no attributes

@@ -37,6 +37,20 @@ def test_several_models_have_the_names_of_local_variables():
     assert models_of([sgd(netG), sgd(netD)]) == {"netG": netG, "netD": netD}
 
 
+class Proxy:
+    """An object whose attributes and class cannot be asked for, such as a lazy import."""
+
+    def __getattribute__(self, name):
+        raise RuntimeError(name)
+
+
+def test_objects_of_the_script_are_not_asked_for_anything():
+    proxy = Proxy()
+    one, two = nn.Linear(2, 2), nn.Linear(2, 1)
+    assert models_of([sgd(one), sgd(two)]) == {"one": one, "two": two}
+    del proxy
+
+
 class Trainer:
     def __init__(self):
         self.actor, self.heads = nn.Linear(2, 2), [nn.Linear(2, 1)]
