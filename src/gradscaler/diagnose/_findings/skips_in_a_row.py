@@ -128,7 +128,8 @@ def of_forward_pass(evidence: Evidence, skipped: str) -> Finding | None:
     counts = (located.num_inf, "Inf"), (located.num_nan, "NaN")
     made = " and ".join(f"{count} {what}" for count, what in counts if count)
     comma = "," if located.operation else ""
-    inputs = f"finite inputs up to {located.largest_input:g}"
+    up_to = "" if math.isnan(located.largest_input) else f" up to {located.largest_input:g}"
+    inputs = f"finite inputs{up_to}"
     if located.smallest_divisor is not None:
         inputs += f", divided by {located.smallest_divisor:g}"
     return Finding(

@@ -16,13 +16,13 @@ from gradscaler.diagnose._graph.places import Module
 from gradscaler.diagnose._graph.reader import GraphReader
 from gradscaler.diagnose._graph.retained import RetainedGraph
 from gradscaler.diagnose._graph.slopes import bad_in, is_at_pole, is_steep, part_of, suspects_in
-from gradscaler.diagnose._locate.budget import Budget
+from gradscaler.diagnose._locate.budget import Allowance, Budget
 from gradscaler.diagnose._locate.call_site import Node
 from gradscaler.diagnose._locate.module_hooks import Handle, remove_all, weakly
 from gradscaler.diagnose._record.located import Located
 
 _MOST_TRACED = 20  # steps: a branch that is taken now and then may need as many
-_LITTLE, _LITTLE_CREDIT = 0.02, 0.05  # a share of the time and seconds, before any failure
+_LITTLE, _LITTLE_CREDIT = 0.02, 0.2  # a share of the time and seconds, before any failure
 _CREDIT = 1.0  # seconds: too few to be missed in a training that fails
 
 
@@ -56,7 +56,7 @@ class GraphWatch:
         self._is_over = False  # whether the present step has ended
         self.located: Located | None = None
         self.gradients = GradientWatch()
-        self._retaining = Budget(_LITTLE_CREDIT, _LITTLE)
+        self._retaining = Allowance(_LITTLE, _LITTLE_CREDIT)
         self._retained: RetainedGraph | None = None
 
     def see(self, loss: Tensor) -> None:
@@ -75,11 +75,8 @@ class GraphWatch:
 
     def retain(self, loss: Tensor) -> None:
         """Hold what the graph of a finite loss keeps until :meth:`of_backward`, if time is left."""
-        seconds = self._retaining.left(self._step)
-        if seconds is not None:
-            self._retaining.begin(seconds)
-            self._retained = RetainedGraph(in_order(loss))
-            self._retaining.end()
+        with self._retaining.look() as has_time:
+            self._retained = RetainedGraph(in_order(loss)) if has_time else None
 
     def release(self) -> None:
         """Hold nothing more."""
@@ -93,11 +90,11 @@ class GraphWatch:
         Args:
             bad: the ids of the parameters whose gradient is not finite.
             good: those of the parameters whose gradient is.
-            root: the node of the loss, if no graph was retained.
+            root: the node of the loss, for what its graph alone shows if it was not retained.
         """
         held = self._retained
         with suppress(Exception):
-            if root is not None:
+            if held is None and root is not None:
                 held = RetainedGraph(in_order(root), may_hold=False)
             if held is not None:
                 reader = GraphReader(held.nodes, self._lines, self._model)
@@ -145,7 +142,6 @@ class GraphWatch:
         if step == self._step:  # an interrupted call was repeated
             return
         self._budget.step_ended(step)
-        self._retaining.step_ended(step)
         found = self.located or self.gradients.located
         self._has_failed |= has_failed or is_hopeless
         self._is_known |= is_exact(found)  # from here on, reading a graph needs time

@@ -50,18 +50,18 @@ class LoopObserver(EagerObserver):
         super().__post_init__()
         self._trained: dict[str, Tensor] = {}
         self._failure: Failure | None = None  # in this iteration
-        self._root: Node = None  # of the latest loss on a device
+        self._root: Node = None  # of the latest loss
         self._is_checked = False  # whether gradients were checked since the step before
 
     @closes_if_asked
     def scaled(self, outputs: Tensor, /) -> None:
         """Remember a loss, before its backward pass."""
         super().scaled(outputs)
-        losses = self._iterations.latest.losses
+        losses, self._root = self._iterations.latest.losses, outputs.grad_fn
         if outputs.device.type == "cpu":
             self._graphs.retain(outputs)
         elif losses and not isinstance(losses[-1], HostCopy):
-            losses[-1], self._root = HostCopy(losses[-1]), outputs.grad_fn
+            losses[-1] = HostCopy(losses[-1])
 
     @closes_if_asked
     def backward_ended(self) -> None:
@@ -83,7 +83,7 @@ class LoopObserver(EagerObserver):
         elif suspects := check.suspects():
             found = nonfinite({name: self._trained[name] for name in suspects})
             if found and self._failure is None:
-                self._failure = self._failed(loss, found)
+                self._failure = self._failed(loss, found, self._root)
         self._graphs.release()
         self._root = None
 
@@ -91,7 +91,7 @@ class LoopObserver(EagerObserver):
         self,
         loss: Tensor | HostCopy | None,
         found: tuple[NonfiniteGradient, ...],
-        root: Node = None,
+        root: Node,
     ) -> Failure:
         located = self._located({each.name for each in found}, root)
         return Failure(None if loss is None else float(loss.item()), found, located)
